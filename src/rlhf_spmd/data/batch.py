@@ -1,0 +1,131 @@
+"""A batch: one row per sample, token fields packed, never padded.
+
+A field is a tensor with one entry per row, or a :class:`Ragged`: the rows' entries concatenated, with their lengths. Text and
+other small objects travel as ragged bytes (JSON), so that a batch is tensors and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Ragged:
+    """``values`` [sum(lengths), ...] and ``lengths`` int64 [rows] on the CPU."""
+
+    values: Tensor
+    lengths: Tensor
+
+    @property
+    def offsets(self) -> Tensor:
+        """int64 [rows + 1]: row i is ``values[offsets[i] : offsets[i + 1]]``."""
+        return torch.cat([self.lengths.new_zeros(1), self.lengths.cumsum(0)])
+
+    def rows(self) -> list[Tensor]:
+        return list(self.values.split(self.lengths.tolist()))
+
+    def take(self, index: Tensor) -> Ragged:
+        lengths = self.lengths[index]
+        starts = self.offsets[:-1][index]
+        within = torch.arange(int(lengths.sum())) - torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
+        positions = (torch.repeat_interleave(starts, lengths) + within).to(self.values.device)
+        return Ragged(self.values[positions], lengths)
+
+    def with_values(self, values: Tensor) -> Ragged:
+        """The same rows with other entries [sum(lengths), ...]."""
+        assert len(values) == len(self.values), f"{len(values)} values for rows of {len(self.values)} entries in all"
+        return Ragged(values, self.lengths)
+
+
+Field = Tensor | Ragged
+
+
+def ragged(rows: Sequence[Tensor | Sequence[int]], dtype: torch.dtype | None = None) -> Ragged:
+    tensors = [torch.as_tensor(row, dtype=dtype) for row in rows]
+    values = torch.cat(tensors) if tensors else torch.empty(0, dtype=dtype)
+    return Ragged(values, torch.tensor([len(t) for t in tensors], dtype=torch.int64))
+
+
+def encode_json(rows: Iterable[Any]) -> Ragged:
+    return ragged([torch.frombuffer(bytearray(json.dumps(row).encode()), dtype=torch.uint8) for row in rows], torch.uint8)
+
+
+def decode_json(field: Ragged) -> list[Any]:
+    return [json.loads(bytes(row.numpy())) for row in field.rows()]
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """``row_ids`` int64 [rows]: stable ids. ``group_ids`` int64 [rows]: rows of one prompt share one. Both on the CPU."""
+
+    row_ids: Tensor
+    group_ids: Tensor
+    fields: Mapping[str, Field]
+
+    def __len__(self) -> int:
+        return len(self.row_ids)
+
+    def __getitem__(self, name: str) -> Any:
+        """A field; Any, since the reader knows whether it is a Tensor or Ragged. Raises KeyError with the names at hand."""
+        if name not in self.fields:
+            raise KeyError(f"batch has no field {name!r}; it has {', '.join(sorted(self.fields))}")
+        return self.fields[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.fields
+
+    def select(self, names: Iterable[str]) -> Batch:
+        return Batch(self.row_ids, self.group_ids, {name: self[name] for name in names})
+
+    def union(self, other: Batch) -> Batch:
+        """Fields of both; the rows must be the same in the same order."""
+        if not torch.equal(self.row_ids, other.row_ids):
+            raise ValueError(f"union of different rows: {self.row_ids.tolist()[:8]}... and {other.row_ids.tolist()[:8]}...")
+        return Batch(self.row_ids, self.group_ids, {**self.fields, **other.fields})
+
+    def with_fields(self, **fields: Field) -> Batch:
+        """The same rows with these fields only (what a worker's method returns)."""
+        return Batch(self.row_ids, self.group_ids, fields)
+
+    def take(self, index: Tensor | Sequence[int]) -> Batch:
+        """Rows by position, in that order."""
+        index = torch.as_tensor(index, dtype=torch.int64)
+        fields = {k: f.take(index) if isinstance(f, Ragged) else f[index.to(f.device)] for k, f in self.fields.items()}
+        return Batch(self.row_ids[index], self.group_ids[index], fields)
+
+    def reorder(self, row_ids: Tensor) -> Batch:
+        """Rows by id, in that order."""
+        position = {int(r): i for i, r in enumerate(self.row_ids)}
+        return self.take([position[int(r)] for r in row_ids])
+
+    def split(self, sizes: Sequence[int]) -> list[Batch]:
+        bounds = [0]
+        for size in sizes:
+            bounds.append(bounds[-1] + size)
+        return [self.take(torch.arange(a, b)) for a, b in zip(bounds, bounds[1:], strict=False)]
+
+    def repeat(self, n: int) -> Batch:
+        """n rows for each row, side by side; they keep the group id and get the ids ``row_id * n + j``."""
+        index = torch.arange(len(self)).repeat_interleave(n)
+        out = self.take(index)
+        ids = self.row_ids.repeat_interleave(n) * n + torch.arange(n).repeat(len(self))
+        return Batch(ids, out.group_ids, out.fields)
+
+
+def concat(batches: Sequence[Batch]) -> Batch:
+    """Rows of all batches, one after the other; all must have the same fields."""
+    first = batches[0]
+    fields: dict[str, Field] = {}
+    for name, field in first.fields.items():
+        parts = [b[name] for b in batches]
+        if isinstance(field, Ragged):
+            fields[name] = Ragged(torch.cat([p.values for p in parts]), torch.cat([p.lengths for p in parts]))
+        else:
+            fields[name] = torch.cat(parts)
+    return Batch(torch.cat([b.row_ids for b in batches]), torch.cat([b.group_ids for b in batches]), fields)

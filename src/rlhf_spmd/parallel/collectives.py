@@ -1,0 +1,154 @@
+"""The one door for collectives: each has a name, a group, a sequence number, and is remembered for the post-mortem.
+
+Everything in rlhf_spmd that moves bytes between ranks goes through a :class:`Group`. A group of one rank communicates
+nothing, so code that is written for many ranks runs unchanged on one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass
+class FlightRecorder:
+    """The last collectives of this process, and the bytes it sent and received per label."""
+
+    entries: deque[tuple[int, str, str, int, float]] = field(default_factory=lambda: deque(maxlen=64))
+    received: Counter[str] = field(default_factory=Counter)
+    sent: Counter[str] = field(default_factory=Counter)
+    sequence: int = 0
+
+    def note(self, operation: str, group: str, num_bytes: int) -> None:
+        self.sequence += 1
+        self.entries.append((self.sequence, operation, group, num_bytes, time.time()))
+
+    def count(self, label: str, sent: int, received: int) -> None:
+        self.sent[label] += sent
+        self.received[label] += received
+
+    def dump(self, last: int = 8) -> str:
+        now = time.time()
+        rows = list(self.entries)[-last:]
+        return "; ".join(f"#{n} {op} on {group} ({size} B, {now - at:.1f} s ago)" for n, op, group, size, at in rows)
+
+
+RECORDER = FlightRecorder()  # per process, diagnostics only: nothing reads it to decide anything
+
+# torch 2.13 renamed it; 2.11 has only the older name
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Some ranks of the world in a fixed order. ``ranks`` are global ranks; ``rank`` is this process's index in it."""
+
+    name: str
+    ranks: tuple[int, ...]
+    rank: int
+    process_group: dist.ProcessGroup | None = None
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def all_reduce(self, tensor: Tensor, label: str, op: str = "sum") -> Tensor:
+        """In place. Collective over the group: every rank of it must call, in program order."""
+        if self.size > 1:
+            self._note("all_reduce", label, tensor, tensor.nbytes)
+            dist.all_reduce(tensor, _OPS[op], self.process_group)
+        return tensor
+
+    def all_gather_into(self, output: Tensor, tensor: Tensor, label: str) -> Tensor:
+        """``output`` [size * n, ...] receives every rank's ``tensor`` [n, ...] in group order.
+
+        Collective over the group: every rank of it must call, in program order.
+        """
+        if self.size == 1:
+            output.copy_(tensor.view_as(output))
+        else:
+            self._note("all_gather", label, tensor, output.nbytes - tensor.nbytes)
+            _all_gather(output, tensor.contiguous(), self.process_group)
+        return output
+
+    def all_gather(self, tensor: Tensor, label: str) -> list[Tensor]:
+        """Equal shapes from every rank. Collective over the group: every rank of it must call, in program order."""
+        flat = tensor.reshape(-1)
+        output = flat.new_empty(self.size * len(flat))
+        self.all_gather_into(output, flat, label)
+        return list(output.view(self.size, *tensor.shape))
+
+    def broadcast(self, tensor: Tensor, source: int, label: str) -> Tensor:
+        """In place, from group index ``source``. Collective over the group: every rank of it must call, in program order."""
+        if self.size > 1:
+            received = 0 if self.rank == source else tensor.nbytes
+            self._note("broadcast", label, tensor, received)
+            dist.broadcast(tensor, self.ranks[source], self.process_group)
+        return tensor
+
+    def gather_bytes(self, payload: bytes, label: str) -> list[bytes] | None:
+        """Every rank's bytes at group index 0 (None elsewhere): a length exchange, then one padded gather.
+
+        Collective over the group: every rank of it must call, in program order.
+        """
+        if self.size == 1:
+            return [payload]
+        lengths = [int(n) for n in self.all_gather(torch.tensor([len(payload)]), label)]
+        padded = torch.zeros(max(max(lengths), 1), dtype=torch.uint8)
+        padded[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else padded[:0]
+        self._note("gather", label, padded, padded.nbytes * (self.size - 1) if self.rank == 0 else 0)
+        parts = [torch.empty_like(padded) for _ in lengths] if self.rank == 0 else None
+        dist.gather(padded, parts, self.ranks[0], self.process_group)
+        return None if parts is None else [bytes(p[:n].numpy()) for p, n in zip(parts, lengths, strict=True)]
+
+    def broadcast_bytes(self, payload: bytes | None, label: str, source: int = 0) -> bytes:
+        """Bytes of group index ``source`` on every rank. Collective over the group: every rank of it must call, in program order."""
+        if self.size == 1:
+            return payload or b""
+        length = torch.tensor([len(payload or b"")])
+        self.broadcast(length, source, label)
+        if not int(length):
+            return b""
+        data = torch.empty(int(length), dtype=torch.uint8)
+        if self.rank == source and payload:
+            data.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+        return bytes(self.broadcast(data, source, label).numpy())
+
+    def barrier(self, label: str) -> None:
+        """Collective over the group: every rank of it must call, in program order."""
+        self.all_reduce(torch.zeros(1), label)
+
+    def isend(self, tensor: Tensor, to: int, label: str, tag: int = 0) -> dist.Work | None:
+        """Asynchronous send to group index ``to``; keep ``tensor`` alive until the work is done."""
+        RECORDER.count(label, tensor.nbytes, 0)
+        RECORDER.note(f"isend:{label}->{self.ranks[to]}", self.name, tensor.nbytes)
+        return dist.isend(tensor, self.ranks[to], self.process_group, tag)
+
+    def irecv(self, tensor: Tensor, source: int, label: str, tag: int = 0) -> dist.Work | None:
+        """Asynchronous receive from group index ``source``."""
+        RECORDER.count(label, 0, tensor.nbytes)
+        RECORDER.note(f"irecv:{label}<-{self.ranks[source]}", self.name, tensor.nbytes)
+        return dist.irecv(tensor, self.ranks[source], self.process_group, tag)
+
+    def _note(self, operation: str, label: str, tensor: Tensor, received: int) -> None:
+        RECORDER.note(f"{operation}:{label}", self.name, tensor.nbytes)
+        RECORDER.count(label, tensor.nbytes, received)
+
+
+def solo(rank: int = 0) -> Group:
+    """The group of one rank: communicates nothing."""
+    return Group("solo", (rank,), 0)
+
+
+def wait_all(works: Sequence[dist.Work | None]) -> None:
+    for work in works:
+        if work is not None:
+            work.wait()

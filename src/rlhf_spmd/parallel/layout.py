@@ -1,0 +1,162 @@
+"""How one model is split over the ranks of its pool: pure arithmetic, no process group.
+
+Training ranks form the grid ``[pp, dp, tp]``, tensor-parallel ranks consecutive (HybridFlow, section 5.3). A generation
+layout (p_g, t_g, d_g, d) regroups the same ranks: generation TP groups take every (t/t_g)-th rank of a training TP group,
+generation PP groups every (p/p_g)-th stage, and the micro-DP group is what lies between, so that a rank's training shard is
+always a slice of its generation shard.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class LayoutConfig:
+    """``models.<role>.layout``. ``dp: null`` means whatever the pool leaves after pp * tp."""
+
+    pp: int = 1
+    tp: int = 1
+    dp: int | None = None
+    zero: int = 0
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A resolved training layout (p, t, d) with its ZeRO stage over d.
+
+    Indices below count ranks inside the pool (0 .. size-1), not global ranks.
+    """
+
+    pp: int = 1
+    tp: int = 1
+    dp: int = 1
+    zero: int = 0
+
+    @property
+    def size(self) -> int:
+        return self.pp * self.tp * self.dp
+
+    def index(self, pp: int, dp: int, tp: int) -> int:
+        return (pp * self.dp + dp) * self.tp + tp
+
+    def coordinate(self, index: int) -> tuple[int, int, int]:
+        """Pool index -> (pp, dp, tp)."""
+        return index // (self.dp * self.tp), index // self.tp % self.dp, index % self.tp
+
+    def tp_group(self, index: int) -> list[int]:
+        pp, dp, _ = self.coordinate(index)
+        return [self.index(pp, dp, tp) for tp in range(self.tp)]
+
+    def dp_group(self, index: int) -> list[int]:
+        pp, _, tp = self.coordinate(index)
+        return [self.index(pp, dp, tp) for dp in range(self.dp)]
+
+    def pp_group(self, index: int) -> list[int]:
+        _, dp, tp = self.coordinate(index)
+        return [self.index(pp, dp, tp) for pp in range(self.pp)]
+
+    def replica_group(self, index: int) -> list[int]:
+        """The pp * tp ranks that together hold the replica of ``index``."""
+        _, dp, _ = self.coordinate(index)
+        return [self.index(pp, dp, tp) for pp in range(self.pp) for tp in range(self.tp)]
+
+    def __str__(self) -> str:
+        return f"pp({self.pp}) * tp({self.tp}) * dp({self.dp})" + (f" zero({self.zero})" if self.zero else "")
+
+
+def resolve_layout(config: LayoutConfig, pool_size: int, where: str) -> Layout:
+    """Fill in dp and check that the layout covers the pool exactly.
+
+    ``where`` names the role and pool in the message, as in ``models.critic.layout on pool 'b'``.
+    Raises ValueError with both sides of the failed equation.
+    """
+    for key in ("pp", "tp"):
+        if getattr(config, key) < 1:
+            raise ValueError(f"{where}: {key}={getattr(config, key)} must be at least 1")
+    if config.dp is not None and config.dp < 1:
+        raise ValueError(f"{where}: dp={config.dp} must be at least 1 (or null: what the pool leaves)")
+    if config.zero not in (0, 1, 2, 3):
+        raise ValueError(f"{where}: zero={config.zero} is not a ZeRO stage; allowed: 0, 1, 2, 3")
+    dp = config.dp if config.dp is not None else max(pool_size // (config.pp * config.tp), 1)
+    layout = Layout(config.pp, config.tp, dp, config.zero)
+    if layout.size != pool_size:
+        raise ValueError(
+            f"{where}: pp({layout.pp}) * tp({layout.tp}) * dp({layout.dp}) = {layout.size} ranks, but the pool has {pool_size}; "
+            f"change the layout or the pool so that both are equal"
+        )
+    return layout
+
+
+@dataclass(frozen=True)
+class GenerationLayout:
+    """(p_g, t_g, d_g, d) over the ranks of a training layout; d_g = p*t / (p_g*t_g) micro-DP replicas per training replica."""
+
+    train: Layout
+    pp: int
+    tp: int
+
+    def __post_init__(self) -> None:
+        for name, part, whole in (("pp", self.pp, self.train.pp), ("tp", self.tp, self.train.tp)):
+            if part < 1 or whole % part:
+                raise ValueError(
+                    f"generation.{name}={part} must divide the training layout's {name}={whole}: "
+                    "every training shard has to be a slice of its generation shard"
+                )
+
+    @property
+    def micro_dp(self) -> int:
+        return self.train.pp * self.train.tp // (self.pp * self.tp)
+
+    @property
+    def dp(self) -> int:
+        """All generation replicas: d_g * d."""
+        return self.micro_dp * self.train.dp
+
+    def _split(self, index: int) -> tuple[int, int, int, int, int]:
+        """Pool index -> (generation stage, stage inside it, dp, generation tp, tp inside it)."""
+        pp, dp, tp = self.train.coordinate(index)
+        stages, slices = self.train.pp // self.pp, self.train.tp // self.tp
+        return pp // stages, pp % stages, dp, tp // slices, tp % slices
+
+    def coordinate(self, index: int) -> tuple[int, int, int]:
+        """Pool index -> (p_g coordinate, replica in 0 .. d_g*d-1, t_g coordinate)."""
+        stage, inner_stage, dp, tp, inner_tp = self._split(index)
+        micro = inner_stage * (self.train.tp // self.tp) + inner_tp
+        return stage, dp * self.micro_dp + micro, tp
+
+    def index(self, pp: int, dp: int, tp: int) -> int:
+        """Inverse of :meth:`coordinate`."""
+        stages, slices = self.train.pp // self.pp, self.train.tp // self.tp
+        outer_dp, micro = divmod(dp, self.micro_dp)
+        inner_stage, inner_tp = divmod(micro, slices)
+        return self.train.index(pp * stages + inner_stage, outer_dp, tp * slices + inner_tp)
+
+    def tp_group(self, index: int) -> list[int]:
+        pp, dp, _ = self.coordinate(index)
+        return [self.index(pp, dp, tp) for tp in range(self.tp)]
+
+    def pp_group(self, index: int) -> list[int]:
+        _, dp, tp = self.coordinate(index)
+        return [self.index(pp, dp, tp) for pp in range(self.pp)]
+
+    def replica_group(self, index: int) -> list[int]:
+        _, dp, _ = self.coordinate(index)
+        return [self.index(pp, dp, tp) for pp in range(self.pp) for tp in range(self.tp)]
+
+    def micro_dp_group(self, index: int) -> list[int]:
+        """Ranks whose training shards make up the generation shard of ``index``, in the order of their slices."""
+        stage, _, dp, tp, _ = self._split(index)
+        first = dp * self.micro_dp
+        return [self.index(stage, first + micro, tp) for micro in range(self.micro_dp)]
+
+
+def stage_layers(num_layers: int, pp: int, stage: int) -> range:
+    """Layers of a pipeline stage: as even as possible, earlier stages take the remainder.
+
+    With p_g | p, generation stage i must own exactly the layers of its p/p_g training stages, so the remainder is only
+    allowed where pp divides num_layers or nothing is regrouped; callers check that.
+    """
+    base, extra = divmod(num_layers, pp)
+    start = stage * base + min(stage, extra)
+    return range(start, start + base + (stage < extra))

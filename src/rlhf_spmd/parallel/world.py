@@ -1,0 +1,112 @@
+"""The process's place in the job: torchrun's environment is read here and nowhere else."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from rlhf_spmd.parallel.collectives import Group
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What torchrun says. Without torchrun: one rank."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    restart_count: int = 0
+
+
+def read_launch() -> Launch:
+    env = os.environ
+    return Launch(
+        rank=int(env.get("RANK", 0)),
+        size=int(env.get("WORLD_SIZE", 1)),
+        local_rank=int(env.get("LOCAL_RANK", 0)),
+        local_size=int(env.get("LOCAL_WORLD_SIZE", 1)),
+        restart_count=int(env.get("TORCHELASTIC_RESTART_COUNT", 0)),
+    )
+
+
+def connect_store(launch: Launch, timeout_s: float = 60.0) -> dist.Store:
+    """The key-value store that all ranks share before and beside any process group (torchrun hosts it)."""
+    if launch.size == 1:
+        return dist.HashStore()
+    timeout = timedelta(seconds=timeout_s)
+    store, _, _ = next(dist.rendezvous("env://", launch.rank, launch.size, timeout=timeout))
+    store.set_timeout(timeout)
+    return dist.PrefixStore(f"rlhf_spmd/{launch.restart_count}", store)
+
+
+@dataclass
+class World:
+    """All ranks of the job, their device, and the process groups made so far."""
+
+    launch: Launch
+    device: torch.device
+    store: dist.Store
+    timeout_s: float
+    all: Group = field(init=False)
+    _groups: dict[tuple[int, ...], Group] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        ranks = tuple(range(self.launch.size))
+        process_group = dist.group.WORLD if dist.is_initialized() else None
+        self.all = Group("world", ranks, self.launch.rank, process_group)
+        self._groups[ranks] = self.all
+
+    @property
+    def rank(self) -> int:
+        return self.launch.rank
+
+    @property
+    def size(self) -> int:
+        return self.launch.size
+
+    def group(self, ranks: Sequence[int], name: str) -> Group | None:
+        """The group of these global ranks, in this order, made once; None on ranks outside it.
+
+        Collective over the world on first use: every rank of it must call, in program order, members or not.
+        """
+        key = tuple(ranks)
+        if key not in self._groups:
+            index = key.index(self.rank) if self.rank in key else -1
+            process_group = None
+            if dist.is_initialized():
+                # torch orders the ranks of a group by itself, so only ascending orders are used throughout
+                assert list(key) == sorted(key), f"group {name}: ranks {key} must ascend"
+                process_group = dist.new_group(list(key), timeout=timedelta(seconds=self.timeout_s))
+            self._groups[key] = Group(name, key, index, process_group)
+        group = self._groups[key]
+        return group if group.rank >= 0 else None
+
+
+def choose_device(launch: Launch) -> torch.device:
+    if torch.cuda.is_available():
+        return torch.device("cuda", launch.local_rank)
+    return torch.device("cpu")
+
+
+def init_world(launch: Launch, store: dist.Store, timeout_s: float = 600.0, device: torch.device | None = None) -> World:
+    """Start torch.distributed: gloo for CPU tensors, nccl beside it on GPUs. One thread per rank on CPU.
+
+    Collective over the world: every rank of it must call.
+    """
+    device = device or choose_device(launch)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)  # results depend on the thread count, and spinning threads of many ranks slow each other
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(
+            backend, store=dist.PrefixStore("pg", store), rank=launch.rank, world_size=launch.size, timeout=timedelta(seconds=timeout_s)
+        )
+    return World(launch, device, store, timeout_s)
