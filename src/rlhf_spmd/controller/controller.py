@@ -1,0 +1,365 @@
+"""Single-controller semantics without a controller process: every rank derives who sends what to whom from the same script."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlhf_spmd.controller.graph import CallNode, Graph
+from rlhf_spmd.controller.reference import Production, Reference, RowSet, local_rows, source
+from rlhf_spmd.controller.transport import LENGTHS, UNTRACED, CallOrderError, Transport, pack, unpack
+from rlhf_spmd.controller.worker import MethodSpec, Worker
+from rlhf_spmd.data.batch import Batch, concat
+from rlhf_spmd.parallel.board import Board
+from rlhf_spmd.parallel.collectives import Group
+from rlhf_spmd.telemetry.trace import Timeline
+
+
+__all__ = ["CallOrderError", "Controller"]
+
+
+class Controller:
+    """Runs an algorithm's script on this rank.
+
+    Outside :meth:`run` calls may be made one by one (building, saving); inside it the script is traced first, so that results
+    are pushed to their consumers as soon as they exist.
+    """
+
+    def __init__(self, world: Group, board: Board | None = None, timeline: Timeline | None = None) -> None:
+        self.world = world
+        self.rank = world.ranks[world.rank]
+        self.board = board
+        self.timeline = timeline or Timeline(self.rank)
+        self.graph = Graph()
+        self._transport = Transport(world)
+        self._seq = 0
+        self._tracing = False
+        self._made: Counter[str] = Counter()  # calls of each name so far in this run: (name, occurrence) -> node
+        self._node_of: dict[tuple[str, int], int] = {}
+        self._calls: dict[int, tuple[Worker, MethodSpec]] = {}  # node -> what it calls
+        self._productions: list[Production] = []
+        self._sent: dict[tuple[int, int], tuple[Production, Production, str]] = {}  # pushed and not yet consumed
+        self._lengths: dict[int, np.ndarray] = {}  # token counts learnt from headers, by production
+
+    # The script's side
+
+    def source(self, batch: Batch, token_field: str | None = None) -> Reference:
+        """A reference to rows that every rank holds whole, as those of the loader."""
+        return source(batch, token_field)
+
+    def run(self, script: Callable[..., Any], *args: Any) -> Any:
+        """Trace the script, run it, and settle every message. Collective over the world: every rank of it must call."""
+        self.graph = self.trace(script, *args)
+        seen: Counter[str] = Counter()
+        for node in self.graph.nodes:
+            self._node_of[node.name, seen[node.name]] = node.index
+            seen[node.name] += 1
+        result = script(*args)
+        self.settle()
+        return result
+
+    def trace(self, script: Callable[..., Any], *args: Any) -> Graph:
+        """The script's dataflow graph; nothing is computed and nothing moves."""
+        outer = self.graph
+        self.graph, self._tracing = Graph(), True
+        try:
+            script(*args)
+            return self.graph
+        finally:
+            self.graph, self._tracing = outer, False
+
+    def settle(self) -> None:
+        """End of a script: receive what was sent here and not used, wait for what was sent, forget all data.
+
+        Every rank of the world must call, in program order; it waits only for the ranks it exchanged data with.
+        """
+        for production in self._productions:
+            assert production.spec is not None
+            if production.spec.lengths_of is not None and self.rank in self._readers(production):
+                self._learn(production)
+        for producer, consumer, name in self._sent.values():
+            part = consumer.part_of(self.rank)
+            if part is not None:
+                self._receive(producer, consumer, np.flatnonzero(consumer.placement() == part), name)
+        self._transport.finish()
+        self._productions.clear()
+        self._sent.clear()
+        self._lengths.clear()
+        self._made.clear()
+        self._node_of.clear()
+        self.graph = Graph()
+
+    def get(self, *references: Reference) -> list[Any]:
+        """For each call the list of its collected values, the same on every rank (empty while tracing).
+
+        Collective over the world: every rank of it must call, in program order.
+        """
+        if self._tracing:
+            return [[] for _ in references]
+        self._enter("controller.get", sys._getframe(1))
+        mine: dict[int, dict[int, Any]] = {}
+        for i, reference in enumerate(references):
+            production = reference.call
+            assert production is not None and production.role is not None, "get() takes what a call returned"
+            ranks = [production.role.pool.ranks[j] for j in production.protocol.collect(production.role.shape)]
+            for position, rank in enumerate(ranks):
+                if rank == self.rank:
+                    mine.setdefault(i, {})[position] = production.values
+        parts = self.world.gather_bytes(json.dumps(mine).encode(), "control")
+        merged: list[dict[int, Any]] = [{} for _ in references]
+        for part in parts or []:
+            for key, values in json.loads(part).items():
+                merged[int(key)].update({int(position): value for position, value in values.items()})
+        ordered = [[values[position] for position in sorted(values)] for values in merged]
+        result: list[Any] = json.loads(self.world.broadcast_bytes(json.dumps(ordered).encode() if parts else None, "control"))
+        self._leave()
+        return result
+
+    def decide(self, wish: bool) -> bool:
+        """True on every rank if any rank wishes it: the only way to branch on what one rank knows.
+
+        Collective over the world: every rank of it must call, in program order.
+        """
+        if self._tracing:
+            return False
+        self._enter("controller.decide", sys._getframe(1))
+        result = bool(self.world.all_reduce(torch.tensor([int(wish)]), "control", "max"))
+        self._leave()
+        return result
+
+    # The calls' side
+
+    def _enter(self, name: str, where: Any) -> int:
+        """Number a call and note it on the board, which compares the ranks' call logs. ``where``: a frame, or its file:line."""
+        seq, self._seq = self._seq, self._seq + 1
+        if self.board is not None:
+            site = where if isinstance(where, str) else f"{where.f_code.co_filename.rsplit('/', 1)[-1]}:{where.f_lineno}"
+            self.board.enter_call(seq, name, site)
+        return seq
+
+    def _leave(self) -> None:
+        if self.board is not None:
+            self.board.leave_call()
+
+    def call(
+        self, role: Worker, spec: MethodSpec, batch: Reference | None, args: tuple[Any, ...], kwargs: dict[str, Any], site: str
+    ) -> Reference:
+        """One call of a registered method; see :func:`rlhf_spmd.controller.worker.register`."""
+        name = f"{role.name}.{spec.name}"
+        wanted: list[str] = []
+        if isinstance(batch, Reference):
+            wanted = spec.wanted(batch, name)
+        if self._tracing:
+            return self._record(role, spec, batch, wanted, site)
+        seq = self._enter(name, site)
+        production = self._production(role, spec, batch, seq, name)
+        if isinstance(batch, Reference):
+            self._send_inputs(production, batch, wanted, name)
+        part = production.part_of(self.rank)
+        if part is not None:
+            inputs = self._inputs(production, batch, wanted, part, name)
+            with self.timeline.span(name, category="compute", call=seq):
+                result = spec.body(role, *inputs, *args, **kwargs)
+            self._keep(production, result, name)
+        reference = self._reference(production, spec)
+        self._push(production, reference)
+        self._leave()
+        return reference
+
+    def _production(self, role: Worker, spec: MethodSpec, batch: Any, seq: int, name: str) -> Production:
+        node = self._node_of.get((name, self._made[name]), UNTRACED)
+        self._made[name] += 1
+        rows = batch.rows if isinstance(batch, Reference) else None
+        chunks = spec.mini_batches(role) if spec.mini_batches else 1
+        production = Production(seq, node, rows, role, spec, chunks)
+        self._productions.append(production)
+        return production
+
+    def _reference(self, production: Production, spec: MethodSpec) -> Reference:
+        rows = production.rows
+        if rows is not None and spec.lengths_of is not None:
+            rows = RowSet(rows.row_ids, rows.group_ids, lambda: self._learn(production), production.node)
+        fields = {name: (production, name) for name in spec.outputs} if rows is not None else {}
+        return Reference(rows, fields, production)
+
+    def _inputs(self, production: Production, batch: Any, wanted: list[str], part: int, name: str) -> list[Any]:
+        """The body's first argument: this member's rows, in row order."""
+        if batch is None:
+            return []
+        if not isinstance(batch, Reference):  # ALL_TO_ALL: one argument per member; otherwise the same for all
+            per_member = production.protocol.name == "ALL_TO_ALL"
+            assert production.role is not None
+            return [batch[production.role.pool.ranks.index(self.rank)] if per_member else batch]
+        with self.timeline.span(f"{name}: inputs", category="wait", call=production.seq):
+            positions = np.flatnonzero(production.placement() == part)
+            local = self._assemble(production, batch, wanted, positions, name)
+        assert production.spec is not None
+        if production.spec.mini_batches is None:
+            return [local]
+        bounds = np.searchsorted(positions, np.arange(1, production.chunks) * (len(production.placement()) // production.chunks))
+        return [local.split(np.diff([0, *bounds, len(positions)]).tolist())]
+
+    def _assemble(self, consumer: Production, batch: Reference, wanted: list[str], positions: np.ndarray, name: str) -> Batch:
+        rows = consumer.rows
+        assert rows is not None
+        row_ids, group_ids = torch.from_numpy(rows.row_ids[positions]), torch.from_numpy(rows.group_ids[positions])
+        local = Batch(row_ids, group_ids, {})
+        if not len(positions):
+            return local  # a member without rows gets a batch without fields
+        for producer, fields in _by_producer(batch, wanted):
+            part = self._fetch(producer, consumer, positions, list(fields.values()), name)
+            local = local.union(Batch(row_ids, group_ids, {new: part[old] for new, old in fields.items()}))
+        return local
+
+    def _fetch(
+        self, producer: Production, consumer: Production, positions: np.ndarray, names: list[str], call: str
+    ) -> Batch:
+        """These rows of a production: out of this rank's own memory, the rest from their holders."""
+        assert producer.rows is not None
+        if producer.role is None:
+            assert producer.data is not None
+            return local_rows(producer.data.select(names), producer.rows, positions)
+        pieces = self._receive(producer, consumer, positions, call)
+        placement = producer.placement()[positions]
+        for part in np.unique(placement):
+            if self.rank in producer.holders(int(part)):
+                assert producer.data is not None, f"{call}: the data of call {producer.seq} are gone"
+                pieces.append(local_rows(producer.data.select(names), producer.rows, positions[placement == part]))
+        return local_rows(concat(pieces), producer.rows, positions)
+
+    def _receive(self, producer: Production, consumer: Production, positions: np.ndarray, call: str) -> list[Batch]:
+        """The rows at ``positions`` that lie elsewhere, one batch for each rank that sends some."""
+        placement = producer.placement()[positions]
+        holders = [producer.holders(int(part)) for part in np.unique(placement)]
+        sources = [ranks[0] for ranks in holders if self.rank not in ranks]
+        return [unpack(self._transport.receive(rank, producer.seq, consumer.node, call)) for rank in sources]
+
+    def _keep(self, production: Production, result: Any, name: str) -> None:
+        data, production.values = (result if isinstance(result, tuple) else (result, None))
+        if isinstance(data, Batch):
+            assert production.spec is not None and production.rows is not None
+            missing = set(production.spec.outputs) - set(data.fields)
+            part = production.part_of(self.rank)
+            index = np.flatnonzero(production.placement() == part)
+            is_holder = self.rank in production.holders(part) if part is not None else False
+            assert not (is_holder and missing and len(data)), f"{name} declares {sorted(missing)}, but did not return it"
+            assert np.array_equal(data.row_ids.numpy(), production.rows.row_ids[index]), f"{name} returned other rows than it got"
+            production.data = data
+        elif data is not None:
+            production.values = data
+
+    # Moving data
+
+    def _send_inputs(self, consumer: Production, batch: Reference, wanted: list[str], name: str) -> None:
+        """Send what was not pushed: calls outside run(), or a branch that the trace did not foresee."""
+        for producer, fields in _by_producer(batch, wanted):
+            pushed = self._sent.pop((producer.seq, consumer.node), None)
+            if producer.role is not None and pushed is None:
+                self._send(producer, consumer, list(fields.values()), name)
+
+    def _push(self, producer: Production, reference: Reference) -> None:
+        """Send the results of a call to the consumers that the graph names."""
+        assert producer.spec is not None
+        if producer.rows is None:
+            return
+        if producer.spec.lengths_of is not None:
+            self._send_lengths(producer)
+        for node in self.graph.consumers(producer.node) if producer.node < UNTRACED else []:
+            rows = next((r for r in (reference.rows, producer.rows) if r and r.lengths_from == node.lengths_from), None)
+            if rows is None:
+                continue  # placed by lengths that a later call sets: sent when that call's results are consumed
+            role, spec = self._calls[node.index]
+            consumer = Production(-1, node.index, rows, role, spec, spec.mini_batches(role) if spec.mini_batches else 1)
+            fields = [node.names[name] for name, made_by in node.inputs.items() if made_by == producer.node]
+            self._send(producer, consumer, fields, node.name)
+            self._sent[producer.seq, node.index] = (producer, consumer, node.name)
+
+    def _send(self, producer: Production, consumer: Production, names: list[str], name: str) -> None:
+        """This rank's part of moving a production to a consumer: rows it is the first holder of, to members that lack them."""
+        assert producer.role is not None and consumer.role is not None and producer.rows is not None
+        if producer.data is None or self.rank not in producer.role.pool.ranks:
+            return
+        part = producer.part_of(self.rank)
+        if part is None or producer.holders(part)[0] != self.rank:
+            return
+        others = [rank for rank in consumer.role.pool.ranks if rank not in producer.holders(part)]
+        others = [rank for rank in others if consumer.part_of(rank) is not None]
+        if not others:
+            return
+        mine = np.flatnonzero(producer.placement() == part)
+        target = consumer.placement()[mine]
+        payloads: dict[int, torch.Tensor] = {}
+        for rank in others:
+            wanted_part = consumer.part_of(rank)
+            assert wanted_part is not None
+            positions = mine[target == wanted_part]
+            if len(positions):
+                if wanted_part not in payloads:
+                    payloads[wanted_part] = pack(local_rows(producer.data.select(names), producer.rows, positions))
+                self._transport.send(payloads[wanted_part], rank, producer.seq, consumer.node, name)
+
+    # Row lengths
+
+    def _send_lengths(self, producer: Production) -> None:
+        """Tell the token counts of the rows that this rank made to every rank that will work on them."""
+        assert producer.role is not None and producer.spec is not None and producer.rows is not None
+        part = producer.part_of(self.rank)
+        if part is None or producer.holders(part)[0] != self.rank:
+            return
+        counts = torch.from_numpy(self._own_lengths(producer, part))
+        for rank in self._readers(producer):
+            if rank != self.rank:
+                self._transport.send(counts.view(torch.uint8), rank, producer.seq, LENGTHS, "lengths")
+
+    def _own_lengths(self, producer: Production, part: int) -> np.ndarray:
+        assert producer.rows is not None and producer.spec is not None and producer.data is not None
+        before = producer.rows.tokens()[producer.placement() == part]
+        return before + producer.data[producer.spec.lengths_of or ""].lengths.numpy()
+
+    def _readers(self, producer: Production) -> list[int]:
+        if producer.node < UNTRACED:
+            return self.graph.readers_of_lengths(producer.node)
+        return list(self.world.ranks)
+
+    def _learn(self, producer: Production) -> np.ndarray:
+        """Token counts int64 [rows] that ``producer`` set; waits for those made elsewhere."""
+        if producer.seq not in self._lengths:
+            assert producer.rows is not None and producer.role is not None
+            placement = producer.placement()
+            counts = np.zeros(len(producer.rows), dtype=np.int64)
+            for part in np.unique(placement):
+                first = producer.holders(int(part))[0]
+                if first == self.rank:
+                    counts[placement == part] = self._own_lengths(producer, int(part))
+                else:
+                    payload = self._transport.receive(first, producer.seq, LENGTHS, "lengths")
+                    counts[placement == part] = payload.view(torch.int64).numpy()
+            self._lengths[producer.seq] = counts
+        return self._lengths[producer.seq]
+
+    def _record(self, role: Worker, spec: MethodSpec, batch: Any, wanted: list[str], site: str) -> Reference:
+        index = len(self.graph.nodes)
+        assert index < UNTRACED, "more than a thousand calls in one step"
+        reference = batch if isinstance(batch, Reference) else Reference(None)
+        inputs = {name: reference.fields[name][0].node for name in wanted}
+        names = {name: reference.fields[name][1] for name in wanted}
+        lengths_from = reference.rows.lengths_from if reference.rows else -1
+        node = CallNode(index, role.name, spec.name, site, inputs, names, spec.outputs, role.pool.ranks, lengths_from)
+        self.graph.nodes.append(node)
+        self._calls[index] = (role, spec)
+        return self._reference(Production(-1, index, reference.rows, role, spec), spec)
+
+
+def _by_producer(batch: Reference, wanted: list[str]) -> list[tuple[Production, dict[str, str]]]:
+    """The wanted fields by the call that made them, in program order: name here -> name there."""
+    found: dict[int, tuple[Production, dict[str, str]]] = {}
+    for name in wanted:
+        production, original = batch.fields[name]
+        found.setdefault(id(production), (production, {}))[1][name] = original
+    return sorted(found.values(), key=lambda item: item[0].seq)

@@ -1,0 +1,103 @@
+"""Transfer protocols (HybridFlow, table 3): how a call's rows are distributed over a role's ranks and collected from them.
+
+A protocol is three small functions of the role's :class:`GroupShape`; indices count ranks inside the pool. The rows of a call
+are cut into ``parts(shape)`` parts. ``distribute(shape, index)`` is the part that a member works on, or None if it does not run.
+``collect(shape)`` lists the members whose results count: for calls that return rows, one per part in the order of the parts;
+``replicas(shape, part)`` lists all members that hold the part's result, so that a consumer that is one of them fetches nothing.
+A protocol of one's own is another ``Protocol(...)`` value, given to ``@register``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rlhf_spmd.controller.pool import GroupShape
+from rlhf_spmd.parallel.layout import GenerationLayout
+
+
+@dataclass(frozen=True)
+class Protocol:
+    name: str
+    parts: Callable[[GroupShape], int]
+    distribute: Callable[[GroupShape, int], int | None]
+    collect: Callable[[GroupShape], list[int]]
+    replicas: Callable[[GroupShape, int], list[int]] | None = None
+
+    def holders(self, shape: GroupShape, part: int) -> list[int]:
+        """Members that hold the rows of ``part`` after the call; the first is the one that others fetch from."""
+        return self.replicas(shape, part) if self.replicas else [self.collect(shape)[part]]
+
+
+def _everyone(shape: GroupShape) -> list[int]:
+    return list(range(shape.size))
+
+
+def _last_stage(shape: GroupShape, dp: int) -> list[int]:
+    layout = shape.layout
+    return [layout.index(layout.pp - 1, dp, tp) for tp in range(layout.tp)]
+
+
+def _generation(shape: GroupShape) -> GenerationLayout:
+    return shape.generation or GenerationLayout(shape.layout, shape.layout.pp, shape.layout.tp)
+
+
+def _generation_last_stage(shape: GroupShape, part: int) -> list[int]:
+    layout = _generation(shape)
+    return [layout.index(layout.pp - 1, part, tp) for tp in range(layout.tp)]
+
+
+ONE_TO_ALL = Protocol(  # the same input everywhere, results from everyone: building models, checkpoints
+    "ONE_TO_ALL",
+    parts=lambda shape: 1,
+    distribute=lambda shape, index: 0,
+    collect=_everyone,
+    replicas=lambda shape, part: _everyone(shape),
+)
+ALL_TO_ALL = Protocol(  # no distribution: the caller passes one argument per member (debugging)
+    "ALL_TO_ALL",
+    parts=lambda shape: shape.size,
+    distribute=lambda shape, index: index,
+    collect=_everyone,
+)
+RANK_ZERO = Protocol(  # only the first member runs
+    "RANK_ZERO",
+    parts=lambda shape: 1,
+    distribute=lambda shape, index: 0 if index == 0 else None,
+    collect=lambda shape: [0],
+)
+DP = Protocol(  # every rank is a data-parallel rank
+    "DP",
+    parts=lambda shape: shape.size,
+    distribute=lambda shape, index: index,
+    collect=_everyone,
+)
+THREE_D = Protocol(  # split over dp, the same rows on a replica's pp * tp ranks, results from the last stage
+    "THREE_D",
+    parts=lambda shape: shape.layout.dp,
+    distribute=lambda shape, index: shape.layout.coordinate(index)[1],
+    collect=lambda shape: [_last_stage(shape, dp)[0] for dp in range(shape.layout.dp)],
+    replicas=_last_stage,
+)
+MICRO_DP = Protocol(  # the generation layout of the hybrid engine: d_g * d replicas of p_g * t_g ranks
+    "MICRO_DP",
+    parts=lambda shape: _generation(shape).dp,
+    distribute=lambda shape, index: _generation(shape).coordinate(index)[1],
+    collect=lambda shape: [_generation_last_stage(shape, part)[0] for part in range(_generation(shape).dp)],
+    replicas=_generation_last_stage,
+)
+PP_ONLY = Protocol(  # the same input everywhere, one result per pipeline stage (dp 0, tp 0): looking at weight names
+    "PP_ONLY",
+    parts=lambda shape: 1,
+    distribute=lambda shape, index: 0,
+    collect=lambda shape: [shape.layout.index(pp, 0, 0) for pp in range(shape.layout.pp)],
+)
+PP_AS_DP = Protocol(  # pipeline stages take rows of their own, as data-parallel ranks do
+    "PP_AS_DP",
+    parts=lambda shape: shape.layout.dp * shape.layout.pp,
+    distribute=lambda shape, index: shape.layout.coordinate(index)[1] * shape.layout.pp + shape.layout.coordinate(index)[0],
+    collect=lambda shape: [shape.layout.index(pp, dp, 0) for dp in range(shape.layout.dp) for pp in range(shape.layout.pp)],
+    replicas=lambda shape, part: [
+        shape.layout.index(part % shape.layout.pp, part // shape.layout.pp, tp) for tp in range(shape.layout.tp)
+    ],
+)

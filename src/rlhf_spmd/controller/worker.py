@@ -1,0 +1,93 @@
+"""Roles: the same object on every rank, whose registered methods are calls of the dataflow.
+
+``@register`` turns a worker's method into a call: on every rank it takes references and returns one; on the role's members the
+body runs on the rows that the protocol gives them. Proxy and worker are one class, so go-to-definition lands on what runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rlhf_spmd.controller.pool import GroupShape, ResourcePool
+from rlhf_spmd.controller.protocols import Protocol
+from rlhf_spmd.controller.reference import Reference
+
+if TYPE_CHECKING:
+    from rlhf_spmd.controller.controller import Controller
+
+
+@dataclass(frozen=True)
+class MethodSpec:
+    """What ``@register`` declares. Input fields that end in ``?`` are sent if the reference has them."""
+
+    name: str
+    body: Callable[..., Any]
+    protocol: Protocol
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    split_groups: bool
+    lengths_of: str | None
+    mini_batches: Callable[[Any], int] | None
+
+    def wanted(self, batch: Reference, call: str) -> list[str]:
+        """The declared inputs that this reference has. Raises ValueError if a required one is missing."""
+        names = []
+        for name in self.inputs:
+            optional, name = name.endswith("?"), name.removesuffix("?")
+            if name in batch:
+                names.append(name)
+            elif not optional:
+                raise ValueError(f"{call} needs field {name!r}; the batch has {', '.join(sorted(batch.fields)) or 'none'}")
+        return names
+
+
+class Worker:
+    """A role on a pool. Subclasses build their part of the model if :attr:`member`; elsewhere they are the description."""
+
+    def __init__(self, controller: Controller, name: str, pool: ResourcePool, shape: GroupShape) -> None:
+        assert shape.size == len(pool.ranks), f"{name}: layout of {shape.size} ranks on pool '{pool.name}' of {len(pool.ranks)}"
+        self.controller = controller
+        self.name = name
+        self.pool = pool
+        self.shape = shape
+
+    @property
+    def member(self) -> bool:
+        return self.controller.rank in self.pool.ranks
+
+
+def register(
+    protocol: Protocol,
+    inputs: tuple[str, ...] = (),
+    outputs: tuple[str, ...] = (),
+    *,
+    split_groups: bool = False,
+    lengths_of: str | None = None,
+    mini_batches: Callable[[Any], int] | None = None,
+) -> Callable[[Callable[..., Any]], Callable[..., Reference]]:
+    """Make a method of a :class:`Worker` a call.
+
+    The body gets the batch of its rows with the declared ``inputs`` (ordered by row) and returns a Batch with the declared
+    ``outputs`` for the same rows, or a JSON-able value for :meth:`Controller.get`, or both as a tuple.
+    ``split_groups``: rows of one prompt group may lie on different ranks. ``lengths_of``: the output whose rows set new token
+    counts. ``mini_batches(worker)``: the rows are cut into that many equal runs, each balanced over the ranks; the body gets
+    one batch for each, as a list.
+    """
+
+    def decorate(body: Callable[..., Any]) -> Callable[..., Reference]:
+        spec = MethodSpec(body.__name__, body, protocol, inputs, outputs, split_groups, lengths_of, mini_batches)
+
+        @functools.wraps(body)
+        def call(self: Worker, batch: Reference | None = None, *args: Any, **kwargs: Any) -> Reference:
+            frame = sys._getframe(1)
+            site = f"{frame.f_code.co_filename.rsplit('/', 1)[-1]}:{frame.f_lineno}"
+            return self.controller.call(self, spec, batch, args, kwargs, site)
+
+        call.spec = spec  # type: ignore[attr-defined]
+        return call
+
+    return decorate

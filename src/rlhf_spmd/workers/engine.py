@@ -1,0 +1,345 @@
+"""The training engine of one role: its decoder stage on this rank, ZeRO over dp, the pipeline over pp, and the optimizer.
+
+Parallelism is applied in one fixed order: tensor slices (in the decoder), activation checkpointing, FSDP2. What the rank holds
+between calls are its local shards, plain tensors that checkpoints and the hybrid engine read and write by boxes.
+
+ZeRO over d replicas: 0 keeps plain parameters and sums gradients once per optimizer step; 1 sums each gradient into its owner's
+shard once, after the last micro-batch; 2 after every micro-batch; 3 also gathers parameters layer by layer, in every pass.
+1 and 2 hold the gathered parameters from the first micro-batch to the last one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from rlhf_spmd.data.batch import Batch
+from rlhf_spmd.models.attention import PackedAttention
+from rlhf_spmd.models.decoder import Decoder
+from rlhf_spmd.models.sharding import plan_params
+from rlhf_spmd.models.spec import ModelSpec
+from rlhf_spmd.models.weights import init_random, load_pretrained
+from rlhf_spmd.parallel.boxes import ParamShard, shard_rows, zero_rows
+from rlhf_spmd.parallel.data_parallel import owned_boxes, partial_boxes, squared_norm, sum_in_buckets, sum_partial
+from rlhf_spmd.parallel.layout import Layout
+from rlhf_spmd.parallel.mesh import Mesh
+from rlhf_spmd.parallel.pipeline import run_pipeline, schedule_1f1b, schedule_forward
+from rlhf_spmd.workers.optimizer import OptimConfig, Optimizer, accumulation_dtype
+
+
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """A micro-batch of whole sequences: ``tokens`` int64 [T] on the device, ``lengths`` int64 [rows] on the CPU, T = sum(lengths).
+
+    ``extra`` holds the fields of the same rows that heads and losses use. No rows at all is a valid micro-batch.
+    """
+
+    tokens: Tensor
+    lengths: Tensor
+    extra: Batch | None = None
+
+
+Head = Callable[[Decoder, Tensor, Packed], Any]
+Loss = Callable[[Decoder, Tensor, Packed], tuple[Tensor, Mapping[str, Tensor]]]
+
+
+class TrainEngine:
+    """A model on a mesh, for training (``optim`` given) or only for forward passes.
+
+    All methods that compute are collective over the pool: every rank of it must call, in program order, and the ranks of one
+    replica with the same rows.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        path: str | None,
+        head: str,
+        mesh: Mesh,
+        optim: OptimConfig | None,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        activation_checkpointing: bool = False,
+        seed: int = 0,
+        total_updates: int = 1,
+    ) -> None:
+        """Weights come from the Hugging Face directory ``path``, or are drawn from ``seed`` (the same in every layout).
+
+        ``head``: "lm", "value" or "none". ``total_updates``: optimizer steps in the whole run, for the schedule.
+        Raises ValueError for weights that do not fit the model.
+        """
+        assert isinstance(mesh.layout, Layout) and mesh.member, "a training engine needs a training mesh that this rank is in"
+        self.spec, self.mesh, self.dtype, self.device = spec, mesh, dtype, device
+        self.zero = mesh.layout.zero if mesh.layout.dp > 1 else 0
+        self.decoder = Decoder(spec, head, mesh.pp_rank, mesh.layout.pp, mesh.tp, dtype, device)
+        if path is None:
+            init_random(self.decoder, seed)
+        else:
+            load_pretrained(self.decoder, path, seed, missing_head_ok=head == "value")
+        self.decoder.activation_checkpointing = activation_checkpointing
+        self.decoder.requires_grad_(optim is not None)
+        if self.zero:
+            _apply_fsdp(self.decoder, mesh, self.zero, dtype)
+        self._params: dict[str, nn.Parameter] = dict(self.decoder.named_parameters())
+        self._wide_grads: dict[str, Tensor] = {}
+        self._plan_shards(head)
+        self.optimizer = None
+        if optim is not None:
+            self.optimizer = Optimizer(optim, self.local_tensors(), total_updates)
+            if accumulation_dtype(dtype) != dtype:
+                self._accumulate_wide()
+
+    def _plan_shards(self, head: str) -> None:
+        """What this rank holds, what of it it answers for in the gradient norm, and what other tp ranks hold in part."""
+        mesh, tp = self.mesh, self.mesh.tp
+
+        def plan(stage: int, tp_rank: int) -> dict[str, ParamShard]:
+            return plan_params(self.spec, head, stage, mesh.layout.pp, tp_rank, tp.size)
+
+        mine = plan(mesh.pp_rank, tp.rank)
+        before = [plan(mesh.pp_rank, rank) for rank in range(tp.rank)]
+        if self.decoder.tied_ends and not mesh.first_stage:
+            before += [plan(0, rank) for rank in range(tp.size)]
+        others = [plan(mesh.pp_rank, rank) for rank in range(tp.size) if rank != tp.rank]
+        self._shards = self._rows_of(mine)
+        self._owned = self._rows_of(owned_boxes(mine, before))
+        self._partial = self._rows_of(partial_boxes(mine, others))
+        for name, tensor in self.local_tensors().items():
+            planned = self._shards[name].shape
+            assert tensor.shape == planned, f"{name}: local shard {list(tensor.shape)}, planned {list(planned)}"
+
+    def _rows_of(self, plan: dict[str, ParamShard]) -> dict[str, ParamShard]:
+        """The plan cut down to the rows that ZeRO leaves on this rank."""
+        if not self.zero:
+            return plan
+        dp = self.mesh.dp
+        return {name: shard_rows(shard, *zero_rows(shard.shape[0], dp.rank, dp.size)) for name, shard in plan.items()}
+
+    def _accumulate_wide(self) -> None:
+        """Sum gradients of half-precision parameters over micro-batches in fp32."""
+
+        def keep(name: str) -> Callable[[Tensor], None]:
+            def hook(param: Tensor) -> None:
+                grad, param.grad = _local(param.grad), None
+                assert grad is not None, f"{name}: the hook ran without a gradient"
+                if name in self._wide_grads:
+                    self._wide_grads[name] += grad
+                else:
+                    self._wide_grads[name] = grad.float()
+
+            return hook
+
+        for name, param in self._params.items():
+            param.register_post_accumulate_grad_hook(keep(name))
+
+    # -- forward and backward
+
+    def forward(self, micro_batches: Sequence[Packed], head: Head) -> list[Any]:
+        """``head(decoder, hidden [T, hidden], micro_batch)`` of every micro-batch, without gradients.
+
+        Returns its values on the last stage; None elsewhere and for micro-batches without rows.
+        """
+        outputs: list[Any] = [None] * len(micro_batches)
+        padded = self._pad(micro_batches)
+
+        def run(i: int, received: Tensor | None) -> Tensor | None:
+            batch = padded[i]
+            wanted = len(batch.lengths) > 0
+
+            def last(decoder: Decoder, hidden: Tensor) -> Any:
+                return head(decoder, hidden, batch) if wanted else None
+
+            out = self._pass_through(batch, received, last)
+            if not self.mesh.last_stage:
+                return out
+            if wanted:
+                outputs[i] = out
+            return None
+
+        def never(i: int, received: Tensor | None) -> Tensor | None:
+            raise AssertionError(f"backward of micro-batch {i} in a forward schedule")
+
+        actions = schedule_forward(len(padded), self.mesh.layout.pp, self.mesh.pp_rank)
+        with torch.no_grad():
+            self._run(actions, padded, run, never)
+        self.reshard()
+        return outputs
+
+    def forward_backward(self, micro_batches: Sequence[Packed], loss: Loss) -> dict[str, Tensor]:
+        """Add the gradients of the micro-batches' losses to the gradients so far; 1F1B over the pipeline.
+
+        ``loss(decoder, hidden [T, hidden], micro_batch) -> (loss, stats)``: the loss is a scalar that is already divided by the
+        global count of its mini-batch (over all replicas), so that the gradient is the plain sum over micro-batches and replicas;
+        stats are scalars to be summed. Returns on the last stage the sums over this replica's micro-batches in float64, the loss
+        under "loss"; {} elsewhere. Gradients are complete only inside :meth:`optimizer_step`.
+        """
+        assert self.optimizer is not None, "this engine was built without an optimizer: forward only"
+        padded = self._pad(micro_batches)
+        alive: dict[int, tuple[Tensor | None, Tensor]] = {}
+        sums: dict[str, Tensor] = {}
+
+        def run(i: int, received: Tensor | None) -> Tensor | None:
+            batch = padded[i]
+            leaf = None if received is None else received.requires_grad_()
+
+            def last(decoder: Decoder, hidden: Tensor) -> Tensor:
+                if not len(batch.lengths):
+                    return _zero_loss(decoder, hidden)
+                value, stats = loss(decoder, hidden, batch)
+                assert value.requires_grad, "the loss does not depend on the model's output"
+                for key, part in {"loss": value, **stats}.items():
+                    part = part.detach().double()
+                    sums[key] = sums[key] + part if key in sums else part
+                return value
+
+            out = self._pass_through(batch, leaf, last)
+            alive[i] = leaf, out
+            return None if self.mesh.last_stage else out.detach()
+
+        def back(i: int, received: Tensor | None) -> Tensor | None:
+            leaf, out = alive.pop(i)
+            self._before_backward(is_last=i == len(padded) - 1)
+            torch.autograd.backward(out, received)
+            return None if leaf is None else leaf.grad
+
+        actions = schedule_1f1b(len(padded), self.mesh.layout.pp, self.mesh.pp_rank)
+        self._run(actions, padded, run, back)
+        self.reshard()
+        return sums
+
+    def _run(self, actions: Any, batches: Sequence[Packed], forward: Any, backward: Any) -> None:
+        shapes = [(max(len(batch.tokens), 1), self.spec.hidden_size) for batch in batches]
+        mesh = self.mesh
+        run_pipeline(actions, mesh.pp, mesh.pp_back, shapes, self.dtype, self.device, forward, backward)
+
+    def _pass_through(self, batch: Packed, received: Tensor | None, last: Callable[[Decoder, Tensor], Any]) -> Any:
+        """One micro-batch through this stage. One without rows goes through as a single token, whose result nobody uses."""
+        lengths = batch.lengths.tolist() or [1]
+        attention = PackedAttention(lengths, self.device)
+        if received is None:
+            received = batch.tokens if len(batch.lengths) else batch.tokens.new_zeros(1)
+        return self.decoder(received, attention, last)
+
+    def _pad(self, micro_batches: Sequence[Packed]) -> list[Packed]:
+        """As many micro-batches as the replica with most has: under FSDP every one of them has collectives over dp."""
+        padded = list(micro_batches)
+        if self.zero:
+            most = torch.tensor([len(padded)], dtype=torch.int64, device=self.device)
+            self.mesh.dp.all_reduce(most, "num_micro_batches", "max")
+            empty = Packed(torch.zeros(0, dtype=torch.int64, device=self.device), torch.zeros(0, dtype=torch.int64))
+            padded += [empty] * (int(most) - len(padded))
+        return padded
+
+    def _before_backward(self, is_last: bool) -> None:
+        if isinstance(self.decoder, FSDPModule):
+            self.decoder.set_is_last_backward(is_last)
+            self.decoder.set_requires_gradient_sync(is_last or self.zero >= 2)
+            self.decoder.set_reshard_after_backward(is_last or self.zero == 3)
+
+    # -- the optimizer step
+
+    def optimizer_step(self) -> dict[str, float]:
+        """Clip by the global norm, update, forget the gradients. Returns ``grad_norm`` (before clipping) and ``lr``.
+
+        Raises FloatingPointError on every rank of the pool, before any parameter has changed, where the norm is not finite.
+        """
+        assert self.optimizer is not None, "this engine was built without an optimizer: forward only"
+        grads = self.summed_gradients()
+        norm = self._gradient_norm(grads)
+        if not math.isfinite(norm):
+            raise FloatingPointError(f"gradient norm is {norm} at optimizer step {self.optimizer.step_count}")
+        clip = self.optimizer.config.clip_grad
+        if clip and norm > clip:
+            torch._foreach_mul_(list(grads.values()), clip / norm)
+        lr = self.optimizer.step(self.local_tensors(), grads)
+        self.zero_grad()
+        return {"grad_norm": norm, "lr": lr}
+
+    @torch.no_grad()
+    def summed_gradients(self) -> dict[str, Tensor]:
+        """The gradient of each local shard, summed over everything that it has to be summed over. Call once per step."""
+        grads = {name: self._gradient(name, param) for name, param in self._params.items()}
+        sum_partial(grads, self._partial, self.mesh.tp)
+        if self.decoder.tied_ends and (self.mesh.first_stage or self.mesh.last_stage):
+            self.mesh.ends.all_reduce(grads["embed.weight" if self.mesh.first_stage else "head.weight"], "tied_gradients")
+        return grads if self.zero else sum_in_buckets(grads, self.mesh.dp, "gradients")
+
+    def _gradient(self, name: str, param: nn.Parameter) -> Tensor:
+        wide = self._wide_grads.get(name)
+        if wide is not None:
+            return wide
+        local = _local(param)
+        assert local is not None
+        grad = _local(param.grad)
+        return torch.zeros_like(local, dtype=accumulation_dtype(self.dtype)) if grad is None else grad
+
+    @torch.no_grad()
+    def _gradient_norm(self, grads: Mapping[str, Tensor]) -> float:
+        """The 2-norm over all parameters of the model, each counted once, accumulated in float64."""
+        square = squared_norm(grads, self._owned)
+        if not self.zero and self.mesh.dp_rank > 0:  # replicas hold equal gradients: the first one answers for all
+            square.zero_()
+        return math.sqrt(float(self.mesh.pool.all_reduce(square, "grad_norm")))
+
+    def zero_grad(self) -> None:
+        self._wide_grads.clear()
+        for param in self._params.values():
+            param.grad = None
+
+    # -- what lies on this rank
+
+    def param_shards(self) -> dict[str, ParamShard]:
+        """Parameter name -> shape and boxes of this rank's local shard, ZeRO's rows included."""
+        return self._shards
+
+    @torch.no_grad()
+    def local_tensors(self) -> dict[str, Tensor]:
+        """Parameter name -> this rank's local shard: the storage itself. After writing into it, call :meth:`mark_loaded`."""
+        self.reshard()
+        return {name: tensor for name, param in self._params.items() if (tensor := _local(param)) is not None}
+
+    def mark_loaded(self) -> None:
+        """The local tensors were overwritten in place: refresh what was derived from them."""
+        self.reshard()
+        if self.optimizer is not None:
+            self.optimizer.refresh_masters(self.local_tensors())
+
+    def reshard(self) -> None:
+        """Let go of gathered parameters, so that the local shards are all that there is. No communication."""
+        if self.zero:
+            for module in self.decoder.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+
+
+def _apply_fsdp(decoder: Decoder, mesh: Mesh, zero: int, dtype: torch.dtype) -> None:
+    """FSDP2 over dp: every block by itself, the rest at the root. Gradients are sums, not means, reduced in fp32 or wider."""
+    axis = mesh.dp_device_mesh()
+    policy = MixedPrecisionPolicy(reduce_dtype=accumulation_dtype(dtype), cast_forward_inputs=False)
+    for module in [*decoder.layers, decoder]:
+        fully_shard(module, mesh=axis, reshard_after_forward=zero == 3, mp_policy=policy)
+        assert isinstance(module, FSDPModule)
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)  # gloo has no other
+
+
+def _local(tensor: Tensor | None) -> Tensor | None:
+    """The local part of a DTensor, the tensor itself otherwise; shares storage, outside autograd."""
+    if tensor is None:
+        return None
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _zero_loss(decoder: Decoder, hidden: Tensor) -> Tensor:
+    """0 with a gradient of 0 for every parameter: FSDP reduces what has a gradient, which must be the same on all dp ranks."""
+    outside = [param.sum() for name, param in decoder.named_parameters() if not name.startswith("layers.")]
+    return torch.stack([hidden.sum(), *outside]).sum() * 0.0

@@ -1,0 +1,165 @@
+"""What all model roles share: a mesh, a training engine, and rows cut into packed micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rlhf_spmd.controller import Controller, GroupShape, ResourcePool, Worker
+from rlhf_spmd.data.balance import micro_batches_by_count, micro_batches_by_tokens
+from rlhf_spmd.data.batch import Batch, Ragged, ragged
+from rlhf_spmd.models.decoder import Decoder
+from rlhf_spmd.models.heads import token_log_probs
+from rlhf_spmd.models.spec import ModelSpec
+from rlhf_spmd.parallel.mesh import build_mesh
+from rlhf_spmd.parallel.world import World
+from rlhf_spmd.workers.config import BatchLimits, RoleConfig
+from rlhf_spmd.workers.engine import Packed, TrainEngine
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Counts of a mini-batch over all data-parallel ranks: what its loss is divided by."""
+
+    tokens: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class Build:
+    """What every model role is built from, besides its own configuration."""
+
+    controller: Controller
+    world: World
+    limits: BatchLimits
+    seed: int
+    num_mini_batches: int = 1
+    total_updates: int = 1
+    temperature: float = 1.0
+
+
+class ModelWorker(Worker):
+    """A role with a model. On ranks outside the pool it is the description only, and ``engine`` is absent."""
+
+    head = "lm"
+    trained = False
+
+    def __init__(self, build: Build, name: str, pool: ResourcePool, shape: GroupShape, config: RoleConfig, spec: ModelSpec) -> None:
+        super().__init__(build.controller, name, pool, shape)
+        self.build, self.config, self.spec = build, config, spec
+        self.mesh = build_mesh(build.world, pool.ranks, shape.layout)
+        self.device = build.world.device
+        if self.member:
+            self.engine = TrainEngine(
+                spec,
+                config.path,
+                self.head,
+                self.mesh,
+                config.optim if self.trained else None,
+                dtype=config.torch_dtype(self.device),
+                device=self.device,
+                activation_checkpointing=config.activation_checkpointing,
+                seed=build.seed,
+                total_updates=build.total_updates,
+            )
+
+    def micro_batches(self, batch: Batch) -> tuple[list[list[int]], list[Packed], Totals]:
+        """Cut rows into packed micro-batches, as many on every data-parallel rank.
+
+        Returns the row positions of each micro-batch, the micro-batches, and the mini-batch's global counts.
+        Collective over mesh.dp: every rank of it must call, in program order.
+        """
+        lengths = sequence_lengths(batch)
+        index = self._cut(lengths, None)
+        response_tokens = int(batch["response_ids"].lengths.sum()) if len(batch) else 0
+        counts = torch.stack(self.mesh.dp.all_gather(torch.tensor([len(index), response_tokens, len(batch)]), "control"))
+        agreed = int(counts[:, 0].max())
+        if agreed > len(index):
+            index = self._cut(lengths, agreed)
+        totals = Totals(int(counts[:, 1].sum()), int(counts[:, 2].sum()))
+        return index, [pack_rows(batch.take(rows), self.device) for rows in index], totals
+
+    def _cut(self, lengths: list[int], number: int | None) -> list[list[int]]:
+        limits = self.build.limits
+        if limits.rows is not None:
+            return micro_batches_by_count(lengths, limits.rows, number)
+        return micro_batches_by_tokens(lengths, limits.max_tokens, number)
+
+    def infer(self, batch: Batch, head: Callable[[Decoder, Tensor, Packed], Tensor], lengths: Tensor | None = None) -> Ragged | None:
+        """Forward all rows. ``head`` gives ``lengths`` [rows] numbers per row, by default one per response token.
+
+        None off the last stage and where there are no rows.
+        Collective over the pool: every rank of it must call, in program order.
+        """
+        index, packed, _ = self.micro_batches(batch)
+        outputs = self.engine.forward(packed, head)
+        if not self.mesh.last_stage or not len(batch):
+            return None
+        order = torch.tensor([row for rows in index for row in rows])
+        done = [(rows, out) for rows, out in zip(index, outputs, strict=True) if rows]
+        values = torch.cat([out for _, out in done]).cpu()
+        lengths = batch["response_ids"].lengths if lengths is None else lengths
+        together = Ragged(values, lengths[order])
+        return together.take(torch.argsort(order))
+
+    def train(self, batch: Batch, loss: Callable[[Decoder, Tensor, Packed, Totals], tuple[Tensor, dict[str, Tensor]]]) -> dict[str, float]:
+        """One optimizer step on a mini-batch. ``loss`` returns this micro-batch's share of the mini-batch's loss and of its statistics.
+
+        Returns the statistics summed over micro-batches and data-parallel ranks (empty off the last stage), with grad_norm and lr.
+        Collective over the pool: every rank of it must call, in program order.
+        """
+        _, packed, totals = self.micro_batches(batch)
+        stats = self.engine.forward_backward(packed, lambda decoder, hidden, micro: loss(decoder, hidden, micro, totals))
+        summed: dict[str, float] = {}
+        if self.mesh.last_stage:
+            names = sorted(stats)
+            values = torch.stack([stats[name].detach().to(torch.float64).cpu() for name in names])
+            self.mesh.dp.all_reduce(values, "control")
+            summed = dict(zip(names, values.tolist(), strict=True))
+        return {**summed, **self.engine.optimizer_step()}
+
+
+def sequence_lengths(batch: Batch) -> list[int]:
+    if not len(batch):
+        return []
+    total: Tensor = batch["prompt_ids"].lengths + batch["response_ids"].lengths
+    return total.tolist()
+
+
+def pack_rows(batch: Batch, device: torch.device) -> Packed:
+    """Prompt and response of each row, one after the other, on ``device``; the other fields stay with the rows."""
+    if not len(batch):
+        return Packed(torch.empty(0, dtype=torch.int64, device=device), torch.empty(0, dtype=torch.int64), batch)
+    prompts, responses = batch["prompt_ids"].rows(), batch["response_ids"].rows()
+    whole = ragged([part for pair in zip(prompts, responses, strict=True) for part in pair], torch.int64)
+    return Packed(whole.values.to(device), batch["prompt_ids"].lengths + batch["response_ids"].lengths, batch)
+
+
+def response_positions(micro: Packed) -> Tensor:
+    """Positions in the packed tokens whose hidden state predicts each response token, int64 [response tokens]."""
+    responses: Tensor = micro.extra["response_ids"].lengths
+    ends = micro.lengths.cumsum(0)
+    first = ends - responses - 1
+    within = torch.arange(int(responses.sum())) - torch.repeat_interleave(responses.cumsum(0) - responses, responses)
+    return (torch.repeat_interleave(first, responses) + within).to(micro.tokens.device)
+
+
+def response_log_probs(
+    decoder: Decoder, hidden: Tensor, micro: Packed, temperature: float, entropy: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probability of every response token, and the entropy of its distribution: [response tokens] each."""
+    labels = micro.extra["response_ids"].values.to(hidden.device)
+    return token_log_probs(decoder, hidden[response_positions(micro)], labels, temperature, entropy)
+
+
+def field_on(micro: Packed, name: str, device: torch.device) -> Tensor:
+    field = micro.extra[name]
+    return (field.values if isinstance(field, Ragged) else field).to(device)
+
+
+def mean_of(dicts: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Mean of each statistic over the updates of a step; all dicts have the same keys."""
+    return {name: sum(d[name] for d in dicts) / len(dicts) for name in dicts[0]} if dicts else {}

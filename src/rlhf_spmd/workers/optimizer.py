@@ -1,0 +1,165 @@
+"""AdamW over this rank's local shards: plain tensors by parameter name, so that a checkpoint can cut and join states by boxes.
+
+The optimizer never communicates: the engine hands it summed, clipped gradients of exactly the rows that the rank owns.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+SCHEDULES = ("constant", "linear", "cosine")
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """``models.<role>.optim``; the names are verl's.
+
+    ``lr_warmup_steps`` counts optimizer steps; where it is negative, ``lr_warmup_steps_ratio`` of all steps. ``clip_grad`` is
+    the largest global gradient norm (null or 0: no clipping). ``min_lr_ratio`` is the part of ``lr`` that a linear or cosine
+    schedule ends with. ``master_weights``: keep fp32 copies of half-precision parameters (no effect in fp32 and fp64).
+    """
+
+    lr: float = 1e-6
+    lr_scheduler_type: str = "constant"
+    lr_warmup_steps: int = -1
+    lr_warmup_steps_ratio: float = 0.0
+    min_lr_ratio: float = 0.0
+    weight_decay: float = 0.01
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    eps: float = 1e-8
+    clip_grad: float | None = 1.0
+    master_weights: bool = True
+
+
+def check_optim(config: OptimConfig, where: str) -> None:
+    """``where`` names the config node, as in ``models.actor.optim``. Raises ValueError: key, value and what is allowed."""
+
+    def refuse(key: str, allowed: str) -> None:
+        raise ValueError(f"{where}.{key}={getattr(config, key)}: must be {allowed}")
+
+    if config.lr_scheduler_type not in SCHEDULES:
+        refuse("lr_scheduler_type", f"one of {', '.join(SCHEDULES)}")
+    for key in ("lr", "weight_decay"):
+        if not (getattr(config, key) >= 0 and math.isfinite(getattr(config, key))):
+            refuse(key, "a finite number, at least 0")
+    for key in ("lr_warmup_steps_ratio", "min_lr_ratio"):
+        if not 0 <= getattr(config, key) <= 1:
+            refuse(key, "between 0 and 1")
+    if len(config.betas) != 2 or not all(0 <= beta < 1 for beta in config.betas):
+        refuse("betas", "two numbers, each at least 0 and below 1")
+    if not config.eps > 0:
+        refuse("eps", "above 0")
+    if config.clip_grad is not None and not config.clip_grad >= 0:
+        refuse("clip_grad", "null or at least 0 (0 and null: no clipping)")
+
+
+def warmup_steps(config: OptimConfig, total: int) -> int:
+    """Optimizer steps of linear warm-up in a run of ``total`` steps."""
+    return config.lr_warmup_steps if config.lr_warmup_steps >= 0 else int(config.lr_warmup_steps_ratio * total)
+
+
+def learning_rate(config: OptimConfig, step: int, total: int) -> float:
+    """The learning rate of optimizer step ``step`` (the first is 0) of ``total``. Pure.
+
+    Linear warm-up from lr / warmup to lr (from 0, the first step would do nothing), then the schedule down to
+    min_lr_ratio * lr at ``total``, and constant beyond.
+    """
+    warmup = warmup_steps(config, total)
+    if step < warmup:
+        return config.lr * (step + 1) / warmup
+    progress = min((step - warmup) / max(total - warmup, 1), 1.0)
+    left = {"constant": 1.0, "linear": 1.0 - progress, "cosine": 0.5 * (1.0 + math.cos(math.pi * progress))}
+    return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * left[config.lr_scheduler_type])
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In which gradients of parameters of ``dtype`` are summed: fp32 for the half precisions, otherwise their own."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
+class Optimizer:
+    """AdamW (Loshchilov and Hutter; the arithmetic is torch's own) over named local tensors.
+
+    It holds states, not parameters: the parameters are handed in at every step, since their storage may move between steps
+    (the hybrid engine does that). ``step_count`` is the number of steps taken, ``total_steps`` the length of the schedule.
+    """
+
+    def __init__(self, config: OptimConfig, params: Mapping[str, Tensor], total_steps: int) -> None:
+        """``params``: this rank's local shards, any shapes (0 rows too), all of one dtype and device."""
+        self.config = config
+        self.total_steps = total_steps
+        self.step_count = 0
+        self._states: dict[str, dict[str, Tensor]] = {}
+        for name, param in params.items():
+            dtype = accumulation_dtype(param.dtype) if config.master_weights else param.dtype
+            state = {key: torch.zeros(param.shape, dtype=dtype, device=param.device) for key in ("exp_avg", "exp_avg_sq")}
+            if dtype != param.dtype:
+                state["master"] = param.detach().to(dtype, copy=True)
+            self._states[name] = state
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the next step."""
+        return learning_rate(self.config, self.step_count, self.total_steps)
+
+    @torch.no_grad()
+    def step(self, params: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> float:
+        """Update ``params`` in place (same names and shapes as at construction); returns the learning rate used."""
+        lr = self.lr
+        names = [name for name, param in params.items() if param.numel()]
+        states = [self._states[name] for name in names]
+        updated = [state.get("master", params[name]) for name, state in zip(names, states, strict=True)]
+        if names:
+            adamw(
+                updated,
+                [grads[name].to(new.dtype) for name, new in zip(names, updated, strict=True)],
+                [state["exp_avg"] for state in states],
+                [state["exp_avg_sq"] for state in states],
+                [],
+                list(torch.full((len(names),), float(self.step_count), device=updated[0].device).unbind()),
+                fused=True,
+                amsgrad=False,
+                beta1=self.config.betas[0],
+                beta2=self.config.betas[1],
+                lr=lr,
+                weight_decay=self.config.weight_decay,
+                eps=self.config.eps,
+                maximize=False,
+            )
+        for name, state in zip(names, states, strict=True):
+            if "master" in state:
+                params[name].copy_(state["master"])
+        self.step_count += 1
+        return lr
+
+    @torch.no_grad()
+    def refresh_masters(self, params: Mapping[str, Tensor]) -> None:
+        """Take the master weights from the parameters again, after these were overwritten."""
+        for name, state in self._states.items():
+            if "master" in state:
+                state["master"].copy_(params[name])
+
+    def state_tensors(self) -> dict[str, dict[str, Tensor]]:
+        """Parameter name -> {"exp_avg", "exp_avg_sq" and, for half-precision parameters, "master"}, each of the shard's shape.
+
+        The tensors themselves: writing into them in place loads the optimizer (with ``step_count``).
+        """
+        return self._states
+
+    @torch.no_grad()
+    def load_state_tensors(self, states: Mapping[str, Mapping[str, Tensor]], step_count: int) -> None:
+        """Copy states of the same names and shapes. Raises ValueError naming the first that is missing or differs."""
+        for name, state in self._states.items():
+            for key, tensor in state.items():
+                given = states.get(name, {}).get(key)
+                if given is None or given.shape != tensor.shape:
+                    found = "is missing" if given is None else f"has shape {list(given.shape)}"
+                    raise ValueError(f"optimizer state {key} of {name} {found}, expected shape {list(tensor.shape)}")
+                tensor.copy_(given)
+        self.step_count = step_count

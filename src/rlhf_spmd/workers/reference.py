@@ -1,0 +1,23 @@
+"""The reference policy: frozen log-probabilities that the KL term measures against."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from rlhf_spmd.controller import THREE_D, register
+from rlhf_spmd.data.batch import Batch
+from rlhf_spmd.models.decoder import Decoder
+from rlhf_spmd.workers.engine import Packed
+from rlhf_spmd.workers.model_worker import ModelWorker, response_log_probs
+
+
+class ReferenceWorker(ModelWorker):
+    @register(THREE_D, inputs=("prompt_ids", "response_ids"), outputs=("ref_log_prob",), split_groups=True)
+    def compute_ref_log_prob(self, batch: Batch) -> Batch | None:
+        """``ref_log_prob``: ragged [response tokens], at the sampling temperature."""
+
+        def head(decoder: Decoder, hidden: Tensor, micro: Packed) -> Tensor:
+            return response_log_probs(decoder, hidden, micro, self.build.temperature)[0]
+
+        result = self.infer(batch, head)
+        return batch.with_fields(ref_log_prob=result) if result is not None else None

@@ -1,0 +1,96 @@
+"""Rewards of whole responses: a Python function, a reward model, or the weighted sum of both."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf_spmd.controller import THREE_D, GroupShape, ResourcePool, register
+from rlhf_spmd.data.batch import Batch, decode_json
+from rlhf_spmd.models.decoder import Decoder
+from rlhf_spmd.models.heads import values
+from rlhf_spmd.models.spec import ModelSpec
+from rlhf_spmd.rewards.config import RewardConfig
+from rlhf_spmd.rewards.runner import RewardRunner, check_failure_rate
+from rlhf_spmd.workers.config import RoleConfig
+from rlhf_spmd.workers.engine import Packed
+from rlhf_spmd.workers.model_worker import Build, ModelWorker
+
+
+class RewardWorker(ModelWorker):
+    """With a model its layout is the model's; without one every rank of the pool scores some rows.
+
+    ``num_samples``: how many scored rows (those with the lowest ids) come back as text, for people to read.
+    """
+
+    head = "value"
+
+    def __init__(
+        self,
+        build: Build,
+        name: str,
+        pool: ResourcePool,
+        shape: GroupShape,
+        config: RoleConfig,
+        spec: ModelSpec | None,
+        reward: RewardConfig,
+        tokenizer: Any,
+        num_samples: int,
+    ) -> None:
+        super().__init__(build, name, pool, shape, config, spec)
+        self.reward, self.tokenizer, self.num_samples = reward, tokenizer, num_samples
+        scores_text = self.member and self.mesh.last_stage and self.mesh.tp_rank == 0 and reward.function is not None
+        self.runner = RewardRunner(reward) if scores_text else None
+
+    @register(THREE_D, inputs=("prompt_ids", "response_ids", "row"), outputs=("scores",))
+    def compute_reward(self, batch: Batch) -> tuple[Batch | None, dict[str, Any]]:
+        """``scores`` [rows]: weight * function + model_weight * model; and samples and failure counts for the log.
+
+        Raises RewardError if more calls failed than ``reward.max_failure_rate`` allows.
+        Collective over the pool: every rank of it must call, in program order.
+        """
+        scores = torch.zeros(len(batch), dtype=self.config.torch_dtype(torch.device("cpu")))
+        if self.spec is not None:
+            by_model = self.infer(batch, last_token_value, torch.ones(len(batch), dtype=torch.int64))
+            scores += self.reward.model_weight * by_model.values.cpu() if by_model is not None else 0.0
+        report, texts = self._score_text(batch, scores)
+        counts = self.mesh.pool.all_reduce(torch.tensor([report[key] for key in ("calls", "failures", "timeouts")]), "control")
+        calls, failures, timeouts = counts.tolist()
+        check_failure_rate(self.reward, failures + timeouts, calls, report["first_error"])
+        report["metrics"] = {"reward/failures": float(failures), "reward/timeouts": float(timeouts)}
+        report["samples"] = [
+            {"row_id": int(batch.row_ids[i]), "prompt": texts[i][0], "response": texts[i][1], "score": float(scores[i])}
+            for i in range(min(self.num_samples, len(texts)))
+        ]
+        return (batch.with_fields(scores=scores) if self.mesh.last_stage and len(batch) else None), report
+
+    def _score_text(self, batch: Batch, scores: Tensor) -> tuple[dict[str, Any], list[tuple[str, str, dict[str, Any]]]]:
+        """Add the function's scores to ``scores`` in place, the same on all tp ranks of the last stage; report and texts on tp 0."""
+        report: dict[str, Any] = {"calls": 0, "failures": 0, "timeouts": 0, "first_error": None, "extras": {}}
+        texts: list[tuple[str, str, dict[str, Any]]] = []
+        if not self.mesh.last_stage or not len(batch):
+            return report, texts
+        if self.mesh.tp_rank == 0:
+            texts = self.texts(batch)
+        if self.runner is not None:
+            result = self.runner.score(texts)
+            scores += self.reward.weight * torch.tensor(result.scores, dtype=scores.dtype)
+            report |= {"calls": result.calls, "failures": result.failures, "timeouts": result.timeouts}
+            report |= {"first_error": result.first_error, "extras": result.extra_sums()}
+        if self.reward.function is not None:
+            self.mesh.tp.broadcast(scores, 0, "batch")
+        return report, texts
+
+    def texts(self, batch: Batch) -> list[tuple[str, str, dict[str, Any]]]:
+        """(prompt, response, row) of each row; special tokens are left out of the response."""
+        rows = decode_json(batch["row"])
+        responses = self.tokenizer.batch_decode([ids.tolist() for ids in batch["response_ids"].rows()], skip_special_tokens=True)
+        return [(row["prompt"], response, row) for row, response in zip(rows, responses, strict=True)]
+
+
+def last_token_value(decoder: Decoder, hidden: Tensor, micro: Packed) -> Tensor:
+    """The value head on each row's last token, [rows]."""
+    ends = (micro.lengths.cumsum(0) - 1).to(hidden.device)
+    return values(decoder, hidden[ends])

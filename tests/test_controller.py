@@ -1,0 +1,234 @@
+"""The controller on real ranks with roles that compute little: who gets which rows, what moves, what overlaps, what diverges."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+
+from rlhf_spmd.controller import (
+    ALL_TO_ALL,
+    DP,
+    MICRO_DP,
+    ONE_TO_ALL,
+    PP_AS_DP,
+    PP_ONLY,
+    RANK_ZERO,
+    THREE_D,
+    Controller,
+    GroupShape,
+    Protocol,
+    ResourcePool,
+    Worker,
+    register,
+)
+from rlhf_spmd.data.batch import Batch, Ragged, encode_json, ragged
+from rlhf_spmd.parallel.collectives import RECORDER
+from rlhf_spmd.parallel.layout import GenerationLayout, Layout
+from rlhf_spmd.parallel.world import World
+
+REVERSED_DP = Protocol(
+    "REVERSED_DP",
+    parts=lambda shape: shape.size,
+    distribute=lambda shape, index: shape.size - 1 - index,
+    collect=lambda shape: list(reversed(range(shape.size))),
+)
+
+
+class Toy(Worker):
+    """Methods that return what they were given, so that a test sees who got what."""
+
+    @register(MICRO_DP, inputs=("prompt_ids",), outputs=("response_ids", "secret"), lengths_of="response_ids")
+    def generate(self, batch: Batch) -> Batch:
+        """Response of row i: i % 5 + 1 tokens of value i."""
+        rows = [torch.full((int(i) % 5 + 1,), int(i)) for i in batch.row_ids]
+        return batch.with_fields(response_ids=ragged(rows, torch.int64), secret=ragged([torch.zeros(100)] * len(rows), torch.float32))
+
+    @register(THREE_D, inputs=("response_ids",), outputs=("doubled",), split_groups=True)
+    def double(self, batch: Batch) -> Batch:
+        return batch.with_fields(doubled=Ragged(batch["response_ids"].values * 2, batch["response_ids"].lengths))
+
+    @register(THREE_D, inputs=("doubled", "response_ids", "prompt_ids", "tripled?"), split_groups=True, mini_batches=lambda self: 2)
+    def update(self, batches: list[Batch]) -> list[Any]:
+        for batch in batches:
+            assert torch.equal(batch["doubled"].values, batch["response_ids"].values * 2)
+            assert "secret" not in batch
+        return [batch.row_ids.tolist() for batch in batches]
+
+    @register(THREE_D, inputs=("response_ids",))
+    def rows(self, batch: Batch) -> list[int]:
+        return batch.row_ids.tolist()
+
+    @register(DP, inputs=("prompt_ids",), outputs=("echo",))
+    def dp(self, batch: Batch) -> Any:
+        return batch.with_fields(echo=batch["prompt_ids"]), batch.row_ids.tolist()
+
+    @register(PP_AS_DP, inputs=("echo",))
+    def pp_as_dp(self, batch: Batch) -> Any:
+        return batch.row_ids.tolist() if len(batch) else []
+
+    @register(REVERSED_DP, inputs=("prompt_ids",))
+    def backwards(self, batch: Batch) -> Any:
+        return [self.controller.rank, batch.row_ids.tolist()]
+
+    @register(ONE_TO_ALL)
+    def everyone(self, word: str) -> str:
+        return f"{word}{self.controller.rank}"
+
+    @register(ALL_TO_ALL)
+    def own(self, value: int) -> int:
+        return value * 10
+
+    @register(RANK_ZERO)
+    def first(self) -> int:
+        return self.controller.rank
+
+    @register(PP_ONLY)
+    def stages(self) -> int:
+        return self.controller.rank
+
+    @register(THREE_D, inputs=("prompt_ids",), outputs=("slept",))
+    def sleep(self, batch: Batch, seconds: float) -> Batch:
+        time.sleep(seconds)
+        return batch.with_fields(slept=torch.zeros(len(batch)))
+
+
+def build(world: World, **roles: tuple[list[int], Layout]) -> tuple[Controller, dict[str, Toy]]:
+    controller = Controller(world.all)
+    toys = {}
+    for name, (ranks, layout) in roles.items():
+        shape = GroupShape(layout, GenerationLayout(layout, 1, 1))
+        toys[name] = Toy(controller, name, ResourcePool(name, tuple(ranks)), shape)
+    return controller, toys
+
+
+def prompts(num_prompts: int, n: int) -> Batch:
+    ids = torch.arange(num_prompts)
+    rows = {"prompt_ids": ragged([torch.arange(int(i) + 2) for i in ids], torch.int64), "row": encode_json([{"i": int(i)} for i in ids])}
+    return Batch(ids, ids, rows).repeat(n)
+
+
+def ppo_like(world: World, pools: dict[str, tuple[list[int], Layout]]) -> Any:
+    controller, toys = build(world, **pools)
+    seen = {}
+
+    def script(rows: Any) -> Any:
+        batch = rows.union(toys["actor"].generate(rows))
+        batch = batch.union(toys["critic"].double(batch))
+        return [toys["critic"].update(batch), toys["actor"].rows(batch), toys["actor"].update(batch)]
+
+    before = RECORDER.received["batch"]
+    calls = controller.run(script, controller.source(prompts(8, 2), "prompt_ids"))
+    seen["received"] = RECORDER.received["batch"] - before
+    graph = controller.trace(script, controller.source(prompts(8, 2), "prompt_ids"))
+    return controller.get(*calls) if calls else None, seen, graph.to_json()
+
+
+POOLS = {
+    "colocated": {"actor": ([0, 1, 2, 3], Layout(1, 2, 2)), "critic": ([0, 1, 2, 3], Layout(2, 1, 2))},
+    "split": {"actor": ([0, 1], Layout(1, 2, 1)), "critic": ([2, 3], Layout(1, 1, 2))},
+    "overlapping": {"actor": ([0, 1, 2], Layout(1, 1, 3)), "critic": ([2, 3], Layout(1, 2, 1))},
+}
+
+
+@pytest.mark.parametrize("placement", POOLS)
+def test_every_row_reaches_every_consumer_once(placement: str) -> None:
+    results = run_ranks(4, ppo_like, POOLS[placement])
+    assert all(result[0] == results[0][0] for result in results), "get() must give every rank the same"
+    critic_updates, actor_rows, actor_updates = results[0][0]
+    for updates in (critic_updates, actor_updates):
+        for mini_batch, expected in ((0, range(8)), (1, range(8, 16))):
+            assert sorted(row for member in updates for row in member[mini_batch]) == list(expected)
+    assert sorted(row for member in actor_rows for row in member) == list(range(16))
+    for member in actor_rows:  # groups of two rows stay together
+        assert sorted(member) == sorted({2 * (row // 2) + j for row in member for j in range(2)})
+
+
+def test_a_rank_that_is_neither_producer_nor_consumer_sees_no_byte() -> None:
+    pools = {"actor": ([1, 2], Layout(1, 1, 2)), "critic": ([3], Layout())}
+    results = run_ranks(4, ppo_like, pools)
+    assert results[0][1]["received"] == 0
+    assert results[3][1]["received"] > 0
+
+
+def test_the_trace_is_the_dataflow_graph() -> None:
+    graph = run_ranks(4, ppo_like, POOLS["split"])[0][2]
+    assert [node["call"] for node in graph["nodes"]] == ["actor.generate", "critic.double", "critic.update", "actor.rows", "actor.update"]
+    edges = {(edge["from"], edge["to"]): edge["fields"] for edge in graph["edges"]}
+    assert edges[0, 1] == ["response_ids"]
+    assert edges[1, 4] == ["doubled"]
+    assert all("secret" not in fields for fields in edges.values()), "a field that nobody declares must not move"
+
+
+def protocols(world: World) -> Any:
+    controller, toys = build(world, a=([0, 1, 2, 3], Layout(2, 1, 2)), b=([1, 2], Layout(2, 1, 1)))
+    a, b = toys["a"], toys["b"]
+    rows = controller.source(prompts(8, 1), "prompt_ids")
+    echoed = a.dp(rows)
+    calls = [a.everyone("r"), a.own([1, 2, 3, 4]), a.first(), b.first(), a.stages(), echoed, b.pp_as_dp(echoed), a.backwards(rows)]
+    result = controller.get(*calls)
+    controller.settle()
+    return result, controller.decide(world.rank == 3), controller.decide(False)
+
+
+def test_all_protocols_and_one_of_the_users_own() -> None:
+    results = run_ranks(4, protocols)
+    everyone, own, first, first_b, stages, dp, pp_as_dp, backwards = results[2][0]
+    assert everyone == ["r0", "r1", "r2", "r3"]
+    assert own == [10, 20, 30, 40]
+    assert first == [0] and first_b == [1]
+    assert stages == [0, 2]  # (pp 0, dp 0), (pp 1, dp 0)
+    assert sorted(sum(dp, [])) == list(range(8)) and all(len(part) == 2 for part in dp)
+    assert sorted(sum(pp_as_dp, [])) == list(range(8)) and len(pp_as_dp) == 2
+    assert [rank for rank, _ in backwards] == [3, 2, 1, 0]
+    assert [result[1:] for result in results] == [(True, False)] * 4
+
+
+def overlap(world: World) -> list[tuple[str, int, int]]:
+    controller, toys = build(world, a=([0], Layout()), b=([1], Layout()))
+
+    def script(rows: Any) -> Any:
+        first = toys["a"].sleep(rows, 0.1)
+        toys["a"].sleep(rows, 0.5)  # the producer is busy while the consumer needs what it made before
+        toys["b"].sleep(rows.union(first), 0.1)
+
+    world.all.barrier("control")
+    controller.run(script, controller.source(prompts(4, 1), "prompt_ids"))
+    return [(e.name, e.start_ns, e.end_ns) for e in controller.timeline.events() if e.category == "compute" and e.end_ns]
+
+
+def test_a_consumer_does_not_wait_for_a_producer_that_is_busy_with_its_next_call() -> None:
+    (_, (_, busy_from, busy_until)), ((_, start, end),) = run_ranks(2, overlap)
+    assert busy_from < start and end < busy_until  # the whole call of b lies inside a's second call
+
+
+def branch_not_foreseen(world: World) -> Any:
+    controller, toys = build(world, a=([0], Layout()), b=([1], Layout(1, 1, 1)))
+    toy = {"traced": False}
+
+    def script(rows: Any) -> Any:
+        made = rows.union(toys["a"].generate(rows))
+        made = made.union(toys["a"].double(made))
+        take_it = not toy["traced"]
+        toy["traced"] = True
+        return toys["b"].update(made) if take_it else toys["b"].rows(made)
+
+    call = controller.run(script, controller.source(prompts(4, 1), "prompt_ids"))
+    return controller.get(call)
+
+
+def test_what_was_pushed_to_a_branch_not_taken_is_drained() -> None:
+    assert run_ranks(2, branch_not_foreseen)[0][0][0] == [0, 1, 2, 3]
+
+
+def test_missing_field_is_named() -> None:
+    with pytest.raises(AssertionError, match="a.rows needs field 'response_ids'"):
+        run_ranks(2, missing_field)
+
+
+def missing_field(world: World) -> None:
+    controller, toys = build(world, a=([0, 1], Layout(1, 1, 2)))
+    toys["a"].rows(controller.source(prompts(2, 1), "prompt_ids"))
