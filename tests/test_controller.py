@@ -90,7 +90,7 @@ class Toy(Worker):
     def stages(self) -> int:
         return self.controller.rank
 
-    @register(THREE_D, inputs=("prompt_ids",), outputs=("slept",))
+    @register(THREE_D, inputs=("prompt_ids", "slept?"), outputs=("slept",))
     def sleep(self, batch: Batch, seconds: float) -> Batch:
         time.sleep(seconds)
         return batch.with_fields(slept=torch.zeros(len(batch)))
