@@ -10,9 +10,10 @@ from torch import Tensor
 
 from rlhf_spmd.controller import Reference
 from rlhf_spmd.generation.config import SamplingConfig
-from rlhf_spmd.objectives.advantages import ADVANTAGE_ESTIMATORS, advantage_estimator
+from rlhf_spmd.objectives.advantages import advantage_estimator
 from rlhf_spmd.objectives.kl import KLControlConfig, check_kl_kind, kl_penalty
 from rlhf_spmd.objectives.losses import aggregate, check_clip_ratios, check_loss_agg_mode, policy_loss, value_loss
+from rlhf_spmd.workers.advantage import AdvantageSettings
 from rlhf_spmd.workers.config import BatchLimits
 from rlhf_spmd.workers.model_worker import Totals
 
@@ -76,8 +77,17 @@ class PPOConfig:
         return self.use_kl_in_reward or self.use_kl_loss
 
     @property
+    def advantage(self) -> AdvantageSettings:
+        estimator = advantage_estimator(self.adv_estimator)
+        return AdvantageSettings(estimator, self.gamma, self.lam, self.kl_penalty, self.use_kl_in_reward)
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        return tuple(role for role in ROLES if role != "reference" or self.uses_reference)
+
+    @property
     def limits(self) -> BatchLimits:
-        return BatchLimits.of(self.use_dynamic_bsz, self.ppo_max_token_len_per_gpu, self.ppo_micro_batch_size_per_gpu)
+        return BatchLimits(self.ppo_max_token_len_per_gpu, None if self.use_dynamic_bsz else self.ppo_micro_batch_size_per_gpu)
 
 
 def step(models: Any, prompts: Reference, config: PPOConfig, sampling: SamplingConfig, number: int) -> list[Reference]:
@@ -96,7 +106,7 @@ def step(models: Any, prompts: Reference, config: PPOConfig, sampling: SamplingC
         batch = batch.union(models.reference.compute_ref_log_prob(batch))
 
     # 2. advantages
-    advantages = models.advantage.compute_advantage(batch)
+    advantages = models.advantage.compute_advantage(batch, config.advantage)
     batch = batch.union(advantages)
 
     # 3. updates
@@ -150,4 +160,4 @@ def critic_objective(config: PPOConfig) -> Objective:
     return objective
 
 
-__all__ = ["ADVANTAGE_ESTIMATORS", "ROLES", "PPOConfig", "step"]
+Config = PPOConfig

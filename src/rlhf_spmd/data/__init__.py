@@ -1,0 +1,13 @@
+"""Batches of ragged sequences, prompt and SFT data sets, a loader with an integer cursor, balancing of token counts.
+
+Floor F2: may import config, objectives, rewards, telemetry; must not know ranks, models or roles.
+
+- ``batch``: Batch, Ragged, concat, encode_json, decode_json
+- ``balance``: rows to parts and to micro-batches by token count; pure
+- ``files``: rows from jsonl, json, parquet or ``datasets``; DataError
+- ``encoding``: prompts (text or chat messages) to token ids
+- ``prompts``, ``sft``: the two data sets and their configurations
+- ``loader``: Loader (training order, resumable) and validation_batches
+- ``tokenizer``: load_tokenizer, decode
+- ``sort_digits``: the quickstart's task as a program
+"""

@@ -6,6 +6,7 @@ other small objects travel as ragged bytes (JSON), so that a batch is tensors an
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -108,7 +109,7 @@ class Batch:
         bounds = [0]
         for size in sizes:
             bounds.append(bounds[-1] + size)
-        return [self.take(torch.arange(a, b)) for a, b in zip(bounds, bounds[1:], strict=False)]
+        return [self.take(torch.arange(a, b)) for a, b in itertools.pairwise(bounds)]
 
     def repeat(self, n: int) -> Batch:
         """n rows for each row, side by side; they keep the group id and get the ids ``row_id * n + j``."""

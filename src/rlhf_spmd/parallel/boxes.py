@@ -6,6 +6,7 @@ holds. Loading, checkpoints, the hybrid engine and reallocation are all intersec
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 
@@ -90,3 +91,52 @@ def shard_rows(shard: ParamShard, first: int, last: int) -> ParamShard:
                 )
             )
     return ParamShard((last - first, *shard.shape[1:]), tuple(boxes), shard.replicated)
+
+
+def subtract(a: Box, b: Box) -> list[Box]:
+    """What of ``a`` lies outside ``b``, as disjoint boxes located in a's local parameter: at most two per tensor dim."""
+    common = intersect(a, b)
+    if common is None:
+        return [a]
+    inner, rest, outer = common[0], [], a
+    for dim in range(len(a.shape)):
+        first, last = inner.start[dim], inner.start[dim] + inner.size[dim]
+        stop = outer.start[dim] + outer.size[dim]
+        rest += [_narrow(outer, dim, x, y) for x, y in ((outer.start[dim], first), (last, stop)) if x < y]
+        outer = _narrow(outer, dim, first, last)
+    return rest
+
+
+def cover(target: Box, sources: Sequence[Box]) -> tuple[list[tuple[int, Box, Box]], list[Box]]:
+    """Fill ``target`` from overlapping or disjoint ``sources``, earlier ones first, every element exactly once.
+
+    Returns (source index, part in the source's local parameter, part in the target's) and the parts that no source holds.
+    """
+    taken, missing = [], [target]
+    for index, source in enumerate(sources):
+        rest = []
+        for box in missing:
+            common = intersect(box, source)
+            if common is None:
+                rest.append(box)
+            else:
+                taken.append((index, common[1], common[0]))
+                rest += subtract(box, source)
+        missing = rest
+        if not missing:
+            break
+    return taken, missing
+
+
+def _narrow(box: Box, dim: int, first: int, last: int) -> Box:
+    """The part of a box with global indices [first, last) along ``dim``."""
+
+    def put(values: tuple[int, ...], value: int) -> tuple[int, ...]:
+        return (*values[:dim], value, *values[dim + 1 :])
+
+    return replace(
+        box,
+        start=put(box.start, first),
+        size=put(box.size, last - first),
+        local=put(box.local, box.local[dim] + first - box.start[dim]),
+    )

@@ -16,8 +16,9 @@ from rlhf_spmd.parallel.world import World
 class Mesh:
     """This rank's view of a layout on a pool. On ranks outside the pool ``index`` is -1 and the groups are solo groups.
 
-    pp_rank, dp_rank, tp_rank: coordinates. Groups: ``tp``, ``dp``, ``pp``; ``replica`` (the pp * tp ranks of one replica),
-    ``pool`` (all ranks), ``ends`` (first and last stage of this (dp, tp): tied embeddings).
+    pp_rank, dp_rank, tp_rank: coordinates. Groups: ``tp``, ``dp``, ``pp``, ``pp_back`` (the stages again, for what travels
+    backwards); ``replica`` (the pp * tp ranks of one replica), ``pool`` (all ranks), ``ends`` (first and last stage of this
+    (dp, tp): tied embeddings).
     """
 
     layout: Layout | GenerationLayout
@@ -29,6 +30,7 @@ class Mesh:
     tp: Group
     dp: Group
     pp: Group
+    pp_back: Group
     replica: Group
     pool: Group
     ends: Group
@@ -52,14 +54,15 @@ class Mesh:
         return DeviceMesh.from_group(self.dp.process_group, self.device_type, mesh_dim_names=("dp",))
 
 
-def build_group(world: World, pool: Sequence[int], members: Callable[[int], list[int]], name: str) -> Group:
+def build_group(world: World, pool: Sequence[int], members: Callable[[int], list[int]], name: str, channel: str = "") -> Group:
     """All groups that ``members`` (pool index -> pool indices) makes on a pool; returns this rank's.
 
+    ``channel`` is that of :meth:`World.group`.
     Collective over the world: every rank of it must call, in program order.
     """
     mine = None
     for ranks in sorted({tuple(pool[i] for i in members(index)) for index in range(len(pool))}):
-        mine = world.group(ranks, name) or mine
+        mine = world.group(ranks, name, channel) or mine
     return mine or solo(world.rank)
 
 
@@ -70,7 +73,8 @@ def build_mesh(world: World, pool: Sequence[int], layout: Layout | GenerationLay
 
     def dp_group(i: int) -> list[int]:
         pp, _, tp = layout.coordinate(i)
-        return [layout.index(pp, dp, tp) for dp in range(layout.dp)]
+        # ascending, so in a generation mesh regrouped from several stages dp.rank is not dp_rank
+        return sorted(layout.index(pp, dp, tp) for dp in range(layout.dp))
 
     def ends(i: int) -> list[int]:
         stages = layout.pp_group(i)
@@ -86,6 +90,7 @@ def build_mesh(world: World, pool: Sequence[int], layout: Layout | GenerationLay
         tp=build_group(world, pool, layout.tp_group, "tp"),
         dp=build_group(world, pool, dp_group, "dp"),
         pp=build_group(world, pool, layout.pp_group, "pp"),
+        pp_back=build_group(world, pool, layout.pp_group, "pp_back", channel="back" if layout.pp > 1 else ""),
         replica=build_group(world, pool, lambda i: sorted(layout.replica_group(i)), "replica"),
         pool=build_group(world, pool, lambda i: list(range(len(pool))), "pool"),
         ends=build_group(world, pool, ends, "ends"),

@@ -54,13 +54,13 @@ class World:
     store: dist.Store
     timeout_s: float
     all: Group = field(init=False)
-    _groups: dict[tuple[int, ...], Group] = field(default_factory=dict)
+    _groups: dict[tuple[str, tuple[int, ...]], Group] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         ranks = tuple(range(self.launch.size))
         process_group = dist.group.WORLD if dist.is_initialized() else None
         self.all = Group("world", ranks, self.launch.rank, process_group)
-        self._groups[ranks] = self.all
+        self._groups["", ranks] = self.all
 
     @property
     def rank(self) -> int:
@@ -70,20 +70,23 @@ class World:
     def size(self) -> int:
         return self.launch.size
 
-    def group(self, ranks: Sequence[int], name: str) -> Group | None:
-        """The group of these global ranks, in this order, made once; None on ranks outside it.
+    def group(self, ranks: Sequence[int], name: str, channel: str = "") -> Group | None:
+        """The group of these global ranks, in this order, made once per ``channel``; None on ranks outside it.
+
+        Transfers on different channels never wait for each other, also where the backend orders those of one communicator.
 
         Collective over the world on first use: every rank of it must call, in program order, members or not.
         """
-        key = tuple(ranks)
+        members = tuple(ranks)
+        key = channel, members
         if key not in self._groups:
-            index = key.index(self.rank) if self.rank in key else -1
+            index = members.index(self.rank) if self.rank in members else -1
             process_group = None
             if dist.is_initialized():
                 # torch orders the ranks of a group by itself, so only ascending orders are used throughout
-                assert list(key) == sorted(key), f"group {name}: ranks {key} must ascend"
-                process_group = dist.new_group(list(key), timeout=timedelta(seconds=self.timeout_s))
-            self._groups[key] = Group(name, key, index, process_group)
+                assert list(members) == sorted(members), f"group {name}: ranks {members} must ascend"
+                process_group = dist.new_group(list(members), timeout=timedelta(seconds=self.timeout_s))
+            self._groups[key] = Group(name, members, index, process_group)
         group = self._groups[key]
         return group if group.rank >= 0 else None
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlhf_spmd.controller import DP, Controller, GroupShape, ResourcePool, Worker, register
+from rlhf_spmd.controller import DP, RANK_ZERO, Controller, GroupShape, ResourcePool, Worker, register
 from rlhf_spmd.data.batch import Batch, Ragged
 from rlhf_spmd.objectives.advantages import AdvantageEstimator, moments, token_level_rewards, whiten
 from rlhf_spmd.objectives.kl import KLController, kl_penalty
@@ -39,13 +39,11 @@ class _Local:
 class AdvantageWorker(Worker):
     """Every rank of the pool takes some rows; statistics are over the global batch, summed in float64."""
 
-    def __init__(
-        self, controller: Controller, world: World, pool: ResourcePool, settings: AdvantageSettings, kl_controller: KLController
-    ) -> None:
+    def __init__(self, controller: Controller, world: World, pool: ResourcePool, kl_controller: KLController) -> None:
         layout = Layout(dp=len(pool.ranks))
         super().__init__(controller, "advantage", pool, GroupShape(layout))
         self.mesh = build_mesh(world, pool.ranks, layout)
-        self.settings, self.kl_controller = settings, kl_controller
+        self.kl_controller = kl_controller
 
     @register(
         DP,
@@ -53,17 +51,17 @@ class AdvantageWorker(Worker):
         outputs=("advantages", "returns"),
         split_groups=True,
     )
-    def compute_advantage(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
+    def compute_advantage(self, batch: Batch, settings: AdvantageSettings) -> tuple[Batch, dict[str, float]]:
         """``advantages`` (whitened over the global batch) and ``returns``: ragged [response tokens]; the step's reward statistics.
 
         The KL controller moves on the mean over rows of the row's mean KL per token (verl's meaning of ``target_kl``).
         Collective over the pool: every rank of it must call, in program order.
         """
-        local = self._local(batch) if len(batch) else _Local(*[torch.empty(0)] * 2, _zeros(15), torch.full((4,), -torch.inf))
+        local = self._local(batch, settings) if len(batch) else _Local(*[torch.empty(0)] * 2, _zeros(15), torch.full((4,), -torch.inf))
         sums = self.mesh.pool.all_reduce(local.sums.clone(), "control")
         maxima = self.mesh.pool.all_reduce(local.maxima.to(torch.float64), "control", "max").tolist()
         statistics = self._statistics(sums, maxima)
-        if self.settings.use_kl_in_reward:
+        if settings.use_kl_in_reward:
             self.kl_controller.update(statistics["actor/kl_per_row"], int(sums[0]))
         if not len(batch):
             return batch, statistics
@@ -71,15 +69,20 @@ class AdvantageWorker(Worker):
         advantages = whiten(local.advantages, sums[7:10])
         return batch.with_fields(advantages=Ragged(advantages, lengths), returns=Ragged(local.returns, lengths)), statistics
 
-    def _local(self, batch: Batch) -> _Local:
+    @register(RANK_ZERO)
+    def progress(self) -> dict[str, float]:
+        """The KL controller's state, for checkpoints."""
+        return self.kl_controller.state_dict()
+
+    def _local(self, batch: Batch, settings: AdvantageSettings) -> _Local:
         lengths = batch["response_ids"].lengths
         scores, values = batch["scores"], batch["values"].values
         kl = None
         if "ref_log_prob" in batch:
-            kl = kl_penalty(batch["old_log_probs"].values, batch["ref_log_prob"].values, self.settings.kl_penalty)
-        in_reward = kl if self.settings.use_kl_in_reward else None
+            kl = kl_penalty(batch["old_log_probs"].values, batch["ref_log_prob"].values, settings.kl_penalty)
+        in_reward = kl if settings.use_kl_in_reward else None
         rewards = token_level_rewards(scores, in_reward, self.kl_controller.value, lengths)
-        advantages, returns = self.settings.estimator(rewards, values, lengths, self.settings.gamma, self.settings.lam)
+        advantages, returns = settings.estimator(rewards, values, lengths, settings.gamma, settings.lam)
         kl64 = (torch.zeros_like(advantages) if kl is None else kl).double()
         row_kl = torch.stack([row.mean() for row in kl64.split(lengths.tolist())])
         scores64 = scores.double()

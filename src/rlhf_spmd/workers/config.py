@@ -15,13 +15,15 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 
 @dataclass(frozen=True)
 class RoleConfig:
-    """One model role. ``path`` is a Hugging Face directory; critic and reference take the actor's if they name none.
+    """One model role. ``path`` is a Hugging Face directory; critic and reference take the actor's if they name none;
+    with ``random_init`` only its configuration and tokenizer are read and the weights are drawn from ``run.seed``.
 
     ``pool`` is a name in ``placement.pools``. ``dtype`` auto: bfloat16 on GPUs, float32 on CPUs; with bfloat16 parameters
     ``optim.master_weights`` keeps float32 copies beside the optimizer states. ``generation`` counts for the actor only.
     """
 
     path: str | None = None
+    random_init: bool = False
     pool: str | None = None
     layout: LayoutConfig = field(default_factory=LayoutConfig)
     dtype: str = "auto"
@@ -45,7 +47,3 @@ class BatchLimits:
 
     max_tokens: int = 16384
     rows: int | None = None
-
-    @staticmethod
-    def of(use_dynamic_bsz: bool, max_token_len: int, micro_batch_size: int | None) -> BatchLimits:
-        return BatchLimits(max_token_len, None if use_dynamic_bsz else micro_batch_size)

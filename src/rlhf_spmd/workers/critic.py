@@ -11,7 +11,7 @@ from rlhf_spmd.data.batch import Batch
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import values
 from rlhf_spmd.workers.engine import Packed
-from rlhf_spmd.workers.model_worker import ModelWorker, Totals, field_on, mean_of, response_positions
+from rlhf_spmd.workers.model_worker import ModelWorker, Totals, field_on, response_positions
 
 ValueObjective = Callable[[dict[str, Tensor], Tensor, Totals], tuple[Tensor, dict[str, Tensor]]]
 
@@ -41,10 +41,8 @@ class CriticWorker(ModelWorker):
         """One optimizer step for each mini-batch and epoch; returns the mean statistics over them."""
 
         def loss(decoder: Decoder, hidden: Tensor, micro: Packed, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
-            new_values = response_values(decoder, hidden, micro)
-            fields = {"values": new_values}
-            fields |= {f"old_{name}": field_on(micro, name, hidden.device) for name in ("values",)}
-            fields["returns"] = field_on(micro, "returns", hidden.device)
+            old, returns = field_on(micro, "values", hidden.device), field_on(micro, "returns", hidden.device)
+            fields = {"values": response_values(decoder, hidden, micro), "old_values": old, "returns": returns}
             return objective(fields, micro.extra["response_ids"].lengths, totals)
 
-        return mean_of([self.train(batch, loss) for _ in range(epochs) for batch in batches])
+        return self.summarise([self.train(batch, loss) for _ in range(epochs) for batch in batches])

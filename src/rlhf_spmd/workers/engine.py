@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -36,14 +36,16 @@ from rlhf_spmd.workers.optimizer import OptimConfig, Optimizer, accumulation_dty
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """A micro-batch of whole sequences: ``tokens`` int64 [T] on the device, ``lengths`` int64 [rows] on the CPU, T = sum(lengths).
+    """A micro-batch of whole sequences: ``tokens`` int64 [T] on the device, ``lengths`` int64 [rows] on the CPU, summing to T.
 
     ``extra`` holds the fields of the same rows that heads and losses use. No rows at all is a valid micro-batch.
     """
 
     tokens: Tensor
     lengths: Tensor
-    extra: Batch | None = None
+    extra: Batch = field(
+        default_factory=lambda: Batch(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), {})
+    )
 
 
 Head = Callable[[Decoder, Tensor, Packed], Any]
@@ -176,10 +178,12 @@ class TrainEngine:
     def forward_backward(self, micro_batches: Sequence[Packed], loss: Loss) -> dict[str, Tensor]:
         """Add the gradients of the micro-batches' losses to the gradients so far; 1F1B over the pipeline.
 
-        ``loss(decoder, hidden [T, hidden], micro_batch) -> (loss, stats)``: the loss is a scalar that is already divided by the
-        global count of its mini-batch (over all replicas), so that the gradient is the plain sum over micro-batches and replicas;
-        stats are scalars to be summed. Returns on the last stage the sums over this replica's micro-batches in float64, the loss
-        under "loss"; {} elsewhere. Gradients are complete only inside :meth:`optimizer_step`.
+        ``loss(decoder, hidden [T, hidden], micro_batch) -> (loss, stats)``: the loss is a scalar, already divided by the
+        global count of its mini-batch (over all replicas), so that the gradient is the plain sum over micro-batches and
+        replicas; stats are scalars to be summed. It is called for micro-batches without rows too, whose stats alone count.
+
+        Returns on the last stage the sums over this replica's micro-batches in float64, the loss under "loss"; {} elsewhere.
+        Gradients are complete only inside :meth:`optimizer_step`; until then further calls add to them.
         """
         assert self.optimizer is not None, "this engine was built without an optimizer: forward only"
         padded = self._pad(micro_batches)
@@ -191,14 +195,16 @@ class TrainEngine:
             leaf = None if received is None else received.requires_grad_()
 
             def last(decoder: Decoder, hidden: Tensor) -> Tensor:
-                if not len(batch.lengths):
+                empty = not len(batch.lengths)
+                if i >= len(micro_batches):
                     return _zero_loss(decoder, hidden)
-                value, stats = loss(decoder, hidden, batch)
-                assert value.requires_grad, "the loss does not depend on the model's output"
+                with torch.set_grad_enabled(not empty):
+                    value, stats = loss(decoder, hidden[:0] if empty else hidden, batch)
                 for key, part in {"loss": value, **stats}.items():
                     part = part.detach().double()
                     sums[key] = sums[key] + part if key in sums else part
-                return value
+                assert empty or value.requires_grad, "the loss does not depend on the model's output"
+                return _zero_loss(decoder, hidden) if empty else value
 
             out = self._pass_through(batch, leaf, last)
             alive[i] = leaf, out
@@ -258,7 +264,7 @@ class TrainEngine:
             raise FloatingPointError(f"gradient norm is {norm} at optimizer step {self.optimizer.step_count}")
         clip = self.optimizer.config.clip_grad
         if clip and norm > clip:
-            torch._foreach_mul_(list(grads.values()), clip / norm)
+            torch._foreach_mul_(list(grads.values()), clip / (norm + 1e-6))  # torch.nn.utils.clip_grad_norm_'s constant
         lr = self.optimizer.step(self.local_tensors(), grads)
         self.zero_grad()
         return {"grad_norm": norm, "lr": lr}

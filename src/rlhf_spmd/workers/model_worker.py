@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlhf_spmd.controller import Controller, GroupShape, ResourcePool, Worker
+from rlhf_spmd.controller import RANK_ZERO, Controller, GroupShape, ResourcePool, Worker, register
 from rlhf_spmd.data.balance import micro_batches_by_count, micro_batches_by_tokens
 from rlhf_spmd.data.batch import Batch, Ragged, ragged
 from rlhf_spmd.models.decoder import Decoder
@@ -42,20 +42,20 @@ class Build:
 
 
 class ModelWorker(Worker):
-    """A role with a model. On ranks outside the pool it is the description only, and ``engine`` is absent."""
+    """A role with a model. On ranks outside the pool, and without a ``spec``, it is the description only: no ``engine``."""
 
     head = "lm"
     trained = False
 
-    def __init__(self, build: Build, name: str, pool: ResourcePool, shape: GroupShape, config: RoleConfig, spec: ModelSpec) -> None:
+    def __init__(self, build: Build, name: str, pool: ResourcePool, shape: GroupShape, config: RoleConfig, spec: ModelSpec | None) -> None:
         super().__init__(build.controller, name, pool, shape)
         self.build, self.config, self.spec = build, config, spec
         self.mesh = build_mesh(build.world, pool.ranks, shape.layout)
         self.device = build.world.device
-        if self.member:
+        if self.member and spec is not None:
             self.engine = TrainEngine(
                 spec,
-                config.path,
+                None if config.random_init else config.path,
                 self.head,
                 self.mesh,
                 config.optim if self.trained else None,
@@ -122,6 +122,18 @@ class ModelWorker(Worker):
         return {**summed, **self.engine.optimizer_step()}
 
 
+    def summarise(self, reports: Sequence[dict[str, float]], first: tuple[str, ...] = ()) -> dict[str, float]:
+        """The mean of each statistic over a step's updates, under ``<role>/<name>``; of ``first`` also the first update's value."""
+        named = [{name if "/" in name else f"{self.name}/{name}": value for name, value in report.items()} for report in reports]
+        result = {name: sum(report[name] for report in named) / len(named) for name in named[0]}
+        return result | {f"{name}_first": named[0][name] for name in first if name in named[0]}
+
+    @register(RANK_ZERO)
+    def progress(self) -> dict[str, int]:
+        """What a checkpoint must know of this role besides its tensors."""
+        return {"optimizer_steps": self.engine.optimizer.step_count if self.engine.optimizer else 0}
+
+
 def sequence_lengths(batch: Batch) -> list[int]:
     if not len(batch):
         return []
@@ -158,8 +170,3 @@ def response_log_probs(
 def field_on(micro: Packed, name: str, device: torch.device) -> Tensor:
     field = micro.extra[name]
     return (field.values if isinstance(field, Ragged) else field).to(device)
-
-
-def mean_of(dicts: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Mean of each statistic over the updates of a step; all dicts have the same keys."""
-    return {name: sum(d[name] for d in dicts) / len(dicts) for name in dicts[0]} if dicts else {}

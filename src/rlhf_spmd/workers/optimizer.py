@@ -36,27 +36,26 @@ class OptimConfig:
     clip_grad: float | None = 1.0
     master_weights: bool = True
 
+    def check(self, where: str) -> None:
+        """``where`` names the config node, as in ``models.actor.optim``. Raises ValueError: key, value and what is allowed."""
 
-def check_optim(config: OptimConfig, where: str) -> None:
-    """``where`` names the config node, as in ``models.actor.optim``. Raises ValueError: key, value and what is allowed."""
+        def refuse(key: str, allowed: str) -> None:
+            raise ValueError(f"{where}.{key}={getattr(self, key)}: must be {allowed}")
 
-    def refuse(key: str, allowed: str) -> None:
-        raise ValueError(f"{where}.{key}={getattr(config, key)}: must be {allowed}")
-
-    if config.lr_scheduler_type not in SCHEDULES:
-        refuse("lr_scheduler_type", f"one of {', '.join(SCHEDULES)}")
-    for key in ("lr", "weight_decay"):
-        if not (getattr(config, key) >= 0 and math.isfinite(getattr(config, key))):
-            refuse(key, "a finite number, at least 0")
-    for key in ("lr_warmup_steps_ratio", "min_lr_ratio"):
-        if not 0 <= getattr(config, key) <= 1:
-            refuse(key, "between 0 and 1")
-    if len(config.betas) != 2 or not all(0 <= beta < 1 for beta in config.betas):
-        refuse("betas", "two numbers, each at least 0 and below 1")
-    if not config.eps > 0:
-        refuse("eps", "above 0")
-    if config.clip_grad is not None and not config.clip_grad >= 0:
-        refuse("clip_grad", "null or at least 0 (0 and null: no clipping)")
+        if self.lr_scheduler_type not in SCHEDULES:
+            refuse("lr_scheduler_type", f"one of {', '.join(SCHEDULES)}")
+        for key in ("lr", "weight_decay"):
+            if not (getattr(self, key) >= 0 and math.isfinite(getattr(self, key))):
+                refuse(key, "a finite number, at least 0")
+        for key in ("lr_warmup_steps_ratio", "min_lr_ratio"):
+            if not 0 <= getattr(self, key) <= 1:
+                refuse(key, "between 0 and 1")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            refuse("betas", "two numbers, each at least 0 and below 1")
+        if not self.eps > 0:
+            refuse("eps", "above 0")
+        if self.clip_grad is not None and not self.clip_grad >= 0:
+            refuse("clip_grad", "null or at least 0 (0 and null: no clipping)")
 
 
 def warmup_steps(config: OptimConfig, total: int) -> int:

@@ -59,7 +59,8 @@ class RewardWorker(ModelWorker):
         counts = self.mesh.pool.all_reduce(torch.tensor([report[key] for key in ("calls", "failures", "timeouts")]), "control")
         calls, failures, timeouts = counts.tolist()
         check_failure_rate(self.reward, failures + timeouts, calls, report["first_error"])
-        report["metrics"] = {"reward/failures": float(failures), "reward/timeouts": float(timeouts)}
+        report |= {"reward/failures": failures, "reward/timeouts": timeouts}
+        report |= {"score_sum": float(scores.double().sum()), "rows": len(batch)}
         report["samples"] = [
             {"row_id": int(batch.row_ids[i]), "prompt": texts[i][0], "response": texts[i][1], "score": float(scores[i])}
             for i in range(min(self.num_samples, len(texts)))

@@ -1,0 +1,148 @@
+"""Checkpoints on disk: names, what is committed, and the order in which they were made.
+
+``checkpoints/step_N`` is complete exactly if it has a COMMIT file, whose hash fits its manifest. It is prepared as
+``step_N.tmp`` and renamed when it is complete. ``step_N.old`` is a complete predecessor of the same step that the new one
+is about to replace.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlhf_spmd.checkpoint.files import sync_directory, write_text
+from rlhf_spmd.checkpoint.manifest import CheckpointError, Manifest
+
+MANIFEST, COMMIT, LATEST = "manifest.json", "COMMIT", "latest"
+_NAME = re.compile(r"step_(\d+)(\.old)?")
+
+
+@dataclass(frozen=True)
+class Committed:
+    """A complete checkpoint. ``serial`` counts the saves of a run directory: their order in time, whatever their steps."""
+
+    path: Path
+    step: int
+    serial: int
+
+
+def checkpoints_of(run_dir: Path) -> Path:
+    return Path(run_dir) / "checkpoints"
+
+
+def step_directory(run_dir: Path, step: int) -> Path:
+    return checkpoints_of(run_dir) / f"step_{step}"
+
+
+def draft_directory(run_dir: Path, step: int) -> Path:
+    """Where the checkpoint of a step is prepared."""
+    return checkpoints_of(run_dir) / f"step_{step}.tmp"
+
+
+def committed(run_dir: Path) -> list[Committed]:
+    """Complete checkpoints, newest first. Reads only the COMMIT files."""
+    found = []
+    root = checkpoints_of(run_dir)
+    for path in root.iterdir() if root.is_dir() else ():
+        match = _NAME.fullmatch(path.name)
+        if match and (path / COMMIT).is_file():
+            serial = _read_commit(path).get("serial", 0)
+            found.append(Committed(path, int(match[1]), serial if isinstance(serial, int) else 0))
+    return sorted(found, key=lambda c: (c.serial, c.step), reverse=True)
+
+
+def _read_commit(path: Path) -> dict[str, object]:
+    """The COMMIT file's content; empty where it is damaged, which :func:`read_manifest` reports."""
+    try:
+        body = json.loads((path / COMMIT).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return body if isinstance(body, dict) else {}
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """The manifest of a complete checkpoint, with its files present in full. Raises CheckpointError naming what is wrong.
+
+    The contents of the pieces are verified where they are read.
+    """
+    directory = Path(directory)
+    if not (directory / COMMIT).is_file():
+        what = "an interrupted save" if directory.is_dir() else "no such directory"
+        raise CheckpointError(f"{directory}: not a complete checkpoint, {COMMIT} is missing ({what})")
+    where = str(directory / MANIFEST)
+    try:
+        text = (directory / MANIFEST).read_bytes()
+        if hashlib.sha256(text).hexdigest() != _read_commit(directory).get("manifest_sha256"):
+            raise CheckpointError(f"{where}: damaged, its hash is not the one in {COMMIT}")
+        manifest = Manifest.from_json(text.decode(), where)
+        for name, size in manifest.files.items():
+            found = (directory / name).stat().st_size
+            if found != size:
+                raise CheckpointError(f"{directory / name}: damaged, {found} bytes instead of {size}")
+    except OSError as error:
+        raise CheckpointError(f"{error.filename}: {error.strerror}") from error
+    return manifest
+
+
+def prepare_draft(run_dir: Path, step: int) -> Path:
+    """An empty directory to write a checkpoint into. Removes what interrupted saves left. Raises OSError."""
+    root = checkpoints_of(run_dir)
+    root.mkdir(parents=True, exist_ok=True)
+    for path in list(root.iterdir()):
+        complete = (path / COMMIT).is_file()
+        superseded = path.name.endswith(".old") and (path.with_suffix("") / COMMIT).is_file()
+        if path.name.endswith(".tmp") or (_NAME.fullmatch(path.name) and (superseded or not complete)):
+            _remove(path)
+    draft = draft_directory(run_dir, step)
+    draft.mkdir()
+    return draft
+
+
+def commit(run_dir: Path, manifest: Manifest, keep: int) -> Path:
+    """Make a written draft the newest checkpoint, then delete the ones beyond ``keep``. Raises OSError, CheckpointError.
+
+    Every rank must have written and synced its files before.
+    """
+    draft, final = draft_directory(run_dir, manifest.step), step_directory(run_dir, manifest.step)
+    for name, size in manifest.files.items():
+        found = (draft / name).stat().st_size if (draft / name).is_file() else None
+        if found != size:
+            raise CheckpointError(
+                f"{draft / name}: {'not here' if found is None else f'{found} bytes'}, but its rank wrote {size} bytes; "
+                "run.dir must be on a file system that all nodes share"
+            )
+    text = manifest.to_json()
+    serial = max((c.serial for c in committed(run_dir)), default=0) + 1
+    mark = {"step": manifest.step, "serial": serial, "manifest_sha256": hashlib.sha256(text.encode()).hexdigest()}
+    write_text(draft / MANIFEST, text)
+    write_text(draft / COMMIT, json.dumps(mark))
+    old = final.with_name(final.name + ".old")
+    if final.exists():
+        os.rename(final, old)
+    os.rename(draft, final)
+    sync_directory(final.parent)
+    write_text(checkpoints_of(run_dir) / LATEST, final.name)
+    if old.exists():
+        _remove(old)
+    for expired in committed(run_dir)[max(keep, 1) :]:
+        _remove(expired.path)
+    return final
+
+
+def discard_draft(run_dir: Path, step: int) -> None:
+    """Free the space of a failed save. What cannot be removed now is removed by the next save."""
+    shutil.rmtree(draft_directory(run_dir, step), ignore_errors=True)
+
+
+def _remove(path: Path) -> None:
+    """COMMIT goes first: a removal that is interrupted must not leave something that looks complete."""
+    if path.is_dir():
+        (path / COMMIT).unlink(missing_ok=True)
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,139 @@
+"""A role of a checkpoint as a Hugging Face directory: file to file, one tensor in memory at a time, no process group."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf_spmd.checkpoint.directory import read_manifest
+from rlhf_spmd.checkpoint.files import Spec, write_safetensors, write_text
+from rlhf_spmd.checkpoint.load import read_pieces
+from rlhf_spmd.checkpoint.manifest import DTYPES, PARAM, CheckpointError, Piece
+from rlhf_spmd.parallel.boxes import Box, cover
+
+# copied as they are, where the source directory has them
+COMPANIONS = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+VALUE_HEAD = "score.weight"
+
+
+def export_hugging_face(
+    checkpoint_dir: Path,
+    role: str,
+    source_model_dir: Path,
+    out_dir: Path,
+    max_shard_bytes: int = 4 << 30,
+    dtype: torch.dtype | None = None,
+) -> Path:
+    """Write ``out_dir`` so that ``transformers`` loads it; returns it.
+
+    The configuration and tokenizer come from ``source_model_dir`` (the role's ``path``). ``dtype`` None keeps the stored one.
+    A model with a value head becomes ``<Family>ForSequenceClassification`` with one label. An earlier export at ``out_dir`` is
+    replaced only when the new one is complete. Raises CheckpointError (damaged piece, no such role) and ValueError (paths).
+    """
+    checkpoint_dir, out_dir, source = Path(checkpoint_dir), Path(out_dir), Path(source_model_dir)
+    if not (source / "config.json").is_file():
+        raise ValueError(f"export: {source} has no config.json; name the directory that role '{role}' was loaded from")
+    if out_dir.exists() and any(out_dir.iterdir()) and not (out_dir / "config.json").is_file():
+        raise ValueError(f"export: {out_dir} is not empty and not a model directory; choose another one")
+    pieces = read_manifest(checkpoint_dir).pieces_of(role, PARAM)
+    specs = [Spec(name, dtype or DTYPES[parts[0].dtype], parts[0].shape) for name, parts in sorted(pieces.items())]
+
+    draft = out_dir.with_name(f".{out_dir.name}.tmp")
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir(parents=True)
+    try:
+        files = plan_files(specs, max_shard_bytes)
+        _write_weights(draft, files, lambda spec: _assemble(checkpoint_dir, pieces[spec.key], spec))
+        config = export_config(json.loads((source / "config.json").read_text(encoding="utf-8")), specs)
+        write_text(draft / "config.json", json.dumps(config, indent=2) + "\n")
+        for name in COMPANIONS:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, draft / name)
+        old = out_dir.with_name(f".{out_dir.name}.old")
+        shutil.rmtree(old, ignore_errors=True)
+        if out_dir.exists():
+            os.rename(out_dir, old)
+        os.rename(draft, out_dir)
+        shutil.rmtree(old, ignore_errors=True)
+    except OSError as error:
+        raise CheckpointError(f"cannot write export {error.filename or out_dir}: {error.strerror}") from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return out_dir
+
+
+def plan_files(specs: Sequence[Spec], max_shard_bytes: int) -> dict[str, list[Spec]]:
+    """File name -> tensors, in order, each file at most ``max_shard_bytes`` unless a single tensor is larger. Pure."""
+    bins: list[list[Spec]] = [[]]
+    used = 0
+    for spec in specs:
+        if bins[-1] and used + spec.num_bytes > max_shard_bytes:
+            bins.append([])
+            used = 0
+        bins[-1].append(spec)
+        used += spec.num_bytes
+    if len(bins) == 1:
+        return {"model.safetensors": bins[0]}
+    return {f"model-{i + 1:05d}-of-{len(bins):05d}.safetensors": part for i, part in enumerate(bins)}
+
+
+def export_config(config: dict[str, Any], specs: Sequence[Spec]) -> dict[str, Any]:
+    """The source's config.json with the exported dtype and, where there is a value head, the class that has one. Pure."""
+    names = {spec.key for spec in specs}
+    dtype = str(specs[0].dtype).removeprefix("torch.")
+    config = {**config, "dtype": dtype}
+    if "torch_dtype" in config:  # the name before transformers 5
+        config["torch_dtype"] = dtype
+    if VALUE_HEAD in names:
+        family = (config.get("architectures") or ["Model"])[0].split("For")[0].removesuffix("Model")
+        config |= {"architectures": [f"{family}ForSequenceClassification"], "num_labels": 1, "tie_word_embeddings": False}
+        config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    elif config.get("tie_word_embeddings") and "lm_head.weight" in names:
+        config["tie_word_embeddings"] = False
+    return config
+
+
+def _write_weights(out: Path, files: dict[str, list[Spec]], get: Callable[[Spec], Tensor]) -> None:
+    for name, specs in files.items():
+        write_safetensors(out / name, specs, get, {"format": "pt"})
+    if len(files) > 1:
+        total = sum(spec.num_bytes for specs in files.values() for spec in specs)
+        where = {spec.key: name for name, specs in files.items() for spec in specs}
+        index = {"metadata": {"total_size": total}, "weight_map": where}
+        write_text(out / "model.safetensors.index.json", json.dumps(index, indent=2) + "\n")
+
+
+def _assemble(directory: Path, pieces: Sequence[Piece], spec: Spec) -> Tensor:
+    """A full tensor from its pieces, in the exported dtype."""
+    whole = Box(spec.key, spec.shape, (0,) * len(spec.shape), spec.shape, (0,) * len(spec.shape))
+    taken, missing = cover(whole, [piece.box for piece in pieces])
+    if missing:
+        raise CheckpointError(f"{directory}: {spec.key} lacks the part from {missing[0].start} of size {missing[0].size}")
+    parts: dict[str, list[tuple[Box, Box]]] = {}
+    for i, source, target in taken:
+        parts.setdefault(pieces[i].key, []).append((source, target))
+    tensor = torch.empty(spec.shape, dtype=DTYPES[pieces[0].dtype])
+    assert tensor.numel() == math.prod(spec.shape)
+    for piece, values in read_pieces(directory, [piece for piece in pieces if piece.key in parts]):
+        for source, target in parts[piece.key]:
+            tensor[target.local_slices] = values[source.local_slices]
+    return tensor.to(spec.dtype)

@@ -1,0 +1,95 @@
+"""Safetensors files, written one tensor at a time: the bytes are hashed as they pass and a whole model is never in memory.
+
+The format: 8 bytes of header length (little endian), a JSON header {name: {dtype, shape, data_offsets}}, the data.
+``safetensors.torch.save_file`` writes the same files, but takes all tensors at once and does not sync them to disk.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf_spmd.checkpoint.manifest import DTYPE_NAMES
+
+_CHUNK = 16 << 20  # bytes hashed and written at a time: stays in the cache between the two
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A tensor to be written: its key, dtype and shape."""
+
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def raw_bytes(tensor: Tensor) -> Any:
+    """A contiguous CPU tensor's bytes as a numpy array (a buffer), without a copy."""
+    assert tensor.is_contiguous() and tensor.device.type == "cpu", "raw bytes are of contiguous CPU tensors"
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy()
+
+
+def hash_tensor(tensor: Tensor) -> str:
+    return hashlib.sha256(raw_bytes(tensor)).hexdigest()
+
+
+def write_safetensors(path: Path, specs: Sequence[Spec], get: Callable[[Spec], Tensor], metadata: dict[str, str]) -> list[str]:
+    """Write ``get(spec)`` for every spec, one after the other, and sync the file to disk.
+
+    Returns the sha256 of each tensor's bytes. Raises OSError as the file system does (no space left, no permission).
+    """
+    header: dict[str, object] = {"__metadata__": metadata}
+    offset = 0
+    for spec in specs:
+        end = offset + spec.num_bytes
+        header[spec.key] = {"dtype": DTYPE_NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    hashes = []
+    with open(path, "xb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for spec in specs:
+            tensor = get(spec).detach().to("cpu").contiguous()
+            assert (tensor.dtype, tuple(tensor.shape)) == (spec.dtype, spec.shape), f"{spec} announced, {tensor.shape} came"
+            data, digest = raw_bytes(tensor), hashlib.sha256()
+            for at in range(0, len(data), _CHUNK):
+                digest.update(data[at : at + _CHUNK])
+                file.write(data[at : at + _CHUNK])
+            hashes.append(digest.hexdigest())
+        file.flush()
+        os.fsync(file.fileno())
+    return hashes
+
+
+def write_text(path: Path, text: str) -> None:
+    """Create or replace a file atomically and durably: readers see the old text or the new one."""
+    draft = path.with_name(f".{path.name}.tmp")
+    with open(draft, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(draft, path)
+    sync_directory(path.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in a directory durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

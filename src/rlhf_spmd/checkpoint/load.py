@@ -1,0 +1,156 @@
+"""Reading a checkpoint into the current layout: any number of ranks, any layout, each piece verified before it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from rlhf_spmd.checkpoint.agree import broadcast_json, broadcast_outcome, first_error, gather_json
+from rlhf_spmd.checkpoint.directory import committed, read_manifest
+from rlhf_spmd.checkpoint.files import hash_tensor
+from rlhf_spmd.checkpoint.manifest import DTYPE_NAMES, PARAM, CheckpointError, Manifest, Piece
+from rlhf_spmd.checkpoint.save import RoleState
+from rlhf_spmd.parallel.boxes import Box, cover
+from rlhf_spmd.parallel.collectives import Group
+
+
+@dataclass(frozen=True)
+class Copy:
+    """``tensor[target]`` receives a piece's ``[source]``."""
+
+    piece: Piece
+    source: Box
+    tensor: Tensor
+    target: Box
+
+
+@dataclass(frozen=True)
+class Resumable:
+    """The newest undamaged checkpoint (None: there is none); ``warnings`` names the ones passed over."""
+
+    directory: Path | None
+    warnings: tuple[str, ...]
+
+
+def read_pieces(directory: Path, pieces: Sequence[Piece]) -> Iterator[tuple[Piece, Tensor]]:
+    """The pieces one after the other, file by file, each verified. Raises CheckpointError naming file and piece."""
+    by_file: dict[str, list[Piece]] = {}
+    for piece in pieces:
+        by_file.setdefault(piece.file, []).append(piece)
+    for name, wanted in by_file.items():
+        path = Path(directory) / name
+        try:
+            with safe_open(path, framework="pt") as file:
+                for piece in wanted:
+                    tensor = file.get_tensor(piece.key)
+                    if tuple(tensor.shape) != piece.size or DTYPE_NAMES.get(tensor.dtype) != piece.dtype:
+                        raise CheckpointError(f"{path}: piece {piece.key} has another shape or dtype than in the manifest")
+                    if hash_tensor(tensor) != piece.sha256:
+                        raise CheckpointError(f"{path}: piece {piece.key} is damaged: its hash is not the one in the manifest")
+                    yield piece, tensor
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{path}: unreadable ({error})") from error
+
+
+def plan_reads(manifest: Manifest, role: str, target: RoleState) -> list[Copy]:
+    """What fills a rank's tensors. Pure.
+
+    Raises CheckpointError where a tensor is missing, incomplete, or of another shape or dtype.
+    """
+    where = f"checkpoint of step {manifest.step}, role '{role}'"
+    copies = []
+    for kind, tensors in target.kinds().items():
+        pieces = manifest.pieces_of(role, kind) if tensors else {}
+        for parameter, tensor in tensors.items():
+            for box in target.shards[parameter].boxes:
+                found = pieces.get(box.name, [])
+                for piece in found:
+                    if piece.shape != box.shape:
+                        raise CheckpointError(f"{where}: {kind} of {box.name} is {piece.shape}, the model's is {box.shape}")
+                    if piece.dtype != DTYPE_NAMES.get(tensor.dtype):
+                        raise CheckpointError(
+                            f"{where}: {kind} of {box.name} is {piece.dtype}, the model's is {DTYPE_NAMES.get(tensor.dtype)}; "
+                            f"resume with the dtype of the run that saved it"
+                        )
+                taken, missing = cover(box, [piece.box for piece in found])
+                if missing:
+                    raise CheckpointError(
+                        f"{where}: {kind} of {box.name} lacks the part {missing[0].start} + {missing[0].size}"
+                    )
+                copies += [Copy(found[i], source, tensor, part) for i, source, part in taken]
+    return copies
+
+
+def read_role(directory: Path, manifest: Manifest, role: str, target: RoleState) -> None:
+    """Fill this rank's tensors in place. No communication. Raises CheckpointError."""
+    target.check(role)
+    copies: dict[Piece, list[Copy]] = {}
+    for copy in plan_reads(manifest, role, target):
+        copies.setdefault(copy.piece, []).append(copy)
+    with torch.no_grad():
+        for piece, tensor in read_pieces(directory, list(copies)):
+            for copy in copies[piece]:
+                copy.tensor[copy.target.local_slices].copy_(tensor[copy.source.local_slices])
+
+
+def load_checkpoint(directory: Path, role: str, target: RoleState, group: Group) -> None:
+    """Fill the tensors of ``target`` in place from a checkpoint of any layout.
+
+    Collective over ``group`` (the role's pool, all ranks that hold the role): every rank of it must call, in program order.
+    Together the ranks must take every tensor of the role that the checkpoint holds. Kinds that ``target.optim`` does not name
+    are not read. Raises CheckpointError on every rank if any rank fails; the tensors are then in no defined state.
+    """
+    directory = Path(directory)
+    error, names = None, []
+    try:
+        manifest = read_manifest(directory)
+        read_role(directory, manifest, role, target)
+        names = sorted({box.name for shard in target.shards.values() for box in shard.boxes})
+    except CheckpointError as failure:
+        error = str(failure)
+    outcomes = gather_json(group, [error, names])
+    if outcomes is not None:
+        error = first_error(group, [outcome[0] for outcome in outcomes])
+        if error is None:
+            surplus = sorted(set(manifest.pieces_of(role, PARAM)) - {name for _, part in outcomes for name in part})
+            if surplus:
+                error = f"{directory}: role '{role}' holds {len(surplus)} tensors that the model has not, such as {surplus[0]}"
+    broadcast_outcome(group, None, error)
+
+
+def verify_checkpoint(directory: Path, group: Group) -> None:
+    """Read and hash every piece once, shared out over the ranks. Raises CheckpointError on every rank.
+
+    Collective over the group: every rank of it must call, in program order.
+    """
+    error = None
+    try:
+        pieces = read_manifest(Path(directory)).pieces
+        for _ in read_pieces(Path(directory), pieces[group.rank :: group.size]):
+            pass
+    except CheckpointError as failure:
+        error = str(failure)
+    errors = gather_json(group, error)
+    broadcast_outcome(group, None, None if errors is None else first_error(group, errors))
+
+
+def find_resumable(run_dir: Path, group: Group) -> Resumable:
+    """The newest undamaged checkpoint of a run directory: damaged and incomplete ones are passed over with a warning.
+
+    Collective over the group: every rank of it must call, in program order.
+    """
+    candidates = broadcast_json(group, [str(c.path) for c in committed(Path(run_dir))] if group.rank == 0 else None)
+    warnings = []
+    for candidate in candidates:
+        try:
+            verify_checkpoint(Path(candidate), group)
+        except CheckpointError as failure:
+            warnings.append(f"passing over {candidate}: {failure}")
+            continue
+        return Resumable(Path(candidate), tuple(warnings))
+    return Resumable(None, tuple(warnings))

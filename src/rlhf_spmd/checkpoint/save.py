@@ -1,0 +1,169 @@
+"""Writing a checkpoint: every rank writes its share of the pieces, rank 0 commits, and all see the same outcome."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf_spmd.checkpoint.agree import broadcast_outcome, first_error, gather_json
+from rlhf_spmd.checkpoint.directory import commit, discard_draft, draft_directory, prepare_draft
+from rlhf_spmd.checkpoint.files import Spec, write_safetensors
+from rlhf_spmd.checkpoint.manifest import (
+    DTYPE_NAMES,
+    PARAM,
+    BoxKey,
+    CheckpointError,
+    Manifest,
+    Piece,
+    held_boxes,
+    piece_from_json,
+    piece_key,
+    plan_writes,
+)
+from rlhf_spmd.parallel.boxes import Box, ParamShard
+from rlhf_spmd.parallel.collectives import Group
+
+
+@dataclass(frozen=True)
+class RoleState:
+    """What one rank holds of one role.
+
+    shards: local parameter name -> its boxes. tensors: the same names -> the local values, shaped as the shard says.
+    optim: the same names -> kind ("exp_avg", "exp_avg_sq", "master", ...) -> tensor of the same local shape. Parameters may be
+    absent or have different kinds (frozen parameters have no moments).
+    """
+
+    shards: Mapping[str, ParamShard]
+    tensors: Mapping[str, Tensor]
+    optim: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
+
+    def kinds(self) -> dict[str, dict[str, Tensor]]:
+        """Kind -> parameter name -> tensor; the parameters themselves are of kind "param"."""
+        found = {PARAM: dict(self.tensors)}
+        for name, states in self.optim.items():
+            for kind, tensor in states.items():
+                found.setdefault(kind, {})[name] = tensor
+        return found
+
+    def check(self, role: str) -> None:
+        """Assert that every tensor has the shape of its shard."""
+        missing = sorted(set(self.shards) - set(self.tensors))
+        assert not missing, f"role {role}: no tensor for parameters {missing}"
+        for kind, tensors in self.kinds().items():
+            for name, tensor in tensors.items():
+                found, expected = tuple(tensor.shape), self.shards[name].shape
+                assert found == expected, f"role {role}, {kind} of {name}: tensor of shape {found}, shard of {expected}"
+
+
+def save_checkpoint(
+    run_dir: Path, step: int, roles: Mapping[str, RoleState], state: Mapping[str, Any], group: Group, keep: int = 2
+) -> Path:
+    """Write ``run_dir/checkpoints/step_<step>``; returns its path.
+
+    Collective over ``group`` (the world: every rank that holds something): every rank of it must call, in program order.
+    ``roles`` holds the roles of which this rank is a member. ``state`` is plain JSON; the group's first rank's is stored.
+    The ``keep`` newest checkpoints stay, at least 2. Raises CheckpointError on every rank if any rank fails; the checkpoints
+    before are then untouched.
+    """
+    if keep < 2:
+        raise ValueError(f"keep={keep} must be at least 2: one checkpoint to fall back to")
+    if json.loads(json.dumps(state)) != state:
+        raise ValueError("checkpoint state must be plain JSON (string keys, lists instead of tuples)")
+    for role, held in roles.items():
+        if not re.fullmatch(r"\w+", role):
+            raise ValueError(f"role name {role!r} must consist of letters, digits and underscores")
+        held.check(role)
+    run_dir = Path(run_dir)
+    boxes = {role: held_boxes(held.shards) for role, held in roles.items()}
+    writes = _assign(run_dir, step, {role: list(held) for role, held in boxes.items()}, group)
+
+    rows: list[dict[str, Any]] = []
+    files: dict[str, int] = {}
+    error = None
+    try:
+        for role, keys in writes.items():
+            if keys:
+                file, size, pieces = _write_role(draft_directory(run_dir, step), role, roles[role], boxes[role], keys, group)
+                files[file] = size
+                rows += [asdict(piece) for piece in pieces]
+    except OSError as failure:
+        error = _explain(failure, draft_directory(run_dir, step))
+
+    outcomes = gather_json(group, [error, files, rows])
+    if outcomes is not None:
+        error = first_error(group, [outcome[0] for outcome in outcomes])
+        if error is None:
+            all_files = {name: size for _, part, _ in outcomes for name, size in part.items()}
+            merged = tuple(piece_from_json(row) for _, _, part in outcomes for row in part)
+            error = _try_commit(run_dir, Manifest(step, group.size, all_files, merged, dict(state)), keep)
+        if error is not None:
+            discard_draft(run_dir, step)
+    return Path(broadcast_outcome(group, str(run_dir / "checkpoints" / f"step_{step}"), error))
+
+
+def _assign(run_dir: Path, step: int, held: dict[str, list[BoxKey]], group: Group) -> dict[str, list[BoxKey]]:
+    """The boxes that this rank writes, per role. The first rank also prepares the directory. Collective over the group."""
+    everyone = gather_json(group, held)
+    plan: dict[str, list[list[int]]] = {}
+    error = None
+    if everyone is not None:
+        try:
+            prepare_draft(run_dir, step)
+        except OSError as failure:
+            error = _explain(failure, draft_directory(run_dir, step))
+        for role in sorted({role for rank in everyone for role in rank}):
+            lists = [[(name, tuple(start), tuple(size)) for name, start, size in rank.get(role, ())] for rank in everyone]
+            # sent back as positions in each rank's own list: a few bytes per piece
+            positions = [{key: i for i, key in enumerate(keys)} for keys in lists]
+            plan[role] = [[positions[rank][key] for key in keys] for rank, keys in enumerate(plan_writes(lists))]
+    plan = broadcast_outcome(group, plan, error)
+    return {role: [held[role][i] for i in plan[role][group.rank]] for role in sorted(held)}
+
+
+def _write_role(
+    draft: Path, role: str, state: RoleState, boxes: dict[BoxKey, tuple[str, Box]], keys: list[BoxKey], group: Group
+) -> tuple[str, int, list[Piece]]:
+    """One file with this rank's pieces of one role, all kinds. Returns its name, size in bytes, and the pieces."""
+    views: dict[str, Tensor] = {}
+    found: dict[str, tuple[str, Box]] = {}
+    kinds = state.kinds()
+    for key in keys:
+        parameter, box = boxes[key]
+        for kind, tensors in kinds.items():
+            if parameter in tensors:
+                name = piece_key(kind, box)
+                views[name], found[name] = tensors[parameter][box.local_slices], (kind, box)
+    specs = [Spec(name, view.dtype, tuple(view.shape)) for name, view in views.items()]
+    path = draft / f"{role}.rank_{group.ranks[group.rank]:05d}.safetensors"
+    with torch.no_grad():
+        hashes = write_safetensors(path, specs, lambda spec: views[spec.key], {"format": "pt"})
+    pieces = []
+    for spec, digest in zip(specs, hashes, strict=True):
+        kind, box = found[spec.key]
+        dtype = DTYPE_NAMES[spec.dtype]
+        pieces.append(Piece(path.name, spec.key, role, kind, box.name, box.shape, box.start, box.size, dtype, digest))
+    return path.name, path.stat().st_size, pieces
+
+
+def _try_commit(run_dir: Path, manifest: Manifest, keep: int) -> str | None:
+    try:
+        commit(run_dir, manifest, keep)
+    except OSError as failure:
+        return _explain(failure, draft_directory(run_dir, manifest.step))
+    except CheckpointError as failure:
+        return str(failure)
+    return None
+
+
+def _explain(failure: OSError, path: Path) -> str:
+    return (
+        f"cannot write checkpoint {failure.filename or path}: {failure.strerror or failure}; "
+        "the checkpoints before are intact; free space there or choose another run.dir"
+    )

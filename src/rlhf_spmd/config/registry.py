@@ -1,0 +1,70 @@
+"""Name = module: ``algorithm: grpo`` is the module ``rlhf_spmd.algorithms.grpo``; a dotted name is the user's own module."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import pkgutil
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from rlhf_spmd.config.schema import nearest
+
+
+def find(kind: str, package: str, name: str, exports: str | None = None) -> ModuleType:
+    """The module that ``name`` stands for: ``package.name``, or for a dotted name that module itself.
+
+    ``kind`` is the word for messages (``algorithm``, ``reward``). ``exports`` is an attribute that such a module must
+    have; other modules of the package (its helpers) are then neither found nor listed.
+    Raises ValueError that lists what exists, nearest first.
+    """
+    if "." in name:
+        module = _import(kind, name)
+        if exports is not None and not hasattr(module, exports):
+            raise ValueError(f"{kind} '{name}': module {module.__name__} has no '{exports}', which every {kind} must define")
+        return module
+    if name.isidentifier() and not name.startswith("_") and importlib.util.find_spec(f"{package}.{name}") is not None:
+        module = importlib.import_module(f"{package}.{name}")
+        if exports is None or hasattr(module, exports):
+            return module
+    known = available(package, exports)
+    listed = ", ".join(known) or "none"
+    hint = nearest(name, known)
+    raise ValueError(f"unknown {kind} '{name}'{hint or ';'} available: {listed} (or the dotted name of your own module)")
+
+
+def available(package: str, exports: str | None = None) -> list[str]:
+    """Public module names in a package, sorted; with ``exports``, those that define it (this imports them)."""
+    root = importlib.import_module(package)
+    names = sorted(info.name for info in pkgutil.iter_modules(root.__path__) if not info.name.startswith("_"))
+    if exports is None:
+        return names
+    return [name for name in names if hasattr(importlib.import_module(f"{package}.{name}"), exports)]
+
+
+def resolve_function(name: str, kind: str = "function") -> Callable[..., Any]:
+    """``package.module:function`` -> the function. Raises ValueError that names what is wrong with the name."""
+    module_name, colon, function_name = name.partition(":")
+    if not colon or not module_name or not function_name.isidentifier():
+        raise ValueError(f"{kind} '{name}' is not of the form package.module:function")
+    module = _import(kind, module_name)
+    found = getattr(module, function_name, None)
+    if callable(found):
+        return found
+    functions = sorted(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))
+    if found is not None:
+        raise ValueError(f"{kind} '{name}': {function_name} is a {type(found).__name__}, not a function")
+    raise ValueError(
+        f"{kind} '{name}': module {module_name} has no function '{function_name}'"
+        f"{nearest(function_name, functions) or ';'} it has: {', '.join(functions) or 'none'}"
+    )
+
+
+def _import(kind: str, name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except (ImportError, SyntaxError, TypeError, ValueError) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        reason = f"{type(error).__name__}: {reason}"
+        raise ValueError(f"{kind} '{name}' cannot be imported: {reason}; is it on PYTHONPATH?") from error

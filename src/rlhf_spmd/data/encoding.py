@@ -1,0 +1,162 @@
+"""Prompts to token ids: plain text, or chat messages through a chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlhf_spmd.data.files import DataError
+
+ENCODE_ROWS = 1024
+
+
+@dataclass(frozen=True)
+class EncodingConfig:
+    """How a prompt becomes tokens; part of ``data``.
+
+    ``apply_chat_template``: ``auto`` = messages through the template and text as it is; true = text too, as one user
+    message; false = text only, messages are an error. ``chat_template``: a file or the Jinja text itself, in place of
+    the tokenizer's own. ``system_prompt``: a system message put before messages that have none.
+    """
+
+    apply_chat_template: bool | str = "auto"
+    chat_template: str | None = None
+    system_prompt: str | None = None
+
+    def check(self, where: str) -> None:
+        if self.apply_chat_template not in ("auto", True, False):
+            raise ValueError(f"{where}.apply_chat_template={self.apply_chat_template!r} must be auto, true or false")
+        if self.system_prompt is not None and self.apply_chat_template is False:
+            raise ValueError(f"{where}.system_prompt needs {where}.apply_chat_template=true (or auto, with chat messages)")
+
+
+@dataclass(frozen=True)
+class PackedIds:
+    """Token ids of many rows, compact: ``values`` int32 [sum of lengths], ``offsets`` int64 [rows + 1]."""
+
+    values: np.ndarray = field(repr=False)
+    offsets: np.ndarray = field(repr=False)
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, row: int) -> np.ndarray:
+        """int64 [length]"""
+        return self.values[self.offsets[row] : self.offsets[row + 1]].astype(np.int64)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.diff(self.offsets)
+
+
+def pack_ids(rows: Sequence[Sequence[int]]) -> PackedIds:
+    offsets = np.zeros(len(rows) + 1, dtype=np.int64)
+    np.cumsum([len(row) for row in rows], out=offsets[1:])
+    values = np.fromiter((token for row in rows for token in row), dtype=np.int32, count=int(offsets[-1]))
+    return PackedIds(values, offsets)
+
+
+class PromptEncoder:
+    """Renders and tokenises prompts. Raises DataError naming the row, or the tokenizer that lacks a template."""
+
+    def __init__(self, tokenizer: Any, config: EncodingConfig) -> None:
+        self.tokenizer = tokenizer
+        self.config = config
+        self.template = _read_template(config.chat_template)
+
+    def render(self, prompt: Any, where: str) -> tuple[str, bool]:
+        """The text to tokenise, and whether it came from the template (which writes the special tokens itself)."""
+        if isinstance(prompt, str):
+            if not prompt:
+                raise DataError(f"{where}: the prompt is empty")
+            if self.config.apply_chat_template is not True:
+                if self.config.system_prompt is not None:
+                    raise DataError(f"{where}: data.system_prompt with a text prompt needs data.apply_chat_template=true")
+                return prompt, False
+            messages: list[dict[str, Any]] = [{"role": "user", "content": prompt}]
+        else:
+            messages = check_messages(prompt, where)
+            if self.config.apply_chat_template is False:
+                raise DataError(f"{where}: the prompt is chat messages, but data.apply_chat_template=false")
+        if self.config.system_prompt is not None and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": self.config.system_prompt}, *messages]
+        return self._apply_template(messages, where), True
+
+    def encode(self, prompts: Sequence[Any], wheres: Sequence[str]) -> tuple[list[list[int]], list[str]]:
+        """Token ids and rendered text of each prompt; tokenised in batches."""
+        rendered = [self.render(prompt, where) for prompt, where in zip(prompts, wheres, strict=True)]
+        ids: list[list[int]] = [[] for _ in rendered]
+        for special in (True, False):
+            rows = [i for i, (_, templated) in enumerate(rendered) if templated != special]
+            for row, tokens in zip(rows, self.tokenize([rendered[i][0] for i in rows], special), strict=True):
+                ids[row] = tokens
+        for row, tokens in enumerate(ids):
+            if not tokens:
+                raise DataError(f"{wheres[row]}: the prompt has no tokens")
+        return ids, [text for text, _ in rendered]
+
+    def tokenize(self, texts: Sequence[str], special_tokens: bool) -> Iterator[list[int]]:
+        for start in range(0, len(texts), ENCODE_ROWS):
+            batch = list(texts[start : start + ENCODE_ROWS])
+            yield from self.tokenizer(batch, add_special_tokens=special_tokens, truncation=False, verbose=False)["input_ids"]
+
+    def _apply_template(self, messages: list[dict[str, Any]], where: str) -> str:
+        from jinja2 import TemplateError
+
+        if self.template is None and not getattr(self.tokenizer, "chat_template", None):
+            raise DataError(
+                f"{where}: the prompt needs a chat template, and tokenizer '{self.tokenizer.name_or_path}' has none; "
+                f"set data.chat_template to a Jinja file, or use text prompts"
+            )
+        try:
+            text = self.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True, chat_template=self.template
+            )
+        except (TemplateError, ValueError, TypeError, KeyError) as error:
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            raise DataError(f"{where}: the chat template refuses these messages: {reason}") from error
+        return str(text)
+
+
+def check_messages(prompt: Any, where: str) -> list[dict[str, Any]]:
+    """A list of ``{"role": ..., "content": text}``. Raises DataError."""
+    if not isinstance(prompt, Sequence) or isinstance(prompt, (str, bytes)):
+        raise DataError(f"{where}: a prompt must be text or a list of chat messages, not {type(prompt).__name__}")
+    if not prompt:
+        raise DataError(f"{where}: the prompt is an empty list of messages")
+    for number, message in enumerate(prompt):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise DataError(f"{where}: message {number} must be an object with 'role' and 'content'")
+        if not isinstance(message.get("content"), str):
+            raise DataError(
+                f"{where}: the content of message {number} must be text, not {type(message.get('content')).__name__}"
+            )
+    return [dict(message) for message in prompt]
+
+
+def check_ids(ids: Any, vocab_size: int | None, where: str, key: str) -> list[int]:
+    """Token ids given in the data: a non-empty list of integers in [0, vocab_size). Raises DataError."""
+    if not isinstance(ids, list) or not ids or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+        raise DataError(f"{where}: '{key}' must be a non-empty list of token ids")
+    if min(ids) < 0 or (vocab_size is not None and max(ids) >= vocab_size):
+        wrong = min(ids) if min(ids) < 0 else max(ids)
+        limit = f"less than the vocabulary size {vocab_size}" if vocab_size is not None else "at least 0"
+        raise DataError(f"{where}: token id {wrong} in '{key}' must be {limit if wrong >= 0 else 'at least 0'}")
+    return ids
+
+
+def _read_template(setting: str | None) -> str | None:
+    if setting is None:
+        return None
+    if "{" in setting:
+        return setting
+    try:
+        return Path(setting).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(
+            f"data.chat_template='{setting}' is neither Jinja text (it has no '{{') nor a file that can be read: {error}"
+        ) from error

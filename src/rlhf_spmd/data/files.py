@@ -1,0 +1,190 @@
+"""Rows (dicts of JSON values) from jsonl, json, parquet files or a ``datasets`` name; every mistake names file and line."""
+
+from __future__ import annotations
+
+import glob
+import gzip
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+JSON_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".ndjson")
+PARQUET_SUFFIXES = (".parquet",)
+
+
+class DataError(ValueError):
+    """Unreadable or unusable data; the message is one line for the user."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row and where it came from (``train.jsonl:17``), for messages."""
+
+    values: dict[str, Any]
+    where: str
+
+    def get(self, key: str, setting: str) -> Any:
+        """The value of a required key; ``setting`` is the configuration key that names it."""
+        if key not in self.values:
+            keys = ", ".join(map(str, self.values)) or "none"
+            raise DataError(f"{self.where}: no key '{key}' ({setting}={key}); this row has: {keys}")
+        return self.values[key]
+
+
+def read_rows(path: str, split: str = "train", subset: str | None = None, limit: int | None = None) -> list[Row]:
+    """All rows of ``path``, or the first ``limit``.
+
+    A file by its suffix (.jsonl, .json, either with .gz, .parquet), a glob pattern over such files (in sorted order), a
+    directory that ``datasets`` saved or loads, or the name of a data set on the hub (these two take ``split`` and ``subset``).
+    Raises DataError.
+    """
+    if not path:
+        raise DataError("data.path must be given: a jsonl or parquet file, or the name of a data set")
+    rows: list[Row] = []
+    for row in _rows(path, split, subset):
+        rows.append(row)
+        if limit is not None and len(rows) >= limit:
+            break
+    if not rows:
+        raise DataError(f"'{path}' holds no rows")
+    return rows
+
+
+def json_value(value: Any) -> Any:
+    """A value as JSON can hold it: nested dicts, lists, finite numbers, text, booleans, null; anything else as its text."""
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): json_value(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [json_value(entry) for entry in value]
+    if hasattr(value, "tolist"):
+        return json_value(value.tolist())
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
+
+
+def _rows(path: str, split: str, subset: str | None) -> Iterable[Row]:
+    expanded = str(Path(path).expanduser())
+    if any(mark in expanded for mark in "*?["):
+        matches = sorted(glob.glob(expanded, recursive=True))
+        if not matches:
+            raise DataError(f"no file matches '{path}'")
+        for match in matches:
+            yield from _file_rows(Path(match))
+    elif Path(expanded).is_file():
+        yield from _file_rows(Path(expanded))
+    elif Path(expanded).is_dir():
+        yield from _dataset_rows(expanded, split, subset)
+    elif _looks_local(path):
+        raise DataError(f"data file '{path}' does not exist")
+    else:
+        yield from _dataset_rows(path, split, subset)
+
+
+def _looks_local(path: str) -> bool:
+    """Hub names are ``name`` or ``owner/name``; everything else that does not exist is a mistyped file."""
+    return path.endswith(JSON_SUFFIXES + PARQUET_SUFFIXES) or path.startswith((".", "/", "~")) or path.count("/") > 1
+
+
+def _file_rows(file: Path) -> Iterable[Row]:
+    name = file.name.lower()
+    try:
+        if name.endswith(PARQUET_SUFFIXES):
+            yield from _parquet_rows(file)
+        elif name.endswith((".json", ".json.gz")):
+            yield from _json_rows(file)
+        elif name.endswith(JSON_SUFFIXES):
+            yield from _jsonl_rows(file)
+        else:
+            allowed = ", ".join(JSON_SUFFIXES + PARQUET_SUFFIXES)
+            raise DataError(f"'{file}' has a suffix that is not known; allowed: {allowed}")
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        reason = (getattr(error, "strerror", None) or str(error)).splitlines()[0]
+        raise DataError(f"data file '{file}' cannot be read: {reason}") from error
+
+
+def _open(file: Path) -> Any:
+    return gzip.open(file, "rt", encoding="utf-8") if file.name.endswith(".gz") else file.open(encoding="utf-8")
+
+
+def _jsonl_rows(file: Path) -> Iterable[Row]:
+    with _open(file) as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                yield _row(_parse(line, f"{file}:{number}"), f"{file}:{number}")
+
+
+def _json_rows(file: Path) -> Iterable[Row]:
+    """One JSON list of objects; a file that holds several lines of objects is read as jsonl."""
+    with _open(file) as stream:
+        text = stream.read()
+    if not text.lstrip().startswith("["):
+        yield from _jsonl_rows(file)
+        return
+    try:
+        values = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{file}:{error.lineno}: not valid JSON: {error.msg}") from error
+    for number, value in enumerate(values, 1):
+        where = f"{file}, entry {number}"
+        yield _row(value, where)
+
+
+def _parse(line: str, where: str) -> Any:
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{where}: not valid JSON: {error.msg} at column {error.colno}") from error
+    except RecursionError as error:
+        raise DataError(f"{where}: JSON nested too deeply") from error
+
+
+def _row(value: Any, where: str) -> Row:
+    if not isinstance(value, dict):
+        raise DataError(f"{where}: must be a JSON object, not {type(value).__name__}")
+    return Row(json_value(value), where)
+
+
+def _parquet_rows(file: Path) -> Iterable[Row]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ModuleNotFoundError as error:
+        raise DataError(f"reading '{file}' needs the package pyarrow; install it with: pip install pyarrow") from error
+    try:
+        with pyarrow.parquet.ParquetFile(file) as parquet:
+            number = 0
+            for batch in parquet.iter_batches(batch_size=1024):
+                for values in batch.to_pylist():
+                    number += 1
+                    yield _row(values, f"{file}, row {number}")
+    except pyarrow.ArrowException as error:
+        raise DataError(f"data file '{file}' is not readable parquet: {str(error).splitlines()[0]}") from error
+
+
+def _dataset_rows(path: str, split: str, subset: str | None) -> Iterable[Row]:
+    try:
+        import datasets
+        from datasets.exceptions import DatasetsError
+    except ModuleNotFoundError as error:
+        raise DataError(
+            f"'{path}' is not a file, and loading it by name needs the package datasets; install it with: pip install datasets"
+        ) from error
+    saved = Path(path, "state.json").is_file() or Path(path, "dataset_dict.json").is_file()
+    try:
+        loaded = datasets.load_from_disk(path) if saved else datasets.load_dataset(path, subset, split=split)
+    except (DatasetsError, OSError, ValueError, RuntimeError) as error:
+        raise DataError(
+            f"data set '{path}' (split '{split}') cannot be loaded: {(str(error) or type(error).__name__).splitlines()[0]}"
+        ) from error
+    if isinstance(loaded, datasets.DatasetDict):
+        if split not in loaded:
+            raise DataError(f"data set '{path}' has no split '{split}'; it has: {', '.join(loaded)}")
+        loaded = loaded[split]
+    for number, values in enumerate(loaded, 1):
+        yield _row(dict(values), f"{path}, row {number}")

@@ -1,0 +1,107 @@
+"""Training order: a permutation per epoch that follows from (seed, epoch), and an integer cursor that a checkpoint stores."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from rlhf_spmd.data.batch import Batch
+from rlhf_spmd.data.files import DataError
+
+
+class Dataset(Protocol):
+    """What the loader needs; PromptDataset and ResponseDataset are two."""
+
+    @property
+    def fingerprint(self) -> str: ...
+    def __len__(self) -> int: ...
+    def batch(self, indices: Sequence[int], row_ids: Sequence[int]) -> Batch: ...
+
+
+def permutation(num_rows: int, seed: int, epoch: int) -> np.ndarray:
+    """int64 [num_rows]. Sorts raw Philox words: numpy guarantees their stream, but not that of ``Generator.permutation``."""
+    words = np.random.Philox(key=[seed % 2**64, epoch]).random_raw(num_rows)
+    return np.argsort(words, kind="stable")
+
+
+class Loader:
+    """Full batches for ever; one that reaches the end of an epoch goes on with the first rows of the next.
+
+    Row ids count samples over the whole run, so they never repeat. The same on every rank; nothing is communicated.
+    """
+
+    def __init__(self, dataset: Dataset, batch_size: int, shuffle: bool = True, seed: int = 0) -> None:
+        if batch_size < 1:
+            raise DataError(f"data.train_batch_size={batch_size} must be at least 1")
+        if len(dataset) < batch_size:
+            raise DataError(
+                f"data.train_batch_size={batch_size}, but the data have only {len(dataset)} usable rows; "
+                f"lower it or give more data"
+            )
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.shuffle = shuffle
+        self.seed = seed
+        self.epoch = 0
+        self.index = 0
+        self.samples = 0
+        self._order = (-1, np.empty(0, dtype=np.int64))
+
+    def next_batch(self) -> Batch:
+        """``batch_size`` rows; moves the cursor."""
+        indices: list[int] = []
+        while len(indices) < self.batch_size:
+            if self.index == len(self.dataset):
+                self.epoch, self.index = self.epoch + 1, 0
+            taken = self._epoch_order()[self.index : self.index + self.batch_size - len(indices)]
+            indices += taken.tolist()
+            self.index += len(taken)
+        row_ids = range(self.samples, self.samples + self.batch_size)
+        self.samples += self.batch_size
+        return self.dataset.batch(indices, row_ids)
+
+    @property
+    def epochs(self) -> float:
+        """Passes over the data so far."""
+        return self.epoch + self.index / len(self.dataset)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "epoch": self.epoch,
+            "index": self.index,
+            "samples": self.samples,
+            "rows": len(self.dataset),
+            "seed": self.seed,
+            "fingerprint": self.dataset.fingerprint,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where ``state`` stood, with its order. Warns if the data are not the same as then."""
+        if state["fingerprint"] != self.dataset.fingerprint:
+            warnings.warn(
+                f"the training data changed since the checkpoint ({state['rows']} rows then, {len(self.dataset)} now); "
+                f"going on at epoch {state['epoch']}, row {state['index']} of the new data",
+                stacklevel=2,
+            )
+        self.epoch, self.index, self.samples = int(state["epoch"]), int(state["index"]), int(state["samples"])
+        self.seed = int(state["seed"])
+        self.index = min(self.index, len(self.dataset))
+        self._order = (-1, self._order[1])
+
+    def _epoch_order(self) -> np.ndarray:
+        if self._order[0] != self.epoch:
+            rows = len(self.dataset)
+            order = permutation(rows, self.seed, self.epoch) if self.shuffle else np.arange(rows)
+            self._order = (self.epoch, order)
+        return self._order[1]
+
+
+def validation_batches(dataset: Dataset, batch_size: int | None = None) -> Iterator[Batch]:
+    """Every row once, in order, the last batch smaller; row ids are positions in the data set."""
+    size = len(dataset) if batch_size is None else batch_size
+    for start in range(0, len(dataset), size):
+        indices = range(start, min(start + size, len(dataset)))
+        yield dataset.batch(indices, indices)

@@ -1,0 +1,122 @@
+"""The quickstart's task: sort 8 to 12 digits. Writes data, a character tokenizer and a model configuration.
+
+    python -m rlhf_spmd.data.sort_digits --out DIR --seed 0
+
+``DIR/{sft,train,val}.jsonl``: ``{"id", "prompt": "5397>", "answer": "3579", "data_source"}``, sft rows with ``response`` too;
+no prompt occurs twice. ``DIR/model/``: tokenizer and config.json of a Llama with 1.6 million parameters and no weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from pathlib import Path
+
+SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
+VOCABULARY = (*SPECIAL, *"0123456789", ">", " ")
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": len(VOCABULARY),
+    "hidden_size": 192,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 24,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 128,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.02,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "dtype": "float32",
+}
+
+
+def make_rows(split: str, num_rows: int, digits: tuple[int, int], rng: random.Random, seen: set[str]) -> list[dict[str, str]]:
+    """``num_rows`` tasks whose prompts are not in ``seen``; adds them to it."""
+    rows: list[dict[str, str]] = []
+    while len(rows) < num_rows:
+        task = "".join(rng.choice("0123456789") for _ in range(rng.randint(*digits)))
+        if task in seen:
+            continue
+        seen.add(task)
+        answer = "".join(sorted(task))
+        row = {"id": f"{split}-{len(rows)}", "prompt": f"{task}>", "answer": answer, "data_source": "sort_digits"}
+        rows.append({**row, "response": answer} if split == "sft" else row)
+    return rows
+
+
+def write_tokenizer(directory: Path) -> None:
+    """A Hugging Face tokenizer of one token per character, which puts ``<bos>`` first."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+
+    ids = {token: i for i, token in enumerate(VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
+    tokenizer.add_special_tokens(list(SPECIAL))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", pair="<bos> $A $B", special_tokens=[("<bos>", ids["<bos>"])]
+    )
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    names = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"}
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **names, "clean_up_tokenization_spaces": False}
+    _write_json(directory / "tokenizer_config.json", {**settings, "model_max_length": LLAMA["max_position_embeddings"]})
+
+
+def write_task(
+    out: Path, seed: int, num_sft: int = 20000, num_train: int = 8000, num_val: int = 256, digits: tuple[int, int] = (8, 12)
+) -> None:
+    """All files of the task under ``out``; the same seed and sizes give the same bytes."""
+    low, high = digits
+    if not 1 <= low <= high:
+        raise ValueError(f"digits from {low} to {high}: the range must be at least 1 and not empty")
+    possible = sum(10**n for n in range(low, high + 1))
+    wanted = num_sft + num_train + num_val
+    if wanted > possible // 2:
+        raise ValueError(
+            f"{wanted} different tasks wanted, but only {possible} exist for {low} to {high} digits; ask for fewer"
+        )
+    rng = random.Random(f"sort_digits {seed}")
+    seen: set[str] = set()
+    out.mkdir(parents=True, exist_ok=True)
+    for split, num_rows in (("val", num_val), ("sft", num_sft), ("train", num_train)):
+        rows = make_rows(split, num_rows, digits, rng, seen)
+        (out / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_tokenizer(out / "model")
+    _write_json(out / "model" / "config.json", LLAMA)
+
+
+def _write_json(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--sft", type=int, default=20000, help="rows of sft.jsonl")
+    parser.add_argument("--train", type=int, default=8000, help="rows of train.jsonl")
+    parser.add_argument("--val", type=int, default=256, help="rows of val.jsonl")
+    parser.add_argument("--min-digits", type=int, default=8)
+    parser.add_argument("--max-digits", type=int, default=12)
+    args = parser.parse_args(arguments)
+    try:
+        write_task(args.out, args.seed, args.sft, args.train, args.val, (args.min_digits, args.max_digits))
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    print(f"{args.out}: {args.sft} sft, {args.train} train and {args.val} validation rows, model/ with tokenizer and config")
+
+
+if __name__ == "__main__":
+    main()

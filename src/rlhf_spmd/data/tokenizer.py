@@ -1,0 +1,40 @@
+"""Loading a tokenizer from a local directory, without a network and without remote code."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhf_spmd.data.files import DataError
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
+
+
+def load_tokenizer(path: str | Path, required: bool = True) -> Any:
+    """The tokenizer in a Hugging Face directory (a transformers tokenizer; Any, since its class is chosen by its files).
+
+    Returns None where there is none and ``required`` is false. Raises DataError, one line.
+    """
+    directory = Path(path).expanduser()
+    if not directory.is_dir():
+        raise DataError(f"tokenizer directory '{path}' does not exist")
+    if not any((directory / name).is_file() for name in TOKENIZER_FILES):
+        if not required:
+            return None
+        raise DataError(f"'{path}' holds no tokenizer; looked for {', '.join(TOKENIZER_FILES)}")
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise DataError(f"the tokenizer in '{path}' cannot be loaded: {type(error).__name__}: {reason}") from error
+
+
+def decode(tokenizer: Any, rows: Sequence[Sequence[int]], skip_special_tokens: bool = True) -> list[str]:
+    """Text of each row of token ids; spaces are left as they are."""
+    return [
+        tokenizer.decode(list(map(int, ids)), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+        for ids in rows
+    ]

@@ -1,0 +1,213 @@
+"""The paged KV cache, and attention of a step's new tokens over it.
+
+Shape legend: B tiles, H KV heads of this rank, G query heads per KV head, S queries per tile, P pages per tile,
+L = P * page_size keys, D head_dim, T tokens of the step, N pages in the cache.
+
+Keys and values of a layer lie as [2, H, N, page_size, D], so that one gather of whole pages yields [2, H, B, L, D]: what the
+matrix products want, without another copy. Each gather goes to one persistent buffer (a fresh one costs a page fault per 4 KB).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rlhf_spmd.generation.scheduler import Work
+from rlhf_spmd.models.attention import KEY_BLOCK, attend_exact
+
+TILE_QUERIES = 64  # queries of one row computed together: cuts the unseen future of long prompts
+MAX_TILE_SCORES = 1 << 22  # elements of one score matrix
+GATHER_COST = 2  # gathering a key costs about as much as two queries that look at it,
+GROUP_COST = 6000  # and one more group of tiles about as much as so many such looks
+Index = NDArray[np.int64]
+
+
+class KVCache:
+    """``pages`` [layers, 2, H, N, page_size * D], zeros at first: unused slots are read and masked, so they must be finite."""
+
+    def __init__(
+        self,
+        num_layers: int,
+        kv_heads: int,
+        head_dim: int,
+        num_pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.kv_heads, self.head_dim = kv_heads, head_dim
+        self.num_pages, self.page_size = num_pages, page_size
+        self.pages = torch.zeros(num_layers, 2, kv_heads, num_pages, page_size * head_dim, dtype=dtype, device=device)
+        self._buffer = self.pages.new_empty(0)
+
+    @staticmethod
+    def page_bytes(num_layers: int, kv_heads: int, head_dim: int, page_size: int, dtype: torch.dtype) -> int:
+        return num_layers * 2 * kv_heads * page_size * head_dim * dtype.itemsize
+
+    def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
+        """(source, destination) pages, in all layers."""
+        source, destination = torch.tensor(copies, device=self.pages.device).unbind(1)
+        self.pages[:, :, :, destination] = self.pages[:, :, :, source]
+
+    def spread(self, index: Index, stride: int) -> Tensor:
+        """An index into one (key or value, head) block of ``stride`` entries -> the same in all 2 * H blocks of a layer."""
+        blocks = np.arange(2 * self.kv_heads, dtype=np.int64) * stride
+        return torch.from_numpy((blocks[:, None] + index.reshape(1, -1)).reshape(-1)).to(self.pages.device)
+
+    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """k and v [T, H, D] to ``slots`` = spread(page * page_size + offset, N * page_size)."""
+        rows = torch.stack([k, v]).transpose(1, 2).reshape(-1, self.head_dim)
+        self.pages[layer].view(-1, self.head_dim).index_copy_(0, slots, rows)
+
+    def gather(self, layer: int, index: Tensor, num_tiles: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [H, B, L, D] of ``index`` = spread(pages [B, P], N); valid until the next gather."""
+        pages = self.pages[layer].view(-1, self.page_size * self.head_dim)
+        size = len(index) * pages.shape[1]
+        if self._buffer.numel() < size:
+            self._buffer = pages.new_empty(size + size // 4)
+        out = self._buffer[:size].view(len(index), -1)
+        torch.index_select(pages, 0, index, out=out)
+        keys, values = out.view(2, self.kv_heads, num_tiles, -1, self.head_dim).unbind(0)
+        return keys, values
+
+
+class Tile(NamedTuple):
+    """``num_queries`` tokens of the step from ``token`` on, at positions ``start`` .. of the row that owns ``pages``.
+
+    ``num_pages``: how many of those to gather.
+    """
+
+    token: int
+    start: int
+    num_queries: int
+    num_pages: int
+    pages: list[int]
+
+
+def cut_tiles(work: Sequence[Work], page_size: int) -> list[Tile]:
+    tiles = []
+    token = 0
+    align = math.lcm(KEY_BLOCK, page_size) // page_size  # keys in multiples of KEY_BLOCK: nothing is left to pad
+    for row, start, count, _ in work:
+        for first in range(start, start + count, TILE_QUERIES):
+            last = min(first + TILE_QUERIES, start + count)
+            num_pages = -(-last // (page_size * align)) * align
+            tiles.append(Tile(token, first, last - first, num_pages, row.pages))
+            token += last - first
+    return tiles
+
+
+def group_tiles(tiles: Sequence[Tile], page_size: int, num_heads: int) -> list[list[Tile]]:
+    """Tiles that are computed together, padded to the longest: a new group starts where padding would cost more than it."""
+    alike: dict[tuple[int, int], list[Tile]] = {}
+    for tile in tiles:
+        alike.setdefault((tile.num_pages, tile.num_queries), []).append(tile)
+
+    def cost(num_pages: int, count: int) -> int:
+        return num_pages * page_size * (GATHER_COST + count)
+
+    groups: list[list[Tile]] = []
+    queries = real_cost = 0  # of the last group
+    for (num_pages, count), members in sorted(alike.items()):
+        limit = max(1, MAX_TILE_SCORES // (num_heads * count * num_pages * page_size))
+        for first in range(0, len(members), limit):
+            some = members[first : first + limit]
+            merged = len(some) + (len(groups[-1]) if groups else 0)
+            widest = max(queries, count)
+            new_cost = real_cost + len(some) * cost(num_pages, count)
+            fits = merged * num_heads * widest * num_pages * page_size <= MAX_TILE_SCORES
+            if groups and fits and merged * cost(num_pages, widest) - new_cost <= GROUP_COST:
+                groups[-1] += some
+                queries, real_cost = widest, new_cost
+            else:
+                groups.append(list(some))
+                queries, real_cost = count, len(some) * cost(num_pages, count)
+    return groups
+
+
+class _Bucket:
+    """Tiles padded to one number of queries and pages. Padded queries repeat the step's first token; nobody reads them."""
+
+    def __init__(self, tiles: list[Tile], cache: KVCache, group_size: int) -> None:
+        num_pages = tiles[-1].num_pages  # groups ascend
+        self.num_tiles, self.num_queries = len(tiles), max(tile.num_queries for tile in tiles)
+        table = np.zeros((len(tiles), num_pages), dtype=np.int64)
+        for line, tile in zip(table, tiles, strict=True):
+            held = tile.pages[:num_pages]
+            line[: len(held)] = held
+        bounds = np.array([(tile.token, tile.start, tile.num_queries) for tile in tiles], dtype=np.int64)
+        offsets = np.arange(self.num_queries)
+        valid = offsets < bounds[:, 2:]
+        queries = np.where(valid, bounds[:, :1] + offsets, 0)
+        positions = np.where(valid, bounds[:, 1:2] + offsets, 0)
+        device = cache.pages.device
+        self.pages = cache.spread(table, cache.num_pages)
+        self.index = torch.from_numpy(queries.reshape(-1)).to(device)
+        self.padded = not valid.all()
+        if self.padded:
+            self.valid = torch.from_numpy(np.flatnonzero(valid)).to(device)
+            self.target = self.index[self.valid]
+        keys = torch.arange(num_pages * cache.page_size, device=device)
+        visible = keys <= torch.from_numpy(positions).to(device)[:, :, None]  # [B, S, L]
+        self.allowed = visible.repeat_interleave(group_size, 1)[None]
+
+    def rows(self, q: Tensor, kv_heads: int) -> Tensor:
+        """[T, H * G, D] -> [H, B, S * G, D], the G heads of one query together."""
+        picked = q.index_select(0, self.index).view(self.num_tiles, self.num_queries, kv_heads, -1, q.shape[-1])
+        return picked.permute(2, 0, 1, 3, 4).reshape(kv_heads, self.num_tiles, -1, q.shape[-1])
+
+    def scatter(self, rows: Tensor, out: Tensor) -> None:
+        """Inverse of :meth:`rows` into out [T, H * G, D]."""
+        split = rows.view(*rows.shape[:2], self.num_queries, -1, rows.shape[-1])
+        flat = split.permute(1, 2, 0, 3, 4).reshape(-1, *out.shape[1:])
+        if self.padded:
+            out.index_copy_(0, self.target, flat.index_select(0, self.valid))
+        else:
+            out.index_copy_(0, self.index, flat)
+
+
+class PagedAttention:
+    """The attention context of one step: ``work`` in the order in which its tokens are packed. ``positions`` [T].
+
+    On CPU it is exact (``models.attention``): its bits are PackedAttention's, whatever the batch, page size or chunking.
+    """
+
+    def __init__(self, work: Sequence[Work], cache: KVCache, num_heads: int) -> None:
+        self.cache = cache
+        page_size = cache.page_size
+        tiles = cut_tiles(work, page_size)
+        positions: list[int] = []
+        slots: list[int] = []
+        for _, start, count, _, pages in tiles:
+            for position in range(start, start + count):
+                positions.append(position)
+                slots.append(pages[position // page_size] * page_size + position % page_size)
+        self.positions = torch.tensor(positions, device=cache.pages.device)
+        self.slots = cache.spread(np.array(slots), cache.num_pages * page_size)
+        groups = group_tiles(tiles, page_size, num_heads)
+        self.buckets = [_Bucket(group, cache, num_heads // cache.kv_heads) for group in groups]
+
+    def attend(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [T, H * G, D], k and v [T, H, D] -> [T, H * G, D]: writes k and v, then attends over the rows' pages."""
+        cache = self.cache
+        cache.write(layer_index, self.slots, k, v)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        for bucket in self.buckets:
+            keys, values = cache.gather(layer_index, bucket.pages, bucket.num_tiles)
+            rows = bucket.rows(q, cache.kv_heads)
+            bucket.scatter(attend(rows, keys, values, bucket.allowed), out)
+        return out
+
+
+def attend(rows: Tensor, keys: Tensor, values: Tensor, allowed: Tensor) -> Tensor:
+    """rows [H, B, R, D], keys and values [H, B, L, D], allowed [1, B, R, L] -> [H, B, R, D]. Exact on CPU."""
+    if rows.device.type == "cpu":
+        return attend_exact(rows, keys, values, allowed)
+    return F.scaled_dot_product_attention(rows, keys, values, attn_mask=allowed)

@@ -1,0 +1,94 @@
+"""Drawing tokens: a draw depends on (seed, step, row id, position) and on the row's own logits, on nothing else.
+
+Each draw takes one uniform number from a counter-based generator (splitmix64's finaliser over the four counters) and inverts
+the cumulative distribution in vocabulary order, in fp64. Batch, order, rank and layout do not enter.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rlhf_spmd.generation.config import SamplingConfig
+
+CHUNK_ELEMENTS = 1 << 25  # logits inverted at once: bounds the fp64 work space to 256 MB
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """splitmix64's finaliser (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014)."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def uniform(seed: int, step: int, row_ids: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
+    """fp64 [rows] in [0, 1), of 53 random bits each. ``positions``: index of the drawn token in its response."""
+    mask = (1 << 64) - 1
+    state = np.full(len(row_ids), seed & mask, dtype=np.uint64)
+    for counter in (np.uint64(step & mask), row_ids.astype(np.uint64), positions.astype(np.uint64)):
+        state = _mix(_mix(state + _GOLDEN) ^ (counter + _GOLDEN))
+    return (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def sample(logits: Tensor, sampling: SamplingConfig, draws: Tensor) -> Tensor:
+    """Token ids int64 [rows] from ``logits`` [rows, vocabulary] and ``draws`` fp64 [rows] (unused when greedy)."""
+    if sampling.greedy:
+        return logits.argmax(dim=-1)
+    rows = max(1, CHUNK_ELEMENTS // logits.shape[1])
+    parts = [_sample_rows(part, sampling, u) for part, u in zip(logits.split(rows), draws.split(rows), strict=True)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _sample_rows(logits: Tensor, sampling: SamplingConfig, draws: Tensor) -> Tensor:
+    scores = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+    scores = scores - scores.amax(dim=-1, keepdim=True)
+    if sampling.temperature != 1.0:
+        scores /= sampling.temperature
+    weights = filter_weights(scores.exp_(), sampling)
+    cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
+    # right=True: the first token whose cumulative weight exceeds the draw, hence never one of weight 0.
+    # A draw is at most 1 - 2**-53, so draw * total < total in fp64 too.
+    return torch.searchsorted(cumulative, draws[:, None] * cumulative[:, -1:], right=True).squeeze(1)
+
+
+def filter_weights(weights: Tensor, sampling: SamplingConfig) -> Tensor:
+    """Zero what min_p, top_k and top_p exclude. ``weights`` [rows, vocabulary]: exp(score - largest score), so at most 1."""
+    vocabulary = weights.shape[1]
+    if sampling.min_p > 0.0:
+        weights = weights.where(weights >= sampling.min_p, 0.0)
+    if 0 < sampling.top_k < vocabulary:
+        kth = weights.topk(sampling.top_k, dim=-1).values[:, -1:]
+        weights = weights.where(weights >= kth, 0.0)
+    if sampling.top_p < 1.0:
+        weights = _keep_nucleus(weights, sampling.top_p)
+    return weights
+
+
+def _keep_nucleus(weights: Tensor, top_p: float) -> Tensor:
+    """Keep the likeliest tokens until their weight reaches ``top_p`` of the whole; of equal ones the lower ids.
+
+    Sorting a vocabulary is dear and the nucleus is mostly small, so the largest 256 are tried first, then all.
+    """
+    vocabulary = weights.shape[1]
+    goal = top_p * weights.sum(dim=-1, keepdim=True, dtype=torch.float64)
+    for num_candidates in sorted({min(256, vocabulary), vocabulary}):
+        if num_candidates < vocabulary:
+            largest = weights.topk(num_candidates, dim=-1).values
+        else:
+            largest = weights.sort(dim=-1, descending=True).values
+        before = largest.cumsum(dim=-1, dtype=torch.float64) - largest
+        if num_candidates == vocabulary or bool((before[:, -1:] + largest[:, -1:] >= goal).all()):
+            break
+    kept = before < goal
+    last = kept.sum(dim=-1, keepdim=True) - 1
+    threshold = largest.gather(1, last)
+    above = weights > threshold
+    # of the tokens that equal the last kept weight, so many as the nucleus still has room for
+    room = last + 1 - above.sum(dim=-1, keepdim=True)
+    ties = weights == threshold
+    if bool((ties.sum(dim=-1, keepdim=True) > room).any()):
+        ties &= ties.cumsum(dim=-1) <= room
+    return weights.where(above | ties, 0.0)

@@ -1,0 +1,219 @@
+"""Which rows compute which tokens in the next step: continuous batching over a paged cache. Pure and deterministic.
+
+Every rank of a generation replica runs this same scheduler on the same rows, so no scheduling message is ever sent.
+
+There is one kind of work: a row has ``length`` tokens of which ``num_computed`` are in the cache, and a step computes some of
+the rest. Prefill, a chunk of a prefill, decode, and the recomputation after a preemption are all that. A row that catches up
+with its length gets its next token sampled.
+
+Pages run out: the youngest running row gives all of its pages back and waits at the head of the queue. The oldest row can
+always go on, since a row that could not fit in the whole pool is refused at once, so every row ends.
+
+Prompts are computed once: a row that finds its prompt's pages in the cache shares the full ones, copies the tail (or takes it
+over if nobody uses it) and computes only its last prompt token. While a row computes a prompt page, rows that need the same
+page wait for it (a *claim*) and others overtake them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import NamedTuple
+
+from rlhf_spmd.generation.block_manager import BlockManager
+from rlhf_spmd.generation.sequence import Row
+
+GROWING_ROWS_PER_SPARE_PAGE = 4
+
+
+class Work(NamedTuple):
+    """Compute ``num_tokens`` tokens of ``row`` from ``start`` on; sample the next one if ``samples``."""
+
+    row: Row
+    start: int
+    num_tokens: int
+    samples: bool
+
+
+@dataclass
+class Step:
+    """``copies``: (source, destination) pages to copy before anything is written."""
+
+    work: list[Work] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Limits:
+    page_size: int
+    num_pages: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    prefix_caching: bool = True
+    chunked_prefill: bool = True
+
+
+class Scheduler:
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.pages = BlockManager(limits.num_pages)
+        self.waiting: deque[Row] = deque()
+        self.running: list[Row] = []  # oldest admission first
+        self.num_preemptions = 0
+        self.num_hit_tokens = 0
+        self._claimed: set[int] = set()
+
+    def add(self, row: Row) -> None:
+        """Raises ValueError if the row could never run, even alone."""
+        limits = self.limits
+        needed = self._pages_for(row.limit - 1)
+        if needed > limits.num_pages:
+            raise ValueError(
+                f"a row of up to {row.limit} tokens needs {needed} pages of {limits.page_size} tokens, but the KV cache has "
+                f"{limits.num_pages}; raise num_pages (or the memory for it) or lower the response length"
+            )
+        if not limits.chunked_prefill and row.limit > limits.max_num_batched_tokens:
+            raise ValueError(
+                f"a row of up to {row.limit} tokens exceeds max_num_batched_tokens={limits.max_num_batched_tokens}; "
+                "raise it or set enable_chunked_prefill=true"
+            )
+        self.waiting.append(row)
+
+    @property
+    def finished(self) -> bool:
+        return not self.waiting and not self.running
+
+    def schedule(self) -> Step:
+        """The next step's work; it always makes progress while rows are left."""
+        step = Step()
+        budget = self._continue_running(step, self.limits.max_num_batched_tokens)
+        self._admit(step, budget)
+        assert step.work, "a step without work: the scheduler cannot make progress"
+        return step
+
+    def complete(self, step: Step) -> None:
+        """After the step ran and its sampled tokens were counted (``length``, ``stopped``): free what is finished."""
+        some_ended = False
+        for row, start, count, samples in step.work:
+            row.num_computed = start + count
+            if row.claims:
+                self._fulfil_claims(row)
+            if samples and (row.stopped or row.length >= row.limit):
+                self.pages.release(reversed(row.pages))
+                row.pages = []
+                row.ended = some_ended = True
+        if some_ended:
+            self.running = [row for row in self.running if not row.ended]
+
+    def _pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.limits.page_size)
+
+    def _continue_running(self, step: Step, budget: int) -> int:
+        position = 0
+        while position < len(self.running) and budget > 0:
+            row = self.running[position]
+            count = min(row.length - row.num_computed, budget)
+            if row.num_computed + count > len(row.pages) * self.limits.page_size and not self._grow(row, count):
+                break
+            self._plan(step, row, count)
+            budget -= count
+            position += 1
+        return budget
+
+    def _grow(self, row: Row, count: int) -> bool:
+        """Pages for ``count`` more tokens, taken from younger rows if need be; False if the row itself had to be preempted."""
+        missing = self._pages_for(row.num_computed + count) - len(row.pages)
+        while missing > self.pages.num_free:
+            youngest = self.running[-1]
+            self._preempt()
+            if youngest is row:
+                return False
+        row.pages.extend(self.pages.allocate() for _ in range(missing))
+        return True
+
+    def _preempt(self) -> None:
+        row = self.running.pop()
+        self._claimed.difference_update(row.claims)
+        row.claims = []
+        self.pages.release(reversed(row.pages))
+        row.pages = []
+        row.num_computed = 0
+        self.waiting.appendleft(row)
+        self.num_preemptions += 1
+
+    def _plan(self, step: Step, row: Row, count: int) -> None:
+        step.work.append(Work(row, row.num_computed, count, row.num_computed + count == row.length))
+
+    def _admit(self, step: Step, budget: int) -> None:
+        """First come, first served, but rows whose prompt is being computed by another are overtaken."""
+        limits = self.limits
+        skipped = 0
+        growing = sum(len(row.pages) < self._pages_for(row.limit - 1) for row in self.running)
+        while skipped < min(len(self.waiting), limits.max_num_seqs) and len(self.running) < limits.max_num_seqs and budget > 0:
+            row = self.waiting[skipped]
+            shared, tail, claims = self._lookup(row)
+            if claims is None:
+                skipped += 1
+                continue
+            tokens_at_hand = len(shared) * limits.page_size if tail is None else row.prompt_length
+            start = min(tokens_at_hand, row.length - 1)
+            count = min(row.length - start, budget)
+            if not limits.chunked_prefill and count < row.length - start:
+                break
+            revived = sum(self.pages.references(page) == 0 for page in shared)
+            take_over = tail is not None and self.pages.references(tail) == 0
+            new = self._pages_for(start + count) - len(shared) - take_over
+            # spare pages for rows that will grow, so that what is admitted now is not preempted in the next few steps
+            if new + revived + take_over + growing // GROWING_ROWS_PER_SPARE_PAGE > self.pages.num_free:
+                break
+            del self.waiting[skipped]
+            self._start(step, row, shared, tail, take_over, new)
+            row.num_computed = start
+            row.claims = claims
+            self._claimed.update(claims)
+            self.num_hit_tokens += start
+            self.running.append(row)
+            self._plan(step, row, count)
+            budget -= count
+            growing += 1
+
+    def _start(self, step: Step, row: Row, shared: list[int], tail: int | None, take_over: bool, num_new: int) -> None:
+        for page in shared:
+            self.pages.share(page)
+        if take_over and tail is not None:
+            self.pages.share(tail)
+            shared = [*shared, tail]
+        new = [self.pages.allocate() for _ in range(num_new)]
+        if tail is not None and not take_over:
+            step.copies.append((tail, new[0]))
+        row.pages = shared + new
+
+    def _lookup(self, row: Row) -> tuple[list[int], int | None, list[int] | None]:
+        """(full pages to share, tail page to copy, contents that this row will compute); None for the last: wait."""
+        if not self.limits.prefix_caching:
+            return [], None, []
+        shared: list[int] = []
+        for content in islice(row.contents, len(row.contents) - 1):
+            page = self.pages.find(content)
+            if page is None:
+                break
+            shared.append(page)
+        missing = row.contents[len(shared) :]
+        if missing[0] in self._claimed:
+            return shared, None, None
+        if len(missing) == 1:
+            tail = self.pages.find(missing[0])
+            if tail is not None:
+                return shared, tail, []
+        return shared, None, list(missing)
+
+    def _fulfil_claims(self, row: Row) -> None:
+        """Register the prompt pages that are computed by now."""
+        whole = row.num_computed >= row.prompt_length
+        num_done = len(row.contents) if whole else row.num_computed // self.limits.page_size
+        first = len(row.contents) - len(row.claims)
+        for number in range(first, num_done):
+            content = row.claims.pop(0)
+            self._claimed.discard(content)
+            self.pages.register(row.pages[number], content)

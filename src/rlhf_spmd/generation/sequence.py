@@ -1,0 +1,85 @@
+"""What is asked for, what is being generated, and what comes out. Torch-free but for the completion's log-probs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Request:
+    """One row to generate. ``row_id`` (stable, unique) keys its random draws; rows of one prompt share ``group_id``."""
+
+    row_id: int
+    group_id: int
+    prompt_ids: Sequence[int]
+    max_new_tokens: int
+
+
+@dataclass(frozen=True, eq=False)
+class Completion:
+    """``token_ids`` with the stop token if there was one; log-probs on the CPU, one per token.
+
+    ``log_probs``: fp32 (fp64 for an fp64 model) [tokens], under the sampling temperature, of the whole vocabulary (before
+    top-k, top-p and min-p); greedy decoding counts as temperature 1. ``log_probs_t1``: the same at temperature 1.
+    """
+
+    row_id: int
+    token_ids: list[int]
+    log_probs: Tensor
+    log_probs_t1: Tensor
+    finish_reason: Literal["stop", "length"]
+
+
+@dataclass(eq=False)
+class Row:
+    """A request on its way: all of its counters are in tokens.
+
+    ``index``: its line in the runner's token buffer. ``length``: prompt plus generated so far; ``limit``: where it must end.
+    ``num_computed``: tokens whose keys and values lie in ``pages``. The last generated token is not computed until the next
+    step needs it, so a running row has num_computed < length.
+    ``contents``: interned ids of the prompt's pages, the last one for the tail (see ``Interner``); ``claims``: those of
+    them that this row is computing for all. ``stopped``: it drew a stop token; ``ended``: stopped or at its limit.
+    """
+
+    index: int
+    prompt_length: int
+    limit: int
+    contents: tuple[int, ...]
+    length: int = 0
+    num_computed: int = 0
+    pages: list[int] = field(default_factory=list)
+    claims: list[int] = field(default_factory=list)
+    stopped: bool = False
+    ended: bool = False
+
+    def __post_init__(self) -> None:
+        self.length = self.prompt_length
+
+    @property
+    def num_new(self) -> int:
+        return self.length - self.prompt_length
+
+
+class Interner:
+    """Gives equal prompt prefixes equal integers, one per page: exact content addressing without hashes.
+
+    A prompt of n tokens is cut into (n - 1) // page_size full pages and a tail of 1 .. page_size tokens. The tail holds the
+    last prompt token, which every row computes for itself to get its first logits; hence tails are copied, never shared.
+    """
+
+    def __init__(self, page_size: int) -> None:
+        self.page_size = page_size
+        self._ids: dict[tuple[int, tuple[int, ...]], int] = {}
+
+    def contents(self, prompt_ids: Sequence[int]) -> tuple[int, ...]:
+        parent = -1
+        out = []
+        for start in range(0, len(prompt_ids), self.page_size):
+            key = (parent, tuple(prompt_ids[start : start + self.page_size]))
+            parent = self._ids.setdefault(key, len(self._ids))
+            out.append(parent)
+        return tuple(out)

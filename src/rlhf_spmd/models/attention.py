@@ -1,0 +1,278 @@
+"""Causal attention for packed sequences, and the exact routine on which generation builds its paged attention.
+
+Exact (CPU) means: a query's output bits depend on that query, its keys and its values alone, not on what else is in the
+batch, how many queries are computed at once or how far keys are padded. The rules that give this, measured with both MKL and
+oneDNN matrix products: at least MIN_ROWS rows in every product; key lengths in multiples of KEY_BLOCK; probabilities times
+values in blocks of KEY_BLOCK keys, added in order, so that blocks beyond a query's keys add exactly 0.
+
+Shape legend: B sequences, H KV heads, G query heads per KV head, R query rows (S queries * G), L keys, D head_dim, T tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+MIN_ROWS = 4  # matrix products with fewer rows go through other kernels, with other rounding
+KEY_BLOCK = 64
+QUERY_BLOCK = 64  # queries whose keys are cut at one length: skips most of the future in long sequences
+MAX_SCORES = 1 << 22  # elements of one score matrix; larger buckets are cut into several
+
+
+def pad_rows(x: Tensor, rows: int, dim: int = 0) -> Tensor:
+    """``x`` with ``dim`` extended to ``rows`` by zeros (itself if it is long enough)."""
+    missing = rows - x.shape[dim]
+    if missing <= 0:
+        return x
+    shape = list(x.shape)
+    shape[dim] = missing
+    return torch.cat([x, x.new_zeros(shape)], dim)
+
+
+def round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+def _probabilities(q: Tensor, k: Tensor, allowed: Tensor | None) -> Tensor:
+    """softmax(q k^T / sqrt(D)) [B, H, R, L]. ``allowed`` broadcasts to the last columns of the scores."""
+    scores = torch.matmul(q, k.transpose(-1, -2))
+    scores *= 1 / math.sqrt(q.shape[-1])
+    if allowed is not None:
+        scores[..., scores.shape[-1] - allowed.shape[-1] :].masked_fill_(~allowed, -math.inf)
+    return torch.softmax(scores, -1)
+
+
+def _weighted_values(p: Tensor, v: Tensor) -> Tensor:
+    """p v [B, H, R, D], KEY_BLOCK keys at a time in order."""
+    out = torch.matmul(p[..., :KEY_BLOCK], v[..., :KEY_BLOCK, :])
+    for first in range(KEY_BLOCK, p.shape[-1], KEY_BLOCK):
+        block = slice(first, first + KEY_BLOCK)
+        out += torch.matmul(p[..., block], v[..., block, :])
+    return out
+
+
+def _input_gradients(p: Tensor, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v from the probabilities and the gradient of the output. Not under the exactness rules."""
+    grad_v = torch.matmul(p.transpose(-1, -2), grad)
+    grad_scores = torch.matmul(grad, v.transpose(-1, -2))
+    grad_scores *= p
+    grad_scores -= p * grad_scores.sum(-1, keepdim=True)
+    grad_scores *= 1 / math.sqrt(q.shape[-1])
+    return torch.matmul(grad_scores, k), torch.matmul(grad_scores.transpose(-1, -2), q), grad_v
+
+
+class _AttendExact(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None) -> Tensor:
+        p = _probabilities(q, k, allowed)
+        ctx.save_for_backward(q, k, v, p)
+        return _weighted_values(p, v)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        q, k, v, p = ctx.saved_tensors
+        return *_input_gradients(p, q, k, v, grad), None
+
+
+def attend_exact(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None = None) -> Tensor:
+    """Attention of rows q [B, H, R, D] over keys k and values v [B, H, L, D] -> [B, H, R, D], in q's dtype.
+
+    ``allowed`` [B or 1, 1, R, L] (bool): which keys a row sees; None: all of them. A row that sees no key gives NaN.
+    Keys and values that no row sees must still be finite. L is padded here to a multiple of KEY_BLOCK, R to MIN_ROWS:
+    callers that gather pages of such a length pay no copy. With grouped-query attention the G query heads of a KV head are
+    rows: q [B, H, S * G, D]. bf16 is computed in fp32.
+    """
+    rows, length, dtype = q.shape[2], k.shape[2], q.dtype
+    padded = round_up(length, KEY_BLOCK)
+    if padded != length:
+        if allowed is None:
+            allowed = torch.ones(1, 1, rows, length, dtype=torch.bool, device=q.device)
+        allowed = F.pad(allowed, (0, padded - length))
+        k, v = F.pad(k, (0, 0, 0, padded - length)), F.pad(v, (0, 0, 0, padded - length))
+    if rows < MIN_ROWS:
+        q = pad_rows(q, MIN_ROWS, 2)
+        if allowed is not None:
+            allowed = F.pad(allowed, (0, 0, 0, MIN_ROWS - rows), value=True)
+    if dtype in (torch.bfloat16, torch.float16):
+        q, k, v = q.float(), k.float(), v.float()
+    out = _AttendExact.apply(q.contiguous(), k.contiguous(), v.contiguous(), allowed)
+    return out[:, :, :rows].to(dtype)
+
+
+class _Bucket:
+    """Sequences of similar length, padded to one: ``index`` [B, S] says which packed row lies where.
+
+    Padded queries point at row 0 of the batch: their outputs are dropped (``valid``), and being in the future of every real
+    query they are never seen as keys.
+    """
+
+    def __init__(self, starts: Tensor, lengths: Tensor, num_queries: int) -> None:
+        offsets = torch.arange(num_queries, device=starts.device)
+        self.valid = offsets < lengths[:, None]
+        self.index = (starts[:, None] + offsets).masked_fill(~self.valid, 0).reshape(-1)
+        self.target = self.index[self.valid.reshape(-1)]
+        self.full = bool(self.valid.all())
+        self.num_sequences = len(starts)
+        self.num_queries = num_queries
+        self.num_keys = round_up(num_queries, KEY_BLOCK)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """[T, ...] -> [B, S, ...]"""
+        return x.index_select(0, self.index).view(self.num_sequences, self.num_queries, *x.shape[1:])
+
+    def scatter(self, x: Tensor, out: Tensor) -> None:
+        """[B, S, ...] -> its rows of out [T, ...]"""
+        flat = x.reshape(-1, *x.shape[2:])
+        out.index_copy_(0, self.target, flat if self.full else flat[self.valid.reshape(-1)])
+
+    def queries(self, x: Tensor, kv_heads: int) -> Tensor:
+        """[T, H * G, D] -> rows [B, H, S * G, D], the G heads of one query together."""
+        batch = self.gather(x).view(self.num_sequences, self.num_queries, kv_heads, -1, x.shape[-1])
+        return batch.transpose(1, 2).reshape(self.num_sequences, kv_heads, -1, x.shape[-1])
+
+    def keys(self, x: Tensor) -> Tensor:
+        """[T, H, D] -> [B, H, L, D]"""
+        batch = x.new_zeros(self.num_sequences, x.shape[1], self.num_keys, x.shape[2])
+        batch[:, :, : self.num_queries] = self.gather(x).transpose(1, 2)
+        return batch
+
+    def scatter_queries(self, rows: Tensor, out: Tensor) -> None:
+        """Inverse of :meth:`queries` into out [T, H * G, D]."""
+        b, h, _, d = rows.shape
+        self.scatter(rows.view(b, h, self.num_queries, -1, d).transpose(1, 2).reshape(b, self.num_queries, -1, d), out)
+
+    def scatter_keys(self, keys: Tensor, out: Tensor) -> None:
+        self.scatter(keys[:, :, : self.num_queries].transpose(1, 2), out)
+
+
+def _causal_blocks(num_queries: int, group_size: int, device: torch.device) -> list[tuple[slice, int, Tensor]]:
+    """(query rows, number of keys, which of the last keys they see) per block of QUERY_BLOCK queries."""
+    blocks = []
+    for first in range(0, num_queries, QUERY_BLOCK):
+        last = min(first + QUERY_BLOCK, num_queries)
+        num_keys = round_up(last, KEY_BLOCK)
+        rows = slice(first * group_size, last * group_size)
+        query = torch.arange(first, last, device=device).repeat_interleave(group_size)
+        blocks.append((rows, num_keys, torch.arange(first, num_keys, device=device) <= query[:, None]))
+    return blocks
+
+
+class _PackedExact(torch.autograd.Function):
+    """All buckets of a packed batch in one autograd node: no slices, pads or copies for autograd to undo one by one."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, buckets: list[_Bucket]) -> Tensor:
+        kv_heads, group_size = k.shape[1], q.shape[1] // k.shape[1]
+        out = torch.empty_like(q)
+        keep: list[Tensor] = []
+        for bucket in buckets:
+            rows, keys, values = bucket.queries(q, kv_heads), bucket.keys(k), bucket.keys(v)
+            mixed = torch.empty_like(rows)
+            for block, num_keys, allowed in _causal_blocks(bucket.num_queries, group_size, q.device):
+                queries = pad_rows(rows[:, :, block], MIN_ROWS, 2).contiguous()
+                visible = F.pad(allowed, (0, 0, 0, queries.shape[2] - allowed.shape[0]), value=True)
+                p = _probabilities(queries, keys[:, :, :num_keys].contiguous(), visible)
+                mixed[:, :, block] = _weighted_values(p, values[:, :, :num_keys])[:, :, : allowed.shape[0]]
+                if any(ctx.needs_input_grad):
+                    keep.append(p[:, :, : allowed.shape[0]])
+            bucket.scatter_queries(mixed, out)
+        ctx.save_for_backward(q, k, v, *keep)
+        ctx.buckets = buckets
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        q, k, v, *keep = ctx.saved_tensors
+        kv_heads, group_size = k.shape[1], q.shape[1] // k.shape[1]
+        grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        saved = iter(keep)
+        for bucket in ctx.buckets:
+            rows, keys, values = bucket.queries(q, kv_heads), bucket.keys(k), bucket.keys(v)
+            grad_rows = bucket.queries(grad, kv_heads)
+            if not bucket.full:
+                # padded queries repeat a real token: its gradient must not be counted for them
+                dropped = ~bucket.valid[:, None, :, None].expand(-1, -1, -1, group_size).reshape(len(rows), 1, -1, 1)
+                grad_rows.masked_fill_(dropped, 0)
+            out_rows, out_keys, out_values = torch.empty_like(rows), torch.zeros_like(keys), torch.zeros_like(values)
+            for block, num_keys, _ in _causal_blocks(bucket.num_queries, group_size, q.device):
+                near = (slice(None), slice(None), slice(0, num_keys))
+                parts = _input_gradients(next(saved), rows[:, :, block], keys[near], values[near], grad_rows[:, :, block])
+                out_rows[:, :, block] = parts[0]
+                out_keys[near] += parts[1]
+                out_values[near] += parts[2]
+            bucket.scatter_queries(out_rows, grad_q)
+            bucket.scatter_keys(out_keys, grad_k)
+            bucket.scatter_keys(out_values, grad_v)
+        return grad_q, grad_k, grad_v, None
+
+
+class PackedAttention:
+    """Causal attention within each of several packed sequences (training and scoring).
+
+    ``lengths``: tokens per sequence, in the order in which they are packed. ``positions`` [T] count from 0 in each.
+    Sequences are sorted and padded to a common length only inside the attention, among sequences of similar length.
+    """
+
+    def __init__(self, lengths: Sequence[int], device: torch.device | str = "cpu") -> None:
+        self.lengths = [int(n) for n in lengths]
+        assert all(n >= 0 for n in self.lengths), f"negative sequence length in {self.lengths}"
+        self.device = torch.device(device)
+        self.num_tokens = sum(self.lengths)
+        self.positions = torch.cat([torch.arange(n) for n in self.lengths] or [torch.arange(0)]).to(self.device)
+        self._buckets: dict[int, list[_Bucket]] = {}
+
+    def attend(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [T, H * G, D], k and v [T, H, D] -> [T, H * G, D]. Every layer is alike; ``layer_index`` is not used."""
+        assert q.shape[0] == self.num_tokens, f"{q.shape[0]} tokens for sequences of {self.num_tokens} in all"
+        buckets = self._bucket(q.shape[1])
+        if q.device.type != "cpu":
+            return self._attend_sdpa(q, k, v, buckets)
+        if q.dtype in (torch.bfloat16, torch.float16):
+            return _PackedExact.apply(q.float(), k.float(), v.float(), buckets).to(q.dtype)
+        return _PackedExact.apply(q, k, v, buckets)
+
+    def _bucket(self, num_heads: int) -> list[_Bucket]:
+        if num_heads not in self._buckets:
+            starts = [0]
+            for n in self.lengths:
+                starts.append(starts[-1] + n)
+            order = sorted((i for i, n in enumerate(self.lengths) if n), key=lambda i: self.lengths[i])
+            groups: list[list[int]] = []
+            for i in order:
+                # the longest of a bucket is at most a key block longer than its shortest
+                similar = groups and self._padding(i) == self._padding(groups[-1][0])
+                queries = min(QUERY_BLOCK, self.lengths[i])
+                scores = num_heads * queries * round_up(self.lengths[i], KEY_BLOCK)
+                if similar and (len(groups[-1]) + 1) * scores <= MAX_SCORES:
+                    groups[-1].append(i)
+                else:
+                    groups.append([i])
+            self._buckets[num_heads] = [
+                _Bucket(
+                    torch.tensor([starts[i] for i in group], device=self.device),
+                    torch.tensor([self.lengths[i] for i in group], device=self.device),
+                    max(self.lengths[i] for i in group),
+                )
+                for group in groups
+            ]
+        return self._buckets[num_heads]
+
+    def _padding(self, sequence: int) -> int:
+        return round_up(self.lengths[sequence], KEY_BLOCK // 2)
+
+    def _attend_sdpa(self, q: Tensor, k: Tensor, v: Tensor, buckets: list[_Bucket]) -> Tensor:
+        out = torch.zeros_like(q)
+        for bucket in buckets:
+            batch = [bucket.gather(x).transpose(1, 2) for x in (q, k, v)]
+            mixed = F.scaled_dot_product_attention(*batch, is_causal=True, enable_gqa=True).transpose(1, 2)
+            flat = mixed.reshape(-1, *q.shape[1:])
+            out = out.index_copy(0, bucket.target, flat if bucket.full else flat[bucket.valid.reshape(-1)])
+        return out

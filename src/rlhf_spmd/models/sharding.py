@@ -1,0 +1,162 @@
+"""Which slice of which Hugging Face tensor a rank holds, for any (stage, tp rank). Pure: no torch, no process group.
+
+The keys are the parameter names of :class:`~rlhf_spmd.models.decoder.Decoder`; a fused parameter (q, k and v; gate and up)
+has one box per Hugging Face tensor. Column-parallel matrices are split on dim 0, row-parallel ones on dim 1, the embedding
+and the output head along the vocabulary.
+
+A vocabulary that tp does not divide is cut at ``rank * vocab // tp``: slices differ by at most one row, and the cuts of a
+smaller tp are among those of its multiples, so a training shard always lies inside one generation shard.
+"""
+
+from __future__ import annotations
+
+from rlhf_spmd.models.spec import ModelSpec
+from rlhf_spmd.parallel.boxes import Box, ParamShard
+from rlhf_spmd.parallel.layout import stage_layers
+
+HEAD_KINDS = ("lm", "value", "none")
+
+
+def vocab_range(vocab_size: int, tp_rank: int, tp: int) -> tuple[int, int]:
+    """Token ids [first, last) of a tensor-parallel rank."""
+    return tp_rank * vocab_size // tp, (tp_rank + 1) * vocab_size // tp
+
+
+def kv_heads_of(spec: ModelSpec, tp_rank: int, tp: int) -> range:
+    """KV heads that a rank holds: its slice, or, where tp exceeds their number, the one that its query heads share."""
+    kv = spec.num_key_value_heads
+    if tp <= kv:
+        return range(tp_rank * (kv // tp), (tp_rank + 1) * (kv // tp))
+    head = tp_rank * kv // tp
+    return range(head, head + 1)
+
+
+def check_layout(spec: ModelSpec, pp: int, tp: int, where: str) -> None:
+    """Raises ValueError if the model cannot be cut into pp stages of tp slices. ``where`` names the setting, as in
+    ``models.actor.layout``."""
+    if pp > spec.num_hidden_layers:
+        raise ValueError(
+            f"{where}: pp={pp} stages need at least one layer each, but the model has "
+            f"num_hidden_layers={spec.num_hidden_layers}; set pp to at most {spec.num_hidden_layers}"
+        )
+    for key in ("num_attention_heads", "intermediate_size"):
+        size = getattr(spec, key)
+        if size % tp:
+            raise ValueError(f"{where}: tp={tp} does not divide {key}={size}; choose a tp that does")
+    kv = spec.num_key_value_heads
+    if kv % tp and tp % kv:
+        raise ValueError(
+            f"{where}: tp={tp} and num_key_value_heads={kv}: one must divide the other (a rank holds whole KV heads, or "
+            "several ranks hold copies of one); choose another tp"
+        )
+    if spec.vocab_size < tp:
+        raise ValueError(f"{where}: tp={tp} slices of a vocabulary of vocab_size={spec.vocab_size}; choose a smaller tp")
+
+
+def fused_blocks(spec: ModelSpec, tp: int, blocks: int) -> tuple[int, int]:
+    """Blocks of (qkv, gate_up) on a rank of tp slices, see :func:`plan_params`; qkv has one where KV heads would be cut."""
+    whole_kv_heads = spec.num_key_value_heads % (tp * blocks) == 0
+    return blocks if whole_kv_heads else 1, blocks
+
+
+def plan_params(
+    spec: ModelSpec, head: str, stage: int, pp: int, tp_rank: int, tp: int, blocks: int = 1
+) -> dict[str, ParamShard]:
+    """Decoder parameter name -> shape and boxes on this rank, in the order of ``Decoder.named_parameters()``.
+
+    ``head``: "lm", "value" or "none". Layers are numbered from 0 within the stage. ``blocks``: the rank holds the slices of as
+    many ranks of a layout with tp * blocks, and fused parameters keep theirs together, [q0; k0; v0; q1; k1; v1] for two: each
+    finer slice is then a slice of this one, which the hybrid engine needs. Raises ValueError where the layout does not fit.
+    """
+    if head not in HEAD_KINDS:
+        raise ValueError(f"head {head!r} is not one of {', '.join(HEAD_KINDS)}")
+    for slices in sorted({tp, tp * blocks}):
+        check_layout(spec, pp, slices, f"layout pp({pp}) * tp({slices})")
+    assert 0 <= stage < pp and 0 <= tp_rank < tp, f"stage {stage} of {pp}, tp rank {tp_rank} of {tp}"
+    names, hidden = spec.names, spec.hidden_size
+    first, last = vocab_range(spec.vocab_size, tp_rank, tp)
+    plan: dict[str, ParamShard] = {}
+
+    def vocab_slice(name: str) -> ParamShard:
+        box = Box(name, (spec.vocab_size, hidden), (first, 0), (last - first, hidden), (0, 0))
+        return ParamShard(box.size, (box,))
+
+    if stage == 0:
+        plan["embed.weight"] = vocab_slice(names.embed)
+    for local, layer in enumerate(stage_layers(spec.num_hidden_layers, pp, stage)):
+        for key, shard in _plan_block(spec, layer, tp_rank, tp, blocks).items():
+            plan[f"layers.{local}.{key}"] = shard
+    if stage == pp - 1:
+        plan["norm.weight"] = _replicated(names.norm, hidden)
+        if head == "value":
+            plan["head.weight"] = _replicated(names.value_head, 1, hidden)
+        elif head == "lm" and not (spec.tie_word_embeddings and pp == 1):
+            plan["head.weight"] = vocab_slice(names.embed if spec.tie_word_embeddings else names.lm_head)
+    return plan
+
+
+def tensor_shapes(spec: ModelSpec, head: str) -> dict[str, tuple[int, ...]]:
+    """Every Hugging Face tensor of the whole model with its global shape."""
+    plan = plan_params(spec, head, 0, 1, 0, 1)
+    return {box.name: box.shape for shard in plan.values() for box in shard.boxes}
+
+
+def _plan_block(spec: ModelSpec, layer: int, tp_rank: int, tp: int, blocks: int) -> dict[str, ParamShard]:
+    names, hidden, dim = spec.names, spec.hidden_size, spec.head_dim
+    heads = spec.num_attention_heads // tp
+    kv = kv_heads_of(spec, tp_rank, tp)
+    inner = spec.intermediate_size // tp
+    q_rows = (tp_rank * heads * dim, heads * dim, spec.num_attention_heads * dim)
+    kv_rows = (kv.start * dim, len(kv) * dim, spec.num_key_value_heads * dim)
+    mlp_rows = (tp_rank * inner, inner, spec.intermediate_size)
+    qkv_blocks, gate_up_blocks = fused_blocks(spec, tp, blocks)
+    qkv = _interleave([(names.q, q_rows), (names.k, kv_rows), (names.v, kv_rows)], qkv_blocks)
+    gate_up = _interleave([(names.gate, mlp_rows), (names.up, mlp_rows)], gate_up_blocks)
+
+    def at(name: str) -> str:
+        return name.format(layer=layer)
+
+    plan = {"input_norm.weight": _replicated(at(names.input_norm), hidden)}
+    plan["qkv.weight"] = _columns([(at(name) + ".weight", *rows) for name, *rows in qkv], hidden)
+    if spec.attention_bias:
+        plan["qkv.bias"] = _columns([(at(name) + ".bias", *rows) for name, *rows in qkv], None)
+    if spec.qk_norm:
+        plan["q_norm.weight"] = _replicated(at(names.q_norm), dim)
+        plan["k_norm.weight"] = _replicated(at(names.k_norm), dim)
+    plan["out.weight"] = _row_parallel(at(names.out) + ".weight", hidden, *q_rows)
+    if spec.attention_out_bias:
+        plan["out.bias"] = _replicated(at(names.out) + ".bias", hidden)
+    plan["post_norm.weight"] = _replicated(at(names.post_norm), hidden)
+    plan["gate_up.weight"] = _columns([(at(name) + ".weight", *rows) for name, *rows in gate_up], hidden)
+    plan["down.weight"] = _row_parallel(at(names.down) + ".weight", hidden, *mlp_rows)
+    return plan
+
+
+def _replicated(name: str, *shape: int) -> ParamShard:
+    zeros = (0,) * len(shape)
+    return ParamShard(shape, (Box(name, shape, zeros, shape, zeros),), ("tp",))
+
+
+def _interleave(parts: list[tuple[str, tuple[int, int, int]]], blocks: int) -> list[tuple[str, int, int, int]]:
+    """The first block of the rows (start, count, total) of every name, then the second of every one, and so on."""
+    return [
+        (name, start + block * count // blocks, count // blocks, total)
+        for block in range(blocks)
+        for name, (start, count, total) in parts
+    ]
+
+
+def _columns(parts: list[tuple[str, int, int, int]], width: int | None) -> ParamShard:
+    """Rows [start, start + count) of each (name, start, count, total), one under the other; ``width`` None for a bias."""
+    tail = () if width is None else (width,)
+    zero = () if width is None else (0,)
+    boxes, local = [], 0
+    for name, start, count, total in parts:
+        boxes.append(Box(name, (total, *tail), (start, *zero), (count, *tail), (local, *zero)))
+        local += count
+    return ParamShard((local, *tail), tuple(boxes))
+
+
+def _row_parallel(name: str, rows: int, start: int, count: int, total: int) -> ParamShard:
+    box = Box(name, (rows, total), (0, start), (rows, count), (0, 0))
+    return ParamShard(box.size, (box,))

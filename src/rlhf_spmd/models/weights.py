@@ -1,0 +1,170 @@
+"""Weights from and to Hugging Face directories: every rank reads only the boxes it holds. Only safetensors, never a pickle."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rlhf_spmd.models.decoder import Decoder
+from rlhf_spmd.models.sharding import tensor_shapes
+from rlhf_spmd.models.spec import ModelSpec, read_eos_ids, read_json, spec_from_config
+
+__all__ = ["init_random", "load_pretrained", "random_tensor", "read_eos_ids", "write_random_model"]
+
+INIT_STD = 0.02  # transformers' default initializer_range
+_IGNORED = re.compile(r"rotary_emb\.inv_freq$")  # a buffer that old exports contain
+
+
+class _Checkpoint:
+    """The tensors of a directory: which file each lies in, opened when first needed."""
+
+    def __init__(self, path: Path, stack: contextlib.ExitStack) -> None:
+        self.path, self._stack = path, stack
+        self._open: dict[str, Any] = {}
+        index = path / "model.safetensors.index.json"
+        if (path / "model.safetensors").is_file():
+            self.source = path / "model.safetensors"
+            self.files = dict.fromkeys(self._file("model.safetensors").keys(), "model.safetensors")
+        elif index.is_file():
+            self.source = index
+            self.files = _read_index(index)
+        else:
+            pickles = ", ".join(sorted(p.name for p in path.glob("*.bin"))[:2])
+            hint = f" ({pickles} cannot be used: pickles are never read; convert them)" if pickles else ""
+            raise ValueError(f"{path}: neither model.safetensors nor model.safetensors.index.json is there{hint}")
+
+    def slices(self, name: str, shape: tuple[int, ...]) -> Any:
+        """safetensors' slice object of a tensor, after checking its shape and dtype."""
+        source = self.path / self.files[name]
+        try:
+            found = self._file(self.files[name]).get_slice(name)
+        except SafetensorError as error:
+            raise ValueError(f"{source}: tensor '{name}' cannot be read: {error}") from error
+        if tuple(found.get_shape()) != shape:
+            raise ValueError(
+                f"{source}: tensor '{name}' has shape {list(found.get_shape())}, but config.json implies {list(shape)}"
+            )
+        if found.get_dtype() not in ("F64", "F32", "F16", "BF16"):
+            raise ValueError(f"{source}: tensor '{name}' has dtype {found.get_dtype()}; allowed: F64, F32, F16, BF16")
+        return found
+
+    def _file(self, name: str) -> Any:
+        if name not in self._open:
+            try:
+                self._open[name] = self._stack.enter_context(safe_open(self.path / name, framework="pt", device="cpu"))
+            except (SafetensorError, OSError) as error:
+                raise ValueError(f"{self.path / name}: cannot be read as safetensors: {error}") from error
+        return self._open[name]
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise ValueError(f"{index}: 'weight_map' is missing; it must map tensor names to files")
+    for tensor, file in weight_map.items():
+        # a file of the same directory, never a path out of it
+        if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
+            raise ValueError(f"{index}: tensor '{tensor}' lies in {file!r}, which is not the name of a .safetensors file here")
+    return weight_map
+
+
+def load_pretrained(decoder: Decoder, path: str | Path, seed: int = 0, missing_head_ok: bool = False) -> None:
+    """Fill a decoder from a Hugging Face directory; any float dtype on disk is converted to the parameters'.
+
+    The value head ``score.weight`` may be absent with ``missing_head_ok``: it then starts at zero (``seed`` would serve a head
+    that starts at random; none does). Raises ValueError naming the file and tensor for missing, unknown or misshapen tensors and
+    for unreadable files. Reads every rank's slices only; no communication.
+    """
+    path = Path(path)
+    spec, names = decoder.spec, decoder.spec.names
+    known = {*tensor_shapes(spec, "lm"), names.lm_head, names.value_head}
+    with contextlib.ExitStack() as stack, torch.no_grad():
+        checkpoint = _Checkpoint(path, stack)
+        unknown = sorted(n for n in checkpoint.files if n not in known and not _IGNORED.search(n))
+        if unknown:
+            raise ValueError(
+                f"{checkpoint.source}: {len(unknown)} tensors that a {spec.family} model does not have, such as '{unknown[0]}'"
+            )
+        for name, parameter in decoder.named_parameters():
+            target = _plain(name, parameter)
+            for box in decoder.shards[name].boxes:
+                stored = box.name
+                if stored == names.embed and spec.tie_word_embeddings and stored not in checkpoint.files:
+                    stored = names.lm_head  # the one matrix of a tied model is saved under either name
+                if stored in checkpoint.files:
+                    found = checkpoint.slices(stored, box.shape)
+                    target[box.local_slices].copy_(found[box.global_slices])
+                elif stored == names.value_head and missing_head_ok:
+                    target[box.local_slices].zero_()
+                else:
+                    raise ValueError(f"{checkpoint.source}: tensor '{box.name}' is missing")
+
+
+def init_random(decoder: Decoder, seed: int) -> None:
+    """Random weights, the same global ones in every layout: each Hugging Face tensor is drawn from (seed, its name)."""
+    with torch.no_grad():
+        for name, parameter in decoder.named_parameters():
+            target = _plain(name, parameter)
+            for box in decoder.shards[name].boxes:
+                whole = random_tensor(decoder.spec, box.name, box.shape, seed)
+                target[box.local_slices].copy_(whole[box.global_slices])
+
+
+def random_tensor(spec: ModelSpec, name: str, shape: tuple[int, ...], seed: int) -> Tensor:
+    """The initial fp32 value of a tensor: norms 1, biases 0, matrices normal with ``initializer_range`` (0.02)."""
+    if name.endswith(".bias"):
+        return torch.zeros(shape)
+    if len(shape) == 1:
+        return torch.ones(shape)
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    std = float(spec.hf_config.get("initializer_range", INIT_STD))
+    assert math.isfinite(std), f"initializer_range={std}"
+    return torch.randn(shape, generator=generator) * std
+
+
+def write_random_model(
+    path: str | Path, config: Mapping[str, Any], seed: int, tokenizer_dir: str | Path | None = None
+) -> ModelSpec:
+    """A Hugging Face directory with random weights (those of :func:`init_random`), for tests and first runs.
+
+    ``config`` is the contents of its config.json, from which transformers builds the same model; an architecture named
+    ``...ForSequenceClassification`` gets a value head instead of the language-model head. Tokenizer files are copied from
+    ``tokenizer_dir``. Returns the spec.
+    """
+    path = Path(path)
+    spec = spec_from_config(config, "config")
+    path.mkdir(parents=True, exist_ok=True)
+    classifier = any(name.endswith("ForSequenceClassification") for name in config.get("architectures") or ())
+    shapes = tensor_shapes(spec, "value" if classifier else "lm")
+    tensors = {name: random_tensor(spec, name, shape, seed) for name, shape in shapes.items()}
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    (path / "config.json").write_text(json.dumps(dict(config), indent=2) + "\n", encoding="utf-8")
+    if tokenizer_dir is not None:
+        for file in _tokenizer_files(Path(tokenizer_dir)):
+            shutil.copy(file, path / file.name)
+    return spec
+
+
+def _tokenizer_files(path: Path) -> Iterator[Path]:
+    names = ("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja")
+    for file in sorted(path.iterdir()):
+        if file.name.startswith("tokenizer") or file.name in names:
+            yield file
+
+
+def _plain(name: str, parameter: Tensor) -> Tensor:
+    assert type(parameter.data) is Tensor, f"{name} is already sharded ({type(parameter.data).__name__}): load before FSDP"
+    return parameter.data

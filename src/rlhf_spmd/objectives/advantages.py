@@ -1,0 +1,140 @@
+"""From scores to advantages: token-level rewards, generalized advantage estimation, whitening over the global batch.
+
+All token tensors are packed, [T] with ``lengths`` int64 [rows] on the CPU; a row's arithmetic does not see the other rows, so
+advantages and returns are bit-equal however rows are split over ranks or micro-batches. Nothing here takes gradients.
+
+Sources: GAE, Schulman et al. 2015 (arXiv 1506.02438, eq. 16); score on the last token minus KL on every token: Ziegler et al.
+2019 (arXiv 1909.08593); whitening with the unbiased variance and 1e-8 under the root: TRL and verl.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rlhf_spmd.config.schema import nearest
+
+WHITEN_EPSILON = 1e-8
+
+
+def check_packed(values: Tensor, lengths: Tensor) -> None:
+    """Assert that ``values`` [T] fits ``lengths`` [rows]."""
+    assert values.dim() == 1, f"packed values must be one-dimensional, got shape {tuple(values.shape)}"
+    total = int(lengths.sum())
+    assert total == len(values), f"lengths sum to {total}, but there are {len(values)} packed values"
+
+
+@torch.no_grad()
+def token_level_rewards(scores: Tensor, kl: Tensor | None, coef: float, lengths: Tensor) -> Tensor:
+    """Reward of each response token: minus ``coef`` times its KL, plus the row's score on the row's last token.
+
+    ``scores`` [rows], any device; ``kl`` [T] nats per token (:func:`kl.kl_penalty`) or None for none; returns [T] on the device
+    and in the dtype of ``kl`` (of ``scores`` without one), at least float32. Every row must have a token to carry its score.
+    """
+    assert len(scores) == len(lengths), f"{len(scores)} scores for {len(lengths)} rows"
+    assert bool((lengths > 0).all()), "a row without response tokens has nowhere to carry its score"
+    like = scores if kl is None else kl
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    if kl is None:
+        rewards = torch.zeros(int(lengths.sum()), dtype=dtype, device=like.device)
+    else:
+        check_packed(kl, lengths)
+        rewards = kl.to(dtype) * -coef
+    last = (lengths.cumsum(0) - 1).to(rewards.device)
+    rewards[last] += scores.to(device=rewards.device, dtype=dtype)
+    return rewards
+
+
+@dataclass(frozen=True)
+class _TimeMajor:
+    """Tokens ordered by distance from their row's end, longest rows first within one distance.
+
+    The rows that still have a token at distance j are then a prefix of those at distance j - 1, so one backward step over all
+    rows is one operation on two slices, without padding.
+    """
+
+    place: Tensor  # int64 [T]: where the packed token goes
+    counts: list[int]  # rows that have a token at distance 0, 1, ...
+
+
+def _time_major(lengths: Tensor) -> _TimeMajor:
+    longest = int(lengths.max()) if len(lengths) else 0
+    rank = torch.empty_like(lengths)
+    rank[torch.argsort(lengths, descending=True, stable=True)] = torch.arange(len(lengths))
+    counts = len(lengths) - torch.cumsum(torch.bincount(lengths, minlength=longest + 1), 0)[:longest]
+    starts = torch.cumsum(counts, 0) - counts
+    row_ends = torch.repeat_interleave(lengths.cumsum(0), lengths)
+    distance = row_ends - 1 - torch.arange(len(row_ends))
+    return _TimeMajor(starts[distance] + torch.repeat_interleave(rank, lengths), counts.tolist())
+
+
+@torch.no_grad()
+def gae(rewards: Tensor, values: Tensor, lengths: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+    """Generalized advantage estimation: delta_t = r_t + gamma V_{t+1} - V_t, A_t = delta_t + gamma lam A_{t+1}.
+
+    ``rewards``, ``values`` [T]: of each response token and of the state before it; after a row's last token both are 0 (the
+    episode ends there, also where the response was cut at its length limit, as in TRL and verl). Returns
+    ``(advantages, returns)``, [T] each, not whitened; returns = advantages + values. At least float32.
+    """
+    check_packed(rewards, lengths)
+    check_packed(values, lengths)
+    dtype = torch.promote_types(torch.promote_types(rewards.dtype, values.dtype), torch.float32)
+    rewards, values = rewards.to(dtype), values.to(dtype)
+    order = _time_major(lengths)
+    last = (lengths[lengths > 0].cumsum(0) - 1).to(values.device)
+    next_values = torch.cat([values[1:], values.new_zeros(min(1, len(values)))])
+    next_values[last] = 0.0
+    place = order.place.to(values.device)
+    running = torch.empty_like(values)
+    running[place] = rewards + gamma * next_values - values
+    start = 0
+    for distance, count in enumerate(order.counts):
+        if distance:
+            before = start - order.counts[distance - 1]
+            running[start : start + count].add_(running[before : before + count], alpha=gamma * lam)
+        start += count
+    advantages = running[place]
+    return advantages, advantages + values
+
+
+AdvantageEstimator = Callable[[Tensor, Tensor, Tensor, float, float], tuple[Tensor, Tensor]]
+
+ADVANTAGE_ESTIMATORS: dict[str, AdvantageEstimator] = {"gae": gae}
+
+
+def advantage_estimator(name: str) -> AdvantageEstimator:
+    """The function behind ``adv_estimator``; ValueError listing what exists for an unknown name."""
+    if name not in ADVANTAGE_ESTIMATORS:
+        known = sorted(ADVANTAGE_ESTIMATORS)
+        raise ValueError(f"unknown adv_estimator {name!r}{nearest(name, known) or ';'} available: {', '.join(known)}")
+    return ADVANTAGE_ESTIMATORS[name]
+
+
+@torch.no_grad()
+def moments(x: Tensor, mask: Tensor | None = None) -> Tensor:
+    """float64 [3]: count, sum and sum of squares of ``x`` [T], where ``mask`` [T] is true if given. Sum it over ranks."""
+    wide = x.double()
+    if mask is not None:
+        wide = torch.where(mask.bool(), wide, 0.0)
+        count = mask.bool().sum().double()
+    else:
+        count = torch.tensor(float(x.numel()), dtype=torch.float64, device=x.device)
+    return torch.stack([count, wide.sum(), wide.square().sum()])
+
+
+@torch.no_grad()
+def whiten(x: Tensor, moments: Tensor, shift_mean: bool = True) -> Tensor:
+    """(x - mean) / sqrt(variance + 1e-8), plus the mean again unless ``shift_mean``. Same shape and dtype as ``x`` [T].
+
+    ``moments``: of the global batch, as :func:`moments` returns them, summed over ranks. The variance is the unbiased one;
+    that of a single value is taken as 0.
+    """
+    count, total, squares = moments.to(device=x.device, dtype=torch.float64).unbind()
+    mean = total / count.clamp(min=1.0)
+    # The difference of two near-equal sums can come out a little below zero when all values are equal.
+    variance = ((squares - count * mean.square()) / (count - 1.0).clamp(min=1.0)).clamp(min=0.0)
+    whitened = (x.double() - mean) * torch.rsqrt(variance + WHITEN_EPSILON)
+    return (whitened if shift_mean else whitened + mean).to(x.dtype)

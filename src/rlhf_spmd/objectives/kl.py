@@ -1,0 +1,154 @@
+"""Per-token estimates of KL(policy || reference), and the controllers of their coefficient.
+
+The estimators and their names k1, k2, k3 are Schulman's ("Approximating KL Divergence", 2020, http://joschu.net/blog/kl-approx.html);
+the longer names beside them are verl's. The adaptive controller is that of Ziegler et al. 2019 (arXiv 1909.08593, section 2.2),
+in the form that TRL and verl use.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+KL_KINDS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
+
+# Bounds of low_var_kl. The exponent is bounded so that exp() stays finite, the estimate so that one token cannot swamp a batch.
+LOG_RATIO_LIMIT = 20.0
+LOW_VAR_LIMIT = 10.0
+
+
+def check_kl_kind(kind: str, where: str = "kl_loss_type") -> None:
+    """Raises ValueError unless ``kind`` is one of :data:`KL_KINDS`, with or without a final ``+``."""
+    if kind.removesuffix("+") not in KL_KINDS:
+        raise ValueError(f"unknown {where} {kind!r}; available: {', '.join(KL_KINDS)}, each also with a final '+'")
+
+
+def kl_penalty(log_prob: Tensor, ref_log_prob: Tensor, kind: str) -> Tensor:
+    """Estimate of the KL divergence per token, from the log-probs of the tokens that were sampled.
+
+    ``log_prob`` and ``ref_log_prob``: [T], nats, of the policy (it takes gradients) and of the reference. Returns [T], nats.
+
+    ==================== ==================================================================================================
+    ``kl``, ``k1``       log_prob - ref_log_prob: unbiased, high variance, may be negative
+    ``abs``              its absolute value
+    ``mse``, ``k2``      half its square: biased, low variance
+    ``low_var_kl``,      exp(d) - d - 1 with d = ref_log_prob - log_prob: unbiased, never negative. As in verl, d is clamped to
+    ``k3``               [-20, 20] and the result to [-10, 10]; beyond either bound the gradient is zero
+    ==================== ==================================================================================================
+
+    A final ``+`` (``k3+``) keeps the value and takes the gradient of k2, which is the one whose expectation is the gradient of
+    the KL divergence (verl's straight-through form; it matters where KL is a loss).
+
+    Raises ValueError for another ``kind``.
+    """
+    check_kl_kind(kind)
+    if kind.endswith("+"):
+        value = kl_penalty(log_prob, ref_log_prob, kind[:-1]).detach()
+        gradient = 0.5 * (log_prob - ref_log_prob).square()
+        return value + (gradient - gradient.detach())
+    difference = log_prob - ref_log_prob
+    if kind in ("kl", "k1"):
+        return difference
+    if kind == "abs":
+        return difference.abs()
+    if kind in ("mse", "k2"):
+        return 0.5 * difference.square()
+    inverse = (-difference).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    # expm1 keeps the digits that exp(d) - 1 loses near d = 0, where almost every token lies.
+    return (torch.expm1(inverse) - inverse).clamp(-LOW_VAR_LIMIT, LOW_VAR_LIMIT)
+
+
+@dataclass(frozen=True)
+class KLControlConfig:
+    """``kl_ctrl``: how the coefficient of the KL penalty in the reward is chosen.
+
+    ``type``: ``fixed`` keeps ``kl_coef``; ``adaptive`` starts from it and steers the measured KL towards ``target_kl`` (nats,
+    the unit of whatever is given to ``update``) over about ``horizon`` samples.
+    """
+
+    type: str = "fixed"
+    kl_coef: float = 0.001
+    target_kl: float = 0.1
+    horizon: int = 10000
+
+    def check(self, where: str = "kl_ctrl") -> None:
+        """Raises ValueError naming the key, the value and what is allowed."""
+        if self.type not in ("fixed", "adaptive"):
+            raise ValueError(f"unknown {where}.type {self.type!r}; available: adaptive, fixed")
+        if not (math.isfinite(self.kl_coef) and self.kl_coef >= 0):
+            raise ValueError(f"{where}.kl_coef = {self.kl_coef}: must be a finite number >= 0")
+        if self.type == "adaptive":
+            if self.kl_coef == 0:
+                raise ValueError(f"{where}.kl_coef = 0 with {where}.type = adaptive stays 0; start above 0 or set type=fixed")
+            if not (math.isfinite(self.target_kl) and self.target_kl > 0):
+                raise ValueError(f"{where}.target_kl = {self.target_kl}: must be a finite number > 0")
+            if self.horizon <= 0:
+                raise ValueError(f"{where}.horizon = {self.horizon}: must be > 0 (samples)")
+
+
+class KLController(Protocol):
+    """``value`` is the coefficient that the next step uses."""
+
+    value: float
+
+    def update(self, current_kl: float, n_steps: int) -> None: ...
+
+    def state_dict(self) -> dict[str, float]: ...
+
+    def load_state_dict(self, state: dict[str, float]) -> None: ...
+
+
+class FixedKLController:
+    """The coefficient of the config, for ever; a resumed run takes the config's value, not the checkpoint's."""
+
+    def __init__(self, kl_coef: float) -> None:
+        self.value = float(kl_coef)
+
+    def update(self, current_kl: float, n_steps: int) -> None:
+        """Nothing to do; here so that the algorithm calls both kinds alike."""
+
+    def state_dict(self) -> dict[str, float]:
+        return {"kl_coef": self.value}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """The config's coefficient stands: a user who changes it between runs means it."""
+
+
+class AdaptiveKLController:
+    """value <- value * (1 + e * n_steps / horizon), e = clip(current_kl / target_kl - 1, -0.2, 0.2) (Ziegler et al. 2019)."""
+
+    ERROR_LIMIT = 0.2
+
+    def __init__(self, kl_coef: float, target_kl: float, horizon: int) -> None:
+        self.value = float(kl_coef)
+        self.target_kl = float(target_kl)
+        self.horizon = int(horizon)
+
+    def update(self, current_kl: float, n_steps: int) -> None:
+        """Call once per step, with replicated numbers, so that every rank holds the same coefficient.
+
+        ``current_kl``: the step's mean KL; with verl's meaning of ``target_kl`` the mean over rows of each row's mean per token
+        (:func:`losses.aggregate` in mode ``seq-mean-token-mean``), in nats. ``n_steps``: rows in the global batch.
+        """
+        assert math.isfinite(current_kl), f"KL given to the controller is {current_kl}"
+        error = min(max(current_kl / self.target_kl - 1.0, -self.ERROR_LIMIT), self.ERROR_LIMIT)
+        # With more than 5 * horizon rows in a step the factor would reach zero or below and the coefficient never recover.
+        self.value *= max(1.0 + error * n_steps / self.horizon, 1e-3)
+
+    def state_dict(self) -> dict[str, float]:
+        return {"kl_coef": self.value}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.value = float(state["kl_coef"])
+
+
+def build_kl_controller(config: KLControlConfig) -> KLController:
+    """Raises ValueError for an unknown type or impossible values."""
+    config.check()
+    if config.type == "fixed":
+        return FixedKLController(config.kl_coef)
+    return AdaptiveKLController(config.kl_coef, config.target_kl, config.horizon)

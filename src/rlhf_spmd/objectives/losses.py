@@ -1,0 +1,205 @@
+"""PPO's policy and value losses, the SFT loss, and how per-token losses become one number.
+
+Losses come per token, [T]; :func:`aggregate` sums a micro-batch's tokens and divides by the *global* counts of the mini-batch,
+so the sum over micro-batches and ranks is the mini-batch's loss whatever the split. Its gradients must therefore be summed over
+data-parallel ranks, not averaged.
+
+Sources: PPO, Schulman et al. 2017 (arXiv 1707.06347, eq. 7); dual clip, Ye et al. 2019 (arXiv 1912.09729, eq. 5); separate
+lower and upper clip ratios, DAPO (arXiv 2503.14476); clipped value loss: TRL and verl; names of ``loss_agg_mode``: verl.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rlhf_spmd.objectives.advantages import check_packed
+
+LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+
+# exp() of a larger difference of log-probs carries no information and overflows float32 from 88 on.
+LOG_RATIO_LIMIT = 20.0
+
+
+def check_loss_agg_mode(mode: str, where: str = "loss_agg_mode") -> None:
+    """Raises ValueError unless ``mode`` is one of :data:`LOSS_AGG_MODES`."""
+    if mode not in LOSS_AGG_MODES:
+        raise ValueError(f"unknown {where} {mode!r}; available: {', '.join(LOSS_AGG_MODES)}")
+
+
+def check_clip_ratios(low: float, high: float, c: float) -> None:
+    """Raises ValueError for clip ratios that cannot be meant."""
+    if not 0.0 <= low <= 1.0:
+        raise ValueError(f"clip_ratio_low = {low}: the ratio is kept above 1 - clip_ratio_low, so it must lie in [0, 1]")
+    if not high >= 0.0:
+        raise ValueError(f"clip_ratio_high = {high}: the ratio is kept below 1 + clip_ratio_high, so it must be >= 0")
+    if not c > 1.0:
+        raise ValueError(f"clip_ratio_c = {c}: it bounds the ratio from above for negative advantages, so it must be > 1")
+
+
+def policy_loss(
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    advantages: Tensor,
+    clip_ratio_low: float,
+    clip_ratio_high: float,
+    clip_ratio_c: float,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Clipped surrogate loss per token, with the dual clip.
+
+    ratio = exp(log_prob - old_log_prob), its exponent clamped to [-20, 20]. The loss is
+    max(-A ratio, -A clip(ratio, 1 - clip_ratio_low, 1 + clip_ratio_high)), and where A < 0 at most -A clip_ratio_c.
+
+    ``log_prob`` (takes gradients), ``old_log_prob``, ``advantages``: [T]; log-probs in nats. Returns the loss [T] and, without
+    gradients, [T] each: ``clipped`` (bool: the clipped term is the larger one), ``dual_clipped`` (bool: the dual bound holds),
+    ``ppo_kl`` (old_log_prob - log_prob within the same clamp: its mean estimates KL(old || new)).
+
+    Raises ValueError for impossible clip ratios.
+    """
+    check_clip_ratios(clip_ratio_low, clip_ratio_high, clip_ratio_c)
+    assert log_prob.shape == old_log_prob.shape == advantages.shape, (
+        f"shapes differ: {tuple(log_prob.shape)}, old {tuple(old_log_prob.shape)}, advantages {tuple(advantages.shape)}"
+    )
+    log_ratio = (log_prob - old_log_prob).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    ratio = log_ratio.exp()
+    free = -advantages * ratio
+    bound = -advantages * ratio.clamp(1.0 - clip_ratio_low, 1.0 + clip_ratio_high)
+    single = torch.maximum(free, bound)
+    ceiling = -advantages * clip_ratio_c
+    negative = advantages < 0
+    loss = torch.where(negative, torch.minimum(single, ceiling), single)
+    stats = {
+        "clipped": (bound > free).detach(),
+        "dual_clipped": ((single > ceiling) & negative).detach(),
+        "ppo_kl": -log_ratio.detach(),
+    }
+    return loss, stats
+
+
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, cliprange_value: float) -> tuple[Tensor, Tensor]:
+    """0.5 max((v - R)^2, (clip(v, v_old - c, v_old + c) - R)^2) per token.
+
+    ``values`` (takes gradients), ``old_values``, ``returns``: [T]. Returns the loss [T] and a bool mask [T] of the tokens whose
+    clipped term is the larger one. Raises ValueError for a negative ``cliprange_value``.
+    """
+    if not cliprange_value >= 0.0:
+        raise ValueError(f"cliprange_value = {cliprange_value}: must be >= 0")
+    assert values.shape == old_values.shape == returns.shape, (
+        f"shapes differ: {tuple(values.shape)}, old {tuple(old_values.shape)}, returns {tuple(returns.shape)}"
+    )
+    # Clamped between bounds, not old + clamp(difference): inside the bounds the value must stay the same number to the bit, or
+    # rounding alone would count tokens as clipped.
+    clipped_values = torch.clamp(values, old_values - cliprange_value, old_values + cliprange_value)
+    free = (values - returns).square()
+    bound = (clipped_values - returns).square()
+    return 0.5 * torch.maximum(free, bound), (bound > free).detach()
+
+
+def _row_sums(x: Tensor, lengths: Tensor) -> Tensor:
+    """float64 [rows] on ``x``'s device, in a fixed order of summation (index_add and cumsum have none on CUDA)."""
+    return torch.segment_reduce(x.double(), "sum", lengths=lengths.to(x.device), unsafe=True, initial=0.0)
+
+
+@torch.no_grad()
+def token_counts(lengths: Tensor, weights: Tensor | None = None) -> Tensor:
+    """float64 [2]: the tokens (with ``weights`` [T], their sum) and the rows that :func:`aggregate` divides by.
+
+    A row counts if it has a token (with ``weights``: one of non-zero weight). Sum over ranks for the mini-batch's counts.
+    """
+    if weights is None:
+        return torch.stack([lengths.sum(), (lengths > 0).sum()]).double()
+    check_packed(weights, lengths)
+    rows = (_row_sums(weights != 0, lengths) > 0).sum()
+    return torch.stack([weights.double().sum(), rows.double()])
+
+
+def aggregate(
+    loss: Tensor,
+    lengths: Tensor,
+    mode: str,
+    num_tokens: int | float,
+    num_rows: int | float,
+    max_length: int | float | None = None,
+    weights: Tensor | None = None,
+) -> Tensor:
+    """This micro-batch's part of the mini-batch's loss: a scalar in the dtype of ``loss`` [T], with gradients.
+
+    =========================== ================================================================================
+    ``token-mean``              sum over tokens / ``num_tokens``
+    ``seq-mean-token-sum``      sum over tokens / ``num_rows``
+    ``seq-mean-token-mean``     sum over rows of the row's mean / ``num_rows``
+    ``seq-mean-token-sum-norm`` sum over tokens / (``num_rows`` * ``max_length``), Dr. GRPO's (arXiv 2503.20783)
+    =========================== ================================================================================
+
+    ``num_tokens`` and ``num_rows`` are those of the whole mini-batch over all ranks (:func:`token_counts`, summed).
+    ``max_length`` is a constant of the run (tokens), needed by the last mode only. ``weights`` [T] multiply the tokens (0
+    leaves one out); a row's mean is then the weighted one, and ``num_tokens`` the global sum of weights.
+
+    Raises ValueError for an unknown mode, and for the last one without ``max_length``.
+    """
+    check_loss_agg_mode(mode)
+    check_packed(loss, lengths)
+    if weights is not None:
+        check_packed(weights, lengths)
+        loss = loss * weights
+    if mode == "token-mean":
+        assert num_tokens > 0, "the mini-batch has no tokens (global count 0)"
+        return loss.sum() / num_tokens
+    assert num_rows > 0, "the mini-batch has no rows (global count 0)"
+    if mode == "seq-mean-token-mean":
+        return (loss * _inverse_row_weight(loss, lengths, weights)).sum() / num_rows
+    if mode == "seq-mean-token-sum":
+        return loss.sum() / num_rows
+    if max_length is None or max_length <= 0:
+        raise ValueError(f"loss_agg_mode {mode!r} divides by the largest response length; got {max_length}, give one > 0")
+    return loss.sum() / (num_rows * max_length)
+
+
+@torch.no_grad()
+def _inverse_row_weight(loss: Tensor, lengths: Tensor, weights: Tensor | None) -> Tensor:
+    """[T]: for each token, 1 / (tokens, or sum of weights, of its row); 0 in rows without weight."""
+    if weights is None:
+        return torch.repeat_interleave(1.0 / lengths.clamp(min=1).double(), lengths).to(device=loss.device, dtype=loss.dtype)
+    sums = _row_sums(weights, lengths)
+    inverse = torch.where(sums != 0, 1.0 / sums, 0.0).to(loss.dtype)
+    row_of_token = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    return inverse[row_of_token.to(loss.device)]
+
+
+def sft_loss(
+    log_prob: Tensor,
+    lengths: Tensor,
+    num_tokens: int | float,
+    num_rows: int | float,
+    mode: str = "token-mean",
+    max_length: int | float | None = None,
+    weights: Tensor | None = None,
+) -> Tensor:
+    """Negative log-likelihood: -log_prob [T] (nats) through :func:`aggregate`, whose arguments these are."""
+    return aggregate(-log_prob, lengths, mode, num_tokens, num_rows, max_length, weights)
+
+
+@torch.no_grad()
+def explained_variance_sums(values: Tensor, returns: Tensor, mask: Tensor | None = None) -> Tensor:
+    """float64 [5]: count; sum and sum of squares of the returns; the same of the errors (returns - values). Add over ranks.
+
+    ``values``, ``returns``: [T]; ``mask`` [T] leaves tokens out.
+    """
+    targets, errors = returns.double(), returns.double() - values.double()
+    keep = torch.ones_like(targets) if mask is None else mask.double()
+    targets, errors = targets * keep, errors * keep
+    return torch.stack([keep.sum(), targets.sum(), targets.square().sum(), errors.sum(), errors.square().sum()])
+
+
+def explained_variance(sums: Tensor) -> float:
+    """1 - Var(returns - values) / Var(returns), from global sums; 1 is perfect, 0 no better than a constant, below 0 worse.
+
+    0.0 where the returns do not vary, so that the ratio does not exist.
+    """
+    count, target_sum, target_squares, error_sum, error_squares = sums.double().tolist()
+    if count == 0:
+        return 0.0
+    target_spread = target_squares - target_sum**2 / count
+    if target_spread <= 1e-12 * target_squares:
+        return 0.0
+    return 1.0 - (error_squares - error_sum**2 / count) / target_spread

@@ -1,0 +1,390 @@
+"""The error board: every rank's heartbeat and the one failure that ends the job, in the store that all ranks share.
+
+Each process has one :class:`Board` with a daemon thread and its own connection to the store, so the board works while the main
+thread is blocked in a collective. Every half second the thread publishes a heartbeat (where the main thread is) and looks for a
+failure; rank 0's thread reads all heartbeats (the others only rank 0's, so the cost is O(ranks)) and finds lost ranks, diverged
+scripts and standstills. The first failure posted wins: the rank that posted it prints one line and writes exit_status.json,
+then every process ends with its code. The main thread only writes fields (about a microsecond a call).
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import zlib
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+import torch.distributed as dist
+
+from rlhf_spmd.parallel.collectives import RECORDER
+from rlhf_spmd.parallel.watch import HISTORY, WINDOW, Beat, Finding, Limits, Watch, place
+from rlhf_spmd.parallel.world import Launch
+from rlhf_spmd.telemetry.run_dir import EXIT_CODES, ExitStatus, write_exit_status
+
+_CLIENT_TIMEOUT = timedelta(seconds=10)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How the job ends, agreed by all ranks. ``message`` is the line printed; ``kill_pid`` a process that no longer answers."""
+
+    error_class: str  # a key of EXIT_CODES
+    message: str
+    rank: int
+    call: str = ""
+    step: int | None = None
+    last_checkpoint: str | None = None
+    kill_pid: int = 0
+    kill_host: str = ""
+
+    @property
+    def code(self) -> int:
+        return EXIT_CODES[self.error_class]
+
+
+class Board:
+    """One per process. ``preempted``, ``run_dir`` and ``last_checkpoint`` are plain fields that the program reads and sets."""
+
+    def __init__(self, launch: Launch, store: dist.Store, limits: Limits | None = None) -> None:
+        self.launch = launch
+        self.limits = limits or Limits()
+        self.preempted = False
+        self.run_dir: Path | None = None
+        self.last_checkpoint: str | None = None
+        self.step = 0
+        self.failure: Failure | None = None
+        self._store = store
+        self._log: list[tuple[int, str, str, int]] = [(0, "", "", 0)] * HISTORY  # a ring, read by the thread without a lock
+        self._num_calls = 0
+        self._chain = 0
+        self._keys: dict[tuple[str, str], bytes] = {}
+        self._inside = False
+        self._ticks = 0
+        self._state = "starting"
+        self._beats = 0
+        self._logged = -1
+        self._suspect = False
+        self._wake = threading.Event()
+        self._known = threading.Event()  # a failure is known
+        self._main_ready = threading.Event()  # the main thread has nothing more to do
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+
+    # ---- the main thread: fields only ------------------------------------------------------------------------------
+
+    def enter_call(self, seq: int, name: str, site: str) -> None:
+        """The script enters its ``seq``-th call, on members and on other ranks alike; ``site`` is ``file.py:line``."""
+        key = self._keys.get((name, site))
+        if key is None:
+            key = self._keys[(name, site)] = f"{name}@{site}".encode()
+        self._chain = zlib.crc32(key, self._chain)
+        self._log[self._num_calls % HISTORY] = (seq, name, site, self._chain)
+        self._num_calls += 1
+        self._inside = True
+        self._ticks += 1
+
+    def leave_call(self) -> None:
+        self._inside = False
+        self._ticks += 1
+
+    def set_step(self, step: int) -> None:
+        self.step = step
+        self._state = "running"
+        self._ticks += 1
+
+    def tick(self) -> None:
+        """Says that a long call without collectives is still going on."""
+        self._ticks += 1
+
+    @property
+    def call(self) -> tuple[int, str, str]:
+        """Sequence number, name and site of the last call entered; (0, "", "") before the first."""
+        seq, name, site, _ = self._log[(self._num_calls - 1) % HISTORY]
+        return seq, name, site
+
+    @property
+    def where(self) -> str:
+        seq, name, site = self.call
+        return place(name if self._inside else "", seq, site, self.step)
+
+    # ---- life ------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Starts the thread; a single process needs none."""
+        if self.launch.size == 1:
+            return
+        self._store = _own_connection(self._store)
+        self._publish()
+        self._thread = threading.Thread(target=self._run, name="board", daemon=True)
+        self._thread.start()
+
+    def finish(self, store: dist.Store) -> None:
+        """The script has ended here: wait until it has ended on every rank (a failure elsewhere ends the process instead).
+
+        ``store`` is the main thread's connection: it blocks. Collective over the world: every rank of it must call.
+        """
+        self._inside, self._state = False, "ended"
+        self._ticks += 1
+        if self.launch.size > 1:
+            if store.add("board/ended", 1) == self.launch.size:
+                store.set("board/all_ended", "1")
+            store.wait(["board/all_ended"], timedelta(seconds=self.limits.stall_s))
+        self.stop()
+
+    def stop(self) -> None:
+        self._stopping = True
+        self._wake.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout=5.0)
+
+    # ---- failures --------------------------------------------------------------------------------------------------
+
+    def post_error(
+        self, error_class: str, message: str, call: str | None = None, step: int | None = None, details: str = ""
+    ) -> bool:
+        """Posts this rank's failure; the first of the job wins, prints ``details`` and one line, and writes exit_status.json.
+
+        Returns whether it was the first. Does not end the process: see :meth:`leave`.
+        """
+        failure = Failure(
+            error_class,
+            message,
+            self.launch.rank,
+            self.call[1] if call is None else call,
+            self.step if step is None else step,
+            self.last_checkpoint,
+        )
+        return self._post(failure, details)
+
+    def await_verdict(self, seconds: float) -> bool:
+        """For a rank that another one may have taken down: waits for the failure that explains it; whether one is known."""
+        if self._thread is None:
+            return self.failure is not None
+        self._suspect = True
+        self._wake.set()
+        return self._known.wait(seconds)
+
+    def leave(self) -> NoReturn:
+        """Ends this process with the code of the job's failure, once every living rank knows of it."""
+        assert self.failure is not None, "leave() needs a failure: post_error first"
+        self._main_ready.set()
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join(timeout=3 * self.limits.grace_s)  # it ends the process
+        end_process(self.failure.code)
+
+    def _post(self, failure: Failure, details: str = "") -> bool:
+        record = json.dumps(asdict(failure)).encode()
+        try:
+            won = self._store.compare_set("board/failure", "", record.decode()) == record
+        except RuntimeError:  # the store is gone with its host: every node speaks for itself
+            won = self.launch.local_rank == 0
+        if won:
+            self._announce(failure, details)
+        else:
+            failure = self._read_failure() or failure
+        self.failure = failure
+        self._known.set()
+        return won
+
+    def _announce(self, failure: Failure, details: str) -> None:
+        announce(failure.message, details)
+        if self.run_dir is not None:
+            message, call = one_line(failure.message), failure.call or None
+            status = ExitStatus.of(failure.error_class, message, failure.rank, call, failure.step, failure.last_checkpoint)
+            try:
+                write_exit_status(self.run_dir, status)
+            except OSError as error:
+                announce(f"cannot write exit_status.json in {self.run_dir}: {error}")
+
+    def _read_failure(self) -> Failure | None:
+        if not self._store.check(["board/failure"]):
+            return None
+        return Failure(**json.loads(self._store.get("board/failure")))
+
+    # ---- the thread ------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        ranks = range(self.launch.size) if self.launch.rank == 0 else (0,)
+        watch = Watch(self.launch.rank, tuple(ranks), self.limits)
+        retried = False
+        while not self._stopping:
+            self._wake.wait(self.limits.beat_s)
+            self._wake.clear()
+            if self._stopping:
+                return
+            try:
+                self._publish()
+                self.failure = self._read_failure() or self.failure
+                if self.failure is None and (finding := self._look(watch)) is not None:
+                    self._post(self._blame(finding))
+                retried = False
+            except RuntimeError as error:  # torch's store clients raise nothing more precise in all versions
+                if self._stopping or self.failure is not None:
+                    pass
+                elif not retried and self._reconnect():
+                    retried = True
+                    continue
+                else:
+                    self._store_lost(str(error))
+            if self.failure is not None:
+                self._end(self.failure)
+
+    def _publish(self) -> None:
+        self._beats += 1
+        rank, num_calls = self.launch.rank, self._num_calls
+        recent = [self._log[n % HISTORY] for n in range(max(0, num_calls - WINDOW), num_calls)]
+        seq, name, site, _ = recent[-1] if recent else (0, "", "", 0)
+        beat = Beat(
+            rank=rank,
+            count=self._beats,
+            state=self._state,
+            step=self.step,
+            seq=seq,
+            name=name,
+            site=site,
+            inside=self._inside,
+            progress=self._ticks + RECORDER.sequence,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            calls=tuple((entry[0], entry[3]) for entry in recent),
+        )
+        self._store.set(f"board/beat/{rank}", beat.encode())
+        if num_calls != self._logged:
+            self._store.set(f"board/log/{rank}", json.dumps([entry[:3] for entry in recent]))
+            self._logged = num_calls
+        if self._suspect:
+            self._store.set("board/suspect", "1")
+
+    def _look(self, watch: Watch) -> Finding | None:
+        keys = [f"board/beat/{rank}" for rank in watch.ranks]
+        if not self._store.check(keys):  # not all have started
+            keys = [key for key in keys if self._store.check([key])]
+        beats = [Beat.decode(data) for data in self._store.multi_get(keys)] if keys else []
+        num_calls = self._num_calls
+        own = [self._log[n % HISTORY] for n in range(max(0, num_calls - HISTORY), num_calls)]
+        new = [(seq, chain) for seq, _, _, chain in own if seq > max(watch.history, default=0)]
+        suspect = self._suspect or self._store.check(["board/suspect"])
+        return watch.judge(time.monotonic(), {b.rank: b for b in beats}, new, suspect, self._call_text)
+
+    def _call_text(self, rank: int, seq: int) -> str:
+        if rank == self.launch.rank:
+            entries = [entry[:3] for entry in self._log]
+        else:
+            entries = json.loads(self._store.get(f"board/log/{rank}"))
+        for number, name, site in entries:
+            if number == seq:
+                return f"{name} ({site})"
+        return "another call"
+
+    def _blame(self, finding: Finding) -> Failure:
+        beat, message = finding.beat, finding.message
+        if finding.silent:  # its last heartbeat may be older than its last call: where the others are tells more
+            message += f"; rank {self.launch.rank} is in {self.where}"
+        call, step = (beat.name, beat.step) if beat else ("", None)
+        pid, host = (beat.pid, beat.host) if beat and finding.silent else (0, "")
+        return Failure("hang", message, finding.rank, call, step, self.last_checkpoint, pid, host)
+
+    def _reconnect(self) -> bool:
+        try:
+            self._store = _own_connection(self._store)
+        except RuntimeError:
+            return False
+        return True
+
+    def _store_lost(self, reason: str) -> None:
+        message = (
+            f"rank {self.launch.rank} lost the store that all ranks share, in {self.where}: "
+            f"the torchrun agent of the first node is gone ({one_line(reason)[:120]})"
+        )
+        failure = Failure("hang", message, self.launch.rank, self.call[1], self.step, self.last_checkpoint)
+        if self.launch.local_rank == 0:
+            self._announce(failure, "")
+        self.failure = failure
+
+    def _end(self, failure: Failure) -> NoReturn:
+        """Acknowledge, give the main thread and the other ranks ``grace_s`` to know as well, then end the process."""
+        self._known.set()
+        deadline = time.monotonic() + self.limits.grace_s
+        if failure.error_class == "hang":
+            self._dump_stacks()
+        self._kill_silent_neighbour(failure)
+        try:
+            acknowledged = self._store.add("board/known", 1)
+            while time.monotonic() < deadline:
+                if acknowledged >= self.launch.size and self._main_ready.is_set():
+                    break
+                time.sleep(0.05)
+                acknowledged = self._store.add("board/known", 0)
+        except RuntimeError:
+            pass  # the store ended with its host, which knew
+        end_process(failure.code)
+
+    def _dump_stacks(self) -> None:
+        path = self.log_path("stack")
+        if path is None:
+            return
+        with path.open("a") as file:
+            file.write(f"rank {self.launch.rank} in {self.where}; last collectives: {RECORDER.dump()}\n")
+            file.flush()
+            faulthandler.dump_traceback(file, all_threads=True)
+
+    def _kill_silent_neighbour(self, failure: Failure) -> None:
+        """A stopped process (SIGSTOP, a stuck driver) would keep torchrun waiting for 30 s: its neighbours kill it."""
+        if not failure.kill_pid or failure.kill_host != socket.gethostname() or failure.kill_pid == os.getpid():
+            return
+        try:
+            parent = int(Path(f"/proc/{failure.kill_pid}/stat").read_text().rpartition(")")[2].split()[1])
+            if parent == os.getppid():  # still that rank: a child of the same torchrun
+                os.kill(failure.kill_pid, signal.SIGKILL)
+        except (OSError, ValueError, IndexError):
+            pass  # gone already
+
+    def log_path(self, kind: str) -> Path | None:
+        """``run_dir/logs/rank_N.<kind>``, or None while the run directory is unknown or cannot be written."""
+        if self.run_dir is None:
+            return None
+        try:
+            (self.run_dir / "logs").mkdir(parents=True, exist_ok=True)
+        except OSError:
+            return None
+        return self.run_dir / "logs" / f"rank_{self.launch.rank}.{kind}"
+
+
+def _own_connection(store: dist.Store) -> dist.Store:
+    """Another connection to the same store: calls on one connection wait for each other."""
+    clone: dist.Store = cast(Any, store).clone()  # missing in torch's stubs
+    clone.set_timeout(_CLIENT_TIMEOUT)
+    return clone
+
+
+def one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def announce(line: str, details: str = "") -> None:
+    """``details`` (a traceback) and one line on standard error, in one write so that ranks do not mix."""
+    sys.stderr.write(f"{details.rstrip()}\n{one_line(line)}\n" if details else f"{one_line(line)}\n")
+    sys.stderr.flush()
+
+
+def end_process(code: int) -> NoReturn:
+    """Ends the process at once: a process group whose peers are gone can block Python's own way out."""
+    flusher = threading.Thread(target=_flush, daemon=True)  # a reader of the pipe that has stopped would block it
+    flusher.start()
+    flusher.join(timeout=1.0)
+    os._exit(code)
+
+
+def _flush() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()

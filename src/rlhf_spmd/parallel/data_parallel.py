@@ -1,0 +1,103 @@
+"""Gradients across ranks: sums over data-parallel replicas in flat buckets, and the true norm of the whole model's gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from rlhf_spmd.parallel.boxes import ParamShard
+from rlhf_spmd.parallel.collectives import Group
+
+BUCKET_ELEMENTS = 1 << 24  # 64 MB in fp32: large enough for full bandwidth, small beside a model
+
+
+def sum_in_buckets(grads: Mapping[str, Tensor], group: Group, label: str) -> dict[str, Tensor]:
+    """The sums over the group of equally named and shaped gradients, as views into a few flat buffers.
+
+    ``grads`` is only read. Collective over the group: every rank of it must call, in program order.
+    """
+    if group.size == 1:
+        return dict(grads)
+    summed: dict[str, Tensor] = {}
+    for names in _buckets({name: grad.numel() for name, grad in grads.items()}):
+        flat = torch.cat([grads[name].reshape(-1) for name in names])
+        group.all_reduce(flat, label)
+        for name, part in zip(names, flat.split([grads[name].numel() for name in names]), strict=True):
+            summed[name] = part.view(grads[name].shape)
+    return summed
+
+
+def _buckets(sizes: Mapping[str, int]) -> Iterator[list[str]]:
+    names: list[str] = []
+    total = 0
+    for name, size in sizes.items():
+        if names and total + size > BUCKET_ELEMENTS:
+            yield names
+            names, total = [], 0
+        names.append(name)
+        total += size
+    if names:
+        yield names
+
+
+def _places(plan: Mapping[str, ParamShard]) -> set[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+    return {(box.name, box.start, box.size) for shard in plan.values() for box in shard.boxes}
+
+
+def owned_boxes(plan: Mapping[str, ParamShard], before: Iterable[Mapping[str, ParamShard]]) -> dict[str, ParamShard]:
+    """``plan`` without the boxes that one of the plans ``before`` holds too, so that each part of a model has one owner. Pure.
+
+    Ranks that hold copies (norms over tp, KV heads that several tp ranks share, tied embeddings) hold them as equal boxes.
+    """
+    seen = {place for other in before for place in _places(other)}
+    return {
+        name: replace(shard, boxes=tuple(box for box in shard.boxes if (box.name, box.start, box.size) not in seen))
+        for name, shard in plan.items()
+    }
+
+
+def partial_boxes(plan: Mapping[str, ParamShard], others: Iterable[Mapping[str, ParamShard]]) -> dict[str, ParamShard]:
+    """The boxes of ``plan`` that one of the other tp ranks' plans holds too, each rank with a gradient of its own. Pure.
+
+    These are KV heads that several ranks share: each sees the gradient from its own query heads, and the sum is the true one.
+    Parameters that are replicated as a whole are left out: there every rank has the whole gradient.
+    """
+    seen = {place for other in others for place in _places(other)}
+    shared = {
+        name: replace(shard, boxes=tuple(box for box in shard.boxes if (box.name, box.start, box.size) in seen))
+        for name, shard in plan.items()
+        if "tp" not in shard.replicated
+    }
+    return {name: shard for name, shard in shared.items() if shard.boxes}
+
+
+def sum_partial(grads: Mapping[str, Tensor], partial: Mapping[str, ParamShard], tp: Group) -> None:
+    """Sum the gradients of :func:`partial_boxes` over the ranks that share them, in place.
+
+    Every rank puts its part into a zeroed copy of the whole Hugging Face tensor; a rank reads back the part that it holds. Each
+    rank of the group must hold boxes of the same tensors. Collective over tp: every rank of it must call, in program order.
+    """
+    if not partial:
+        return
+    held = [(grads[name][box.local_slices], box) for name, shard in partial.items() for box in shard.boxes]
+    wholes = {box.name: part.new_zeros(box.shape) for part, box in held}
+    for part, box in held:
+        wholes[box.name][box.global_slices] = part
+    wholes = sum_in_buckets(wholes, tp, "shared_kv_gradients")
+    for part, box in held:
+        part.copy_(wholes[box.name][box.global_slices])
+
+
+def squared_norm(grads: Mapping[str, Tensor], owned: Mapping[str, ParamShard]) -> Tensor:
+    """float64 []: the sum of squares of the gradients' parts that lie in the owned boxes of the local shards."""
+    norms = []
+    for name, grad in grads.items():
+        boxes = owned[name].boxes
+        whole = sum(box.numel for box in boxes) == grad.numel()
+        parts = [grad] if whole else [grad[box.local_slices] for box in boxes]
+        norms += [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts if part.numel()]
+    device = next(iter(grads.values())).device
+    return torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64, device=device)

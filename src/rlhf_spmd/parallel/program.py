@@ -1,0 +1,298 @@
+"""The process boundary of every program: bad input stops all ranks with one line, any failure ends all of them with its code.
+
+``run_program(prepare, body)``: ``prepare`` loads and checks the input on each rank by itself, before any process group or model
+exists; the ranks agree through the store that all of them succeeded; then ``body`` runs. This is the only place that catches
+everything: it classes the exception, posts it on the board and turns it into an exit code.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import faulthandler
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Generic, NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from rlhf_spmd.parallel.board import Board, announce, end_process, one_line
+from rlhf_spmd.parallel.collectives import RECORDER
+from rlhf_spmd.parallel.watch import Limits, place
+from rlhf_spmd.parallel.world import Launch, World, connect_store, init_world, read_launch
+from rlhf_spmd.telemetry.run_dir import EXIT_CODES, EXIT_STATUS_FILE, ExitStatus, write_exit_status
+
+T = TypeVar("T")
+
+# what a broken connection to another rank looks like in an exception of gloo, nccl or the store
+_CONNECTION_WORDS = ("gloo", "nccl", "connection closed", "connection reset", "connection refused", "broken pipe", "timed out")
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
+
+
+class Preempted(Exception):
+    """The run was told to end (SIGTERM, SIGUSR1) and has saved; raised by the training loop on every rank."""
+
+    exit_class = "preempted"
+
+
+@dataclass(frozen=True)
+class ProgramSettings:
+    """What the process boundary must know of the prepared configuration."""
+
+    run_dir: Path | None = None
+    timeout_s: float = 600.0  # the longest that one rank may keep the others waiting in a call
+    limits: Limits = field(default_factory=Limits)
+
+
+@dataclass(frozen=True)
+class ProgramContext(Generic[T]):
+    """What ``body`` gets: the ranks, the board, and what ``prepare`` returned."""
+
+    world: World
+    board: Board
+    prepared: T
+
+
+def run_program(
+    prepare: Callable[[], T],
+    body: Callable[[ProgramContext[T]], None],
+    settings: Callable[[T], ProgramSettings] = lambda prepared: ProgramSettings(),
+    run_dir_hint: Path | None = None,
+    saves_on_signal: bool = False,
+    prepare_timeout_s: float = 300.0,
+    device: torch.device | None = None,
+) -> None:
+    """Runs a program to its end on this rank; returns only if it succeeded on all ranks, otherwise ends the process.
+
+    ``prepare`` must be local (no collective). ``run_dir_hint`` receives exit_status.json when ``prepare`` fails.
+    ``saves_on_signal``: the body polls ``board.preempted`` and raises :class:`Preempted` itself; otherwise SIGTERM raises it.
+    A single process raises SystemExit instead of ending, so that it can be called from another program.
+    """
+    die_with_torchrun()
+    launch = read_launch()
+    prepared, store = _agree_on_input(launch, prepare, run_dir_hint, prepare_timeout_s)
+    chosen = settings(prepared)
+    board = Board(launch, store, replace(chosen.limits, stall_s=chosen.timeout_s))
+    board.run_dir = chosen.run_dir
+    owns_group = not dist.is_initialized()
+    with _signals(board, saves_on_signal):
+        try:
+            _open_run_dir(board)
+            board.start()
+            world = init_world(launch, store, chosen.timeout_s, device)
+            body(ProgramContext(world, board, prepared))
+            board.finish(store)
+            if launch.rank == 0 and board.run_dir is not None:
+                write_exit_status(board.run_dir, ExitStatus.of("done", step=board.step, last_checkpoint=board.last_checkpoint))
+        except BaseException as error:  # the process boundary: every ending gets a class and a code
+            _fail(board, error, saves_on_signal)
+    if owns_group:
+        dist.destroy_process_group()
+
+
+def classify(error: BaseException) -> str:
+    """The class of an ending (a key of EXIT_CODES): the exception type's own ``exit_class``, else by built-in type."""
+    own = getattr(type(error), "exit_class", None)
+    if own in EXIT_CODES:
+        return str(own)
+    if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
+        return "checkpoint"
+    if isinstance(error, ValueError):
+        return "config"
+    if isinstance(error, FloatingPointError):
+        return "numerics"
+    return "error"
+
+
+def lost_connection(error: BaseException) -> bool:
+    """Whether this failure may be the consequence of another rank's: a broken or timed-out connection."""
+    if isinstance(error, dist.DistError | ConnectionError):
+        return True
+    return type(error) is RuntimeError and any(word in str(error).lower() for word in _CONNECTION_WORDS)
+
+
+def die_with_torchrun() -> None:
+    """The kernel ends this process when torchrun dies, even by SIGKILL: otherwise ranks live on as orphans."""
+    if sys.platform != "linux" or not dist.is_torchelastic_launched():
+        return
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() == 1 and not _is_container_init():
+        os._exit(EXIT_CODES["error"])  # it died before the call
+
+
+def _is_container_init() -> bool:
+    """Whether torchrun itself is process 1, as in a container whose command it is."""
+    try:
+        return b"torch" in Path("/proc/1/cmdline").read_bytes()
+    except OSError:
+        return True
+
+
+# ---- agreeing on the input ---------------------------------------------------------------------------------------------
+
+
+def _agree_on_input(
+    launch: Launch, prepare: Callable[[], T], run_dir_hint: Path | None, timeout_s: float
+) -> tuple[T, dist.Store]:
+    """Runs ``prepare`` and waits until it has succeeded on every rank. The first rank that fails prints for the job.
+
+    Costs every rank a few store messages; nobody leaves before the others know (10 s), so that each exits with the code.
+    """
+    prepared: T | None = None
+    refusal: tuple[str, str, str] | None = None  # class, line, traceback
+    try:
+        prepared = prepare()
+    except Exception as error:  # the process boundary
+        refusal = _refusal(launch, error)
+    try:
+        store = connect_store(launch, timeout_s=20.0 if refusal else min(60.0, timeout_s))
+    except (RuntimeError, OSError) as error:
+        line = f"rank {launch.rank} cannot reach the store that all ranks share: {one_line(str(error))[:300]}"
+        refusal = refusal or ("hang", line, "")
+        announce(refusal[1], refusal[2])
+        _exit(launch, EXIT_CODES[refusal[0]])
+    if refusal:
+        record = json.dumps(refusal[:2])
+        if store.compare_set("prepare/verdict", "", record) == record.encode():
+            announce(refusal[1], refusal[2])
+            _write_refusal(run_dir_hint, launch, refusal)
+    else:
+        store.set(f"prepare/ok/{launch.rank}", "1")
+        if store.add("prepare/ok", 1) == launch.size:
+            store.compare_set("prepare/verdict", "", "ok")
+    _await_input_verdict(launch, store, timeout_s)
+    assert prepared is not None or not refusal, "a refusal ends the process"
+    return prepared, store  # type: ignore[return-value]  # prepare() may return None as its T
+
+
+def _await_input_verdict(launch: Launch, store: dist.Store, timeout_s: float) -> None:
+    try:
+        store.wait(["prepare/verdict"], timedelta(seconds=timeout_s))
+    except RuntimeError:
+        late = [r for r in range(launch.size) if not store.check([f"prepare/ok/{r}"])]
+        line = f"ranks {late[:8]} did not finish checking their input within {timeout_s:.0f} s"
+        record = json.dumps(["hang", line])
+        if store.compare_set("prepare/verdict", "", record) == record.encode():
+            announce(line)
+    verdict = store.get("prepare/verdict").decode()
+    if verdict == "ok":
+        return
+    if launch.size > 1:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it when the first rank leaves; the code must stay ours
+    known = store.add("prepare/known", 1)
+    deadline = time.monotonic() + 10.0
+    while known < launch.size and time.monotonic() < deadline:
+        time.sleep(0.05)
+        known = store.add("prepare/known", 0)
+    _exit(launch, EXIT_CODES[json.loads(verdict)[0]])
+
+
+def _refusal(launch: Launch, error: Exception) -> tuple[str, str, str]:
+    """Class, line and traceback (only for defects of the program) of an exception in ``prepare``."""
+    error_class = classify(error)
+    if error_class == "error" and isinstance(error, OSError):
+        error_class = "data"  # a file that is named in the configuration and cannot be read
+    origin = f" [rank {launch.rank} on {socket.gethostname()}]" if launch.size > 1 else ""
+    if error_class == "error":
+        return error_class, f"{type(error).__name__}: {error}{origin}", traceback.format_exc()
+    return error_class, f"{error_class} error: {one_line(str(error))}{origin}", ""
+
+
+def _write_refusal(run_dir: Path | None, launch: Launch, refusal: tuple[str, str, str]) -> None:
+    if run_dir is None:
+        return
+    try:
+        write_exit_status(run_dir, ExitStatus.of(refusal[0], refusal[1], rank=launch.rank))
+    except OSError as error:
+        announce(f"cannot write {EXIT_STATUS_FILE} in {run_dir}: {error}")
+
+
+# ---- running and failing -----------------------------------------------------------------------------------------------
+
+
+def _open_run_dir(board: Board) -> None:
+    """An exit status of an earlier start must not be taken for this one's; crashes in C code leave their stack in the log."""
+    if board.run_dir is None:
+        return
+    if board.launch.rank == 0:
+        (board.run_dir / EXIT_STATUS_FILE).unlink(missing_ok=True)
+    path = board.log_path("err")
+    if path is not None and board.launch.size > 1:
+        faulthandler.enable(path.open("a"))
+
+
+@contextmanager
+def _signals(board: Board, saves: bool) -> Iterator[None]:
+    """SIGTERM and SIGUSR1 set ``board.preempted`` (and end a body that does not poll it); restored on leaving."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def on_signal(number: int, frame: object) -> None:
+        if board.failure is not None:
+            return
+        first, board.preempted = not board.preempted, True
+        if first and not saves:
+            raise Preempted(f"ended by {signal.Signals(number).name}")
+
+    previous = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _fail(board: Board, error: BaseException, saves_on_signal: bool) -> NoReturn:
+    """Class the exception, let the job know, end this process with the code of the job's first failure."""
+    text = traceback.format_exc()
+    path = board.log_path("err")
+    if path is not None:
+        with path.open("a") as file:
+            file.write(f"{text}last collectives: {RECORDER.dump()}\n")
+    error_class = classify(error)
+    patience_s = 0.0
+    if error_class == "error" and lost_connection(error):
+        error_class, patience_s = "hang", board.limits.verdict_s
+    elif error_class == "preempted" and not saves_on_signal:
+        # torchrun also sends SIGTERM to the survivors of a rank that was killed: the cause is that rank then
+        patience_s = board.limits.suspect_s + 2.0
+    if board.failure is None and not (patience_s and board.await_verdict(patience_s)):
+        _post(board, error, error_class, text)
+    if board.launch.size == 1:
+        assert board.failure is not None, "a failure was posted"
+        raise SystemExit(board.failure.code) from None
+    board.leave()
+
+
+def _post(board: Board, error: BaseException, error_class: str, text: str) -> None:
+    seq, name, site = board.call
+    where = place(name, seq, site, board.step)
+    told = one_line(str(error))
+    if error_class == "preempted":
+        line = f"preempted at step {board.step}: {told or 'saved and ended'}"
+    elif isinstance(error, KeyboardInterrupt):
+        line = f"interrupted in {where}"
+    else:
+        line = f"rank {board.launch.rank} failed in {where}: {type(error).__name__}: {told}"
+    defect = error_class == "error" and not isinstance(error, KeyboardInterrupt)
+    board.post_error(error_class, line, details=text if defect else "")
+
+
+def _exit(launch: Launch, code: int) -> NoReturn:
+    if launch.size == 1:
+        raise SystemExit(code)
+    end_process(code)

@@ -1,0 +1,1 @@
+"""Where roles run (F5): from a placement setting to the pool of every role. Pure; knows no workers."""

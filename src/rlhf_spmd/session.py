@@ -1,0 +1,272 @@
+"""A run from its first step to its last: the loop that ``train`` and ``sft`` share, with its metrics, checkpoints and resume."""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlhf_spmd.checkpoint import (
+    RoleState,
+    export_hugging_face,
+    find_resumable,
+    load_checkpoint,
+    read_manifest,
+    save_checkpoint,
+)
+from rlhf_spmd.controller import Controller, Reference
+from rlhf_spmd.parallel.board import Board
+from rlhf_spmd.parallel.program import Preempted
+from rlhf_spmd.parallel.world import World
+from rlhf_spmd.telemetry.logger import LoggerConfig, MetricLogger
+from rlhf_spmd.telemetry.progress import ProgressBar
+from rlhf_spmd.telemetry.report import write_report
+from rlhf_spmd.telemetry.rollouts import RolloutWriter
+from rlhf_spmd.telemetry.run_dir import EXPORT_DIR, TRACE_FILE, create_run_dir
+from rlhf_spmd.telemetry.trace import write_trace
+from rlhf_spmd.workers.model_worker import ModelWorker
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """``run``. ``save_freq``, ``test_freq``: steps between checkpoints and validations; 0: only at the end, or never.
+
+    ``resume``: auto (from the newest good checkpoint in ``dir``, if there is one), never, or a checkpoint directory.
+    ``keep_checkpoints``: how many stay, at least 2. ``timeout_s``: how long ranks wait for each other before the run ends.
+    ``log_samples``: rollouts written per step. ``export``: write a Hugging Face directory at the end.
+    """
+
+    name: str = "run"
+    dir: str = "runs/${run.name}"
+    seed: int = 0
+    steps: int = 100
+    save_freq: int = 0
+    test_freq: int = 0
+    resume: str = "auto"
+    keep_checkpoints: int = 2
+    timeout_s: float = 600.0
+    log_samples: int = 4
+    export: bool = True
+
+    def check(self, where: str) -> None:
+        for key, least in (("steps", 1), ("save_freq", 0), ("test_freq", 0), ("keep_checkpoints", 2), ("log_samples", 0)):
+            if getattr(self, key) < least:
+                raise ValueError(f"{where}.{key}={getattr(self, key)} must be at least {least}")
+        if self.timeout_s <= 0:
+            raise ValueError(f"{where}.timeout_s={self.timeout_s} must be above 0 seconds")
+        if self.resume not in ("auto", "never") and not Path(self.resume).is_dir():
+            raise ValueError(f"{where}.resume={self.resume!r} is neither auto nor never nor a checkpoint directory")
+
+
+@dataclass
+class Session:
+    """What a run carries besides its models. ``trained``: the roles that a checkpoint holds. ``state``/``restore``: the rest."""
+
+    config: RunConfig
+    logger_config: LoggerConfig
+    world: World
+    board: Board
+    controller: Controller
+    trained: Mapping[str, ModelWorker]
+    state: Callable[[], dict[str, Any]]
+    restore: Callable[[dict[str, Any]], None]
+    export_role: str
+    export_source: Path
+    resolved: Mapping[str, Any]
+    config_text: str
+    started_at: int = field(default=0, init=False)
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.config.dir)
+
+    @property
+    def is_first(self) -> bool:
+        return self.world.rank == 0
+
+    def run(
+        self,
+        one_step: Callable[[int], tuple[dict[str, float], list[dict[str, Any]]]],
+        validate: Callable[[int], dict[str, float]] | None = None,
+        stop: Callable[[dict[str, float]], bool] = lambda metrics: False,
+    ) -> None:
+        """All steps from where the run stands; ``one_step(number)`` gives metrics and samples, the same on every rank.
+
+        Collective over the world: every rank of it must call. Raises Preempted after saving if any rank was signalled.
+        """
+        if self.is_first:
+            create_run_dir(self.run_dir, self.config_text)
+        self.world.all.barrier("control")
+        self.started_at = self.resume()
+        recorder = Recorder(self) if self.is_first else None
+        number = self.started_at
+        if validate is not None and self.config.test_freq and number == 0:
+            first = validate(0)
+            if recorder is not None:
+                recorder.say("validation before training: " + ", ".join(f"{k} {v:.4f}" for k, v in first.items()))
+                recorder.log(0, first, [])
+        while number < self.config.steps:
+            number += 1
+            metrics, samples = self._timed(one_step, number)
+            ended = number == self.config.steps or stop(metrics)
+            if validate is not None and self.config.test_freq and (number % self.config.test_freq == 0 or ended):
+                metrics |= validate(number)
+                ended = ended or stop(metrics)
+            if recorder is not None:
+                recorder.log(number, metrics, samples)
+            preempted = self.controller.decide(self.board.preempted)
+            if ended or preempted or (self.config.save_freq and number % self.config.save_freq == 0):
+                self.save(number)
+            if preempted and not ended:
+                self._close(recorder)
+                raise Preempted(f"saved {self.board.last_checkpoint}; start again with run.resume=auto to go on")
+            if ended:
+                break
+        self._close(recorder)
+        if self.config.export:
+            self._export()
+
+    def _timed(
+        self, one_step: Callable[[int], tuple[dict[str, float], list[dict[str, Any]]]], number: int
+    ) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        self.board.set_step(number)
+        self.controller.timeline.begin_step(number)
+        start = time.perf_counter()
+        metrics, samples = one_step(number)
+        seconds = time.perf_counter() - start
+        phases = self.controller.timeline.phase_totals(number)
+        mine = json.dumps([{k: v for k, v in phases.items() if ":" not in k}, peak_memory_gb(self.world.device)]).encode()
+        parts = self.world.all.gather_bytes(mine, "control")
+        metrics = {"step": float(number), **metrics, "timing_s/step": seconds}
+        for phase_seconds, peak in map(json.loads, parts or []):
+            for name, value in phase_seconds.items():
+                key = f"timing_s/{name}"
+                metrics[key] = max(metrics.get(key, 0.0), value)
+            metrics["memory/peak_gb"] = max(metrics.get("memory/peak_gb", 0.0), peak)
+        if "perf/total_tokens" in metrics:
+            metrics["perf/tokens_per_s"] = metrics.pop("perf/total_tokens") / seconds
+        return metrics, samples
+
+    # Checkpoints
+
+    def save(self, number: int) -> None:
+        """Collective over the world: every rank of it must call, in program order. Raises CheckpointError on all of them."""
+        with self.controller.timeline.span("save_checkpoint", category="io"):
+            progress = self.controller.get(*(worker.progress() for worker in self.trained.values()))
+            steps = {role: values[0]["optimizer_steps"] for role, values in zip(self.trained, progress, strict=True)}
+            state = {"step": number, "optimizer_steps": steps, **self.state()}
+            held = {role: role_state(worker) for role, worker in self.trained.items() if worker.member}
+            path = save_checkpoint(self.run_dir, number, held, state, self.world.all, self.config.keep_checkpoints)
+        self.board.last_checkpoint = str(path)
+
+    def resume(self) -> int:
+        """Load the checkpoint that ``run.resume`` asks for; returns its step, 0 for a new run.
+
+        Collective over the world: every rank of it must call. Raises CheckpointError, and ValueError where a new run would
+        mix with the checkpoints of an older one.
+        """
+        found = find_resumable(self.run_dir, self.world.all)
+        if self.config.resume == "never" and found.directory is not None:
+            raise ValueError(f"run.resume=never, but run.dir={self.config.dir} holds {found.directory.name}; give another run.dir")
+        path = found.directory if self.config.resume in ("auto", "never") else Path(self.config.resume)
+        if self.is_first:
+            for warning in found.warnings:
+                print(f"warning: {warning}", file=sys.stderr)
+        if path is None:
+            return 0
+        state = read_manifest(path).state
+        for role, worker in self.trained.items():
+            if worker.member:
+                load_checkpoint(path, role, role_state(worker), worker.mesh.pool)
+                assert worker.engine.optimizer is not None
+                worker.engine.optimizer.step_count = int(state["optimizer_steps"][role])
+        self.restore(dict(state))
+        self.board.last_checkpoint = str(path)
+        if self.is_first:
+            print(f"resumed from {path} (step {state['step']})", file=sys.stderr)
+        return int(state["step"])
+
+    def _close(self, recorder: Recorder | None) -> None:
+        payloads = self.world.all.gather_bytes(self.controller.timeline.to_bytes(), "control")
+        if recorder is not None and payloads is not None:
+            write_trace(self.run_dir / TRACE_FILE, payloads)
+            recorder.close()
+            write_report(self.run_dir)
+
+    def _export(self) -> None:
+        if self.is_first and self.board.last_checkpoint is not None:
+            export_hugging_face(Path(self.board.last_checkpoint), self.export_role, self.export_source, self.run_dir / EXPORT_DIR)
+        self.world.all.barrier("control")
+
+
+class Recorder:
+    """Rank 0's side of a session: metrics, samples, progress bar."""
+
+    def __init__(self, session: Session) -> None:
+        resume = session.started_at or None
+        config = session.config
+        self.metrics = MetricLogger(session.run_dir, session.logger_config, config.name, session.resolved, resume)
+        self.rollouts = RolloutWriter(session.run_dir, config.log_samples, resume)
+        self.progress = ProgressBar(config.steps, start_step=session.started_at)
+
+    def log(self, number: int, metrics: dict[str, float], samples: list[dict[str, Any]]) -> None:
+        self.metrics.log(number, {key: value for key, value in metrics.items() if key != "step"})
+        if samples:
+            self.rollouts.write(number, sorted(samples, key=lambda sample: int(sample["row_id"])))
+        if number:
+            self.progress.update(number, metrics)
+
+    def say(self, line: str) -> None:
+        print(line, file=sys.stderr)
+
+    def close(self) -> None:
+        self.progress.close()
+        self.rollouts.close()
+        self.metrics.close()
+
+
+def role_state(worker: ModelWorker) -> RoleState:
+    """What this rank holds of a trained role, by reference: saving reads it, loading writes it."""
+    engine = worker.engine
+    assert engine.optimizer is not None, f"{worker.name} is not trained"
+    return RoleState(engine.param_shards(), engine.local_tensors(), engine.optimizer.state_tensors())
+
+
+def merge_values(calls: Iterable[list[Any]]) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """The collected values of a step's calls as metrics (keys with a slash) and samples.
+
+    Members' values of one key are equal, or local: then the largest of names that end in max, the smallest of min, else the mean.
+    """
+    metrics: dict[str, float] = {}
+    samples: list[dict[str, Any]] = []
+    for members in calls:
+        reports = [member for member in members if isinstance(member, dict)]
+        for key in dict.fromkeys(key for report in reports for key in report if "/" in key):
+            values = [float(report[key]) for report in reports if key in report]
+            if key.endswith("max"):
+                metrics[key] = max(values)
+            elif key.endswith("min"):
+                metrics[key] = min(values)
+            else:
+                metrics[key] = values[0] if len(set(values)) == 1 else sum(values) / len(values)
+        samples += [sample for report in reports for sample in report.get("samples", [])]
+    return metrics, samples
+
+
+def peak_memory_gb(device: torch.device) -> float:
+    """Peak memory so far: of the GPU's allocator, on CPUs the resident size of the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def reference_values(controller: Controller, calls: list[Reference]) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """Collective over the world: every rank of it must call, in program order."""
+    return merge_values(controller.get(*calls))

@@ -1,0 +1,89 @@
+"""Append-only files of one JSON object per line: a line torn by a kill is ignored, a resume cuts the steps after it off."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rlhf_spmd.telemetry.run_dir import atomic_write_bytes
+
+
+class JsonlLog:
+    """One file, one writer. Every object has an integer ``step``.
+
+    ``resume_step`` N: lines of later steps are removed before the first append, so that a resumed run leaves each step once.
+    None: a new run; a file that lies there is moved to ``<name>.before``.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], resume_step: int | None) -> None:
+        self.path = Path(path)
+        if resume_step is not None:
+            truncate_after_step(self.path, resume_step)
+        elif self.path.exists():
+            os.replace(self.path, self.path.with_name(self.path.name + ".before"))
+        self._file = open(self.path, "a", encoding="utf-8", errors="replace")  # noqa: SIM115 (closed by close)
+
+    def append(self, objects: Iterable[Mapping[str, Any]]) -> None:
+        """Write and flush: what was appended is there after a kill of this process."""
+        self._file.write("".join(dump_line(value) for value in objects))
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def truncate_after_step(path: str | os.PathLike[str], step: int) -> None:
+    """Keep the whole lines with ``step`` <= the given one, byte for byte. The file is replaced atomically, or left as it is."""
+    source = Path(path)
+    if not source.exists():
+        return
+    data = source.read_bytes()
+    kept = b"".join(line for line in data.splitlines(keepends=True) if line.endswith(b"\n") and _step_of_line(line) <= step)
+    if kept != data:
+        atomic_write_bytes(source, kept)
+
+
+def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The objects of the file in order; missing file: empty. Lines that are no JSON object (torn by a kill) are left out."""
+    try:
+        data = Path(path).read_bytes()
+    except OSError:
+        return []
+    parsed = (_parse(line) for line in data.splitlines())
+    return [value for value in parsed if isinstance(value, dict)]
+
+
+def dump_line(value: Mapping[str, Any]) -> str:
+    """One line of strict JSON: NaN and infinities become null, numbers of numpy and torch plain numbers."""
+    return json.dumps(_plain(value), allow_nan=False, ensure_ascii=False) + "\n"
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, (str, bool, int)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if hasattr(value, "tolist"):  # numpy and torch, scalars and arrays
+        return _plain(value.tolist())
+    if isinstance(value, float) or hasattr(value, "__float__"):
+        return float(value) if math.isfinite(value) else None
+    return str(value)
+
+
+def _parse(line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None
+
+
+def _step_of_line(line: bytes) -> float:
+    value = _parse(line)
+    step = value.get("step") if isinstance(value, dict) else None
+    return step if isinstance(step, (int, float)) else math.inf

@@ -1,0 +1,175 @@
+"""The run directory: names of its files, atomic writes, and ``exit_status.json``, which says how a run ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+METRICS_FILE = "metrics.jsonl"
+ROLLOUTS_FILE = "rollouts.jsonl"
+CONFIG_FILE = "config.yaml"
+TRACE_FILE = "trace.json"
+REPORT_FILE = "report.html"
+EXIT_STATUS_FILE = "exit_status.json"
+CHECKPOINTS_DIR = "checkpoints"
+EXPORT_DIR = "export"
+
+# class of an ending -> exit code of every rank's process (torchrun itself reports 1 whatever its workers return)
+EXIT_CODES = {
+    "done": 0,
+    "error": 1,
+    "config": 2,
+    "data": 3,
+    "checkpoint": 4,
+    "hang": 5,
+    "numerics": 6,
+    "reward": 7,
+    "preempted": 75,
+}
+
+
+def create_run_dir(path: str | os.PathLike[str], config_text: str | None = None) -> Path:
+    """Make the directory (parents too) and write the resolved configuration into it. One rank calls it.
+
+    Raises ValueError where the path is not a directory that can be written to.
+    """
+    run_dir = Path(path)
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=run_dir):
+            pass
+        if config_text is not None:
+            atomic_write_text(run_dir / CONFIG_FILE, config_text)
+    except OSError as error:
+        reason = f"run.dir={run_dir}: cannot write there ({error.strerror or error})"
+        raise ValueError(f"{reason}; give a directory that this user can write to") from error
+    return run_dir
+
+
+def atomic_write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
+    """Readers see the old file or the whole new one, also after a crash or on a full disk (write, fsync, rename)."""
+    target = Path(path)
+    descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o666 & ~_umask())  # mkstemp makes files private
+        os.replace(temporary, target)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    fsync_directory(target.parent)
+
+
+def atomic_write_text(path: str | os.PathLike[str], text: str) -> None:
+    """As :func:`atomic_write_bytes`, UTF-8."""
+    atomic_write_bytes(path, text.encode("utf-8", errors="replace"))
+
+
+def atomic_write_json(path: str | os.PathLike[str], value: Any) -> None:
+    """As :func:`atomic_write_bytes`, indented JSON with a final newline. NaN and infinities are refused (ValueError)."""
+    atomic_write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+def fsync_directory(path: str | os.PathLike[str]) -> None:
+    """Makes renames and new names in the directory durable; file systems without it (some network ones) are left alone."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError:  # EINVAL on file systems that do not sync directories: the rename is still atomic
+        pass
+    finally:
+        os.close(descriptor)
+
+
+@dataclass(frozen=True)
+class ExitStatus:
+    """How a run ended. ``class_`` is a key of :data:`EXIT_CODES`, ``code`` its value.
+
+    ``rank`` and ``call`` name the culprit (None where the whole run ended), ``step`` is the last finished step,
+    ``last_checkpoint`` a directory or None.
+    """
+
+    class_: str
+    code: int
+    rank: int | None = None
+    call: str | None = None
+    step: int | None = None
+    last_checkpoint: str | None = None
+    message: str = ""
+
+    def __post_init__(self) -> None:
+        if EXIT_CODES.get(self.class_) != self.code:
+            raise ValueError(f"exit status class {self.class_!r} with code {self.code}: the classes and codes are {EXIT_CODES}")
+
+    @classmethod
+    def of(
+        cls,
+        class_: str,
+        message: str = "",
+        rank: int | None = None,
+        call: str | None = None,
+        step: int | None = None,
+        last_checkpoint: str | None = None,
+    ) -> ExitStatus:
+        """The status of a class, with the code that belongs to it. ValueError for an unknown class."""
+        if class_ not in EXIT_CODES:
+            raise ValueError(f"unknown exit class {class_!r}; available: {', '.join(EXIT_CODES)}")
+        return cls(class_, EXIT_CODES[class_], rank, call, step, last_checkpoint, message)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "class": self.class_,
+            "code": self.code,
+            "rank": self.rank,
+            "call": self.call,
+            "step": self.step,
+            "last_checkpoint": self.last_checkpoint,
+            "message": self.message,
+        }
+
+
+def write_exit_status(run_dir: str | os.PathLike[str], status: ExitStatus) -> None:
+    """Write ``exit_status.json`` atomically; the directory is made if it is missing."""
+    Path(run_dir).mkdir(parents=True, exist_ok=True)
+    atomic_write_json(Path(run_dir) / EXIT_STATUS_FILE, status.to_json())
+
+
+def read_exit_status(run_dir: str | os.PathLike[str]) -> ExitStatus | None:
+    """The status that was written, or None (still running, or killed before it could write)."""
+    value = read_json(Path(run_dir) / EXIT_STATUS_FILE)
+    if not isinstance(value, dict) or value.get("class") not in EXIT_CODES:
+        return None
+    keys = ("rank", "call", "step", "last_checkpoint")
+    return ExitStatus.of(value["class"], str(value.get("message") or ""), **{key: value.get(key) for key in keys})
+
+
+def read_json(path: str | os.PathLike[str]) -> Any:
+    """The parsed file, or None where it is missing or not JSON."""
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8", errors="replace"))
+    except (OSError, ValueError):
+        return None
+
+
+def list_checkpoints(run_dir: str | os.PathLike[str]) -> list[Path]:
+    """``checkpoints/step_N`` directories by rising step."""
+    found = [(_step_of(path), path) for path in (Path(run_dir) / CHECKPOINTS_DIR).glob("step_*") if path.is_dir()]
+    return [path for step, path in sorted(found) if step >= 0]
+
+
+def _step_of(path: Path) -> int:
+    number = path.name.removeprefix("step_")
+    return int(number) if number.isdigit() else -1
+
+
+def _umask() -> int:
+    current = os.umask(0o077)
+    os.umask(current)
+    return current

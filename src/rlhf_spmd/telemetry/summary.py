@@ -1,0 +1,79 @@
+"""What a run did, in a few lines at its end: reward before and after, samples, where the report and the model lie."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, TextIO
+
+from rlhf_spmd.telemetry.charts import number_text
+from rlhf_spmd.telemetry.progress import format_seconds
+from rlhf_spmd.telemetry.report import Run, first_and_last, read_run
+from rlhf_spmd.telemetry.run_dir import EXPORT_DIR, REPORT_FILE, list_checkpoints
+
+LABEL_WIDTH = 20
+
+
+def print_summary(run_dir: str | os.PathLike[str], num_samples: int = 3, stream: TextIO | None = None) -> None:
+    """Print :func:`summarize`."""
+    print(summarize(run_dir, num_samples), file=sys.stdout if stream is None else stream)
+
+
+def summarize(run_dir: str | os.PathLike[str], num_samples: int = 3) -> str:
+    """The summary as text, from the files of the run directory; what is missing there is left out. ValueError: no directory."""
+    run = read_run(run_dir)
+    lines = [f"run {run.directory}" + (f": {run.status.class_}" if run.status else "")]
+    if run.status is not None and run.status.class_ != "done" and run.status.message:
+        lines.append(_row("message", run.status.message))
+    seconds = [value for value in run.curve("timing_s/step")[1] if value is not None]
+    if run.metrics:
+        took = f" in {format_seconds(sum(seconds))}" if seconds else ""
+        lines.append(_row("steps", f"{len(run.metrics)}{took}"))
+    validation = [name for name in run.names() if name.startswith("val/")]
+    for label, name in [("reward", "reward/mean"), *((name, name) for name in validation)]:
+        first, last, k = first_and_last(run.curve(name)[1])
+        if k > 0:
+            which = f"means of the first and the last {k} logged" if k > 1 else "first and last"
+            lines.append(_row(label, f"{number_text(first)} -> {number_text(last)}  ({last - first:+.3f}; {which})"))
+    for label, name in (("KL to reference", "actor/kl"), ("explained variance", "critic/explained_variance")):
+        first, last, k = first_and_last(run.curve(name)[1])
+        if k > 0:
+            lines.append(_row(label, f"{number_text(first)} -> {number_text(last)}"))
+    rates = sorted(value for value in run.curve("perf/tokens_per_s")[1] if value is not None)
+    if rates:
+        lines.append(_row("tokens/s", f"{rates[len(rates) // 2]:,.0f} (median)"))
+    lines += _samples(run.rollouts, num_samples)
+    lines += _places(run)
+    return "\n".join(lines)
+
+
+def _samples(rollouts: Sequence[Mapping[str, Any]], count: int) -> list[str]:
+    steps = sorted({sample["step"] for sample in rollouts if isinstance(sample.get("step"), int)})
+    lines = []
+    for step in dict.fromkeys(steps[:1] + steps[-1:]):
+        lines.append(f"  samples of step {step}")
+        for sample in [sample for sample in rollouts if sample.get("step") == step][:count]:
+            score = sample.get("score")
+            shown = number_text(score) if isinstance(score, (int, float)) else "?"
+            lines.append(f"    [{shown}] {_one_line(sample.get('prompt'))} => {_one_line(sample.get('response'))}")
+    return lines
+
+
+def _places(run: Run) -> list[str]:
+    checkpoints = list_checkpoints(run.directory)
+    places = [
+        ("report", run.directory / REPORT_FILE),
+        ("export", run.directory / EXPORT_DIR),
+        ("checkpoint", checkpoints[-1] if checkpoints else None),
+    ]
+    return [_row(label, str(path)) for label, path in places if path is not None and path.exists()]
+
+
+def _row(label: str, text: str) -> str:
+    return f"  {label:<{LABEL_WIDTH}}{text}"
+
+
+def _one_line(value: Any, limit: int = 100) -> str:
+    text = " ".join(str(value).split())
+    return text if len(text) <= limit else text[: limit - 3] + "..."

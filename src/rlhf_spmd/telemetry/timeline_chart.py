@@ -1,0 +1,198 @@
+"""The timeline as SVG: one row per rank, one box per span. For measured traces, and planned schedules in the same form."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+from rlhf_spmd.telemetry.charts import Scale, seconds_text, tick_labels, ticks
+
+LABEL_WIDTH, RIGHT, TOP, BOTTOM = 118, 12, 22, 26
+MAIN_HEIGHT, STRIP_HEIGHT, TRACK_GAP, ROW_GAP = 20, 7, 2, 9
+MAX_BOXES, MAX_ROWS = 5000, 32
+
+
+@dataclass(frozen=True)
+class Box:
+    """A span: seconds from the start of the drawing. ``key`` chooses the colour, ``title`` is shown while hovering."""
+
+    key: str
+    start: float
+    end: float
+    title: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """A rank. ``tracks``: the first is drawn high, the others as thin strips below. Boxes may be nested, outer first."""
+
+    label: str
+    tracks: Sequence[Sequence[Box]]
+
+
+@dataclass(frozen=True)
+class TimelineChart:
+    """What :func:`draw` takes. ``marks``: (time, text) of vertical lines, for example the starts of steps."""
+
+    rows: Sequence[Row]
+    marks: Sequence[tuple[float, str]] = ()
+    note: str = ""
+
+
+def draw(timeline: TimelineChart, colors: Mapping[str, str], width: int = 1180) -> str:
+    """An ``<svg>``; "" where there is nothing to draw. Rows beyond MAX_ROWS are left out (the caller says so in ``note``)."""
+    rows = timeline.rows[:MAX_ROWS]
+    boxes = [box for row in rows for track in row.tracks for box in track]
+    if not boxes:
+        return ""
+    end = max(box.end for box in boxes)
+    x = Scale(0.0, end or 1.0, start=LABEL_WIDTH, end=width - RIGHT)
+    parts: list[str] = []
+    top = float(TOP)
+    for row in rows:
+        height = _row_height(row)
+        parts.append(f'<text class="rank" x="0" y="{top + MAIN_HEIGHT / 2 + 4:.1f}">{escape(row.label)}</text>')
+        parts.append(
+            f'<rect class="lane" x="{LABEL_WIDTH}" y="{top:.1f}" width="{width - RIGHT - LABEL_WIDTH}" height="{height}"/>'
+        )
+        offset = top
+        for index, track in enumerate(row.tracks):
+            track_height = STRIP_HEIGHT if index else MAIN_HEIGHT
+            parts += _track(track, x, offset, track_height, colors)
+            offset += track_height + TRACK_GAP
+        top += height + ROW_GAP
+    bottom = top - ROW_GAP
+    grid = [_time_axis(x, bottom)]
+    for time, text in timeline.marks:
+        grid.append(f'<line class="mark" x1="{x(time):.1f}" x2="{x(time):.1f}" y1="{TOP - 8}" y2="{bottom:.1f}"/>')
+        grid.append(f'<text class="tick" x="{x(time) + 4:.1f}" y="{TOP - 9}">{escape(text)}</text>')
+    opening = f'<svg class="chart wide timeline" viewBox="0 0 {width} {bottom + BOTTOM:.0f}" role="img">'
+    return opening + "".join(grid) + "".join(parts) + "</svg>"
+
+
+def from_trace(trace: Mapping[str, Any], num_steps: int = 3) -> tuple[TimelineChart, dict[str, float]]:
+    """The last ``num_steps`` steps of a Chrome trace (fewer where those are too many boxes), and seconds by box key."""
+    events = [event for event in trace.get("traceEvents", ()) if isinstance(event, dict)]
+    spans = [event for event in events if event.get("ph") == "X" and {"ts", "dur", "pid", "name"} <= event.keys()]
+    totals: dict[str, float] = defaultdict(float)
+    for span in spans:
+        totals[phase_key(span["name"])] += span["dur"] / 1e6
+    steps = sorted({step for span in spans if isinstance(step := _step(span), int)})
+    if not steps:
+        return TimelineChart(()), dict(totals)
+    chosen = _choose_steps(spans, steps, num_steps)
+    shown = sorted((span for span in spans if _step(span) in chosen), key=lambda span: (span["ts"], -span["dur"]))
+    origin = shown[0]["ts"]
+    starts: dict[int, float] = {}
+    for span in shown:
+        starts.setdefault(_step(span) or 0, (span["ts"] - origin) / 1e6)
+    hidden = len(shown) - MAX_BOXES
+    if hidden > 0:
+        longest = sorted(shown, key=lambda span: -span["dur"])[:MAX_BOXES]
+        shown = sorted(longest, key=lambda span: (span["ts"], -span["dur"]))
+    names = {event["pid"]: str(event["args"]["name"]) for event in events if event.get("name") == "process_name"}
+    rows = _rows(shown, names, origin)
+    marks = [(start, f"step {step}") for step, start in starts.items()]
+    return TimelineChart(rows, marks, _note(chosen, steps, hidden, len(rows))), dict(totals)
+
+
+def phase_key(name: str) -> str:
+    """``actor.update_actor`` and ``timing_s/update_actor`` are one phase: the method's name decides the colour."""
+    return name.rpartition("/")[2].rpartition(".")[2]
+
+
+def _rows(spans: Sequence[Mapping[str, Any]], names: Mapping[int, str], origin: float) -> list[Row]:
+    busy: dict[str, float] = defaultdict(float)
+    tracks: dict[int, dict[tuple[str, int], list[Box]]] = defaultdict(lambda: defaultdict(list))
+    for span in spans:
+        category = str(span.get("cat", ""))
+        busy[category] += span["dur"]
+        tracks[span["pid"]][category, span.get("tid", 0)].append(_box(span, origin))
+    # calls and computations are the main track; the categories that accompany them are strips
+    main = next((name for name in ("compute", "call") if name in busy), max(busy, key=lambda name: busy[name]))
+    order = [main, *sorted((name for name in busy if name != main), key=lambda name: -busy[name])]
+    rows = []
+    for pid in sorted(tracks):
+        keys = sorted(tracks[pid], key=lambda key: (order.index(key[0]), key[1]))
+        if not any(category == main for category, _ in keys):
+            keys.insert(0, (main, 0))
+        rows.append(Row(names.get(pid, f"rank {pid}"), [tracks[pid].get(key, []) for key in keys]))
+    return rows
+
+
+def _box(span: Mapping[str, Any], origin: float) -> Box:
+    start = (span["ts"] - origin) / 1e6
+    seconds = span["dur"] / 1e6
+    lines = [str(span["name"]), f"{seconds_text(seconds)}, from {start:.3f} s", f"{span.get('cat', '')}"]
+    lines += [f"{key} {value}" for key, value in (span.get("args") or {}).items()]
+    return Box(phase_key(str(span["name"])), start, start + seconds, "\n".join(lines))
+
+
+def _track(track: Sequence[Box], x: Scale, top: float, height: float, colors: Mapping[str, str]) -> list[str]:
+    parts = []
+    enclosing: list[Box] = []
+    for box in track:
+        while enclosing and enclosing[-1].end <= box.start:
+            enclosing.pop()
+        inset = min(len(enclosing), 3) * height / 5
+        enclosing.append(box)
+        width = max(0.8, x(box.end) - x(box.start))
+        fill = colors.get(box.key, "var(--other)")
+        parts.append(
+            f'<rect class="box" x="{x(box.start):.2f}" y="{top + inset:.1f}" width="{width:.2f}" height="{height - inset:.1f}" '
+            f'fill="{fill}"><title>{escape(box.title)}</title></rect>'
+        )
+        if height >= MAIN_HEIGHT and not inset and width > 7 * len(box.key) + 8:
+            parts.append(
+                f'<text class="inbox" x="{x(box.start) + 5:.1f}" y="{top + height / 2 + 3.5:.1f}">{escape(box.key)}</text>'
+            )
+    return parts
+
+
+def _time_axis(x: Scale, bottom: float) -> str:
+    factor, unit = (1.0, "s") if x.high >= 1 else (1e3, "ms")
+    positions = ticks(0.0, x.high * factor, 10)
+    parts = []
+    for value, text in zip(positions, tick_labels(positions), strict=True):
+        at = x(value / factor)
+        parts.append(f'<line class="grid" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" y2="{bottom:.1f}"/>')
+        parts.append(f'<text class="tick" x="{at:.1f}" y="{bottom + 16:.1f}" text-anchor="middle">{text} {unit}</text>')
+    return "".join(parts)
+
+
+def _row_height(row: Row) -> int:
+    strips = max(0, len(row.tracks) - 1)
+    return MAIN_HEIGHT + strips * (STRIP_HEIGHT + TRACK_GAP)
+
+
+def _choose_steps(spans: Sequence[Mapping[str, Any]], steps: Sequence[int], num_steps: int) -> set[int]:
+    counts: dict[int | None, int] = defaultdict(int)
+    for span in spans:
+        counts[_step(span)] += 1
+    chosen = {steps[-1]}
+    total = counts[steps[-1]]
+    for step in reversed(steps[-num_steps:-1]):
+        total += counts[step]
+        if total > MAX_BOXES:
+            break
+        chosen.add(step)
+    return chosen
+
+
+def _note(chosen: set[int], steps: Sequence[int], hidden: int, num_rows: int) -> str:
+    first, last = min(chosen), max(chosen)
+    note = f"Step {last}" if first == last else f"Steps {first} to {last}"
+    note += f" of {len(steps)} traced."
+    if hidden > 0:
+        note += f" The {hidden} shortest spans are not drawn."
+    if num_rows > MAX_ROWS:
+        note += f" The first {MAX_ROWS} of {num_rows} ranks are drawn."
+    return note
+
+
+def _step(span: Mapping[str, Any]) -> int | None:
+    step = (span.get("args") or {}).get("step")
+    return step if isinstance(step, int) else None

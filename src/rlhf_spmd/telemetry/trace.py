@@ -1,0 +1,221 @@
+"""Timeline: what every rank did when, at about a microsecond per span, merged into one trace that opens in Perfetto.
+
+Clock: the host's monotonic clock shifted to the time of day once per process. On one host all ranks share it, so spans of
+different ranks compare to well under a millisecond; between hosts they compare as well as the hosts' clocks agree.
+Spans measure the host: on a GPU the work of a call may end later, unless ``synchronize`` waits for it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from types import TracebackType
+from typing import Any, NamedTuple
+
+from rlhf_spmd.telemetry.run_dir import atomic_write_text
+
+Argument = int | float | str
+
+_ORIGIN_NS = time.time_ns() - time.perf_counter_ns()
+
+
+def now_ns() -> int:
+    """Nanoseconds since 1970 that never go backwards within a process."""
+    return time.perf_counter_ns() + _ORIGIN_NS
+
+
+class Event(NamedTuple):
+    """A span (``end_ns`` >= ``start_ns``) or an instant (``end_ns`` None)."""
+
+    name: str
+    category: str
+    step: int
+    start_ns: int
+    end_ns: int | None
+    args: dict[str, Argument]
+
+
+class Span:
+    """The context manager that ``Timeline.span`` returns. ``args`` may be filled while it is open."""
+
+    __slots__ = ("_start_ns", "_timeline", "args", "category", "name", "step")
+
+    def __init__(self, timeline: Timeline, name: str, category: str, step: int, args: dict[str, Argument]) -> None:
+        self._timeline = timeline
+        self._start_ns = 0
+        self.name = name
+        self.category = category
+        self.step = step
+        self.args = args
+
+    def __enter__(self) -> Span:
+        self._start_ns = now_ns()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        timeline = self._timeline
+        if kind is not None:
+            self.args["error"] = kind.__name__
+        elif timeline.synchronize is not None and self.category == "compute":
+            timeline.synchronize()
+        timeline.add(self.name, self.category, self.step, self._start_ns, now_ns(), self.args)
+
+
+class Timeline:
+    """The recorder of one rank. ``pools`` names the resource pools that it is a member of.
+
+    Keeps ``limit`` events: of a longer run the first half and the last half of them, and counts what was dropped between.
+    ``synchronize`` (for example torch.cuda.synchronize) is called at the end of every "compute" span.
+    """
+
+    def __init__(
+        self,
+        rank: int = 0,
+        pools: Sequence[str] = (),
+        limit: int = 20_000,
+        synchronize: Callable[[], None] | None = None,
+    ) -> None:
+        self.rank = rank
+        self.pools = tuple(pools)
+        self.synchronize = synchronize
+        self.step = 0
+        self._head: list[Event] = []
+        self._head_limit = limit // 2
+        self._tail: deque[Event] = deque(maxlen=limit - self._head_limit)
+        self._num_added = 0
+        self._totals: dict[int, dict[str, int]] = {}
+
+    def begin_step(self, step: int) -> None:
+        """Spans that name no step belong to this one from now on."""
+        self.step = step
+
+    def span(self, name: str, category: str = "compute", step: int | None = None, **args: Argument) -> Span:
+        """``with timeline.span("actor.update_actor", rows=64): ...``. Spans of one category are one row of the trace."""
+        return Span(self, name, category, self.step if step is None else step, args)
+
+    def instant(self, name: str, category: str = "mark", step: int | None = None, **args: Argument) -> None:
+        """A moment without length."""
+        self._keep(Event(name, category, self.step if step is None else step, now_ns(), None, args))
+
+    def add(self, name: str, category: str, step: int, start_ns: int, end_ns: int, args: dict[str, Argument]) -> None:
+        """A span that was measured elsewhere (a send that completed later), on the clock of :func:`now_ns`."""
+        totals = self._totals.get(step)
+        if totals is None:
+            totals = self._totals[step] = {}
+        totals[name] = totals.get(name, 0) + end_ns - start_ns
+        self._keep(Event(name, category, step, start_ns, end_ns, args))
+
+    def phase_totals(self, step: int) -> dict[str, float]:
+        """Seconds by span name in a step (nested spans count on their own too). Forgets earlier steps."""
+        for earlier in [known for known in self._totals if known < step]:
+            del self._totals[earlier]
+        return {name: nanoseconds / 1e9 for name, nanoseconds in self._totals.get(step, {}).items()}
+
+    @property
+    def num_dropped(self) -> int:
+        return self._num_added - len(self._head) - len(self._tail)
+
+    def events(self) -> list[Event]:
+        """What was kept, in the order in which it ended. Where the middle is missing, the steps cut in two are left out."""
+        if not self.num_dropped or not self._head:
+            return [*self._head, *self._tail]
+        before, after = self._head[-1].step, self._tail[0].step
+        head = [event for event in self._head if event.step != before]
+        tail = [event for event in self._tail if event.step != after]
+        return [*head, *tail] or [*self._head, *self._tail]
+
+    def to_bytes(self) -> bytes:
+        """For a gather to rank 0, and there for :func:`merge_trace`."""
+        events = self.events()
+        payload = {
+            "rank": self.rank,
+            "pools": self.pools,
+            "dropped": self._num_added - len(events),
+            "events": events,
+        }
+        return zlib.compress(json.dumps(payload).encode(), level=1)
+
+    def _keep(self, event: Event) -> None:
+        self._num_added += 1
+        if len(self._head) < self._head_limit:
+            self._head.append(event)
+        else:
+            self._tail.append(event)
+
+
+def merge_trace(payloads: Iterable[bytes]) -> dict[str, Any]:
+    """The ``to_bytes`` of every rank as one Chrome trace: pid = rank, tid = category (more where spans overlap), microseconds.
+
+    ``otherData``: ``start_unix_s`` (the time of the trace's zero) and ``dropped_events`` by rank.
+    """
+    ranks = sorted((json.loads(zlib.decompress(payload)) for payload in payloads), key=lambda rank: rank["rank"])
+    origin_ns = min((event[3] for rank in ranks for event in rank["events"]), default=0)
+    trace: list[dict[str, Any]] = []
+    for rank in ranks:
+        trace += _rank_events(rank, origin_ns)
+    return {
+        "displayTimeUnit": "ms",
+        "traceEvents": trace,
+        "otherData": {
+            "start_unix_s": origin_ns / 1e9,
+            "dropped_events": {str(rank["rank"]): rank["dropped"] for rank in ranks},
+        },
+    }
+
+
+def write_trace(path: str | os.PathLike[str], payloads: Iterable[bytes]) -> None:
+    """Write ``trace.json`` atomically."""
+    atomic_write_text(path, json.dumps(merge_trace(payloads), separators=(",", ":"), allow_nan=False))
+
+
+def _rank_events(rank: dict[str, Any], origin_ns: int) -> list[dict[str, Any]]:
+    pid = rank["rank"]
+    label = f"rank {pid}" + (f" (pools {','.join(rank['pools'])})" if rank["pools"] else "")
+    events = [
+        {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": label}},
+        {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": pid}},
+    ]
+    lanes = _Lanes()
+    for name, category, step, start_ns, end_ns, args in sorted(rank["events"], key=lambda e: (e[3], -(e[4] or e[3]))):
+        event = {
+            "ph": "i" if end_ns is None else "X",
+            "name": name,
+            "cat": category,
+            "ts": (start_ns - origin_ns) / 1e3,
+            "pid": pid,
+            "tid": lanes.place(category, start_ns, start_ns if end_ns is None else end_ns),
+            "args": {"step": step, **args},
+        }
+        event |= {"s": "t"} if end_ns is None else {"dur": (end_ns - start_ns) / 1e3}
+        events.append(event)
+    for tid, title in lanes.titles().items():
+        events.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": title}})
+    return events
+
+
+class _Lanes:
+    """Rows of one rank: a category has as many as it needs for spans on one row to be nested or apart (as viewers require)."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, list[list[int]]] = {}  # category -> rows -> end times of the spans that are open, outermost first
+        self._tids: dict[tuple[str, int], int] = {}
+
+    def place(self, category: str, start_ns: int, end_ns: int) -> int:
+        """Spans come by rising start, longer ones first."""
+        rows = self._open.setdefault(category, [])
+        for row in rows:
+            while row and row[-1] <= start_ns:
+                row.pop()
+        free = (index for index, row in enumerate(rows) if not row or end_ns <= row[-1])
+        index = next(free, len(rows))
+        if index == len(rows):
+            rows.append([])
+        rows[index].append(end_ns)
+        return self._tids.setdefault((category, index), len(self._tids) + 1)
+
+    def titles(self) -> dict[int, str]:
+        return {tid: category if index == 0 else f"{category} {index + 1}" for (category, index), tid in self._tids.items()}

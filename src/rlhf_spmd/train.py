@@ -1,0 +1,224 @@
+"""``torchrun ... -m rlhf_spmd.train --config configs/X.yaml key=value ...``: reinforcement learning, from configuration to export."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from rlhf_spmd.config import check_tree, find, load, to_dict, to_yaml
+from rlhf_spmd.controller import Controller, Reference
+from rlhf_spmd.data.loader import Loader, validation_batches
+from rlhf_spmd.data.prompts import DataConfig, PromptDataset, load_prompts
+from rlhf_spmd.data.tokenizer import load_tokenizer
+from rlhf_spmd.generation.config import SamplingConfig
+from rlhf_spmd.parallel.program import ProgramContext, ProgramSettings, run_program
+from rlhf_spmd.parallel.world import read_launch
+from rlhf_spmd.planner.placement import PlacementConfig
+from rlhf_spmd.rewards.config import RewardConfig
+from rlhf_spmd.roles import RolePlan, build_models, model_directory, plan_roles, pools_of
+from rlhf_spmd.session import RunConfig, Session, reference_values
+from rlhf_spmd.telemetry.logger import LoggerConfig
+from rlhf_spmd.telemetry.trace import Timeline
+from rlhf_spmd.workers.config import RoleConfig
+from rlhf_spmd.workers.model_worker import Build
+
+VALIDATION_SEED = 1_000_003  # validation draws other numbers than training
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """The whole configuration of ``train``. ``algorithm`` is the Config of the module that ``algorithm.name`` names."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    algorithm: Any = None
+    data: DataConfig = field(default_factory=DataConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    val_sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    models: dict[str, RoleConfig] = field(default_factory=dict)
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run that was checked: everything that is known before a process group exists."""
+
+    config: TrainConfig
+    algorithm: ModuleType
+    plans: dict[str, RolePlan]
+    tokenizer: Any
+    prompts: PromptDataset
+    val_prompts: PromptDataset | None
+
+    @property
+    def sampling(self) -> SamplingConfig:
+        config = self.config
+        length = config.sampling.max_response_length or config.data.max_response_length
+        return replace(config.sampling, max_response_length=length, seed=config.run.seed)
+
+    @property
+    def val_sampling(self) -> SamplingConfig:
+        config = self.config
+        length = config.val_sampling.max_response_length or config.data.max_response_length
+        return replace(config.val_sampling, max_response_length=length, seed=config.run.seed + VALIDATION_SEED)
+
+
+def read_config(path: str | None, overrides: Sequence[str]) -> tuple[TrainConfig, ModuleType]:
+    """The checked configuration and the algorithm's module. Raises ConfigError, one line."""
+    chosen: list[ModuleType] = []
+
+    def sections(raw: Mapping[str, Any]) -> dict[str, type]:
+        algorithm = raw.get("algorithm") or {}
+        name = str(algorithm.get("name", "ppo")) if isinstance(algorithm, Mapping) else str(algorithm)
+        chosen.append(find("algorithm", "rlhf_spmd.algorithms", name, exports="step"))
+        return {"algorithm": chosen[0].Config}
+
+    config = load(TrainConfig, path, overrides, sections)
+    check_tree(config)
+    return config, chosen[0]
+
+
+def prepare(path: str | None, overrides: Sequence[str], world_size: int) -> Prepared:
+    """Read and check configuration, models' configurations, tokenizer and data. Local: no communication.
+
+    Raises ConfigError, ValueError or DataError, one line each.
+    """
+    config, algorithm = read_config(path, overrides)
+    plans = plan_roles(config.models, config.algorithm.roles, config.placement, config.reward, world_size)
+    check_batches(config, plans)
+    tokenizer = load_tokenizer(model_directory(plans, "actor"))
+    prompts = load_prompts(config.data, tokenizer)
+    val_prompts = load_prompts(config.data, tokenizer, validation=True) if config.data.val_path else None
+    if config.run.test_freq and val_prompts is None:
+        raise ValueError(f"run.test_freq={config.run.test_freq} needs data.val_path")
+    Loader(prompts, config.data.train_batch_size)  # raises if there are too few prompts
+    return Prepared(config, algorithm, plans, tokenizer, prompts, val_prompts)
+
+
+def check_batches(config: TrainConfig, plans: Mapping[str, RolePlan]) -> None:
+    """Batch sizes against each other and against the layouts. Raises ValueError with both sides and the remedy."""
+    prompts, mini = config.data.train_batch_size, config.algorithm.ppo_mini_batch_size
+    if prompts % min(mini, prompts):
+        raise ValueError(
+            f"algorithm.ppo_mini_batch_size={mini} must divide data.train_batch_size={prompts} (both count prompts)"
+        )
+    generation = plans["actor"].shape.generation
+    if generation is not None and prompts % generation.dp:
+        raise ValueError(
+            f"rollout has {prompts} prompts in groups of sampling.n={config.sampling.n}; {generation.dp} generation replicas "
+            f"would split a group: use a data.train_batch_size divisible by {generation.dp}"
+        )
+    context = config.data.max_prompt_length + (config.sampling.max_response_length or config.data.max_response_length)
+    for role, plan in plans.items():
+        if plan.spec is not None and context > plan.spec.max_position_embeddings:
+            raise ValueError(
+                f"data.max_prompt_length + max_response_length = {context} tokens, but models.{role} has a context of "
+                f"{plan.spec.max_position_embeddings}"
+            )
+    if config.sampling.greedy:
+        raise ValueError("sampling.temperature=0: training needs samples; use a temperature above 0")
+
+
+def train(context: ProgramContext[Prepared]) -> None:
+    """Build the models, run all steps, export. Collective over the world: every rank of it must call."""
+    ready, world = context.prepared, context.world
+    config = ready.config
+    controller = Controller(world.all, context.board)
+    controller.timeline = Timeline(world.rank, pools_of(controller, ready.plans))
+    mini_batches = max(config.data.train_batch_size // config.algorithm.ppo_mini_batch_size, 1)
+    build = Build(
+        controller,
+        world,
+        config.algorithm.limits,
+        config.run.seed,
+        num_mini_batches=mini_batches,
+        total_updates=config.run.steps * mini_batches * config.algorithm.ppo_epochs,
+        temperature=ready.sampling.log_prob_temperature,
+    )
+    models = build_models(
+        ready.plans, build, config.algorithm.kl_ctrl, config.reward, ready.tokenizer, config.run.log_samples
+    )
+    seed = config.run.seed if config.data.seed is None else config.data.seed
+    loader = Loader(ready.prompts, config.data.train_batch_size, config.data.shuffle, seed)
+    session = Session(
+        config.run,
+        config.logger,
+        world,
+        context.board,
+        controller,
+        trained={role: getattr(models, role) for role in ("actor", "critic") if hasattr(models, role)},
+        state=lambda: {"loader": loader.state_dict(), "kl": controller.get(models.advantage.progress())[0][0]},
+        restore=lambda state: restore(state, loader, models),
+        export_role="actor",
+        export_source=model_directory(ready.plans, "actor"),
+        resolved=to_dict(config),
+        config_text=to_yaml(config),
+    )
+    if session.is_first:
+        print(describe(ready, world.size), file=sys.stderr)
+
+    def one_step(number: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        rows = loader.next_batch().repeat(ready.sampling.n)
+        prompts = controller.source(rows, "prompt_ids")
+        calls = controller.run(ready.algorithm.step, models, prompts, config.algorithm, ready.sampling, number)
+        metrics, samples = reference_values(controller, calls)
+        num_tokens = int(rows["prompt_ids"].lengths.sum()) + metrics["response_length/mean"] * len(rows)
+        return {**metrics, "data/epoch": loader.epochs, "perf/total_tokens": num_tokens}, samples
+
+    session.run(one_step, (lambda number: validate(controller, models, ready, number)) if ready.val_prompts else None)
+
+
+def restore(state: dict[str, Any], loader: Loader, models: SimpleNamespace) -> None:
+    loader.load_state_dict(state["loader"])
+    models.advantage.kl_controller.load_state_dict(state["kl"])
+
+
+def validate(controller: Controller, models: SimpleNamespace, ready: Prepared, number: int) -> dict[str, float]:
+    """Mean score on the validation prompts, with ``val_sampling``. Collective over the world: every rank of it must call."""
+    assert ready.val_prompts is not None
+
+    def script(prompts: Reference) -> Reference:
+        return models.reward.compute_reward(prompts.union(models.actor.generate_sequences(prompts, ready.val_sampling, number)))
+
+    total, rows = 0.0, 0
+    for batch in validation_batches(ready.val_prompts, ready.config.data.val_batch_size):
+        scored = controller.run(script, controller.source(batch.repeat(ready.val_sampling.n), "prompt_ids"))
+        for report in controller.get(scored)[0]:
+            total, rows = total + report["score_sum"], rows + report["rows"]
+    return {"val/reward_mean": total / rows}
+
+
+def describe(ready: Prepared, world_size: int) -> str:
+    """What is about to run, for people."""
+    lines = [f"{ready.config.run.name}: {ready.config.algorithm.name} on {world_size} rank(s), {ready.prompts.summary()}"]
+    for role, plan in ready.plans.items():
+        where = f"  {role:<10} pool {plan.pool.name} {list(plan.pool.ranks)}, {plan.shape.layout}"
+        if plan.shape.generation is not None:
+            g = plan.shape.generation
+            where += f", generation pp({g.pp}) * tp({g.tp}) * micro_dp({g.micro_dp}) * dp({g.train.dp})"
+        lines.append(where)
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="rlhf_spmd.train", description=__doc__)
+    parser.add_argument("--config", help="YAML file")
+    parser.add_argument("overrides", nargs="*", help="key=value, dotted: sampling.n=4")
+    arguments = parser.parse_intermixed_args(argv)
+
+    def settings(ready: Prepared) -> ProgramSettings:
+        return ProgramSettings(Path(ready.config.run.dir), ready.config.run.timeout_s)
+
+    run_program(
+        lambda: prepare(arguments.config, arguments.overrides, read_launch().size), train, settings, saves_on_signal=True
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""A program for test_program.py: a few fake calls with a collective each, and one kind of failure on one rank.
+
+Usage: failing.py RUN_DIR KIND [STALL_S]. Every rank notes its process id and its end in RUN_DIR/pids and RUN_DIR/codes.
+"""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from rlhf_spmd.parallel.program import Preempted, ProgramContext, ProgramSettings, run_program
+
+RUN_DIR, KIND = Path(sys.argv[1]), sys.argv[2]
+STALL_S = float(sys.argv[3]) if len(sys.argv) > 3 else 600.0
+
+
+class NoDisk(RuntimeError):
+    exit_class = "checkpoint"
+
+
+def prepare() -> dict[str, int]:
+    rank = os.environ.get("RANK", "0")
+    (RUN_DIR / f"pid_{rank}").write_text(str(os.getpid()))
+    if KIND == "bad_config":
+        raise ValueError("data.train_batch_size = 7: dp(2) does not divide it; use 6 or 8")
+    if KIND == "bad_data_on_one" and rank == "1":
+        raise FileNotFoundError(2, "No such file or directory", "/nowhere/prompts.jsonl")
+    return {"steps": 40}
+
+
+def body(context: ProgramContext[dict[str, int]]) -> None:
+    board, world = context.board, context.world
+    seq = 0
+    for step in range(1, context.prepared["steps"] + 1):
+        board.set_step(step)
+        for name, line in (("actor.generate_sequences", 30), ("critic.compute_values", 31), ("actor.update_actor", 32)):
+            if KIND == "diverge" and step == 2 and line == 31 and world.rank == 1:
+                name, line = "reward.compute_reward", 33
+            if KIND == "end_early" and step == 2 and line == 31 and world.rank == 1:
+                return
+            seq += 1
+            board.enter_call(seq, name, f"ppo.py:{line}")
+            if step == 2 and line == 32 and world.rank == world.size - 1:
+                fail()
+            if KIND in ("diverge", "end_early") and step == 2 and line > 30:
+                time.sleep(60)  # nothing hangs, the board alone finds it
+            world.all.all_reduce(torch.ones(4), "sum")
+            board.leave_call()
+        flag = torch.tensor([float(board.preempted)])
+        if world.all.all_reduce(flag, "preempted", "max") > 0:
+            board.last_checkpoint = f"step_{step}"
+            raise Preempted(f"saved step_{step}")
+        time.sleep(0.2 if KIND == "run" else 0.01)
+
+
+def fail() -> None:
+    if KIND == "raise":
+        raise KeyError("no such column")
+    if KIND == "checkpoint":
+        raise NoDisk("cannot write model.safetensors: no space left on device")
+    if KIND == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if KIND == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if KIND == "stall":
+        time.sleep(120)
+
+
+if __name__ == "__main__":
+    run_program(prepare, body, lambda _: ProgramSettings(RUN_DIR, STALL_S), run_dir_hint=RUN_DIR, saves_on_signal=True)
+    print(f"rank {os.environ.get('RANK', 0)} ended well")

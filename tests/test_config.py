@@ -1,0 +1,187 @@
+"""Strict loading: every mistake is one line with key, value and remedy; names become modules."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_spmd.config import ConfigError, check_tree, find, load, resolve_function, to_dict, to_yaml
+
+pytest.importorskip("omegaconf")
+
+
+@dataclass(frozen=True)
+class Optim:
+    lr: float = 1e-6
+
+
+@dataclass(frozen=True)
+class Role:
+    path: str
+    optim: Optim = field(default_factory=Optim)
+    schedule: Optim | None = None
+    chat: bool | str = "auto"
+
+
+@dataclass(frozen=True)
+class Data:
+    path: str = "train.jsonl"
+    train_batch_size: int = 8
+
+
+@dataclass(frozen=True)
+class PPO:
+    name: str = "ppo"
+    clip_ratio: float = 0.2
+
+    def check(self, where: str) -> None:
+        if self.clip_ratio <= 0:
+            raise ValueError(f"{where}.clip_ratio={self.clip_ratio} must be positive")
+
+
+@dataclass(frozen=True)
+class Main:
+    data: Data = field(default_factory=Data)
+    algorithm: Any = None
+    models: dict[str, Role] = field(default_factory=dict)
+    pools: dict[str, list[int]] = field(default_factory=dict)
+    rewards: list[Optim] = field(default_factory=list)
+
+
+def sections(raw: Mapping[str, Any]) -> dict[str, type]:
+    name = (raw.get("algorithm") or {}).get("name", "ppo")
+    if name != "ppo":
+        raise ValueError(f"unknown algorithm '{name}'")
+    return {"algorithm": PPO}
+
+
+def test_file_then_overrides(tmp_path: Path) -> None:
+    file = tmp_path / "x.yaml"
+    file.write_text(
+        "algorithm:\n  clip_ratio: 1e-1\nmodels:\n  actor:\n    path: dir\n    optim: {lr: 3e-4}\n"
+        "pools: {a: [0, 1]}\ndata:\n  train_batch_size: 4\n"
+    )
+    config = load(
+        Main, file, ["data.train_batch_size=64", "models.actor.schedule.lr=2", "data.path=${models.actor.path}"], sections
+    )
+    assert config.data == Data("dir", 64)
+    assert config.algorithm == PPO("ppo", 0.1)
+    assert config.models == {"actor": Role("dir", Optim(3e-4), Optim(2.0))}
+    assert config.pools == {"a": [0, 1]}
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "algorithm.clip_ration=1",
+            "unknown key 'algorithm.clip_ration'; did you mean 'algorithm.clip_ratio'? allowed here: clip_ratio, name",
+        ),
+        ("train_batch_size=3", "unknown key 'train_batch_size'; did you mean 'data.train_batch_size'? allowed here: "),
+        ("models.a.pth=1", "unknown key 'models.a.pth'; did you mean 'models.a.path'?"),
+        ("models.a.optim.lrr=1", "unknown key 'models.a.optim.lrr'; did you mean 'models.a.optim.lr'? allowed here: lr"),
+        ("zzz=1", "unknown key 'zzz'; allowed here: algorithm, data, models, pools, rewards"),
+        ("rewards=[{lrs: 1}]", "unknown key 'rewards[0].lrs'; did you mean 'rewards[0].lr'?"),
+        ("data.train_batch_size=abc", "data.train_batch_size='abc' must be an integer"),
+        ("data.train_batch_size=1.5", "data.train_batch_size=1.5 must be an integer"),
+        ("data.train_batch_size=null", "data.train_batch_size=None must be an integer"),
+        ("rewards=[{lr: q}]", "rewards[0].lr='q' must be a number"),
+        ("pools.b=[0,x]", "pools.b[1]='x' must be an integer"),
+        ("pools.b=3", "pools.b=3 must be a list, each entry an integer"),
+        ("models.a=3", "models.a=3 must be a mapping with the keys path, optim, schedule, chat"),
+        ("models.a.optim.lr=1", "'models.a.path' (text) must be given"),
+        ("data.path=${data.zzz}", "data.path: Interpolation key 'data.zzz' not found"),
+        ("algorithm.name=grop", "unknown algorithm 'grop'"),
+        ("no_value", "override 'no_value' is not of the form key.subkey=value"),
+        ("data.path=[1", "override 'data.path=[1' cannot be read"),
+    ],
+)
+def test_mistakes_are_one_line(override: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(Main, None, [override], sections)
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: 1\nb: [1\nc: 2\n", ":3 is not valid YAML"),
+        ("data: {}\ndata: {}\n", ":2 is not valid YAML: found duplicate key data"),
+        ("- 1\n", "must hold a mapping"),
+        ("\tx", "is not valid YAML"),
+    ],
+)
+def test_broken_file(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "broken.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=str(file)) as caught:
+        load(Main, file, [], sections)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.yaml' does not exist"):
+        load(Main, tmp_path / "none.yaml")
+
+
+def test_empty_sections_mean_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "x.yaml"
+    file.write_text("data:\nalgorithm:\n")
+    assert load(Main, file, [], sections) == Main(algorithm=PPO())
+
+
+def test_check_tree_walks_everything() -> None:
+    check_tree(load(Main, None, [], sections))
+    with pytest.raises(ConfigError, match=r"^algorithm\.clip_ratio=-1\.0 must be positive$"):
+        check_tree(load(Main, None, ["algorithm.clip_ratio=-1"], sections))
+    with pytest.raises(ConfigError, match=r"^x\.deep\.0\.clip_ratio"):
+        check_tree({"deep": [PPO(clip_ratio=0)]}, "x")
+
+
+def test_yaml_round_trip(tmp_path: Path) -> None:
+    config = Main(
+        models={"a": Role(path="1e-3"), "b": Role(path="x ${y} é\n{{ z }}", chat=True)}, algorithm=PPO(clip_ratio=1e-7)
+    )
+    file = tmp_path / "config.yaml"
+    file.write_text(to_yaml(config))
+    assert load(Main, file, [], sections) == config
+    assert json.loads(json.dumps(to_dict(config)))["models"]["a"]["optim"] == {"lr": 1e-6}
+
+
+def test_find_by_name_and_by_dotted_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "some_algorithms"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "grpo.py").write_text("step = 1\n")
+    (package / "dpo.py").write_text("step = 2\n")
+    (package / "helper.py").write_text("")
+    (tmp_path / "my_algo.py").write_text("step = 3\ndef score(x):\n    return x\n")
+    (tmp_path / "wrong.py").write_text("import not_there_at_all\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert find("algorithm", "some_algorithms", "grpo").step == 1
+    assert find("algorithm", "some_algorithms", "some_algorithms.dpo").step == 2
+    with pytest.raises(ValueError, match="unknown algorithm 'grop'; did you mean 'grpo'\\? available: dpo, grpo, helper"):
+        find("algorithm", "some_algorithms", "grop")
+    with pytest.raises(ValueError, match="unknown algorithm 'helper'; available: dpo, grpo \\("):
+        find("algorithm", "some_algorithms", "helper", exports="step")
+    with pytest.raises(ValueError, match=r"'no_such_pkg\.x' cannot be imported: ModuleNotFoundError"):
+        find("algorithm", "some_algorithms", "no_such_pkg.x")
+    assert resolve_function("my_algo:score")(4) == 4
+    for name, message in {
+        "my_algo.score": "is not of the form package.module:function",
+        "my_algo:scor": "has no function 'scor'; did you mean 'score'\\?",
+        "my_algo:step": "step is a int, not a function",
+        "wrong:f": "cannot be imported: ModuleNotFoundError: No module named 'not_there_at_all'",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            resolve_function(name, "reward.function")
+    for module in ("some_algorithms", "my_algo"):
+        sys.modules.pop(module, None)

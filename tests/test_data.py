@@ -1,0 +1,273 @@
+"""Rows from files, prompts to tokens, SFT pairs, the loader's cursor, and the quickstart's task."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlhf_spmd.data import sort_digits
+from rlhf_spmd.data.batch import decode_json
+from rlhf_spmd.data.files import DataError, read_rows
+from rlhf_spmd.data.loader import Loader, validation_batches
+from rlhf_spmd.data.prompts import DataConfig, PromptDataset, load_prompts
+from rlhf_spmd.data.sft import SftConfig, load_responses
+from rlhf_spmd.data.tokenizer import decode, load_tokenizer
+
+TEMPLATE = "{% for m in messages %}{{ m.content }} {% endfor %}{% if add_generation_prompt %}>{% endif %}"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    directory = tmp_path_factory.mktemp("tokenizer")
+    sort_digits.write_tokenizer(directory)
+    return load_tokenizer(directory)
+
+
+def write(path: Path, *rows: Any) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def prompts(tokenizer: Any, path: str, **options: Any) -> PromptDataset:
+    return load_prompts(DataConfig(path=path, **options), tokenizer)
+
+
+def test_file_formats_agree(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "12>", "answer": "12", "extra": {"k": [1, 2.5, None]}},
+        {"prompt": "3>", "answer": "3", "extra": {"k": []}},
+    ]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "a.jsonl").write_text("\n" + text)
+    (tmp_path / "b.json").write_text(json.dumps(rows, indent=1))
+    (tmp_path / "c.json").write_text(text)
+    with gzip.open(tmp_path / "d.jsonl.gz", "wt") as stream:
+        stream.write(text)
+    for name in ("a.jsonl", "b.json", "c.json", "d.jsonl.gz"):
+        assert [row.values for row in read_rows(str(tmp_path / name))] == rows
+    assert len(read_rows(str(tmp_path / "[ac].json*"))) == 4
+    assert len(read_rows(str(tmp_path / "a.jsonl"), limit=1)) == 1
+    assert read_rows(str(tmp_path / "a.jsonl"))[0].where.endswith("a.jsonl:2")
+
+
+def test_parquet_and_saved_dataset(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    rows = [
+        {"prompt": [{"role": "user", "content": "1"}], "answer": "1"},
+        {"prompt": [{"role": "user", "content": "2"}], "answer": None},
+    ]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "x.parquet")
+    assert [row.values for row in read_rows(str(tmp_path / "x.parquet"))] == rows
+    (tmp_path / "y.parquet").write_bytes(b"PAR1 not really")
+    with pytest.raises(DataError, match=r"y\.parquet' is not readable parquet"):
+        read_rows(str(tmp_path / "y.parquet"))
+    datasets = pytest.importorskip("datasets")
+    datasets.DatasetDict({"train": datasets.Dataset.from_list(rows)}).save_to_disk(tmp_path / "saved")
+    assert [row.values for row in read_rows(str(tmp_path / "saved"))] == rows
+    with pytest.raises(DataError, match="has no split 'test'; it has: train"):
+        read_rows(str(tmp_path / "saved"), "test")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.jsonl", '{"prompt": "1"}\n{"prompt": \n', r"a\.jsonl:2: not valid JSON"),
+        ("a.jsonl", "[1]\n", r"a\.jsonl:1: must be a JSON object, not list"),
+        ("a.jsonl", "\n", "holds no rows"),
+        ("a.json", "[{},\n 3", r"a\.json:2: not valid JSON"),
+        ("a.csv", "x", "suffix that is not known; allowed: .jsonl"),
+        ("a.jsonl.gz", "plain text", "cannot be read: Not a gzipped file"),
+        ("a.jsonl", '{"question": "1"}\n', r"a\.jsonl:1: no key 'prompt' \(data\.prompt_key=prompt\); this row has: question"),
+        ("a.jsonl", '{"prompt": ""}\n', r"a\.jsonl:1: the prompt is empty"),
+        ("a.jsonl", '{"prompt": 3}\n', r"a\.jsonl:1: a prompt must be text or a list of chat messages, not int"),
+        ("a.jsonl", '{"prompt": [{"role": "user"}]}\n', "content of message 0 must be text, not NoneType"),
+        ("a.jsonl", '{"prompt_ids": [1, 99]}\n', "token id 99 in 'prompt_ids' must be less than the vocabulary size 16"),
+        ("a.jsonl", '{"prompt": [{"role": "user", "content": "1"}]}\n', r"needs a chat template, and tokenizer '.*' has none"),
+    ],
+)
+def test_bad_data_is_one_line(tmp_path: Path, tokenizer: Any, name: str, text: str, message: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(DataError, match=message) as caught:
+        prompts(tokenizer, str(tmp_path / name))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("path", ["none.jsonl", "./none", "/no/such/directory", "data/none*.jsonl"])
+def test_missing_files_are_not_looked_up_on_the_network(path: str) -> None:
+    with pytest.raises(DataError, match=r"does not exist|no file matches"):
+        read_rows(path)
+
+
+def test_text_prompts(tmp_path: Path, tokenizer: Any) -> None:
+    path = write(
+        tmp_path / "a.jsonl",
+        {"prompt": "21>", "answer": "12", "level": 3},
+        {"prompt": "123456789>"},
+        {"prompt": "7>", "id": "x"},
+    )
+    data = prompts(tokenizer, path, max_prompt_length=5)
+    assert (len(data), data.num_read, data.num_overlong) == (2, 3, 1)
+    batch = data.batch([1, 0], [10, 11])
+    assert [row.tolist() for row in batch["prompt_ids"].rows()] == [[1, 11, 14], [1, 6, 5, 14]]
+    assert batch["prompt_ids"].values.dtype == torch.int64
+    assert batch.row_ids.tolist() == batch.group_ids.tolist() == [10, 11]
+    assert decode_json(batch["row"]) == [
+        {"prompt": "7>", "answer": None, "data_source": None, "id": "x"},
+        {"prompt": "21>", "answer": "12", "data_source": None, "id": 0, "level": 3},
+    ]
+    with pytest.raises(DataError, match=r"a\.jsonl:2: the prompt has 11 tokens, more than data\.max_prompt_length=5"):
+        prompts(tokenizer, path, max_prompt_length=5, filter_overlong_prompts=False)
+    with pytest.raises(DataError, match=r"all 3 prompts are longer than data\.max_prompt_length=2"):
+        prompts(tokenizer, path, max_prompt_length=2)
+
+
+def test_chat_templates(tmp_path: Path, tokenizer: Any) -> None:
+    chat = [{"role": "user", "content": "12"}]
+    path = write(tmp_path / "a.jsonl", {"prompt": chat}, {"prompt": "34"})
+    (tmp_path / "t.jinja").write_text(TEMPLATE)
+    for template in (TEMPLATE, str(tmp_path / "t.jinja")):
+        data = prompts(tokenizer, path, chat_template=template)
+        assert decode(tokenizer, [data.ids[0], data.ids[1]], skip_special_tokens=False) == ["12 >", "<bos>34"]
+    assert data.rows[0]["prompt"] == "12 >"
+    assert data.rows[0]["messages"] == chat
+    data = prompts(tokenizer, path, chat_template=TEMPLATE, apply_chat_template=True, system_prompt="0")
+    assert decode(tokenizer, [data.ids[0], data.ids[1]], skip_special_tokens=False) == ["0 12 >", "0 34 >"]
+    assert data.rows[1]["prompt"] == "34"
+    for options, message in (
+        ({"apply_chat_template": False}, "the prompt is chat messages, but data.apply_chat_template=false"),
+        ({"chat_template": "{{ raise_exception('roles must alternate') }}"}, "refuses these messages: roles must alternate"),
+        ({"chat_template": "nowhere.jinja"}, "chat_template='nowhere.jinja' is neither Jinja text"),
+        ({"chat_template": TEMPLATE, "system_prompt": "0"}, "text prompt needs data.apply_chat_template=true"),
+    ):
+        with pytest.raises(DataError, match=message):
+            prompts(tokenizer, path, **options)
+
+
+def test_prompt_ids_need_no_tokenizer(tmp_path: Path) -> None:
+    data = prompts(None, write(tmp_path / "a.jsonl", {"prompt_ids": [5, 700], "id": 4}))
+    assert data.ids[0].tolist() == [5, 700]
+    assert data.rows[0]["id"] == 4
+    with pytest.raises(DataError, match="without a tokenizer a row must have 'prompt_ids'"):
+        prompts(None, write(tmp_path / "b.jsonl", {"prompt": "5"}))
+
+
+def test_loader_order_and_resume(tmp_path: Path, tokenizer: Any) -> None:
+    data = prompts(tokenizer, write(tmp_path / "a.jsonl", *({"prompt": str(i)} for i in range(10))))
+
+    def names(loader: Loader, steps: int) -> list[list[str]]:
+        return [[row["prompt"] for row in decode_json(loader.next_batch()["row"])] for _ in range(steps)]
+
+    loader = Loader(data, 4, seed=3)
+    drawn = names(loader, 10)
+    flat = [name for batch in drawn for name in batch]
+    epochs = [flat[i : i + 10] for i in range(0, 40, 10)]
+    assert all(sorted(epoch) == sorted(map(str, range(10))) for epoch in epochs)
+    assert epochs[0] != epochs[1]
+    assert drawn == names(Loader(data, 4, seed=3), 10)
+    assert drawn != names(Loader(data, 4, seed=4), 10)
+    for stop in range(10):
+        first, second = Loader(data, 4, seed=3), Loader(data, 4, seed=9)
+        names(first, stop)
+        second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        assert names(second, 10 - stop) == drawn[stop:]
+        assert second.next_batch().row_ids.tolist() == [40, 41, 42, 43]
+    assert names(Loader(data, 10, shuffle=False), 2) == [[str(i) for i in range(10)]] * 2
+    assert loader.epochs == 4.0
+    with pytest.raises(DataError, match="train_batch_size=11, but the data have only 10 usable rows"):
+        Loader(data, 11)
+
+
+def test_loader_warns_of_changed_data(tmp_path: Path, tokenizer: Any) -> None:
+    old = Loader(prompts(tokenizer, write(tmp_path / "a.jsonl", *({"prompt": str(i)} for i in range(9)))), 4)
+    old.next_batch(), old.next_batch()
+    new = Loader(prompts(tokenizer, write(tmp_path / "b.jsonl", *({"prompt": str(i)} for i in range(5)))), 4)
+    with pytest.warns(UserWarning, match="9 rows then, 5 now"):
+        new.load_state_dict(old.state_dict())
+    assert len(new.next_batch()) == 4
+    assert new.epoch == 1
+
+
+def test_validation_batches(tmp_path: Path, tokenizer: Any) -> None:
+    path = write(tmp_path / "a.jsonl", *({"prompt": str(i)} for i in range(5)))
+    data = load_prompts(DataConfig(path="-", val_path=path, val_max_samples=5), tokenizer, validation=True)
+    assert [batch.row_ids.tolist() for batch in validation_batches(data, 2)] == [[0, 1], [2, 3], [4]]
+    assert [len(batch) for batch in validation_batches(data)] == [5]
+
+
+def test_sft_pairs(tmp_path: Path, tokenizer: Any) -> None:
+    def pairs(path: str, **options: Any) -> list[tuple[list[int], list[int]]]:
+        batch = next(validation_batches(load_responses(SftConfig(path=path, **options), tokenizer)))
+        keys = ("prompt_ids", "response_ids")
+        prompt, response = ([row.tolist() for row in batch[key].rows()] for key in keys)
+        return list(zip(prompt, response, strict=True))
+
+    path = write(
+        tmp_path / "a.jsonl", {"prompt": "21>", "response": "12", "t": "0"}, {"prompt": "3>", "response": "", "t": "123456"}
+    )
+    assert pairs(path) == [([1, 6, 5, 14], [5, 6, 2]), ([1, 7, 14], [2])]
+    assert pairs(path, text_key="t", max_length=4) == [([1], [4, 2])]
+    with pytest.raises(DataError, match=r"a\.jsonl:2: the response has no tokens"):
+        pairs(path, append_eos=False)
+    with pytest.raises(DataError, match=r"a\.jsonl:2: 8 tokens are more than data\.max_length=4"):
+        pairs(path, text_key="t", max_length=4, filter_overlong=False)
+    chat = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
+    path = write(tmp_path / "b.jsonl", {"messages": chat})
+    assert pairs(path, prompt_key="messages", chat_template=TEMPLATE) == [([5, 15, 14], [6, 2])]
+    with pytest.raises(DataError, match="the last of two or more messages must be the assistant's"):
+        pairs(write(tmp_path / "c.jsonl", {"prompt": chat[:1]}), chat_template=TEMPLATE)
+    ids = write(tmp_path / "d.jsonl", {"prompt_ids": [1, 4], "response_ids": [5]})
+    assert pairs(ids) == [([1, 4], [5])]
+    with pytest.raises(DataError, match="non-empty list of token ids"):
+        pairs(write(tmp_path / "e.jsonl", {"prompt_ids": [1, 4], "response_ids": []}))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (DataConfig(), r"data\.path must be given"),
+        (DataConfig(path="x", max_prompt_length=0), r"data\.max_prompt_length=0 must be at least 1"),
+        (DataConfig(path="x", apply_chat_template="yes"), r"data\.apply_chat_template='yes' must be auto, true or false"),
+        (SftConfig(path="x", max_length=1), r"data\.max_length=1 must be at least 2"),
+    ],
+)
+def test_config_checks(config: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        config.check("data")
+
+
+def test_tokenizer_errors(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="does not exist"):
+        load_tokenizer(tmp_path / "none")
+    with pytest.raises(DataError, match=r"holds no tokenizer; looked for tokenizer\.json"):
+        load_tokenizer(tmp_path)
+    assert load_tokenizer(tmp_path, required=False) is None
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(DataError, match="cannot be loaded") as caught:
+        load_tokenizer(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_sort_digits_task(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("a", "b"):
+        sort_digits.main(["--out", str(tmp_path / name), "--seed", "5", "--sft", "50", "--train", "30", "--val", "20"])
+    files = ("sft.jsonl", "train.jsonl", "val.jsonl", "model/config.json", "model/tokenizer.json")
+    assert all((tmp_path / "a" / f).read_bytes() == (tmp_path / "b" / f).read_bytes() for f in files)
+    rows = [row.values for f in files[:3] for row in read_rows(str(tmp_path / "a" / f))]
+    assert len({row["prompt"] for row in rows}) == 100
+    assert all("".join(sorted(row["prompt"][:-1])) == row["answer"] for row in rows)
+    assert {len(row["answer"]) for row in rows} == {8, 9, 10, 11, 12}
+    tokenizer = load_tokenizer(tmp_path / "a" / "model")
+    ids = tokenizer(rows[0]["prompt"])["input_ids"]
+    assert (ids[0], len(ids)) == (tokenizer.bos_token_id, len(rows[0]["prompt"]) + 1)
+    assert decode(tokenizer, [[*ids, tokenizer.eos_token_id]]) == [rows[0]["prompt"]]
+    config = json.loads((tmp_path / "a" / "model" / "config.json").read_text())
+    assert config["vocab_size"] == len(tokenizer)
+    with pytest.raises(SystemExit):
+        sort_digits.main(["--out", str(tmp_path / "c"), "--min-digits", "1", "--max-digits", "2"])
+    assert "only 110 exist" in capsys.readouterr().err

@@ -1,0 +1,403 @@
+"""The training engine: the same losses, norms and weights in every layout, and those of transformers with torch's AdamW."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ranks import run_ranks
+from rlhf_spmd.models.decoder import Decoder
+from rlhf_spmd.models.heads import token_log_probs, values
+from rlhf_spmd.models.spec import read_spec
+from rlhf_spmd.models.weights import write_random_model
+from rlhf_spmd.parallel.layout import Layout
+from rlhf_spmd.parallel.mesh import build_mesh
+from rlhf_spmd.workers.engine import Packed, TrainEngine
+from rlhf_spmd.workers.optimizer import OptimConfig, learning_rate
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 41,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.3,
+    "eos_token_id": 2,
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "untied": LLAMA,
+    "tied": {**LLAMA, "tie_word_embeddings": True},
+    "shared_kv": {**LLAMA, "num_key_value_heads": 1},
+    "qwen3": {
+        **LLAMA,
+        "model_type": "qwen3",
+        "architectures": ["Qwen3ForCausalLM"],
+        "head_dim": 8,
+        "tie_word_embeddings": True,
+    },
+    "qwen2": {**LLAMA, "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]},
+}
+LENGTHS = [5, 3, 9, 2, 7, 4, 6]
+OPTIM = OptimConfig(lr=1e-2, lr_scheduler_type="linear", lr_warmup_steps=1, clip_grad=0.5, weight_decay=0.1)
+STEPS = 3
+
+Result = tuple[list[dict[str, float]], dict[str, Tensor]]
+
+
+def rows_of(step: int, vocab: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return [torch.randint(vocab, (n,), generator=generator) for n in LENGTHS]
+
+
+def cut(rows: Sequence[Tensor], dp: int, dp_rank: int, num_micro_batches: int) -> list[Packed]:
+    """Every dp-th row, spread over micro-batches; later micro-batches are empty where rows run out."""
+    mine = list(rows)[dp_rank::dp]
+    packed = []
+    for i in range(num_micro_batches):
+        part = mine[i::num_micro_batches]
+        tokens = torch.cat(part) if part else torch.zeros(0, dtype=torch.int64)
+        packed.append(Packed(tokens, torch.tensor([len(r) for r in part], dtype=torch.int64)))
+    return packed
+
+
+def next_token_loss(decoder: Decoder, hidden: Tensor, batch: Packed) -> tuple[Tensor, dict[str, Tensor]]:
+    """Sum of -log p of each next token over the count of the whole mini-batch."""
+    ends = batch.lengths.cumsum(0)
+    keep = torch.ones(len(batch.tokens), dtype=torch.bool)
+    keep[ends - 1] = False
+    if decoder.head_kind == "value":
+        predicted = values(decoder, hidden)[keep]
+        return ((predicted - batch.tokens[keep] / 10) ** 2).sum() / COUNT, {"tokens": keep.sum()}
+    labels = batch.tokens.roll(-1)[keep]
+    log_probs, _ = token_log_probs(decoder, hidden[keep], labels)
+    return -log_probs.sum() / COUNT, {"tokens": keep.sum()}
+
+
+COUNT = sum(LENGTHS) - len(LENGTHS)
+
+
+def build(
+    world: Any, path: str, layout: Layout, head: str = "lm", dtype: torch.dtype = torch.float64, **options: Any
+) -> TrainEngine:
+    mesh = build_mesh(world, range(layout.size), layout)
+    optim = options.pop("optim", OPTIM)
+    return TrainEngine(
+        read_spec(path), path, head, mesh, optim, dtype=dtype, device=torch.device("cpu"), total_updates=STEPS + 2, **options
+    )
+
+
+def local_boxes(engine: TrainEngine) -> list[tuple[str, tuple[int, ...], tuple[slice, ...], Tensor]]:
+    tensors = engine.local_tensors()
+    found = []
+    for name, shard in engine.param_shards().items():
+        for box in shard.boxes:
+            found.append((box.name, box.shape, box.global_slices, tensors[name][box.local_slices].clone()))
+    return found
+
+
+def train(world: Any, path: str, layout: Layout, num_micro_batches: Sequence[int], head: str, options: dict[str, Any]) -> Any:
+    """STEPS optimizer steps; the loss before each one, summed over replicas, and the boxes that this rank holds at the end."""
+    engine = build(world, path, layout, head, **options)
+    vocab, reports = engine.spec.vocab_size, []
+    for step in range(STEPS):
+        batches = cut(rows_of(step, vocab), layout.dp, engine.mesh.dp_rank, num_micro_batches[engine.mesh.dp_rank])
+        sums = engine.forward_backward(batches, next_token_loss)
+        assert set(sums) == ({"loss", "tokens"} if engine.mesh.last_stage else set())
+        report = engine.optimizer_step()
+        if engine.mesh.last_stage:
+            both = torch.stack([sums["loss"], sums["tokens"]])
+            engine.mesh.dp.all_reduce(both, "test")
+            assert int(both[1]) == COUNT
+            report["loss"] = float(both[0])
+        reports.append(report)
+    return reports, local_boxes(engine)
+
+
+def together(results: Sequence[Any]) -> Result:
+    """Whole tensors from all ranks' boxes, which must agree where they overlap; the reports of a last-stage rank."""
+    whole: dict[str, Tensor] = {}
+    for _, boxes in results:
+        for name, shape, slices, tensor in boxes:
+            target = whole.setdefault(name, torch.full(shape, torch.nan, dtype=tensor.dtype))
+            there = target[slices]
+            known = ~there.isnan()
+            assert torch.allclose(there[known], tensor[known], rtol=1e-12, atol=1e-14), f"copies of {name} differ"
+            target[slices] = tensor
+    for name, tensor in whole.items():
+        assert not tensor.isnan().any(), f"{name} is not covered"
+    assert all(
+        {k: v for k, v in r.items() if k != "loss"} == {k: v for k, v in results[0][0][i].items() if k != "loss"}
+        for reports, _ in results
+        for i, r in enumerate(reports)
+    ), "ranks report different norms"
+    return next(reports for reports, _ in results if "loss" in reports[0]), whole
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    base: Path = tmp_path_factory.mktemp("models")
+    for name, config in CONFIGS.items():
+        write_random_model(base / name, config, seed=3)
+    return {name: str(base / name) for name in CONFIGS}
+
+
+_SINGLE: dict[tuple[str, str], Result] = {}
+
+
+def single(path: str, head: str) -> Result:
+    """One rank, one micro-batch, computed once."""
+    if (path, head) not in _SINGLE:
+        _SINGLE[path, head] = together(run_ranks(1, train, path, Layout(), [1], head, {}))
+    return _SINGLE[path, head]
+
+
+def assert_same(got: Result, want: Result, tolerance: float = 1e-10) -> None:
+    for mine, theirs in zip(got[0], want[0], strict=True):
+        assert mine == pytest.approx(theirs, rel=tolerance)
+    assert got[1].keys() == want[1].keys()
+    for name, tensor in want[1].items():
+        torch.testing.assert_close(
+            got[1][name], tensor, rtol=tolerance, atol=tolerance, msg=lambda m, name=name: f"{name}: {m}"
+        )
+
+
+# (p, t, d, zero), then micro-batches per replica
+LAYOUTS = [
+    ((1, 1, 1, 0), [3]),
+    ((1, 2, 1, 0), [2]),
+    ((2, 1, 1, 0), [4]),
+    ((3, 1, 1, 0), [2]),
+    ((2, 2, 1, 0), [3]),
+    ((1, 1, 2, 0), [2, 3]),
+    ((1, 1, 2, 1), [3, 3]),
+    ((1, 1, 2, 2), [1, 3]),
+    ((1, 1, 2, 3), [2, 5]),
+    ((1, 2, 2, 3), [2, 2]),
+    ((2, 1, 2, 1), [4, 3]),
+    ((2, 1, 2, 2), [1, 4]),
+    ((2, 1, 2, 3), [3, 6]),
+]
+
+
+@pytest.mark.parametrize(("shape", "micro"), LAYOUTS, ids=str)
+@pytest.mark.parametrize("kind", ["untied", "tied"])
+def test_training_is_the_same_in_every_layout(
+    models: dict[str, str], kind: str, shape: tuple[int, int, int, int], micro: list[int]
+) -> None:
+    pp, tp, dp, zero = shape
+    layout = Layout(pp=pp, tp=tp, dp=dp, zero=zero)
+    assert_same(together(run_ranks(layout.size, train, models[kind], layout, micro, "lm", {})), single(models[kind], "lm"))
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 1, 0), (1, 2, 2, 3), (1, 1, 2, 1)], ids=str)
+def test_a_value_model_too(models: dict[str, str], shape: tuple[int, int, int, int]) -> None:
+    pp, tp, dp, zero = shape
+    layout = Layout(pp=pp, tp=tp, dp=dp, zero=zero)
+    got = together(run_ranks(layout.size, train, models["tied"], layout, [3, 2], "value", {}))
+    assert_same(got, single(models["tied"], "value"))
+    assert "score.weight" in got[1] and got[1]["score.weight"].abs().max() > 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [
+        ("shared_kv", (1, 2, 1, 0)),
+        ("shared_kv", (1, 2, 2, 3)),
+        ("shared_kv", (1, 4, 1, 0)),
+        ("qwen3", (1, 2, 2, 2)),
+        ("qwen3", (2, 2, 1, 0)),
+        ("qwen2", (1, 2, 2, 1)),
+    ],
+    ids=str,
+)
+def test_shared_kv_heads_and_other_families(models: dict[str, str], kind: str, shape: tuple[int, int, int, int]) -> None:
+    pp, tp, dp, zero = shape
+    layout = Layout(pp=pp, tp=tp, dp=dp, zero=zero)
+    assert_same(together(run_ranks(layout.size, train, models[kind], layout, [2, 2], "lm", {})), single(models[kind], "lm"))
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, 0), (2, 1, 2, 3), (1, 2, 2, 1)], ids=str)
+def test_activation_checkpointing_changes_nothing(models: dict[str, str], shape: tuple[int, int, int, int]) -> None:
+    pp, tp, dp, zero = shape
+    layout = Layout(pp=pp, tp=tp, dp=dp, zero=zero)
+    options = {"activation_checkpointing": True}
+    got = together(run_ranks(layout.size, train, models["untied"], layout, [3, 3], "lm", options))
+    assert_same(got, single(models["untied"], "lm"))
+
+
+@pytest.mark.parametrize("kind", ["untied", "tied"])
+def test_one_rank_equals_transformers_and_torch_adamw(models: dict[str, str], kind: str) -> None:
+    """transformers computes norms in fp32 even in an fp64 model; a large eps keeps Adam from magnifying that."""
+    from transformers import AutoModelForCausalLM
+
+    optim = replace(OPTIM, eps=1e-3)
+    reports, weights = together(run_ranks(1, train, models[kind], Layout(), [2], "lm", {"optim": optim}))
+    model = AutoModelForCausalLM.from_pretrained(models[kind], dtype=torch.float64, attn_implementation="eager")
+    oracle = torch.optim.AdamW(model.parameters(), lr=1.0, weight_decay=0.1, eps=1e-3)
+    for step, report in enumerate(reports):
+        loss = torch.zeros((), dtype=torch.float64)
+        for row in rows_of(step, LLAMA["vocab_size"]):
+            log_probs = model(row[None]).logits[0].log_softmax(-1)
+            loss = loss - log_probs[:-1].gather(1, row[1:, None]).sum() / COUNT
+        oracle.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        oracle.param_groups[0]["lr"] = learning_rate(OPTIM, step, STEPS + 2)
+        oracle.step()
+        assert report["loss"] == pytest.approx(loss.item(), rel=1e-6)
+        assert report["grad_norm"] == pytest.approx(norm.item(), rel=1e-6)
+        assert report["grad_norm"] > 0.5, "clipping must have something to do"
+    for name, tensor in model.state_dict().items():
+        if name in weights:
+            torch.testing.assert_close(weights[name], tensor, rtol=1e-6, atol=1e-7, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def score(world: Any, path: str, layout: Layout, num_micro_batches: Sequence[int]) -> list[Tensor] | None:
+    engine = build(world, path, layout, optim=None)
+    assert not any(p.requires_grad for p in engine.decoder.parameters())
+    batches = cut(rows_of(0, engine.spec.vocab_size), layout.dp, engine.mesh.dp_rank, num_micro_batches[engine.mesh.dp_rank])
+
+    def head(decoder: Decoder, hidden: Tensor, batch: Packed) -> Tensor:
+        return token_log_probs(decoder, hidden, batch.tokens.roll(-1))[0]
+
+    for _ in range(2):
+        outputs = engine.forward(batches, head)
+    assert len(outputs) == len(batches)
+    for output, batch in zip(outputs, batches, strict=True):
+        assert (output is None) == (not engine.mesh.last_stage or not len(batch.lengths))
+    given = [out for out in outputs if out is not None]
+    rows = [row for out, b in zip(given, batches, strict=False) for row in out.split(b.lengths.tolist())]
+    return rows if engine.mesh.last_stage else None
+
+
+@pytest.mark.parametrize(("shape", "micro"), [((2, 1, 1, 0), [3]), ((2, 1, 2, 3), [1, 5]), ((1, 2, 2, 1), [2, 2])], ids=str)
+def test_forward_is_the_same_in_every_layout(
+    models: dict[str, str], shape: tuple[int, int, int, int], micro: list[int]
+) -> None:
+    pp, tp, dp, zero = shape
+    layout = Layout(pp=pp, tp=tp, dp=dp, zero=zero)
+    want = run_ranks(1, score, models["tied"], Layout(), [1])[0]
+    results = run_ranks(layout.size, score, models["tied"], layout, micro)
+    for index, result in enumerate(results):
+        stage, replica, _ = layout.coordinate(index)
+        if stage == pp - 1:
+            mine = list(range(len(LENGTHS)))[replica::dp]
+            order = [row for i in range(micro[replica]) for row in mine[i :: micro[replica]]]
+            for row, got in zip(order, result, strict=True):
+                # the last of each row is a label of the neighbouring row: compare what belongs to the row
+                torch.testing.assert_close(got[:-1], want[row][:-1], rtol=1e-12, atol=1e-12)
+
+
+def special_batches(world: Any, path: str, layout: Layout) -> Any:
+    """Replica 0 has all rows, replica 1 none and one micro-batch less; gradients are added over two calls."""
+    engine = build(world, path, layout)
+    rows = rows_of(0, engine.spec.vocab_size)
+    none = Packed(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64))
+    first = engine.mesh.dp_rank == 0
+    sums = [
+        engine.forward_backward(cut(rows[:3], 1, 0, 2) if first else [none], next_token_loss),
+        engine.forward_backward(cut(rows[3:], 1, 0, 1) if first else [], next_token_loss),
+    ]
+    if engine.mesh.last_stage and not first:
+        assert {k: float(v) for k, v in sums[0].items()} == {"loss": 0.0, "tokens": 0.0} and sums[1] == {}
+    return [engine.optimizer_step()], local_boxes(engine)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 2, 0), (1, 1, 2, 1), (1, 1, 2, 2), (1, 1, 2, 3), (2, 1, 2, 3)], ids=str)
+def test_replicas_without_rows_and_gradients_over_two_calls(models: dict[str, str], shape: tuple[int, int, int, int]) -> None:
+    pp, tp, dp, zero = shape
+    layout = Layout(pp=pp, tp=tp, dp=dp, zero=zero)
+    results = run_ranks(layout.size, special_batches, models["tied"], layout)
+    want = run_ranks(1, special_batches, models["tied"], Layout())
+    assert_same(joined(results), joined(want))
+
+
+def joined(results: Sequence[Any]) -> Result:
+    return together([([{**r, "loss": 0.0} for r in reports], boxes) for reports, boxes in results])
+
+
+def poisoned(world: Any, path: str, layout: Layout) -> tuple[str, bool]:
+    engine = build(world, path, layout)
+    before = {name: tensor.clone() for name, tensor in engine.local_tensors().items()}
+
+    def loss(decoder: Decoder, hidden: Tensor, batch: Packed) -> tuple[Tensor, dict[str, Tensor]]:
+        value, stats = next_token_loss(decoder, hidden, batch)
+        return (value * torch.nan if engine.mesh.dp_rank == 1 else value), stats
+
+    engine.forward_backward(cut(rows_of(0, engine.spec.vocab_size), layout.dp, engine.mesh.dp_rank, 2), loss)
+    try:
+        engine.optimizer_step()
+    except FloatingPointError as error:
+        same = all(torch.equal(before[name], tensor) for name, tensor in engine.local_tensors().items())
+        return str(error), same
+    return "", False
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_non_finite_gradients_stop_all_ranks_before_the_step(models: dict[str, str], zero: int) -> None:
+    results = run_ranks(4, poisoned, models["untied"], Layout(pp=2, dp=2, zero=zero))
+    assert results == [("gradient norm is nan at optimizer step 0", True)] * 4
+
+
+def half_precision(world: Any, path: str, layout: Layout) -> Any:
+    engine = build(world, path, layout, dtype=torch.bfloat16)
+    norms, losses = [], []
+    for step in range(STEPS):
+        batches = cut(rows_of(step, engine.spec.vocab_size), layout.dp, engine.mesh.dp_rank, 3)
+        sums = engine.forward_backward(batches, next_token_loss)
+        losses.append(float(engine.mesh.dp.all_reduce(sums["loss"], "test")))
+        norms.append(engine.optimizer_step()["grad_norm"])
+    assert engine.optimizer is not None
+    states = engine.optimizer.state_tensors()
+    for name, tensor in engine.local_tensors().items():
+        assert tensor.dtype == torch.bfloat16 and states[name]["master"].dtype == torch.float32
+        assert torch.equal(states[name]["master"].bfloat16(), tensor)
+        tensor.fill_(0.5)
+    engine.mark_loaded()
+    assert all((state["master"] == 0.5).all() for state in states.values())
+    return losses, norms
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, 0), (1, 1, 2, 0), (1, 1, 2, 1), (1, 1, 2, 2), (1, 1, 2, 3)], ids=str)
+def test_bf16_with_fp32_masters_follows_fp64(models: dict[str, str], shape: tuple[int, int, int, int]) -> None:
+    pp, tp, dp, zero = shape
+    layout = Layout(pp=pp, tp=tp, dp=dp, zero=zero)
+    reports, _ = single(models["untied"], "lm")
+    for losses, norms in run_ranks(layout.size, half_precision, models["untied"], layout):
+        assert losses == pytest.approx([r["loss"] for r in reports], rel=2e-2)
+        assert norms == pytest.approx([r["grad_norm"] for r in reports], rel=5e-2)
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 1, 0), (1, 2, 1, 0), (1, 1, 2, 3)], ids=str)
+def test_fp32_stays_near_fp64(models: dict[str, str], shape: tuple[int, int, int, int]) -> None:
+    pp, tp, dp, zero = shape
+    layout = Layout(pp=pp, tp=tp, dp=dp, zero=zero)
+    got = together(run_ranks(layout.size, train, models["tied"], layout, [2, 2], "lm", {"dtype": torch.float32}))
+    for mine, theirs in zip(got[0], single(models["tied"], "lm")[0], strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-4)
+
+
+def drawn(world: Any, path: str, layout: Layout) -> Any:
+    mesh = build_mesh(world, range(layout.size), layout)
+    options = {"dtype": torch.float64, "device": torch.device("cpu"), "seed": 7}
+    engine = TrainEngine(read_spec(path), None, "lm", mesh, None, **options)
+    return [{}], local_boxes(engine)
+
+
+def test_random_weights_are_the_same_in_every_layout(models: dict[str, str]) -> None:
+    want = joined(run_ranks(1, drawn, models["tied"], Layout()))
+    got = joined(run_ranks(4, drawn, models["tied"], Layout(pp=2, dp=2, zero=3)))
+    assert all(torch.equal(got[1][name], tensor) for name, tensor in want[1].items())

@@ -1,0 +1,200 @@
+"""Exactness: a token's bits do not depend on its batch, so incremental decoding equals the packed forward bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlhf_spmd.models import heads
+from rlhf_spmd.models.attention import KEY_BLOCK, PackedAttention, attend_exact, round_up
+from rlhf_spmd.models.decoder import Decoder
+from rlhf_spmd.models.spec import ModelSpec, spec_from_config
+from rlhf_spmd.models.weights import init_random
+from rlhf_spmd.parallel.collectives import solo
+from rlhf_spmd.parallel.world import World
+from ranks import run_ranks
+
+SHAPES: dict[str, dict[str, object]] = {
+    "llama-odd": {
+        "model_type": "llama",
+        "vocab_size": 517,
+        "hidden_size": 40,
+        "intermediate_size": 86,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 10,
+    },
+    "qwen3": {
+        "model_type": "qwen3",
+        "vocab_size": 1000,
+        "hidden_size": 64,
+        "intermediate_size": 172,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 16,
+        "tie_word_embeddings": True,
+    },
+    "qwen2-wide": {
+        "model_type": "qwen2",
+        "vocab_size": 2048,
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+    },
+}
+
+
+class CacheAttention:
+    """Several sequences, each with its new tokens after those in its cache: what a generator does, without pages."""
+
+    def __init__(self, spec: ModelSpec, kv_heads: int, num_sequences: int, dtype: torch.dtype) -> None:
+        shape = (spec.num_hidden_layers, kv_heads, 0, spec.head_dim)
+        self.keys = [torch.empty(shape, dtype=dtype) for _ in range(num_sequences)]
+        self.values = [torch.empty(shape, dtype=dtype) for _ in range(num_sequences)]
+
+    def schedule(self, work: list[tuple[int, int]]) -> None:
+        """(sequence, number of new tokens) in the order in which they are packed."""
+        self.work = work
+        self.positions = torch.cat([self.keys[i].shape[2] + torch.arange(n) for i, n in work])
+        for i, n in work:
+            room = self.keys[i].new_zeros(self.keys[i].shape[0], self.keys[i].shape[1], n, self.keys[i].shape[3])
+            self.keys[i], self.values[i] = torch.cat([self.keys[i], room], 2), torch.cat([self.values[i], room], 2)
+
+    def attend(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Sequences with equally many new tokens share one padded call of attend_exact."""
+        out = torch.empty_like(q)
+        starts, groups, at = {}, {}, 0
+        for i, n in self.work:
+            starts[i] = at
+            self.keys[i][layer_index, :, -n:] = k[at : at + n].transpose(0, 1)
+            self.values[i][layer_index, :, -n:] = v[at : at + n].transpose(0, 1)
+            groups.setdefault(n, []).append(i)
+            at += n
+        group_size = q.shape[1] // k.shape[1]
+        for n, members in groups.items():
+            longest = round_up(max(self.keys[i].shape[2] for i in members), KEY_BLOCK)
+            batch_k = k.new_zeros(len(members), k.shape[1], longest, k.shape[2])
+            batch_v = torch.full_like(batch_k, 3.0)
+            allowed = torch.zeros(len(members), 1, n * group_size, longest, dtype=torch.bool)
+            for row, i in enumerate(members):
+                length = self.keys[i].shape[2]
+                batch_k[row, :, :length] = self.keys[i][layer_index]
+                batch_v[row, :, :length] = self.values[i][layer_index]
+                query = (length - n + torch.arange(n)).repeat_interleave(group_size)
+                allowed[row, 0] = torch.arange(longest) <= query[:, None]
+            rows = torch.stack([q[starts[i] : starts[i] + n] for i in members])
+            rows = rows.view(len(members), n, k.shape[1], group_size, -1).transpose(1, 2).flatten(2, 3)
+            mixed = attend_exact(rows, batch_k, batch_v, allowed).unflatten(2, (n, group_size)).transpose(1, 2)
+            for row, i in enumerate(members):
+                out[starts[i] : starts[i] + n] = mixed[row].reshape(n, q.shape[1], -1)
+        return out
+
+
+@pytest.fixture(params=["medium", "highest"])
+def precision(request: pytest.FixtureRequest) -> Iterator[str]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(request.param)
+    yield request.param
+    torch.set_float32_matmul_precision(before)
+
+
+def build(config: dict[str, object], dtype: torch.dtype, tp: object = None) -> Decoder:
+    decoder = Decoder(spec_from_config(config, "test"), "lm", 0, 1, tp or solo(), dtype, "cpu")
+    init_random(decoder, 7)
+    return decoder
+
+
+def packed_log_probs(decoder: Decoder, sequences: list[Tensor], chunk_rows: int | None = None) -> list[Tensor]:
+    """log p of each next token, one tensor per sequence, from one training forward over all of them."""
+    ids = torch.cat(sequences)
+    attention = PackedAttention([len(s) for s in sequences])
+    labels = torch.cat([s.roll(-1) for s in sequences])
+
+    def head(d: Decoder, hidden: Tensor) -> Tensor:
+        return heads.token_log_probs(d, hidden, labels, 0.7, chunk_rows=chunk_rows)[0]
+
+    with torch.no_grad():
+        return list(decoder(ids, attention, head).split([len(s) for s in sequences]))
+
+
+def decoded_log_probs(decoder: Decoder, sequences: list[Tensor], prompts: list[int], kv_heads: int) -> list[Tensor]:
+    """The same from prefills in two chunks and then token by token, all sequences in one batch as long as they last."""
+    dtype = decoder.dtype
+    cache = CacheAttention(decoder.spec, kv_heads, len(sequences), dtype)
+    results: list[list[Tensor]] = [[] for _ in sequences]
+    done = [0] * len(sequences)
+    for step in range(10**6):
+        work = []
+        for i, s in enumerate(sequences):
+            left = len(s) - done[i]
+            n = min(left, max(prompts[i] // 2, 1)) if done[i] < prompts[i] else min(left, 1)
+            if n and (step >= i):  # sequences join one by one
+                work.append((i, n))
+        if not work and step > len(sequences):
+            break
+        if not work:
+            continue
+        cache.schedule(work)
+        ids = torch.cat([sequences[i][done[i] : done[i] + n] for i, n in work])
+        labels = torch.cat([sequences[i].roll(-1)[done[i] : done[i] + n] for i, n in work])
+        with torch.no_grad():
+            logits = heads.local_logits(decoder, decoder(ids, cache))
+            log_probs = heads.log_probs_of(decoder, logits, labels, 0.7)
+        for (i, n), part in zip(work, log_probs.split([n for _, n in work]), strict=True):
+            results[i].append(part)
+            done[i] += n
+    return [torch.cat(r) for r in results]
+
+
+def make_sequences(vocab_size: int) -> tuple[list[Tensor], list[int]]:
+    generator = torch.Generator().manual_seed(3)
+    lengths, prompts = [1, 5, 70, 63, 64, 131, 2], [1, 3, 66, 40, 61, 129, 1]
+    return [torch.randint(0, vocab_size, (n,), generator=generator) for n in lengths], prompts
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_decoding_equals_packed_forward(shape: str, dtype: torch.dtype, precision: str) -> None:
+    decoder = build(SHAPES[shape], dtype)
+    sequences, prompts = make_sequences(decoder.spec.vocab_size)
+    packed = packed_log_probs(decoder, sequences)
+    decoded = decoded_log_probs(decoder, sequences, prompts, decoder.spec.num_key_value_heads)
+    for a, b in zip(packed, decoded, strict=True):
+        assert torch.equal(a, b), (a - b).abs().max()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_batch_composition_does_not_matter(shape: str, precision: str) -> None:
+    decoder = build(SHAPES[shape], torch.float32)
+    sequences, _ = make_sequences(decoder.spec.vocab_size)
+    packed = packed_log_probs(decoder, sequences)
+    for i, alone in enumerate(sequences):
+        assert torch.equal(packed_log_probs(decoder, [alone])[0], packed[i])
+    order = [4, 1, 6, 2, 0, 5, 3]
+    shuffled = packed_log_probs(decoder, [sequences[i] for i in order] * 2, chunk_rows=64)
+    for at, i in enumerate(order):
+        assert torch.equal(shuffled[at], packed[i])
+        assert torch.equal(shuffled[at + len(order)], packed[i])
+
+
+def _exact_under_tp(world: World, config: dict[str, object]) -> None:
+    decoder = build(config, torch.float32, world.all)
+    sequences, prompts = make_sequences(decoder.spec.vocab_size)
+    packed = packed_log_probs(decoder, sequences)
+    decoded = decoded_log_probs(decoder, sequences, prompts, decoder.layers[0].num_kv_heads)
+    for a, b in zip(packed, decoded, strict=True):
+        assert torch.equal(a, b), (a - b).abs().max()
+    for part in world.all.all_gather(torch.cat(packed), "check"):
+        assert torch.equal(part, torch.cat(packed))
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_exact_under_tensor_parallelism(tp: int) -> None:
+    run_ranks(tp, _exact_under_tp, SHAPES["qwen3"])

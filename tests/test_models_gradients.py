@@ -1,0 +1,173 @@
+"""Gradients in fp64: against plain torch for the heads and the attention, against one rank for tensor parallelism."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from model_configs import CONFIGS
+from ranks import run_ranks
+from torch import Tensor
+
+from rlhf_spmd.models.attention import PackedAttention, attend_exact
+from rlhf_spmd.models.decoder import Decoder
+from rlhf_spmd.models.heads import token_log_probs, values
+from rlhf_spmd.models.layers import rms_norm, rotate, swiglu
+from rlhf_spmd.models.spec import spec_from_config
+from rlhf_spmd.models.weights import init_random
+from rlhf_spmd.parallel.collectives import Group, solo
+from rlhf_spmd.parallel.data_parallel import partial_boxes, sum_partial
+from rlhf_spmd.models.sharding import plan_params
+from rlhf_spmd.parallel.world import World
+
+LENGTHS = [1, 70, 5, 2, 33]
+TOLERANCE = 1e-10
+
+
+def build(config: dict[str, Any], head: str, tp: Group, stage: int = 0, pp: int = 1) -> Decoder:
+    decoder = Decoder(spec_from_config(config, "test"), head, stage, pp, tp, torch.float64, "cpu")
+    init_random(decoder, 3)
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            parameter.mul_(4 if parameter.ndim > 1 else 1)
+    return decoder
+
+
+def make_batch(vocab_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """ids, labels, and weights of the log-probs and entropies in the loss."""
+    generator = torch.Generator().manual_seed(4)
+    ids, labels = torch.randint(0, vocab_size, (2, sum(LENGTHS)), generator=generator)
+    a, b = torch.randn(2, sum(LENGTHS), generator=generator, dtype=torch.float64)
+    return ids, labels, a, b
+
+
+def loss_of(decoder: Decoder, head: str, attention: PackedAttention, x: Tensor) -> Tensor:
+    _, labels, a, b = make_batch(decoder.spec.vocab_size)
+    if head == "value":
+        return (decoder(x, attention, values) * a).sum()
+
+    def last(d: Decoder, hidden: Tensor) -> Tensor:
+        log_probs, entropy = token_log_probs(d, hidden, labels, 0.8, entropy=True, chunk_rows=32)
+        return (log_probs * a).sum() + (entropy * b).sum()
+
+    return decoder(x, attention, last)
+
+
+def global_gradients(config: dict[str, Any], head: str, tp: Group, checkpointing: bool, pp: int) -> dict[str, Any]:
+    """Loss and this rank's part of the gradients as {tensor name: [(slices, values)]}."""
+    stages = [build(config, head, tp, stage, pp) for stage in range(pp)]
+    attention = PackedAttention(LENGTHS)
+    x: Tensor = make_batch(config["vocab_size"])[0]
+    for decoder in stages[:-1]:
+        x = decoder(x, attention)
+    for decoder in stages:
+        decoder.activation_checkpointing = checkpointing
+    loss = loss_of(stages[-1], head, attention, x)
+    loss.backward()
+    found: dict[str, Any] = {"loss": float(loss)}
+    for decoder in stages:
+        grads = {name: p.grad for name, p in decoder.named_parameters() if p.grad is not None}
+        assert len(grads) == len(decoder.shards), "a parameter has no gradient"
+        others = [plan_params(decoder.spec, head, decoder.stage, pp, r, tp.size) for r in range(tp.size) if r != tp.rank]
+        sum_partial(grads, partial_boxes(decoder.shards, others), tp)
+        for name, grad in grads.items():
+            for box in decoder.shards[name].boxes:
+                part = (box.start, grad[box.local_slices].numpy())
+                found.setdefault(box.name, []).append((decoder.stage, *part))
+    return found
+
+
+def _gradients_rank(world: World, *args: Any) -> dict[str, Any]:
+    config, head, checkpointing, pp = args
+    return global_gradients(config, head, world.all, checkpointing, pp)
+
+
+def assemble(results: list[dict[str, Any]], whole: dict[str, Any]) -> None:
+    """Every rank's part equals the same part of the single rank's gradient; tied ends are summed over stages first."""
+    for name, parts in whole.items():
+        if name == "loss":
+            assert all(abs(r["loss"] - parts) < TOLERANCE * max(1, abs(parts)) for r in results)
+            continue
+        ((_, _, expected),) = parts
+        scale = max(abs(expected).max(), 1)
+        for result in results:
+            totals: dict[Any, Any] = {}
+            for _, start, values_ in result[name]:
+                totals[start] = totals.get(start, 0) + values_
+            for start, got in totals.items():
+                piece = expected[tuple(slice(s, s + n) for s, n in zip(start, got.shape, strict=True))]
+                assert abs(piece - got).max() < TOLERANCE * scale, name
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("name", ["llama-tied-bias", "qwen2", "qwen3-tied"])
+def test_tensor_parallel_gradients(name: str, tp: int) -> None:
+    """With tp = 4 the two KV heads are shared by two ranks each."""
+    config = {**CONFIGS[name], "num_hidden_layers": 2}
+    whole = global_gradients(config, "lm", solo(), False, 1)
+    assemble(run_ranks(tp, _gradients_rank, config, "lm", True, 2 if tp == 2 else 1), whole)
+
+
+def test_value_head_gradients() -> None:
+    config = {**CONFIGS["llama3"], "num_hidden_layers": 2}
+    whole = global_gradients(config, "value", solo(), False, 1)
+    assemble(run_ranks(2, _gradients_rank, config, "value", False, 1), whole)
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_token_log_probs_against_plain_torch(entropy: bool, temperature: float) -> None:
+    decoder = build(CONFIGS["llama"], "lm", solo())
+    _, labels, a, b = make_batch(decoder.spec.vocab_size)
+    hidden = torch.randn(len(labels), decoder.spec.hidden_size, dtype=torch.float64, requires_grad=True)
+    log_probs, entropies = token_log_probs(decoder, hidden, labels, temperature, entropy, chunk_rows=30)
+    weight = decoder.head_weight
+    loss = (log_probs * a).sum() + ((entropies * b).sum() if entropies is not None else 0)
+    got = torch.autograd.grad(loss, [hidden, weight])
+    table = (hidden @ weight.t() / temperature).log_softmax(-1)
+    plain = table.gather(1, labels[:, None])[:, 0]
+    plain_entropy = -(table.exp() * table).sum(-1)
+    assert (plain - log_probs).abs().max() < TOLERANCE
+    if entropies is None:
+        assert not entropy
+        want = torch.autograd.grad((plain * a).sum(), [hidden, weight])
+    else:
+        assert (plain_entropy - entropies).abs().max() < TOLERANCE
+        want = torch.autograd.grad((plain * a).sum() + (plain_entropy * b).sum(), [hidden, weight])
+    for x, y in zip(got, want, strict=True):
+        assert (x - y).abs().max() < TOLERANCE
+
+
+def test_packed_attention_against_plain_torch() -> None:
+    heads, kv_heads, dim = 6, 2, 8
+    lengths = [3, 130, 1, 65, 64, 0, 40, 41]
+    make = torch.Generator().manual_seed(0)
+    q, k, v, weight = (
+        torch.randn(sum(lengths), h, dim, dtype=torch.float64, generator=make, requires_grad=i < 3)
+        for i, h in enumerate((heads, kv_heads, kv_heads, heads))
+    )
+    out = PackedAttention(lengths).attend(0, q, k, v)
+    got = torch.autograd.grad((out * weight).sum(), [q, k, v])
+    parts = []
+    for a, b, c in zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True):
+        if len(a):
+            batch = [x.transpose(0, 1)[None] for x in (a, b.repeat_interleave(3, 1), c.repeat_interleave(3, 1))]
+            parts.append(torch.nn.functional.scaled_dot_product_attention(*batch, is_causal=True)[0].transpose(0, 1))
+    plain = torch.cat(parts)
+    want = torch.autograd.grad((plain * weight).sum(), [q, k, v])
+    assert (plain - out).abs().max() < TOLERANCE
+    for x, y in zip(got, want, strict=True):
+        assert (x - y).abs().max() < TOLERANCE
+
+
+def test_elementwise_pieces_gradcheck() -> None:
+    x = torch.randn(5, 3, 8, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(8, dtype=torch.float64, requires_grad=True)
+    angle = torch.randn(5, 1, 4, dtype=torch.float64)
+    assert torch.autograd.gradcheck(lambda a, b: rms_norm(a, b, 1e-5), (x, weight))
+    assert torch.autograd.gradcheck(lambda a: rotate(a, angle.cos(), angle.sin()), (x,))
+    assert torch.autograd.gradcheck(swiglu, (torch.randn(5, 8, dtype=torch.float64, requires_grad=True),))
+    q, k, v = (torch.randn(2, 2, n, 4, dtype=torch.float64, requires_grad=True) for n in (3, 5, 5))
+    allowed = (torch.arange(5) <= torch.tensor([2, 3, 4])[:, None])[None, None]
+    assert torch.autograd.gradcheck(lambda *args: attend_exact(*args, allowed), (q, k, v))

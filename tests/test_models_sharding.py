@@ -1,0 +1,125 @@
+"""The plan of every layout covers every tensor, and configurations that do not fit say so."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from model_configs import CONFIGS
+
+from rlhf_spmd.models.decoder import Decoder
+from rlhf_spmd.models.sharding import check_layout, plan_params, tensor_shapes, vocab_range
+from rlhf_spmd.models.spec import ModelSpec, spec_from_config
+from rlhf_spmd.parallel.boxes import Box
+from rlhf_spmd.parallel.collectives import Group, solo
+
+LAYOUTS = [(1, 1), (1, 2), (1, 4), (1, 8), (2, 1), (2, 2), (3, 4), (5, 8), (4, 2)]
+
+
+def make_spec(family: str, **changes: Any) -> ModelSpec:
+    sizes = {
+        "vocab_size": 103,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 5,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+    }
+    return spec_from_config({**CONFIGS[family], **sizes, **changes}, "test")
+
+
+def elements(box: Box) -> Counter[tuple[int, ...]]:
+    grid = torch.cartesian_prod(*[torch.arange(s, s + n) for s, n in zip(box.start, box.size, strict=True)])
+    return Counter(map(tuple, grid.reshape(box.numel, -1).tolist()))
+
+
+@pytest.mark.parametrize("head", ["lm", "value", "none"])
+@pytest.mark.parametrize("family", CONFIGS)
+def test_boxes_of_all_ranks_cover_every_tensor_once(family: str, head: str) -> None:
+    spec = make_spec(family, hidden_size=16, intermediate_size=8, head_dim=2, num_hidden_layers=5)
+    shapes = tensor_shapes(spec, head)
+    for pp, tp in LAYOUTS:
+        copies: dict[str, Counter[tuple[int, ...]]] = {name: Counter() for name in shapes}
+        per_tensor: Counter[str] = Counter()
+        for stage in range(pp):
+            for rank in range(tp):
+                for shard in plan_params(spec, head, stage, pp, rank, tp).values():
+                    for box in shard.boxes:
+                        assert box.shape == shapes[box.name]
+                        copies[box.name] += elements(box)
+                        per_tensor[box.name] += "tp" in shard.replicated
+        for name, count in copies.items():
+            number = torch.Size(shapes[name]).numel()
+            assert len(count) == number, f"{name} has elements that no rank of pp({pp}) * tp({tp}) holds"
+            tied = 2 if name == spec.names.embed and spec.tie_word_embeddings and pp > 1 and head == "lm" else 1
+            shared = tp // 4 if tp > 4 and ("k_proj" in name or "v_proj" in name) else 1
+            expected = tp if per_tensor[name] else tied * shared
+            assert set(count.values()) == {expected}, (name, pp, tp)
+
+
+def test_local_boxes_tile_each_parameter() -> None:
+    spec = make_spec("qwen3-tied")
+    for pp, tp in LAYOUTS:
+        for stage in range(pp):
+            for shard in plan_params(spec, "lm", stage, pp, tp - 1, tp).values():
+                filled = torch.zeros(shard.shape)
+                for box in shard.boxes:
+                    filled[box.local_slices] += 1
+                assert bool((filled == 1).all())
+
+
+@settings(deadline=None, max_examples=200)
+@given(vocab=st.integers(1, 5000), small=st.integers(1, 8), factor=st.integers(1, 8))
+def test_vocabulary_cuts_nest(vocab: int, small: int, factor: int) -> None:
+    cuts = {vocab_range(vocab, rank, small * factor)[0] for rank in range(small * factor)}
+    assert {vocab_range(vocab, rank, small)[0] for rank in range(small)} <= cuts
+    sizes = [b - a for a, b in (vocab_range(vocab, rank, small) for rank in range(small))]
+    assert sum(sizes) == vocab and max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_decoder_holds_what_the_plan_says(family: str) -> None:
+    spec = make_spec(family)
+    for pp, tp in [(1, 1), (2, 8), (3, 4)]:
+        for stage in range(pp):
+            group = Group("tp", tuple(range(tp)), tp - 1)
+            decoder = Decoder(spec, "lm", stage, pp, group, torch.float32, "meta")
+            plan = plan_params(spec, "lm", stage, pp, tp - 1, tp)
+            assert [(n, tuple(p.shape)) for n, p in decoder.named_parameters()] == [(n, s.shape) for n, s in plan.items()]
+            ends = stage in (0, pp - 1) and pp > 1 and spec.tie_word_embeddings
+            assert (decoder.tied_parameter() is not None) == ends
+
+
+def test_tied_parameters_hold_the_same_box() -> None:
+    spec = make_spec("qwen3-tied")
+    first, last = (Decoder(spec, "lm", stage, 2, solo(), torch.float32, "meta") for stage in (0, 1))
+    assert first.tied_ends and last.tied_ends
+    assert first.shards["embed.weight"].boxes == last.shards["head.weight"].boxes
+    whole = Decoder(spec, "lm", 0, 1, solo(), torch.float32, "meta")
+    assert not whole.tied_ends and whole.head is None and whole.embed is not None
+    assert whole.head_weight is whole.embed.weight
+
+
+@pytest.mark.parametrize(
+    ("pp", "tp", "words"),
+    [
+        (6, 1, ["pp=6", "num_hidden_layers=5"]),
+        (1, 3, ["tp=3", "num_attention_heads=16"]),
+        (1, 16, ["tp=16", "intermediate_size=40"]),
+    ],
+)
+def test_layout_errors_name_both_sides(pp: int, tp: int, words: list[str]) -> None:
+    spec = make_spec("llama", intermediate_size=40)
+    with pytest.raises(ValueError, match=r"models\.actor\.layout") as error:
+        check_layout(spec, pp, tp, "models.actor.layout")
+    assert all(word in str(error.value) for word in words)
+
+
+def test_kv_heads_that_do_not_fit() -> None:
+    spec = make_spec("llama", num_attention_heads=24, num_key_value_heads=6, hidden_size=96)
+    with pytest.raises(ValueError, match="num_key_value_heads=6"):
+        check_layout(spec, 1, 4, "layout")

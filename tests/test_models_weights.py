@@ -1,0 +1,209 @@
+"""Hugging Face directories in: every layout reads the same weights, and damaged or foreign directories say what is wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from model_configs import CONFIGS
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from rlhf_spmd.models.decoder import Decoder
+from rlhf_spmd.models.spec import read_spec, spec_from_config
+from rlhf_spmd.models.weights import init_random, load_pretrained, read_eos_ids, write_random_model
+from rlhf_spmd.parallel.collectives import Group, solo
+
+CONFIG = CONFIGS["qwen2"]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    write_random_model(tmp_path / "model", CONFIG, 11)
+    return tmp_path / "model"
+
+
+def build(path: Path, head: str = "lm", dtype: torch.dtype = torch.float32) -> Decoder:
+    return Decoder(read_spec(path), head, 0, 1, solo(), dtype, "cpu")
+
+
+def rewrite(path: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
+    tensors = load_file(path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def write_config(path: Path, **changes: Any) -> None:
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, **changes}))
+
+
+@pytest.mark.parametrize(("pp", "tp"), [(1, 1), (2, 2), (3, 4)])
+def test_random_weights_are_the_same_in_every_layout_and_on_disk(model: Path, pp: int, tp: int) -> None:
+    tensors = load_file(model / "model.safetensors")
+    spec = read_spec(model)
+    for stage in range(pp):
+        for rank in range(tp):
+            group = Group("tp", tuple(range(tp)), rank)
+            drawn, read = (Decoder(spec, "lm", stage, pp, group, torch.float32, "cpu") for _ in range(2))
+            init_random(drawn, 11)
+            load_pretrained(read, model)
+            for (name, a), b in zip(drawn.named_parameters(), read.parameters(), strict=True):
+                assert torch.equal(a, b), name
+                for box in drawn.shards[name].boxes:
+                    assert torch.equal(a[box.local_slices], tensors[box.name][box.global_slices])
+
+
+@pytest.mark.parametrize("stored", [torch.float64, torch.float16, torch.bfloat16])
+def test_any_float_dtype_is_converted(model: Path, stored: torch.dtype) -> None:
+    rewrite(model, lambda tensors: tensors.update({name: t.to(stored) for name, t in tensors.items()}))
+    decoder = build(model, dtype=torch.float32)
+    load_pretrained(decoder, model)
+    assert decoder.embed is not None
+    assert torch.equal(decoder.embed.weight, load_file(model / "model.safetensors")["model.embed_tokens.weight"].float())
+
+
+def test_sharded_directory(model: Path) -> None:
+    whole = build(model)
+    load_pretrained(whole, model)
+    tensors = load_file(model / "model.safetensors")
+    (model / "model.safetensors").unlink()
+    weight_map = {}
+    for i, names in enumerate((list(tensors)[::2], list(tensors)[1::2])):
+        save_file({n: tensors[n] for n in names}, model / f"model-{i}.safetensors")
+        weight_map.update(dict.fromkeys(names, f"model-{i}.safetensors"))
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    split = build(model)
+    load_pretrained(split, model)
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), split.parameters(), strict=True))
+
+    for bad in ("../model-0.safetensors", "/etc/passwd", "sub/model-0.safetensors", "model-0.bin", 3):
+        changed = {**weight_map, "model.norm.weight": bad}
+        (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": changed}))
+        with pytest.raises(ValueError, match=r"index\.json: tensor 'model\.norm\.weight'"):
+            load_pretrained(split, model)
+    (model / "model-1.safetensors").unlink()
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(ValueError, match=r"model-1\.safetensors"):
+        load_pretrained(split, model)
+
+
+def test_value_head(model: Path) -> None:
+    decoder = build(model, "value")
+    with pytest.raises(ValueError, match=r"score\.weight' is missing"):
+        load_pretrained(decoder, model)
+    load_pretrained(decoder, model, 0, missing_head_ok=True)
+    assert float(decoder.head_weight.abs().sum()) == 0
+    rewrite(model, lambda tensors: tensors.update({"score.weight": torch.full((1, 32), 2.0)}))
+    load_pretrained(decoder, model)
+    assert float(decoder.head_weight.sum()) == 64
+    rewrite(model, lambda tensors: tensors.update({"score.weight": torch.zeros(2, 32)}))
+    with pytest.raises(ValueError, match=r"'score\.weight' has shape \[2, 32\], but .* \[1, 32\]"):
+        load_pretrained(decoder, model)
+
+
+def test_tied_matrix_under_either_name(tmp_path: Path) -> None:
+    spec = write_random_model(tmp_path, CONFIGS["qwen3-tied"], 1)
+    first, second = (Decoder(spec, "lm", 0, 1, solo(), torch.float32, "cpu") for _ in range(2))
+    load_pretrained(first, tmp_path)
+    rewrite(tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors.pop("model.embed_tokens.weight")}))
+    load_pretrained(second, tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda t: t.pop("model.layers.2.mlp.up_proj.weight"), "'model.layers.2.mlp.up_proj.weight' is missing"),
+        (lambda t: t.pop("lm_head.weight"), "'lm_head.weight' is missing"),
+        (lambda t: t.update({"model.layers.0.extra": torch.zeros(1)}), "1 tensors that a qwen2 .* 'model.layers.0.extra'"),
+        (lambda t: t.update({"model.norm.weight": torch.zeros(3)}), r"'model.norm.weight' has shape \[3\].*\[32\]"),
+        (lambda t: t.update({"model.norm.weight": torch.zeros(32).int()}), "'model.norm.weight' has dtype I32"),
+    ],
+)
+def test_tensors_that_do_not_fit(model: Path, change: Callable[[dict[str, Tensor]], None], words: str) -> None:
+    rewrite(model, change)
+    with pytest.raises(ValueError, match=r"model\.safetensors.*" + words):
+        load_pretrained(build(model), model)
+
+
+def test_old_rotary_buffers_are_ignored(model: Path) -> None:
+    rewrite(model, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}))
+    load_pretrained(build(model), model)
+
+
+def test_unreadable_files(model: Path) -> None:
+    decoder = build(model)
+    data = (model / "model.safetensors").read_bytes()
+    (model / "model.safetensors").write_bytes(data[: len(data) // 2])
+    with pytest.raises(ValueError, match=r"model\.safetensors: cannot be read as safetensors"):
+        load_pretrained(decoder, model)
+    (model / "model.safetensors").unlink()
+    (model / "pytorch_model.bin").write_bytes(b"x")
+    with pytest.raises(ValueError, match="pickles are never read"):
+        load_pretrained(decoder, model)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "qwen22"}, r"unknown model family 'qwen22'.*qwen2"),
+        ({"model_type": None}, "'model_type' is None"),
+        ({"hidden_size": "32"}, "'hidden_size' is '32'"),
+        ({"num_hidden_layers": 0}, "'num_hidden_layers' is 0"),
+        ({"num_key_value_heads": 3}, "num_attention_heads=4 .* num_key_value_heads=3"),
+        ({"hidden_act": "gelu"}, "'hidden_act' is 'gelu'.*'silu'"),
+        ({"use_sliding_window": True}, "'use_sliding_window' is True"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, "rope_type' is 'yarn'.*llama3"),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1.0}}, "rope_parameters.factor' is None"),
+        ({"quantization_config": {"bits": 4}}, "'quantization_config'"),
+        ({"eos_token_id": "end"}, "'eos_token_id' is 'end'"),
+    ],
+)
+def test_configurations_that_are_not_supported(model: Path, changes: dict[str, Any], words: str) -> None:
+    write_config(model, **changes)
+    with pytest.raises(ValueError, match=r"config\.json.*" + words):
+        read_spec(model)
+
+
+def test_missing_and_broken_config(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"config\.json: no such file"):
+        read_spec(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config\.json: not readable as JSON"):
+        read_spec(tmp_path)
+
+
+def test_end_of_sequence_ids(model: Path) -> None:
+    assert read_eos_ids(model) == read_spec(model).eos_token_ids == (2,)
+    (model / "generation_config.json").write_text('{"eos_token_id": [5, 9]}')
+    assert read_eos_ids(model) == read_spec(model).eos_token_ids == (5, 9)
+    (model / "generation_config.json").write_text('{"temperature": 1.0}')
+    assert read_eos_ids(model) == (2,)
+
+
+def test_rope_in_both_notations() -> None:
+    old = {**CONFIG, "rope_theta": 5e5, "rope_scaling": CONFIGS["llama3"]["rope_scaling"]}
+    old.pop("rope_parameters")
+    new = {**CONFIG, "rope_parameters": {"rope_theta": 5e5, **CONFIGS["llama3"]["rope_scaling"]}}
+    a, b = spec_from_config(old, "old"), spec_from_config(new, "new")
+    assert (a.rope_theta, a.rope_scaling) == (b.rope_theta, b.rope_scaling) == (5e5, CONFIGS["llama3"]["rope_scaling"])
+
+
+def test_a_family_outside_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "outside_family.py").write_text(
+        "from rlhf_spmd.models.spec import standard_spec\n"
+        "def build_spec(config, source):\n"
+        "    return standard_spec(config, source, attention_bias=True)\n"
+    )
+    package = tmp_path / "outside_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (tmp_path / "outside_family.py").rename(package / "toy.py")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    spec = spec_from_config({**CONFIG, "model_type": "outside_package.toy"}, "test")
+    assert spec.attention_bias and spec.family == "outside_package.toy"
