@@ -358,7 +358,10 @@ def half_precision(world: Any, path: str, layout: Layout) -> Any:
     for step in range(STEPS):
         batches = cut(rows_of(step, engine.spec.vocab_size), layout.dp, engine.mesh.dp_rank, 3)
         sums = engine.forward_backward(batches, next_token_loss)
-        losses.append(float(engine.mesh.dp.all_reduce(sums["loss"], "test")))
+        if engine.mesh.last_stage:
+            losses.append(float(engine.mesh.dp.all_reduce(sums["loss"], "test")))
+        assert {grad.dtype for grad in engine._wide_grads.values()} == {torch.float32}
+        assert engine._wide_grads.keys() == engine.local_tensors().keys()
         norms.append(engine.optimizer_step()["grad_norm"])
     assert engine.optimizer is not None
     states = engine.optimizer.state_tensors()
@@ -371,13 +374,17 @@ def half_precision(world: Any, path: str, layout: Layout) -> Any:
     return losses, norms
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 1, 0), (1, 1, 2, 0), (1, 1, 2, 1), (1, 1, 2, 2), (1, 1, 2, 3)], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [(1, 1, 1, 0), (1, 1, 2, 0), (1, 1, 2, 1), (1, 1, 2, 2), (1, 1, 2, 3), (2, 1, 1, 0), (1, 2, 1, 0), (2, 1, 2, 3)],
+    ids=str,
+)
 def test_bf16_with_fp32_masters_follows_fp64(models: dict[str, str], shape: tuple[int, int, int, int]) -> None:
     pp, tp, dp, zero = shape
     layout = Layout(pp=pp, tp=tp, dp=dp, zero=zero)
     reports, _ = single(models["untied"], "lm")
     for losses, norms in run_ranks(layout.size, half_precision, models["untied"], layout):
-        assert losses == pytest.approx([r["loss"] for r in reports], rel=2e-2)
+        assert not losses or losses == pytest.approx([r["loss"] for r in reports], rel=2e-2)
         assert norms == pytest.approx([r["grad_norm"] for r in reports], rel=5e-2)
 
 

@@ -28,6 +28,15 @@ SHAPES: dict[str, dict[str, object]] = {
         "num_key_value_heads": 2,
         "head_dim": 10,
     },
+    "llama-tiny": {
+        "model_type": "llama",
+        "vocab_size": 60,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+    },
     "qwen3": {
         "model_type": "qwen3",
         "vocab_size": 1000,

@@ -22,6 +22,9 @@ from rlhf_spmd.checkpoint import (
     save_checkpoint,
 )
 from rlhf_spmd.controller import Controller, Reference
+from rlhf_spmd.data.loader import validation_batches
+from rlhf_spmd.data.prompts import PromptDataset
+from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.parallel.board import Board
 from rlhf_spmd.parallel.program import Preempted
 from rlhf_spmd.parallel.world import World
@@ -270,3 +273,26 @@ def peak_memory_gb(device: torch.device) -> float:
 def reference_values(controller: Controller, calls: list[Reference]) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Collective over the world: every rank of it must call, in program order."""
     return merge_values(controller.get(*calls))
+
+
+def validate_prompts(
+    controller: Controller,
+    actor: Any,
+    reward: Any,
+    prompts: PromptDataset,
+    batch_size: int | None,
+    sampling: SamplingConfig,
+    number: int,
+) -> dict[str, float]:
+    """Mean score of the responses to the validation prompts. Collective over the world: every rank of it must call."""
+
+    def script(rows: Reference) -> Reference:
+        scored: Reference = reward.compute_reward(rows.union(actor.generate_sequences(rows, sampling, number)))
+        return scored
+
+    total, count = 0.0, 0
+    for batch in validation_batches(prompts, batch_size):
+        scored = controller.run(script, controller.source(batch.repeat(sampling.n), "prompt_ids"))
+        for report in controller.get(scored)[0]:
+            total, count = total + report["score_sum"], count + report["rows"]
+    return {"val/reward_mean": total / count}

@@ -11,8 +11,8 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from rlhf_spmd.config import check_tree, find, load, to_dict, to_yaml
-from rlhf_spmd.controller import Controller, Reference
-from rlhf_spmd.data.loader import Loader, validation_batches
+from rlhf_spmd.controller import Controller
+from rlhf_spmd.data.loader import Loader
 from rlhf_spmd.data.prompts import DataConfig, PromptDataset, load_prompts
 from rlhf_spmd.data.tokenizer import load_tokenizer
 from rlhf_spmd.generation.config import SamplingConfig
@@ -21,7 +21,7 @@ from rlhf_spmd.parallel.world import read_launch
 from rlhf_spmd.planner.placement import PlacementConfig
 from rlhf_spmd.rewards.config import RewardConfig
 from rlhf_spmd.roles import RolePlan, build_models, model_directory, plan_roles, pools_of
-from rlhf_spmd.session import RunConfig, Session, reference_values
+from rlhf_spmd.session import RunConfig, Session, reference_values, validate_prompts
 from rlhf_spmd.telemetry.logger import LoggerConfig
 from rlhf_spmd.telemetry.trace import Timeline
 from rlhf_spmd.workers.config import RoleConfig
@@ -171,27 +171,17 @@ def train(context: ProgramContext[Prepared]) -> None:
         num_tokens = int(rows["prompt_ids"].lengths.sum()) + metrics["response_length/mean"] * len(rows)
         return {**metrics, "data/epoch": loader.epochs, "perf/total_tokens": num_tokens}, samples
 
-    session.run(one_step, (lambda number: validate(controller, models, ready, number)) if ready.val_prompts else None)
+    def validate(number: int) -> dict[str, float]:
+        assert ready.val_prompts is not None
+        batch_size = config.data.val_batch_size
+        return validate_prompts(controller, models.actor, models.reward, ready.val_prompts, batch_size, ready.val_sampling, number)
+
+    session.run(one_step, validate if ready.val_prompts is not None else None)
 
 
 def restore(state: dict[str, Any], loader: Loader, models: SimpleNamespace) -> None:
     loader.load_state_dict(state["loader"])
     models.advantage.kl_controller.load_state_dict(state["kl"])
-
-
-def validate(controller: Controller, models: SimpleNamespace, ready: Prepared, number: int) -> dict[str, float]:
-    """Mean score on the validation prompts, with ``val_sampling``. Collective over the world: every rank of it must call."""
-    assert ready.val_prompts is not None
-
-    def script(prompts: Reference) -> Reference:
-        return models.reward.compute_reward(prompts.union(models.actor.generate_sequences(prompts, ready.val_sampling, number)))
-
-    total, rows = 0.0, 0
-    for batch in validation_batches(ready.val_prompts, ready.config.data.val_batch_size):
-        scored = controller.run(script, controller.source(batch.repeat(ready.val_sampling.n), "prompt_ids"))
-        for report in controller.get(scored)[0]:
-            total, rows = total + report["score_sum"], rows + report["rows"]
-    return {"val/reward_mean": total / rows}
 
 
 def describe(ready: Prepared, world_size: int) -> str:

@@ -1,6 +1,6 @@
 """A program for test_program.py: a few fake calls with a collective each, and one kind of failure on one rank.
 
-Usage: failing.py RUN_DIR KIND [STALL_S]. Every rank notes its process id and its end in RUN_DIR/pids and RUN_DIR/codes.
+Usage: failing.py RUN_DIR KIND [LOST_S]. Every rank writes its process id to RUN_DIR/pid_N.
 """
 
 import os
@@ -12,9 +12,10 @@ from pathlib import Path
 import torch
 
 from rlhf_spmd.parallel.program import Preempted, ProgramContext, ProgramSettings, run_program
+from rlhf_spmd.parallel.watch import Limits
 
 RUN_DIR, KIND = Path(sys.argv[1]), sys.argv[2]
-STALL_S = float(sys.argv[3]) if len(sys.argv) > 3 else 600.0
+LOST_S = float(sys.argv[3]) if len(sys.argv) > 3 else 20.0
 
 
 class NoDisk(RuntimeError):
@@ -28,7 +29,7 @@ def prepare() -> dict[str, int]:
         raise ValueError("data.train_batch_size = 7: dp(2) does not divide it; use 6 or 8")
     if KIND == "bad_data_on_one" and rank == "1":
         raise FileNotFoundError(2, "No such file or directory", "/nowhere/prompts.jsonl")
-    return {"steps": 40}
+    return {"steps": 400}
 
 
 def body(context: ProgramContext[dict[str, int]]) -> None:
@@ -53,7 +54,9 @@ def body(context: ProgramContext[dict[str, int]]) -> None:
         if world.all.all_reduce(flag, "preempted", "max") > 0:
             board.last_checkpoint = f"step_{step}"
             raise Preempted(f"saved step_{step}")
-        time.sleep(0.2 if KIND == "run" else 0.01)
+        if KIND == "run":
+            (RUN_DIR / "stepped").touch()
+            time.sleep(0.1)
 
 
 def fail() -> None:
@@ -70,5 +73,6 @@ def fail() -> None:
 
 
 if __name__ == "__main__":
-    run_program(prepare, body, lambda _: ProgramSettings(RUN_DIR, STALL_S), run_dir_hint=RUN_DIR, saves_on_signal=True)
+    settings = ProgramSettings(RUN_DIR, timeout_s=5.0 if KIND == "stall" else 600.0, limits=Limits(lost_s=LOST_S))
+    run_program(prepare, body, lambda _: settings, run_dir_hint=RUN_DIR, saves_on_signal=True)
     print(f"rank {os.environ.get('RANK', 0)} ended well")

@@ -2,8 +2,8 @@
 
 Exact (CPU) means: a query's output bits depend on that query, its keys and its values alone, not on what else is in the
 batch, how many queries are computed at once or how far keys are padded. The rules that give this, measured with both MKL and
-oneDNN matrix products: at least MIN_ROWS rows in every product; key lengths in multiples of KEY_BLOCK; probabilities times
-values in blocks of KEY_BLOCK keys, added in order, so that blocks beyond a query's keys add exactly 0.
+oneDNN matrix products: enough rows in every product (:func:`exact_rows`); key lengths in multiples of KEY_BLOCK; probabilities
+times values in blocks of KEY_BLOCK keys, added in order, so that blocks beyond a query's keys add exactly 0.
 
 Shape legend: B sequences, H KV heads, G query heads per KV head, R query rows (S queries * G), L keys, D head_dim, T tokens.
 """
@@ -19,7 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-MIN_ROWS = 4  # matrix products with fewer rows go through other kernels, with other rounding
+MIN_ROWS = 4  # MKL multiplies fewer rows with other kernels, with other rounding
+ONEDNN_MIN_SIZE = 16**3  # torch gives products of at most so many multiplications to MKL even where oneDNN is chosen
+HEAD_ALIGN = 8  # MKL is not exact for p v with 10 columns; none of the multiples of 8 showed that
 KEY_BLOCK = 64
 QUERY_BLOCK = 64  # queries whose keys are cut at one length: skips most of the future in long sequences
 MAX_SCORES = 1 << 22  # elements of one score matrix; larger buckets are cut into several
@@ -35,8 +37,18 @@ def pad_rows(x: Tensor, rows: int, dim: int = 0) -> Tensor:
     return torch.cat([x, x.new_zeros(shape)], dim)
 
 
+def exact_rows(numel: int) -> int:
+    """Rows from which on x @ w gives each row the same bits whatever their number; ``numel``: elements of w, with its batch."""
+    return max(MIN_ROWS, ONEDNN_MIN_SIZE // max(numel, 1) + 1)
+
+
 def round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
+
+
+def _attention_rows(q: Tensor) -> int:
+    """Rows that q [B, H, R, D] must have; both products are smallest with one block of keys."""
+    return exact_rows(q.shape[0] * q.shape[1] * q.shape[3] * KEY_BLOCK)
 
 
 def _probabilities(q: Tensor, k: Tensor, allowed: Tensor | None) -> Tensor:
@@ -50,11 +62,13 @@ def _probabilities(q: Tensor, k: Tensor, allowed: Tensor | None) -> Tensor:
 
 def _weighted_values(p: Tensor, v: Tensor) -> Tensor:
     """p v [B, H, R, D], KEY_BLOCK keys at a time in order."""
+    dim = v.shape[-1]
+    v = F.pad(v, (0, -dim % HEAD_ALIGN)) if dim % HEAD_ALIGN else v
     out = torch.matmul(p[..., :KEY_BLOCK], v[..., :KEY_BLOCK, :])
     for first in range(KEY_BLOCK, p.shape[-1], KEY_BLOCK):
         block = slice(first, first + KEY_BLOCK)
         out += torch.matmul(p[..., block], v[..., block, :])
-    return out
+    return out[..., :dim]
 
 
 def _input_gradients(p: Tensor, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -85,7 +99,7 @@ def attend_exact(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None = None)
     """Attention of rows q [B, H, R, D] over keys k and values v [B, H, L, D] -> [B, H, R, D], in q's dtype.
 
     ``allowed`` [B or 1, 1, R, L] (bool): which keys a row sees; None: all of them. A row that sees no key gives NaN.
-    Keys and values that no row sees must still be finite. L is padded here to a multiple of KEY_BLOCK, R to MIN_ROWS:
+    Keys and values that no row sees must still be finite. L is padded here to a multiple of KEY_BLOCK, R to a few rows:
     callers that gather pages of such a length pay no copy. With grouped-query attention the G query heads of a KV head are
     rows: q [B, H, S * G, D]. bf16 is computed in fp32.
     """
@@ -96,10 +110,11 @@ def attend_exact(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None = None)
             allowed = torch.ones(1, 1, rows, length, dtype=torch.bool, device=q.device)
         allowed = F.pad(allowed, (0, padded - length))
         k, v = F.pad(k, (0, 0, 0, padded - length)), F.pad(v, (0, 0, 0, padded - length))
-    if rows < MIN_ROWS:
-        q = pad_rows(q, MIN_ROWS, 2)
+    enough = _attention_rows(q)
+    if rows < enough:
+        q = pad_rows(q, enough, 2)
         if allowed is not None:
-            allowed = F.pad(allowed, (0, 0, 0, MIN_ROWS - rows), value=True)
+            allowed = F.pad(allowed, (0, 0, 0, enough - rows), value=True)
     if dtype in (torch.bfloat16, torch.float16):
         q, k, v = q.float(), k.float(), v.float()
     out = _AttendExact.apply(q.contiguous(), k.contiguous(), v.contiguous(), allowed)
@@ -176,7 +191,7 @@ class _PackedExact(torch.autograd.Function):
             rows, keys, values = bucket.queries(q, kv_heads), bucket.keys(k), bucket.keys(v)
             mixed = torch.empty_like(rows)
             for block, num_keys, allowed in _causal_blocks(bucket.num_queries, group_size, q.device):
-                queries = pad_rows(rows[:, :, block], MIN_ROWS, 2).contiguous()
+                queries = pad_rows(rows[:, :, block], _attention_rows(rows), 2).contiguous()
                 visible = F.pad(allowed, (0, 0, 0, queries.shape[2] - allowed.shape[0]), value=True)
                 p = _probabilities(queries, keys[:, :, :num_keys].contiguous(), visible)
                 mixed[:, :, block] = _weighted_values(p, values[:, :, :num_keys])[:, :, : allowed.shape[0]]

@@ -1,11 +1,12 @@
 """The decoder: one module for training, scoring and generation, holding this rank's slice of one pipeline stage.
 
 Parameters are plain local tensors; tensor parallelism is explicit and costs nothing with one rank. Exactness (see
-``attention``): every matrix product has at least MIN_ROWS rows, so a token's bits do not depend on its batch.
+``attention``): short inputs are padded to ``min_rows``, so a token's bits do not depend on its batch.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from rlhf_spmd.models.attention import MIN_ROWS, pad_rows
+from rlhf_spmd.models.attention import exact_rows, pad_rows
 from rlhf_spmd.models.layers import Linear, RMSNorm, rope_frequencies, rope_tables, rotate, swiglu
 from rlhf_spmd.models.sharding import fused_blocks, plan_params, vocab_range
 from rlhf_spmd.models.spec import ModelSpec
@@ -69,7 +70,7 @@ class Block(nn.Module):
         self.down = linear("down")
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention, num_tokens: int) -> Tensor:
-        """x [max(T, MIN_ROWS), hidden] -> the same; rows from ``num_tokens`` on are padding."""
+        """x [max(T, min_rows), hidden] -> the same; rows from ``num_tokens`` on are padding."""
         normal = copy_to_tp(self.input_norm(x), self.tp)
         q, k, v = self._heads(F.linear(normal, self.qkv.weight, self.qkv.bias), cos, sin)
         mixed = attention.attend(self.index, q[:num_tokens], k[:num_tokens], v[:num_tokens])
@@ -130,6 +131,8 @@ class Decoder(nn.Module):
         self.layer_ids = stage_layers(spec.num_hidden_layers, pp, stage)
         self.vocab_range = vocab_range(spec.vocab_size, tp.rank, tp.size)
         self.activation_checkpointing = False
+        matrices = [math.prod(shard.shape) for name, shard in self.shards.items() if len(shard.shape) == 2 and "layers." in name]
+        self.min_rows = max(exact_rows(numel) for numel in matrices)
         self._frequencies = rope_frequencies(spec)  # no buffer: it must survive construction on the meta device
 
         def holder(name: str) -> Linear | None:
@@ -182,14 +185,14 @@ class Decoder(nn.Module):
         parameters are gathered. Collective over tp: every rank of it must call, in program order.
         """
         num_tokens = inputs.shape[0]
-        inputs = pad_rows(inputs, MIN_ROWS)
+        inputs = pad_rows(inputs, self.min_rows)
         if self.embed is not None and self.is_first:
             x = vocab_parallel_embedding(inputs, self.embed.weight, self.vocab_range[0], self.tp)
         else:
             x = inputs
         if self._frequencies.device != x.device:
             self._frequencies = self._frequencies.to(x.device)
-        cos, sin = rope_tables(self._frequencies, pad_rows(attention.positions, MIN_ROWS), x.dtype)
+        cos, sin = rope_tables(self._frequencies, pad_rows(attention.positions, self.min_rows), x.dtype)
         for block in self.layers:
             if self.activation_checkpointing and torch.is_grad_enabled():
                 x = checkpoint(block, x, cos, sin, attention, num_tokens, use_reentrant=False)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rlhf_spmd.models.attention import MIN_ROWS, pad_rows
+from rlhf_spmd.models.attention import exact_rows, pad_rows
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.parallel.collectives import Group
 
@@ -25,9 +25,9 @@ CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}  # logits per chunk: about a 
 
 
 def _project(hidden: Tensor, weight: Tensor) -> Tensor:
-    """hidden @ weight.T in fp32 (fp64 for fp64), with at least MIN_ROWS rows in the product."""
+    """hidden @ weight.T in fp32 (fp64 for fp64), with enough rows in the product to be exact."""
     rows = hidden.shape[0]
-    hidden = pad_rows(hidden, MIN_ROWS)
+    hidden = pad_rows(hidden, exact_rows(weight.numel()))
     if hidden.dtype in (torch.float32, torch.float64):
         return F.linear(hidden, weight)[:rows]
     if hidden.device.type == "cuda":

@@ -117,9 +117,9 @@ def _plan_block(spec: ModelSpec, layer: int, tp_rank: int, tp: int, blocks: int)
         return name.format(layer=layer)
 
     plan = {"input_norm.weight": _replicated(at(names.input_norm), hidden)}
-    plan["qkv.weight"] = _columns([(at(name) + ".weight", *rows) for name, *rows in qkv], hidden)
+    plan["qkv.weight"] = _columns([(at(name) + ".weight", a, n, of) for name, a, n, of in qkv], hidden)
     if spec.attention_bias:
-        plan["qkv.bias"] = _columns([(at(name) + ".bias", *rows) for name, *rows in qkv], None)
+        plan["qkv.bias"] = _columns([(at(name) + ".bias", a, n, of) for name, a, n, of in qkv], None)
     if spec.qk_norm:
         plan["q_norm.weight"] = _replicated(at(names.q_norm), dim)
         plan["k_norm.weight"] = _replicated(at(names.k_norm), dim)
@@ -127,7 +127,7 @@ def _plan_block(spec: ModelSpec, layer: int, tp_rank: int, tp: int, blocks: int)
     if spec.attention_out_bias:
         plan["out.bias"] = _replicated(at(names.out) + ".bias", hidden)
     plan["post_norm.weight"] = _replicated(at(names.post_norm), hidden)
-    plan["gate_up.weight"] = _columns([(at(name) + ".weight", *rows) for name, *rows in gate_up], hidden)
+    plan["gate_up.weight"] = _columns([(at(name) + ".weight", a, n, of) for name, a, n, of in gate_up], hidden)
     plan["down.weight"] = _row_parallel(at(names.down) + ".weight", hidden, *mlp_rows)
     return plan
 

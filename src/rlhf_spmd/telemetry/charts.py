@@ -15,6 +15,7 @@ WIDTH, HEIGHT, WIDE = 400, 190, 1180
 LEFT, RIGHT, TOP, BOTTOM = 48, 10, 8, 24
 MAX_POINTS = 600
 SMOOTH_FROM = 40  # points; shorter curves are shown as they are
+SMOOTH_PARTS = 30
 NUM_COLORS = 10  # css variables --c0 ... --c9; everything after that is grey
 
 
@@ -195,8 +196,8 @@ def thin(curve: Series) -> Series:
 
 
 def smooth(values: Values) -> list[float | None]:
-    """Exponential average over about a twentieth of the curve, unbiased at its start; gaps stay gaps."""
-    keep = 1 - 1 / max(2.0, len(values) / 20)
+    """Exponential average over 1 / SMOOTH_PARTS of the curve, unbiased at its start; gaps stay gaps."""
+    keep = 1 - 1 / max(2.0, len(values) / SMOOTH_PARTS)
     total = weight = 0.0
     result: list[float | None] = []
     for value in values:

@@ -217,7 +217,7 @@ def _curves(run: Run) -> str:
         return '<h2>Curves</h2><p class="caption">No metrics yet.</p>'
     caption = "Bands: one standard deviation over the samples of a step."
     if len(run.metrics) >= charts.SMOOTH_FROM:
-        window = max(2, round(len(run.metrics) / 20))
+        window = max(2, round(len(run.metrics) / charts.SMOOTH_PARTS))
         caption += f" Bold: exponential average over about {window} steps; thin: the steps themselves."
     more = "".join(_figure(run, panel) for panel in rest)
     if more:
@@ -291,7 +291,7 @@ def _phase_section(run: Run, phases: Mapping[str, Values], colors: dict[str, str
         return ""
     sums = {name: sum(value or 0.0 for value in values) for name, values in phases.items()}
     shares = {f"{name} {sums[name] / (sum(sums.values()) or 1.0):.0%}": colors[name] for name in phases if sums[name] > 0}
-    caption = "Seconds of each phase; the mark is the whole step. Phases on separate pools run at the same time and may pile up above it."
+    caption = "Seconds of each phase; the mark is the whole step. Phases that run at the same time pile up above it."
     return (
         f'<h2>Time per step</h2><p class="caption">{caption}</p><figure class="card">{legend(shares)}'
         f'<div class="scroll">{svg}</div></figure>'

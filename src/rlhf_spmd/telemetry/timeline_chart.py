@@ -10,9 +10,10 @@ from typing import Any
 
 from rlhf_spmd.telemetry.charts import Scale, seconds_text, tick_labels, ticks
 
-LABEL_WIDTH, RIGHT, TOP, BOTTOM = 118, 12, 22, 26
+LABEL_WIDTH, RIGHT, TOP, BOTTOM = 124, 12, 22, 26
 MAIN_HEIGHT, STRIP_HEIGHT, TRACK_GAP, ROW_GAP = 20, 7, 2, 9
 MAX_BOXES, MAX_ROWS = 5000, 32
+LABEL_LENGTH = 21  # characters that fit into LABEL_WIDTH
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ def draw(timeline: TimelineChart, colors: Mapping[str, str], width: int = 1180) 
     top = float(TOP)
     for row in rows:
         height = _row_height(row)
-        parts.append(f'<text class="rank" x="0" y="{top + MAIN_HEIGHT / 2 + 4:.1f}">{escape(row.label)}</text>')
+        parts.append(f'<text class="rank" x="0" y="{top + MAIN_HEIGHT / 2 + 4:.1f}">{escape(_clipped(row.label))}</text>')
         parts.append(
             f'<rect class="lane" x="{LABEL_WIDTH}" y="{top:.1f}" width="{width - RIGHT - LABEL_WIDTH}" height="{height}"/>'
         )
@@ -161,6 +162,10 @@ def _time_axis(x: Scale, bottom: float) -> str:
         parts.append(f'<line class="grid" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" y2="{bottom:.1f}"/>')
         parts.append(f'<text class="tick" x="{at:.1f}" y="{bottom + 16:.1f}" text-anchor="middle">{text} {unit}</text>')
     return "".join(parts)
+
+
+def _clipped(label: str) -> str:
+    return label if len(label) <= LABEL_LENGTH else label[: LABEL_LENGTH - 1] + "\u2026"
 
 
 def _row_height(row: Row) -> int:

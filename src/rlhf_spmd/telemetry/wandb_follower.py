@@ -11,17 +11,20 @@ import os
 import select
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 POLL_S = 0.5
 
 
 def main() -> int:
-    order = json.loads(_Lines(sys.stdin.fileno()).next(timeout_s=None) or "null")
+    """The order comes as the first line of standard input, or after a restart as the argument."""
+    order = json.loads(sys.argv[1] if len(sys.argv) > 1 else _Lines(sys.stdin.fileno()).next(timeout_s=None) or "null")
     if order is None:
         return 0
-    os.nice(5)  # the ranks of a CPU run need the cores more
+    if len(sys.argv) == 1:
+        os.nice(5)  # the ranks of a CPU run need the cores more
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     run = start(order)
     if run is None:
@@ -37,33 +40,38 @@ def main() -> int:
 
 
 def start(order: dict[str, Any]) -> Any:
-    """A wandb run in the ordered mode; offline where online does not come up in time; None without wandb."""
+    """A wandb run in the ordered mode; where online does not come up in time, this process begins again offline.
+
+    None without wandb.
+    """
     try:
         import wandb
     except ImportError:
         warn("not installed (pip install wandb, or logger.wandb=disabled); metrics go to metrics.jsonl only")
         return None
-    for mode in dict.fromkeys([order["mode"], "offline"]):
-        try:
-            run = wandb.init(
-                mode=mode,
-                project=order["project"],
-                entity=order["entity"],
-                name=order["name"],
-                id=run_id(Path(order["metrics"]).parent),
-                resume="allow" if mode == "online" else None,
-                dir=str(Path(order["metrics"]).parent),
-                config=order["config"],
-                settings=wandb.Settings(init_timeout=order["timeout_s"], console="off", silent=True),
-            )
-        except Exception as error:  # a process boundary: whatever wandb raises must not end more than wandb
-            reason = " ".join(str(error).split()) or type(error).__name__
-            warn(f"mode {mode} failed ({reason[:200]}); " + ("going on offline" if mode == "online" else "going on without"))
-            continue
+    mode = order["mode"]
+    try:
+        run = wandb.init(
+            mode=mode,
+            project=order["project"],
+            entity=order["entity"],
+            name=order["name"],
+            id=run_id(Path(order["metrics"]).parent),
+            resume="allow" if mode == "online" else None,
+            dir=str(Path(order["metrics"]).parent),
+            config=order["config"],
+            settings=wandb.Settings(init_timeout=order["timeout_s"], console="off", silent=True),
+        )
+    except Exception as error:  # a process boundary: whatever wandb raises must not end more than wandb
+        reason = (" ".join(str(error).split()) or type(error).__name__)[:200]
         if mode == "online":
-            print(f"wandb: {run.url}", file=sys.stderr)
-        return run
-    return None
+            warn(f"online failed ({reason}); going on offline")
+            _restart({**order, "mode": "offline"}, wandb.teardown)
+        warn(f"{mode} failed ({reason}); metrics go to metrics.jsonl only")
+        return None
+    if mode == "online":
+        print(f"wandb: {run.url}", file=sys.stderr)
+    return run
 
 
 def run_id(run_dir: Path) -> str:
@@ -116,6 +124,14 @@ class _Lines:
         while (byte := os.read(self._descriptor, 1)) not in (b"", b"\n"):
             line += byte
         return line.decode()
+
+
+def _restart(order: dict[str, Any], teardown: Callable[[], object]) -> NoReturn:
+    """This program anew in this process: wandb's service holds on to the id of a run whose start failed."""
+    ending = threading.Thread(target=teardown, daemon=True)
+    ending.start()
+    ending.join(timeout=2.0)
+    os.execv(sys.executable, [sys.executable, "-P", __file__, json.dumps(order)])
 
 
 def _give_up(timeout_s: float) -> None:

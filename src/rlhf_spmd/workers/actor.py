@@ -14,7 +14,6 @@ from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.generation.generator import Generator
 from rlhf_spmd.generation.sequence import Request
 from rlhf_spmd.models.decoder import Decoder
-from rlhf_spmd.models.sharding import plan_params
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.parallel.layout import GenerationLayout
 from rlhf_spmd.parallel.mesh import build_group, build_mesh
@@ -50,13 +49,15 @@ class ActorWorker(ModelWorker):
     def _build_generator(self, eos_ids: tuple[int, ...], gather: Any) -> None:
         mesh, spec, layout = self.generation_mesh, self.spec, self.generation_mesh.layout
         assert spec is not None
-        decoder = Decoder(spec, "lm", mesh.pp_rank, layout.pp, mesh.tp, self.engine.dtype, torch.device("meta"))
+        # fused matrices keep one block per training rank, so that each training parameter is one slice of them
+        blocks = self.mesh.layout.tp // layout.tp
+        decoder = Decoder(spec, "lm", mesh.pp_rank, layout.pp, mesh.tp, self.engine.dtype, torch.device("meta"), blocks=blocks)
         decoder.requires_grad_(False)
         self.hybrid = HybridEngine(
             self.engine.param_shards(),
             lambda: dict(self.engine.decoder.named_parameters()),
             decoder,
-            plan_params(spec, "lm", mesh.pp_rank, layout.pp, mesh.tp_rank, layout.tp),
+            decoder.shards,
             gather,
         )
         self.generator = Generator(decoder, mesh, self.config.generation, eos_ids)

@@ -258,7 +258,7 @@ class TrainEngine:
         Raises FloatingPointError on every rank of the pool, before any parameter has changed, where the norm is not finite.
         """
         assert self.optimizer is not None, "this engine was built without an optimizer: forward only"
-        grads = self.summed_gradients()
+        grads = self._summed_gradients()
         norm = self._gradient_norm(grads)
         if not math.isfinite(norm):
             raise FloatingPointError(f"gradient norm is {norm} at optimizer step {self.optimizer.step_count}")
@@ -270,8 +270,8 @@ class TrainEngine:
         return {"grad_norm": norm, "lr": lr}
 
     @torch.no_grad()
-    def summed_gradients(self) -> dict[str, Tensor]:
-        """The gradient of each local shard, summed over everything that it has to be summed over. Call once per step."""
+    def _summed_gradients(self) -> dict[str, Tensor]:
+        """The gradient of each local shard, summed over everything that it has to be summed over: once per step."""
         grads = {name: self._gradient(name, param) for name, param in self._params.items()}
         sum_partial(grads, self._partial, self.mesh.tp)
         if self.decoder.tied_ends and (self.mesh.first_stage or self.mesh.last_stage):

@@ -1,0 +1,171 @@
+"""``torchrun ... -m rlhf_spmd.sft --config configs/X.yaml key=value ...``: supervised fine-tuning, on the same engine as ``train``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from rlhf_spmd.config import check_tree, load, to_dict, to_yaml
+from rlhf_spmd.controller import Controller
+from rlhf_spmd.data.loader import Loader, validation_batches
+from rlhf_spmd.data.prompts import DataConfig, PromptDataset, load_prompts
+from rlhf_spmd.data.sft import ResponseDataset, SftConfig, load_responses
+from rlhf_spmd.data.tokenizer import load_tokenizer
+from rlhf_spmd.generation.config import SamplingConfig
+from rlhf_spmd.models.spec import read_eos_ids
+from rlhf_spmd.objectives.losses import check_loss_agg_mode
+from rlhf_spmd.parallel.program import ProgramContext, ProgramSettings, run_program
+from rlhf_spmd.parallel.world import read_launch
+from rlhf_spmd.planner.placement import PlacementConfig
+from rlhf_spmd.rewards.config import RewardConfig
+from rlhf_spmd.roles import RolePlan, plan_roles
+from rlhf_spmd.session import RunConfig, Session, reference_values, validate_prompts
+from rlhf_spmd.telemetry.logger import LoggerConfig
+from rlhf_spmd.telemetry.trace import Timeline
+from rlhf_spmd.workers.config import BatchLimits, RoleConfig
+from rlhf_spmd.workers.model_worker import Build
+from rlhf_spmd.workers.reward import RewardWorker
+from rlhf_spmd.workers.sft import SftWorker
+
+
+@dataclass(frozen=True)
+class SftSettings:
+    """``algorithm`` of SFT. ``stop_at_reward``: end when ``val/reward_mean`` has reached this (needs ``val_prompts`` and a reward)."""
+
+    loss_agg_mode: str = "token-mean"
+    max_token_len_per_gpu: int = 16384
+    stop_at_reward: float | None = None
+
+    def check(self, where: str) -> None:
+        check_loss_agg_mode(self.loss_agg_mode, f"{where}.loss_agg_mode")
+        if self.max_token_len_per_gpu < 1:
+            raise ValueError(f"{where}.max_token_len_per_gpu={self.max_token_len_per_gpu} must be at least 1")
+
+
+@dataclass(frozen=True)
+class SftTrainConfig:
+    """The whole configuration of ``sft``. ``val_prompts``: prompts that validation generates for and ``reward`` scores."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    algorithm: SftSettings = field(default_factory=SftSettings)
+    data: SftConfig = field(default_factory=SftConfig)
+    model: RoleConfig = field(default_factory=RoleConfig)
+    val_prompts: DataConfig | None = None
+    val_sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    config: SftTrainConfig
+    plans: dict[str, RolePlan]
+    tokenizer: Any
+    responses: ResponseDataset
+    val_responses: ResponseDataset | None
+    val_prompts: PromptDataset | None
+
+
+def prepare(path: str | None, overrides: Sequence[str], world_size: int) -> Prepared:
+    """Local: no communication. Raises ConfigError, ValueError or DataError, one line each."""
+    config = load(SftTrainConfig, path, overrides)
+    check_tree(config)
+    if config.model.path is None:
+        raise ValueError("model.path must be given: a Hugging Face model directory")
+    roles = ("actor", "reward") if config.val_prompts is not None else ("actor",)
+    plans = plan_roles({"actor": config.model}, roles, PlacementConfig(), config.reward, world_size)
+    tokenizer = load_tokenizer(config.model.path)
+    if config.algorithm.stop_at_reward is not None and (config.val_prompts is None or not config.run.test_freq):
+        raise ValueError("algorithm.stop_at_reward needs val_prompts.path, a reward and run.test_freq above 0")
+    responses = load_responses(config.data, tokenizer)
+    Loader(responses, config.data.train_batch_size)  # raises if there are too few rows
+    val_responses = load_responses(config.data, tokenizer, validation=True) if config.data.val_path else None
+    val_prompts = load_prompts(config.val_prompts, tokenizer) if config.val_prompts is not None else None
+    return Prepared(config, plans, tokenizer, responses, val_responses, val_prompts)
+
+
+def sft(context: ProgramContext[Prepared]) -> None:
+    """Build the model, run all steps, export. Collective over the world: every rank of it must call."""
+    ready, world = context.prepared, context.world
+    config, plan = ready.config, ready.plans["actor"]
+    assert config.model.path is not None
+    controller = Controller(world.all, context.board)
+    controller.timeline = Timeline(world.rank, [plan.pool.name])
+    limits = BatchLimits(config.algorithm.max_token_len_per_gpu)
+    build = Build(controller, world, limits, config.run.seed, total_updates=config.run.steps)
+    model = SftWorker(build, "actor", plan.pool, plan.shape, plan.config, plan.spec, read_eos_ids(config.model.path))
+    seed = config.run.seed if config.data.seed is None else config.data.seed
+    loader = Loader(ready.responses, config.data.train_batch_size, config.data.shuffle, seed)
+    session = Session(
+        config.run,
+        config.logger,
+        world,
+        context.board,
+        controller,
+        trained={"actor": model},
+        state=lambda: {"loader": loader.state_dict()},
+        restore=lambda state: loader.load_state_dict(state["loader"]),
+        export_role="actor",
+        export_source=Path(config.model.path),
+        resolved=to_dict(config),
+        config_text=to_yaml(config),
+    )
+    if session.is_first:
+        print(f"{config.run.name}: SFT on {world.size} rank(s), {plan.shape.layout}, {ready.responses.summary()}", file=sys.stderr)
+
+    def one_step(number: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        rows = loader.next_batch()
+        source = controller.source(rows, "response_ids")
+        call = controller.run(lambda: model.update_sft(source, config.algorithm.loss_agg_mode))
+        metrics, _ = reference_values(controller, [call])
+        tokens = int(rows["prompt_ids"].lengths.sum() + rows["response_ids"].lengths.sum())
+        return {**metrics, "data/epoch": loader.epochs, "perf/total_tokens": tokens}, []
+
+    reward = None
+    if ready.val_prompts is not None:
+        role = ready.plans["reward"]
+        reward = RewardWorker(build, "reward", role.pool, role.shape, role.config, role.spec, config.reward, ready.tokenizer, 0)
+
+    def validate(number: int) -> dict[str, float]:
+        found: dict[str, float] = {}
+        if ready.val_responses is not None:
+            total, tokens = 0.0, 0
+            for batch in validation_batches(ready.val_responses, config.data.val_batch_size):
+                rows = controller.source(batch, "response_ids")
+                for part in controller.get(controller.run(lambda rows=rows: model.compute_loss(rows)))[0]:
+                    total, tokens = total + part["sum"], tokens + part["tokens"]
+            found["val/loss"] = total / tokens
+        if ready.val_prompts is not None and config.val_prompts is not None:
+            length = config.val_sampling.max_response_length or config.val_prompts.max_response_length
+            sampling = replace(config.val_sampling, max_response_length=length, seed=config.run.seed)
+            found |= validate_prompts(
+                controller, model, reward, ready.val_prompts, config.val_prompts.val_batch_size, sampling, number
+            )
+        return found
+
+    goal = config.algorithm.stop_at_reward
+    session.run(
+        one_step,
+        validate if ready.val_responses is not None or ready.val_prompts is not None else None,
+        stop=lambda metrics: goal is not None and metrics.get("val/reward_mean", -float("inf")) >= goal,
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="rlhf_spmd.sft", description=__doc__)
+    parser.add_argument("--config", help="YAML file")
+    parser.add_argument("overrides", nargs="*", help="key=value, dotted: model.optim.lr=1e-3")
+    arguments = parser.parse_intermixed_args(argv)
+
+    def settings(ready: Prepared) -> ProgramSettings:
+        return ProgramSettings(Path(ready.config.run.dir), ready.config.run.timeout_s)
+
+    run_program(lambda: prepare(arguments.config, arguments.overrides, read_launch().size), sft, settings, saves_on_signal=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""The board without processes: judging heartbeats, the first failure wins, and what a call costs the main thread."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from rlhf_spmd.parallel.board import Board
+from rlhf_spmd.parallel.watch import Beat, Limits, Watch, group_places
+from rlhf_spmd.parallel.world import Launch
+
+
+def beat(rank: int, count: int = 1, seq: int = 0, name: str = "", inside: bool = True, **others: object) -> Beat:
+    fields = {"state": "running", "step": 3, "site": "ppo.py:31" if name else "", "progress": seq, "pid": 1, "host": "n1"}
+    return Beat(rank, count, seq=seq, name=name, inside=inside, **(fields | others))  # type: ignore[arg-type]
+
+
+def boards(size: int) -> list[Board]:
+    store = dist.HashStore()
+    return [Board(Launch(rank, size, rank, size), store) for rank in range(size)]
+
+
+def look(all_boards: list[Board], watch: Watch) -> str | None:
+    for board in all_boards:
+        board._publish()
+    finding = all_boards[watch.self_rank]._look(watch)
+    return None if finding is None else finding.message
+
+
+def test_beat_survives_the_store():
+    original = beat(3, seq=17, name="critic.compute_values", calls=[[16, 5], [17, 9]])
+    assert Beat.decode(original.encode().encode()) == original
+
+
+def test_divergence_names_both_call_sites():
+    pair = boards(4)
+    watch = Watch(0, range(4), Limits())
+    for seq in range(1, 17):
+        for board in pair:
+            board.enter_call(seq, "actor.update_actor", "ppo.py:40")
+    assert look(pair, watch) is None
+    for board in pair[:3]:
+        board.enter_call(17, "reward.compute_reward", "ppo.py:33")
+    pair[3].enter_call(17, "critic.compute_values", "ppo.py:31")
+    assert look(pair, watch) == (
+        "call order differs: rank 3 entered critic.compute_values (ppo.py:31) as call 17, "
+        "rank 0 entered reward.compute_reward (ppo.py:33); a script may branch only on replicated values"
+    )
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_ranks_may_run_ahead_of_each_other_and_divergence_is_still_found(ahead):
+    """One rank is 300 calls ahead (more than a heartbeat carries); the other catches up and takes another branch at call 250."""
+    pair = boards(2)
+    watch = Watch(0, range(2), Limits())
+
+    def walk(board: Board, until: int, odd: int = 0) -> None:
+        for seq in range(board.call[0] + 1, until + 1):
+            board.enter_call(seq, "odd.one" if seq == odd else "actor.update_actor", "ppo.py:1")
+
+    for seq in range(20, 301, 20):
+        walk(pair[ahead], seq)
+        assert look(pair, watch) is None
+    for seq in range(20, 250, 20):
+        walk(pair[1 - ahead], seq)
+        assert look(pair, watch) is None
+    walk(pair[1 - ahead], 250, odd=250)
+    message = look(pair, watch)
+    assert message is not None and "as call 250" in message and "odd.one" in message
+
+
+def test_a_rank_that_ended_while_another_entered_a_further_call():
+    watch = Watch(0, range(2), Limits())
+    beats = {0: beat(0, seq=41, name="actor.update_actor"), 1: beat(1, seq=40, name="x.y", state="ended")}
+    finding = watch.judge(0.0, beats, [], False, lambda rank, seq: "")
+    assert finding is not None and finding.rank == 1
+    assert "rank 1 ended the script after call 40, rank 0 entered actor.update_actor (call 41" in finding.message
+    # the same number of calls: the slower one is only finishing
+    beats[0] = beat(0, seq=40, name="x.y")
+    assert Watch(0, range(2), Limits()).judge(0.0, beats, [], False, lambda rank, seq: "") is None
+
+
+@pytest.mark.parametrize(("suspect", "expected"), [(False, 20.0), (True, 6.0)])
+def test_lost_rank(suspect, expected):
+    watch = Watch(0, range(3), Limits())
+    found = None
+    for tick in range(100):
+        now = tick * 0.5
+        # progress goes on elsewhere; rank 2 is silent from tick 10 on
+        beats = {r: beat(r, count=tick if r < 2 else min(tick, 10), seq=17, name="actor.update_actor", progress=tick) for r in range(3)}
+        found = watch.judge(now, beats, [], suspect, lambda rank, seq: "")
+        if found is not None:
+            break
+    assert found is not None and found.rank == 2 and found.silent
+    assert now - 5.0 == pytest.approx(expected, abs=0.6)
+    assert found.message.startswith("rank 2 stopped answering in actor.update_actor (call 17, ppo.py:31, step 3)")
+
+
+def test_a_watcher_that_was_held_up_blames_nobody():
+    watch = Watch(0, range(2), Limits())
+    assert watch.judge(0.0, {0: beat(0), 1: beat(1)}, [], False, lambda rank, seq: "") is None
+    assert watch.judge(1000.0, {0: beat(0, count=2), 1: beat(1)}, [], False, lambda rank, seq: "") is None
+
+
+def test_stall_names_every_place():
+    watch = Watch(0, range(3), Limits(stall_s=10.0))
+    for tick in range(60):
+        names = {0: "actor.update_actor", 1: "actor.update_actor", 2: "critic.compute_values"}
+        beats = {r: beat(r, count=tick, seq=17 if r < 2 else 16, name=names[r]) for r in range(3)}
+        finding = watch.judge(tick * 0.5, beats, [], False, lambda rank, seq: "")
+        if finding is not None:
+            break
+    assert finding is not None and finding.rank == 2 and tick == pytest.approx(20, abs=1)
+    assert "ranks 0, 1 in actor.update_actor (call 17, ppo.py:31, step 3); rank 2 in critic.compute_values" in finding.message
+
+
+def test_group_places_is_short_for_many_ranks():
+    assert group_places([beat(r, seq=1, name="a.b") for r in range(100)]).startswith("ranks 0, 1, 2, 3, 4, 5, 6, 7 and 92 more in a.b")
+
+
+def test_first_failure_wins_and_writes_the_exit_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    first, second = boards(2)
+    first.run_dir = second.run_dir = tmp_path
+    second.last_checkpoint = "checkpoints/step_2"
+    second.set_step(3)
+    second.enter_call(17, "reward.compute_reward", "ppo.py:33")
+    assert second.post_error("reward", "rank 1 failed in reward.compute_reward:\n too many")
+    assert not first.post_error("hang", "a consequence")
+    assert first.failure == second.failure and first.failure is not None and first.failure.code == 7
+    assert capsys.readouterr().err == "rank 1 failed in reward.compute_reward: too many\n"
+    status = json.loads((tmp_path / "exit_status.json").read_text())
+    assert status == {
+        "class": "reward",
+        "code": 7,
+        "rank": 1,
+        "call": "reward.compute_reward",
+        "step": 3,
+        "last_checkpoint": "checkpoints/step_2",
+        "message": "rank 1 failed in reward.compute_reward: too many",
+    }
+
+
+def test_a_call_costs_the_main_thread_less_than_two_microseconds():
+    (board,) = boards(1)
+    times = []
+    for _ in range(20):
+        start = time.perf_counter()
+        for seq in range(1000):
+            board.enter_call(seq, "actor.update_actor", "ppo.py:31")
+            board.leave_call()
+        times.append((time.perf_counter() - start) / 1000)
+    assert min(times) < 2e-6
