@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
 
+from ranks import run_ranks
 from rlhf_spmd.controller import (
     ALL_TO_ALL,
     DP,
@@ -45,13 +45,17 @@ class Toy(Worker):
     def generate(self, batch: Batch) -> Batch:
         """Response of row i: i % 5 + 1 tokens of value i."""
         rows = [torch.full((int(i) % 5 + 1,), int(i)) for i in batch.row_ids]
-        return batch.with_fields(response_ids=ragged(rows, torch.int64), secret=ragged([torch.zeros(100)] * len(rows), torch.float32))
+        return batch.with_fields(
+            response_ids=ragged(rows, torch.int64), secret=ragged([torch.zeros(100)] * len(rows), torch.float32)
+        )
 
     @register(THREE_D, inputs=("response_ids",), outputs=("doubled",), split_groups=True)
     def double(self, batch: Batch) -> Batch:
         return batch.with_fields(doubled=Ragged(batch["response_ids"].values * 2, batch["response_ids"].lengths))
 
-    @register(THREE_D, inputs=("doubled", "response_ids", "prompt_ids", "tripled?"), split_groups=True, mini_batches=lambda self: 2)
+    @register(
+        THREE_D, inputs=("doubled", "response_ids", "prompt_ids", "tripled?"), split_groups=True, mini_batches=lambda self: 2
+    )
     def update(self, batches: list[Batch]) -> list[Any]:
         for batch in batches:
             assert torch.equal(batch["doubled"].values, batch["response_ids"].values * 2)
@@ -107,7 +111,10 @@ def build(world: World, **roles: tuple[list[int], Layout]) -> tuple[Controller, 
 
 def prompts(num_prompts: int, n: int) -> Batch:
     ids = torch.arange(num_prompts)
-    rows = {"prompt_ids": ragged([torch.arange(int(i) + 2) for i in ids], torch.int64), "row": encode_json([{"i": int(i)} for i in ids])}
+    rows = {
+        "prompt_ids": ragged([torch.arange(int(i) + 2) for i in ids], torch.int64),
+        "row": encode_json([{"i": int(i)} for i in ids]),
+    }
     return Batch(ids, ids, rows).repeat(n)
 
 
@@ -156,7 +163,13 @@ def test_a_rank_that_is_neither_producer_nor_consumer_sees_no_byte() -> None:
 
 def test_the_trace_is_the_dataflow_graph() -> None:
     graph = run_ranks(4, ppo_like, POOLS["split"])[0][2]
-    assert [node["call"] for node in graph["nodes"]] == ["actor.generate", "critic.double", "critic.update", "actor.rows", "actor.update"]
+    assert [node["call"] for node in graph["nodes"]] == [
+        "actor.generate",
+        "critic.double",
+        "critic.update",
+        "actor.rows",
+        "actor.update",
+    ]
     edges = {(edge["from"], edge["to"]): edge["fields"] for edge in graph["edges"]}
     assert edges[0, 1] == ["response_ids"]
     assert edges[1, 4] == ["doubled"]
@@ -168,7 +181,16 @@ def protocols(world: World) -> Any:
     a, b = toys["a"], toys["b"]
     rows = controller.source(prompts(8, 1), "prompt_ids")
     echoed = a.dp(rows)
-    calls = [a.everyone("r"), a.own([1, 2, 3, 4]), a.first(), b.first(), a.stages(), echoed, b.pp_as_dp(echoed), a.backwards(rows)]
+    calls = [
+        a.everyone("r"),
+        a.own([1, 2, 3, 4]),
+        a.first(),
+        b.first(),
+        a.stages(),
+        echoed,
+        b.pp_as_dp(echoed),
+        a.backwards(rows),
+    ]
     result = controller.get(*calls)
     controller.settle()
     return result, controller.decide(world.rank == 3), controller.decide(False)

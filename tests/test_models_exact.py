@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ranks import run_ranks
 from rlhf_spmd.models import heads
 from rlhf_spmd.models.attention import KEY_BLOCK, PackedAttention, attend_exact, round_up
 from rlhf_spmd.models.decoder import Decoder
@@ -15,7 +16,6 @@ from rlhf_spmd.models.spec import ModelSpec, spec_from_config
 from rlhf_spmd.models.weights import init_random
 from rlhf_spmd.parallel.collectives import solo
 from rlhf_spmd.parallel.world import World
-from ranks import run_ranks
 
 SHAPES: dict[str, dict[str, object]] = {
     "llama-odd": {

@@ -6,19 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-from model_configs import CONFIGS
-from ranks import run_ranks
 from torch import Tensor
 
+from model_configs import CONFIGS
+from ranks import run_ranks
 from rlhf_spmd.models.attention import PackedAttention, attend_exact
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import token_log_probs, values
 from rlhf_spmd.models.layers import rms_norm, rotate, swiglu
+from rlhf_spmd.models.sharding import plan_params
 from rlhf_spmd.models.spec import spec_from_config
 from rlhf_spmd.models.weights import init_random
 from rlhf_spmd.parallel.collectives import Group, solo
 from rlhf_spmd.parallel.data_parallel import partial_boxes, sum_partial
-from rlhf_spmd.models.sharding import plan_params
 from rlhf_spmd.parallel.world import World
 
 LENGTHS = [1, 70, 5, 2, 33]
@@ -65,7 +65,7 @@ def global_gradients(config: dict[str, Any], head: str, tp: Group, checkpointing
         decoder.activation_checkpointing = checkpointing
     loss = loss_of(stages[-1], head, attention, x)
     loss.backward()
-    found: dict[str, Any] = {"loss": float(loss)}
+    found: dict[str, Any] = {"loss": loss.item()}
     for decoder in stages:
         grads = {name: p.grad for name, p in decoder.named_parameters() if p.grad is not None}
         assert len(grads) == len(decoder.shards), "a parameter has no gradient"
@@ -158,6 +158,11 @@ def test_packed_attention_against_plain_torch() -> None:
     want = torch.autograd.grad((plain * weight).sum(), [q, k, v])
     assert (plain - out).abs().max() < TOLERANCE
     for x, y in zip(got, want, strict=True):
+        assert (x - y).abs().max() < TOLERANCE
+    attention = PackedAttention(lengths)  # what runs on GPUs
+    sdpa = attention._attend_sdpa(q, k, v, attention._bucket(heads))
+    assert (plain - sdpa).abs().max() < TOLERANCE
+    for x, y in zip(torch.autograd.grad((sdpa * weight).sum(), [q, k, v]), want, strict=True):
         assert (x - y).abs().max() < TOLERANCE
 
 

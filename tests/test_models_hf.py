@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from model_configs import CONFIGS
-from ranks import run_ranks
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from model_configs import CONFIGS
+from ranks import run_ranks
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import logits, token_log_probs, values
@@ -26,12 +27,10 @@ LENGTHS = [1, 40, 7, 66, 3]
 
 def make_model(path: Path, config: dict[str, Any]) -> Path:
     """Random weights large enough that attention is not uniform, and biases that matter."""
-    from safetensors.torch import load_file, save_file
-
     write_random_model(path, {**config, "initializer_range": 0.2}, 5)
     tensors = load_file(path / "model.safetensors")
     generator = torch.Generator().manual_seed(1)
-    for name, tensor in tensors.items():
+    for tensor in tensors.values():
         if tensor.ndim == 1:
             tensor += torch.randn(tensor.shape, generator=generator) * 0.3
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})

@@ -9,8 +9,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from model_configs import CONFIGS
 
+from model_configs import CONFIGS
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.sharding import check_layout, plan_params, tensor_shapes, vocab_range
 from rlhf_spmd.models.spec import ModelSpec, spec_from_config

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from model_configs import CONFIGS
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from model_configs import CONFIGS
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.spec import read_spec, spec_from_config
 from rlhf_spmd.models.weights import init_random, load_pretrained, read_eos_ids, write_random_model
@@ -97,10 +97,10 @@ def test_value_head(model: Path) -> None:
     with pytest.raises(ValueError, match=r"score\.weight' is missing"):
         load_pretrained(decoder, model)
     load_pretrained(decoder, model, 0, missing_head_ok=True)
-    assert float(decoder.head_weight.abs().sum()) == 0
+    assert decoder.head_weight.abs().sum().item() == 0
     rewrite(model, lambda tensors: tensors.update({"score.weight": torch.full((1, 32), 2.0)}))
     load_pretrained(decoder, model)
-    assert float(decoder.head_weight.sum()) == 64
+    assert decoder.head_weight.sum().item() == 64
     rewrite(model, lambda tensors: tensors.update({"score.weight": torch.zeros(2, 32)}))
     with pytest.raises(ValueError, match=r"'score\.weight' has shape \[2, 32\], but .* \[1, 32\]"):
         load_pretrained(decoder, model)

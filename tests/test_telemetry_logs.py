@@ -158,6 +158,8 @@ def test_progress_bar_is_one_line_on_a_terminal_and_nothing_elsewhere() -> None:
         bar.close()
         bar.close()
     assert pipe.getvalue() == ""
+    ProgressBar(4, pipe).note("resumed")
+    assert pipe.getvalue() == "resumed\n"
     first, second = terminal.getvalue().rstrip("\n").split("\r")[1:]
     assert all(part in first for part in ("step 1/4", "reward 0.500", "KL 0.0123", "tokens/s 12,346"))
     assert "step 2/4" in second and "reward nan" in second

@@ -10,15 +10,26 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_spmd.telemetry import ExitStatus, LoggerConfig, MetricLogger, RolloutWriter, Timeline, write_exit_status, write_trace
-from rlhf_spmd.telemetry import charts, timeline_chart
+from rlhf_spmd.telemetry import (
+    ExitStatus,
+    LoggerConfig,
+    MetricLogger,
+    RolloutWriter,
+    Timeline,
+    charts,
+    timeline_chart,
+    write_exit_status,
+    write_trace,
+)
 from rlhf_spmd.telemetry.report import main, write_report
 from rlhf_spmd.telemetry.run_dir import atomic_write_text
 from rlhf_spmd.telemetry.summary import summarize
 
 HOSTILE = '</script><script>alert("x")</script><img src=x onerror=alert(1)> & \u2028 ]]> <!--'
 MS = 1_000_000
-CONFIG = "run: {name: sorting, steps: 50, seed: 1}\nalgorithm: {name: ppo}\nmodels: {actor: {path: '<b>tiny</b>', layout: {tp: 2}}}\n"
+CONFIG = (
+    "run: {name: sorting, steps: 50, seed: 1}\nalgorithm: {name: ppo}\nmodels: {actor: {path: '<b>tiny</b>', layout: {tp: 2}}}"
+)
 
 
 class Page(HTMLParser):

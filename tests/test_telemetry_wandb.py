@@ -71,7 +71,7 @@ def test_online_without_a_network_goes_on_offline(
     wandb_home.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{free_port()}")
     wandb_home.setenv("WANDB_API_KEY", "0" * 40)
     during, at_end = run_three_steps(tmp_path / "run", "online", timeout_s=2.0)
-    assert during < 2.0 and at_end < 20.0
+    assert during < 2.0 and at_end < 40.0
     assert steps_of(tmp_path / "run") == [1, 2, 3]
     assert "going on offline" in capfd.readouterr().err
     assert list((tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb"))
@@ -85,7 +85,7 @@ def test_online_with_a_server_that_never_answers(tmp_path: Path, wandb_home: pyt
         wandb_home.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
         wandb_home.setenv("WANDB_API_KEY", "0" * 40)
         during, at_end = run_three_steps(tmp_path / "run", "online", timeout_s=2.0)
-    assert during < 2.0 and at_end < 20.0
+    assert during < 2.0 and at_end < 40.0
     assert steps_of(tmp_path / "run") == [1, 2, 3]
 
 
@@ -95,7 +95,7 @@ def test_online_without_an_account_asks_nobody(
 ) -> None:
     wandb_home.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{free_port()}")
     _, at_end = run_three_steps(tmp_path / "run", "online", timeout_s=2.0)
-    assert at_end < 20.0
+    assert at_end < 40.0
     assert "going on offline" in capfd.readouterr().err
 
 

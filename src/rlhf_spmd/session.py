@@ -32,7 +32,7 @@ from rlhf_spmd.telemetry.logger import LoggerConfig, MetricLogger
 from rlhf_spmd.telemetry.progress import ProgressBar
 from rlhf_spmd.telemetry.report import write_report
 from rlhf_spmd.telemetry.rollouts import RolloutWriter
-from rlhf_spmd.telemetry.run_dir import EXPORT_DIR, TRACE_FILE, create_run_dir
+from rlhf_spmd.telemetry.run_dir import EXPORT_DIR, TRACE_FILE, ExitStatus, create_run_dir
 from rlhf_spmd.telemetry.trace import write_trace
 from rlhf_spmd.workers.model_worker import ModelWorker
 
@@ -113,7 +113,7 @@ class Session:
         if validate is not None and self.config.test_freq and number == 0:
             first = validate(0)
             if recorder is not None:
-                recorder.say("validation before training: " + ", ".join(f"{k} {v:.4f}" for k, v in first.items()))
+                recorder.progress.note("validation before training: " + ", ".join(f"{k} {v:.4f}" for k, v in first.items()))
                 recorder.log(0, first, [])
         while number < self.config.steps:
             number += 1
@@ -128,11 +128,11 @@ class Session:
             if ended or preempted or (self.config.save_freq and number % self.config.save_freq == 0):
                 self.save(number)
             if preempted and not ended:
-                self._close(recorder)
+                self._close(recorder, ExitStatus.of("preempted", step=number, last_checkpoint=self.board.last_checkpoint))
                 raise Preempted(f"saved {self.board.last_checkpoint}; start again with run.resume=auto to go on")
             if ended:
                 break
-        self._close(recorder)
+        self._close(recorder, ExitStatus.of("done", step=number, last_checkpoint=self.board.last_checkpoint))
         if self.config.export:
             self._export()
 
@@ -150,7 +150,7 @@ class Session:
         metrics = {"step": float(number), **metrics, "timing_s/step": seconds}
         for phase_seconds, peak in map(json.loads, parts or []):
             for name, value in phase_seconds.items():
-                key = f"timing_s/{name}"
+                key = f"timing_s/{name.rsplit('.', 1)[-1]}"
                 metrics[key] = max(metrics.get(key, 0.0), value)
             metrics["memory/peak_gb"] = max(metrics.get("memory/peak_gb", 0.0), peak)
         if "perf/total_tokens" in metrics:
@@ -177,7 +177,9 @@ class Session:
         """
         found = find_resumable(self.run_dir, self.world.all)
         if self.config.resume == "never" and found.directory is not None:
-            raise ValueError(f"run.resume=never, but run.dir={self.config.dir} holds {found.directory.name}; give another run.dir")
+            raise ValueError(
+                f"run.resume=never, but run.dir={self.config.dir} holds {found.directory.name}; give another run.dir"
+            )
         path = found.directory if self.config.resume in ("auto", "never") else Path(self.config.resume)
         if self.is_first:
             for warning in found.warnings:
@@ -196,16 +198,18 @@ class Session:
             print(f"resumed from {path} (step {state['step']})", file=sys.stderr)
         return int(state["step"])
 
-    def _close(self, recorder: Recorder | None) -> None:
+    def _close(self, recorder: Recorder | None, status: ExitStatus) -> None:
         payloads = self.world.all.gather_bytes(self.controller.timeline.to_bytes(), "control")
         if recorder is not None and payloads is not None:
             write_trace(self.run_dir / TRACE_FILE, payloads)
             recorder.close()
-            write_report(self.run_dir)
+            write_report(self.run_dir, status=status)
 
     def _export(self) -> None:
         if self.is_first and self.board.last_checkpoint is not None:
-            export_hugging_face(Path(self.board.last_checkpoint), self.export_role, self.export_source, self.run_dir / EXPORT_DIR)
+            export_hugging_face(
+                Path(self.board.last_checkpoint), self.export_role, self.export_source, self.run_dir / EXPORT_DIR
+            )
         self.world.all.barrier("control")
 
 
@@ -225,9 +229,6 @@ class Recorder:
             self.rollouts.write(number, sorted(samples, key=lambda sample: int(sample["row_id"])))
         if number:
             self.progress.update(number, metrics)
-
-    def say(self, line: str) -> None:
-        print(line, file=sys.stderr)
 
     def close(self) -> None:
         self.progress.close()

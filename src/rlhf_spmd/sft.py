@@ -115,7 +115,9 @@ def sft(context: ProgramContext[Prepared]) -> None:
         config_text=to_yaml(config),
     )
     if session.is_first:
-        print(f"{config.run.name}: SFT on {world.size} rank(s), {plan.shape.layout}, {ready.responses.summary()}", file=sys.stderr)
+        print(
+            f"{config.run.name}: SFT on {world.size} rank(s), {plan.shape.layout}, {ready.responses.summary()}", file=sys.stderr
+        )
 
     def one_step(number: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
         rows = loader.next_batch()

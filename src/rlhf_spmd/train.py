@@ -114,6 +114,13 @@ def check_batches(config: TrainConfig, plans: Mapping[str, RolePlan]) -> None:
             f"rollout has {prompts} prompts in groups of sampling.n={config.sampling.n}; {generation.dp} generation replicas "
             f"would split a group: use a data.train_batch_size divisible by {generation.dp}"
         )
+    rows = min(mini, prompts) * config.sampling.n
+    for role in ("actor", "critic"):
+        if role in plans and rows < plans[role].shape.layout.dp:
+            raise ValueError(
+                f"a mini-batch has {min(mini, prompts)} prompts * sampling.n={config.sampling.n} = {rows} rows, fewer than "
+                f"models.{role}.layout.dp={plans[role].shape.layout.dp}; use a larger algorithm.ppo_mini_batch_size or a smaller dp"
+            )
     context = config.data.max_prompt_length + (config.sampling.max_response_length or config.data.max_response_length)
     for role, plan in plans.items():
         if plan.spec is not None and context > plan.spec.max_position_embeddings:
@@ -141,9 +148,7 @@ def train(context: ProgramContext[Prepared]) -> None:
         total_updates=config.run.steps * mini_batches * config.algorithm.ppo_epochs,
         temperature=ready.sampling.log_prob_temperature,
     )
-    models = build_models(
-        ready.plans, build, config.algorithm.kl_ctrl, config.reward, ready.tokenizer, config.run.log_samples
-    )
+    models = build_models(ready.plans, build, config.algorithm.kl_ctrl, config.reward, ready.tokenizer, config.run.log_samples)
     seed = config.run.seed if config.data.seed is None else config.data.seed
     loader = Loader(ready.prompts, config.data.train_batch_size, config.data.shuffle, seed)
     session = Session(
@@ -174,7 +179,9 @@ def train(context: ProgramContext[Prepared]) -> None:
     def validate(number: int) -> dict[str, float]:
         assert ready.val_prompts is not None
         batch_size = config.data.val_batch_size
-        return validate_prompts(controller, models.actor, models.reward, ready.val_prompts, batch_size, ready.val_sampling, number)
+        return validate_prompts(
+            controller, models.actor, models.reward, ready.val_prompts, batch_size, ready.val_sampling, number
+        )
 
     session.run(one_step, validate if ready.val_prompts is not None else None)
 

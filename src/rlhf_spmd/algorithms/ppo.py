@@ -131,7 +131,9 @@ def actor_objective(config: PPOConfig, sampling: SamplingConfig) -> Objective:
             return per_token.detach().double().sum() / totals.tokens
 
         log_probs = fields["log_probs"]
-        per_token, stats = policy_loss(log_probs, fields["old_log_probs"], fields["advantages"], *config.clip_range, config.clip_ratio_c)
+        per_token, stats = policy_loss(
+            log_probs, fields["old_log_probs"], fields["advantages"], *config.clip_range, config.clip_ratio_c
+        )
         pg_loss = loss = total(per_token)
         report = {"actor/pg_loss": pg_loss.detach().double()}
         report |= {"actor/clip_frac": mean(stats["clipped"]), "actor/clip_frac_dual": mean(stats["dual_clipped"])}

@@ -20,7 +20,6 @@ from rlhf_spmd.parallel.board import Board
 from rlhf_spmd.parallel.collectives import Group
 from rlhf_spmd.telemetry.trace import Timeline
 
-
 __all__ = ["CallOrderError", "Controller"]
 
 
@@ -202,7 +201,9 @@ class Controller:
         assert production.spec is not None
         if production.spec.mini_batches is None:
             return [local]
-        bounds = np.searchsorted(positions, np.arange(1, production.chunks) * (len(production.placement()) // production.chunks))
+        bounds = np.searchsorted(
+            positions, np.arange(1, production.chunks) * (len(production.placement()) // production.chunks)
+        )
         return [local.split(np.diff([0, *bounds, len(positions)]).tolist())]
 
     def _assemble(self, consumer: Production, batch: Reference, wanted: list[str], positions: np.ndarray, name: str) -> Batch:
@@ -217,9 +218,7 @@ class Controller:
             local = local.union(Batch(row_ids, group_ids, {new: part[old] for new, old in fields.items()}))
         return local
 
-    def _fetch(
-        self, producer: Production, consumer: Production, positions: np.ndarray, names: list[str], call: str
-    ) -> Batch:
+    def _fetch(self, producer: Production, consumer: Production, positions: np.ndarray, names: list[str], call: str) -> Batch:
         """These rows of a production: out of this rank's own memory, the rest from their holders."""
         assert producer.rows is not None
         if producer.role is None:
@@ -241,7 +240,7 @@ class Controller:
         return [unpack(self._transport.receive(rank, producer.seq, consumer.node, call)) for rank in sources]
 
     def _keep(self, production: Production, result: Any, name: str) -> None:
-        data, production.values = (result if isinstance(result, tuple) else (result, None))
+        data, production.values = result if isinstance(result, tuple) else (result, None)
         if isinstance(data, Batch):
             assert production.spec is not None and production.rows is not None
             missing = set(production.spec.outputs) - set(data.fields)
@@ -249,7 +248,9 @@ class Controller:
             index = np.flatnonzero(production.placement() == part)
             is_holder = self.rank in production.holders(part) if part is not None else False
             assert not (is_holder and missing and len(data)), f"{name} declares {sorted(missing)}, but did not return it"
-            assert np.array_equal(data.row_ids.numpy(), production.rows.row_ids[index]), f"{name} returned other rows than it got"
+            assert np.array_equal(data.row_ids.numpy(), production.rows.row_ids[index]), (
+                f"{name} returned other rows than it got"
+            )
             production.data = data
         elif data is not None:
             production.values = data

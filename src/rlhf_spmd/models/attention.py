@@ -24,7 +24,7 @@ ONEDNN_MIN_SIZE = 16**3  # torch gives products of at most so many multiplicatio
 HEAD_ALIGN = 8  # MKL is not exact for p v with 10 columns; none of the multiples of 8 showed that
 KEY_BLOCK = 64
 QUERY_BLOCK = 64  # queries whose keys are cut at one length: skips most of the future in long sequences
-MAX_SCORES = 1 << 22  # elements of one score matrix; larger buckets are cut into several
+MAX_SCORES = 1 << 22  # elements of one score matrix on CPU; larger buckets are cut into several
 
 
 def pad_rows(x: Tensor, rows: int, dim: int = 0) -> Tensor:
@@ -262,11 +262,11 @@ class PackedAttention:
             order = sorted((i for i, n in enumerate(self.lengths) if n), key=lambda i: self.lengths[i])
             groups: list[list[int]] = []
             for i in order:
-                # the longest of a bucket is at most a key block longer than its shortest
-                similar = groups and self._padding(i) == self._padding(groups[-1][0])
-                queries = min(QUERY_BLOCK, self.lengths[i])
-                scores = num_heads * queries * round_up(self.lengths[i], KEY_BLOCK)
-                if similar and (len(groups[-1]) + 1) * scores <= MAX_SCORES:
+                shortest = self.lengths[groups[-1][0]] if groups else 0
+                similar = bool(groups) and self.lengths[i] <= shortest + max(KEY_BLOCK // 2, shortest // 8)
+                scores = num_heads * min(QUERY_BLOCK, self.lengths[i]) * round_up(self.lengths[i], KEY_BLOCK)
+                fits = self.device.type != "cpu" or (len(groups[-1] if groups else []) + 1) * scores <= MAX_SCORES
+                if similar and fits:
                     groups[-1].append(i)
                 else:
                     groups.append([i])
@@ -280,14 +280,11 @@ class PackedAttention:
             ]
         return self._buckets[num_heads]
 
-    def _padding(self, sequence: int) -> int:
-        return round_up(self.lengths[sequence], KEY_BLOCK // 2)
-
     def _attend_sdpa(self, q: Tensor, k: Tensor, v: Tensor, buckets: list[_Bucket]) -> Tensor:
         out = torch.zeros_like(q)
         for bucket in buckets:
-            batch = [bucket.gather(x).transpose(1, 2) for x in (q, k, v)]
-            mixed = F.scaled_dot_product_attention(*batch, is_causal=True, enable_gqa=True).transpose(1, 2)
+            queries, keys, values = (bucket.gather(x).transpose(1, 2) for x in (q, k, v))
+            mixed = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True).transpose(1, 2)
             flat = mixed.reshape(-1, *q.shape[1:])
             out = out.index_copy(0, bucket.target, flat if bucket.full else flat[bucket.valid.reshape(-1)])
         return out

@@ -131,8 +131,8 @@ class Decoder(nn.Module):
         self.layer_ids = stage_layers(spec.num_hidden_layers, pp, stage)
         self.vocab_range = vocab_range(spec.vocab_size, tp.rank, tp.size)
         self.activation_checkpointing = False
-        matrices = [math.prod(shard.shape) for name, shard in self.shards.items() if len(shard.shape) == 2 and "layers." in name]
-        self.min_rows = max(exact_rows(numel) for numel in matrices)
+        matrices = [shard.shape for name, shard in self.shards.items() if name.startswith("layers.") and len(shard.shape) == 2]
+        self.min_rows = max(exact_rows(math.prod(shape)) for shape in matrices)
         self._frequencies = rope_frequencies(spec)  # no buffer: it must survive construction on the meta device
 
         def holder(name: str) -> Linear | None:

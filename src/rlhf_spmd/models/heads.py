@@ -1,7 +1,7 @@
 """What comes out of the last stage: log-probs, entropies, logits and values, vocabulary-parallel.
 
-Training never holds logits [T, V]: chunks of rows are computed, reduced to a few numbers per token, dropped, and computed again in
-the backward pass. Generation reduces its logits with the same functions, so its log-probs are bit-equal to training's.
+Training never holds logits [T, V]: chunks of rows are computed, reduced to a few numbers per token, dropped, and computed
+again in the backward pass. Generation reduces its logits with the same functions, so its log-probs are bit-equal to training's.
 
 Each rank reduces its slice of the vocabulary by itself (maximum, sum of exponentials, the label's logit); one gather of those
 numbers, combined in rank order, gives every rank of the tp group the same bits.
@@ -141,9 +141,9 @@ def token_log_probs(
 ) -> tuple[Tensor, Tensor | None]:
     """log p(labels [T]) after hidden [T, hidden] at ``temperature``, in nats, and with ``entropy`` that distribution's entropy.
 
-    fp32 (fp64 for an fp64 model), [T] each; the same bits on every tp rank. Differentiable in ``hidden`` and the head's weight
-    by recomputation, ``chunk_rows`` tokens at a time. Collective over tp: every rank of it must call, in program order, with
-    equal hidden and labels.
+    Labels are token ids (there is no ignored label). fp32 (fp64 for an fp64 model), [T] each; the same bits on every tp rank.
+    Differentiable in ``hidden`` and the head's weight by recomputation, ``chunk_rows`` tokens at a time.
+    Collective over tp: every rank of it must call, in program order, with equal hidden and labels.
     """
     _check_temperature(temperature)
     weight = decoder.head_weight
@@ -162,7 +162,10 @@ def local_logits(decoder: Decoder, hidden: Tensor) -> Tensor:
 
 
 def gather_logits(decoder: Decoder, logits: Tensor) -> Tensor:
-    """Slices [T, V_local] -> all logits [T, V] on every rank. Collective over tp: every rank of it must call, in program order."""
+    """Slices [T, V_local] -> all logits [T, V] on every rank.
+
+    Collective over tp: every rank of it must call, in program order.
+    """
     tp = decoder.tp
     if tp.size == 1:
         return logits

@@ -83,9 +83,9 @@ def _read_index(index: Path) -> dict[str, str]:
 def load_pretrained(decoder: Decoder, path: str | Path, seed: int = 0, missing_head_ok: bool = False) -> None:
     """Fill a decoder from a Hugging Face directory; any float dtype on disk is converted to the parameters'.
 
-    The value head ``score.weight`` may be absent with ``missing_head_ok``: it then starts at zero (``seed`` would serve a head
-    that starts at random; none does). Raises ValueError naming the file and tensor for missing, unknown or misshapen tensors and
-    for unreadable files. Reads every rank's slices only; no communication.
+    The value head ``score.weight`` may be absent with ``missing_head_ok``: it then starts at zero, so ``seed`` decides nothing.
+    Raises ValueError naming the file and tensor for missing, unknown or misshapen tensors and for unreadable files.
+    Each rank reads its own slices only; no communication.
     """
     path = Path(path)
     spec, names = decoder.spec, decoder.spec.names

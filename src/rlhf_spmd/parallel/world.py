@@ -110,6 +110,10 @@ def init_world(launch: Launch, store: dist.Store, timeout_s: float = 600.0, devi
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(
-            backend, store=dist.PrefixStore("pg", store), rank=launch.rank, world_size=launch.size, timeout=timedelta(seconds=timeout_s)
+            backend,
+            store=dist.PrefixStore("pg", store),
+            rank=launch.rank,
+            world_size=launch.size,
+            timeout=timedelta(seconds=timeout_s),
         )
     return World(launch, device, store, timeout_s)

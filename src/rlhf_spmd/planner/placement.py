@@ -45,7 +45,9 @@ def place_roles(config: PlacementConfig, pool_of: Mapping[str, str | None], worl
             )
     idle = sorted(set(range(world_size)) - {rank for pool in placed.values() for rank in pool.ranks})
     if idle:
-        raise ValueError(f"ranks {idle} of {world_size} are in no role's pool; start fewer ranks or put them into placement.pools")
+        raise ValueError(
+            f"ranks {idle} of {world_size} are in no role's pool; start fewer ranks or put them into placement.pools"
+        )
     return placed
 
 

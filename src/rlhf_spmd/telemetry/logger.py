@@ -109,8 +109,8 @@ class _Follower:
     def close(self, exit_code: int) -> None:
         self._send(json.dumps({"exit_code": exit_code}))
         try:
-            # starting up and uploading each take at most the time limit
-            self._process.wait(2 * self._timeout_s + 5)
+            # the follower keeps to its own limits, for starting and for uploading; this one is for what it cannot foresee
+            self._process.wait(2 * self._timeout_s + wandb_follower.LOCAL_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()

@@ -32,6 +32,11 @@ class ProgressBar:
         self._stream.write("\r\x1b[K" + self.line(step, metrics)[: columns - 1])
         self._stream.flush()
 
+    def note(self, text: str) -> None:
+        """A line of its own above the bar; printed also where the bar is silent."""
+        self._stream.write(("\r\x1b[K" if self._visible else "") + text + "\n")
+        self._stream.flush()
+
     def line(self, step: int, metrics: Mapping[str, Any]) -> str:
         share = min(1.0, step / self.total_steps) if self.total_steps else 1.0
         full = round(share * BAR_WIDTH)

@@ -90,8 +90,8 @@ class Run:
         return [name for name in seen if name != "step"]
 
 
-def read_run(run_dir: str | os.PathLike[str]) -> Run:
-    """Parse what is there. Raises ValueError where there is no such directory."""
+def read_run(run_dir: str | os.PathLike[str], status: ExitStatus | None = None) -> Run:
+    """Parse what is there. ``status`` replaces exit_status.json. Raises ValueError where there is no such directory."""
     directory = Path(run_dir)
     if not directory.is_dir():
         raise ValueError(f"run directory {directory} does not exist; give the run.dir of a run")
@@ -104,13 +104,16 @@ def read_run(run_dir: str | os.PathLike[str]) -> Run:
         rollouts=read_jsonl(directory / ROLLOUTS_FILE),
         trace=trace if isinstance(trace, dict) else {},
         config_text=config.read_text(encoding="utf-8", errors="replace") if config.exists() else "",
-        status=read_exit_status(directory),
+        status=status or read_exit_status(directory),
     )
 
 
-def write_report(run_dir: str | os.PathLike[str]) -> Path:
-    """Write ``report.html`` into the run directory (atomically) and return its path. ValueError: no such directory."""
-    run = read_run(run_dir)
+def write_report(run_dir: str | os.PathLike[str], status: ExitStatus | None = None) -> Path:
+    """Write ``report.html`` into the run directory (atomically) and return its path. ValueError: no such directory.
+
+    ``status``: how the run ends, where the report is written before exit_status.json is.
+    """
+    run = read_run(run_dir, status)
     path = run.directory / REPORT_FILE
     atomic_write_text(path, render(run))
     return path
@@ -194,7 +197,7 @@ def _tiles(run: Run) -> str:
     for title, metric, unit in (("Tokens per second", "perf/tokens_per_s", ""), ("Step time", TIMING + "step", " s")):
         values = sorted(value for value in run.curve(metric)[1] if value is not None)
         if values:
-            note = "median" if unit == "" else f"median; {charts.number_text(sum(values) / 60, 3)} min in all"
+            note = "median" if unit == "" else f"median; {charts.number_text(sum(values) / 60, 3)} min"
             tiles.append((title, charts.number_text(values[len(values) // 2], 3 if unit else 4) + unit, note))
     drawn = [
         f'<div class="tile"><div class="name">{escape(title)}</div><div class="value">{value}</div>'
@@ -259,13 +262,12 @@ def _series(run: Run, name: str) -> Series:
 def _phases(run: Run) -> dict[str, list[float | None]]:
     """Seconds by phase and step from ``timing_s/*``, the largest first; ``other`` is what of the step no phase accounts for."""
     names = [name for name in run.names() if name.startswith(TIMING) and name != TIMING + "step"]
-    columns: dict[str, list[float | None]] = {
-        name[len(TIMING) :]: [_number(row.get(name)) for row in run.metrics] for name in names
-    }
+    rows = _timed_rows(run)
+    columns: dict[str, list[float | None]] = {name[len(TIMING) :]: [_number(row.get(name)) for row in rows] for name in names}
     order = sorted(columns, key=lambda name: -sum(value or 0.0 for value in columns[name]))
     phases = {name: columns[name] for name in order}
-    if phases and any(TIMING + "step" in row for row in run.metrics):
-        totals = [_number(row.get(TIMING + "step")) for row in run.metrics]
+    if phases and any(TIMING + "step" in row for row in rows):
+        totals = [_number(row.get(TIMING + "step")) for row in rows]
         known = [sum(column[i] or 0.0 for column in phases.values()) for i in range(len(totals))]
         rest: list[float | None] = [max(0.0, (total or 0.0) - part) for total, part in zip(totals, known, strict=True)]
         if sum(value or 0.0 for value in rest) > 0.01 * sum(value or 0.0 for value in totals):
@@ -273,19 +275,25 @@ def _phases(run: Run) -> dict[str, list[float | None]]:
     return phases
 
 
+def _timed_rows(run: Run) -> list[Mapping[str, Any]]:
+    """Steps with times; a validation before the first step has none."""
+    return [row for row in run.metrics if any(name.startswith(TIMING) for name in row)]
+
+
 def _phase_colors(phases: Mapping[str, Values], busy: Mapping[str, float]) -> dict[str, str]:
     """One colour per phase for bars and timeline, the largest phases first."""
     seconds = {name: sum(value or 0.0 for value in values) for name, values in phases.items()}
     by_bar = sorted((name for name in seconds if name != "other"), key=lambda name: -seconds[name])
     keys = dict.fromkeys([timeline_chart.phase_key(name) for name in by_bar])
-    keys |= dict.fromkeys(sorted(busy, key=lambda key: -busy[key]))
-    by_key = {key: charts.color(index) for index, key in enumerate(keys)}
+    keys |= dict.fromkeys(sorted((key for key in busy if key != timeline_chart.WAITING), key=lambda key: -busy[key]))
+    by_key = {key: charts.color(index) for index, key in enumerate(keys)} | {timeline_chart.WAITING: "var(--wait)"}
     return by_key | {name: by_key[timeline_chart.phase_key(name)] for name in by_bar} | {"other": "var(--other)"}
 
 
 def _phase_section(run: Run, phases: Mapping[str, Values], colors: dict[str, str]) -> str:
-    steps = [row["step"] for row in run.metrics]
-    totals = [_number(row.get(TIMING + "step")) for row in run.metrics]
+    rows = _timed_rows(run)
+    steps = [row["step"] for row in rows]
+    totals = [_number(row.get(TIMING + "step")) for row in rows]
     svg = charts.stacked_bars(steps, dict(phases), totals, colors) if phases else ""
     if not svg:
         return ""

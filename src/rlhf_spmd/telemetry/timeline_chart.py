@@ -13,6 +13,7 @@ from rlhf_spmd.telemetry.charts import Scale, seconds_text, tick_labels, ticks
 LABEL_WIDTH, RIGHT, TOP, BOTTOM = 124, 12, 22, 26
 MAIN_HEIGHT, STRIP_HEIGHT, TRACK_GAP, ROW_GAP = 20, 7, 2, 9
 MAX_BOXES, MAX_ROWS = 5000, 32
+WAITING = "waiting"  # the key of every span of the category "wait": one quiet colour, so that work stands out
 LABEL_LENGTH = 21  # characters that fit into LABEL_WIDTH
 
 
@@ -80,7 +81,7 @@ def from_trace(trace: Mapping[str, Any], num_steps: int = 3) -> tuple[TimelineCh
     spans = [event for event in events if event.get("ph") == "X" and {"ts", "dur", "pid", "name"} <= event.keys()]
     totals: dict[str, float] = defaultdict(float)
     for span in spans:
-        totals[phase_key(span["name"])] += span["dur"] / 1e6
+        totals[_key(span)] += span["dur"] / 1e6
     steps = sorted({step for span in spans if isinstance(step := _step(span), int)})
     if not steps:
         return TimelineChart(()), dict(totals)
@@ -103,6 +104,10 @@ def from_trace(trace: Mapping[str, Any], num_steps: int = 3) -> tuple[TimelineCh
 def phase_key(name: str) -> str:
     """``actor.update_actor`` and ``timing_s/update_actor`` are one phase: the method's name decides the colour."""
     return name.rpartition("/")[2].rpartition(".")[2]
+
+
+def _key(span: Mapping[str, Any]) -> str:
+    return WAITING if span.get("cat") == "wait" else phase_key(str(span["name"]))
 
 
 def _rows(spans: Sequence[Mapping[str, Any]], names: Mapping[int, str], origin: float) -> list[Row]:
@@ -129,7 +134,7 @@ def _box(span: Mapping[str, Any], origin: float) -> Box:
     seconds = span["dur"] / 1e6
     lines = [str(span["name"]), f"{seconds_text(seconds)}, from {start:.3f} s", f"{span.get('cat', '')}"]
     lines += [f"{key} {value}" for key, value in (span.get("args") or {}).items()]
-    return Box(phase_key(str(span["name"])), start, start + seconds, "\n".join(lines))
+    return Box(_key(span), start, start + seconds, "\n".join(lines))
 
 
 def _track(track: Sequence[Box], x: Scale, top: float, height: float, colors: Mapping[str, str]) -> list[str]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 POLL_S = 0.5
+LOCAL_TIMEOUT_S = 30.0  # starting offline asks nobody: only a machine that is far too busy makes it slow
 
 
 def main() -> int:
@@ -50,6 +51,7 @@ def start(order: dict[str, Any]) -> Any:
         warn("not installed (pip install wandb, or logger.wandb=disabled); metrics go to metrics.jsonl only")
         return None
     mode = order["mode"]
+    limit_s = order["timeout_s"] if mode == "online" else max(LOCAL_TIMEOUT_S, order["timeout_s"])
     try:
         run = wandb.init(
             mode=mode,
@@ -60,7 +62,7 @@ def start(order: dict[str, Any]) -> Any:
             resume="allow" if mode == "online" else None,
             dir=str(Path(order["metrics"]).parent),
             config=order["config"],
-            settings=wandb.Settings(init_timeout=order["timeout_s"], console="off", silent=True),
+            settings=wandb.Settings(init_timeout=limit_s, console="off", silent=True),
         )
     except Exception as error:  # a process boundary: whatever wandb raises must not end more than wandb
         reason = (" ".join(str(error).split()) or type(error).__name__)[:200]

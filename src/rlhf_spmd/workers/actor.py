@@ -102,7 +102,10 @@ class ActorWorker(ModelWorker):
         report = {}
         if result is not None and "rollout_log_probs" in batch:
             difference = (result.values - batch["rollout_log_probs"].values).abs()
-            report = {"rollout/log_prob_diff_max": float(difference.max()), "rollout/log_prob_diff_mean": float(difference.mean())}
+            report = {
+                "rollout/log_prob_diff_max": float(difference.max()),
+                "rollout/log_prob_diff_mean": float(difference.mean()),
+            }
         return (batch.with_fields(old_log_probs=result) if result is not None else None), report
 
     @register(

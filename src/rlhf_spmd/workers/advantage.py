@@ -57,7 +57,7 @@ class AdvantageWorker(Worker):
         The KL controller moves on the mean over rows of the row's mean KL per token (verl's meaning of ``target_kl``).
         Collective over the pool: every rank of it must call, in program order.
         """
-        local = self._local(batch, settings) if len(batch) else _Local(*[torch.empty(0)] * 2, _zeros(15), torch.full((4,), -torch.inf))
+        local = self._local(batch, settings) if len(batch) else _NO_ROWS
         sums = self.mesh.pool.all_reduce(local.sums.clone(), "control")
         maxima = self.mesh.pool.all_reduce(local.maxima.to(torch.float64), "control", "max").tolist()
         statistics = self._statistics(sums, maxima)
@@ -121,5 +121,4 @@ class AdvantageWorker(Worker):
         }
 
 
-def _zeros(n: int) -> Tensor:
-    return torch.zeros(n, dtype=torch.float64)
+_NO_ROWS = _Local(torch.empty(0), torch.empty(0), torch.zeros(15, dtype=torch.float64), torch.full((4,), -torch.inf))

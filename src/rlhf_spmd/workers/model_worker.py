@@ -47,7 +47,9 @@ class ModelWorker(Worker):
     head = "lm"
     trained = False
 
-    def __init__(self, build: Build, name: str, pool: ResourcePool, shape: GroupShape, config: RoleConfig, spec: ModelSpec | None) -> None:
+    def __init__(
+        self, build: Build, name: str, pool: ResourcePool, shape: GroupShape, config: RoleConfig, spec: ModelSpec | None
+    ) -> None:
         super().__init__(build.controller, name, pool, shape)
         self.build, self.config, self.spec = build, config, spec
         self.mesh = build_mesh(build.world, pool.ranks, shape.layout)
@@ -88,7 +90,9 @@ class ModelWorker(Worker):
             return micro_batches_by_count(lengths, limits.rows, number)
         return micro_batches_by_tokens(lengths, limits.max_tokens, number)
 
-    def infer(self, batch: Batch, head: Callable[[Decoder, Tensor, Packed], Tensor], lengths: Tensor | None = None) -> Ragged | None:
+    def infer(
+        self, batch: Batch, head: Callable[[Decoder, Tensor, Packed], Tensor], lengths: Tensor | None = None
+    ) -> Ragged | None:
         """Forward all rows. ``head`` gives ``lengths`` [rows] numbers per row, by default one per response token.
 
         None off the last stage and where there are no rows.
@@ -105,7 +109,9 @@ class ModelWorker(Worker):
         together = Ragged(values, lengths[order])
         return together.take(torch.argsort(order))
 
-    def train(self, batch: Batch, loss: Callable[[Decoder, Tensor, Packed, Totals], tuple[Tensor, dict[str, Tensor]]]) -> dict[str, float]:
+    def train(
+        self, batch: Batch, loss: Callable[[Decoder, Tensor, Packed, Totals], tuple[Tensor, dict[str, Tensor]]]
+    ) -> dict[str, float]:
         """One optimizer step on a mini-batch. ``loss`` returns this micro-batch's share of the mini-batch's loss and of its statistics.
 
         Returns the statistics summed over micro-batches and data-parallel ranks (empty off the last stage), with grad_norm and lr.
@@ -121,10 +127,11 @@ class ModelWorker(Worker):
             summed = dict(zip(names, values.tolist(), strict=True))
         return {**summed, **self.engine.optimizer_step()}
 
-
     def summarise(self, reports: Sequence[dict[str, float]], first: tuple[str, ...] = ()) -> dict[str, float]:
         """The mean of each statistic over a step's updates, under ``<role>/<name>``; of ``first`` also the first update's value."""
-        named = [{name if "/" in name else f"{self.name}/{name}": value for name, value in report.items()} for report in reports]
+        named = [
+            {name if "/" in name else f"{self.name}/{name}": value for name, value in report.items()} for report in reports
+        ]
         result = {name: sum(report[name] for report in named) / len(named) for name in named[0]}
         return result | {f"{name}_first": named[0][name] for name in first if name in named[0]}
 

@@ -87,7 +87,9 @@ class RewardWorker(ModelWorker):
     def texts(self, batch: Batch) -> list[tuple[str, str, dict[str, Any]]]:
         """(prompt, response, row) of each row; special tokens are left out of the response."""
         rows = decode_json(batch["row"])
-        responses = self.tokenizer.batch_decode([ids.tolist() for ids in batch["response_ids"].rows()], skip_special_tokens=True)
+        responses = self.tokenizer.batch_decode(
+            [ids.tolist() for ids in batch["response_ids"].rows()], skip_special_tokens=True
+        )
         return [(row["prompt"], response, row) for row, response in zip(rows, responses, strict=True)]
 
 

@@ -1,0 +1,259 @@
+"""``torchrun ... -m rlhf_spmd.score model.path=DIR data.path=IN.jsonl out=OUT.jsonl layout.tp=2 ...``: log-probs of responses.
+
+In: one row per response with ``prompt_ids`` and ``response_ids``, or with ``prompt`` (text or chat messages) and ``response``
+(text); optional ``id`` (else the row's number). Nothing is appended to a response.
+Out, in input order: ``id``, ``response_ids``, ``log_probs`` (of the response tokens, temperature 1, in nats, full precision).
+The numbers come from the forward pass and the head that training uses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf_spmd.config import check_tree, load
+from rlhf_spmd.data.balance import micro_batches_by_tokens, partition_by_tokens
+from rlhf_spmd.data.batch import Batch, Ragged, ragged
+from rlhf_spmd.data.encoding import EncodingConfig, check_ids
+from rlhf_spmd.data.files import DataError, Row, read_rows
+from rlhf_spmd.data.sft import ResponseDataset, SftConfig
+from rlhf_spmd.data.tokenizer import load_tokenizer
+from rlhf_spmd.generate import ModelConfig
+from rlhf_spmd.models.decoder import Decoder
+from rlhf_spmd.models.sharding import check_layout
+from rlhf_spmd.models.spec import ModelSpec, read_spec
+from rlhf_spmd.parallel.layout import Layout, LayoutConfig, resolve_layout
+from rlhf_spmd.parallel.mesh import build_mesh
+from rlhf_spmd.parallel.program import ProgramContext, ProgramSettings, run_program
+from rlhf_spmd.parallel.world import Launch, World, read_launch
+from rlhf_spmd.telemetry.run_dir import atomic_write_text
+from rlhf_spmd.workers.engine import Packed, TrainEngine
+from rlhf_spmd.workers.model_worker import pack_rows, response_log_probs, sequence_lengths
+
+ID_KEYS = ("prompt_ids", "response_ids")
+
+
+@dataclass(frozen=True)
+class ResponseFileConfig(EncodingConfig):
+    """``path``: a jsonl or parquet file, or a ``datasets`` name with ``split`` and ``subset``."""
+
+    path: str = ""
+    prompt_key: str = "prompt"
+    response_key: str = "response"
+    split: str = "train"
+    subset: str | None = None
+
+
+@dataclass(frozen=True)
+class ScoreConfig:
+    """Everything that ``score`` takes. ``max_token_len_per_gpu``: tokens of a micro-batch on one rank.
+
+    ``timeout_s``: the longest that one rank may keep the others waiting.
+    """
+
+    model: ModelConfig
+    out: str
+    data: ResponseFileConfig = field(default_factory=ResponseFileConfig)
+    layout: LayoutConfig = field(default_factory=LayoutConfig)
+    max_token_len_per_gpu: int = 16384
+    timeout_s: float = 3600.0
+
+    def check(self, where: str) -> None:
+        if self.max_token_len_per_gpu < 1:
+            raise ValueError(f"max_token_len_per_gpu={self.max_token_len_per_gpu} must be at least 1")
+        if not 0 < self.timeout_s < math.inf:
+            raise ValueError(f"timeout_s={self.timeout_s} must be a number of seconds above 0")
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The checked input. ``batch``: prompt_ids and response_ids, rows in input order; ``ids``: what names each row outside."""
+
+    config: ScoreConfig
+    spec: ModelSpec
+    layout: Layout
+    ids: list[Any]
+    batch: Batch
+
+
+def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> Prepared:
+    """Local: no communication. Raises ConfigError, ValueError or DataError, one line each."""
+    config = load(ScoreConfig, path, overrides)
+    check_tree(config)
+    if not Path(config.model.path).is_dir():
+        raise ValueError(f"model.path={config.model.path} is not a directory; give a Hugging Face model directory")
+    spec = read_spec(config.model.path)
+    layout = resolve_layout(config.layout, launch.size, "layout on all ranks")
+    check_layout(spec, layout.pp, layout.tp, "layout")
+    rows = read_rows(config.data.path, config.data.split, config.data.subset)
+    pairs = encode_rows(rows, config.data, config.model.path, spec.vocab_size)
+    for row, (prompt, response) in zip(rows, pairs, strict=True):
+        check_length(row, len(prompt), len(response), config, spec)
+    if launch.rank == 0:
+        check_out(config)
+    number = torch.arange(len(rows))
+    columns = {key: ragged([pair[side] for pair in pairs], torch.int64) for side, key in enumerate(ID_KEYS)}
+    ids = [row.values.get("id", index) for index, row in enumerate(rows)]
+    return Prepared(config, spec, layout, ids, Batch(number, number.clone(), columns))
+
+
+def encode_rows(
+    rows: Sequence[Row], config: ResponseFileConfig, model_path: str, vocab_size: int
+) -> list[tuple[list[int], list[int]]]:
+    """(prompt ids, response ids) of each row: those that it gives, else its text through the model's tokenizer."""
+    given = [all(key in row.values for key in ID_KEYS) for row in rows]
+    encoded = iter(encode_texts([row for row, has_ids in zip(rows, given, strict=True) if not has_ids], config, model_path))
+    pairs = []
+    for row, has_ids in zip(rows, given, strict=True):
+        sides = [row.values[key] for key in ID_KEYS] if has_ids else next(encoded)
+        prompt, response = (check_ids(ids, vocab_size, row.where, key) for ids, key in zip(sides, ID_KEYS, strict=True))
+        pairs.append((prompt, response))
+    return pairs
+
+
+def encode_texts(rows: Sequence[Row], config: ResponseFileConfig, model_path: str) -> list[list[list[int]]]:
+    """[prompt ids, response ids] of rows of text."""
+    if not rows:
+        return []
+    settings = SftConfig(
+        apply_chat_template=config.apply_chat_template,
+        chat_template=config.chat_template,
+        system_prompt=config.system_prompt,
+        prompt_key=config.prompt_key,
+        response_key=config.response_key,
+        max_length=sys.maxsize,  # lengths are checked for all rows alike
+        append_eos=False,
+    )
+    found = ResponseDataset(rows, settings, load_tokenizer(model_path, required=False))
+    return [[found.prompts[i].tolist(), found.responses[i].tolist()] for i in range(len(rows))]
+
+
+def check_length(row: Row, prompt: int, response: int, config: ScoreConfig, spec: ModelSpec) -> None:
+    """Raises DataError for a row beyond the model's context, ValueError for one beyond the micro-batch's budget."""
+    said = f"{row.where}: prompt({prompt}) + response({response}) = {prompt + response} tokens"
+    if prompt + response > spec.max_position_embeddings:
+        raise DataError(
+            f"{said}, but the model's context is max_position_embeddings={spec.max_position_embeddings}; shorten the row"
+        )
+    if prompt + response > config.max_token_len_per_gpu:
+        raise ValueError(f"{said}, more than max_token_len_per_gpu={config.max_token_len_per_gpu}; raise it")
+
+
+def check_out(config: ScoreConfig) -> None:
+    """Make the directory of ``out`` and see that a file can be put there. Raises ValueError."""
+    out, source = Path(config.out), Path(config.data.path)
+    if out.exists() and not out.is_file():
+        raise ValueError(f"out={config.out} is {'a directory' if out.is_dir() else 'not a regular file'}; name a file")
+    if out.exists() and source.exists() and out.samefile(source):
+        raise ValueError(f"out={config.out} is the input, data.path={config.data.path}; name another file")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out.parent):
+            pass
+    except OSError as error:
+        raise ValueError(f"out={config.out}: cannot write in {out.parent}: {error.strerror or error}") from error
+
+
+def score(ready: Prepared, world: World, tick: Callable[[], None] = lambda: None) -> None:
+    """Score all rows and write the file on rank 0; ``tick`` is called after each micro-batch.
+
+    Collective over the world: every rank of it must call. Raises FloatingPointError where a log-prob is not finite.
+    """
+    started = time.perf_counter()
+    config, layout = ready.config, ready.layout
+    mesh = build_mesh(world, range(world.size), layout)
+    dtype = config.model.torch_dtype(world.device)
+    engine = TrainEngine(ready.spec, config.model.path, "lm", mesh, None, dtype=dtype, device=world.device)
+    # before any rank computes: one that cannot load its weights must not leave the others in a collective for long
+    world.all.barrier("score:loaded")
+    loaded = time.perf_counter()
+    parts = partition_by_tokens(sequence_lengths(ready.batch), layout.dp)
+    values = score_rows(engine, ready.batch.take(parts[mesh.dp_rank]), config.max_token_len_per_gpu, tick)
+    leader = mesh.last_stage and mesh.tp_rank == 0
+    payload = values.double().numpy().tobytes() if leader and values is not None else b""
+    gathered = world.all.gather_bytes(payload, "score:results")
+    if gathered is None:
+        return
+    leaders = [layout.index(layout.pp - 1, replica, 0) for replica in range(layout.dp)]
+    everything = torch.frombuffer(bytearray(b"".join(gathered[rank] for rank in leaders)), dtype=torch.float64)
+    log_probs = in_order(everything, parts, ready.batch["response_ids"].lengths)
+    write_rows(ready, log_probs)
+    seconds = time.perf_counter() - loaded
+    num_tokens = sum(sequence_lengths(ready.batch))
+    print(
+        f"{len(ready.batch)} rows, {num_tokens} tokens in {seconds:.1f} s ({num_tokens / seconds:.0f} tokens/s; "
+        f"{loaded - started:.1f} s to load) on {layout}; {len(everything)} response tokens of mean log-prob "
+        f"{float(everything.mean()):.4f}: {config.out}",
+        file=sys.stderr,
+    )
+
+
+def score_rows(engine: TrainEngine, batch: Batch, max_tokens: int, tick: Callable[[], None]) -> Tensor | None:
+    """Log-probs of the response tokens of all rows, one row after the other, on the CPU.
+
+    None off the last stage and where there are no rows.
+    Collective over the pool: every rank of it must call, in program order.
+    """
+
+    def head(decoder: Decoder, hidden: Tensor, micro: Packed) -> Tensor:
+        tick()
+        return response_log_probs(decoder, hidden, micro, temperature=1.0)[0]
+
+    index = micro_batches_by_tokens(sequence_lengths(batch), max_tokens, where="max_token_len_per_gpu")
+    # replicas may have different numbers of micro-batches: the engine evens them out where ZeRO needs that
+    outputs = engine.forward([pack_rows(batch.take(rows), engine.device) for rows in index], head)
+    if not engine.mesh.last_stage or not len(batch):
+        return None
+    return in_order(torch.cat(outputs).cpu(), index, batch["response_ids"].lengths).values
+
+
+def in_order(values: Tensor, parts: Sequence[Sequence[int]], lengths: Tensor) -> Ragged:
+    """Values of all rows, those of ``parts`` one after the other, as rows 0, 1, 2, ...; ``lengths`` [rows] counts them."""
+    order = torch.tensor([row for part in parts for row in part], dtype=torch.int64)
+    return Ragged(values, lengths[order]).take(torch.argsort(order))
+
+
+def write_rows(ready: Prepared, log_probs: Ragged) -> None:
+    if not bool(log_probs.values.isfinite().all()):
+        first = next(i for i, row in enumerate(log_probs.rows()) if not bool(row.isfinite().all()))
+        raise FloatingPointError(
+            f"row {first} (id {ready.ids[first]!r}) has log-probs that are not finite; check the weights in "
+            f"{ready.config.model.path}, or set model.dtype=float32"
+        )
+    responses = ready.batch["response_ids"].rows()
+    lines = [
+        json.dumps({"id": name, "response_ids": response.tolist(), "log_probs": row.tolist()}, ensure_ascii=False)
+        for name, response, row in zip(ready.ids, responses, log_probs.rows(), strict=True)
+    ]
+    atomic_write_text(ready.config.out, "\n".join(lines) + "\n")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="rlhf_spmd.score", description=__doc__)
+    parser.add_argument("--config", help="YAML file")
+    parser.add_argument("overrides", nargs="*", help="key=value, dotted: model.dtype=float32")
+    arguments = parser.parse_intermixed_args(argv)
+
+    def body(context: ProgramContext[Prepared]) -> None:
+        score(context.prepared, context.world, context.board.tick)
+
+    run_program(
+        lambda: prepare(arguments.config, arguments.overrides, read_launch()),
+        body,
+        lambda ready: ProgramSettings(timeout_s=ready.config.timeout_s),
+    )
+
+
+if __name__ == "__main__":
+    main()

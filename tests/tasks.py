@@ -1,0 +1,288 @@
+"""A PPO task small enough to run end to end in a second, and what tests read back of a run.
+
+Policy, reference and critic are three Llamas of 128,000 parameters with four layers, so that every layout up to tp 4 or pp 4 fits
+(37 tokens: no tp divides the vocabulary, and at tp 4 the two KV heads are replicated). Every token is one character, so the
+text of a response tells its token ids. Reward workers import this module: torch only inside functions.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rlhf_spmd.parallel.world import World
+
+ROOT = Path(__file__).resolve().parent.parent
+VOCABULARY = ("<eos>", *"0123456789abcdefghijklmnopqrstuvwxyz")
+EOS = 0
+MAX_RESPONSE = 12
+PROMPTS, SAMPLES, NUM_TRAIN = 8, 2, 20  # prompts per step, responses per prompt, prompts in the data: epochs end inside a step
+# what depends on the layout or on the clock by its nature
+NOT_THE_SAME = ("timing_s/", "perf/", "memory/", "reshard/", "generation/", "rollout/log_prob_diff")
+
+_LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": len(VOCABULARY),
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "rope_theta": 1000.0,
+    "eos_token_id": EOS,
+    "initializer_range": 0.12,  # distributions far from uniform: every layer matters to every number
+}
+_CONFIG: dict[str, Any] = {
+    "algorithm": {
+        "name": "ppo",
+        "ppo_mini_batch_size": 4,
+        "ppo_epochs": 2,
+        "gamma": 0.99,
+        "lam": 0.95,
+        "cliprange_value": 0.2,
+        "entropy_coeff": 0.01,
+        "kl_ctrl": {"type": "adaptive", "kl_coef": 0.05, "target_kl": 0.5, "horizon": 100},
+    },
+    "data": {"max_prompt_length": 12, "max_response_length": MAX_RESPONSE, "train_batch_size": PROMPTS},
+    "sampling": {"n": SAMPLES},
+    "reward": {"function": "tasks:even_share"},
+    "logger": {"wandb": "disabled"},
+}
+_OPTIM = {"lr": 1e-3, "lr_scheduler_type": "cosine", "lr_warmup_steps": 5, "min_lr_ratio": 0.1}
+
+
+def even_share(prompt: str, response: str, row: dict[str, Any]) -> float:
+    """Of the response's characters, the mean of a number that differs between them. ``REWARD_DELAY`` (s) makes steps longer."""
+    time.sleep(float(os.environ.get("REWARD_DELAY", "0")))
+    return sum(ord(c) % 7 - 3 for c in response) / (3 * MAX_RESPONSE) + 0.1 * sum(c in "02468" for c in response)
+
+
+@functools.cache
+def task() -> Path:
+    """A directory with ``ppo.json`` (all but run.*), data, tokenizer and models; made once per test session."""
+    holder = tempfile.TemporaryDirectory(prefix="rlhf_spmd_task_")
+    _KEEP.append(holder)
+    root = Path(holder.name)
+    _write_models(root)
+    rng = random.Random(5)
+    prompts = ["".join(rng.choices(VOCABULARY[1:], k=rng.randint(3, 12))) for _ in range(NUM_TRAIN)]
+    (root / "train.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    models = {role: {"path": str(root / role), "optim": _OPTIM} for role in ("actor", "critic")}
+    config = {**_CONFIG, "models": {**models, "reference": {"path": str(root / "reference")}}}
+    config["data"] = {**_CONFIG["data"], "path": str(root / "train.jsonl")}
+    (root / "ppo.json").write_text(json.dumps(config))
+    return root
+
+
+_KEEP: list[tempfile.TemporaryDirectory[str]] = []  # removed when the test process ends
+
+
+def _write_models(root: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    from rlhf_spmd.models.weights import write_random_model
+
+    _write_tokenizer(root / "tokenizer")
+    lm = {**_LLAMA, "architectures": ["LlamaForCausalLM"]}
+    value = {**_LLAMA, "architectures": ["LlamaForSequenceClassification"]}
+    for name, config, seed in (("actor", lm, 1), ("reference", lm, 2), ("critic", value, 3)):
+        write_random_model(root / name, config, seed, root / "tokenizer")
+    actor, other = (load_file(root / name / "model.safetensors") for name in ("actor", "reference"))
+    near = {name: tensor + 0.1 * other[name] for name, tensor in actor.items()}  # a reference with some KL from the first step on
+    save_file(near, root / "reference" / "model.safetensors", metadata={"format": "pt"})
+
+
+def _write_tokenizer(directory: Path) -> None:
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(VOCABULARY)}, unk_token="<eos>"))
+    tokenizer.add_special_tokens(["<eos>"])
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    directory.mkdir()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>", "clean_up_tokenization_spaces": False}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+# -- running
+
+
+def settings(run_dir: Path, steps: int, *more: str) -> list[str]:
+    """Overrides of a run: its directory, length, all responses logged, no export."""
+    every = f"run.log_samples={PROMPTS * SAMPLES}"
+    return [f"run.dir={run_dir}", f"run.steps={steps}", every, "run.export=false", *more]
+
+
+def train_here(world: World, config: str, overrides: Sequence[str]) -> None:
+    """The training program's own two halves on a rank of tests/ranks.py; its process boundary has tests of its own."""
+    from rlhf_spmd.parallel.board import Board
+    from rlhf_spmd.parallel.program import ProgramContext
+    from rlhf_spmd.train import prepare, train
+
+    prepared = prepare(config, overrides, world.size)
+    train(ProgramContext(world, Board(world.launch, world.store), prepared))
+
+
+def start_torchrun(run_dir: Path, overrides: Sequence[str], *torchrun: str, delay_s: float = 0.0) -> subprocess.Popen[str]:
+    """``torchrun <torchrun> -m rlhf_spmd.train`` in a process group of its own; ``delay_s`` for each reward."""
+    paths = os.pathsep.join((str(ROOT / "src"), str(ROOT / "tests")))
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "REWARD_DELAY": str(delay_s)}
+    command = [sys.executable, "-m", "torch.distributed.run", *torchrun, "-m", "rlhf_spmd.train"]
+    command += ["--config", str(task() / "ppo.json"), *overrides]
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with (run_dir / "output.txt").open("a") as output:
+        return subprocess.Popen(command, env=environment, stdout=output, stderr=output, text=True, start_new_session=True)
+
+
+def one_node(ranks: int) -> tuple[str, ...]:
+    return "--nproc-per-node", str(ranks), "--master-port", str(free_port())
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def finish(process: subprocess.Popen[str], run_dir: Path, timeout_s: float = 120.0) -> int:
+    """Waits for a torchrun; kills it and all its ranks if it takes too long."""
+    try:
+        return process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        kill(process)
+        raise AssertionError(f"not finished in {timeout_s} s:\n{(run_dir / 'output.txt').read_text()[-4000:]}") from None
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    """SIGKILL to torchrun and to its ranks, which torchrun starts in sessions of their own."""
+    ranks = ranks_of(process)
+    for pid in [process.pid, *ranks]:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+    process.wait()
+
+
+def ranks_of(process: subprocess.Popen[str]) -> list[int]:
+    try:
+        return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+    except FileNotFoundError:
+        return []
+
+
+def await_steps(process: subprocess.Popen[str], run_dir: Path, steps: int, timeout_s: float = 90.0) -> None:
+    """Returns when ``steps`` steps are in metrics.jsonl."""
+    deadline = time.monotonic() + timeout_s
+    path = run_dir / "metrics.jsonl"
+    while not (path.exists() and path.read_bytes().count(b"\n") >= steps):
+        alive = process.poll() is None and time.monotonic() < deadline
+        assert alive, f"did not reach step {steps}:\n{(run_dir / 'output.txt').read_text()[-4000:]}"
+        time.sleep(0.005)
+
+
+# -- reading back
+
+
+@dataclass(frozen=True)
+class Run:
+    """``metrics``: one dictionary per step, without what depends on the clock or the layout by its nature (``raw`` has all).
+    ``responses``: token ids by (step, row id). ``weights``: (role, kind, Hugging Face name) -> whole tensor at the end.
+    """
+
+    metrics: list[dict[str, Any]]
+    raw: list[dict[str, Any]]
+    responses: dict[tuple[int, int], list[int]]
+    weights: dict[tuple[str, str, str], Tensor]
+    state: dict[str, Any]
+
+    def log_prob_difference(self) -> float:
+        return max(float(row["rollout/log_prob_diff_max"]) for row in self.raw)
+
+
+def read_run(run_dir: Path) -> Run:
+    import torch
+
+    from rlhf_spmd.checkpoint import read_manifest
+    from rlhf_spmd.checkpoint.load import read_pieces
+    from rlhf_spmd.checkpoint.manifest import DTYPES
+
+    raw, samples = _lines(run_dir / "metrics.jsonl"), _lines(run_dir / "rollouts.jsonl")
+    metrics = [{key: value for key, value in row.items() if not key.startswith(NOT_THE_SAME)} for row in raw]
+    responses = {(row["step"], row["row_id"]): token_ids(row["response"]) for row in samples}
+    directory = run_dir / "checkpoints" / (run_dir / "checkpoints" / "latest").read_text().strip()
+    manifest = read_manifest(directory)
+    weights: dict[tuple[str, str, str], Any] = {}
+    for piece, tensor in read_pieces(directory, manifest.pieces):
+        key = piece.role, piece.kind, piece.name
+        whole = weights.setdefault(key, torch.full(piece.shape, torch.nan, dtype=DTYPES[piece.dtype]))
+        whole[tuple(slice(at, at + n) for at, n in zip(piece.start, piece.size, strict=True))] = tensor
+    return Run(metrics, raw, responses, weights, manifest.state)
+
+
+def token_ids(response: str) -> list[int]:
+    """One character per token; a response that is shorter than the limit was ended by <eos>, which its text leaves out."""
+    ids = [VOCABULARY.index(character) for character in response]
+    return ids if len(ids) == MAX_RESPONSE else [*ids, EOS]
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+# -- comparing
+
+
+def worst_metric(one: Run, other: Run, floor: float) -> tuple[float, str]:
+    """The largest relative difference of a metric, and where. Below ``floor`` a metric counts as ``floor``: there are means of
+    terms of size one that cancel (pg_loss of whitened advantages), whose error has the size of the terms.
+    """
+    assert [row.keys() for row in one.metrics] == [row.keys() for row in other.metrics], "the runs have other metrics or steps"
+    return max(_differences(one, other, floor), default=(0.0, ""))
+
+
+def _differences(one: Run, other: Run, floor: float) -> Iterator[tuple[float, str]]:
+    for a, b in zip(one.metrics, other.metrics, strict=True):
+        for key in a:
+            yield abs(a[key] - b[key]) / max(abs(a[key]), abs(b[key]), floor), f"{key} of step {a['step']}: {a[key]}, {b[key]}"
+
+
+def worst_tensor(one: Run, other: Run, kinds: Iterable[str] = ("param",)) -> tuple[float, str]:
+    """The largest difference of a tensor relative to its largest element, and where."""
+    assert one.weights.keys() == other.weights.keys(), "the checkpoints hold other tensors"
+    found = [
+        (float((tensor - other.weights[key]).abs().max() / tensor.abs().max().clamp_min(1e-30)), " ".join(key))
+        for key, tensor in one.weights.items()
+        if key[1] in kinds
+    ]
+    return max(found)
+
+
+def assert_bit_equal(one: Run, other: Run) -> None:
+    """Metrics, responses, weights, optimizer states and the state of a checkpoint."""
+    import torch
+
+    for a, b in zip(one.metrics, other.metrics, strict=True):
+        assert a == b, f"step {a['step']}: " + ", ".join(f"{key} {a[key]} {b.get(key)}" for key in a if a[key] != b.get(key))
+    assert one.responses == other.responses
+    assert one.state == other.state
+    assert one.weights.keys() == other.weights.keys()
+    different = [" ".join(key) for key, tensor in one.weights.items() if not torch.equal(tensor, other.weights[key])]
+    assert not different, f"{len(different)} of {len(one.weights)} tensors differ, such as {different[:3]}"

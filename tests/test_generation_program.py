@@ -1,0 +1,151 @@
+"""``rlhf_spmd.generate``: the file it reads, the file it writes, the mistakes it names."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ranks import run_ranks
+from rlhf_spmd import generate as program
+from rlhf_spmd.config import ConfigError
+from rlhf_spmd.data.files import DataError
+from rlhf_spmd.models.weights import write_random_model
+from rlhf_spmd.parallel.world import Launch, World
+
+CONFIG = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 200,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "initializer_range": 0.2,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+}
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+ROWS: list[dict[str, Any]] = [
+    {"prompt": "abc abd", "id": "first", "max_response_length": 5},
+    {"prompt_ids": [5, 6, 7, 8]},
+    {"prompt": [{"role": "user", "content": "abd"}], "id": 17},
+    {"prompt_ids": list(range(3, 63))},
+]
+
+
+def write_tokenizer(path: Path) -> None:
+    """A word-level tokenizer over single characters, with a chat template."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2, **{chr(c): c - 29 for c in range(32, 127)}}
+    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    inner.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="</s>", unk_token="<unk>", chat_template=TEMPLATE)
+    tokenizer.save_pretrained(path)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "llama"
+    write_random_model(path, CONFIG, seed=3)
+    write_tokenizer(path)
+    return path
+
+
+def write_rows(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def read_output(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def arguments(model: Path, rows: Path, out: Path, *more: str) -> list[str]:
+    return [f"model.path={model}", f"data.path={rows}", f"out={out}", *more]
+
+
+def test_rows_come_out_in_input_order_with_every_field(model: Path, tmp_path: Path) -> None:
+    rows, out = write_rows(tmp_path / "in.jsonl", ROWS), tmp_path / "deep" / "out.jsonl"
+    program.main(arguments(model, rows, out, "sampling.n=2", "sampling.max_response_length=12", "sampling.seed=4"))
+    written = read_output(out)
+    assert [row["id"] for row in written] == ["first", "first", 1, 1, 17, 17, 3, 3]
+    assert written[2]["prompt_ids"] == [5, 6, 7, 8]
+    chat = "<|user|>abd<|assistant|>"
+    assert written[4]["prompt_ids"] == [ord(c) - 29 for c in chat]
+    for row, limit in zip(written, [5, 5, 12, 12, 12, 12, 4, 4], strict=True):  # the last prompt leaves 4 of 64 tokens
+        assert set(row) == {"id", "prompt_ids", "response_ids", "log_probs", "text", "finish_reason"}
+        assert 1 <= len(row["response_ids"]) == len(row["log_probs"]) <= limit
+        assert row["finish_reason"] == ("stop" if row["response_ids"][-1] == 2 else "length")
+        assert all(log_prob <= 0 for log_prob in row["log_probs"]) and isinstance(row["text"], str)
+    assert written[2]["response_ids"] != written[3]["response_ids"]
+    assert not list(out.parent.glob("*.tmp"))
+
+
+def run_program_on_rank(world: World, argv: list[str]) -> None:
+    program.generate(program.prepare(None, argv, world.launch), world)
+
+
+@pytest.mark.parametrize(
+    ("size", "layout"),
+    [(2, ["layout.dp=2"]), (2, ["layout.tp=2"]), (2, ["layout.pp=2", "generation.page_size=4"])],
+    ids=["dp2", "tp2", "pp2"],
+)
+def test_every_layout_writes_the_same_responses(model: Path, tmp_path: Path, size: int, layout: list[str]) -> None:
+    rows = write_rows(tmp_path / "in.jsonl", ROWS * 3)
+    sampling = ["sampling.n=3", "sampling.max_response_length=10", "sampling.temperature=0.8", "sampling.top_p=0.9"]
+    program.main(arguments(model, rows, tmp_path / "one.jsonl", *sampling))
+    run_ranks(size, run_program_on_rank, arguments(model, rows, tmp_path / "many.jsonl", *sampling, *layout))
+    one, many = read_output(tmp_path / "one.jsonl"), read_output(tmp_path / "many.jsonl")
+    for a, b in zip(one, many, strict=True):
+        assert b.pop("log_probs") == pytest.approx(a.pop("log_probs"), abs=2e-5)
+        assert a == b
+
+
+@pytest.mark.parametrize(
+    ("rows", "overrides", "error", "message"),
+    [
+        ([{"prompt_ids": [1]}], ["sampling.top_q=1"], ConfigError, "sampling.top_q.*did you mean 'sampling.top_"),
+        ([{"prompt_ids": [1]}], ["sampling.top_p=2"], ConfigError, r"sampling\.top_p=2\.0"),
+        ([{"prompt_ids": [1]}], ["layout.tp=3"], ValueError, r"pp\(1\) \* tp\(3\) \* dp\(1\) = 3 ranks, but the pool has 1"),
+        ([{"prompt_ids": [1]}], ["layout.zero=2"], ConfigError, r"layout\.zero=2"),
+        ([{"prompt_ids": [1]}], ["generation.tp=2"], ConfigError, r"generation\.tp=2: here layout\.tp says it"),
+        ([{"prompt_ids": [1]}], ["model.dtype=float8"], ConfigError, r"model\.dtype='float8'"),
+        ([{"prompt_ids": [1]}], ["model.path=/no/such/place"], ValueError, "/no/such/place"),
+        ([{"prompt_ids": [1]}], ["out=/dev/null/x"], ValueError, "out=/dev/null/x cannot be written"),
+        ([{"prompt_ids": [200]}], [], DataError, r"in\.jsonl:1: token id 200 in 'prompt_ids' must be less than .* 200"),
+        ([{"prompt_ids": []}], [], DataError, r"in\.jsonl:1: 'prompt_ids' must be a non-empty list"),
+        ([{"prompt_ids": [3] * 64}], [], DataError, r"in\.jsonl:1: the prompt has 64 tokens, the model's context 64"),
+        ([{"prompt_ids": [3], "max_response_length": 0}], [], DataError, r"in\.jsonl:1: max_response_length=0"),
+        ([{"text": "abc"}], [], DataError, r"in\.jsonl:1: no key 'prompt'"),
+        ([], [], DataError, "holds no rows"),
+    ],
+)
+def test_mistakes_are_named(
+    model: Path, tmp_path: Path, rows: list[Any], overrides: list[str], error: type[Exception], message: str
+) -> None:
+    file = write_rows(tmp_path / "in.jsonl", rows)
+    with pytest.raises(error, match=message):
+        program.prepare(None, arguments(model, file, tmp_path / "out.jsonl", *overrides), Launch())
+
+
+def test_a_model_without_tokenizer_takes_ids(model: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    write_random_model(bare, CONFIG, seed=3)
+    rows = write_rows(tmp_path / "ids.jsonl", [{"prompt_ids": [4, 5]}])
+    program.main(arguments(bare, rows, tmp_path / "out.jsonl", "sampling.temperature=0", "sampling.max_response_length=3"))
+    assert [row["text"] for row in read_output(tmp_path / "out.jsonl")] == [None]
+    text = write_rows(tmp_path / "text.jsonl", [{"prompt": "abc"}])
+    with pytest.raises(DataError, match="holds no tokenizer"):
+        program.prepare(None, arguments(bare, text, tmp_path / "out.jsonl"), Launch())
