@@ -43,7 +43,8 @@ pass_on() {
   echo "job $SLURM_JOB_ID: got $1, telling the ranks to save"
   scancel --signal=TERM "$SLURM_JOB_ID" # without --batch: all steps, not this script
 }
-trap 'pass_on USR1' USR1
+warned=
+trap 'warned=yes; pass_on USR1' USR1
 trap 'pass_on TERM' TERM
 
 code=0
@@ -62,7 +63,10 @@ echo "job $SLURM_JOB_ID ended: class $class, code $code"
 
 # A job that is being cancelled, or that SLURM itself puts back, is no longer RUNNING: leave it alone.
 state=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/.*JobState=\([A-Z_]*\).*/\1/p')
-if [[ " ${REQUEUE_ON:-preempted} " == *" $class "* && $state == RUNNING ]]; then
+again=
+[[ " ${REQUEUE_ON:-preempted} " != *" $class "* ]] || again=yes
+[[ $class != none || -z $warned ]] || again=yes # the warning came while the ranks were starting: nothing to save yet
+if [[ -n $again && $state == RUNNING ]]; then
   if ((${SLURM_RESTART_COUNT:-0} < ${MAX_REQUEUES:-50})); then
     echo "job $SLURM_JOB_ID: requeued, it will go on from its last checkpoint"
     scontrol requeue "$SLURM_JOB_ID"

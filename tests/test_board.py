@@ -89,7 +89,10 @@ def test_lost_rank(suspect, expected):
     for tick in range(100):
         now = tick * 0.5
         # progress goes on elsewhere; rank 2 is silent from tick 10 on
-        beats = {r: beat(r, count=tick if r < 2 else min(tick, 10), seq=17, name="actor.update_actor", progress=tick) for r in range(3)}
+        beats = {
+            r: beat(r, count=tick if r < 2 else min(tick, 10), seq=17, name="actor.update_actor", progress=tick)
+            for r in range(3)
+        }
         found = watch.judge(now, beats, [], suspect, lambda rank, seq: "")
         if found is not None:
             break
@@ -117,7 +120,9 @@ def test_stall_names_every_place():
 
 
 def test_group_places_is_short_for_many_ranks():
-    assert group_places([beat(r, seq=1, name="a.b") for r in range(100)]).startswith("ranks 0, 1, 2, 3, 4, 5, 6, 7 and 92 more in a.b")
+    assert group_places([beat(r, seq=1, name="a.b") for r in range(100)]).startswith(
+        "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 92 more in a.b"
+    )
 
 
 def test_first_failure_wins_and_writes_the_exit_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -203,8 +203,8 @@ def test_all_protocols_and_one_of_the_users_own() -> None:
     assert own == [10, 20, 30, 40]
     assert first == [0] and first_b == [1]
     assert stages == [0, 2]  # (pp 0, dp 0), (pp 1, dp 0)
-    assert sorted(sum(dp, [])) == list(range(8)) and all(len(part) == 2 for part in dp)
-    assert sorted(sum(pp_as_dp, [])) == list(range(8)) and len(pp_as_dp) == 2
+    assert sorted(row for part in dp for row in part) == list(range(8)) and all(len(part) == 2 for part in dp)
+    assert sorted(row for part in pp_as_dp for row in part) == list(range(8)) and len(pp_as_dp) == 2
     assert [rank for rank, _ in backwards] == [3, 2, 1, 0]
     assert [result[1:] for result in results] == [(True, False)] * 4
 
@@ -247,7 +247,7 @@ def test_what_was_pushed_to_a_branch_not_taken_is_drained() -> None:
 
 
 def test_missing_field_is_named() -> None:
-    with pytest.raises(AssertionError, match="a.rows needs field 'response_ids'"):
+    with pytest.raises(AssertionError, match=r"a\.rows needs field 'response_ids'"):
         run_ranks(2, missing_field)
 
 

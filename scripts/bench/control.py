@@ -14,7 +14,6 @@ import json
 import os
 import platform
 import pstats
-import statistics
 import subprocess
 import sys
 import time

@@ -39,6 +39,8 @@ BoxKey = tuple[str, tuple[int, ...], tuple[int, ...]]  # name, start, size
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be written or read; the message names the file, and the piece where there is one."""
 
+    exit_class = "checkpoint"  # how the run ends: parallel/program.py
+
 
 @dataclass(frozen=True)
 class Piece:

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 
 from rlhf_spmd.controller.graph import CallNode, Graph
-from rlhf_spmd.controller.reference import Production, Reference, RowSet, local_rows, source
+from rlhf_spmd.controller.reference import Part, Production, Reference, RowSet, pick_rows, source
 from rlhf_spmd.controller.transport import LENGTHS, UNTRACED, CallOrderError, Transport, pack, unpack
 from rlhf_spmd.controller.worker import MethodSpec, Worker
-from rlhf_spmd.data.batch import Batch, concat
+from rlhf_spmd.data.batch import Batch, Field, concat
 from rlhf_spmd.parallel.board import Board
 from rlhf_spmd.parallel.collectives import Group
 from rlhf_spmd.telemetry.trace import Timeline
@@ -42,6 +42,7 @@ class Controller:
         self._made: Counter[str] = Counter()  # calls of each name so far in this run: (name, occurrence) -> node
         self._node_of: dict[tuple[str, int], int] = {}
         self._calls: dict[int, tuple[Worker, MethodSpec]] = {}  # node -> what it calls
+        self._consumers: dict[int, list[CallNode]] = {}  # node -> who reads what it makes
         self._productions: list[Production] = []
         self._sent: dict[tuple[int, int], tuple[Production, Production, str]] = {}  # pushed and not yet consumed
         self._lengths: dict[int, np.ndarray] = {}  # token counts learnt from headers, by production
@@ -55,6 +56,7 @@ class Controller:
     def run(self, script: Callable[..., Any], *args: Any) -> Any:
         """Trace the script, run it, and settle every message. Collective over the world: every rank of it must call."""
         self.graph = self.trace(script, *args)
+        self._consumers = self.graph.consumers()
         seen: Counter[str] = Counter()
         for node in self.graph.nodes:
             self._node_of[node.name, seen[node.name]] = node.index
@@ -83,15 +85,16 @@ class Controller:
             if production.spec.lengths_of is not None and self.rank in self._readers(production):
                 self._learn(production)
         for producer, consumer, name in self._sent.values():
-            part = consumer.part_of(self.rank)
+            part = consumer.members.part_of.get(self.rank)
             if part is not None:
-                self._receive(producer, consumer, np.flatnonzero(consumer.placement() == part), name)
+                self._receive(producer, consumer, producer.parts_with(consumer.part(part)), name)
         self._transport.finish()
         self._productions.clear()
         self._sent.clear()
         self._lengths.clear()
         self._made.clear()
         self._node_of.clear()
+        self._consumers.clear()
         self.graph = Graph()
 
     def get(self, *references: Reference) -> list[Any]:
@@ -105,10 +108,12 @@ class Controller:
         mine: dict[int, dict[int, Any]] = {}
         for i, reference in enumerate(references):
             production = reference.call
-            assert production is not None and production.role is not None, "get() takes what a call returned"
-            ranks = [production.role.pool.ranks[j] for j in production.protocol.collect(production.role.shape)]
-            for position, rank in enumerate(ranks):
-                if rank == self.rank:
+            assert production is not None and production.role is not None and production.spec is not None, (
+                "get() takes what a call returned"
+            )
+            role, protocol = production.role, production.spec.protocol
+            for position, index in enumerate(protocol.collect(role.shape)):
+                if role.pool.ranks[index] == self.rank:
                     mine.setdefault(i, {})[position] = production.values
         parts = self.world.gather_bytes(json.dumps(mine).encode(), "control")
         merged: list[dict[int, Any]] = [{} for _ in references]
@@ -160,12 +165,12 @@ class Controller:
         production = self._production(role, spec, batch, seq, name)
         if isinstance(batch, Reference):
             self._send_inputs(production, batch, wanted, name)
-        part = production.part_of(self.rank)
-        if part is not None:
-            inputs = self._inputs(production, batch, wanted, part, name)
+        index = production.members.part_of.get(self.rank)
+        if index is not None:
+            inputs = self._inputs(production, batch, wanted, index, name)
             with self.timeline.span(name, category="compute", call=seq):
                 result = spec.body(role, *inputs, *args, **kwargs)
-            self._keep(production, result, name)
+            self._keep(production, result, index, name)
         reference = self._reference(production, spec)
         self._push(production, reference)
         self._leave()
@@ -175,8 +180,7 @@ class Controller:
         node = self._node_of.get((name, self._made[name]), UNTRACED)
         self._made[name] += 1
         rows = batch.rows if isinstance(batch, Reference) else None
-        chunks = spec.mini_batches(role) if spec.mini_batches else 1
-        production = Production(seq, node, rows, role, spec, chunks)
+        production = Production(seq, node, rows, role, spec)
         self._productions.append(production)
         return production
 
@@ -187,70 +191,60 @@ class Controller:
         fields = {name: (production, name) for name in spec.outputs} if rows is not None else {}
         return Reference(rows, fields, production)
 
-    def _inputs(self, production: Production, batch: Any, wanted: list[str], part: int, name: str) -> list[Any]:
-        """The body's first argument: this member's rows, in row order."""
+    def _inputs(self, production: Production, batch: Any, wanted: list[str], index: int, name: str) -> list[Any]:
+        """The body's first argument: this member's rows, in row order. ``index``: the part that it works on."""
+        assert production.role is not None and production.spec is not None
         if batch is None:
             return []
         if not isinstance(batch, Reference):  # ALL_TO_ALL: one argument per member; otherwise the same for all
-            per_member = production.protocol.name == "ALL_TO_ALL"
-            assert production.role is not None
+            per_member = production.spec.protocol.name == "ALL_TO_ALL"
             return [batch[production.role.pool.ranks.index(self.rank)] if per_member else batch]
         with self.timeline.span(f"{name}: inputs", category="wait", call=production.seq):
-            positions = np.flatnonzero(production.placement() == part)
-            local = self._assemble(production, batch, wanted, positions, name)
-        assert production.spec is not None
+            part = production.part(index)
+            local = self._assemble(production, batch, wanted, part, name)
         if production.spec.mini_batches is None:
             return [local]
-        bounds = np.searchsorted(
-            positions, np.arange(1, production.chunks) * (len(production.placement()) // production.chunks)
-        )
-        return [local.split(np.diff([0, *bounds, len(positions)]).tolist())]
+        num_chunks = production.cut.num_chunks
+        bounds = np.searchsorted(part.positions, np.arange(1, num_chunks) * (len(part.rows) // num_chunks))
+        return [local.split(np.diff([0, *bounds, len(part.positions)]).tolist())]
 
-    def _assemble(self, consumer: Production, batch: Reference, wanted: list[str], positions: np.ndarray, name: str) -> Batch:
-        rows = consumer.rows
-        assert rows is not None
-        row_ids, group_ids = torch.from_numpy(rows.row_ids[positions]), torch.from_numpy(rows.group_ids[positions])
-        local = Batch(row_ids, group_ids, {})
-        if not len(positions):
-            return local  # a member without rows gets a batch without fields
-        for producer, fields in _by_producer(batch, wanted):
-            part = self._fetch(producer, consumer, positions, list(fields.values()), name)
-            local = local.union(Batch(row_ids, group_ids, {new: part[old] for new, old in fields.items()}))
-        return local
+    def _assemble(self, consumer: Production, batch: Reference, wanted: list[str], part: Part, name: str) -> Batch:
+        fields: dict[str, Field] = {}
+        if len(part.positions):  # a member without rows gets a batch without fields
+            for producer, names in _by_producer(batch, wanted):
+                data = self._fetch(producer, consumer, part, list(names.values()), name)
+                fields |= {new: data[old] for new, old in names.items()}
+        return Batch(part.row_ids, part.group_ids, fields)
 
-    def _fetch(self, producer: Production, consumer: Production, positions: np.ndarray, names: list[str], call: str) -> Batch:
+    def _fetch(self, producer: Production, consumer: Production, part: Part, names: list[str], call: str) -> Batch:
         """These rows of a production: out of this rank's own memory, the rest from their holders."""
-        assert producer.rows is not None
-        if producer.role is None:
-            assert producer.data is not None
-            return local_rows(producer.data.select(names), producer.rows, positions)
-        pieces = self._receive(producer, consumer, positions, call)
-        placement = producer.placement()[positions]
-        for part in np.unique(placement):
-            if self.rank in producer.holders(int(part)):
-                assert producer.data is not None, f"{call}: the data of call {producer.seq} are gone"
-                pieces.append(local_rows(producer.data.select(names), producer.rows, positions[placement == part]))
-        return local_rows(concat(pieces), producer.rows, positions)
+        pieces: list[Batch] = []
+        is_held = producer.role is None
+        if not is_held:
+            parts = producer.parts_with(part)
+            pieces = self._receive(producer, consumer, parts, call)
+            is_held = any(self.rank in producer.members.holders(index) for index in parts)
+        if is_held:
+            assert producer.data is not None, f"{call}: the data of call {producer.seq} are gone"
+            pieces.append(producer.data.select(names))
+        return pick_rows(pieces[0] if len(pieces) == 1 else concat(pieces), part.row_ids)
 
-    def _receive(self, producer: Production, consumer: Production, positions: np.ndarray, call: str) -> list[Batch]:
-        """The rows at ``positions`` that lie elsewhere, one batch for each rank that sends some."""
-        placement = producer.placement()[positions]
-        holders = [producer.holders(int(part)) for part in np.unique(placement)]
+    def _receive(self, producer: Production, consumer: Production, parts: list[int], call: str) -> list[Batch]:
+        """Rows of these parts of a production, one batch from the first holder of each part that does not lie here."""
+        holders = [producer.members.holders(index) for index in parts]
         sources = [ranks[0] for ranks in holders if self.rank not in ranks]
         return [unpack(self._transport.receive(rank, producer.seq, consumer.node, call)) for rank in sources]
 
-    def _keep(self, production: Production, result: Any, name: str) -> None:
-        data, production.values = result if isinstance(result, tuple) else (result, None)
+    def _keep(self, production: Production, result: Any, index: int, name: str) -> None:
+        data, production.values = (result if isinstance(result, tuple) else (result, None))
         if isinstance(data, Batch):
             assert production.spec is not None and production.rows is not None
+            part = production.part(index)
             missing = set(production.spec.outputs) - set(data.fields)
-            part = production.part_of(self.rank)
-            index = np.flatnonzero(production.placement() == part)
-            is_holder = self.rank in production.holders(part) if part is not None else False
-            assert not (is_holder and missing and len(data)), f"{name} declares {sorted(missing)}, but did not return it"
-            assert np.array_equal(data.row_ids.numpy(), production.rows.row_ids[index]), (
-                f"{name} returned other rows than it got"
-            )
+            is_holder = bool(missing) and self.rank in production.members.holders(index)
+            assert not (is_holder and len(data)), f"{name} declares {sorted(missing)}, but did not return it"
+            same = data.row_ids is part.row_ids or torch.equal(data.row_ids, part.row_ids)
+            assert same, f"{name} returned other rows than it got"
             production.data = data
         elif data is not None:
             production.values = data
@@ -271,56 +265,47 @@ class Controller:
             return
         if producer.spec.lengths_of is not None:
             self._send_lengths(producer)
-        for node in self.graph.consumers(producer.node) if producer.node < UNTRACED else []:
+        for node in self._consumers.get(producer.node, ()):
             rows = next((r for r in (reference.rows, producer.rows) if r and r.lengths_from == node.lengths_from), None)
             if rows is None:
                 continue  # placed by lengths that a later call sets: sent when that call's results are consumed
-            role, spec = self._calls[node.index]
-            consumer = Production(-1, node.index, rows, role, spec, spec.mini_batches(role) if spec.mini_batches else 1)
+            consumer = Production(-1, node.index, rows, *self._calls[node.index])
             fields = [node.names[name] for name, made_by in node.inputs.items() if made_by == producer.node]
             self._send(producer, consumer, fields, node.name)
             self._sent[producer.seq, node.index] = (producer, consumer, node.name)
 
     def _send(self, producer: Production, consumer: Production, names: list[str], name: str) -> None:
         """This rank's part of moving a production to a consumer: rows it is the first holder of, to members that lack them."""
-        assert producer.role is not None and consumer.role is not None and producer.rows is not None
-        if producer.data is None or self.rank not in producer.role.pool.ranks:
+        index = producer.members.part_of.get(self.rank)
+        if producer.data is None or index is None:
             return
-        part = producer.part_of(self.rank)
-        if part is None or producer.holders(part)[0] != self.rank:
+        holders = producer.members.holders(index)
+        if holders[0] != self.rank or all(rank in holders for rank in consumer.members.part_of):
             return
-        others = [rank for rank in consumer.role.pool.ranks if rank not in producer.holders(part)]
-        others = [rank for rank in others if consumer.part_of(rank) is not None]
-        if not others:
-            return
-        mine = np.flatnonzero(producer.placement() == part)
-        target = consumer.placement()[mine]
-        payloads: dict[int, torch.Tensor] = {}
-        for rank in others:
-            wanted_part = consumer.part_of(rank)
-            assert wanted_part is not None
-            positions = mine[target == wanted_part]
-            if len(positions):
-                if wanted_part not in payloads:
-                    payloads[wanted_part] = pack(local_rows(producer.data.select(names), producer.rows, positions))
-                self._transport.send(payloads[wanted_part], rank, producer.seq, consumer.node, name)
+        mine = producer.part(index)
+        for wanted in consumer.parts_with(mine):
+            ranks = [rank for rank in consumer.members.workers(wanted) if rank not in holders]
+            if ranks:
+                row_ids = mine.row_ids[torch.from_numpy(consumer.placement()[mine.positions] == wanted)]
+                payload = pack(pick_rows(producer.data.select(names), row_ids))
+                for rank in ranks:
+                    self._transport.send(payload, rank, producer.seq, consumer.node, name)
 
     # Row lengths
 
     def _send_lengths(self, producer: Production) -> None:
         """Tell the token counts of the rows that this rank made to every rank that will work on them."""
-        assert producer.role is not None and producer.spec is not None and producer.rows is not None
-        part = producer.part_of(self.rank)
-        if part is None or producer.holders(part)[0] != self.rank:
+        index = producer.members.part_of.get(self.rank)
+        if index is None or producer.members.holders(index)[0] != self.rank:
             return
-        counts = torch.from_numpy(self._own_lengths(producer, part))
+        counts = torch.from_numpy(self._own_lengths(producer, index))
         for rank in self._readers(producer):
             if rank != self.rank:
                 self._transport.send(counts.view(torch.uint8), rank, producer.seq, LENGTHS, "lengths")
 
-    def _own_lengths(self, producer: Production, part: int) -> np.ndarray:
+    def _own_lengths(self, producer: Production, index: int) -> np.ndarray:
         assert producer.rows is not None and producer.spec is not None and producer.data is not None
-        before = producer.rows.tokens()[producer.placement() == part]
+        before: np.ndarray = producer.rows.tokens()[producer.part(index).positions]
         return before + producer.data[producer.spec.lengths_of or ""].lengths.numpy()
 
     def _readers(self, producer: Production) -> list[int]:
@@ -331,16 +316,15 @@ class Controller:
     def _learn(self, producer: Production) -> np.ndarray:
         """Token counts int64 [rows] that ``producer`` set; waits for those made elsewhere."""
         if producer.seq not in self._lengths:
-            assert producer.rows is not None and producer.role is not None
-            placement = producer.placement()
+            assert producer.rows is not None
             counts = np.zeros(len(producer.rows), dtype=np.int64)
-            for part in np.unique(placement):
-                first = producer.holders(int(part))[0]
+            for index in np.unique(producer.placement()).tolist():
+                first, positions = producer.members.holders(index)[0], producer.part(index).positions
                 if first == self.rank:
-                    counts[placement == part] = self._own_lengths(producer, int(part))
+                    counts[positions] = self._own_lengths(producer, index)
                 else:
                     payload = self._transport.receive(first, producer.seq, LENGTHS, "lengths")
-                    counts[placement == part] = payload.view(torch.int64).numpy()
+                    counts[positions] = payload.view(torch.int64).numpy()
             self._lengths[producer.seq] = counts
         return self._lengths[producer.seq]
 

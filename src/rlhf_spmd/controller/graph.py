@@ -41,8 +41,12 @@ class Graph:
                     found.setdefault((producer, node.index), []).append(name)
         return [(a, b, tuple(sorted(fields))) for (a, b), fields in sorted(found.items())]
 
-    def consumers(self, producer: int) -> list[CallNode]:
-        return [node for node in self.nodes if producer in node.inputs.values()]
+    def consumers(self) -> dict[int, list[CallNode]]:
+        """The nodes that read what each node makes, in program order."""
+        found: dict[int, list[CallNode]] = {}
+        for producer, consumer, _ in self.edges():
+            found.setdefault(producer, []).append(self.nodes[consumer])
+        return found
 
     def readers_of_lengths(self, producer: int) -> list[int]:
         """Global ranks that must know the lengths which ``producer`` made: members of every call on such rows."""

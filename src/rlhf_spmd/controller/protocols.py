@@ -1,7 +1,7 @@
 """Transfer protocols (HybridFlow, table 3): how a call's rows are distributed over a role's ranks and collected from them.
 
 A protocol is three small functions of the role's :class:`GroupShape`; indices count ranks inside the pool. The rows of a call
-are cut into ``parts(shape)`` parts. ``distribute(shape, index)`` is the part that a member works on, or None if it does not run.
+are cut into ``parts(shape)`` parts. ``distribute(shape, index)`` is the part that a member works on, None if it does not run.
 ``collect(shape)`` lists the members whose results count: for calls that return rows, one per part in the order of the parts;
 ``replicas(shape, part)`` lists all members that hold the part's result, so that a consumer that is one of them fetches nothing.
 A protocol of one's own is another ``Protocol(...)`` value, given to ``@register``.
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rlhf_spmd.controller.pool import GroupShape
+from rlhf_spmd.controller.pool import GroupShape, ResourcePool
 from rlhf_spmd.parallel.layout import GenerationLayout
 
 
@@ -27,6 +27,31 @@ class Protocol:
     def holders(self, shape: GroupShape, part: int) -> list[int]:
         """Members that hold the rows of ``part`` after the call; the first is the one that others fetch from."""
         return self.replicas(shape, part) if self.replicas else [self.collect(shape)[part]]
+
+
+class Members:
+    """A protocol on a role's pool, in global ranks. Answers are kept: a script asks for the same ones in every step."""
+
+    def __init__(self, protocol: Protocol, shape: GroupShape, pool: ResourcePool) -> None:
+        self._protocol, self._shape, self._pool = protocol, shape, pool
+        self.num_parts = protocol.parts(shape)
+        self.part_of = {
+            rank: part for index, rank in enumerate(pool.ranks) if (part := protocol.distribute(shape, index)) is not None
+        }  # of the ranks that run
+        self._holders: dict[int, list[int]] = {}
+        self._workers: dict[int, list[int]] = {}
+        for rank, part in self.part_of.items():
+            self._workers.setdefault(part, []).append(rank)
+
+    def workers(self, part: int) -> list[int]:
+        """Ranks that work on the rows of ``part``."""
+        return self._workers.get(part, [])
+
+    def holders(self, part: int) -> list[int]:
+        """Ranks that hold the rows of ``part`` after the call; the first is the one that others fetch from."""
+        if part not in self._holders:
+            self._holders[part] = [self._pool.ranks[i] for i in self._protocol.holders(self._shape, part)]
+        return self._holders[part]
 
 
 def _everyone(shape: GroupShape) -> list[int]:

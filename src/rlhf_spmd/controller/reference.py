@@ -8,17 +8,40 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from rlhf_spmd.controller.protocols import Protocol
+from rlhf_spmd.controller.protocols import Members
 from rlhf_spmd.data.balance import partition_by_tokens
 from rlhf_spmd.data.batch import Batch
 
 if TYPE_CHECKING:
     from rlhf_spmd.controller.worker import MethodSpec, Worker
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How rows are cut: each of ``num_chunks`` equal runs of rows (mini-batches) is balanced over the parts by itself."""
+
+    num_parts: int
+    keep_groups: bool
+    num_chunks: int
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """The rows of one part of a cut: ascending ``positions`` in the row set, int64, and ids."""
+
+    rows: RowSet
+    cut: Cut
+    index: int
+    positions: np.ndarray
+    row_ids: Tensor
+    group_ids: Tensor
 
 
 @dataclass(eq=False)
@@ -33,31 +56,35 @@ class RowSet:
     group_ids: np.ndarray
     tokens: Callable[[], np.ndarray]
     lengths_from: int = -1  # graph node whose header sets the token counts
-    _placements: dict[tuple[int, bool, int], np.ndarray] = field(default_factory=dict)
+    _placements: dict[Cut, np.ndarray] = field(default_factory=dict)
+    _parts: dict[tuple[Cut, int], Part] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.row_ids)
 
-    def place(self, parts: int, keep_groups: bool, chunks: int) -> np.ndarray:
-        """Part of each row, int64 [rows]. Each of ``chunks`` equal runs of rows (mini-batches) is balanced by itself.
+    def place(self, cut: Cut) -> np.ndarray:
+        """Part of each row, int64 [rows]. Raises ValueError if the rows cannot be cut into equal chunks."""
+        if cut not in self._placements:
+            if len(self) % cut.num_chunks:
+                raise ValueError(f"{len(self)} rows cannot be cut into {cut.num_chunks} mini-batches of equal size")
+            self._placements[cut] = self._place(cut)
+        return self._placements[cut]
 
-        Raises ValueError if the rows cannot be cut into equal chunks.
-        """
-        if len(self) % chunks:
-            raise ValueError(f"{len(self)} rows cannot be cut into {chunks} mini-batches of equal size")
-        key = (parts, keep_groups, chunks)
-        if key not in self._placements:
-            self._placements[key] = self._place(*key)
-        return self._placements[key]
+    def part(self, cut: Cut, index: int) -> Part:
+        if (cut, index) not in self._parts:
+            positions = np.flatnonzero(self.place(cut) == index)
+            ids = torch.from_numpy(self.row_ids[positions]), torch.from_numpy(self.group_ids[positions])
+            self._parts[cut, index] = Part(self, cut, index, positions, *ids)
+        return self._parts[cut, index]
 
-    def _place(self, parts: int, keep_groups: bool, chunks: int) -> np.ndarray:
+    def _place(self, cut: Cut) -> np.ndarray:
         placement = np.zeros(len(self), dtype=np.int64)
-        if parts == 1:
+        if cut.num_parts == 1:
             return placement
         tokens = self.tokens()
-        for chunk in np.split(np.arange(len(self)), chunks):
-            groups = self.group_ids[chunk].tolist() if keep_groups else None
-            for part, rows in enumerate(partition_by_tokens(tokens[chunk].tolist(), parts, groups)):
+        for chunk in np.split(np.arange(len(self)), cut.num_chunks):
+            groups = self.group_ids[chunk].tolist() if cut.keep_groups else None
+            for part, rows in enumerate(partition_by_tokens(tokens[chunk].tolist(), cut.num_parts, groups)):
                 placement[chunk[rows]] = part
         return placement
 
@@ -74,32 +101,36 @@ class Production:
     rows: RowSet | None
     role: Worker | None = None
     spec: MethodSpec | None = None
-    chunks: int = 1
     data: Batch | None = None
     values: Any = None
 
+    @cached_property
+    def members(self) -> Members:
+        assert self.role is not None and self.spec is not None, "a source has no members"
+        return self.role.members(self.spec.protocol)
+
+    @cached_property
+    def cut(self) -> Cut:
+        assert self.role is not None and self.spec is not None, "a source is not cut"
+        num_chunks = self.spec.mini_batches(self.role) if self.spec.mini_batches else 1
+        return Cut(self.members.num_parts, not self.spec.split_groups, num_chunks)
+
     def placement(self) -> np.ndarray:
         """Part of each row under the call's protocol, int64 [rows]; may wait for the rows' lengths."""
-        assert self.role is not None and self.spec is not None and self.rows is not None
-        return self.rows.place(self.protocol.parts(self.role.shape), not self.spec.split_groups, self.chunks)
+        assert self.rows is not None
+        return self.rows.place(self.cut)
 
-    @property
-    def protocol(self) -> Protocol:
-        assert self.spec is not None
-        return self.spec.protocol
+    def part(self, index: int) -> Part:
+        """May wait for the rows' lengths, as :meth:`placement`."""
+        assert self.rows is not None
+        return self.rows.part(self.cut, index)
 
-    def holders(self, part: int) -> list[int]:
-        """Global ranks that hold the rows of a part; others fetch from the first."""
-        assert self.role is not None
-        ranks = self.role.pool.ranks
-        return [ranks[i] for i in self.protocol.holders(self.role.shape, part)]
-
-    def part_of(self, rank: int) -> int | None:
-        """The part that a global rank works on in this call; None if it does not run."""
-        assert self.role is not None
-        if rank not in self.role.pool.ranks:
-            return None
-        return self.protocol.distribute(self.role.shape, self.role.pool.ranks.index(rank))
+    def parts_with(self, part: Part) -> list[int]:
+        """The parts of this call in which the rows of another call's part lie."""
+        if part.rows is self.rows and part.cut == self.cut:
+            return [part.index]
+        found: list[int] = np.unique(self.placement()[part.positions]).tolist()
+        return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,8 +170,8 @@ def source(batch: Batch, token_field: str | None) -> Reference:
     return Reference(rows, {name: (production, name) for name in batch.fields}, production)
 
 
-def local_rows(batch: Batch, rows: RowSet, positions: np.ndarray) -> Batch:
-    """The rows at ``positions`` of the row set, in that order, out of a batch that holds at least these."""
-    if len(positions) == len(batch) and np.array_equal(batch.row_ids.numpy(), rows.row_ids[positions]):
+def pick_rows(batch: Batch, row_ids: Tensor) -> Batch:
+    """The rows with these ids, in that order, out of a batch that holds at least these."""
+    if batch.row_ids is row_ids or torch.equal(batch.row_ids, row_ids):
         return batch
-    return batch.reorder(torch.from_numpy(rows.row_ids[positions]))
+    return batch.reorder(row_ids)

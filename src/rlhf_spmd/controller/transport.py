@@ -1,9 +1,9 @@
 """Rank to rank: rows of a batch as flat bytes, without pickle, sent when they are made and received when they are needed.
 
-A message is a header of four int64 (production, consumer fingerprint, payload bytes, consumer node) and a payload that describes
-itself. Messages between two ranks carry the tag of (production, consumer), so that the order in which a rank consumes need not be
-the order in which others produce. Batch data are small beside weights (token ids, one number per token) and travel over gloo from
-host memory, on GPUs too.
+A message is a header of four int64 (production, consumer fingerprint, payload bytes, consumer node) and a payload that
+describes itself. Messages between two ranks carry the tag of (production, consumer), so that the order in which a rank consumes
+need not be the order in which others produce. Batch data are small beside weights (token ids, one number per token) and travel
+over gloo from host memory, on GPUs too.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from rlhf_spmd.parallel.collectives import Group
 LENGTHS = 1023  # the node number under which row lengths travel
 UNTRACED = 1022  # the node number of calls that no trace foresaw
 _LABEL = "batch"
+_ALIGN = 16  # bytes: every tensor of a message starts at a multiple, so that it is a view of what was received
+_PADDING = torch.zeros(_ALIGN, dtype=torch.uint8)
 
 
 class CallOrderError(RuntimeError):
@@ -35,7 +37,7 @@ def fingerprint(name: str) -> int:
 
 
 def pack(batch: Batch) -> Tensor:
-    """Batch -> uint8 [bytes]: 8 bytes of length, a JSON description, then the tensors one after the other."""
+    """Batch -> uint8 [bytes]: 8 bytes of length, a JSON description, then the tensors one after the other, aligned."""
     parts: list[Tensor] = [batch.row_ids, batch.group_ids]
     description = []
     for name, field in batch.fields.items():
@@ -45,21 +47,22 @@ def pack(batch: Batch) -> Tensor:
         parts.append(values.detach().cpu().contiguous())
         description.append([name, isinstance(field, Ragged), str(values.dtype).removeprefix("torch."), list(values.shape)])
     head = json.dumps([len(batch), description]).encode()
-    head_tensor = torch.frombuffer(bytearray(len(head).to_bytes(8, "little") + head), dtype=torch.uint8)
-    return torch.cat([head_tensor, *(part.reshape(-1).view(torch.uint8) for part in parts)])
+    flat = [torch.frombuffer(bytearray(len(head).to_bytes(8, "little") + head), dtype=torch.uint8)]
+    flat += [part.reshape(-1).view(torch.uint8) for part in parts]
+    return torch.cat([piece for part in flat for piece in (part, _PADDING[: -len(part) % _ALIGN])])
 
 
 def unpack(data: Tensor) -> Batch:
-    """Inverse of :func:`pack`."""
+    """Inverse of :func:`pack`; the tensors are views of ``data``."""
     head_size = int.from_bytes(bytes(data[:8].numpy()), "little")
     num_rows, description = json.loads(bytes(data[8 : 8 + head_size].numpy()))
-    at = 8 + head_size
+    at = _aligned(8 + head_size)
 
     def take(dtype: torch.dtype, shape: list[int]) -> Tensor:
         nonlocal at
         num_bytes = int(np.prod(shape)) * dtype.itemsize
-        piece = data[at : at + num_bytes].clone().view(dtype).view(shape)  # clone: aligned, and free of the whole message
-        at += num_bytes
+        piece = data[at : at + num_bytes].view(dtype).view(shape)
+        at = _aligned(at + num_bytes)
         return piece
 
     row_ids, group_ids = take(torch.int64, [num_rows]), take(torch.int64, [num_rows])
@@ -69,6 +72,10 @@ def unpack(data: Tensor) -> Batch:
         values = take(getattr(torch, dtype_name), shape)
         fields[name] = values if lengths is None else Ragged(values, lengths)
     return Batch(row_ids, group_ids, fields)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGN) * _ALIGN
 
 
 class Transport:
@@ -94,8 +101,8 @@ class Transport:
         got = header.tolist()
         if got[:2] != [production, fingerprint(name)] or got[3] != node:
             raise CallOrderError(
-                f"call order differs: rank {source} sent the result of call {got[0]} to node {got[3]}, but {name} (node {node}) "
-                f"expects call {production}; a script may branch only on replicated values"
+                f"call order differs: rank {source} sent the result of call {got[0]} to node {got[3]}, but {name} "
+                f"(node {node}) expects call {production}; a script may branch only on replicated values"
             )
         payload = torch.empty(got[2], dtype=torch.uint8)
         work = self.world.irecv(payload, source, _LABEL, tag)

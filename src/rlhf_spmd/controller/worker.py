@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rlhf_spmd.controller.pool import GroupShape, ResourcePool
-from rlhf_spmd.controller.protocols import Protocol
+from rlhf_spmd.controller.protocols import Members, Protocol
 from rlhf_spmd.controller.reference import Reference
 
 if TYPE_CHECKING:
@@ -54,10 +54,16 @@ class Worker:
         self.name = name
         self.pool = pool
         self.shape = shape
+        self._members: dict[Protocol, Members] = {}
 
     @property
     def member(self) -> bool:
         return self.controller.rank in self.pool.ranks
+
+    def members(self, protocol: Protocol) -> Members:
+        if protocol not in self._members:
+            self._members[protocol] = Members(protocol, self.shape, self.pool)
+        return self._members[protocol]
 
 
 def register(

@@ -102,8 +102,11 @@ class Batch:
 
     def reorder(self, row_ids: Tensor) -> Batch:
         """Rows by id, in that order."""
-        position = {int(r): i for i, r in enumerate(self.row_ids)}
-        return self.take([position[int(r)] for r in row_ids])
+        order = torch.argsort(self.row_ids)
+        found = torch.searchsorted(self.row_ids[order], row_ids).clamp_(max=len(self) - 1)
+        index = order[found]
+        assert torch.equal(self.row_ids[index], row_ids), f"reorder: ids that the batch of {len(self)} rows does not hold"
+        return self.take(index)
 
     def split(self, sizes: Sequence[int]) -> list[Batch]:
         bounds = [0]

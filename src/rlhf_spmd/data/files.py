@@ -18,6 +18,8 @@ PARQUET_SUFFIXES = (".parquet",)
 class DataError(ValueError):
     """Unreadable or unusable data; the message is one line for the user."""
 
+    exit_class = "data"  # how the run ends: parallel/program.py
+
 
 @dataclass(frozen=True)
 class Row:

@@ -279,11 +279,8 @@ class Board:
         return watch.judge(time.monotonic(), {b.rank: b for b in beats}, new, suspect, self._call_text)
 
     def _call_text(self, rank: int, seq: int) -> str:
-        if rank == self.launch.rank:
-            entries = [entry[:3] for entry in self._log]
-        else:
-            entries = json.loads(self._store.get(f"board/log/{rank}"))
-        for number, name, site in entries:
+        entries = self._log if rank == self.launch.rank else json.loads(self._store.get(f"board/log/{rank}"))
+        for number, name, site, *_ in entries:
             if number == seq:
                 return f"{name} ({site})"
         return "another call"

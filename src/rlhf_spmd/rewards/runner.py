@@ -47,6 +47,8 @@ Row = tuple[str, str, dict[str, Any]]
 class RewardError(RuntimeError):
     """The reward cannot go on: a worker does not start, or too many calls fail. Ends the run with class ``reward``."""
 
+    exit_class = "reward"  # how the run ends: parallel/program.py
+
 
 @dataclass
 class RewardResult:

@@ -77,3 +77,9 @@ def _row(label: str, text: str) -> str:
 def _one_line(value: Any, limit: int = 100) -> str:
     text = " ".join(str(value).split())
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m rlhf_spmd.telemetry.summary RUN_DIR")
+    print_summary(sys.argv[1])
