@@ -7,6 +7,7 @@ text of a response tells its token ids. Reward workers import this module: torch
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -171,14 +172,21 @@ def finish(process: subprocess.Popen[str], run_dir: Path, timeout_s: float = 120
 
 
 def kill(process: subprocess.Popen[str]) -> None:
-    """SIGKILL to torchrun and to its ranks, which torchrun starts in sessions of their own."""
+    """SIGKILL to torchrun and its ranks (which are in sessions of their own); returns when they are gone."""
     ranks = ranks_of(process)
-    for pid in [process.pid, *ranks]:
-        try:
+    for pid in (process.pid, *ranks):
+        with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
     process.wait()
+    while not all(_gone(pid) for pid in ranks):
+        time.sleep(0.01)
+
+
+def _gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
 
 
 def ranks_of(process: subprocess.Popen[str]) -> list[int]:

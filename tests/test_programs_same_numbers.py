@@ -81,7 +81,9 @@ def test_greedy_tokens_are_those_of_transformers(case, tmp_path, name, layout):
     assert [row["response_ids"] for row in found] == expected
 
 
-@pytest.mark.parametrize(("layout", "temperature"), [("alone", 1), ("tp2", 1), ("pp2", 0.7), ("pp2-tp2", 1), ("tp2-dp2-zero3", 1)])
+@pytest.mark.parametrize(
+    ("layout", "temperature"), [("alone", 1), ("tp2", 1), ("pp2", 0.7), ("pp2-tp2", 1), ("tp2-dp2-zero3", 1)]
+)
 @pytest.mark.parametrize("name", MODELS)
 def test_score_of_what_was_generated_has_its_log_probs(case, tmp_path, name, layout, temperature):
     """Bit for bit where generation and scoring have the same pp and tp, whatever dp and ZeRO."""

@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,14 +36,21 @@ class Spec:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def raw_bytes(tensor: Tensor) -> Any:
-    """A contiguous CPU tensor's bytes as a numpy array (a buffer), without a copy."""
+def byte_chunks(tensor: Tensor) -> Iterator[Any]:
+    """A contiguous CPU tensor's bytes as a sequence of numpy arrays (buffers).
+
+    Each is a copy: after ``Tensor.numpy()`` a storage can never be resized again, which the hybrid engine does to FSDP's shards.
+    """
     assert tensor.is_contiguous() and tensor.device.type == "cpu", "raw bytes are of contiguous CPU tensors"
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    for chunk in tensor.detach().reshape(-1).view(torch.uint8).split(_CHUNK):
+        yield chunk.clone().numpy()
 
 
 def hash_tensor(tensor: Tensor) -> str:
-    return hashlib.sha256(raw_bytes(tensor)).hexdigest()
+    digest = hashlib.sha256()
+    for chunk in byte_chunks(tensor):
+        digest.update(chunk)
+    return digest.hexdigest()
 
 
 def write_safetensors(path: Path, specs: Sequence[Spec], get: Callable[[Spec], Tensor], metadata: dict[str, str]) -> list[str]:
@@ -65,10 +72,10 @@ def write_safetensors(path: Path, specs: Sequence[Spec], get: Callable[[Spec], T
         for spec in specs:
             tensor = get(spec).detach().to("cpu").contiguous()
             assert (tensor.dtype, tuple(tensor.shape)) == (spec.dtype, spec.shape), f"{spec} announced, {tensor.shape} came"
-            data, digest = raw_bytes(tensor), hashlib.sha256()
-            for at in range(0, len(data), _CHUNK):
-                digest.update(data[at : at + _CHUNK])
-                file.write(data[at : at + _CHUNK])
+            digest = hashlib.sha256()
+            for chunk in byte_chunks(tensor):
+                digest.update(chunk)
+                file.write(chunk)
             hashes.append(digest.hexdigest())
         file.flush()
         os.fsync(file.fileno())

@@ -289,7 +289,7 @@ class Board:
         beat, message = finding.beat, finding.message
         if finding.silent:  # its last heartbeat may be older than its last call: where the others are tells more
             message += f"; rank {self.launch.rank} is in {self.where}"
-        call, step = (beat.name, beat.step) if beat else ("", None)
+        call, step = (finding.call or beat.name, beat.step) if beat else ("", None)
         pid, host = (beat.pid, beat.host) if beat and finding.silent else (0, "")
         return Failure("hang", message, finding.rank, call, step, self.last_checkpoint, pid, host)
 

@@ -259,17 +259,22 @@ def _signals(board: Board, saves: bool) -> Iterator[None]:
 def _fail(board: Board, error: BaseException, saves_on_signal: bool) -> NoReturn:
     """Class the exception, let the job know, end this process with the code of the job's first failure."""
     text = traceback.format_exc()
+    board.preempted = True  # so that a signal from here on changes nothing
     path = board.log_path("err")
     if path is not None:
         with path.open("a") as file:
             file.write(f"{text}last collectives: {RECORDER.dump()}\n")
     error_class = classify(error)
-    patience_s = 0.0
-    if error_class == "error" and lost_connection(error):
+    if error_class == "config" and board.step:
+        error_class = "error"  # the input was checked before the first step: this is a defect, and its traceback is shown
+    # The error may be the consequence of another rank's, or of a script that the ranks do not agree on: where the board finds
+    # that, it names the cause. A broken connection or a message for another call nearly always is one.
+    patience_s = 3 * board.limits.beat_s
+    if error_class == "hang" or (error_class == "error" and lost_connection(error)):
         error_class, patience_s = "hang", board.limits.verdict_s
-    elif error_class == "preempted" and not saves_on_signal:
+    elif error_class == "preempted":
         # torchrun also sends SIGTERM to the survivors of a rank that was killed: the cause is that rank then
-        patience_s = board.limits.suspect_s + 2.0
+        patience_s = 0.0 if saves_on_signal else board.limits.suspect_s + 2.0
     if board.failure is None and not (patience_s and board.await_verdict(patience_s)):
         _post(board, error, error_class, text)
     if board.launch.size == 1:

@@ -71,6 +71,7 @@ class Finding:
     message: str
     beat: Beat | None = None
     silent: bool = False  # the rank does not answer: a neighbour on its host ends it
+    call: str = ""  # the call to blame, where the rank has gone on since
 
 
 @dataclass
@@ -134,11 +135,12 @@ class Watch:
         if first is None:
             return None
         seq, rank = first
+        entered = call_text(rank, seq)
         message = (
-            f"call order differs: rank {rank} entered {call_text(rank, seq)} as call {seq}, "
+            f"call order differs: rank {rank} entered {entered} as call {seq}, "
             f"rank {self.self_rank} entered {call_text(self.self_rank, seq)}; a script may branch only on replicated values"
         )
-        return Finding(rank, message, beats[rank])
+        return Finding(rank, message, beats[rank], call=entered.partition(" (")[0])
 
     def _ended_early(self, beats: dict[int, Beat]) -> Finding | None:
         ended = [b for b in beats.values() if b.state == "ended"]
