@@ -13,7 +13,7 @@ from model_configs import CONFIGS
 from ranks import run_ranks
 from rlhf_spmd import generate as generation
 from rlhf_spmd.models.spec import read_spec
-from rlhf_spmd.parallel.world import Launch, World
+from rlhf_spmd.parallel.world import World
 from test_score import LAYOUTS, PRETRAINED, TOLERANCE, largest_difference, make_model, read_lines, run_program_in, write_lines
 
 LENGTHS = (1, 5, 23, 70, 2)
@@ -66,8 +66,7 @@ def generate_in(layout: tuple[int, int, int, int], model: Path, data: Path, out:
     overrides = [f"model.path={model}", f"data.path={data}", f"out={out}", f"sampling.max_response_length={NUM_TOKENS}"]
     overrides += [f"layout.pp={pp}", f"layout.tp={tp}", f"layout.dp={dp}", *more]
     if pp * tp * dp == 1:
-        torch.set_num_threads(1)
-        generate_here(World(Launch(), torch.device("cpu"), torch.distributed.HashStore(), 60.0), overrides)
+        generation.main(overrides)
     else:
         run_ranks(pp * tp * dp, generate_here, overrides)
     return read_lines(out)
@@ -86,7 +85,7 @@ def test_greedy_tokens_are_those_of_transformers(case, tmp_path, name, layout):
 )
 @pytest.mark.parametrize("name", MODELS)
 def test_score_of_what_was_generated_has_its_log_probs(case, tmp_path, name, layout, temperature):
-    """Bit for bit where generation and scoring have the same pp and tp, whatever dp and ZeRO."""
+    """Bit for bit in one layout, and in any two of the same tp: pp, dp and ZeRO change no number."""
     model, prompts, _ = case(name)
     made = tmp_path / "made.jsonl"
     sampling = (f"sampling.temperature={temperature}", "sampling.n=3", "sampling.seed=5")
@@ -97,4 +96,5 @@ def test_score_of_what_was_generated_has_its_log_probs(case, tmp_path, name, lay
     assert [row["id"] for row in scored] == [row["id"] for row in generated]
     assert [row["log_probs"] for row in scored] == [row["log_probs"] for row in generated]
     other = run_program_in(LAYOUTS["alone"], model, made, tmp_path / "other.jsonl")
+    assert other == scored or LAYOUTS[layout][1] > 1
     assert largest_difference(other, [row["log_probs"] for row in generated]) < TOLERANCE

@@ -23,7 +23,7 @@ from ranks import run_ranks
 from rlhf_spmd.data.sort_digits import write_tokenizer
 from rlhf_spmd.models.spec import read_spec
 from rlhf_spmd.models.weights import write_random_model
-from rlhf_spmd.parallel.world import Launch, World
+from rlhf_spmd.parallel.world import World
 from rlhf_spmd.score import main, prepare, score
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -122,8 +122,7 @@ def run_program_in(layout: tuple[int, int, int, int], model: Path, data: Path, o
     overrides = [f"model.path={model}", f"data.path={data}", f"out={out}"]
     overrides += [f"layout.pp={pp}", f"layout.tp={tp}", f"layout.dp={dp}", f"layout.zero={zero}", *more]
     if pp * tp * dp == 1:
-        torch.set_num_threads(1)
-        run_here(World(Launch(), torch.device("cpu"), torch.distributed.HashStore(), 60.0), overrides)
+        main(overrides)
     else:
         run_ranks(pp * tp * dp, run_here, overrides)
     return read_lines(out)

@@ -6,7 +6,7 @@ import json
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -66,6 +66,12 @@ class RunConfig:
             raise ValueError(f"{where}.timeout_s={self.timeout_s} must be above 0 seconds")
         if self.resume not in ("auto", "never") and not Path(self.resume).is_dir():
             raise ValueError(f"{where}.resume={self.resume!r} is neither auto nor never nor a checkpoint directory")
+
+
+def run_dir_hint(overrides: Sequence[str]) -> Path | None:
+    """Where exit_status.json goes when the configuration cannot be read: ``run.dir``, if the command line gives it."""
+    given = [value.removeprefix("run.dir=") for value in overrides if value.startswith("run.dir=")]
+    return Path(given[-1]) if given else None
 
 
 @dataclass

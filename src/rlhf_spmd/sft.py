@@ -23,7 +23,7 @@ from rlhf_spmd.parallel.world import read_launch
 from rlhf_spmd.planner.placement import PlacementConfig
 from rlhf_spmd.rewards.config import RewardConfig
 from rlhf_spmd.roles import RolePlan, plan_roles
-from rlhf_spmd.session import RunConfig, Session, reference_values, validate_prompts
+from rlhf_spmd.session import RunConfig, Session, reference_values, run_dir_hint, validate_prompts
 from rlhf_spmd.telemetry.logger import LoggerConfig
 from rlhf_spmd.telemetry.trace import Timeline
 from rlhf_spmd.workers.config import BatchLimits, RoleConfig
@@ -166,7 +166,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     def settings(ready: Prepared) -> ProgramSettings:
         return ProgramSettings(Path(ready.config.run.dir), ready.config.run.timeout_s)
 
-    run_program(lambda: prepare(arguments.config, arguments.overrides, read_launch().size), sft, settings, saves_on_signal=True)
+    run_program(
+        lambda: prepare(arguments.config, arguments.overrides, read_launch().size),
+        sft,
+        settings,
+        run_dir_hint(arguments.overrides),
+        saves_on_signal=True,
+    )
 
 
 if __name__ == "__main__":

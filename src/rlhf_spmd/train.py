@@ -10,6 +10,8 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import torch
+
 from rlhf_spmd.config import check_tree, find, load, to_dict, to_yaml
 from rlhf_spmd.controller import Controller
 from rlhf_spmd.data.loader import Loader
@@ -17,11 +19,11 @@ from rlhf_spmd.data.prompts import DataConfig, PromptDataset, load_prompts
 from rlhf_spmd.data.tokenizer import load_tokenizer
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.parallel.program import ProgramContext, ProgramSettings, run_program
-from rlhf_spmd.parallel.world import read_launch
+from rlhf_spmd.parallel.world import World, read_launch
 from rlhf_spmd.planner.placement import PlacementConfig
 from rlhf_spmd.rewards.config import RewardConfig
 from rlhf_spmd.roles import RolePlan, build_models, model_directory, plan_roles, pools_of
-from rlhf_spmd.session import RunConfig, Session, reference_values, validate_prompts
+from rlhf_spmd.session import RunConfig, Session, reference_values, run_dir_hint, validate_prompts
 from rlhf_spmd.telemetry.logger import LoggerConfig
 from rlhf_spmd.telemetry.trace import Timeline
 from rlhf_spmd.workers.config import RoleConfig
@@ -166,7 +168,7 @@ def train(context: ProgramContext[Prepared]) -> None:
         config_text=to_yaml(config),
     )
     if session.is_first:
-        print(describe(ready, world.size), file=sys.stderr)
+        print(describe(ready, world), file=sys.stderr)
 
     def one_step(number: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
         rows = loader.next_batch().repeat(ready.sampling.n)
@@ -191,9 +193,13 @@ def restore(state: dict[str, Any], loader: Loader, models: SimpleNamespace) -> N
     models.advantage.kl_controller.load_state_dict(state["kl"])
 
 
-def describe(ready: Prepared, world_size: int) -> str:
+def describe(ready: Prepared, world: World) -> str:
     """What is about to run, for people."""
-    lines = [f"{ready.config.run.name}: {ready.config.algorithm.name} on {world_size} rank(s), {ready.prompts.summary()}"]
+    matmul = f", float32 products '{torch.get_float32_matmul_precision()}'" if world.device.type == "cpu" else ""
+    lines = [
+        f"{ready.config.run.name}: {ready.config.algorithm.name} on {world.size} rank(s), {ready.prompts.summary()}",
+        f"  device {world.device.type}, attention {ready.plans['actor'].config.generation.attention}{matmul}",
+    ]
     for role, plan in ready.plans.items():
         where = f"  {role:<10} pool {plan.pool.name} {list(plan.pool.ranks)}, {plan.shape.layout}"
         if plan.shape.generation is not None:
@@ -213,7 +219,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         return ProgramSettings(Path(ready.config.run.dir), ready.config.run.timeout_s)
 
     run_program(
-        lambda: prepare(arguments.config, arguments.overrides, read_launch().size), train, settings, saves_on_signal=True
+        lambda: prepare(arguments.config, arguments.overrides, read_launch().size),
+        train,
+        settings,
+        run_dir_hint(arguments.overrides),
+        saves_on_signal=True,
     )
 
 

@@ -37,16 +37,15 @@ class ActorWorker(ModelWorker):
         shape: GroupShape,
         config: RoleConfig,
         spec: ModelSpec | None,
-        eos_ids: tuple[int, ...],
     ) -> None:
         super().__init__(build, name, pool, shape, config, spec)
         layout = shape.generation or GenerationLayout(shape.layout, shape.layout.pp, shape.layout.tp)
         self.generation_mesh = build_mesh(build.world, pool.ranks, layout)
         gather = build_group(build.world, pool.ranks, lambda index: gather_ranks(layout, index), "gather")
         if self.member:
-            self._build_generator(eos_ids, gather)
+            self._build_generator(gather)
 
-    def _build_generator(self, eos_ids: tuple[int, ...], gather: Any) -> None:
+    def _build_generator(self, gather: Group | None) -> None:
         mesh, spec, layout = self.generation_mesh, self.spec, self.generation_mesh.layout
         assert spec is not None
         # fused matrices keep one block per training rank, so that each training parameter is one slice of them
@@ -60,7 +59,7 @@ class ActorWorker(ModelWorker):
             decoder.shards,
             gather,
         )
-        self.generator = Generator(decoder, mesh, self.config.generation, eos_ids)
+        self.generator = Generator(decoder, mesh, self.config.generation, spec.eos_token_ids)
 
     @register(MICRO_DP, inputs=("prompt_ids",), outputs=("response_ids", "rollout_log_probs"), lengths_of="response_ids")
     def generate_sequences(self, batch: Batch, sampling: SamplingConfig, number: int) -> tuple[Batch, dict[str, float]]:

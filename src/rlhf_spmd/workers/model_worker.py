@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -14,8 +15,10 @@ from rlhf_spmd.data.batch import Batch, Ragged, ragged
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import token_log_probs
 from rlhf_spmd.models.spec import ModelSpec
+from rlhf_spmd.objectives.kl import KLControlConfig
 from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.parallel.world import World
+from rlhf_spmd.rewards.config import RewardConfig
 from rlhf_spmd.workers.config import BatchLimits, RoleConfig
 from rlhf_spmd.workers.engine import Packed, TrainEngine
 
@@ -30,7 +33,10 @@ class Totals:
 
 @dataclass(frozen=True)
 class Build:
-    """What every model role is built from, besides its own configuration."""
+    """What every role is built from, besides its own configuration.
+
+    ``temperature``: of sampling, and so of log-probs. ``num_samples``: scored rows that come back as text, for people to read.
+    """
 
     controller: Controller
     world: World
@@ -39,13 +45,21 @@ class Build:
     num_mini_batches: int = 1
     total_updates: int = 1
     temperature: float = 1.0
+    kl_ctrl: KLControlConfig = field(default_factory=KLControlConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    tokenizer: Any = None
+    num_samples: int = 0
 
 
 class ModelWorker(Worker):
-    """A role with a model. On ranks outside the pool, and without a ``spec``, it is the description only: no ``engine``."""
+    """A role with a model. On ranks outside the pool, and without a ``spec``, it is the description only: no ``engine``.
 
-    head = "lm"
-    trained = False
+    ``head``: lm or value. ``model_of``: the role whose model it takes where its configuration names none; None: it may have none.
+    """
+
+    head: ClassVar[str] = "lm"
+    trained: ClassVar[bool] = False
+    model_of: ClassVar[str | None] = "actor"
 
     def __init__(
         self, build: Build, name: str, pool: ResourcePool, shape: GroupShape, config: RoleConfig, spec: ModelSpec | None

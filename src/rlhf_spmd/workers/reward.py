@@ -12,7 +12,6 @@ from rlhf_spmd.data.batch import Batch, decode_json
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import values
 from rlhf_spmd.models.spec import ModelSpec
-from rlhf_spmd.rewards.config import RewardConfig
 from rlhf_spmd.rewards.runner import RewardRunner, check_failure_rate
 from rlhf_spmd.workers.config import RoleConfig
 from rlhf_spmd.workers.engine import Packed
@@ -20,12 +19,10 @@ from rlhf_spmd.workers.model_worker import Build, ModelWorker
 
 
 class RewardWorker(ModelWorker):
-    """With a model its layout is the model's; without one every rank of the pool scores some rows.
-
-    ``num_samples``: how many scored rows (those with the lowest ids) come back as text, for people to read.
-    """
+    """With a model its layout is the model's; without one every rank of the pool scores some rows."""
 
     head = "value"
+    model_of = None
 
     def __init__(
         self,
@@ -35,18 +32,16 @@ class RewardWorker(ModelWorker):
         shape: GroupShape,
         config: RoleConfig,
         spec: ModelSpec | None,
-        reward: RewardConfig,
-        tokenizer: Any,
-        num_samples: int,
     ) -> None:
         super().__init__(build, name, pool, shape, config, spec)
-        self.reward, self.tokenizer, self.num_samples = reward, tokenizer, num_samples
-        scores_text = self.member and self.mesh.last_stage and self.mesh.tp_rank == 0 and reward.function is not None
-        self.runner = RewardRunner(reward) if scores_text else None
+        self.reward = build.reward
+        self.answers = self.member and self.mesh.last_stage and self.mesh.tp_rank == 0  # one rank for each replica
+        self.runner = RewardRunner(self.reward) if self.answers and self.reward.function is not None else None
 
     @register(THREE_D, inputs=("prompt_ids", "response_ids", "row"), outputs=("scores",))
     def compute_reward(self, batch: Batch) -> tuple[Batch | None, dict[str, Any]]:
-        """``scores`` [rows]: weight * function + model_weight * model; and samples and failure counts for the log.
+        """``scores`` [rows]: weight * function + model_weight * model; statistics of the global batch,
+        and as samples the texts of this replica's first rows.
 
         Raises RewardError if more calls failed than ``reward.max_failure_rate`` allows.
         Collective over the pool: every rank of it must call, in program order.
@@ -56,16 +51,40 @@ class RewardWorker(ModelWorker):
             by_model = self.infer(batch, last_token_value, torch.ones(len(batch), dtype=torch.int64))
             scores += self.reward.model_weight * by_model.values.cpu() if by_model is not None else 0.0
         report, texts = self._score_text(batch, scores)
-        counts = self.mesh.pool.all_reduce(torch.tensor([report[key] for key in ("calls", "failures", "timeouts")]), "control")
-        calls, failures, timeouts = counts.tolist()
-        check_failure_rate(self.reward, failures + timeouts, calls, report["first_error"])
-        report |= {"reward/failures": failures, "reward/timeouts": timeouts}
+        report |= self._statistics(batch, scores, report)
         report |= {"score_sum": float(scores.double().sum()), "rows": len(batch)}
         report["samples"] = [
             {"row_id": int(batch.row_ids[i]), "prompt": texts[i][0], "response": texts[i][1], "score": float(scores[i])}
-            for i in range(min(self.num_samples, len(texts)))
+            for i in range(min(self.build.num_samples, len(texts)))
         ]
         return (batch.with_fields(scores=scores) if self.mesh.last_stage and len(batch) else None), report
+
+    def _statistics(self, batch: Batch, scores: Tensor, report: dict[str, Any]) -> dict[str, float]:
+        """Of the global batch, summed in float64. Collective over the pool: every rank of it must call, in program order.
+
+        Raises RewardError on every rank of the pool if too many calls failed.
+        """
+        sums = torch.zeros(7, dtype=torch.float64)
+        largest = torch.full((4,), -torch.inf, dtype=torch.float64)
+        if self.answers and len(batch):
+            counts = [report["calls"], report["failures"], report["timeouts"], len(batch)]
+            x, lengths = scores.double(), batch["response_ids"].lengths.double()
+            sums = torch.cat([torch.tensor(counts).double(), torch.stack([lengths.sum(), x.sum(), x.square().sum()])])
+            largest = torch.stack([x.max(), -x.min(), lengths.max(), -lengths.min()])
+        calls, failures, timeouts, rows, tokens, score, squares = self.mesh.pool.all_reduce(sums, "control").tolist()
+        highest, lowest, longest, shortest = self.mesh.pool.all_reduce(largest, "control", "max").tolist()
+        check_failure_rate(self.reward, int(failures + timeouts), int(calls), report["first_error"])
+        return {
+            "reward/mean": score / rows,
+            "reward/std": max(squares / rows - (score / rows) ** 2, 0.0) ** 0.5,
+            "reward/max": highest,
+            "reward/min": -lowest,
+            "reward/failures": failures,
+            "reward/timeouts": timeouts,
+            "response_length/mean": tokens / rows,
+            "response_length/max": longest,
+            "response_length/min": -shortest,
+        }
 
     def _score_text(self, batch: Batch, scores: Tensor) -> tuple[dict[str, Any], list[tuple[str, str, dict[str, Any]]]]:
         """Add the function's scores to ``scores`` in place, the same on all tp ranks of the last stage; report and texts on tp 0."""
@@ -73,7 +92,7 @@ class RewardWorker(ModelWorker):
         texts: list[tuple[str, str, dict[str, Any]]] = []
         if not self.mesh.last_stage or not len(batch):
             return report, texts
-        if self.mesh.tp_rank == 0:
+        if self.answers:
             texts = self.texts(batch)
         if self.runner is not None:
             result = self.runner.score(texts)
@@ -87,7 +106,7 @@ class RewardWorker(ModelWorker):
     def texts(self, batch: Batch) -> list[tuple[str, str, dict[str, Any]]]:
         """(prompt, response, row) of each row; special tokens are left out of the response."""
         rows = decode_json(batch["row"])
-        responses = self.tokenizer.batch_decode(
+        responses = self.build.tokenizer.batch_decode(
             [ids.tolist() for ids in batch["response_ids"].rows()], skip_special_tokens=True
         )
         return [(row["prompt"], response, row) for row, response in zip(rows, responses, strict=True)]

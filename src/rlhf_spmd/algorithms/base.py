@@ -1,0 +1,42 @@
+"""What every algorithm's configuration has: the roles it needs, and the knobs that roles and programs read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from rlhf_spmd.objectives.kl import KLControlConfig
+from rlhf_spmd.workers.actor import ActorWorker
+from rlhf_spmd.workers.arithmetic import ArithmeticWorker
+from rlhf_spmd.workers.config import BatchLimits
+from rlhf_spmd.workers.model_worker import ModelWorker
+from rlhf_spmd.workers.reward import RewardWorker
+
+
+@dataclass(frozen=True)
+class AlgorithmConfig:
+    """``algorithm``; the names are verl's. Batch sizes count prompts. An algorithm derives from it and adds its own knobs."""
+
+    name: str = ""
+    kl_ctrl: KLControlConfig = field(default_factory=KLControlConfig)
+    ppo_mini_batch_size: int = 256
+    ppo_epochs: int = 1
+    use_dynamic_bsz: bool = True
+    ppo_max_token_len_per_gpu: int = 16384
+    ppo_micro_batch_size_per_gpu: int | None = None
+
+    def check(self, where: str) -> None:
+        for key in ("ppo_mini_batch_size", "ppo_epochs", "ppo_max_token_len_per_gpu"):
+            if getattr(self, key) < 1:
+                raise ValueError(f"{where}.{key}={getattr(self, key)} must be at least 1")
+        if not self.use_dynamic_bsz and (self.ppo_micro_batch_size_per_gpu or 0) < 1:
+            raise ValueError(f"{where}.use_dynamic_bsz=false needs {where}.ppo_micro_batch_size_per_gpu, at least 1")
+
+    @property
+    def roles(self) -> Mapping[str, type[ModelWorker] | type[ArithmeticWorker]]:
+        """Role -> the class of its object in ``models``. There is always an actor, the role that is exported."""
+        return {"actor": ActorWorker, "reward": RewardWorker}
+
+    @property
+    def limits(self) -> BatchLimits:
+        return BatchLimits(self.ppo_max_token_len_per_gpu, None if self.use_dynamic_bsz else self.ppo_micro_batch_size_per_gpu)

@@ -1,0 +1,81 @@
+"""Roles in a real run: the reward model's scores, overlap of pools, and SFT."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from tasks import VOCABULARY, read_run, settings, task, token_ids, train_here
+
+
+def test_a_reward_model_scores_as_transformers_does(tmp_path: Path) -> None:
+    """Half the rule's score plus twice the model's, on a model split over tp and pp."""
+    model = str(task() / "critic")
+    layout = ["models.reward.layout.tp=2", "models.reward.layout.pp=2", "models.actor.layout.dp=4"]
+    weights = ["reward.weight=0.5", "reward.model_weight=2.0"]
+    overrides = settings(tmp_path, 1, f"models.reward.path={model}", *layout, *weights)
+    run_ranks(4, train_here, str(task() / "ppo.json"), overrides)
+
+    from tasks import even_share
+    from transformers import AutoModelForSequenceClassification
+
+    reference = AutoModelForSequenceClassification.from_pretrained(model, num_labels=1)
+    samples = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
+    assert len(samples) == 16
+    for sample in samples:
+        ids = [VOCABULARY.index(c) for c in sample["prompt"]] + token_ids(sample["response"])
+        with torch.no_grad():
+            hidden = reference.model(torch.tensor([ids])).last_hidden_state[0, -1]
+            expected = 0.5 * even_share("", sample["response"], {}) + 2.0 * float(reference.score(hidden))
+        assert sample["score"] == pytest.approx(expected, abs=1e-5)
+    (metrics,) = read_run(tmp_path).metrics
+    assert metrics["reward/mean"] == pytest.approx(sum(sample["score"] for sample in samples) / len(samples), abs=1e-6)
+
+
+def spans(run_dir: Path, *names: str) -> list[tuple[int, float, float]]:
+    """(rank, start, end) in microseconds of the calls of these names."""
+    events: list[dict[str, Any]] = json.loads((run_dir / "trace.json").read_text())["traceEvents"]
+    return [(e["pid"], e["ts"], e["ts"] + e["dur"]) for e in events if e["ph"] == "X" and e["name"] in names]
+
+
+def test_actor_and_critic_work_at_the_same_time_on_pools_of_their_own(tmp_path: Path) -> None:
+    pools = ["placement.pools={policy: [0], value: [1]}", "models.actor.pool=policy", "models.reference.pool=policy"]
+    pools += ["models.critic.pool=value", "models.reward.pool=value"]
+    run_ranks(2, train_here, str(task() / "ppo.json"), settings(tmp_path, 3, *pools))
+    actor, critic = spans(tmp_path, "actor.update_actor"), spans(tmp_path, "critic.update_critic")
+    assert {rank for rank, *_ in actor} == {0} and {rank for rank, *_ in critic} == {1}
+    overlapping = [min(a_end, c_end) - max(a, c) for _, a, a_end in actor for _, c, c_end in critic]
+    assert sum(seconds > 0 for seconds in overlapping) == 3, "each step's two updates must overlap"
+
+
+def sft_here(world: Any, overrides: list[str]) -> None:
+    from rlhf_spmd.parallel.board import Board
+    from rlhf_spmd.parallel.program import ProgramContext
+    from rlhf_spmd.sft import prepare, sft
+
+    sft(ProgramContext(world, Board(world.launch, world.store), prepare(None, overrides, world.size)))
+
+
+def test_sft_learns_the_same_on_every_layout(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{i % 10}{i % 7}", "response": f"{i % 7}{i % 10}"} for i in range(64)]
+    data = tmp_path / "sft.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    common = [f"data.path={data}", f"data.val_path={data}", "data.train_batch_size=16", "run.steps=6", "run.test_freq=3"]
+    common += [f"model.path={task() / 'actor'}", "model.dtype=float64", "model.optim.lr=3e-3"]
+    layouts = {1: [], 2: ["model.layout.tp=2"], 4: ["model.layout.pp=2", "model.layout.zero=1"]}
+    found = {}
+    for size, layout in layouts.items():
+        run_dir = tmp_path / f"ranks_{size}"
+        run_ranks(size, sft_here, [*common, *layout, f"run.dir={run_dir}"])
+        found[size] = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+        assert (run_dir / "export" / "model.safetensors").exists()
+    first, last = found[1][0]["val/loss"], found[1][-1]["val/loss"]
+    assert last < 0.6 * first
+    for size in (2, 4):
+        for one, other in zip(found[1], found[size], strict=True):
+            for key in {"val/loss", "actor/loss", "actor/grad_norm"} & one.keys():
+                assert other[key] == pytest.approx(one[key], rel=1e-10), (size, one["step"], key)
