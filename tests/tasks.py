@@ -105,7 +105,7 @@ def _write_models(root: Path) -> None:
     for name, config, seed in (("actor", lm, 1), ("reference", lm, 2), ("critic", value, 3)):
         write_random_model(root / name, config, seed, root / "tokenizer")
     actor, other = (load_file(root / name / "model.safetensors") for name in ("actor", "reference"))
-    near = {name: tensor + 0.1 * other[name] for name, tensor in actor.items()}  # a reference with some KL from the first step on
+    near = {name: tensor + 0.1 * other[name] for name, tensor in actor.items()}  # so the first step has some KL
     save_file(near, root / "reference" / "model.safetensors", metadata={"format": "pt"})
 
 

@@ -4,6 +4,7 @@ import functools
 from pathlib import Path
 
 import pytest
+
 import tasks
 from ranks import run_ranks
 
@@ -55,14 +56,22 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     ),
     "zero3 over 4": (
         4,
-        (*layout("actor", dp=4, zero=3), *layout("critic", pp=2, tp=2), *layout("reference", dp=4, zero=3), *micro_batches(rows=1)),
+        (
+            *layout("actor", dp=4, zero=3),
+            *layout("critic", pp=2, tp=2),
+            *layout("reference", dp=4, zero=3),
+            *micro_batches(rows=1),
+        ),
     ),
     "tp4 -> tp2, KV heads replicated": (4, (*layout("actor", tp=4), *layout("generation", tp=2), *layout("critic", tp=4))),
     "critic on ranks of its own": (
         4,
         (
             *OWN_POOLS,
-            *(f"models.{role}.pool={pool}" for role, pool in (("actor", "a"), ("reference", "a"), ("critic", "b"), ("reward", "b"))),
+            *(
+                f"models.{role}.pool={pool}"
+                for role, pool in (("actor", "a"), ("reference", "a"), ("critic", "b"), ("reward", "b"))
+            ),
             *layout("actor", tp=2),
             *layout("critic", dp=2, zero=2),
             *micro_batches(tokens=64),
@@ -111,8 +120,8 @@ def test_the_task_asks_for_something(directory):
         assert row["actor/kl"] > 0.01 and row["actor/clip_frac"] > 0.01 and row["critic/clip_frac"] > 0.01
         assert row["actor/grad_norm"] > 1.0  # it is clipped
     assert len({row["actor/kl_coef"] for row in one.metrics}) == STEPS
-    start = {name: tensor for (role, kind, name), tensor in one.weights.items() if (role, kind) == ("actor", "exp_avg")}
-    assert all(float(tensor.abs().max()) > 0 for tensor in start.values()), "a tensor got no gradient"
+    momenta = {name: tensor for (role, kind, name), tensor in one.weights.items() if (role, kind) == ("actor", "exp_avg")}
+    assert all(float(tensor.abs().max()) > 0 for tensor in momenta.values()), "a tensor got no gradient"
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

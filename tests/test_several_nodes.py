@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+
 import tasks
 from ranks import run_ranks
 from test_ppo_layouts import layout
@@ -18,7 +19,8 @@ def test_two_nodes_are_one_node_with_as_many_ranks(tmp_path: Path):
     tasks.task()
     where = ("--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", str(tasks.free_port()))
     agents = [
-        tasks.start_torchrun(apart, tasks.settings(apart, STEPS, *LAYOUT), *where, "--node-rank", str(node)) for node in range(2)
+        tasks.start_torchrun(apart, tasks.settings(apart, STEPS, *LAYOUT), *where, "--node-rank", str(node))
+        for node in range(2)
     ]
     together = tmp_path / "one_node"
     try:

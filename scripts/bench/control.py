@@ -77,7 +77,8 @@ class Bench:
         """
         repeats = repeats or self.repeats
         wall, cpu = np.zeros(repeats), np.zeros(repeats)
-        profiler = cProfile.Profile() if self.profile is not None and self.profile in name and self.world.rank == 0 else None
+        profiled = self.profile is not None and self.profile in name and self.world.rank == 0
+        profiler = cProfile.Profile(time.thread_time) if profiled else None
         for i in range(-2, repeats):  # two to warm up
             body = once()
             self.world.all.barrier("bench")
@@ -190,7 +191,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=200, help="timed repetitions of each case")
     parser.add_argument("--out", type=Path, help="write the figures there as JSON")
-    parser.add_argument("--profile", metavar="TEXT", help="rank 0's profile of the cases whose name has TEXT, on stderr")
+    parser.add_argument("--profile", metavar="TEXT", help="rank 0's CPU profile of the cases whose name has TEXT, on stderr")
     args = parser.parse_args()
     if "RANK" not in os.environ:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.ranks}"]

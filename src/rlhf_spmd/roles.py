@@ -2,35 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 from rlhf_spmd.config.schema import nearest
 from rlhf_spmd.controller import Controller, GroupShape, ResourcePool
 from rlhf_spmd.models.sharding import check_layout
-from rlhf_spmd.models.spec import ModelSpec, read_eos_ids, read_spec
-from rlhf_spmd.objectives.kl import KLControlConfig, build_kl_controller
+from rlhf_spmd.models.spec import ModelSpec, read_spec
+from rlhf_spmd.models.weights import check_pretrained
 from rlhf_spmd.parallel.layout import GenerationLayout, Layout, resolve_layout
 from rlhf_spmd.planner.placement import PlacementConfig, place_roles
 from rlhf_spmd.rewards.config import RewardConfig
 from rlhf_spmd.workers.actor import ActorWorker
-from rlhf_spmd.workers.advantage import AdvantageWorker
+from rlhf_spmd.workers.arithmetic import ArithmeticWorker, RoleClass
 from rlhf_spmd.workers.config import RoleConfig
-from rlhf_spmd.workers.critic import CriticWorker
-from rlhf_spmd.workers.model_worker import Build
-from rlhf_spmd.workers.reference import ReferenceWorker
-from rlhf_spmd.workers.reward import RewardWorker
-
-ARITHMETIC_HOME = {"advantage": "critic"}  # roles without a model live where their inputs are
+from rlhf_spmd.workers.model_worker import Build, ModelWorker
 
 
 @dataclass(frozen=True)
 class RolePlan:
     """A role, decided: ``spec`` is None for roles without a model."""
 
+    worker: RoleClass
     config: RoleConfig
     pool: ResourcePool
     shape: GroupShape
@@ -38,53 +33,62 @@ class RolePlan:
 
 
 def plan_roles(
-    models: Mapping[str, RoleConfig], needed: Sequence[str], placement: PlacementConfig, reward: RewardConfig, world_size: int
+    models: Mapping[str, RoleConfig],
+    roles: Mapping[str, RoleClass],
+    placement: PlacementConfig,
+    reward: RewardConfig,
+    world_size: int,
 ) -> dict[str, RolePlan]:
-    """Every needed role with its pool, layout and model. Reads config.json files, no weights.
+    """Every role with its pool, layout and model. ``roles``: name -> class, an actor among them.
 
-    Raises ValueError that names the role, the value and what is allowed.
+    Reads config.json files and the headers of weights. Raises ValueError that names the role, the value and what is allowed.
     """
-    known = [role for role in needed if role not in ARITHMETIC_HOME]
+    known = {role: worker for role, worker in roles.items() if issubclass(worker, ModelWorker)}
     for role in models:
         if role not in known:
-            hint = nearest(role, known) or ";"
+            hint = nearest(role, list(known)) or ";"
             raise ValueError(f"models.{role}: this algorithm has no such role{hint} its roles are {', '.join(known)}")
     configs = {role: models.get(role, RoleConfig()) for role in known}
     if configs["actor"].path is None:
         raise ValueError("models.actor.path must be given: a Hugging Face model directory")
-    for role in ("critic", "reference"):
-        if role in configs and configs[role].path is None:
-            actor = configs["actor"]
-            configs[role] = replace(configs[role], path=actor.path, random_init=configs[role].random_init or actor.random_init)
+    for role, worker in known.items():
+        if configs[role].path is None and worker.model_of is not None:
+            other = configs[worker.model_of]
+            configs[role] = replace(configs[role], path=other.path, random_init=configs[role].random_init or other.random_init)
     if "reward" in configs and configs["reward"].path is None and reward.function is None:
         raise ValueError("there is no reward: give reward.function, or a reward model as models.reward.path")
     pools = place_roles(placement, {role: config.pool for role, config in configs.items()}, world_size)
-    plans = {role: _plan_role(role, config, pools[role]) for role, config in configs.items()}
-    for role, home in ARITHMETIC_HOME.items():
-        if role in needed:
-            pool = plans[home].pool
-            plans[role] = RolePlan(RoleConfig(), pool, GroupShape(Layout(dp=len(pool.ranks))), None)
+    plans = {role: _plan_role(role, known[role], config, pools[role]) for role, config in configs.items()}
+    for role, role_class in roles.items():
+        if issubclass(role_class, ArithmeticWorker):
+            pool = plans[next(home for home in (*role_class.home, "actor") if home in plans)].pool
+            plans[role] = RolePlan(role_class, RoleConfig(), pool, GroupShape(Layout(dp=len(pool.ranks))), None)
     _same_vocabulary(plans)
     return plans
 
 
-def _plan_role(role: str, config: RoleConfig, pool: ResourcePool) -> RolePlan:
+def _plan_role(role: str, worker: type[ModelWorker], config: RoleConfig, pool: ResourcePool) -> RolePlan:
     where = f"models.{role}"
     layout = resolve_layout(config.layout, len(pool.ranks), f"{where}.layout on pool '{pool.name}'")
     if config.path is None:
-        return RolePlan(config, pool, GroupShape(layout), None)
+        return RolePlan(worker, config, pool, GroupShape(layout), None)
     spec = read_spec(config.path)
     check_layout(spec, layout.pp, layout.tp, f"{where}.layout")
-    if role != "actor":
-        return RolePlan(config, pool, GroupShape(layout), spec)
-    generation = GenerationLayout(layout, config.generation.pp, config.generation.tp)
+    if not config.random_init:
+        check_pretrained(spec, config.path, worker.head, missing_head_ok=worker.head == "value")
+    if not issubclass(worker, ActorWorker):
+        return RolePlan(worker, config, pool, GroupShape(layout), spec)
+    try:
+        generation = GenerationLayout(layout, config.generation.pp, config.generation.tp)
+    except ValueError as error:
+        raise ValueError(f"{where}.{error}") from error
     check_layout(spec, generation.pp, generation.tp, f"{where}.generation")
     if generation.pp != layout.pp and spec.num_hidden_layers % layout.pp:
         raise ValueError(
             f"{where}.generation.pp={generation.pp} regroups stages, so layout.pp={layout.pp} must divide the model's "
             f"{spec.num_hidden_layers} layers"
         )
-    return RolePlan(config, pool, GroupShape(layout, generation), spec)
+    return RolePlan(worker, config, pool, GroupShape(layout, generation), spec)
 
 
 def _same_vocabulary(plans: Mapping[str, RolePlan]) -> None:
@@ -98,33 +102,15 @@ def _same_vocabulary(plans: Mapping[str, RolePlan]) -> None:
             )
 
 
-def build_models(
-    plans: Mapping[str, RolePlan],
-    build: Build,
-    kl_ctrl: KLControlConfig,
-    reward: RewardConfig,
-    tokenizer: Any,
-    num_samples: int,
-) -> SimpleNamespace:
+def build_models(plans: Mapping[str, RolePlan], build: Build) -> SimpleNamespace:
     """The role objects by name, the same on every rank. Collective over the world: every rank of it must call."""
-    models = SimpleNamespace()
-    for role, plan in plans.items():
-        setattr(models, role, _build_role(role, plan, build, kl_ctrl, reward, tokenizer, num_samples))
-    return models
+    return SimpleNamespace(**{role: _build_role(role, plan, build) for role, plan in plans.items()})
 
 
-def _build_role(
-    role: str, plan: RolePlan, build: Build, kl_ctrl: KLControlConfig, reward: RewardConfig, tokenizer: Any, num_samples: int
-) -> Any:
-    if role == "advantage":
-        return AdvantageWorker(build.controller, build.world, plan.pool, build_kl_controller(kl_ctrl))
-    if role == "reward":
-        return RewardWorker(build, role, plan.pool, plan.shape, plan.config, plan.spec, reward, tokenizer, num_samples)
-    if role == "actor":
-        assert plan.config.path is not None
-        return ActorWorker(build, role, plan.pool, plan.shape, plan.config, plan.spec, read_eos_ids(plan.config.path))
-    worker = {"critic": CriticWorker, "reference": ReferenceWorker}[role]
-    return worker(build, role, plan.pool, plan.shape, plan.config, plan.spec)
+def _build_role(role: str, plan: RolePlan, build: Build) -> ModelWorker | ArithmeticWorker:
+    if issubclass(plan.worker, ArithmeticWorker):
+        return plan.worker(build, role, plan.pool)
+    return plan.worker(build, role, plan.pool, plan.shape, plan.config, plan.spec)
 
 
 def model_directory(plans: Mapping[str, RolePlan], role: str) -> Path:

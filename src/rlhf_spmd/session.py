@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 import resource
 import sys
 import time
@@ -62,8 +64,12 @@ class RunConfig:
         for key, least in (("steps", 1), ("save_freq", 0), ("test_freq", 0), ("keep_checkpoints", 2), ("log_samples", 0)):
             if getattr(self, key) < least:
                 raise ValueError(f"{where}.{key}={getattr(self, key)} must be at least {least}")
-        if self.timeout_s <= 0:
-            raise ValueError(f"{where}.timeout_s={self.timeout_s} must be above 0 seconds")
+        if not 0 < self.timeout_s < math.inf:
+            raise ValueError(f"{where}.timeout_s={self.timeout_s} must be above 0 seconds, and finite")
+        here = Path(self.dir).absolute()
+        root = next(path for path in (here, *here.parents) if path.exists())
+        if not (root.is_dir() and os.access(root, os.W_OK)):
+            raise ValueError(f"{where}.dir={self.dir}: {root} is not a directory that this user can write to; give another one")
         if self.resume not in ("auto", "never") and not Path(self.resume).is_dir():
             raise ValueError(f"{where}.resume={self.resume!r} is neither auto nor never nor a checkpoint directory")
 
@@ -267,7 +273,18 @@ def merge_values(calls: Iterable[list[Any]]) -> tuple[dict[str, float], list[dic
             else:
                 metrics[key] = values[0] if len(set(values)) == 1 else sum(values) / len(values)
         samples += [sample for report in reports for sample in report.get("samples", [])]
+        metrics |= {f"reward/{name}": mean for name, mean in mean_extras(reports).items()}
     return metrics, samples
+
+
+def mean_extras(reports: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Means over all rows of the other numbers that a reward function returned beside the score."""
+    sums: dict[str, list[float]] = {}
+    for report in reports:
+        for name, (total, count) in report.get("extras", {}).items():
+            before = sums.setdefault(name, [0.0, 0.0])
+            sums[name] = [before[0] + total, before[1] + count]
+    return {name: total / count for name, (total, count) in sums.items()}
 
 
 def peak_memory_gb(device: torch.device) -> float:
@@ -291,15 +308,15 @@ def validate_prompts(
     sampling: SamplingConfig,
     number: int,
 ) -> dict[str, float]:
-    """Mean score of the responses to the validation prompts. Collective over the world: every rank of it must call."""
+    """Mean score (and means of what else the reward function returned) on the validation prompts. Collective over the world: every rank of it must call."""
 
     def script(rows: Reference) -> Reference:
         scored: Reference = reward.compute_reward(rows.union(actor.generate_sequences(rows, sampling, number)))
         return scored
 
-    total, count = 0.0, 0
+    reports: list[dict[str, Any]] = []
     for batch in validation_batches(prompts, batch_size):
         scored = controller.run(script, controller.source(batch.repeat(sampling.n), "prompt_ids"))
-        for report in controller.get(scored)[0]:
-            total, count = total + report["score_sum"], count + report["rows"]
-    return {"val/reward_mean": total / count}
+        reports += controller.get(scored)[0]
+    mean = sum(report["score_sum"] for report in reports) / sum(report["rows"] for report in reports)
+    return {"val/reward_mean": mean, **{f"val/{name}": value for name, value in mean_extras(reports).items()}}

@@ -16,16 +16,16 @@ from rlhf_spmd.data.prompts import DataConfig, PromptDataset, load_prompts
 from rlhf_spmd.data.sft import ResponseDataset, SftConfig, load_responses
 from rlhf_spmd.data.tokenizer import load_tokenizer
 from rlhf_spmd.generation.config import SamplingConfig
-from rlhf_spmd.models.spec import read_eos_ids
 from rlhf_spmd.objectives.losses import check_loss_agg_mode
 from rlhf_spmd.parallel.program import ProgramContext, ProgramSettings, run_program
 from rlhf_spmd.parallel.world import read_launch
 from rlhf_spmd.planner.placement import PlacementConfig
 from rlhf_spmd.rewards.config import RewardConfig
-from rlhf_spmd.roles import RolePlan, plan_roles
+from rlhf_spmd.roles import RolePlan, build_models, plan_roles
 from rlhf_spmd.session import RunConfig, Session, reference_values, run_dir_hint, validate_prompts
 from rlhf_spmd.telemetry.logger import LoggerConfig
 from rlhf_spmd.telemetry.trace import Timeline
+from rlhf_spmd.workers.arithmetic import RoleClass
 from rlhf_spmd.workers.config import BatchLimits, RoleConfig
 from rlhf_spmd.workers.model_worker import Build
 from rlhf_spmd.workers.reward import RewardWorker
@@ -76,7 +76,9 @@ def prepare(path: str | None, overrides: Sequence[str], world_size: int) -> Prep
     check_tree(config)
     if config.model.path is None:
         raise ValueError("model.path must be given: a Hugging Face model directory")
-    roles = ("actor", "reward") if config.val_prompts is not None else ("actor",)
+    roles: dict[str, RoleClass] = {"actor": SftWorker}
+    if config.val_prompts is not None:
+        roles["reward"] = RewardWorker
     plans = plan_roles({"actor": config.model}, roles, PlacementConfig(), config.reward, world_size)
     tokenizer = load_tokenizer(config.model.path)
     if config.algorithm.stop_at_reward is not None and (config.val_prompts is None or not config.run.test_freq):
@@ -96,8 +98,17 @@ def sft(context: ProgramContext[Prepared]) -> None:
     controller = Controller(world.all, context.board)
     controller.timeline = Timeline(world.rank, [plan.pool.name])
     limits = BatchLimits(config.algorithm.max_token_len_per_gpu)
-    build = Build(controller, world, limits, config.run.seed, total_updates=config.run.steps)
-    model = SftWorker(build, "actor", plan.pool, plan.shape, plan.config, plan.spec, read_eos_ids(config.model.path))
+    build = Build(
+        controller,
+        world,
+        limits,
+        config.run.seed,
+        total_updates=config.run.steps,
+        reward=config.reward,
+        tokenizer=ready.tokenizer,
+    )
+    models = build_models(ready.plans, build)
+    model = models.actor
     seed = config.run.seed if config.data.seed is None else config.data.seed
     loader = Loader(ready.responses, config.data.train_batch_size, config.data.shuffle, seed)
     session = Session(
@@ -127,11 +138,6 @@ def sft(context: ProgramContext[Prepared]) -> None:
         tokens = int(rows["prompt_ids"].lengths.sum() + rows["response_ids"].lengths.sum())
         return {**metrics, "data/epoch": loader.epochs, "perf/total_tokens": tokens}, []
 
-    reward = None
-    if ready.val_prompts is not None:
-        role = ready.plans["reward"]
-        reward = RewardWorker(build, "reward", role.pool, role.shape, role.config, role.spec, config.reward, ready.tokenizer, 0)
-
     def validate(number: int) -> dict[str, float]:
         found: dict[str, float] = {}
         if ready.val_responses is not None:
@@ -145,7 +151,7 @@ def sft(context: ProgramContext[Prepared]) -> None:
             length = config.val_sampling.max_response_length or config.val_prompts.max_response_length
             sampling = replace(config.val_sampling, max_response_length=length, seed=config.run.seed)
             found |= validate_prompts(
-                controller, model, reward, ready.val_prompts, config.val_prompts.val_batch_size, sampling, number
+                controller, model, models.reward, ready.val_prompts, config.val_prompts.val_batch_size, sampling, number
             )
         return found
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, is_dataclass, replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 
+from rlhf_spmd.algorithms.base import AlgorithmConfig
 from rlhf_spmd.config import check_tree, find, load, to_dict, to_yaml
 from rlhf_spmd.controller import Controller
 from rlhf_spmd.data.loader import Loader
@@ -26,8 +27,9 @@ from rlhf_spmd.roles import RolePlan, build_models, model_directory, plan_roles,
 from rlhf_spmd.session import RunConfig, Session, reference_values, run_dir_hint, validate_prompts
 from rlhf_spmd.telemetry.logger import LoggerConfig
 from rlhf_spmd.telemetry.trace import Timeline
+from rlhf_spmd.workers.arithmetic import ArithmeticWorker
 from rlhf_spmd.workers.config import RoleConfig
-from rlhf_spmd.workers.model_worker import Build
+from rlhf_spmd.workers.model_worker import Build, ModelWorker
 
 VALIDATION_SEED = 1_000_003  # validation draws other numbers than training
 
@@ -37,7 +39,7 @@ class TrainConfig:
     """The whole configuration of ``train``. ``algorithm`` is the Config of the module that ``algorithm.name`` names."""
 
     run: RunConfig = field(default_factory=RunConfig)
-    algorithm: Any = None
+    algorithm: Any = None  # an AlgorithmConfig: the type of a field that is replaced must be Any
     data: DataConfig = field(default_factory=DataConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     val_sampling: SamplingConfig = field(default_factory=SamplingConfig)
@@ -79,11 +81,21 @@ def read_config(path: str | None, overrides: Sequence[str]) -> tuple[TrainConfig
         algorithm = raw.get("algorithm") or {}
         name = str(algorithm.get("name", "ppo")) if isinstance(algorithm, Mapping) else str(algorithm)
         chosen.append(find("algorithm", "rlhf_spmd.algorithms", name, exports="step"))
-        return {"algorithm": chosen[0].Config}
+        return {"algorithm": algorithm_config(chosen[0])}
 
     config = load(TrainConfig, path, overrides, sections)
     check_tree(config)
     return config, chosen[0]
+
+
+def algorithm_config(module: ModuleType) -> type[AlgorithmConfig]:
+    config = getattr(module, "Config", None)
+    if not (isinstance(config, type) and issubclass(config, AlgorithmConfig) and is_dataclass(config)):
+        raise ValueError(
+            f"algorithm '{module.__name__}': its Config must be a dataclass that derives from rlhf_spmd.algorithms.base."
+            f"AlgorithmConfig; it is {config!r}"
+        )
+    return config
 
 
 def prepare(path: str | None, overrides: Sequence[str], world_size: int) -> Prepared:
@@ -94,6 +106,7 @@ def prepare(path: str | None, overrides: Sequence[str], world_size: int) -> Prep
     config, algorithm = read_config(path, overrides)
     plans = plan_roles(config.models, config.algorithm.roles, config.placement, config.reward, world_size)
     check_batches(config, plans)
+    check_lengths(config, plans)
     tokenizer = load_tokenizer(model_directory(plans, "actor"))
     prompts = load_prompts(config.data, tokenizer)
     val_prompts = load_prompts(config.data, tokenizer, validation=True) if config.data.val_path else None
@@ -117,21 +130,31 @@ def check_batches(config: TrainConfig, plans: Mapping[str, RolePlan]) -> None:
             f"would split a group: use a data.train_batch_size divisible by {generation.dp}"
         )
     rows = min(mini, prompts) * config.sampling.n
-    for role in ("actor", "critic"):
-        if role in plans and rows < plans[role].shape.layout.dp:
+    for role, plan in plans.items():
+        if issubclass(plan.worker, ModelWorker) and plan.worker.trained and rows < plan.shape.layout.dp:
             raise ValueError(
                 f"a mini-batch has {min(mini, prompts)} prompts * sampling.n={config.sampling.n} = {rows} rows, fewer than "
-                f"models.{role}.layout.dp={plans[role].shape.layout.dp}; use a larger algorithm.ppo_mini_batch_size or a smaller dp"
-            )
-    context = config.data.max_prompt_length + (config.sampling.max_response_length or config.data.max_response_length)
-    for role, plan in plans.items():
-        if plan.spec is not None and context > plan.spec.max_position_embeddings:
-            raise ValueError(
-                f"data.max_prompt_length + max_response_length = {context} tokens, but models.{role} has a context of "
-                f"{plan.spec.max_position_embeddings}"
+                f"models.{role}.layout.dp={plan.shape.layout.dp}; use a larger algorithm.ppo_mini_batch_size or a smaller dp"
             )
     if config.sampling.greedy:
         raise ValueError("sampling.temperature=0: training needs samples; use a temperature above 0")
+
+
+def check_lengths(config: TrainConfig, plans: Mapping[str, RolePlan]) -> None:
+    """The longest sequences against the models' contexts and the token budget. Raises ValueError as :func:`check_batches`."""
+    budget = config.algorithm.limits
+    for section, sampling in {"sampling": config.sampling, "val_sampling": config.val_sampling}.items():
+        longest = config.data.max_prompt_length + (sampling.max_response_length or config.data.max_response_length)
+        key = f"{section}.max_response_length" if sampling.max_response_length else "data.max_response_length"
+        lengths = f"data.max_prompt_length + {key} = {longest} tokens"
+        for role, plan in plans.items():
+            if plan.spec is not None and longest > plan.spec.max_position_embeddings:
+                raise ValueError(f"{lengths}, but models.{role} has a context of {plan.spec.max_position_embeddings}")
+        if section == "sampling" and budget.rows is None and longest > budget.max_tokens:
+            raise ValueError(
+                f"{lengths}, more than algorithm.ppo_max_token_len_per_gpu={budget.max_tokens}: a micro-batch must hold a row; "
+                f"raise it, or lower the lengths"
+            )
 
 
 def train(context: ProgramContext[Prepared]) -> None:
@@ -149,8 +172,12 @@ def train(context: ProgramContext[Prepared]) -> None:
         num_mini_batches=mini_batches,
         total_updates=config.run.steps * mini_batches * config.algorithm.ppo_epochs,
         temperature=ready.sampling.log_prob_temperature,
+        kl_ctrl=config.algorithm.kl_ctrl,
+        reward=config.reward,
+        tokenizer=ready.tokenizer,
+        num_samples=config.run.log_samples,
     )
-    models = build_models(ready.plans, build, config.algorithm.kl_ctrl, config.reward, ready.tokenizer, config.run.log_samples)
+    models = build_models(ready.plans, build)
     seed = config.run.seed if config.data.seed is None else config.data.seed
     loader = Loader(ready.prompts, config.data.train_batch_size, config.data.shuffle, seed)
     session = Session(
@@ -159,8 +186,8 @@ def train(context: ProgramContext[Prepared]) -> None:
         world,
         context.board,
         controller,
-        trained={role: getattr(models, role) for role in ("actor", "critic") if hasattr(models, role)},
-        state=lambda: {"loader": loader.state_dict(), "kl": controller.get(models.advantage.progress())[0][0]},
+        trained={role: worker for role, worker in vars(models).items() if isinstance(worker, ModelWorker) and worker.trained},
+        state=lambda: {"loader": loader.state_dict(), "roles": role_states(controller, models)},
         restore=lambda state: restore(state, loader, models),
         export_role="actor",
         export_source=model_directory(ready.plans, "actor"),
@@ -175,7 +202,7 @@ def train(context: ProgramContext[Prepared]) -> None:
         prompts = controller.source(rows, "prompt_ids")
         calls = controller.run(ready.algorithm.step, models, prompts, config.algorithm, ready.sampling, number)
         metrics, samples = reference_values(controller, calls)
-        num_tokens = int(rows["prompt_ids"].lengths.sum()) + metrics["response_length/mean"] * len(rows)
+        num_tokens = int(rows["prompt_ids"].lengths.sum()) + metrics.get("response_length/mean", 0.0) * len(rows)
         return {**metrics, "data/epoch": loader.epochs, "perf/total_tokens": num_tokens}, samples
 
     def validate(number: int) -> dict[str, float]:
@@ -188,9 +215,17 @@ def train(context: ProgramContext[Prepared]) -> None:
     session.run(one_step, validate if ready.val_prompts is not None else None)
 
 
+def role_states(controller: Controller, models: SimpleNamespace) -> dict[str, Any]:
+    """The states of roles without a model. Collective over the world: every rank of it must call, in program order."""
+    workers = {role: worker for role, worker in vars(models).items() if isinstance(worker, ArithmeticWorker)}
+    found = controller.get(*(worker.progress() for worker in workers.values()))
+    return {role: values[0] for role, values in zip(workers, found, strict=True)}
+
+
 def restore(state: dict[str, Any], loader: Loader, models: SimpleNamespace) -> None:
     loader.load_state_dict(state["loader"])
-    models.advantage.kl_controller.load_state_dict(state["kl"])
+    for role, saved in state["roles"].items():
+        getattr(models, role).load_state_dict(saved)
 
 
 def describe(ready: Prepared, world: World) -> str:

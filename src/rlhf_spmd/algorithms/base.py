@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 
 from rlhf_spmd.objectives.kl import KLControlConfig
 from rlhf_spmd.workers.actor import ActorWorker
-from rlhf_spmd.workers.arithmetic import ArithmeticWorker
+from rlhf_spmd.workers.arithmetic import RoleClass
 from rlhf_spmd.workers.config import BatchLimits
-from rlhf_spmd.workers.model_worker import ModelWorker
 from rlhf_spmd.workers.reward import RewardWorker
 
 
@@ -33,7 +32,7 @@ class AlgorithmConfig:
             raise ValueError(f"{where}.use_dynamic_bsz=false needs {where}.ppo_micro_batch_size_per_gpu, at least 1")
 
     @property
-    def roles(self) -> Mapping[str, type[ModelWorker] | type[ArithmeticWorker]]:
+    def roles(self) -> Mapping[str, RoleClass]:
         """Role -> the class of its object in ``models``. There is always an actor, the role that is exported."""
         return {"actor": ActorWorker, "reward": RewardWorker}
 

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
+from rlhf_spmd.algorithms.base import AlgorithmConfig
 from rlhf_spmd.controller import Reference
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.objectives.advantages import advantage_estimator
-from rlhf_spmd.objectives.kl import KLControlConfig, check_kl_kind, kl_penalty
+from rlhf_spmd.objectives.kl import check_kl_kind, kl_penalty
 from rlhf_spmd.objectives.losses import aggregate, check_clip_ratios, check_loss_agg_mode, policy_loss, value_loss
-from rlhf_spmd.workers.advantage import AdvantageSettings
-from rlhf_spmd.workers.config import BatchLimits
+from rlhf_spmd.workers.actor import ActorWorker
+from rlhf_spmd.workers.advantage import AdvantageSettings, AdvantageWorker
+from rlhf_spmd.workers.arithmetic import RoleClass
+from rlhf_spmd.workers.critic import CriticWorker
 from rlhf_spmd.workers.model_worker import Totals
-
-ROLES = ("actor", "critic", "reference", "reward", "advantage")
+from rlhf_spmd.workers.reference import ReferenceWorker
+from rlhf_spmd.workers.reward import RewardWorker
 
 
 @dataclass(frozen=True)
-class PPOConfig:
-    """``algorithm.*``; the names are verl's. Batch sizes count prompts. ``clip_ratio_low/high`` default to ``clip_ratio``."""
+class PPOConfig(AlgorithmConfig):
+    """``algorithm.*``; the names are verl's. ``clip_ratio_low/high`` default to ``clip_ratio``."""
 
     name: str = "ppo"
     adv_estimator: str = "gae"
@@ -30,7 +34,6 @@ class PPOConfig:
     lam: float = 1.0
     use_kl_in_reward: bool = True
     kl_penalty: str = "kl"
-    kl_ctrl: KLControlConfig = field(default_factory=KLControlConfig)
     use_kl_loss: bool = False
     kl_loss_coef: float = 0.001
     kl_loss_type: str = "low_var_kl"
@@ -41,30 +44,23 @@ class PPOConfig:
     cliprange_value: float = 0.5
     entropy_coeff: float = 0.0
     loss_agg_mode: str = "token-mean"
-    ppo_mini_batch_size: int = 256
-    ppo_epochs: int = 1
     critic_warmup: int = 0
-    use_dynamic_bsz: bool = True
-    ppo_max_token_len_per_gpu: int = 16384
-    ppo_micro_batch_size_per_gpu: int | None = None
 
     def check(self, where: str) -> None:
-        advantage_estimator(self.adv_estimator)
+        super().check(where)
+        advantage_estimator(self.adv_estimator, f"{where}.adv_estimator")
         check_kl_kind(self.kl_penalty, f"{where}.kl_penalty")
         check_kl_kind(self.kl_loss_type, f"{where}.kl_loss_type")
         check_loss_agg_mode(self.loss_agg_mode, f"{where}.loss_agg_mode")
-        check_clip_ratios(*self.clip_range, self.clip_ratio_c)
-        for key in ("ppo_mini_batch_size", "ppo_epochs", "ppo_max_token_len_per_gpu"):
-            if getattr(self, key) < 1:
-                raise ValueError(f"{where}.{key}={getattr(self, key)} must be at least 1")
+        check_clip_ratios(*self.clip_range, self.clip_ratio_c, f"{where}.")
         for key in ("gamma", "lam"):
             if not 0 <= getattr(self, key) <= 1:
                 raise ValueError(f"{where}.{key}={getattr(self, key)} must be between 0 and 1")
         for key in ("cliprange_value", "kl_loss_coef", "critic_warmup"):
-            if getattr(self, key) < 0:
-                raise ValueError(f"{where}.{key}={getattr(self, key)} must be at least 0")
-        if not self.use_dynamic_bsz and (self.ppo_micro_batch_size_per_gpu or 0) < 1:
-            raise ValueError(f"{where}.use_dynamic_bsz=false needs {where}.ppo_micro_batch_size_per_gpu, at least 1")
+            if not 0 <= getattr(self, key) < math.inf:
+                raise ValueError(f"{where}.{key}={getattr(self, key)} must be a finite number, at least 0")
+        if not math.isfinite(self.entropy_coeff):
+            raise ValueError(f"{where}.entropy_coeff={self.entropy_coeff} must be a finite number")
 
     @property
     def clip_range(self) -> tuple[float, float]:
@@ -82,12 +78,11 @@ class PPOConfig:
         return AdvantageSettings(estimator, self.gamma, self.lam, self.kl_penalty, self.use_kl_in_reward)
 
     @property
-    def roles(self) -> tuple[str, ...]:
-        return tuple(role for role in ROLES if role != "reference" or self.uses_reference)
-
-    @property
-    def limits(self) -> BatchLimits:
-        return BatchLimits(self.ppo_max_token_len_per_gpu, None if self.use_dynamic_bsz else self.ppo_micro_batch_size_per_gpu)
+    def roles(self) -> Mapping[str, RoleClass]:
+        roles: dict[str, RoleClass] = {"actor": ActorWorker, "critic": CriticWorker}
+        if self.uses_reference:
+            roles["reference"] = ReferenceWorker
+        return roles | {"reward": RewardWorker, "advantage": AdvantageWorker}
 
 
 def step(models: Any, prompts: Reference, config: PPOConfig, sampling: SamplingConfig, number: int) -> list[Reference]:

@@ -6,6 +6,9 @@ import glob
 import gzip
 import json
 import math
+import sys
+import urllib.error
+import urllib.request
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +16,7 @@ from typing import Any
 
 JSON_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".ndjson")
 PARQUET_SUFFIXES = (".parquet",)
+HUB_LIMIT_S = 5.0
 
 
 class DataError(ValueError):
@@ -172,21 +176,39 @@ def _parquet_rows(file: Path) -> Iterable[Row]:
 def _dataset_rows(path: str, split: str, subset: str | None) -> Iterable[Row]:
     try:
         import datasets
+        import huggingface_hub.constants
         from datasets.exceptions import DatasetsError
     except ModuleNotFoundError as error:
         raise DataError(
             f"'{path}' is not a file, and loading it by name needs the package datasets; install it with: pip install datasets"
         ) from error
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+    if not Path(path).exists() and not _hub_answers():  # then only what is cached counts, without a minute of retries
+        huggingface_hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
     saved = Path(path, "state.json").is_file() or Path(path, "dataset_dict.json").is_file()
     try:
         loaded = datasets.load_from_disk(path) if saved else datasets.load_dataset(path, subset, split=split)
     except (DatasetsError, OSError, ValueError, RuntimeError) as error:
-        raise DataError(
-            f"data set '{path}' (split '{split}') cannot be loaded: {(str(error) or type(error).__name__).splitlines()[0]}"
-        ) from error
+        reason = (str(error.__cause__ or error) or type(error).__name__).splitlines()[0]
+        where = "" if Path(path).exists() else f"'{path}' is not a file or directory here; "
+        raise DataError(f"{where}data set '{path}' (split '{split}') cannot be loaded: {reason}") from error
     if isinstance(loaded, datasets.DatasetDict):
         if split not in loaded:
             raise DataError(f"data set '{path}' has no split '{split}'; it has: {', '.join(loaded)}")
         loaded = loaded[split]
     for number, values in enumerate(loaded, 1):
         yield _row(dict(values), f"{path}, row {number}")
+
+
+def _hub_answers() -> bool:
+    from huggingface_hub import constants
+
+    request = urllib.request.Request(constants.ENDPOINT, method="HEAD")
+    try:
+        with urllib.request.urlopen(request, timeout=HUB_LIMIT_S):
+            return True
+    except urllib.error.HTTPError:  # an answer
+        return True
+    except OSError:
+        return False

@@ -45,6 +45,25 @@ class _Checkpoint:
             hint = f" ({pickles} cannot be used: pickles are never read; convert them)" if pickles else ""
             raise ValueError(f"{path}: neither model.safetensors nor model.safetensors.index.json is there{hint}")
 
+    def refuse_unknown(self, spec: ModelSpec) -> None:
+        known = {*tensor_shapes(spec, "lm"), spec.names.lm_head, spec.names.value_head}
+        unknown = sorted(n for n in self.files if n not in known and not _IGNORED.search(n))
+        if unknown:
+            raise ValueError(
+                f"{self.source}: {len(unknown)} tensors that a {spec.family} model does not have, such as '{unknown[0]}'"
+            )
+
+    def find(self, spec: ModelSpec, name: str, shape: tuple[int, ...], missing_head_ok: bool) -> Any:
+        """safetensors' slice object of a tensor of the model; None for a value head that may be absent and is."""
+        stored = name
+        if name == spec.names.embed and spec.tie_word_embeddings and name not in self.files:
+            stored = spec.names.lm_head  # the one matrix of a tied model is saved under either name
+        if stored in self.files:
+            return self.slices(stored, shape)
+        if name == spec.names.value_head and missing_head_ok:
+            return None
+        raise ValueError(f"{self.source}: tensor '{name}' is missing")
+
     def slices(self, name: str, shape: tuple[int, ...]) -> Any:
         """safetensors' slice object of a tensor, after checking its shape and dtype."""
         source = self.path / self.files[name]
@@ -87,29 +106,29 @@ def load_pretrained(decoder: Decoder, path: str | Path, seed: int = 0, missing_h
     Raises ValueError naming the file and tensor for missing, unknown or misshapen tensors and for unreadable files.
     Each rank reads its own slices only; no communication.
     """
-    path = Path(path)
-    spec, names = decoder.spec, decoder.spec.names
-    known = {*tensor_shapes(spec, "lm"), names.lm_head, names.value_head}
     with contextlib.ExitStack() as stack, torch.no_grad():
-        checkpoint = _Checkpoint(path, stack)
-        unknown = sorted(n for n in checkpoint.files if n not in known and not _IGNORED.search(n))
-        if unknown:
-            raise ValueError(
-                f"{checkpoint.source}: {len(unknown)} tensors that a {spec.family} model does not have, such as '{unknown[0]}'"
-            )
+        checkpoint = _Checkpoint(Path(path), stack)
+        checkpoint.refuse_unknown(decoder.spec)
         for name, parameter in decoder.named_parameters():
             target = _plain(name, parameter)
             for box in decoder.shards[name].boxes:
-                stored = box.name
-                if stored == names.embed and spec.tie_word_embeddings and stored not in checkpoint.files:
-                    stored = names.lm_head  # the one matrix of a tied model is saved under either name
-                if stored in checkpoint.files:
-                    found = checkpoint.slices(stored, box.shape)
-                    target[box.local_slices].copy_(found[box.global_slices])
-                elif stored == names.value_head and missing_head_ok:
+                found = checkpoint.find(decoder.spec, box.name, box.shape, missing_head_ok)
+                if found is None:
                     target[box.local_slices].zero_()
                 else:
-                    raise ValueError(f"{checkpoint.source}: tensor '{box.name}' is missing")
+                    target[box.local_slices].copy_(found[box.global_slices])
+
+
+def check_pretrained(spec: ModelSpec, path: str | Path, head: str, missing_head_ok: bool = False) -> None:
+    """Whether :func:`load_pretrained` will find what it needs, in any layout: reads the files' headers, no weights.
+
+    Raises ValueError as it does, for files cut short too.
+    """
+    with contextlib.ExitStack() as stack:
+        checkpoint = _Checkpoint(Path(path), stack)
+        checkpoint.refuse_unknown(spec)
+        for name, shape in tensor_shapes(spec, head).items():
+            checkpoint.find(spec, name, shape, missing_head_ok)
 
 
 def init_random(decoder: Decoder, seed: int) -> None:

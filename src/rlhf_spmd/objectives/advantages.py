@@ -105,11 +105,11 @@ AdvantageEstimator = Callable[[Tensor, Tensor, Tensor, float, float], tuple[Tens
 ADVANTAGE_ESTIMATORS: dict[str, AdvantageEstimator] = {"gae": gae}
 
 
-def advantage_estimator(name: str) -> AdvantageEstimator:
+def advantage_estimator(name: str, where: str = "adv_estimator") -> AdvantageEstimator:
     """The function behind ``adv_estimator``; ValueError listing what exists for an unknown name."""
     if name not in ADVANTAGE_ESTIMATORS:
         known = sorted(ADVANTAGE_ESTIMATORS)
-        raise ValueError(f"unknown adv_estimator {name!r}{nearest(name, known) or ';'} available: {', '.join(known)}")
+        raise ValueError(f"unknown {where} {name!r}{nearest(name, known) or ';'} available: {', '.join(known)}")
     return ADVANTAGE_ESTIMATORS[name]
 
 

@@ -133,8 +133,10 @@ class AdaptiveKLController:
 
         ``current_kl``: the step's mean KL; with verl's meaning of ``target_kl`` the mean over rows of each row's mean per token
         (:func:`losses.aggregate` in mode ``seq-mean-token-mean``), in nats. ``n_steps``: rows in the global batch.
+        Raises FloatingPointError for a KL that is not finite.
         """
-        assert math.isfinite(current_kl), f"KL given to the controller is {current_kl}"
+        if not math.isfinite(current_kl):
+            raise FloatingPointError(f"the mean KL to the reference is {current_kl}")
         error = min(max(current_kl / self.target_kl - 1.0, -self.ERROR_LIMIT), self.ERROR_LIMIT)
         # With more than 5 * horizon rows in a step the factor would reach zero or below and the coefficient never recover.
         self.value *= max(1.0 + error * n_steps / self.horizon, 1e-3)

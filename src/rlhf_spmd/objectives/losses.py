@@ -27,14 +27,16 @@ def check_loss_agg_mode(mode: str, where: str = "loss_agg_mode") -> None:
         raise ValueError(f"unknown {where} {mode!r}; available: {', '.join(LOSS_AGG_MODES)}")
 
 
-def check_clip_ratios(low: float, high: float, c: float) -> None:
-    """Raises ValueError for clip ratios that cannot be meant."""
+def check_clip_ratios(low: float, high: float, c: float, where: str = "") -> None:
+    """Raises ValueError for clip ratios that cannot be meant. ``where`` goes before the keys, as in ``algorithm.``"""
     if not 0.0 <= low <= 1.0:
-        raise ValueError(f"clip_ratio_low = {low}: the ratio is kept above 1 - clip_ratio_low, so it must lie in [0, 1]")
+        raise ValueError(f"{where}clip_ratio_low = {low}: the ratio is kept above 1 - clip_ratio_low, so it must lie in [0, 1]")
     if not high >= 0.0:
-        raise ValueError(f"clip_ratio_high = {high}: the ratio is kept below 1 + clip_ratio_high, so it must be >= 0")
+        raise ValueError(f"{where}clip_ratio_high = {high}: the ratio is kept below 1 + clip_ratio_high, so it must be >= 0")
     if not c > 1.0:
-        raise ValueError(f"clip_ratio_c = {c}: it bounds the ratio from above for negative advantages, so it must be > 1")
+        raise ValueError(
+            f"{where}clip_ratio_c = {c}: it bounds the ratio from above for negative advantages, so it must be > 1"
+        )
 
 
 def policy_loss(

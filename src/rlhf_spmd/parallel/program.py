@@ -19,7 +19,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -214,10 +214,8 @@ def _refusal(launch: Launch, error: Exception) -> tuple[str, str, str]:
 def _write_refusal(run_dir: Path | None, launch: Launch, refusal: tuple[str, str, str]) -> None:
     if run_dir is None:
         return
-    try:
+    with suppress(OSError):  # the refusal itself was told, and run_dir may be what is wrong
         write_exit_status(run_dir, ExitStatus.of(refusal[0], refusal[1], rank=launch.rank))
-    except OSError as error:
-        announce(f"cannot write {EXIT_STATUS_FILE} in {run_dir}: {error}")
 
 
 # ---- running and failing -----------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +14,7 @@ from rlhf_spmd.generation.generator import Generator
 from rlhf_spmd.generation.sequence import Request
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.spec import ModelSpec
+from rlhf_spmd.parallel.collectives import Group
 from rlhf_spmd.parallel.layout import GenerationLayout
 from rlhf_spmd.parallel.mesh import build_group, build_mesh
 from rlhf_spmd.reshard.execute import HybridEngine
@@ -45,7 +45,7 @@ class ActorWorker(ModelWorker):
         if self.member:
             self._build_generator(gather)
 
-    def _build_generator(self, gather: Group | None) -> None:
+    def _build_generator(self, gather: Group) -> None:
         mesh, spec, layout = self.generation_mesh, self.spec, self.generation_mesh.layout
         assert spec is not None
         # fused matrices keep one block per training rank, so that each training parameter is one slice of them

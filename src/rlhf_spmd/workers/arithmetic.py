@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from rlhf_spmd.controller import RANK_ZERO, GroupShape, ResourcePool, Worker, register
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import build_mesh
-from rlhf_spmd.workers.model_worker import Build
+from rlhf_spmd.workers.model_worker import Build, ModelWorker
 
 
 class ArithmeticWorker(Worker):
@@ -31,3 +31,6 @@ class ArithmeticWorker(Worker):
     def progress(self) -> dict[str, Any]:
         """:meth:`state_dict`, for checkpoints."""
         return self.state_dict()
+
+
+RoleClass = type[ModelWorker] | type[ArithmeticWorker]

@@ -1,0 +1,13 @@
+"""An algorithm whose Config does not derive from AlgorithmConfig."""
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Config:
+    name: str = "no_config"
+
+
+def step(models: Any, prompts: Any, config: Config, sampling: Any, number: int) -> Any:
+    return []
