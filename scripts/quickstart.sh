@@ -7,8 +7,8 @@ seed=${SEED:-0}
 rm -rf runs/quickstart
 launch() { torchrun --standalone --nproc-per-node 2 -m "$@"; }
 
-echo "1/3  task: sort 8 to 12 digits; data and an untrained 1.6 M parameter Llama"
-python -m rlhf_spmd.data.sort_digits --out runs/quickstart/task --seed "$seed"
+echo "1/3  task: sort 4 to 14 digits; data and an untrained 1.6 M parameter Llama"
+python -m rlhf_spmd.data.sort_digits --out runs/quickstart/task --seed "$seed" --min-digits 4 --max-digits 14
 echo "2/3  SFT until about a third of the answers are right"
 launch rlhf_spmd.sft --config configs/quickstart_sft.yaml run.seed="$seed"
 echo "3/3  PPO with actor, critic and reference on two ranks, rewarded for right answers only"

@@ -50,7 +50,7 @@ CONFIG = [
     (["algorithm.name=outside.no_config"], 1, ["outside.no_config", "AlgorithmConfig"]),
     (["reward.function=gsm8"], 1, ["reward.function 'gsm8'", "did you mean 'gsm8k'?"]),
     (["reward.function=outside.rewards:oftn_fails"], 1, ["'outside.rewards:oftn_fails'", "often_fails"]),
-    (["reward.function=null"], 1, ["reward.function", "models.reward.path"]),
+    (["reward.function=null"], 1, ["reward.function", "reward.model"]),
     (["reward.max_failure_rate=2"], 1, ["reward.max_failure_rate = 2.0", "[0, 1]"]),
     (["logger.wandb=sometimes"], 1, ["logger.wandb='sometimes'", "online, offline, disabled"]),
     # layouts and pools
@@ -79,6 +79,7 @@ CONFIG = [
     (["models.actor.path=@cut_weights"], 1, ["@cut_weights/model.safetensors", "cannot be read as safetensors"]),
     (["models.actor.path=@other_shapes"], 1, ["@other_shapes/model.safetensors", "[96, 64]", "[128, 64]"]),
     (["models.reference.path=@a_tensor_less"], 1, ["@a_tensor_less/model.safetensors", "'model.norm.weight' is missing"]),
+    (["reward.model=@no_value_head"], 1, ["@no_value_head/model.safetensors", "'score.weight' is missing"]),
     (["models.actor.path=@unknown_family"], 1, ["@unknown_family/config.json", "'lama'", "did you mean 'llama'?"]),
     (["models.critic.path=@other_vocabulary", "models.critic.random_init=true"], 1, ["models.critic.path", "40", "37"]),
     (["models.actor.path=@broken_config"], 1, ["@broken_config/config.json", "not readable as JSON"]),
@@ -119,7 +120,7 @@ def drop_tensor(model: Path) -> None:
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
 
 
-MADE: dict[str, bytes | Callable[[Path], None]] = {
+MADE: dict[str, bytes | Callable[[Path], object]] = {
     "file": b"",
     "broken.jsonl": b'{"prompt": "12"}\n{"prompt": \n',
     "no_prompt.jsonl": b'{"text": "12"}\n',
@@ -134,6 +135,7 @@ MADE: dict[str, bytes | Callable[[Path], None]] = {
     "unknown_family": with_config(model_type="lama"),
     "other_vocabulary": with_config(vocab_size=40),
     "broken_config": lambda model: (model / "config.json").write_text('{"a":'),
+    "no_value_head": lambda model: None,
     "no_tokenizer": lambda model: [file.unlink() for file in model.glob("tokenizer*")],
 }
 
@@ -184,7 +186,7 @@ def test_a_configuration_file_that_cannot_be_read(content: str | None, message: 
         prepare(str(file), [], 1)
 
 
-COMMANDS = {  # exit code, override, the line
+COMMANDS = {  # code of exit_status.json, override, the line; the process exits with 2 for each
     "config": (2, "run.stepz=3", r"config error: unknown key 'run\.stepz'; did you mean 'run\.steps'\?.*"),
     "data": (3, "data.path=@broken.jsonl", r"data error: \S*/broken\.jsonl:2: not valid JSON.*"),
     "weights": (2, "models.actor.path=@cut_weights", r"config error: \S*/cut_weights/model\.safetensors: cannot be read .*"),
@@ -192,7 +194,7 @@ COMMANDS = {  # exit code, override, the line
 
 
 @pytest.mark.parametrize("kind", COMMANDS)
-def test_the_command_prints_the_line_alone_and_exits_with_the_code(kind: str, made: Path, tmp_path: Path) -> None:
+def test_the_command_prints_the_line_alone_and_exits_with_2(kind: str, made: Path, tmp_path: Path) -> None:
     """As a person starts it, without torchrun."""
     code, override, line = COMMANDS[kind]
     command = [sys.executable, "-m", "rlhf_spmd.train", "--config", str(tasks.task() / "ppo.json"), f"run.dir={tmp_path}"]
@@ -203,7 +205,7 @@ def test_the_command_prints_the_line_alone_and_exits_with_the_code(kind: str, ma
     assert re.fullmatch(line + r"\n", ended.stderr), ended.stderr
     assert ended.stdout == ""
     status = json.loads((tmp_path / "exit_status.json").read_text())
-    assert (ended.returncode, status["code"], status["message"]) == (code, code, ended.stderr.strip())
+    assert (ended.returncode, status["code"], status["message"]) == (2, code, ended.stderr.strip())
 
 
 def test_under_torchrun_the_line_comes_once_and_each_rank_has_the_code(tmp_path: Path) -> None:

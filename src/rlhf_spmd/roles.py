@@ -55,8 +55,8 @@ def plan_roles(
         if configs[role].path is None and worker.model_of is not None:
             other = configs[worker.model_of]
             configs[role] = replace(configs[role], path=other.path, random_init=configs[role].random_init or other.random_init)
-    if "reward" in configs and configs["reward"].path is None and reward.function is None:
-        raise ValueError("there is no reward: give reward.function, or a reward model as models.reward.path")
+    if "reward" in configs:
+        configs["reward"] = _reward_model(configs["reward"], reward)
     pools = place_roles(placement, {role: config.pool for role, config in configs.items()}, world_size)
     plans = {role: _plan_role(role, known[role], config, pools[role]) for role, config in configs.items()}
     for role, role_class in roles.items():
@@ -67,6 +67,16 @@ def plan_roles(
     return plans
 
 
+def _reward_model(config: RoleConfig, reward: RewardConfig) -> RoleConfig:
+    """The reward role with its model, which ``reward.model`` names as well as ``models.reward.path``."""
+    if reward.model is not None and config.path not in (None, reward.model):
+        raise ValueError(f"reward.model={reward.model!r} and models.reward.path={config.path!r} name different models; give one")
+    path = reward.model or config.path
+    if path is None and reward.function is None:
+        raise ValueError("there is no reward: give reward.function, or a reward model as reward.model")
+    return replace(config, path=path)
+
+
 def _plan_role(role: str, worker: type[ModelWorker], config: RoleConfig, pool: ResourcePool) -> RolePlan:
     where = f"models.{role}"
     layout = resolve_layout(config.layout, len(pool.ranks), f"{where}.layout on pool '{pool.name}'")
@@ -75,7 +85,7 @@ def _plan_role(role: str, worker: type[ModelWorker], config: RoleConfig, pool: R
     spec = read_spec(config.path)
     check_layout(spec, layout.pp, layout.tp, f"{where}.layout")
     if not config.random_init:
-        check_pretrained(spec, config.path, worker.head, missing_head_ok=worker.head == "value")
+        check_pretrained(spec, config.path, worker.head, missing_head_ok=worker.new_head)
     if not issubclass(worker, ActorWorker):
         return RolePlan(worker, config, pool, GroupShape(layout), spec)
     try:

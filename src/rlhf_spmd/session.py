@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
 from rlhf_spmd.checkpoint import (
     RoleState,
@@ -74,15 +75,24 @@ class RunConfig:
             raise ValueError(f"{where}.resume={self.resume!r} is neither auto nor never nor a checkpoint directory")
 
 
-def run_dir_hint(overrides: Sequence[str]) -> Path | None:
-    """Where exit_status.json goes when the configuration cannot be read: ``run.dir``, if the command line gives it."""
+def run_dir_hint(path: str | None, overrides: Sequence[str]) -> Path | None:
+    """Where exit_status.json goes when the configuration is refused: ``run.dir`` of the command line or file, as far as readable."""
     given = [value.removeprefix("run.dir=") for value in overrides if value.startswith("run.dir=")]
-    return Path(given[-1]) if given else None
+    if given or path is None:
+        return Path(given[-1]) if given else None
+    try:
+        written = (yaml.safe_load(Path(path).read_text()) or {}).get("run", {}).get("dir")
+    except (OSError, UnicodeDecodeError, AttributeError, yaml.YAMLError):
+        return None
+    return Path(written) if isinstance(written, str) and "${" not in written else None
 
 
 @dataclass
 class Session:
-    """What a run carries besides its models. ``trained``: the roles that a checkpoint holds. ``state``/``restore``: the rest."""
+    """What a run carries besides its models. ``trained``: the roles that a checkpoint holds. ``state``/``restore``: the rest.
+
+    ``peak_flops``: FLOP/s of one rank, by which utilisation (``perf/mfu``) is measured.
+    """
 
     config: RunConfig
     logger_config: LoggerConfig
@@ -96,6 +106,7 @@ class Session:
     export_source: Path
     resolved: Mapping[str, Any]
     config_text: str
+    peak_flops: float
     started_at: int = field(default=0, init=False)
 
     @property
@@ -120,6 +131,10 @@ class Session:
             create_run_dir(self.run_dir, self.config_text)
         self.world.all.barrier("control")
         self.started_at = self.resume()
+        if self.started_at >= self.config.steps:
+            if self.is_first:
+                print(f"nothing to do: step {self.started_at} of {self.config.steps} is done", file=sys.stderr)
+            return
         recorder = Recorder(self) if self.is_first else None
         number = self.started_at
         if validate is not None and self.config.test_freq and number == 0:
@@ -144,9 +159,9 @@ class Session:
                 raise Preempted(f"saved {self.board.last_checkpoint}; start again with run.resume=auto to go on")
             if ended:
                 break
-        self._close(recorder, ExitStatus.of("done", step=number, last_checkpoint=self.board.last_checkpoint))
         if self.config.export:
             self._export()
+        self._close(recorder, ExitStatus.of("done", step=number, last_checkpoint=self.board.last_checkpoint))
 
     def _timed(
         self, one_step: Callable[[int], tuple[dict[str, float], list[dict[str, Any]]]], number: int
@@ -165,8 +180,8 @@ class Session:
                 key = f"timing_s/{name.rsplit('.', 1)[-1]}"
                 metrics[key] = max(metrics.get(key, 0.0), value)
             metrics["memory/peak_gb"] = max(metrics.get("memory/peak_gb", 0.0), peak)
-        if "perf/total_tokens" in metrics:
-            metrics["perf/tokens_per_s"] = metrics.pop("perf/total_tokens") / seconds
+        metrics["perf/tokens_per_s"] = metrics.pop("perf/total_tokens") / seconds
+        metrics["perf/mfu"] = metrics.pop("perf/total_flops") / seconds / (self.peak_flops * self.world.size)
         return metrics, samples
 
     # Checkpoints
@@ -285,6 +300,11 @@ def mean_extras(reports: Iterable[Mapping[str, Any]]) -> dict[str, float]:
             before = sums.setdefault(name, [0.0, 0.0])
             sums[name] = [before[0] + total, before[1] + count]
     return {name: total / count for name, (total, count) in sums.items()}
+
+
+def synchronize(device: torch.device) -> Callable[[], None] | None:
+    """What ends a timed span: on GPUs the wait for the work that it started."""
+    return torch.cuda.synchronize if device.type == "cuda" else None
 
 
 def peak_memory_gb(device: torch.device) -> float:

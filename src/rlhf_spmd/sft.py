@@ -22,11 +22,12 @@ from rlhf_spmd.parallel.world import read_launch
 from rlhf_spmd.planner.placement import PlacementConfig
 from rlhf_spmd.rewards.config import RewardConfig
 from rlhf_spmd.roles import RolePlan, build_models, plan_roles
-from rlhf_spmd.session import RunConfig, Session, reference_values, run_dir_hint, validate_prompts
+from rlhf_spmd.session import RunConfig, Session, reference_values, run_dir_hint, synchronize, validate_prompts
 from rlhf_spmd.telemetry.logger import LoggerConfig
 from rlhf_spmd.telemetry.trace import Timeline
 from rlhf_spmd.workers.arithmetic import RoleClass
 from rlhf_spmd.workers.config import BatchLimits, RoleConfig
+from rlhf_spmd.workers.flops import call_passes, forward_flops, matmul_rate
 from rlhf_spmd.workers.model_worker import Build
 from rlhf_spmd.workers.reward import RewardWorker
 from rlhf_spmd.workers.sft import SftWorker
@@ -42,6 +43,8 @@ class SftSettings:
 
     def check(self, where: str) -> None:
         check_loss_agg_mode(self.loss_agg_mode, f"{where}.loss_agg_mode")
+        if self.loss_agg_mode == "seq-mean-token-sum-norm":
+            raise ValueError(f"{where}.loss_agg_mode={self.loss_agg_mode!r} needs a response limit, which SFT has not; use another")
         if self.max_token_len_per_gpu < 1:
             raise ValueError(f"{where}.max_token_len_per_gpu={self.max_token_len_per_gpu} must be at least 1")
 
@@ -96,7 +99,7 @@ def sft(context: ProgramContext[Prepared]) -> None:
     config, plan = ready.config, ready.plans["actor"]
     assert config.model.path is not None
     controller = Controller(world.all, context.board)
-    controller.timeline = Timeline(world.rank, [plan.pool.name])
+    controller.timeline = Timeline(world.rank, [plan.pool.name], synchronize=synchronize(world.device))
     limits = BatchLimits(config.algorithm.max_token_len_per_gpu)
     build = Build(
         controller,
@@ -124,6 +127,7 @@ def sft(context: ProgramContext[Prepared]) -> None:
         export_source=Path(config.model.path),
         resolved=to_dict(config),
         config_text=to_yaml(config),
+        peak_flops=matmul_rate(world.device, plan.config.torch_dtype(world.device)),
     )
     if session.is_first:
         print(
@@ -136,7 +140,9 @@ def sft(context: ProgramContext[Prepared]) -> None:
         call = controller.run(lambda: model.update_sft(source, config.algorithm.loss_agg_mode))
         metrics, _ = reference_values(controller, [call])
         tokens = int(rows["prompt_ids"].lengths.sum() + rows["response_ids"].lengths.sum())
-        return {**metrics, "data/epoch": loader.epochs, "perf/total_tokens": tokens}, []
+        assert plan.spec is not None
+        flops = call_passes("update_sft", 1) * forward_flops(plan.spec, tokens, tokens / len(rows))
+        return {**metrics, "data/epoch": loader.epochs, "perf/total_tokens": tokens, "perf/total_flops": flops}, []
 
     def validate(number: int) -> dict[str, float]:
         found: dict[str, float] = {}
@@ -176,7 +182,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         lambda: prepare(arguments.config, arguments.overrides, read_launch().size),
         sft,
         settings,
-        run_dir_hint(arguments.overrides),
+        run_dir_hint(arguments.config, arguments.overrides),
         saves_on_signal=True,
     )
 

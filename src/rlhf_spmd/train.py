@@ -24,11 +24,12 @@ from rlhf_spmd.parallel.world import World, read_launch
 from rlhf_spmd.planner.placement import PlacementConfig
 from rlhf_spmd.rewards.config import RewardConfig
 from rlhf_spmd.roles import RolePlan, build_models, model_directory, plan_roles, pools_of
-from rlhf_spmd.session import RunConfig, Session, reference_values, run_dir_hint, validate_prompts
+from rlhf_spmd.session import RunConfig, Session, reference_values, run_dir_hint, synchronize, validate_prompts
 from rlhf_spmd.telemetry.logger import LoggerConfig
 from rlhf_spmd.telemetry.trace import Timeline
 from rlhf_spmd.workers.arithmetic import ArithmeticWorker
 from rlhf_spmd.workers.config import RoleConfig
+from rlhf_spmd.workers.flops import call_passes, forward_flops, matmul_rate
 from rlhf_spmd.workers.model_worker import Build, ModelWorker
 
 VALIDATION_SEED = 1_000_003  # validation draws other numbers than training
@@ -162,7 +163,7 @@ def train(context: ProgramContext[Prepared]) -> None:
     ready, world = context.prepared, context.world
     config = ready.config
     controller = Controller(world.all, context.board)
-    controller.timeline = Timeline(world.rank, pools_of(controller, ready.plans))
+    controller.timeline = Timeline(world.rank, pools_of(controller, ready.plans), synchronize=synchronize(world.device))
     mini_batches = max(config.data.train_batch_size // config.algorithm.ppo_mini_batch_size, 1)
     build = Build(
         controller,
@@ -193,6 +194,7 @@ def train(context: ProgramContext[Prepared]) -> None:
         export_source=model_directory(ready.plans, "actor"),
         resolved=to_dict(config),
         config_text=to_yaml(config),
+        peak_flops=matmul_rate(world.device, ready.plans["actor"].config.torch_dtype(world.device)),
     )
     if session.is_first:
         print(describe(ready, world), file=sys.stderr)
@@ -202,8 +204,14 @@ def train(context: ProgramContext[Prepared]) -> None:
         prompts = controller.source(rows, "prompt_ids")
         calls = controller.run(ready.algorithm.step, models, prompts, config.algorithm, ready.sampling, number)
         metrics, samples = reference_values(controller, calls)
-        num_tokens = int(rows["prompt_ids"].lengths.sum()) + metrics.get("response_length/mean", 0.0) * len(rows)
-        return {**metrics, "data/epoch": loader.epochs, "perf/total_tokens": num_tokens}, samples
+        num_tokens = int(rows["prompt_ids"].lengths.sum()) + metrics["response_length/mean"] * len(rows)
+        work = {"perf/total_tokens": num_tokens, "perf/total_flops": step_flops(num_tokens, num_tokens / len(rows))}
+        return {**metrics, "data/epoch": loader.epochs, **work}, samples
+
+    def step_flops(num_tokens: float, mean_length: float) -> float:
+        calls = [(ready.plans[node.role].spec, node.method) for node in controller.traced.nodes]
+        epochs = config.algorithm.ppo_epochs
+        return sum(forward_flops(s, num_tokens, mean_length) * call_passes(method, epochs) for s, method in calls if s)
 
     def validate(number: int) -> dict[str, float]:
         assert ready.val_prompts is not None
@@ -257,7 +265,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         lambda: prepare(arguments.config, arguments.overrides, read_launch().size),
         train,
         settings,
-        run_dir_hint(arguments.overrides),
+        run_dir_hint(arguments.config, arguments.overrides),
         saves_on_signal=True,
     )
 

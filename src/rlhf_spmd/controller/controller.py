@@ -35,7 +35,8 @@ class Controller:
         self.rank = world.ranks[world.rank]
         self.board = board
         self.timeline = timeline or Timeline(self.rank)
-        self.graph = Graph()
+        self.graph = Graph()  # of the script that runs now
+        self.traced = Graph()  # of the last one
         self._transport = Transport(world)
         self._seq = 0
         self._tracing = False
@@ -55,7 +56,7 @@ class Controller:
 
     def run(self, script: Callable[..., Any], *args: Any) -> Any:
         """Trace the script, run it, and settle every message. Collective over the world: every rank of it must call."""
-        self.graph = self.trace(script, *args)
+        self.graph = self.traced = self.trace(script, *args)
         self._consumers = self.graph.consumers()
         seen: Counter[str] = Counter()
         for node in self.graph.nodes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-ENGINES = ("zero_redundancy", "full_gather", "naive_groups")
+ENGINES = ("zero_redundancy",)
 ATTENTION = ("auto", "torch")
 MIN_TEMPERATURE = 1e-3  # below it scaled logits overflow before they differ from greedy
 

@@ -163,7 +163,7 @@ def _agree_on_input(
         line = f"rank {launch.rank} cannot reach the store that all ranks share: {one_line(str(error))[:300]}"
         refusal = refusal or ("hang", line, "")
         announce(refusal[1], refusal[2])
-        _exit(launch, EXIT_CODES[refusal[0]])
+        _exit(launch, input_exit_code(refusal[0]))
     if refusal:
         record = json.dumps(refusal[:2])
         if store.compare_set("prepare/verdict", "", record) == record.encode():
@@ -197,7 +197,12 @@ def _await_input_verdict(launch: Launch, store: dist.Store, timeout_s: float) ->
     while known < launch.size and time.monotonic() < deadline:
         time.sleep(0.05)
         known = store.add("prepare/known", 0)
-    _exit(launch, EXIT_CODES[json.loads(verdict)[0]])
+    _exit(launch, input_exit_code(json.loads(verdict)[0]))
+
+
+def input_exit_code(error_class: str) -> int:
+    """Bad input ends every process with 2, data too; exit_status.json tells the class."""
+    return EXIT_CODES["config"] if error_class in ("config", "data") else EXIT_CODES[error_class]
 
 
 def _refusal(launch: Launch, error: Exception) -> tuple[str, str, str]:

@@ -12,12 +12,14 @@ from rlhf_spmd.rewards.resolve import resolve_function
 class RewardConfig:
     """A row's reward is ``weight`` * (score of ``function``) + ``model_weight`` * (score of the reward model), where present.
 
-    ``function``: a built-in's name or ``package.module:function``; None for none. ``timeout_s``: time limit of one call,
+    ``function``: a built-in's name or ``package.module:function``; None for none. ``model``: directory of
+    a reward model (the same as ``models.reward.path``); None for none. ``timeout_s``: time limit of one call,
     seconds. ``default``: score of a row whose call failed. ``num_workers``: processes per rank. ``max_failure_rate``: share of
     a step's calls that may fail (time-outs included); above it the run ends with class ``reward``; 1.0 never ends it.
     """
 
     function: str | None = None
+    model: str | None = None
     weight: float = 1.0
     model_weight: float = 1.0
     timeout_s: float = 10.0

@@ -24,6 +24,7 @@ def response_values(decoder: Decoder, hidden: Tensor, micro: Packed) -> Tensor:
 class CriticWorker(ModelWorker):
     head = "value"
     trained = True
+    new_head = True
 
     @register(THREE_D, inputs=("prompt_ids", "response_ids"), outputs=("values",), split_groups=True)
     def compute_values(self, batch: Batch) -> Batch | None:

@@ -72,10 +72,12 @@ class TrainEngine:
         activation_checkpointing: bool = False,
         seed: int = 0,
         total_updates: int = 1,
+        new_head: bool = False,
     ) -> None:
         """Weights come from the Hugging Face directory ``path``, or are drawn from ``seed`` (the same in every layout).
 
         ``head``: "lm", "value" or "none". ``total_updates``: optimizer steps in the whole run, for the schedule.
+        ``new_head``: a value head that the directory has not starts at zero; otherwise that is an error.
         Raises ValueError for weights that do not fit the model.
         """
         assert isinstance(mesh.layout, Layout) and mesh.member, "a training engine needs a training mesh that this rank is in"
@@ -85,7 +87,7 @@ class TrainEngine:
         if path is None:
             init_random(self.decoder, seed)
         else:
-            load_pretrained(self.decoder, path, seed, missing_head_ok=head == "value")
+            load_pretrained(self.decoder, path, seed, missing_head_ok=new_head)
         self.decoder.activation_checkpointing = activation_checkpointing
         self.decoder.requires_grad_(optim is not None)
         if self.zero:

@@ -54,11 +54,12 @@ class Build:
 class ModelWorker(Worker):
     """A role with a model. On ranks outside the pool, and without a ``spec``, it is the description only: no ``engine``.
 
-    ``head``: lm or value. ``model_of``: the role whose model it takes where its configuration names none; None: it may have none.
+    ``head``: lm or value; ``new_head``: a value head that the model's directory has not starts at zero. ``model_of``: the role whose model it takes where its configuration names none; None: it may have none.
     """
 
     head: ClassVar[str] = "lm"
     trained: ClassVar[bool] = False
+    new_head: ClassVar[bool] = False
     model_of: ClassVar[str | None] = "actor"
 
     def __init__(
@@ -80,6 +81,7 @@ class ModelWorker(Worker):
                 activation_checkpointing=config.activation_checkpointing,
                 seed=build.seed,
                 total_updates=build.total_updates,
+                new_head=self.new_head,
             )
 
     def micro_batches(self, batch: Batch) -> tuple[list[list[int]], list[Packed], Totals]:

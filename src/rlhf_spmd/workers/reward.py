@@ -9,6 +9,7 @@ from torch import Tensor
 
 from rlhf_spmd.controller import THREE_D, GroupShape, ResourcePool, register
 from rlhf_spmd.data.batch import Batch, decode_json
+from rlhf_spmd.data.tokenizer import decode
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import values
 from rlhf_spmd.models.spec import ModelSpec
@@ -106,9 +107,7 @@ class RewardWorker(ModelWorker):
     def texts(self, batch: Batch) -> list[tuple[str, str, dict[str, Any]]]:
         """(prompt, response, row) of each row; special tokens are left out of the response."""
         rows = decode_json(batch["row"])
-        responses = self.build.tokenizer.batch_decode(
-            [ids.tolist() for ids in batch["response_ids"].rows()], skip_special_tokens=True
-        )
+        responses = decode(self.build.tokenizer, [ids.tolist() for ids in batch["response_ids"].rows()])
         return [(row["prompt"], response, row) for row, response in zip(rows, responses, strict=True)]
 
 

@@ -1,0 +1,40 @@
+"""What a step computes, in floating-point operations, and what the device could do: model FLOPs utilisation."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from rlhf_spmd.models.spec import ModelSpec
+
+
+def forward_flops(spec: ModelSpec, num_tokens: float, mean_length: float) -> float:
+    """FLOPs of one forward pass over ``num_tokens`` tokens in sequences of ``mean_length``.
+
+    Two per matrix weight and token, and causal attention: 2 * layers * heads * head_dim * length per token (half of the square).
+    """
+    attention_width = spec.num_attention_heads * spec.head_dim
+    kv_width = spec.num_key_value_heads * spec.head_dim
+    block = spec.hidden_size * (2 * attention_width + 2 * kv_width + 3 * spec.intermediate_size)
+    weights = spec.num_hidden_layers * block + spec.vocab_size * spec.hidden_size
+    return num_tokens * (2.0 * weights + 2.0 * spec.num_hidden_layers * attention_width * mean_length)
+
+
+def call_passes(method: str, epochs: int) -> float:
+    """How many forward passes a call is worth: an update counts 3 (forward, and backward twice that) per epoch."""
+    return 3.0 * epochs if method.startswith("update_") else 1.0
+
+
+def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of square matrix products on this rank's device, the best of three: the peak that utilisation is measured by."""
+    size = 8192 if device.type == "cuda" else 768
+    a, b = (torch.rand(size, size, device=device, dtype=dtype) for _ in range(2))
+    best = float("inf")
+    for _ in range(4):  # the first is warm-up, and the best of the others counts
+        start = time.perf_counter()
+        a @ b
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - start)
+    return 2.0 * size**3 / best
