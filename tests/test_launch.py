@@ -14,6 +14,10 @@ from pathlib import Path
 
 import pytest
 
+import tasks
+import test_several_nodes as several_nodes
+from ranks import run_ranks
+
 ROOT = Path(__file__).resolve().parent.parent
 SLURM = ROOT.parent / "shared" / "slurm"
 PROGRAM = ROOT / "tests" / "programs" / "launched.py"
@@ -177,3 +181,20 @@ def test_slurm_bad_input_and_cancelled_jobs_are_not_requeued(slurm, tmp_path):
     time.sleep(1.0)
     assert job_state(slurm, job) == "CANCELLED"
     assert status_of(cancelled)["class"] == "preempted"
+
+
+@pytest.mark.slow
+def test_training_through_slurm_on_two_nodes_is_training_on_one(slurm, tmp_path):
+    """The two-node template with the real program: the bits of two ranks on one node."""
+    run_dir = tmp_path / "two"
+    run_dir.mkdir()
+    overrides = tasks.settings(run_dir, 2, *several_nodes.LAYOUT)
+    command = ["sbatch", "--parsable", "--gpus-per-node=2", "--cpus-per-task=2", f"--output={run_dir}/out"]
+    command += ["launch/slurm_multi_node.sbatch", str(tasks.task() / "ppo.json"), *overrides]
+    paths = os.pathsep.join((str(ROOT / "src"), str(ROOT / "tests")))
+    variables = slurm | {"NPROC_PER_NODE": "1", "PROGRAM": "rlhf_spmd.train", "PYTHONPATH": paths}
+    job = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, check=True).stdout.strip()
+    together = tmp_path / "one"
+    run_ranks(2, tasks.train_here, str(tasks.task() / "ppo.json"), tasks.settings(together, 2, *several_nodes.LAYOUT))
+    assert await_end(slurm, job, run_dir, 150) == "COMPLETED", (run_dir / "out").read_text()
+    tasks.assert_bit_equal(tasks.read_run(together), tasks.read_run(run_dir))
