@@ -162,7 +162,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def finish(process: subprocess.Popen[str], run_dir: Path, timeout_s: float = 120.0) -> int:
+def finish(process: subprocess.Popen[str], run_dir: Path, timeout_s: float = 240.0) -> int:
     """Waits for a torchrun; kills it and all its ranks if it takes too long."""
     try:
         return process.wait(timeout_s)
@@ -196,7 +196,7 @@ def ranks_of(process: subprocess.Popen[str]) -> list[int]:
         return []
 
 
-def await_steps(process: subprocess.Popen[str], run_dir: Path, steps: int, timeout_s: float = 90.0) -> None:
+def await_steps(process: subprocess.Popen[str], run_dir: Path, steps: int, timeout_s: float = 240.0) -> None:
     """Returns when ``steps`` steps are in metrics.jsonl."""
     deadline = time.monotonic() + timeout_s
     path = run_dir / "metrics.jsonl"

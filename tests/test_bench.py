@@ -24,7 +24,14 @@ def test_control_writes_a_figure_for_every_case(tmp_path: Path) -> None:
     report, printed = run_script("control.py", tmp_path / "control.json", "--ranks", "2", "--repeats", "2")
     assert report["ranks"] == 2 and {"python", "torch", "cores"} <= set(report["machine"])
     names = [case["case"] for case in report["cases"]]
-    for wanted in ("empty call to all", "chain on one pool", "pool(1) to pool(1)", "bare gloo", "controller.get", "controller.decide"):
+    for wanted in (
+        "empty call to all",
+        "chain on one pool",
+        "pool(1) to pool(1)",
+        "bare gloo",
+        "controller.get",
+        "controller.decide",
+    ):
         assert any(wanted in name for name in names), names
     for case in report["cases"]:
         assert case["calls"] > 0 and 0 < case["median_us"] <= case["p90_us"] and case["own_cpu_us"] > 0

@@ -105,7 +105,8 @@ def test_a_file_that_one_rank_cannot_read_ends_all_ranks(refused):
     ended = refused["bad_data_on_one"]
     assert len(ended.ours) == 1 and "data error" in ended.ours[0] and "/nowhere/prompts.jsonl" in ended.ours[0]
     assert "[rank 1 on" in ended.ours[0]
-    assert ended.codes == {0: 3, 1: 3}
+    assert ended.codes == {0: 2, 1: 2}
+    assert (ended.status["class"], ended.status["code"], ended.status["rank"]) == ("data", 3, 1)
 
 
 def test_a_rank_that_raises_is_the_one_named(failed):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from ranks import run_ranks
 from tasks import VOCABULARY, read_run, settings, task, token_ids, train_here
 
@@ -20,8 +21,9 @@ def test_a_reward_model_scores_as_transformers_does(tmp_path: Path) -> None:
     overrides = settings(tmp_path, 1, f"models.reward.path={model}", *layout, *weights)
     run_ranks(4, train_here, str(task() / "ppo.json"), overrides)
 
-    from tasks import even_share
     from transformers import AutoModelForSequenceClassification
+
+    from tasks import even_share
 
     reference = AutoModelForSequenceClassification.from_pretrained(model, num_labels=1)
     samples = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]

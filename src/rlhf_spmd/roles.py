@@ -70,7 +70,9 @@ def plan_roles(
 def _reward_model(config: RoleConfig, reward: RewardConfig) -> RoleConfig:
     """The reward role with its model, which ``reward.model`` names as well as ``models.reward.path``."""
     if reward.model is not None and config.path not in (None, reward.model):
-        raise ValueError(f"reward.model={reward.model!r} and models.reward.path={config.path!r} name different models; give one")
+        raise ValueError(
+            f"reward.model={reward.model!r} and models.reward.path={config.path!r} name different models; give one"
+        )
     path = reward.model or config.path
     if path is None and reward.function is None:
         raise ValueError("there is no reward: give reward.function, or a reward model as reward.model")

@@ -44,7 +44,9 @@ class SftSettings:
     def check(self, where: str) -> None:
         check_loss_agg_mode(self.loss_agg_mode, f"{where}.loss_agg_mode")
         if self.loss_agg_mode == "seq-mean-token-sum-norm":
-            raise ValueError(f"{where}.loss_agg_mode={self.loss_agg_mode!r} needs a response limit, which SFT has not; use another")
+            raise ValueError(
+                f"{where}.loss_agg_mode={self.loss_agg_mode!r} needs a response limit, which SFT has not; use another"
+            )
         if self.max_token_len_per_gpu < 1:
             raise ValueError(f"{where}.max_token_len_per_gpu={self.max_token_len_per_gpu} must be at least 1")
 

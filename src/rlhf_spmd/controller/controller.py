@@ -237,7 +237,7 @@ class Controller:
         return [unpack(self._transport.receive(rank, producer.seq, consumer.node, call)) for rank in sources]
 
     def _keep(self, production: Production, result: Any, index: int, name: str) -> None:
-        data, production.values = (result if isinstance(result, tuple) else (result, None))
+        data, production.values = result if isinstance(result, tuple) else (result, None)
         if isinstance(data, Batch):
             assert production.spec is not None and production.rows is not None
             part = production.part(index)
