@@ -328,7 +328,10 @@ def validate_prompts(
     sampling: SamplingConfig,
     number: int,
 ) -> dict[str, float]:
-    """Mean score (and means of what else the reward function returned) on the validation prompts. Collective over the world: every rank of it must call."""
+    """Mean score on the validation prompts, and means of what else the reward function returned.
+
+    Collective over the world: every rank of it must call, in program order.
+    """
 
     def script(rows: Reference) -> Reference:
         scored: Reference = reward.compute_reward(rows.union(actor.generate_sequences(rows, sampling, number)))

@@ -88,23 +88,26 @@ class _TokenLogProbs(torch.autograd.Function):
             parts.append(_local_statistics(_tempered(logits, temperature), labels[rows], first, entropy))
         log_probs, entropies, log_z = _combine(torch.cat(parts, 1), group)
         ctx.save_for_backward(hidden, weight, labels, log_z, entropies)
-        ctx.settings = (first, group, temperature, entropy, chunk_rows)
+        ctx.settings = (first, group, temperature, chunk_rows)
+        ctx.set_materialize_grads(False)  # an entropy that is only reported has no gradient: None, not zeros
         if not entropy:
             ctx.mark_non_differentiable(entropies)
         return log_probs, entropies
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, labels, log_z, entropies = ctx.saved_tensors
-        first, group, temperature, entropy, chunk_rows = ctx.settings
+        first, group, temperature, chunk_rows = ctx.settings
+        if grad_log_probs is None:
+            grad_log_probs = torch.zeros_like(log_z)
         wide = weight.to(log_z.dtype) if hidden.device.type == "cpu" else weight
         grad_hidden = torch.empty_like(hidden, dtype=log_z.dtype)
         grad_weight = torch.zeros_like(weight, dtype=log_z.dtype) if ctx.needs_input_grad[1] else None
         for rows in _chunks(hidden.shape[0], chunk_rows):
             log_p = _tempered(_project(hidden[rows], weight), temperature).sub_(log_z[rows, None])
             grad = log_p.exp().neg_()
-            if entropy:
+            if grad_entropy is not None:
                 grad *= (log_p.add_(entropies[rows, None])).mul_(grad_entropy[rows, None]).add_(grad_log_probs[rows, None])
             else:
                 grad *= grad_log_probs[rows, None]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -107,6 +109,17 @@ def choose_cpu_matmul() -> str:
     return mode
 
 
+def keep_freed_memory() -> None:
+    """Tell glibc to keep large freed blocks: activations come again every step, and fresh pages cost a fault per 4 KB."""
+    if sys.platform != "linux":
+        return
+    trim_threshold, mmap_threshold, never = -1, -3, 2**31 - 1
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):  # other C libraries than glibc have none
+        libc.mallopt(mmap_threshold, never)
+        libc.mallopt(trim_threshold, never)
+
+
 def init_world(launch: Launch, store: dist.Store, timeout_s: float = 600.0, device: torch.device | None = None) -> World:
     """Start torch.distributed: gloo for CPU tensors, nccl beside it on GPUs. One thread per rank on CPU.
 
@@ -118,6 +131,7 @@ def init_world(launch: Launch, store: dist.Store, timeout_s: float = 600.0, devi
     else:
         torch.set_num_threads(1)  # results depend on the thread count, and spinning threads of many ranks slow each other
         choose_cpu_matmul()
+        keep_freed_memory()
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(

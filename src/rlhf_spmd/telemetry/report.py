@@ -148,10 +148,10 @@ def render(run: Run) -> str:
     )
 
 
-def first_and_last(values: Values) -> tuple[float, float, int]:
-    """Means of the first and of the last k finite values, and k (AVERAGED_STEPS, fewer in short runs; 0: no values)."""
+def first_and_last(values: Values, most: int = AVERAGED_STEPS) -> tuple[float, float, int]:
+    """Means of the first and of the last k finite values, and k (``most``, fewer in short runs; 0: no values)."""
     finite = [value for value in values if value is not None]
-    k = min(AVERAGED_STEPS, max(1, len(finite) // 2)) if finite else 0
+    k = min(most, max(1, len(finite) // 2)) if finite else 0
     if not k:
         return math.nan, math.nan, 0
     return sum(finite[:k]) / k, sum(finite[-k:]) / k, k
@@ -177,7 +177,7 @@ def _header(run: Run, name: str, config: Mapping[str, str]) -> str:
 def _tiles(run: Run) -> str:
     tiles = []
     for title, metric in (("Reward", "reward/mean"), ("Validation", _first_validation(run)), ("Loss", "train/loss")):
-        first, last, k = first_and_last(run.curve(metric)[1])
+        first, last, k = first_and_last(run.curve(metric)[1], 1 if title == "Validation" else AVERAGED_STEPS)
         if k > 0:
             change = last - first
             direction = "up" if change > 0 else "down"

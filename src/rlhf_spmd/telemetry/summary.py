@@ -9,7 +9,7 @@ from typing import Any, TextIO
 
 from rlhf_spmd.telemetry.charts import number_text
 from rlhf_spmd.telemetry.progress import format_seconds
-from rlhf_spmd.telemetry.report import Run, first_and_last, read_run
+from rlhf_spmd.telemetry.report import AVERAGED_STEPS, Run, first_and_last, read_run
 from rlhf_spmd.telemetry.run_dir import EXPORT_DIR, REPORT_FILE, list_checkpoints
 
 LABEL_WIDTH = 20
@@ -32,7 +32,7 @@ def summarize(run_dir: str | os.PathLike[str], num_samples: int = 3) -> str:
         lines.append(_row("steps", f"{len(run.metrics)}{took}"))
     validation = [name for name in run.names() if name.startswith("val/")]
     for label, name in [("reward", "reward/mean"), *((name, name) for name in validation)]:
-        first, last, k = first_and_last(run.curve(name)[1])
+        first, last, k = first_and_last(run.curve(name)[1], 1 if name in validation else AVERAGED_STEPS)
         if k > 0:
             which = f"means of the first and the last {k} logged" if k > 1 else "first and last"
             lines.append(_row(label, f"{number_text(first)} -> {number_text(last)}  ({last - first:+.3f}; {which})"))

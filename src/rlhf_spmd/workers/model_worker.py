@@ -54,7 +54,8 @@ class Build:
 class ModelWorker(Worker):
     """A role with a model. On ranks outside the pool, and without a ``spec``, it is the description only: no ``engine``.
 
-    ``head``: lm or value; ``new_head``: a value head that the model's directory has not starts at zero. ``model_of``: the role whose model it takes where its configuration names none; None: it may have none.
+    ``head``: lm or value; ``new_head``: a value head that the model's directory has not starts at zero. ``model_of``: the role
+    whose model it takes where its configuration names none; None: it may have none.
     """
 
     head: ClassVar[str] = "lm"
