@@ -30,7 +30,7 @@ from rlhf_spmd.generation import Completion, GenerationConfig, Generator, Reques
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.sharding import check_layout
 from rlhf_spmd.models.spec import ModelSpec, read_eos_ids, read_spec
-from rlhf_spmd.models.weights import load_pretrained
+from rlhf_spmd.models.weights import check_pretrained, load_pretrained
 from rlhf_spmd.parallel.layout import Layout, LayoutConfig, resolve_layout
 from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.parallel.program import ProgramContext, run_program
@@ -105,6 +105,7 @@ def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> Prepa
     spec = read_spec(config.model.path)
     layout = resolve_layout(config.layout, launch.size, "layout on all ranks")
     check_layout(spec, layout.pp, layout.tp, "layout")
+    check_pretrained(spec, config.model.path, "lm")
     rows = read_rows(config.data.path, config.data.split, config.data.subset)
     has_text = any(needs_tokenizer(row, config.data) for row in rows)
     tokenizer = load_tokenizer(config.model.path, required=has_text)

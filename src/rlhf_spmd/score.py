@@ -33,6 +33,7 @@ from rlhf_spmd.generate import ModelConfig
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.sharding import check_layout
 from rlhf_spmd.models.spec import ModelSpec, read_spec
+from rlhf_spmd.models.weights import check_pretrained
 from rlhf_spmd.parallel.layout import Layout, LayoutConfig, resolve_layout
 from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.parallel.program import ProgramContext, ProgramSettings, run_program
@@ -96,6 +97,7 @@ def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> Prepa
     spec = read_spec(config.model.path)
     layout = resolve_layout(config.layout, launch.size, "layout on all ranks")
     check_layout(spec, layout.pp, layout.tp, "layout")
+    check_pretrained(spec, config.model.path, "lm")
     rows = read_rows(config.data.path, config.data.split, config.data.subset)
     pairs = encode_rows(rows, config.data, config.model.path, spec.vocab_size)
     for row, (prompt, response) in zip(rows, pairs, strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
@@ -29,8 +30,8 @@ from rlhf_spmd.data.loader import validation_batches
 from rlhf_spmd.data.prompts import PromptDataset
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.parallel.board import Board
-from rlhf_spmd.parallel.program import Preempted
-from rlhf_spmd.parallel.world import World
+from rlhf_spmd.parallel.program import Preempted, ProgramContext, ProgramSettings, run_program
+from rlhf_spmd.parallel.world import World, read_launch
 from rlhf_spmd.telemetry.logger import LoggerConfig, MetricLogger
 from rlhf_spmd.telemetry.progress import ProgressBar
 from rlhf_spmd.telemetry.report import write_report
@@ -85,6 +86,28 @@ def run_dir_hint(path: str | None, overrides: Sequence[str]) -> Path | None:
     except (OSError, UnicodeDecodeError, AttributeError, yaml.YAMLError):
         return None
     return Path(written) if isinstance(written, str) and "${" not in written else None
+
+
+def run_session_program(
+    name: str,
+    description: str | None,
+    prepare: Callable[[str | None, Sequence[str], int], Any],
+    body: Callable[[ProgramContext[Any]], None],
+    argv: Sequence[str] | None,
+) -> None:
+    """The command line of ``train`` and ``sft``: ``prepare(config file, overrides, world size)``, then ``body`` on all ranks."""
+    parser = argparse.ArgumentParser(prog=f"rlhf_spmd.{name}", description=description)
+    parser.add_argument("--config", help="YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted keys of the configuration: run.steps=20")
+    arguments = parser.parse_intermixed_args(argv)
+    config, overrides = arguments.config, arguments.overrides
+    run_program(
+        lambda: prepare(config, overrides, read_launch().size),
+        body,
+        lambda ready: ProgramSettings(Path(ready.config.run.dir), ready.config.run.timeout_s),
+        run_dir_hint(config, overrides),
+        saves_on_signal=True,
+    )
 
 
 @dataclass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -17,12 +16,11 @@ from rlhf_spmd.data.sft import ResponseDataset, SftConfig, load_responses
 from rlhf_spmd.data.tokenizer import load_tokenizer
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.objectives.losses import check_loss_agg_mode
-from rlhf_spmd.parallel.program import ProgramContext, ProgramSettings, run_program
-from rlhf_spmd.parallel.world import read_launch
+from rlhf_spmd.parallel.program import ProgramContext
 from rlhf_spmd.planner.placement import PlacementConfig
 from rlhf_spmd.rewards.config import RewardConfig
 from rlhf_spmd.roles import RolePlan, build_models, plan_roles
-from rlhf_spmd.session import RunConfig, Session, reference_values, run_dir_hint, synchronize, validate_prompts
+from rlhf_spmd.session import RunConfig, Session, reference_values, run_session_program, synchronize, validate_prompts
 from rlhf_spmd.telemetry.logger import LoggerConfig
 from rlhf_spmd.telemetry.trace import Timeline
 from rlhf_spmd.workers.arithmetic import RoleClass
@@ -172,21 +170,8 @@ def sft(context: ProgramContext[Prepared]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="rlhf_spmd.sft", description=__doc__)
-    parser.add_argument("--config", help="YAML file")
-    parser.add_argument("overrides", nargs="*", help="key=value, dotted: model.optim.lr=1e-3")
-    arguments = parser.parse_intermixed_args(argv)
-
-    def settings(ready: Prepared) -> ProgramSettings:
-        return ProgramSettings(Path(ready.config.run.dir), ready.config.run.timeout_s)
-
-    run_program(
-        lambda: prepare(arguments.config, arguments.overrides, read_launch().size),
-        sft,
-        settings,
-        run_dir_hint(arguments.config, arguments.overrides),
-        saves_on_signal=True,
-    )
+    """The command line: ``--config FILE`` and overrides such as ``model.optim.lr=1e-3``."""
+    run_session_program("sft", __doc__, prepare, sft, argv)
 
 
 if __name__ == "__main__":

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass, replace
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -19,12 +17,12 @@ from rlhf_spmd.data.loader import Loader
 from rlhf_spmd.data.prompts import DataConfig, PromptDataset, load_prompts
 from rlhf_spmd.data.tokenizer import load_tokenizer
 from rlhf_spmd.generation.config import SamplingConfig
-from rlhf_spmd.parallel.program import ProgramContext, ProgramSettings, run_program
-from rlhf_spmd.parallel.world import World, read_launch
+from rlhf_spmd.parallel.program import ProgramContext
+from rlhf_spmd.parallel.world import World
 from rlhf_spmd.planner.placement import PlacementConfig
 from rlhf_spmd.rewards.config import RewardConfig
 from rlhf_spmd.roles import RolePlan, build_models, model_directory, plan_roles, pools_of
-from rlhf_spmd.session import RunConfig, Session, reference_values, run_dir_hint, synchronize, validate_prompts
+from rlhf_spmd.session import RunConfig, Session, reference_values, run_session_program, synchronize, validate_prompts
 from rlhf_spmd.telemetry.logger import LoggerConfig
 from rlhf_spmd.telemetry.trace import Timeline
 from rlhf_spmd.workers.arithmetic import ArithmeticWorker
@@ -253,21 +251,8 @@ def describe(ready: Prepared, world: World) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="rlhf_spmd.train", description=__doc__)
-    parser.add_argument("--config", help="YAML file")
-    parser.add_argument("overrides", nargs="*", help="key=value, dotted: sampling.n=4")
-    arguments = parser.parse_intermixed_args(argv)
-
-    def settings(ready: Prepared) -> ProgramSettings:
-        return ProgramSettings(Path(ready.config.run.dir), ready.config.run.timeout_s)
-
-    run_program(
-        lambda: prepare(arguments.config, arguments.overrides, read_launch().size),
-        train,
-        settings,
-        run_dir_hint(arguments.config, arguments.overrides),
-        saves_on_signal=True,
-    )
+    """The command line: ``--config FILE`` and overrides such as ``sampling.n=4``."""
+    run_session_program("train", __doc__, prepare, train, argv)
 
 
 if __name__ == "__main__":
