@@ -1,6 +1,23 @@
+from __future__ import annotations
+
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture(autouse=True)
+def as_on_a_rank() -> Iterator[None]:
+    """The numerics of a CPU rank in the test process too, whatever the test before has left: results are compared bit by bit."""
+    import torch
+
+    from rlhf_spmd.parallel.world import choose_cpu_matmul
+
+    torch.set_num_threads(1)
+    choose_cpu_matmul()
+    yield

@@ -18,7 +18,7 @@ def test_a_reward_model_scores_as_transformers_does(tmp_path: Path) -> None:
     model = str(task() / "critic")
     layout = ["models.reward.layout.tp=2", "models.reward.layout.pp=2", "models.actor.layout.dp=4"]
     weights = ["reward.weight=0.5", "reward.model_weight=2.0"]
-    overrides = settings(tmp_path, 1, f"models.reward.path={model}", *layout, *weights)
+    overrides = settings(tmp_path, 1, f"reward.model={model}", *layout, *weights)
     run_ranks(4, train_here, str(task() / "ppo.json"), overrides)
 
     from transformers import AutoModelForSequenceClassification
@@ -36,6 +36,17 @@ def test_a_reward_model_scores_as_transformers_does(tmp_path: Path) -> None:
         assert sample["score"] == pytest.approx(expected, abs=1e-5)
     (metrics,) = read_run(tmp_path).metrics
     assert metrics["reward/mean"] == pytest.approx(sum(sample["score"] for sample in samples) / len(samples), abs=1e-6)
+
+
+def test_a_reward_model_without_a_head_is_refused(tmp_path: Path) -> None:
+    from rlhf_spmd.train import prepare
+
+    overrides = settings(tmp_path, 1, f"reward.model={task() / 'actor'}")
+    with pytest.raises(ValueError, match=r"score\.weight"):
+        prepare(str(task() / "ppo.json"), overrides, 1)
+    twice = [f"reward.model={task() / 'actor'}", f"models.reward.path={task() / 'critic'}"]
+    with pytest.raises(ValueError, match="name different models"):
+        prepare(str(task() / "ppo.json"), settings(tmp_path, 1, *twice), 1)
 
 
 def spans(run_dir: Path, *names: str) -> list[tuple[int, float, float]]:
