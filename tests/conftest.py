@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture(autouse=True)
-def as_on_a_rank() -> Iterator[None]:
+def as_on_a_rank() -> None:
     """The numerics of a CPU rank in the test process too, whatever the test before has left: results are compared bit by bit."""
     import torch
 
@@ -20,4 +19,3 @@ def as_on_a_rank() -> Iterator[None]:
 
     torch.set_num_threads(1)
     choose_cpu_matmul()
-    yield
