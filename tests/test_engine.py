@@ -94,9 +94,8 @@ def build(
 ) -> TrainEngine:
     mesh = build_mesh(world, range(layout.size), layout)
     optim = options.pop("optim", OPTIM)
-    return TrainEngine(
-        read_spec(path), path, head, mesh, optim, dtype=dtype, device=torch.device("cpu"), total_updates=STEPS + 2, **options
-    )
+    options |= {"device": torch.device("cpu"), "total_updates": STEPS + 2, "new_head": head == "value"}
+    return TrainEngine(read_spec(path), path, head, mesh, optim, dtype=dtype, **options)
 
 
 def local_boxes(engine: TrainEngine) -> list[tuple[str, tuple[int, ...], tuple[slice, ...], Tensor]]:

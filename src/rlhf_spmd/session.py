@@ -155,8 +155,11 @@ class Session:
         self.world.all.barrier("control")
         self.started_at = self.resume()
         if self.started_at >= self.config.steps:
+            self.board.set_step(self.started_at)
             if self.is_first:
                 print(f"nothing to do: step {self.started_at} of {self.config.steps} is done", file=sys.stderr)
+            if self.config.export and self.controller.decide(self.is_first and not (self.run_dir / EXPORT_DIR).exists()):
+                self._export()  # the run was ended between its last checkpoint and its export
             return
         recorder = Recorder(self) if self.is_first else None
         number = self.started_at

@@ -58,6 +58,7 @@ class Controller:
         """Trace the script, run it, and settle every message. Collective over the world: every rank of it must call."""
         self.graph = self.traced = self.trace(script, *args)
         self._consumers = self.graph.consumers()
+        self._made.clear()  # calls outside run() have been counted too
         seen: Counter[str] = Counter()
         for node in self.graph.nodes:
             self._node_of[node.name, seen[node.name]] = node.index
@@ -297,7 +298,7 @@ class Controller:
     def _send_lengths(self, producer: Production) -> None:
         """Tell the token counts of the rows that this rank made to every rank that will work on them."""
         index = producer.members.part_of.get(self.rank)
-        if index is None or producer.members.holders(index)[0] != self.rank:
+        if index is None or producer.members.holders(index)[0] != self.rank or not len(producer.part(index).positions):
             return
         counts = torch.from_numpy(self._own_lengths(producer, index))
         for rank in self._readers(producer):

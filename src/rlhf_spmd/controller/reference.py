@@ -127,6 +127,8 @@ class Production:
 
     def parts_with(self, part: Part) -> list[int]:
         """The parts of this call in which the rows of another call's part lie."""
+        if not len(part.positions):
+            return []  # nothing of it moves, whoever holds it
         if part.rows is self.rows and part.cut == self.cut:
             return [part.index]
         found: list[int] = np.unique(self.placement()[part.positions]).tolist()

@@ -94,7 +94,14 @@ class World:
 
 
 def choose_device(launch: Launch) -> torch.device:
+    """A GPU for each rank, or the CPU for all. Raises ValueError where there are fewer GPUs than ranks."""
     if torch.cuda.is_available():
+        found = torch.cuda.device_count()
+        if launch.local_rank >= found:
+            raise ValueError(
+                f"torchrun --nproc-per-node={launch.local_size}, but this node has {found} GPUs; start at most as many ranks, "
+                f"or hide the GPUs with CUDA_VISIBLE_DEVICES= to run on CPUs"
+            )
         return torch.device("cuda", launch.local_rank)
     return torch.device("cpu")
 

@@ -47,7 +47,9 @@ class RewardWorker(ModelWorker):
         Raises RewardError if more calls failed than ``reward.max_failure_rate`` allows.
         Collective over the pool: every rank of it must call, in program order.
         """
-        scores = torch.zeros(len(batch), dtype=self.config.torch_dtype(torch.device("cpu")))
+        # sums of weighted scores: at least float32, also for a model in bfloat16
+        dtype = torch.promote_types(self.config.torch_dtype(torch.device("cpu")), torch.float32)
+        scores = torch.zeros(len(batch), dtype=dtype)
         if self.spec is not None:
             by_model = self.infer(batch, last_token_value, torch.ones(len(batch), dtype=torch.int64))
             scores += self.reward.model_weight * by_model.values.cpu() if by_model is not None else 0.0
