@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from rlhf_spmd.models.spec import ModelSpec, read_eos_ids, read_spec
 from rlhf_spmd.models.weights import check_pretrained, load_pretrained
 from rlhf_spmd.parallel.layout import Layout, LayoutConfig, resolve_layout
 from rlhf_spmd.parallel.mesh import build_mesh
-from rlhf_spmd.parallel.program import ProgramContext, run_program
+from rlhf_spmd.parallel.program import ProgramContext, ProgramSettings, run_program
 from rlhf_spmd.parallel.world import Launch, World, read_launch
 from rlhf_spmd.workers.config import RoleConfig
 
@@ -64,7 +65,10 @@ class PromptFileConfig(EncodingConfig):
 
 @dataclass(frozen=True)
 class GenerateConfig:
-    """Everything that ``generate`` takes. The generation layout is ``layout``; ``generation`` holds the other knobs."""
+    """Everything that ``generate`` takes. The generation layout is ``layout``; ``generation`` holds the other knobs.
+
+    ``timeout_s``: the longest that one rank may keep the others waiting.
+    """
 
     model: ModelConfig
     out: str
@@ -72,8 +76,11 @@ class GenerateConfig:
     layout: LayoutConfig = field(default_factory=LayoutConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     generation: GenerationConfig = field(default_factory=GenerationConfig)
+    timeout_s: float = 3600.0
 
     def check(self, where: str) -> None:
+        if not 0 < self.timeout_s < math.inf:
+            raise ValueError(f"timeout_s={self.timeout_s} must be a number of seconds above 0")
         for axis in ("pp", "tp"):
             if getattr(self.generation, axis) != 1:
                 raise ValueError(
@@ -158,8 +165,10 @@ def response_limit(row: Row, prompt_length: int, sampling: SamplingConfig, spec:
     return min(room, own or sampling.max_response_length or room)
 
 
-def generate(ready: Prepared, world: World) -> None:
-    """Generate for all prompts and write the file on rank 0. Collective over the world: every rank of it must call."""
+def generate(ready: Prepared, world: World, tick: Callable[[], None] = lambda: None) -> None:
+    """Generate for all prompts and write the file on rank 0; ``tick`` is called after each step of the generator.
+
+    Collective over the world: every rank of it must call."""
     config = ready.config
     started = time.perf_counter()
     mesh = build_mesh(world, range(world.size), ready.layout)
@@ -171,7 +180,7 @@ def generate(ready: Prepared, world: World) -> None:
     world.all.barrier("generate:loaded")
     loaded = time.perf_counter()
     requests = replica_requests(ready, mesh.dp_rank)
-    completions = generator.generate(requests, config.sampling, config.sampling.seed, 0)
+    completions = generator.generate(requests, config.sampling, config.sampling.seed, 0, tick)
     is_leader = mesh.replica.rank == 0
     payload = json.dumps([record(completion) for completion in completions]).encode() if is_leader else b""
     parts = world.all.gather_bytes(payload, "generate:results")
@@ -231,9 +240,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_intermixed_args(argv)
 
     def body(context: ProgramContext[Prepared]) -> None:
-        generate(context.prepared, context.world)
+        generate(context.prepared, context.world, context.board.tick)
 
-    run_program(lambda: prepare(arguments.config, arguments.overrides, read_launch()), body)
+    run_program(
+        lambda: prepare(arguments.config, arguments.overrides, read_launch()),
+        body,
+        lambda ready: ProgramSettings(timeout_s=ready.config.timeout_s),
+    )
 
 
 if __name__ == "__main__":

@@ -90,7 +90,26 @@ def prepare(path: str | None, overrides: Sequence[str], world_size: int) -> Prep
     Loader(responses, config.data.train_batch_size)  # raises if there are too few rows
     val_responses = load_responses(config.data, tokenizer, validation=True) if config.data.val_path else None
     val_prompts = load_prompts(config.val_prompts, tokenizer) if config.val_prompts is not None else None
+    check_sizes(config, plans["actor"], [responses, val_responses])
     return Prepared(config, plans, tokenizer, responses, val_responses, val_prompts)
+
+
+def check_sizes(config: SftTrainConfig, plan: RolePlan, datasets: Sequence[ResponseDataset | None]) -> None:
+    """The batch against the layout, the longest row against context and token budget. Raises ValueError with both sides."""
+    assert plan.spec is not None
+    if config.data.train_batch_size < plan.shape.layout.dp:
+        raise ValueError(
+            f"data.train_batch_size={config.data.train_batch_size} rows are fewer than model.layout.dp={plan.shape.layout.dp}; "
+            f"use a larger batch or a smaller dp"
+        )
+    longest = max(int((data.prompts.lengths + data.responses.lengths).max()) for data in datasets if data is not None)
+    limits = {"the model's context": plan.spec.max_position_embeddings}
+    limits["algorithm.max_token_len_per_gpu"] = config.algorithm.max_token_len_per_gpu
+    for name, limit in limits.items():
+        if longest > limit:
+            raise ValueError(
+                f"the longest row has {longest} tokens, more than {name} = {limit}; set data.max_length={limit} to drop such rows"
+            )
 
 
 def sft(context: ProgramContext[Prepared]) -> None:

@@ -149,7 +149,9 @@ def check_lengths(config: TrainConfig, plans: Mapping[str, RolePlan]) -> None:
         for role, plan in plans.items():
             if plan.spec is not None and longest > plan.spec.max_position_embeddings:
                 raise ValueError(f"{lengths}, but models.{role} has a context of {plan.spec.max_position_embeddings}")
-        if section == "sampling" and budget.rows is None and longest > budget.max_tokens:
+        # validation's rows are cut into micro-batches by a reward model only
+        is_cut = section == "sampling" or (config.data.val_path is not None and "reward" in plans and plans["reward"].spec)
+        if is_cut and budget.rows is None and longest > budget.max_tokens:
             raise ValueError(
                 f"{lengths}, more than algorithm.ppo_max_token_len_per_gpu={budget.max_tokens}: a micro-batch must hold a row; "
                 f"raise it, or lower the lengths"

@@ -149,6 +149,11 @@ class Controller:
             self.board.enter_call(seq, name, site)
         return seq
 
+    def tick(self) -> None:
+        """For the body of a long call without collectives: this rank is still going on."""
+        if self.board is not None:
+            self.board.tick()
+
     def _leave(self) -> None:
         if self.board is not None:
             self.board.leave_call()

@@ -7,7 +7,7 @@ completions.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -45,9 +45,16 @@ class Generator:
         self.eos_ids = frozenset(eos_ids)
         self.stats = GenerationStats()
 
-    def generate(self, requests: Sequence[Request], sampling: SamplingConfig, seed: int, step: int) -> list[Completion]:
+    def generate(
+        self,
+        requests: Sequence[Request],
+        sampling: SamplingConfig,
+        seed: int,
+        step: int,
+        tick: Callable[[], None] = lambda: None,
+    ) -> list[Completion]:
         """One completion per request, in their order; ``seed`` and ``step`` key the draws (``sampling.seed`` and ``.n`` are the
-        caller's business).
+        caller's business). ``tick`` is called after each step: a replica of one rank shows no other sign of life.
 
         Raises ValueError for rows that cannot be generated. Collective over the replica: every rank of it must call, in program
         order, with the same arguments.
@@ -71,6 +78,7 @@ class Generator:
                 plan = scheduler.schedule()
                 _record(plan, runner.run(plan), token_ids, eos_ids, stats)
                 scheduler.complete(plan)
+                tick()
             log_probs = runner.results()
         stats.hit_tokens, stats.preemptions = scheduler.num_hit_tokens, scheduler.num_preemptions
         stats.seconds = time.perf_counter() - started

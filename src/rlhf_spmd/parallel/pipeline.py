@@ -50,9 +50,12 @@ class _Channel:
         self.group, self.source, self.to, self.label = group, source, to, label
         self.posted: dict[int, tuple[Tensor, dist.Work | None]] = {}
         self.sent: deque[tuple[Tensor, dist.Work | None]] = deque()
+        self.used = False
 
-    def post(self, index: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-        if self.source is not None and index not in self.posted:
+    def post(self, index: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, ahead: bool) -> None:
+        """``ahead``: before the action that takes it. Not for the first transfer: NCCL connects two ranks in it, which blocks
+        the host until the neighbour sends, and what the neighbour waits for may still have to be computed here."""
+        if self.source is not None and index not in self.posted and (self.used or not ahead):
             buffer = torch.empty(shape, dtype=dtype, device=device)
             self.posted[index] = buffer, self.group.irecv(buffer, self.source, self.label, tag=index)
 
@@ -60,6 +63,7 @@ class _Channel:
         if self.source is None:
             return None
         buffer, work = self.posted.pop(index)
+        self.used = True
         wait_all([work])
         return buffer
 
@@ -98,8 +102,8 @@ def run_pipeline(
     after the other: in 1F1B a stage sends forward while its neighbour sends back, and on one communicator each of the two
     transfers would wait for the other.
 
-    The receive of the next action is posted before the current one computes; a send is waited for only when the neighbour has
-    used it or at the end.
+    The receive of the next action is posted before the current one computes, but for a channel's first; a send is waited for
+    only when the neighbour has used it or at the end.
     Collective over the pipeline group: every rank of it must call, in program order.
     """
     stage, last = forward_group.rank, forward_group.size - 1
@@ -110,8 +114,8 @@ def run_pipeline(
     }
     passes = {"F": forward, "B": backward}
     for position, (kind, index) in enumerate(actions):
-        for posted in actions[position : position + 2]:
-            channels[posted.kind].post(posted.micro_batch, shapes[posted.micro_batch], dtype, device)
+        for ahead, posted in enumerate(actions[position : position + 2]):
+            channels[posted.kind].post(posted.micro_batch, shapes[posted.micro_batch], dtype, device, ahead=ahead > 0)
         channels[kind].send(index, passes[kind](index, channels[kind].take(index)))
     for channel in channels.values():
         channel.finish()

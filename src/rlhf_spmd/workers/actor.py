@@ -76,7 +76,7 @@ class ActorWorker(ModelWorker):
             Request(int(row), int(group), ids.tolist(), sampling.max_response_length)
             for row, group, ids in zip(batch.row_ids, batch.group_ids, prompts, strict=True)
         ]
-        completions = self.generator.generate(requests, sampling, sampling.seed, number)
+        completions = self.generator.generate(requests, sampling, sampling.seed, number, self.controller.tick)
         with self.controller.timeline.span("actor.to_training", category="reshard"):
             self.hybrid.to_training()
         stats = self.generator.stats
