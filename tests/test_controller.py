@@ -44,6 +44,8 @@ class Toy(Worker):
     @register(MICRO_DP, inputs=("prompt_ids",), outputs=("response_ids", "secret"), lengths_of="response_ids")
     def generate(self, batch: Batch) -> Batch:
         """Response of row i: i % 5 + 1 tokens of value i."""
+        if not len(batch):
+            return batch
         rows = [torch.full((int(i) % 5 + 1,), int(i)) for i in batch.row_ids]
         return batch.with_fields(
             response_ids=ragged(rows, torch.int64), secret=ragged([torch.zeros(100)] * len(rows), torch.float32)
@@ -51,6 +53,8 @@ class Toy(Worker):
 
     @register(THREE_D, inputs=("response_ids",), outputs=("doubled",), split_groups=True)
     def double(self, batch: Batch) -> Batch:
+        if not len(batch):
+            return batch
         return batch.with_fields(doubled=Ragged(batch["response_ids"].values * 2, batch["response_ids"].lengths))
 
     @register(
@@ -225,6 +229,21 @@ def overlap(world: World) -> list[tuple[str, int, int]]:
 def test_a_consumer_does_not_wait_for_a_producer_that_is_busy_with_its_next_call() -> None:
     (_, (_, busy_from, busy_until)), ((_, start, end),) = run_ranks(2, overlap)
     assert busy_from < start and end < busy_until  # the whole call of b lies inside a's second call
+
+
+def fewer_groups_than_replicas(world: World) -> Any:
+    controller, toys = build(world, a=([0, 1], Layout(1, 1, 2)), b=([0, 1], Layout(1, 1, 2)))
+
+    def script(rows: Any) -> Any:
+        batch = rows.union(toys["a"].generate(rows))
+        return toys["b"].rows(batch.union(toys["b"].double(batch)))
+
+    return controller.get(controller.run(script, controller.source(prompts(1, 2), "prompt_ids")))
+
+
+def test_a_replica_without_rows_takes_part() -> None:
+    (rows,) = run_ranks(2, fewer_groups_than_replicas)[0]
+    assert sorted(row for member in rows for row in member) == [0, 1]
 
 
 def branch_not_foreseen(world: World) -> Any:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 from rlhf_spmd.config.schema import nearest
 from rlhf_spmd.controller import Controller, GroupShape, ResourcePool
+from rlhf_spmd.data.encoding import PackedIds
 from rlhf_spmd.models.sharding import check_layout
 from rlhf_spmd.models.spec import ModelSpec, read_spec
 from rlhf_spmd.models.weights import check_pretrained
@@ -112,6 +113,18 @@ def _same_vocabulary(plans: Mapping[str, RolePlan]) -> None:
                 f"models.{role}.path={plan.config.path!r} has a vocabulary of {plan.spec.vocab_size}, the actor's has "
                 f"{actor.vocab_size}; all roles read the same token ids"
             )
+
+
+def check_vocabulary(ids: PackedIds, plans: Mapping[str, RolePlan]) -> None:
+    """Raises ValueError if the tokenizer gave ids that the actor's model has not."""
+    spec = plans["actor"].spec
+    assert spec is not None
+    largest = int(ids.values.max(initial=0))
+    if largest >= spec.vocab_size:
+        raise ValueError(
+            f"the data have token id {largest}, but the model in '{plans['actor'].config.path}' has a vocabulary of "
+            f"{spec.vocab_size}: its tokenizer is larger than the model"
+        )
 
 
 def build_models(plans: Mapping[str, RolePlan], build: Build) -> SimpleNamespace:

@@ -131,6 +131,7 @@ class Session:
     config_text: str
     peak_flops: float
     started_at: int = field(default=0, init=False)
+    finished_before: bool = field(default=False, init=False)  # its goal was reached in an earlier start
 
     @property
     def run_dir(self) -> Path:
@@ -154,7 +155,7 @@ class Session:
             create_run_dir(self.run_dir, self.config_text)
         self.world.all.barrier("control")
         self.started_at = self.resume()
-        if self.started_at >= self.config.steps:
+        if self.finished_before or self.started_at >= self.config.steps:
             self.board.set_step(self.started_at)
             if self.is_first:
                 print(f"nothing to do: step {self.started_at} of {self.config.steps} is done", file=sys.stderr)
@@ -171,15 +172,17 @@ class Session:
         while number < self.config.steps:
             number += 1
             metrics, samples = self._timed(one_step, number)
-            ended = number == self.config.steps or stop(metrics)
+            stopped = stop(metrics)
+            ended = stopped or number == self.config.steps
             if validate is not None and self.config.test_freq and (number % self.config.test_freq == 0 or ended):
                 metrics |= validate(number)
-                ended = ended or stop(metrics)
+                stopped = stopped or stop(metrics)
+                ended = ended or stopped
             if recorder is not None:
                 recorder.log(number, metrics, samples)
             preempted = self.controller.decide(self.board.preempted)
             if ended or preempted or (self.config.save_freq and number % self.config.save_freq == 0):
-                self.save(number)
+                self.save(number, stopped)
             if preempted and not ended:
                 self._close(recorder, ExitStatus.of("preempted", step=number, last_checkpoint=self.board.last_checkpoint))
                 raise Preempted(f"saved {self.board.last_checkpoint}; start again with run.resume=auto to go on")
@@ -212,12 +215,12 @@ class Session:
 
     # Checkpoints
 
-    def save(self, number: int) -> None:
+    def save(self, number: int, stopped: bool = False) -> None:
         """Collective over the world: every rank of it must call, in program order. Raises CheckpointError on all of them."""
         with self.controller.timeline.span("save_checkpoint", category="io"):
             progress = self.controller.get(*(worker.progress() for worker in self.trained.values()))
             steps = {role: values[0]["optimizer_steps"] for role, values in zip(self.trained, progress, strict=True)}
-            state = {"step": number, "optimizer_steps": steps, **self.state()}
+            state = {"step": number, "stopped": stopped, "optimizer_steps": steps, **self.state()}
             held = {role: role_state(worker) for role, worker in self.trained.items() if worker.member}
             path = save_checkpoint(self.run_dir, number, held, state, self.world.all, self.config.keep_checkpoints)
         self.board.last_checkpoint = str(path)
@@ -246,6 +249,7 @@ class Session:
                 assert worker.engine.optimizer is not None
                 worker.engine.optimizer.step_count = int(state["optimizer_steps"][role])
         self.restore(dict(state))
+        self.finished_before = bool(state["stopped"])
         self.board.last_checkpoint = str(path)
         if self.is_first:
             print(f"resumed from {path} (step {state['step']})", file=sys.stderr)

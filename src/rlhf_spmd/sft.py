@@ -19,7 +19,7 @@ from rlhf_spmd.objectives.losses import check_loss_agg_mode
 from rlhf_spmd.parallel.program import ProgramContext
 from rlhf_spmd.planner.placement import PlacementConfig
 from rlhf_spmd.rewards.config import RewardConfig
-from rlhf_spmd.roles import RolePlan, build_models, plan_roles
+from rlhf_spmd.roles import RolePlan, build_models, check_vocabulary, plan_roles
 from rlhf_spmd.session import RunConfig, Session, reference_values, run_session_program, synchronize, validate_prompts
 from rlhf_spmd.telemetry.logger import LoggerConfig
 from rlhf_spmd.telemetry.trace import Timeline
@@ -90,6 +90,8 @@ def prepare(path: str | None, overrides: Sequence[str], world_size: int) -> Prep
     Loader(responses, config.data.train_batch_size)  # raises if there are too few rows
     val_responses = load_responses(config.data, tokenizer, validation=True) if config.data.val_path else None
     val_prompts = load_prompts(config.val_prompts, tokenizer) if config.val_prompts is not None else None
+    for ids in (responses.prompts, responses.responses):
+        check_vocabulary(ids, plans)
     check_sizes(config, plans["actor"], [responses, val_responses])
     return Prepared(config, plans, tokenizer, responses, val_responses, val_prompts)
 
@@ -125,7 +127,7 @@ def sft(context: ProgramContext[Prepared]) -> None:
         world,
         limits,
         config.run.seed,
-        total_updates=config.run.steps,
+        total_updates={"actor": config.run.steps},
         reward=config.reward,
         tokenizer=ready.tokenizer,
     )

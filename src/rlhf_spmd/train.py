@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from rlhf_spmd.algorithms.base import AlgorithmConfig
+from rlhf_spmd.checkpoint import CheckpointError
 from rlhf_spmd.config import check_tree, find, load, to_dict, to_yaml
 from rlhf_spmd.controller import Controller
 from rlhf_spmd.data.loader import Loader
@@ -21,7 +22,7 @@ from rlhf_spmd.parallel.program import ProgramContext
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.planner.placement import PlacementConfig
 from rlhf_spmd.rewards.config import RewardConfig
-from rlhf_spmd.roles import RolePlan, build_models, model_directory, plan_roles, pools_of
+from rlhf_spmd.roles import RolePlan, build_models, check_vocabulary, model_directory, plan_roles, pools_of
 from rlhf_spmd.session import RunConfig, Session, reference_values, run_session_program, synchronize, validate_prompts
 from rlhf_spmd.telemetry.logger import LoggerConfig
 from rlhf_spmd.telemetry.trace import Timeline
@@ -112,6 +113,9 @@ def prepare(path: str | None, overrides: Sequence[str], world_size: int) -> Prep
     if config.run.test_freq and val_prompts is None:
         raise ValueError(f"run.test_freq={config.run.test_freq} needs data.val_path")
     Loader(prompts, config.data.train_batch_size)  # raises if there are too few prompts
+    for dataset in (prompts, val_prompts):
+        if dataset is not None:
+            check_vocabulary(dataset.ids, plans)
     return Prepared(config, algorithm, plans, tokenizer, prompts, val_prompts)
 
 
@@ -171,7 +175,10 @@ def train(context: ProgramContext[Prepared]) -> None:
         config.algorithm.limits,
         config.run.seed,
         num_mini_batches=mini_batches,
-        total_updates=config.run.steps * mini_batches * config.algorithm.ppo_epochs,
+        total_updates={
+            role: config.algorithm.training_steps(role, config.run.steps) * mini_batches * config.algorithm.ppo_epochs
+            for role in ready.plans
+        },
         temperature=ready.sampling.log_prob_temperature,
         kl_ctrl=config.algorithm.kl_ctrl,
         reward=config.reward,
@@ -233,6 +240,8 @@ def role_states(controller: Controller, models: SimpleNamespace) -> dict[str, An
 def restore(state: dict[str, Any], loader: Loader, models: SimpleNamespace) -> None:
     loader.load_state_dict(state["loader"])
     for role, saved in state["roles"].items():
+        if not hasattr(models, role):
+            raise CheckpointError(f"the checkpoint has a state of role '{role}', which this algorithm has not")
         getattr(models, role).load_state_dict(saved)
 
 

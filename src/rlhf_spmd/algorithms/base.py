@@ -36,6 +36,10 @@ class AlgorithmConfig:
         """Role -> the class of its object in ``models``. There is always an actor, the role that is exported."""
         return {"actor": ActorWorker, "reward": RewardWorker}
 
+    def training_steps(self, role: str, steps: int) -> int:
+        """In how many of a run's ``steps`` a trained role is updated: the length of its learning-rate schedule."""
+        return steps
+
     @property
     def limits(self) -> BatchLimits:
         return BatchLimits(self.ppo_max_token_len_per_gpu, None if self.use_dynamic_bsz else self.ppo_micro_batch_size_per_gpu)

@@ -62,6 +62,9 @@ class PPOConfig(AlgorithmConfig):
         if not math.isfinite(self.entropy_coeff):
             raise ValueError(f"{where}.entropy_coeff={self.entropy_coeff} must be a finite number")
 
+    def training_steps(self, role: str, steps: int) -> int:
+        return max(steps - self.critic_warmup, 1) if role == "actor" else steps
+
     @property
     def clip_range(self) -> tuple[float, float]:
         low = self.clip_ratio if self.clip_ratio_low is None else self.clip_ratio_low

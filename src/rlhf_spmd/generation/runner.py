@@ -114,6 +114,8 @@ class Runner:
         position = np.array([row.num_new for row in rows], dtype=np.int64)
         draws = uniform(self.draws.seed, self.draws.step, self.row_ids[index], position)
         drawn = sample(gather_logits(self.decoder, logits), self.draws.sampling, torch.from_numpy(draws).to(self.device))
+        if drawn.is_cuda:  # its cumulative sums may differ between ranks in the last bit, and then the schedules would
+            self.mesh.tp.broadcast(drawn, 0, "generation:tokens")
         places = torch.from_numpy(index * self.log_probs.shape[2] + position).to(self.device)
         for kept, temperature in zip(self.log_probs, self.temperatures, strict=True):
             kept.view(-1).index_copy_(0, places, log_probs_of(self.decoder, logits, drawn, temperature))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -43,7 +43,7 @@ class Build:
     limits: BatchLimits
     seed: int
     num_mini_batches: int = 1
-    total_updates: int = 1
+    total_updates: Mapping[str, int] = field(default_factory=dict)  # role -> optimizer steps of the whole run
     temperature: float = 1.0
     kl_ctrl: KLControlConfig = field(default_factory=KLControlConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
@@ -81,7 +81,7 @@ class ModelWorker(Worker):
                 device=self.device,
                 activation_checkpointing=config.activation_checkpointing,
                 seed=build.seed,
-                total_updates=build.total_updates,
+                total_updates=build.total_updates.get(name, 1),
                 new_head=self.new_head,
             )
 
