@@ -92,3 +92,24 @@ def test_sft_learns_the_same_on_every_layout(tmp_path: Path) -> None:
         for one, other in zip(found[1], found[size], strict=True):
             for key in {"val/loss", "actor/loss", "actor/grad_norm"} & one.keys():
                 assert other[key] == pytest.approx(one[key], rel=1e-10), (size, one["step"], key)
+
+
+def test_sft_that_reached_its_goal_stays_ended(tmp_path: Path) -> None:
+    data = tmp_path / "sft.jsonl"
+    data.write_text("".join(json.dumps({"prompt": f"{i % 10}", "response": f"{i % 7}"}) + "\n" for i in range(16)))
+    overrides = [
+        f"data.path={data}",
+        "data.train_batch_size=8",
+        f"model.path={task() / 'actor'}",
+        f"run.dir={tmp_path / 'run'}",
+    ]
+    overrides += ["run.steps=9", "run.test_freq=2", "algorithm.stop_at_reward=-1", "reward.function=tasks:even_share"]
+    overrides += [
+        f"val_prompts.path={task() / 'train.jsonl'}",
+        "val_prompts.max_response_length=4",
+        "val_prompts.max_prompt_length=12",
+    ]
+    for _ in range(2):
+        run_ranks(1, sft_here, overrides)
+        rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+        assert [row["step"] for row in rows] == [0, 1, 2]
