@@ -90,10 +90,23 @@ def prepare(path: str | None, overrides: Sequence[str], world_size: int) -> Prep
     Loader(responses, config.data.train_batch_size)  # raises if there are too few rows
     val_responses = load_responses(config.data, tokenizer, validation=True) if config.data.val_path else None
     val_prompts = load_prompts(config.val_prompts, tokenizer) if config.val_prompts is not None else None
+    if config.val_prompts is not None:
+        check_context(config.val_prompts, config.val_sampling, plans["actor"])
     for ids in (responses.prompts, responses.responses):
         check_vocabulary(ids, plans)
     check_sizes(config, plans["actor"], [responses, val_responses])
     return Prepared(config, plans, tokenizer, responses, val_responses, val_prompts)
+
+
+def check_context(prompts: DataConfig, sampling: SamplingConfig, plan: RolePlan) -> None:
+    """Validation prompts and their responses against the model's context. Raises ValueError with both sides."""
+    assert plan.spec is not None
+    longest = prompts.max_prompt_length + (sampling.max_response_length or prompts.max_response_length)
+    if longest > plan.spec.max_position_embeddings:
+        raise ValueError(
+            f"val_prompts.max_prompt_length + max_response_length = {longest} tokens, but the model has a context of "
+            f"{plan.spec.max_position_embeddings}"
+        )
 
 
 def check_sizes(config: SftTrainConfig, plan: RolePlan, datasets: Sequence[ResponseDataset | None]) -> None:

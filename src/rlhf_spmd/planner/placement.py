@@ -43,6 +43,11 @@ def place_roles(config: PlacementConfig, pool_of: Mapping[str, str | None], worl
                 f"models.{role}.pool={name!r} is not in placement.pools{nearest(name, list(pools)) or ';'} "
                 f"available: {', '.join(pools) or 'none'}"
             )
+    unused = sorted(set(pools) - set(pool_of.values()))
+    if unused:
+        raise ValueError(
+            f"placement.pools.{unused[0]}: no role's pool names it; give it to a role (models.<role>.pool) or remove it"
+        )
     idle = sorted(set(range(world_size)) - {rank for pool in placed.values() for rank in pool.ranks})
     if idle:
         raise ValueError(
