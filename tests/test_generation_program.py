@@ -123,7 +123,7 @@ def test_every_layout_writes_the_same_responses(model: Path, tmp_path: Path, siz
         ([{"prompt_ids": [1]}], ["generation.tp=2"], ConfigError, r"generation\.tp=2: here layout\.tp says it"),
         ([{"prompt_ids": [1]}], ["model.dtype=float8"], ConfigError, r"model\.dtype='float8'"),
         ([{"prompt_ids": [1]}], ["model.path=/no/such/place"], ValueError, "/no/such/place"),
-        ([{"prompt_ids": [1]}], ["out=/dev/null/x"], ValueError, "out=/dev/null/x cannot be written"),
+        ([{"prompt_ids": [1]}], ["out=/dev/null/x"], ValueError, "out=/dev/null/x: cannot write"),
         ([{"prompt_ids": [200]}], [], DataError, r"in\.jsonl:1: token id 200 in 'prompt_ids' must be less than .* 200"),
         ([{"prompt_ids": []}], [], DataError, r"in\.jsonl:1: 'prompt_ids' must be a non-empty list"),
         ([{"prompt_ids": [3] * 64}], [], DataError, r"in\.jsonl:1: the prompt has 64 tokens, the model's context 64"),

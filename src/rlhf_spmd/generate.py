@@ -9,18 +9,14 @@ end of the model's context).
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from rlhf_spmd.config import check_tree, load
 from rlhf_spmd.data.balance import partition_by_tokens
@@ -32,25 +28,10 @@ from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.sharding import check_layout
 from rlhf_spmd.models.spec import ModelSpec, read_eos_ids, read_spec
 from rlhf_spmd.models.weights import check_pretrained, load_pretrained
+from rlhf_spmd.offline import ModelConfig, check_out, run_offline_program
 from rlhf_spmd.parallel.layout import Layout, LayoutConfig, resolve_layout
 from rlhf_spmd.parallel.mesh import build_mesh
-from rlhf_spmd.parallel.program import ProgramContext, ProgramSettings, run_program
-from rlhf_spmd.parallel.world import Launch, World, read_launch
-from rlhf_spmd.workers.config import RoleConfig
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """``path``: a Hugging Face directory. ``dtype`` auto: bfloat16 on GPUs, float32 on CPUs."""
-
-    path: str
-    dtype: str = "auto"
-
-    def check(self, where: str) -> None:
-        RoleConfig(dtype=self.dtype).check(where)
-
-    def torch_dtype(self, device: torch.device) -> torch.dtype:
-        return RoleConfig(dtype=self.dtype).torch_dtype(device)
+from rlhf_spmd.parallel.world import Launch, World
 
 
 @dataclass(frozen=True)
@@ -108,7 +89,7 @@ def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> Prepa
     config = load(GenerateConfig, path, overrides)
     check_tree(config)
     if launch.rank == 0:
-        check_output(Path(config.out))
+        check_out(Path(config.out), Path(config.data.path))
     spec = read_spec(config.model.path)
     layout = resolve_layout(config.layout, launch.size, "layout on all ranks")
     check_layout(spec, layout.pp, layout.tp, "layout")
@@ -141,15 +122,6 @@ def encode_prompts(rows: Sequence[Row], config: PromptFileConfig, tokenizer: Any
         for index, ids in zip(texts, encoded, strict=True):
             prompts[index] = check_ids(ids, vocab_size, rows[index].where, config.prompt_key)
     return prompts
-
-
-def check_output(out: Path) -> None:
-    """Before hours of generation, not after. Raises ValueError."""
-    if out.is_dir():
-        raise ValueError(f"out={out} is a directory; name a file")
-    parent = next(path for path in out.absolute().parents if path.exists())
-    if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise ValueError(f"out={out} cannot be written: {parent} is not a directory that one may write to")
 
 
 def response_limit(row: Row, prompt_length: int, sampling: SamplingConfig, spec: ModelSpec) -> int:
@@ -234,19 +206,8 @@ def write_rows(ready: Prepared, records: Sequence[Sequence[Any]]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="rlhf_spmd.generate", description=__doc__)
-    parser.add_argument("--config", help="YAML file")
-    parser.add_argument("overrides", nargs="*", help="key=value, dotted: sampling.temperature=0.7")
-    arguments = parser.parse_intermixed_args(argv)
-
-    def body(context: ProgramContext[Prepared]) -> None:
-        generate(context.prepared, context.world, context.board.tick)
-
-    run_program(
-        lambda: prepare(arguments.config, arguments.overrides, read_launch()),
-        body,
-        lambda ready: ProgramSettings(timeout_s=ready.config.timeout_s),
-    )
+    """The command line: overrides, and ``--config FILE`` if there are many."""
+    run_offline_program("generate", __doc__, prepare, generate, argv)
 
 
 if __name__ == "__main__":

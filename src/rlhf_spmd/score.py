@@ -8,11 +8,9 @@ The numbers come from the forward pass and the head that training uses.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -29,15 +27,14 @@ from rlhf_spmd.data.encoding import EncodingConfig, check_ids
 from rlhf_spmd.data.files import DataError, Row, read_rows
 from rlhf_spmd.data.sft import ResponseDataset, SftConfig
 from rlhf_spmd.data.tokenizer import load_tokenizer
-from rlhf_spmd.generate import ModelConfig
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.sharding import check_layout
 from rlhf_spmd.models.spec import ModelSpec, read_spec
 from rlhf_spmd.models.weights import check_pretrained
+from rlhf_spmd.offline import ModelConfig, check_out, run_offline_program
 from rlhf_spmd.parallel.layout import Layout, LayoutConfig, resolve_layout
 from rlhf_spmd.parallel.mesh import build_mesh
-from rlhf_spmd.parallel.program import ProgramContext, ProgramSettings, run_program
-from rlhf_spmd.parallel.world import Launch, World, read_launch
+from rlhf_spmd.parallel.world import Launch, World
 from rlhf_spmd.telemetry.run_dir import atomic_write_text
 from rlhf_spmd.workers.engine import Packed, TrainEngine
 from rlhf_spmd.workers.model_worker import pack_rows, response_log_probs, sequence_lengths
@@ -103,7 +100,7 @@ def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> Prepa
     for row, (prompt, response) in zip(rows, pairs, strict=True):
         check_length(row, len(prompt), len(response), config, spec)
     if launch.rank == 0:
-        check_out(config)
+        check_out(Path(config.out), Path(config.data.path))
     number = torch.arange(len(rows))
     columns = {key: ragged([pair[side] for pair in pairs], torch.int64) for side, key in enumerate(ID_KEYS)}
     ids = [row.values.get("id", index) for index, row in enumerate(rows)]
@@ -150,21 +147,6 @@ def check_length(row: Row, prompt: int, response: int, config: ScoreConfig, spec
         )
     if prompt + response > config.max_token_len_per_gpu:
         raise ValueError(f"{said}, more than max_token_len_per_gpu={config.max_token_len_per_gpu}; raise it")
-
-
-def check_out(config: ScoreConfig) -> None:
-    """Make the directory of ``out`` and see that a file can be put there. Raises ValueError."""
-    out, source = Path(config.out), Path(config.data.path)
-    if out.exists() and not out.is_file():
-        raise ValueError(f"out={config.out} is {'a directory' if out.is_dir() else 'not a regular file'}; name a file")
-    if out.exists() and source.exists() and out.samefile(source):
-        raise ValueError(f"out={config.out} is the input, data.path={config.data.path}; name another file")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=out.parent):
-            pass
-    except OSError as error:
-        raise ValueError(f"out={config.out}: cannot write in {out.parent}: {error.strerror or error}") from error
 
 
 def score(ready: Prepared, world: World, tick: Callable[[], None] = lambda: None) -> None:
@@ -242,19 +224,8 @@ def write_rows(ready: Prepared, log_probs: Ragged) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="rlhf_spmd.score", description=__doc__)
-    parser.add_argument("--config", help="YAML file")
-    parser.add_argument("overrides", nargs="*", help="key=value, dotted: model.dtype=float32")
-    arguments = parser.parse_intermixed_args(argv)
-
-    def body(context: ProgramContext[Prepared]) -> None:
-        score(context.prepared, context.world, context.board.tick)
-
-    run_program(
-        lambda: prepare(arguments.config, arguments.overrides, read_launch()),
-        body,
-        lambda ready: ProgramSettings(timeout_s=ready.config.timeout_s),
-    )
+    """The command line: overrides, and ``--config FILE`` if there are many."""
+    run_offline_program("score", __doc__, prepare, score, argv)
 
 
 if __name__ == "__main__":
