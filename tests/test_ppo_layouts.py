@@ -80,8 +80,8 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "roles on overlapping pools of unequal size": (
         4,
         (
+            "placement.pools.b=[2,3]",
             "placement.pools.c=[0,1,2]",
-            *OWN_POOLS,
             "models.critic.pool=c",
             "models.reference.pool=b",
             *layout("actor", dp=2, pp=2, zero=1),
