@@ -38,11 +38,6 @@ class Ragged:
         positions = (torch.repeat_interleave(starts, lengths) + within).to(self.values.device)
         return Ragged(self.values[positions], lengths)
 
-    def with_values(self, values: Tensor) -> Ragged:
-        """The same rows with other entries [sum(lengths), ...]."""
-        assert len(values) == len(self.values), f"{len(values)} values for rows of {len(self.values)} entries in all"
-        return Ragged(values, self.lengths)
-
 
 Field = Tensor | Ragged
 

@@ -6,6 +6,6 @@ It does not know roles, engines or model architectures: it takes shards (boxes) 
 """
 
 from rlhf_spmd.reshard.execute import HybridEngine
-from rlhf_spmd.reshard.plan import ENGINES, check_engine, gather_ranks, plan_gather, plan_homes, transition_bytes
+from rlhf_spmd.reshard.plan import gather_ranks, plan_gather, plan_homes, transition_bytes
 
-__all__ = ["ENGINES", "HybridEngine", "check_engine", "gather_ranks", "plan_gather", "plan_homes", "transition_bytes"]
+__all__ = ["HybridEngine", "gather_ranks", "plan_gather", "plan_homes", "transition_bytes"]

@@ -105,11 +105,6 @@ class HybridEngine:
                 uses.subtract(targets)
                 self._free(target for target in targets if not uses[target])
 
-    @property
-    def generation_bytes(self) -> int:
-        """Bytes of the generation shard."""
-        return sum(torch.Size(shape).numel() for shape in self._shapes.values()) * self.dtype.itemsize
-
     def _local(self) -> dict[str, Tensor]:
         """The training parameters as plain local tensors that share their storage."""
         current = self._parameters()

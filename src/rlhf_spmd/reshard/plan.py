@@ -15,8 +15,6 @@ from typing import Any
 from rlhf_spmd.parallel.boxes import Box, ParamShard, cover
 from rlhf_spmd.parallel.layout import GenerationLayout
 
-ENGINES = ("zero_redundancy",)
-
 REMEDY = "generation.pp must divide layout.pp, generation.tp layout.tp, and layout.pp the number of layers"
 
 Shards = Mapping[str, ParamShard]
@@ -58,9 +56,6 @@ class Bucket:
 class GatherPlan:
     buckets: tuple[Bucket, ...]
 
-    def elements_sent(self, member: int) -> int:
-        return sum(bucket.sizes[member] for bucket in self.buckets)
-
     def elements_received(self, member: int) -> int:
         """What the other members send: the plan's received bytes, in elements."""
         return sum(sum(bucket.sizes) - bucket.sizes[member] for bucket in self.buckets)
@@ -76,12 +71,6 @@ class Home:
 
     view: tuple[str, tuple[slice, ...]] | None
     pieces: tuple[Piece, ...]
-
-
-def check_engine(name: str) -> None:
-    """Raises ValueError for an engine that does not exist."""
-    if name not in ENGINES:
-        raise ValueError(f"models.actor.generation.engine={name!r} is not an engine; available: {', '.join(ENGINES)}")
 
 
 def gather_ranks(layout: GenerationLayout, index: int) -> list[int]:
