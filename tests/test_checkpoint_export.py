@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -43,9 +44,8 @@ def make_model(path: Path, family: str, tied: bool, value_head: bool = False) ->
     return model
 
 
-def checkpoint_of(model: torch.nn.Module, source: Path, run_dir: Path, head: str) -> Path:
+def checkpoint_of(values: Mapping[str, Tensor], source: Path, run_dir: Path, head: str) -> Path:
     """The checkpoint that a run would write: one rank plays all four of a tp 2, pp 2 layout under different parameter names."""
-    values = dict(model.state_dict())
     shards, tensors = {}, {}
     layout = Layout(pp=2, tp=2)
     for index in range(layout.size):
@@ -70,7 +70,7 @@ def test_transformers_loads_the_export(tmp_path: Path, family: str, tied: bool, 
 
     source, out = tmp_path / "source", tmp_path / "run" / "export"
     model = make_model(source, family, tied)
-    path = checkpoint_of(model, source, tmp_path / "run", "lm")
+    path = checkpoint_of(model.state_dict(), source, tmp_path / "run", "lm")
     for _ in range(2):  # the second replaces the first
         export_hugging_face(path, "actor", source, out, shard_bytes)
     loaded, report = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
@@ -86,7 +86,7 @@ def test_value_head_and_dtype(tmp_path: Path) -> None:
 
     critic = make_model(tmp_path / "critic", "llama", tied=False, value_head=True)
     make_model(tmp_path / "source", "llama", tied=True)  # the critic started from a language model
-    path = checkpoint_of(critic, tmp_path / "source", tmp_path / "run", "value")
+    path = checkpoint_of(critic.state_dict(), tmp_path / "source", tmp_path / "run", "value")
     out = export_hugging_face(path, "actor", tmp_path / "source", tmp_path / "out")
     loaded = AutoModelForSequenceClassification.from_pretrained(out)
     assert type(loaded).__name__ == "LlamaForSequenceClassification" and loaded.config.num_labels == 1
@@ -99,7 +99,7 @@ def test_value_head_and_dtype(tmp_path: Path) -> None:
 
 def test_what_export_refuses(tmp_path: Path) -> None:
     model = make_model(tmp_path / "source", "llama", tied=True)
-    path = checkpoint_of(model, tmp_path / "source", tmp_path / "run", "lm")
+    path = checkpoint_of(model.state_dict(), tmp_path / "source", tmp_path / "run", "lm")
     precious = tmp_path / "precious"
     precious.mkdir()
     (precious / "thesis.txt").write_text("x")

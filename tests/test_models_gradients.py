@@ -15,7 +15,7 @@ from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import token_log_probs, values
 from rlhf_spmd.models.layers import rms_norm, rotate, swiglu
 from rlhf_spmd.models.sharding import plan_params
-from rlhf_spmd.models.spec import spec_from_config
+from rlhf_spmd.models.spec import AttentionRule, spec_from_config
 from rlhf_spmd.models.weights import init_random
 from rlhf_spmd.parallel.collectives import Group, solo
 from rlhf_spmd.parallel.data_parallel import partial_boxes, sum_partial
@@ -62,7 +62,7 @@ def global_gradients(config: dict[str, Any], head: str, tp: Group, checkpointing
     for decoder in stages[:-1]:
         x = decoder(x, attention)
     for decoder in stages:
-        decoder.activation_checkpointing = checkpointing
+        decoder.keep_activations("full" if checkpointing else "none")
     loss = loss_of(stages[-1], head, attention, x)
     loss.backward()
     found: dict[str, Any] = {"loss": loss.item()}
@@ -139,7 +139,23 @@ def test_token_log_probs_against_plain_torch(entropy: bool, temperature: float) 
         assert (x - y).abs().max() < TOLERANCE
 
 
-def test_packed_attention_against_plain_torch() -> None:
+def plain_attention(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
+    """One sequence: q [T, H * G, D], k and v [T, H, D]."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = torch.einsum("ihd,jhd->hij", q, k) * rule.scale
+    if rule.softcap is not None:
+        scores = rule.softcap * torch.tanh(scores / rule.softcap)
+    past = torch.arange(len(q))[:, None] - torch.arange(len(q))
+    seen = (past >= 0) & (past < (rule.window or len(q)))
+    return torch.einsum("hij,jhd->ihd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [AttentionRule(8**-0.5), AttentionRule(0.3, softcap=2.0), AttentionRule(0.5, window=7), AttentionRule(0.4, 1.5, 65)],
+    ids=str,
+)
+def test_packed_attention_against_plain_torch(rule: AttentionRule) -> None:
     heads, kv_heads, dim = 6, 2, 8
     lengths = [3, 130, 1, 65, 64, 0, 40, 41]
     make = torch.Generator().manual_seed(0)
@@ -147,20 +163,16 @@ def test_packed_attention_against_plain_torch() -> None:
         torch.randn(sum(lengths), h, dim, dtype=torch.float64, generator=make, requires_grad=i < 3)
         for i, h in enumerate((heads, kv_heads, kv_heads, heads))
     )
-    out = PackedAttention(lengths).attend(0, q, k, v)
+    out = PackedAttention(lengths).attend(0, q, k, v, rule)
     got = torch.autograd.grad((out * weight).sum(), [q, k, v])
-    parts = []
-    for a, b, c in zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True):
-        if len(a):
-            batch = [x.transpose(0, 1)[None] for x in (a, b.repeat_interleave(3, 1), c.repeat_interleave(3, 1))]
-            parts.append(torch.nn.functional.scaled_dot_product_attention(*batch, is_causal=True)[0].transpose(0, 1))
-    plain = torch.cat(parts)
+    rows = zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
+    plain = torch.cat([plain_attention(*row, rule) for row in rows])
     want = torch.autograd.grad((plain * weight).sum(), [q, k, v])
     assert (plain - out).abs().max() < TOLERANCE
     for x, y in zip(got, want, strict=True):
         assert (x - y).abs().max() < TOLERANCE
     attention = PackedAttention(lengths)  # what runs on GPUs
-    sdpa = attention._attend_sdpa(q, k, v, attention._bucket(heads))
+    sdpa = attention._attend_sdpa(q, k, v, attention._bucket(heads), rule)
     assert (plain - sdpa).abs().max() < TOLERANCE
     for x, y in zip(torch.autograd.grad((sdpa * weight).sum(), [q, k, v]), want, strict=True):
         assert (x - y).abs().max() < TOLERANCE
@@ -175,4 +187,5 @@ def test_elementwise_pieces_gradcheck() -> None:
     assert torch.autograd.gradcheck(swiglu, (torch.randn(5, 8, dtype=torch.float64, requires_grad=True),))
     q, k, v = (torch.randn(2, 2, n, 4, dtype=torch.float64, requires_grad=True) for n in (3, 5, 5))
     allowed = (torch.arange(5) <= torch.tensor([2, 3, 4])[:, None])[None, None]
-    assert torch.autograd.gradcheck(lambda *args: attend_exact(*args, allowed), (q, k, v))
+    for rule in (AttentionRule(0.5), AttentionRule(0.7, softcap=1.3)):
+        assert torch.autograd.gradcheck(lambda *args, rule=rule: attend_exact(*args, rule, allowed), (q, k, v))

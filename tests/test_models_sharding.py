@@ -56,9 +56,9 @@ def test_boxes_of_all_ranks_cover_every_tensor_once(family: str, head: str) -> N
             number = torch.Size(shapes[name]).numel()
             assert len(count) == number, f"{name} has elements that no rank of pp({pp}) * tp({tp}) holds"
             tied = 2 if name == spec.names.embed and spec.tie_word_embeddings and pp > 1 and head == "lm" else 1
-            shared = tp // 4 if tp > 4 and ("k_proj" in name or "v_proj" in name) else 1
-            expected = tp if per_tensor[name] else tied * shared
-            assert set(count.values()) == {expected}, (name, pp, tp)
+            shared = tp // 4 if tp > 4 and ("k_proj" in name or "v_proj" in name or "qkv" in name) else 1
+            expected = {tp if per_tensor[name] else tied * shared} | ({1} if "qkv" in name else set())
+            assert set(count.values()) == expected, (name, pp, tp)
 
 
 def test_local_boxes_tile_each_parameter() -> None:

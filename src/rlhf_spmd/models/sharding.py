@@ -31,16 +31,19 @@ def kv_heads_of(spec: ModelSpec, tp_rank: int, tp: int) -> range:
     return range(head, head + 1)
 
 
-def check_layout(spec: ModelSpec, pp: int, tp: int, where: str) -> None:
-    """Raises ValueError if the model cannot be cut into pp stages of tp slices. ``where`` names the setting, as in
+def check_layout(spec: ModelSpec, pp: int, tp: int, where: str, vpp: int = 1) -> None:
+    """Raises ValueError if the model cannot be cut into pp * vpp stages of tp slices. ``where`` names the setting, as in
     ``models.actor.layout``."""
-    if pp > spec.num_hidden_layers:
+    if pp * vpp > spec.num_hidden_layers:
+        name = f"pp={pp}" if vpp == 1 else f"pp={pp} * vpp={vpp}"
         raise ValueError(
-            f"{where}: pp={pp} stages need at least one layer each, but the model has "
-            f"num_hidden_layers={spec.num_hidden_layers}; set pp to at most {spec.num_hidden_layers}"
+            f"{where}: {name} stages need at least one layer each, but the model has "
+            f"num_hidden_layers={spec.num_hidden_layers}; choose at most as many stages"
         )
-    for key in ("num_attention_heads", "intermediate_size"):
-        size = getattr(spec, key)
+    sizes = {key: getattr(spec, key) for key in ("num_attention_heads", "intermediate_size")}
+    if spec.experts is not None:
+        sizes["moe_intermediate_size"] = spec.experts.intermediate_size
+    for key, size in sizes.items():
         if size % tp:
             raise ValueError(f"{where}: tp={tp} does not divide {key}={size}; choose a tp that does")
     kv = spec.num_key_value_heads
@@ -105,16 +108,13 @@ def _plan_block(spec: ModelSpec, layer: int, tp_rank: int, tp: int, blocks: int)
     names, hidden, dim = spec.names, spec.hidden_size, spec.head_dim
     heads = spec.num_attention_heads // tp
     kv = kv_heads_of(spec, tp_rank, tp)
-    inner = spec.intermediate_size // tp
     q_rows = (tp_rank * heads * dim, heads * dim, spec.num_attention_heads * dim)
     kv_rows = (kv.start * dim, len(kv) * dim, spec.num_key_value_heads * dim)
-    mlp_rows = (tp_rank * inner, inner, spec.intermediate_size)
     qkv_blocks, gate_up_blocks = fused_blocks(spec, tp, blocks)
     qkv = _interleave([(names.q, q_rows), (names.k, kv_rows), (names.v, kv_rows)], qkv_blocks)
-    gate_up = _interleave([(names.gate, mlp_rows), (names.up, mlp_rows)], gate_up_blocks)
 
-    def at(name: str) -> str:
-        return name.format(layer=layer)
+    def at(name: str, expert: int = 0) -> str:
+        return name.format(layer=layer, expert=expert)
 
     plan = {"input_norm.weight": _replicated(at(names.input_norm), hidden)}
     plan["qkv.weight"] = _columns([(at(name) + ".weight", a, n, of) for name, a, n, of in qkv], hidden)
@@ -123,12 +123,25 @@ def _plan_block(spec: ModelSpec, layer: int, tp_rank: int, tp: int, blocks: int)
     if spec.qk_norm:
         plan["q_norm.weight"] = _replicated(at(names.q_norm), dim)
         plan["k_norm.weight"] = _replicated(at(names.k_norm), dim)
-    plan["out.weight"] = _row_parallel(at(names.out) + ".weight", hidden, *q_rows)
+    plan["out.weight"] = _row_parallel([at(names.out) + ".weight"], hidden, *q_rows)
     if spec.attention_out_bias:
         plan["out.bias"] = _replicated(at(names.out) + ".bias", hidden)
+    if names.attention_norm:
+        plan["attention_norm.weight"] = _replicated(at(names.attention_norm), hidden)
     plan["post_norm.weight"] = _replicated(at(names.post_norm), hidden)
-    plan["gate_up.weight"] = _columns([(at(name) + ".weight", a, n, of) for name, a, n, of in gate_up], hidden)
-    plan["down.weight"] = _row_parallel(at(names.down) + ".weight", hidden, *mlp_rows)
+    experts = spec.experts_of(layer)
+    if experts is None:
+        mlps, width = [(at(names.gate), at(names.up), at(names.down))], spec.intermediate_size
+    else:
+        numbers, width = range(experts.count), experts.intermediate_size
+        plan["router.weight"] = _replicated(at(names.router), experts.count, hidden)
+        mlps = [(at(names.expert_gate, e), at(names.expert_up, e), at(names.expert_down, e)) for e in numbers]
+    mlp_rows = (tp_rank * width // tp, width // tp, width)
+    gate_up = _interleave([(name, mlp_rows) for gate, up, _ in mlps for name in (gate, up)], gate_up_blocks)
+    plan["gate_up.weight"] = _columns([(name + ".weight", a, n, of) for name, a, n, of in gate_up], hidden)
+    plan["down.weight"] = _row_parallel([down + ".weight" for _, _, down in mlps], hidden, *mlp_rows)
+    if names.mlp_norm:
+        plan["mlp_norm.weight"] = _replicated(at(names.mlp_norm), hidden)
     return plan
 
 
@@ -138,11 +151,19 @@ def _replicated(name: str, *shape: int) -> ParamShard:
 
 
 def _interleave(parts: list[tuple[str, tuple[int, int, int]]], blocks: int) -> list[tuple[str, int, int, int]]:
-    """The first block of the rows (start, count, total) of every name, then the second of every one, and so on."""
+    """The first block of the rows (start, count, total) of every name, then the second of every one, and so on.
+
+    A name that is there several times is one tensor, of all their rows one after the other.
+    """
+    totals: dict[str, int] = {}
+    before = []
+    for name, (_, _, total) in parts:
+        before.append(totals.get(name, 0))
+        totals[name] = before[-1] + total
     return [
-        (name, start + block * count // blocks, count // blocks, total)
+        (name, offset + start + block * count // blocks, count // blocks, totals[name])
         for block in range(blocks)
-        for name, (start, count, total) in parts
+        for offset, (name, (start, count, _)) in zip(before, parts, strict=True)
     ]
 
 
@@ -157,6 +178,7 @@ def _columns(parts: list[tuple[str, int, int, int]], width: int | None) -> Param
     return ParamShard((local, *tail), tuple(boxes))
 
 
-def _row_parallel(name: str, rows: int, start: int, count: int, total: int) -> ParamShard:
-    box = Box(name, (rows, total), (0, start), (rows, count), (0, 0))
-    return ParamShard(box.size, (box,))
+def _row_parallel(names: list[str], rows: int, start: int, count: int, total: int) -> ParamShard:
+    """Columns [start, start + count) of tensors of equal shape, one under the other."""
+    boxes = [Box(name, (rows, total), (0, start), (rows, count), (i * rows, 0)) for i, name in enumerate(names)]
+    return ParamShard((len(names) * rows, count), tuple(boxes))

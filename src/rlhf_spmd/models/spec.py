@@ -1,13 +1,14 @@
 """What a model is, in our words: read from a Hugging Face ``config.json``, without the network and without running its code.
 
-A family is one file of this package that exports ``build_spec(config, source) -> ModelSpec``; ``model_type`` names it.
+A family is one file of this package that exports ``build_spec(config, source) -> ModelSpec``; ``model_type`` names it. It may
+export ``IGNORED``, keys that other families refuse.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,15 +32,46 @@ class Names:
     out: str = "model.layers.{layer}.self_attn.o_proj"
     q_norm: str = "model.layers.{layer}.self_attn.q_norm.weight"
     k_norm: str = "model.layers.{layer}.self_attn.k_norm.weight"
+    attention_norm: str | None = None  # of the attention's output, before it is added
+    mlp_norm: str | None = None  # of the MLP's
+    router: str = "model.layers.{layer}.mlp.gate.weight"
     gate: str = "model.layers.{layer}.mlp.gate_proj"
     up: str = "model.layers.{layer}.mlp.up_proj"
     down: str = "model.layers.{layer}.mlp.down_proj"
+    expert_gate: str = "model.layers.{layer}.mlp.experts.{expert}.gate_proj"
+    expert_up: str = "model.layers.{layer}.mlp.experts.{expert}.up_proj"
+    expert_down: str = "model.layers.{layer}.mlp.experts.{expert}.down_proj"
+
+
+@dataclass(frozen=True)
+class AttentionRule:
+    """How a layer turns scores into probabilities: softmax(softcap * tanh(q k^T * scale / softcap)), without the tanh where
+    ``softcap`` is None; a query at position i sees the keys j with i - ``window`` < j <= i, all j <= i where it is None."""
+
+    scale: float
+    softcap: float | None = None
+    window: int | None = None
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The mixture that replaces the MLP in every layer but ``dense_layers``: softmax over ``count`` experts, of which a token
+    takes the ``per_token`` likeliest, with their probabilities (made to sum to 1 with ``normalise``)."""
+
+    count: int
+    per_token: int
+    intermediate_size: int
+    normalise: bool
+    dense_layers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class ModelSpec:
     """A normalised decoder architecture. Sizes count elements; ``rope_scaling`` is None for plain rotary embeddings.
 
+    ``attention_scale`` None is 1 / sqrt(head_dim); ``windows`` has one entry per layer, or none where no layer has a window;
+    ``local_rope_theta`` is that of the layers with a window, where it is another. ``embed_scale`` multiplies the embeddings,
+    rounded to their dtype. ``norm_plus_one``: norms multiply by 1 + weight. ``logit_softcap``: logits are c * tanh(logits / c).
     ``hf_config`` is the raw config.json, kept for export.
     """
 
@@ -54,15 +86,36 @@ class ModelSpec:
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     rope_scaling: Mapping[str, Any] | None = field(default=None, hash=False)
+    local_rope_theta: float | None = None
     attention_bias: bool = False
     attention_out_bias: bool = False
     qk_norm: bool = False
+    attention_scale: float | None = None
+    attention_softcap: float | None = None
+    windows: tuple[int | None, ...] = ()
+    logit_softcap: float | None = None
+    norm_plus_one: bool = False
+    embed_scale: float = 1.0
+    experts: Experts | None = None
     tie_word_embeddings: bool = False
     max_position_embeddings: int = 2048
     hidden_act: str = "silu"
     eos_token_ids: tuple[int, ...] = ()
     hf_config: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
     names: Names = Names()
+
+    def attention_rule(self, layer: int) -> AttentionRule:
+        """The rule of a layer by its global index."""
+        scale = 1 / math.sqrt(self.head_dim) if self.attention_scale is None else self.attention_scale
+        return AttentionRule(scale, self.attention_softcap, self.windows[layer] if self.windows else None)
+
+    def local_rope(self, layer: int) -> bool:
+        """Whether a layer's rotary embeddings have ``local_rope_theta``."""
+        return self.local_rope_theta is not None and self.attention_rule(layer).window is not None
+
+    def experts_of(self, layer: int) -> Experts | None:
+        """The mixture of a layer by its global index; None where it has an MLP."""
+        return None if self.experts is None or layer in self.experts.dense_layers else self.experts
 
 
 def read_spec(path: str | Path) -> ModelSpec:
@@ -81,7 +134,8 @@ def spec_from_config(config: Mapping[str, Any], source: str, eos_token_ids: tupl
     except ValueError as error:
         raise ValueError(f"{source}: model_type: {error}") from None
     for key in ("quantization_config", "auto_map"):
-        reject_unless(config, source, key, None)
+        if key not in getattr(module, "IGNORED", ()):
+            reject_unless(config, source, key, None)
     spec: ModelSpec = module.build_spec(config, source)
     if eos_token_ids is not None:
         spec = ModelSpec(**{**vars(spec), "eos_token_ids": eos_token_ids})
@@ -90,25 +144,25 @@ def spec_from_config(config: Mapping[str, Any], source: str, eos_token_ids: tupl
 
 def standard_spec(config: Mapping[str, Any], source: str, **flags: Any) -> ModelSpec:
     """The keys that all families share, checked; ``flags`` are the family's own ModelSpec fields and override them."""
-    heads = _size(config, source, "num_attention_heads")
-    hidden = _size(config, source, "hidden_size")
+    heads = read_size(config, source, "num_attention_heads")
+    hidden = read_size(config, source, "hidden_size")
     if "head_dim" not in flags and config.get("head_dim") is None and hidden % heads:
         raise ValueError(f"{source}: hidden_size={hidden} is not divisible by num_attention_heads={heads}; set 'head_dim'")
     rope_theta, rope_scaling = _rope(config, source)
     fields: dict[str, Any] = {
         "family": config["model_type"],
-        "vocab_size": _size(config, source, "vocab_size"),
+        "vocab_size": read_size(config, source, "vocab_size"),
         "hidden_size": hidden,
-        "intermediate_size": _size(config, source, "intermediate_size"),
-        "num_hidden_layers": _size(config, source, "num_hidden_layers"),
+        "intermediate_size": read_size(config, source, "intermediate_size"),
+        "num_hidden_layers": read_size(config, source, "num_hidden_layers"),
         "num_attention_heads": heads,
-        "num_key_value_heads": _size(config, source, "num_key_value_heads", heads),
-        "head_dim": _size(config, source, "head_dim", hidden // heads),
-        "rms_norm_eps": _positive(config.get("rms_norm_eps", 1e-6), source, "rms_norm_eps"),
+        "num_key_value_heads": read_size(config, source, "num_key_value_heads", heads),
+        "head_dim": read_size(config, source, "head_dim", hidden // heads),
+        "rms_norm_eps": read_positive(config.get("rms_norm_eps", 1e-6), source, "rms_norm_eps"),
         "rope_theta": rope_theta,
         "rope_scaling": rope_scaling,
         "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
-        "max_position_embeddings": _size(config, source, "max_position_embeddings", 2048),
+        "max_position_embeddings": read_size(config, source, "max_position_embeddings", 2048),
         "eos_token_ids": _eos_ids(config.get("eos_token_id"), source) or (),
         "hf_config": dict(config),
     }
@@ -120,8 +174,24 @@ def standard_spec(config: Mapping[str, Any], source: str, **flags: Any) -> Model
         )
     if spec.head_dim % 2:
         raise ValueError(f"{source}: head_dim={spec.head_dim} must be even for rotary embeddings")
-    reject_unless(config, source, "hidden_act", "silu")
+    if "hidden_act" not in flags:
+        reject_unless(config, source, "hidden_act", "silu")
     return spec
+
+
+def read_windows(config: Mapping[str, Any], source: str, default: Sequence[str] | None = None) -> tuple[int | None, ...]:
+    """``ModelSpec.windows`` from ``sliding_window``: of every layer, or with ``default``, of those that ``layer_types`` (or
+    else ``default``) calls "sliding_attention"."""
+    layers = read_size(config, source, "num_hidden_layers")
+    if default is None:
+        return () if config.get("sliding_window") is None else (read_size(config, source, "sliding_window"),) * layers
+    types = config.get("layer_types") or default
+    if len(types) != layers or not set(types) <= {"sliding_attention", "full_attention"}:
+        raise ValueError(
+            f"{source}: 'layer_types' is {types!r}; it must call each of the num_hidden_layers={layers} layers "
+            "'sliding_attention' or 'full_attention'"
+        )
+    return tuple(read_size(config, source, "sliding_window") if kind == "sliding_attention" else None for kind in types)
 
 
 def reject_unless(config: Mapping[str, Any], source: str, key: str, *allowed: Any) -> None:
@@ -168,7 +238,8 @@ def _eos_ids(value: Any, source: str) -> tuple[int, ...] | None:
     return tuple(ids)
 
 
-def _size(config: Mapping[str, Any], source: str, key: str, default: int | None = None) -> int:
+def read_size(config: Mapping[str, Any], source: str, key: str, default: int | None = None) -> int:
+    """A positive integer; ``default`` where the key is missing or null. Raises ValueError naming the key and the value."""
     value = config.get(key)
     if value is None:
         value = default
@@ -177,7 +248,8 @@ def _size(config: Mapping[str, Any], source: str, key: str, default: int | None 
     return value
 
 
-def _positive(value: Any, source: str, key: str) -> float:
+def read_positive(value: Any, source: str, key: str) -> float:
+    """``value`` of ``key`` as a float. Raises ValueError naming both unless it is a positive number."""
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
         raise ValueError(f"{source}: '{key}' is {value!r}; it must be a positive number")
     return float(value)
@@ -204,5 +276,5 @@ def _rope(config: Mapping[str, Any], source: str) -> tuple[float, dict[str, Any]
     if kind not in _ROPE_KEYS:
         raise ValueError(f"{source}: '{key}.rope_type' is {kind!r}, which is not supported; allowed: {', '.join(_ROPE_KEYS)}")
     reject_unless(scaling, source, "partial_rotary_factor", 1, 1.0)
-    numbers = {name: _positive(scaling.get(name), source, f"{key}.{name}") for name in _ROPE_KEYS[kind]}
-    return _positive(theta, source, "rope_theta"), {"rope_type": kind, **numbers} if kind != "default" else None
+    numbers = {name: read_positive(scaling.get(name), source, f"{key}.{name}") for name in _ROPE_KEYS[kind]}
+    return read_positive(theta, source, "rope_theta"), {"rope_type": kind, **numbers} if kind != "default" else None

@@ -142,11 +142,9 @@ def init_random(decoder: Decoder, seed: int) -> None:
 
 
 def random_tensor(spec: ModelSpec, name: str, shape: tuple[int, ...], seed: int) -> Tensor:
-    """The initial fp32 value of a tensor: norms 1, biases 0, matrices normal with ``initializer_range`` (0.02)."""
-    if name.endswith(".bias"):
-        return torch.zeros(shape)
+    """The initial fp32 value of a tensor: norms multiply by 1, biases 0, matrices normal with ``initializer_range`` (0.02)."""
     if len(shape) == 1:
-        return torch.ones(shape)
+        return torch.zeros(shape) if name.endswith(".bias") or spec.norm_plus_one else torch.ones(shape)
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     std = float(spec.hf_config.get("initializer_range", INIT_STD))

@@ -12,13 +12,21 @@ from rlhf_spmd.models.spec import ModelSpec
 def forward_flops(spec: ModelSpec, num_tokens: float, mean_length: float) -> float:
     """FLOPs of one forward pass over ``num_tokens`` tokens in sequences of ``mean_length``.
 
-    Two per matrix weight and token, and causal attention: 2 * layers * heads * head_dim * length per token (half of the square).
+    Two per matrix weight and token (of experts, those that a token takes), and causal attention: 2 * heads * head_dim * length
+    per layer and token (half of the square), or with a window, what of that it leaves.
     """
     attention_width = spec.num_attention_heads * spec.head_dim
     kv_width = spec.num_key_value_heads * spec.head_dim
-    block = spec.hidden_size * (2 * attention_width + 2 * kv_width + 3 * spec.intermediate_size)
-    weights = spec.num_hidden_layers * block + spec.vocab_size * spec.hidden_size
-    return num_tokens * (2.0 * weights + 2.0 * spec.num_hidden_layers * attention_width * mean_length)
+    weights, keys = spec.vocab_size * spec.hidden_size, 0.0
+    for layer in range(spec.num_hidden_layers):
+        experts, window = spec.experts_of(layer), spec.attention_rule(layer).window
+        columns = 3 * spec.intermediate_size
+        if experts is not None:
+            columns = experts.count + 3 * experts.per_token * experts.intermediate_size
+        weights += spec.hidden_size * (2 * attention_width + 2 * kv_width + columns)
+        seen = min(window or mean_length, mean_length)
+        keys += seen * (1 - seen / (2 * mean_length)) if mean_length else 0.0  # how many a query sees, on average
+    return num_tokens * (2.0 * weights + 4.0 * attention_width * keys)
 
 
 def call_passes(method: str, epochs: int) -> float:
