@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from ranks import run_ranks
+from rlhf_spmd import kernels
 from rlhf_spmd.generation import Completion, GenerationConfig, Generator, Request, SamplingConfig
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
@@ -110,7 +112,7 @@ def tokens_of(completions: list[Completion]) -> list[list[int]]:
     return [c.token_ids for c in completions]
 
 
-def transformers_greedy(path: str, prompts: list[list[int]], max_new_tokens: int) -> list[list[int]]:
+def transformers_greedy(path: str, prompts: list[list[int]], max_new_tokens: int, **options: Any) -> list[list[int]]:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
@@ -118,7 +120,7 @@ def transformers_greedy(path: str, prompts: list[list[int]], max_new_tokens: int
     for prompt in prompts:
         ids = torch.tensor([prompt])
         generated = model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_new_tokens, pad_token_id=0
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_new_tokens, pad_token_id=0, **options
         )
         out.append(generated[0, len(prompt) :].tolist())
     return out
@@ -143,12 +145,22 @@ def test_greedy_equals_transformers_on_a_pretrained_model() -> None:
     assert tokens_of(completions) == transformers_greedy(str(TINYSTORIES), prompts, 120)
 
 
-@pytest.fixture(params=["highest", "medium"])  # MKL, oneDNN: other kernels
+@pytest.fixture(params=["highest", "medium", "kernels"])  # MKL, oneDNN, our own
 def matmul_precision(request: pytest.FixtureRequest) -> Iterator[str]:
     before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(request.param)
-    yield request.param
+    if request.param == "kernels":
+        yield request.param
+    else:
+        torch.set_float32_matmul_precision(request.param)
+        with kernels.suspended():
+            yield request.param
     torch.set_float32_matmul_precision(before)
+
+
+@pytest.fixture(params=["torch", "cpp"])
+def backend(request: pytest.FixtureRequest) -> Iterator[None]:
+    with kernels.suspended() if request.param == "torch" else contextlib.nullcontext():
+        yield
 
 
 @pytest.mark.usefixtures("matmul_precision")
@@ -182,6 +194,7 @@ def test_log_probs_are_bit_equal_to_a_training_forward(models: dict[str, str], n
     ],
     ids=str,
 )
+@pytest.mark.usefixtures("backend")
 def test_batching_paging_and_preemption_change_no_bit(models: dict[str, str], changes: dict[str, Any]) -> None:
     requests = ragged_requests()
     reference = build_generator(models["llama"], replace(SMALL, page_size=64)).generate(requests, SAMPLED, 3, 5)

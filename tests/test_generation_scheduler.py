@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 
 import pytest
@@ -67,7 +68,8 @@ def run_to_the_end(limits: Limits, prompts: list[list[int]], response_lengths: l
         scheduler.complete(step)
         check_pages(scheduler)
         num_steps += 1
-        assert num_steps < 100_000, "starvation"
+        # the oldest row is never preempted and gains a token in every step
+        assert num_steps <= sum(row.limit for row in rows), "starvation"
     assert scheduler.pages.num_free == limits.num_pages
     assert [row.num_new for row in rows] == response_lengths
     assert not scheduler._claimed
@@ -92,6 +94,34 @@ def test_random_schedules(data: st.DataObject) -> None:
         prefix_caching=data.draw(st.booleans()),
     )
     run_to_the_end(limits, prompts, [n for _, _, n, _ in rows], [stop for _, _, _, stop in rows])
+
+
+def random_schedule(rng: random.Random) -> Scheduler:
+    """A few rows on a small pool; some share their prompts' beginnings, some stop before their limit."""
+    page_size, max_num_seqs = rng.randint(1, 4), rng.randint(1, 5)
+    stems = [[rng.randint(0, 1) for _ in range(rng.randint(1, 9))] for _ in range(2)]
+    count = rng.randint(1, 6)
+    prompts = [rng.choice(stems) + [7] * rng.choice((0, 0, 1, 3)) for _ in range(count)]
+    lengths = [rng.randint(1, 7) for _ in range(count)]
+    longest = max(-(-(len(prompt) + n + 3) // page_size) for prompt, n in zip(prompts, lengths, strict=True))
+    limits = Limits(
+        page_size,
+        num_pages=longest + rng.choice((0, 0, 1, 2, 5, 20)),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_seqs + rng.randint(0, 12),
+        prefix_caching=rng.random() < 0.8,
+    )
+    return run_to_the_end(limits, prompts, lengths, [rng.random() < 0.3 for _ in range(count)])
+
+
+def test_ten_thousand_random_schedules() -> None:
+    rng = random.Random(0)
+    counts = Counter[str]()
+    for _ in range(10_000):
+        scheduler = random_schedule(rng)
+        counts["preempted"] += scheduler.num_preemptions > 0
+        counts["shared"] += scheduler.num_hit_tokens > 0
+    assert min(counts["preempted"], counts["shared"]) > 1000, counts  # the schedules are not all easy
 
 
 @settings(max_examples=50, deadline=None)

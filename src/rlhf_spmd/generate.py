@@ -1,10 +1,10 @@
 """``torchrun ... -m rlhf_spmd.generate model.path=DIR data.path=IN.jsonl out=OUT.jsonl layout.tp=2 sampling.n=4``: responses.
 
-In: one row per prompt with ``prompt`` (text or chat messages) or ``prompt_ids``, optional ``id`` (else the row's number) and
-``max_response_length`` (else ``sampling.max_response_length``, else what the context leaves).
+In: one row per prompt with ``prompt`` (text or chat messages) or ``prompt_ids``, optional ``id`` (else the row's number),
+``max_response_length`` (else ``sampling.max_response_length``, else what the context leaves) and ``min_response_length``.
 Out, in input order, ``sampling.n`` rows per prompt: ``id``, ``prompt_ids``, ``response_ids`` (stop token included),
 ``log_probs`` (temperature 1), ``text`` (null without a tokenizer), ``finish_reason`` (``stop``, or ``length``: the limit or the
-end of the model's context).
+end of the model's context); with ``sampling.logprobs`` also ``top_log_probs``: for each token [id, log-prob] of the likeliest.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,8 @@ from rlhf_spmd.config import check_tree, load
 from rlhf_spmd.data.balance import partition_by_tokens
 from rlhf_spmd.data.encoding import EncodingConfig, PromptEncoder, check_ids
 from rlhf_spmd.data.files import DataError, Row, read_rows
-from rlhf_spmd.data.tokenizer import decode, load_tokenizer
-from rlhf_spmd.generation import Completion, GenerationConfig, Generator, Request, SamplingConfig
+from rlhf_spmd.data.tokenizer import decoding, load_tokenizer
+from rlhf_spmd.generation import Completion, GenerationConfig, Generator, Request, SamplingConfig, StopStrings
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.sharding import check_layout
 from rlhf_spmd.models.spec import ModelSpec, read_eos_ids, read_spec
@@ -69,11 +69,15 @@ class GenerateConfig:
                 )
         if self.layout.zero:
             raise ValueError(f"layout.zero={self.layout.zero}: nothing is trained here; allowed is 0")
+        if self.layout.vpp != 1:
+            raise ValueError(f"layout.vpp={self.layout.vpp}: generation does not interleave stages; allowed is 1")
+        if self.layout.sequence_parallel:
+            raise ValueError("layout.sequence_parallel=true: generation runs without it; allowed is false")
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """The checked input. ``limits``: tokens that each prompt's responses may have; ``ids``: what names each prompt outside."""
+    """The checked input. ``limits``: least and most tokens of each prompt's responses; ``ids``: what names each prompt outside."""
 
     config: GenerateConfig
     spec: ModelSpec
@@ -81,7 +85,7 @@ class Prepared:
     tokenizer: Any
     ids: list[Any]
     prompts: list[list[int]]
-    limits: list[int]
+    limits: list[tuple[int, int]]
 
 
 def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> Prepared:
@@ -96,9 +100,10 @@ def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> Prepa
     check_pretrained(spec, config.model.path, "lm")
     rows = read_rows(config.data.path, config.data.split, config.data.subset)
     has_text = any(needs_tokenizer(row, config.data) for row in rows)
-    tokenizer = load_tokenizer(config.model.path, required=has_text)
+    tokenizer = load_tokenizer(config.model.path, required=has_text or bool(config.sampling.stop))
+    config.sampling.check_ids(spec.vocab_size, () if config.sampling.ignore_eos else spec.eos_token_ids, "sampling")
     prompts = encode_prompts(rows, config.data, tokenizer, spec.vocab_size)
-    limits = [response_limit(row, len(ids), config.sampling, spec) for row, ids in zip(rows, prompts, strict=True)]
+    limits = [response_limits(row, len(ids), config.sampling, spec) for row, ids in zip(rows, prompts, strict=True)]
     ids = [row.values.get("id", index) for index, row in enumerate(rows)]
     return Prepared(config, spec, layout, tokenizer, ids, prompts, limits)
 
@@ -124,17 +129,21 @@ def encode_prompts(rows: Sequence[Row], config: PromptFileConfig, tokenizer: Any
     return prompts
 
 
-def response_limit(row: Row, prompt_length: int, sampling: SamplingConfig, spec: ModelSpec) -> int:
-    """The row's own limit or the common one, cut at the end of the model's context."""
+def response_limits(row: Row, prompt_length: int, sampling: SamplingConfig, spec: ModelSpec) -> tuple[int, int]:
+    """Least and most tokens: the row's own limits or the common ones, cut at the end of the model's context."""
     room = spec.max_position_embeddings - prompt_length
     if room < 1:
         raise DataError(
             f"{row.where}: the prompt has {prompt_length} tokens, the model's context {spec.max_position_embeddings}"
         )
-    own = row.values.get("max_response_length")
-    if own is not None and (not isinstance(own, int) or isinstance(own, bool) or own < 1):
-        raise DataError(f"{row.where}: max_response_length={own!r} must be a whole number of at least 1")
-    return min(room, own or sampling.max_response_length or room)
+    own = {"min_response_length": 0, "max_response_length": sampling.max_response_length or room}
+    for key, least in (("min_response_length", 0), ("max_response_length", 1)):
+        value = row.values.get(key)
+        if value is not None:
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise DataError(f"{row.where}: {key}={value!r} must be a whole number of at least {least}")
+            own[key] = value
+    return own["min_response_length"], min(room, own["max_response_length"])
 
 
 def generate(ready: Prepared, world: World, tick: Callable[[], None] = lambda: None) -> None:
@@ -147,7 +156,11 @@ def generate(ready: Prepared, world: World, tick: Callable[[], None] = lambda: N
     dtype = config.model.torch_dtype(world.device)
     decoder = Decoder(ready.spec, "lm", mesh.pp_rank, ready.layout.pp, mesh.tp, dtype, world.device)
     load_pretrained(decoder, config.model.path)
-    generator = Generator(decoder, mesh, config.generation, read_eos_ids(config.model.path))
+    eos_ids = read_eos_ids(config.model.path)
+    generation = config.generation
+    if generation.attention == "auto":
+        generation = replace(generation, attention=config.model.attention)
+    generator = Generator(decoder, mesh, generation, eos_ids, decoding(ready.tokenizer))
     # before any rank generates: one that cannot load its weights must not leave the others in a collective for long
     world.all.barrier("generate:loaded")
     loaded = time.perf_counter()
@@ -158,9 +171,9 @@ def generate(ready: Prepared, world: World, tick: Callable[[], None] = lambda: N
     parts = world.all.gather_bytes(payload, "generate:results")
     if parts is None:
         return
-    records = sorted(entry for part in parts if part for entry in json.loads(part))
+    records = sorted((entry for part in parts if part for entry in json.loads(part)), key=lambda entry: int(entry[0]))
     write_rows(ready, records)
-    num_tokens = sum(len(entry[1]) for entry in records)
+    num_tokens = sum(len(made["response_ids"]) for _, made in records)
     seconds = time.perf_counter() - loaded
     print(
         f"{len(records)} responses, {num_tokens} tokens in {seconds:.1f} s ({num_tokens / seconds:.0f} tokens/s; "
@@ -172,37 +185,46 @@ def generate(ready: Prepared, world: World, tick: Callable[[], None] = lambda: N
 def replica_requests(ready: Prepared, replica: int) -> list[Request]:
     """This replica's rows: whole groups, so that a prompt is computed once; token counts (at most) balanced over replicas."""
     n = ready.config.sampling.n
-    longest = [len(prompt) + n * limit for prompt, limit in zip(ready.prompts, ready.limits, strict=True)]
+    longest = [len(prompt) + n * limit for prompt, (_, limit) in zip(ready.prompts, ready.limits, strict=True)]
     requests = []
     for index in partition_by_tokens(longest, ready.layout.dp)[replica]:
-        prompt, limit = ready.prompts[index], ready.limits[index]
-        requests += [Request(index * n + j, index, prompt, limit) for j in range(n)]
+        least, most = ready.limits[index]
+        requests += [Request(index * n + j, index, ready.prompts[index], most, least) for j in range(n)]
     return requests
 
 
-def record(completion: Completion) -> tuple[int, list[int], list[float], str]:
-    return completion.row_id, completion.token_ids, completion.log_probs_t1.tolist(), completion.finish_reason
+def record(completion: Completion) -> list[Any]:
+    """Row id, then the fields of an output row that only this rank has."""
+    row = {"response_ids": completion.token_ids, "log_probs": completion.log_probs_t1.tolist()}
+    entry: list[Any] = [completion.row_id, {**row, "finish_reason": completion.finish_reason}]
+    if completion.top_log_probs is not None:
+        pairs = zip(*(part.tolist() for part in completion.top_log_probs), strict=True)
+        entry[1]["top_log_probs"] = [list(zip(ids, values, strict=True)) for ids, values in pairs]
+    return entry
 
 
 def write_rows(ready: Prepared, records: Sequence[Sequence[Any]]) -> None:
-    """``records``: (row id, response ids, log-probs, finish reason) of all rows in the order of their row ids."""
+    """``records`` (:func:`record`) of all rows in the order of their row ids."""
     n = ready.config.sampling.n
     out = Path(ready.config.out)
-    texts = decode(ready.tokenizer, [entry[1] for entry in records]) if ready.tokenizer is not None else [None] * len(records)
     out.parent.mkdir(parents=True, exist_ok=True)
     unfinished = out.with_name(out.name + ".tmp")
     with unfinished.open("w", encoding="utf-8") as file:
-        for (row_id, response_ids, log_probs, finish_reason), text in zip(records, texts, strict=True):
-            row = {
-                "id": ready.ids[row_id // n],
-                "prompt_ids": ready.prompts[row_id // n],
-                "response_ids": response_ids,
-                "log_probs": log_probs,
-                "text": text,
-                "finish_reason": finish_reason,
-            }
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        for row_id, made in records:
+            text = response_text(ready, made["response_ids"], made["finish_reason"])
+            prompt = {"id": ready.ids[row_id // n], "prompt_ids": ready.prompts[row_id // n]}
+            file.write(json.dumps({**prompt, **made, "text": text}, ensure_ascii=False) + "\n")
     unfinished.replace(out)
+
+
+def response_text(ready: Prepared, token_ids: Sequence[int], finish_reason: str) -> str | None:
+    """None without a tokenizer. Ends before the stop string that ended the response, unless it is to be included."""
+    decode, sampling = decoding(ready.tokenizer), ready.config.sampling
+    if decode is None:
+        return None
+    if finish_reason == "stop" and sampling.stop and not sampling.include_stop_str_in_output:
+        return StopStrings(sampling.stop, decode).cut(token_ids)
+    return decode(token_ids)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

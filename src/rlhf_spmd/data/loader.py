@@ -50,18 +50,26 @@ class Loader:
         self.samples = 0
         self._order = (-1, np.empty(0, dtype=np.int64))
 
-    def next_batch(self) -> Batch:
-        """``batch_size`` rows; moves the cursor."""
+    def next_batch(self, size: int | None = None) -> Batch:
+        """``size`` rows, ``batch_size`` by default; moves the cursor."""
+        size = size or self.batch_size
         indices: list[int] = []
-        while len(indices) < self.batch_size:
+        while len(indices) < size:
             if self.index == len(self.dataset):
                 self.epoch, self.index = self.epoch + 1, 0
-            taken = self._epoch_order()[self.index : self.index + self.batch_size - len(indices)]
+            taken = self._epoch_order()[self.index : self.index + size - len(indices)]
             indices += taken.tolist()
             self.index += len(taken)
-        row_ids = range(self.samples, self.samples + self.batch_size)
-        self.samples += self.batch_size
+        row_ids = range(self.samples, self.samples + size)
+        self.samples += size
         return self.dataset.batch(indices, row_ids)
+
+    def rows(self, row_ids: Sequence[int]) -> Batch:
+        """Rows that were given before, by id: the i-th sample of the run lies at i modulo the data's length in its epoch."""
+        rows = len(self.dataset)
+        places = [(row_id // rows, row_id % rows) for row_id in row_ids]
+        orders = {epoch: permutation(rows, self.seed, epoch) if self.shuffle else np.arange(rows) for epoch, _ in places}
+        return self.dataset.batch([int(orders[epoch][index]) for epoch, index in places], row_ids)
 
     @property
     def epochs(self) -> float:

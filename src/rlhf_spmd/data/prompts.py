@@ -19,7 +19,8 @@ class DataConfig(EncodingConfig):
     """``data``: prompts for training and validation. Lengths count tokens, batch sizes count prompts.
 
     ``path``, ``val_path``: file, glob pattern, directory or ``datasets`` name (with ``split``, ``subset``).
-    ``seed``: of the training order; null = ``run.seed``. ``val_batch_size``: null = all rows at once.
+    ``seed``: of the training order; null = ``run.seed``. ``val_batch_size``: null = all rows at once. ``gen_batch_size``: prompts
+    in flight; null = ``train_batch_size``: every response ends in the step that began it.
     """
 
     path: str = ""
@@ -32,6 +33,7 @@ class DataConfig(EncodingConfig):
     max_prompt_length: int = 512
     max_response_length: int = 512
     train_batch_size: int = 64
+    gen_batch_size: int | None = None
     val_batch_size: int | None = None
     train_max_samples: int | None = None
     val_max_samples: int | None = None
@@ -54,6 +56,11 @@ class DataConfig(EncodingConfig):
             value = getattr(self, key)
             if value is not None and value < 1:
                 raise ValueError(f"{where}.{key}={value} must be at least 1")
+        if self.gen_batch_size is not None and self.gen_batch_size < self.train_batch_size:
+            raise ValueError(
+                f"{where}.gen_batch_size={self.gen_batch_size} is less than {where}.train_batch_size={self.train_batch_size}: "
+                "it counts the prompts in flight, of which a step takes the second; raise the first or leave it out"
+            )
 
 
 class PromptDataset:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,3 +38,8 @@ def decode(tokenizer: Any, rows: Sequence[Sequence[int]], skip_special_tokens: b
         tokenizer.decode(list(map(int, ids)), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
         for ids in rows
     ]
+
+
+def decoding(tokenizer: Any) -> Callable[[Sequence[int]], str] | None:
+    """Token ids of one row to text, as :func:`decode`; None without a tokenizer."""
+    return None if tokenizer is None else lambda ids: decode(tokenizer, [ids])[0]

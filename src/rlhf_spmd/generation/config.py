@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, field
 
-ENGINES = ("zero_redundancy",)
-ATTENTION = ("auto", "torch")
+from rlhf_spmd.models.attention import ATTENTION
+
+ENGINES = ("zero_redundancy", "full_gather", "naive_groups")
+BUFFERS = ("free", "keep", "offload")
+MAX_LOGPROBS = 100
 MIN_TEMPERATURE = 1e-3  # below it scaled logits overflow before they differ from greedy
 
 
@@ -15,8 +19,14 @@ class GenerationConfig:
     """How tokens are made.
 
     - pp, tp: the generation layout; both divide the training layout's.
-    - engine: how training weights become generation weights; the hybrid engine reads it.
-    - attention: the paged attention; ``auto`` takes the best that is there, which is ``torch``.
+    - engine: how training weights become generation weights, see ``reshard.engines``; the last two are for measurements.
+    - buffers: what holds the generation weights: "free": nothing while training; "keep": memory at fixed addresses; "offload":
+      as free, and training shards that an engine keeps beside the generation shard wait in host memory while generating.
+    - overlap: the next layers' weights come while the first forward pass computes; ``zero_redundancy`` only.
+    - attention: the paged attention, "torch" or "cpp"; "auto" is what the role's ``attention`` says, and any other choice than
+      that one loses the equality of generation's and training's log-probs.
+    - exact: take the sampled tokens' log-probs as the old ones of training instead of computing these in a forward pass of their
+      own. null: where both are the same bits; true: refuse settings in which they are not; false: never.
     - page_size: tokens per page of the KV cache.
     - num_pages: size of the cache; null: what the rows that can run at once may need, within ``gpu_memory_utilization`` of the
       memory that is free on the device (GPU or CPU).
@@ -25,12 +35,19 @@ class GenerationConfig:
     - enable_chunked_prefill: a long prompt may be computed over several steps; if false, each row (prompt and response) must
       fit in ``max_num_batched_tokens``.
     - enforce_eager: only true is accepted; no CUDA graphs are captured.
+    - rebalance_steps: steps between looks at how many rows each replica has left; rows move when one has less than half of the
+      fullest one's. 0: never. Not for responses that may cross training steps.
+    - speculative_tokens: how many tokens a row may guess from its prompt and its group's responses and compute together; the
+      samples are the same. 0: none.
     """
 
     pp: int = 1
     tp: int = 1
     engine: str = "zero_redundancy"
+    buffers: str = "free"
+    overlap: bool = False
     attention: str = "auto"
+    exact: bool | None = None
     page_size: int = 64
     num_pages: int | None = None
     max_num_seqs: int = 256
@@ -39,6 +56,8 @@ class GenerationConfig:
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     enforce_eager: bool = True
+    rebalance_steps: int = 0
+    speculative_tokens: int = 0
 
     def check(self, where: str) -> None:
         """Raises ValueError naming key, value and what is allowed. ``where``: the section, as ``models.actor.generation``."""
@@ -47,10 +66,12 @@ class GenerationConfig:
                 raise ValueError(f"{where}.{key}={getattr(self, key)}: must be at least 1")
         if self.num_pages is not None and self.num_pages < 1:
             raise ValueError(f"{where}.num_pages={self.num_pages}: must be at least 1, or null (sized from free memory)")
-        if self.engine not in ENGINES:
-            raise ValueError(f"{where}.engine={self.engine!r}: allowed are {', '.join(ENGINES)}")
-        if self.attention not in ATTENTION:
-            raise ValueError(f"{where}.attention={self.attention!r}: allowed are {', '.join(ATTENTION)}")
+        for key, allowed in (("engine", ENGINES), ("buffers", BUFFERS), ("attention", ATTENTION)):
+            if getattr(self, key) not in allowed:
+                raise ValueError(f"{where}.{key}={getattr(self, key)!r}: allowed are {', '.join(allowed)}")
+        for key in ("rebalance_steps", "speculative_tokens"):
+            if getattr(self, key) < 0:
+                raise ValueError(f"{where}.{key}={getattr(self, key)}: must be at least 1; 0 turns it off")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ValueError(f"{where}.gpu_memory_utilization={self.gpu_memory_utilization}: must be in (0, 1]")
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -64,15 +85,24 @@ class GenerationConfig:
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """How the next token is drawn; the filters apply in the order of this list.
+    """How the next token is drawn; what changes the distribution applies in the order of this list, which is vLLM's.
 
     - n: responses per prompt.
+    - allowed_token_ids: null: all. forbidden_token_ids: never drawn.
+    - min_response_length: tokens before which no end-of-text and no stop token is drawn and no stop string counts.
+    - logit_bias: token id -> what is added to its logit.
+    - repetition_penalty: logits of tokens in the prompt or the response so far are divided by it where positive, else
+      multiplied; 1: off. frequency_penalty: subtracted for each time a token is in the response so far; presence_penalty: once.
     - temperature: 0 is greedy.
     - min_p: drops tokens below min_p times the likeliest one's probability; 0: off.
     - top_k: keeps the k likeliest, and ties with the k-th; 0 or -1: off.
     - top_p: keeps the smallest set of likeliest tokens whose probability reaches top_p of what is left; 1: off.
+    - stop_token_ids: end a response as the model's end-of-text tokens do.
+    - stop: strings whose appearance in the response's text ends it. The tokens stay whole; in texts that ``generate`` writes
+      the string and what follows are left out, unless include_stop_str_in_output.
+    - logprobs: so many of the likeliest tokens are returned beside each drawn one.
     - max_response_length: tokens, the stop token included; null: what the caller's data or the model's context allows.
-    - ignore_eos: go on to the length limit.
+    - ignore_eos: go on to the length limit (stop_token_ids and stop still count).
     - seed: keys the draws of a program; a training run keys them by its own seed.
     """
 
@@ -81,6 +111,17 @@ class SamplingConfig:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    allowed_token_ids: list[int] | None = None
+    forbidden_token_ids: list[int] = field(default_factory=list)
+    stop_token_ids: list[int] = field(default_factory=list)
+    stop: list[str] = field(default_factory=list)
+    include_stop_str_in_output: bool = False
+    logprobs: int = 0
+    min_response_length: int = 0
     max_response_length: int | None = None
     ignore_eos: bool = False
     seed: int = 0
@@ -108,3 +149,35 @@ class SamplingConfig:
             raise ValueError(f"{where}.min_p={self.min_p}: must be in [0, 1]; 0 turns it off")
         if self.max_response_length is not None and self.max_response_length < 1:
             raise ValueError(f"{where}.max_response_length={self.max_response_length}: must be at least 1, or null")
+        if not 0 <= self.min_response_length <= (self.max_response_length or math.inf):
+            raise ValueError(
+                f"{where}.min_response_length={self.min_response_length}: must be at least 0 and at most "
+                f"{where}.max_response_length={self.max_response_length}"
+            )
+        if not 0.0 < self.repetition_penalty < math.inf:
+            raise ValueError(f"{where}.repetition_penalty={self.repetition_penalty}: must be above 0; 1 turns it off")
+        for key in ("presence_penalty", "frequency_penalty"):
+            if not math.isfinite(getattr(self, key)):
+                raise ValueError(f"{where}.{key}={getattr(self, key)}: must be a finite number; 0 turns it off")
+        if not all(map(math.isfinite, self.logit_bias.values())):
+            raise ValueError(f"{where}.logit_bias={self.logit_bias}: must be finite; forbidden_token_ids keeps a token out")
+        if not all(self.stop):
+            raise ValueError(f"{where}.stop={self.stop}: a stop string must not be empty")
+        if not 0 <= self.logprobs <= MAX_LOGPROBS:
+            raise ValueError(f"{where}.logprobs={self.logprobs}: must be between 0 and {MAX_LOGPROBS}")
+
+    def check_ids(self, vocab_size: int, stop_ids: Collection[int], where: str) -> None:
+        """Raises ValueError for token ids that the model has not, and where no token is left to draw.
+
+        ``stop_ids``: what ends a response, beside ``stop_token_ids``.
+        """
+        for key in ("logit_bias", "allowed_token_ids", "forbidden_token_ids", "stop_token_ids"):
+            bad = [token for token in getattr(self, key) or () if not 0 <= token < vocab_size]
+            if bad:
+                raise ValueError(f"{where}.{key}: token id {bad[0]} must lie in 0 .. {vocab_size - 1}, the model's vocabulary")
+        barred = {*self.forbidden_token_ids, *((*stop_ids, *self.stop_token_ids) if self.min_response_length else ())}
+        if vocab_size <= len(barred) if self.allowed_token_ids is None else barred.issuperset(self.allowed_token_ids):
+            raise ValueError(
+                f"{where}: allowed_token_ids without forbidden_token_ids (before min_response_length also without the tokens "
+                "that end a response) leave no token to draw; allow more"
+            )

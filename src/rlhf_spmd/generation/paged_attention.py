@@ -3,8 +3,9 @@
 Shape legend: B tiles, H KV heads of this rank, G query heads per KV head, S queries per tile, P pages per tile,
 L = P * page_size keys, D head_dim, T tokens of the step, N pages in the cache.
 
-Keys and values of a layer lie as [2, H, N, page_size, D], so that one gather of whole pages yields [2, H, B, L, D]: what the
-matrix products want, without another copy. Each gather goes to one persistent buffer (a fresh one costs a page fault per 4 KB).
+The C++ kernels read pages as they lie. For torch the keys and values of a layer lie as [2, H, N, page_size, D], so that one
+gather of whole pages yields [2, H, B, L, D]: what the matrix products want, without another copy. Each gather goes to one persistent
+buffer (a fresh one costs a page fault per 4 KB).
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rlhf_spmd import kernels
 from rlhf_spmd.generation.scheduler import Work
-from rlhf_spmd.models.attention import KEY_BLOCK, attend_exact
+from rlhf_spmd.models.attention import KEY_BLOCK, attend_dense, attend_exact, visible
+from rlhf_spmd.models.spec import AttentionRule
 
 TILE_QUERIES = 64  # queries of one row computed together: cuts the unseen future of long prompts
 MAX_TILE_SCORES = 1 << 22  # elements of one score matrix
@@ -30,7 +32,11 @@ Index = NDArray[np.int64]
 
 
 class KVCache:
-    """``pages`` [layers, 2, H, N, page_size * D], zeros at first: unused slots are read and masked, so they must be finite."""
+    """``pages`` [layers, 2, H, N, elements of a page]: for the torch attention page_size * D, zeros at first, since unused slots
+    are read and masked, so they must be finite; for the C++ kernels as ``kernels/attention.cpp`` says.
+
+    ``attention``: which of the two, see ``models.attention.ATTENTION``.
+    """
 
     def __init__(
         self,
@@ -41,15 +47,21 @@ class KVCache:
         page_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        attention: str = "auto",
     ) -> None:
         self.kv_heads, self.head_dim = kv_heads, head_dim
         self.num_pages, self.page_size = num_pages, page_size
-        self.pages = torch.zeros(num_layers, 2, kv_heads, num_pages, page_size * head_dim, dtype=dtype, device=device)
+        self.kernels = kernels.ready(torch.empty(0, dtype=dtype, device=device)) if attention != "torch" else None
+        shape = num_layers, 2, kv_heads, num_pages
+        if self.kernels is None:
+            self.pages = torch.zeros(*shape, page_size * head_dim, dtype=dtype, device=device)
+        else:
+            self.pages = torch.empty(*shape, kernels.page_elements(page_size, head_dim), dtype=dtype, device=device)
         self._buffer = self.pages.new_empty(0)
 
     @staticmethod
     def page_bytes(num_layers: int, kv_heads: int, head_dim: int, page_size: int, dtype: torch.dtype) -> int:
-        return num_layers * 2 * kv_heads * page_size * head_dim * dtype.itemsize
+        return num_layers * 2 * kv_heads * kernels.page_elements(page_size, head_dim) * dtype.itemsize
 
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
         """(source, destination) pages, in all layers."""
@@ -154,9 +166,17 @@ class _Bucket:
         if self.padded:
             self.valid = torch.from_numpy(np.flatnonzero(valid)).to(device)
             self.target = self.index[self.valid]
-        keys = torch.arange(num_pages * cache.page_size, device=device)
-        visible = keys <= torch.from_numpy(positions).to(device)[:, :, None]  # [B, S, L]
-        self.allowed = visible.repeat_interleave(group_size, 1)[None]
+        self.positions = torch.from_numpy(positions).to(device)
+        self.keys = torch.arange(num_pages * cache.page_size, device=device)
+        self.group_size = group_size
+        self._allowed: dict[int | None, Tensor] = {}  # by window
+
+    def allowed(self, window: int | None) -> Tensor:
+        """Which keys the rows see, [1, B, S * G, L]."""
+        if window not in self._allowed:
+            seen = visible(self.positions, self.keys, window)  # [B, S, L]
+            self._allowed[window] = seen.repeat_interleave(self.group_size, 1)[None]
+        return self._allowed[window]
 
     def rows(self, q: Tensor, kv_heads: int) -> Tensor:
         """[T, H * G, D] -> [H, B, S * G, D], the G heads of one query together."""
@@ -173,8 +193,36 @@ class _Bucket:
             out.index_copy_(0, self.index, flat)
 
 
+def attention_over(work: Sequence[Work], cache: KVCache, num_heads: int) -> PagedAttention | KernelAttention:
+    """The attention context of one step: ``work`` in the order in which its tokens are packed."""
+    return PagedAttention(work, cache, num_heads) if cache.kernels is None else KernelAttention(work, cache, cache.kernels)
+
+
+class KernelAttention:
+    """The C++ kernel over the pages as they lie. ``positions`` [T]. Exact: its bits are those of PackedAttention's kernel."""
+
+    def __init__(self, work: Sequence[Work], cache: KVCache, found: kernels.Kernels) -> None:
+        self.cache, self.found = cache, found
+        table: list[int] = []
+        items = np.empty((len(work), 4), dtype=np.int64)
+        items[:, 1] = [item.start for item in work]
+        items[:, 2] = counts = [item.num_tokens for item in work]
+        for line, (row, *_) in zip(items, work, strict=True):
+            line[3] = len(table)
+            table += row.pages
+        ends = np.cumsum(items[:, 2])
+        items[:, 0] = first = ends - items[:, 2]
+        self.items, self.table = torch.from_numpy(items), torch.tensor(table, dtype=torch.int32)
+        self.positions = torch.from_numpy(np.arange(ends[-1]) + np.repeat(items[:, 1] - first, counts))
+
+    def attend(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
+        """q [T, H * G, D], k and v [T, H, D] -> [T, H * G, D]: writes k and v, then attends over the rows' pages."""
+        pages, page_size = self.cache.pages[layer_index], self.cache.page_size
+        return self.found.attend_paged(q, k, v, self.items, self.table, pages, page_size, rule.scale, rule.softcap, rule.window)
+
+
 class PagedAttention:
-    """The attention context of one step: ``work`` in the order in which its tokens are packed. ``positions`` [T].
+    """The torch attention over gathered pages. ``positions`` [T].
 
     On CPU it is exact (``models.attention``): its bits are PackedAttention's, whatever the batch, page size or chunking.
     """
@@ -194,7 +242,7 @@ class PagedAttention:
         groups = group_tiles(tiles, page_size, num_heads)
         self.buckets = [_Bucket(group, cache, num_heads // cache.kv_heads) for group in groups]
 
-    def attend(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
         """q [T, H * G, D], k and v [T, H, D] -> [T, H * G, D]: writes k and v, then attends over the rows' pages."""
         cache = self.cache
         cache.write(layer_index, self.slots, k, v)
@@ -202,12 +250,12 @@ class PagedAttention:
         for bucket in self.buckets:
             keys, values = cache.gather(layer_index, bucket.pages, bucket.num_tiles)
             rows = bucket.rows(q, cache.kv_heads)
-            bucket.scatter(attend(rows, keys, values, bucket.allowed), out)
+            bucket.scatter(attend(rows, keys, values, rule, bucket.allowed(rule.window)), out)
         return out
 
 
-def attend(rows: Tensor, keys: Tensor, values: Tensor, allowed: Tensor) -> Tensor:
+def attend(rows: Tensor, keys: Tensor, values: Tensor, rule: AttentionRule, allowed: Tensor) -> Tensor:
     """rows [H, B, R, D], keys and values [H, B, L, D], allowed [1, B, R, L] -> [H, B, R, D]. Exact on CPU."""
     if rows.device.type == "cpu":
-        return attend_exact(rows, keys, values, allowed)
-    return F.scaled_dot_product_attention(rows, keys, values, attn_mask=allowed)
+        return attend_exact(rows, keys, values, rule, allowed)
+    return attend_dense(rows, keys, values, rule, allowed)

@@ -6,7 +6,8 @@ from it and its draws one scatter into it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,10 +15,11 @@ import torch
 from torch import Tensor
 
 from rlhf_spmd.generation.config import SamplingConfig
-from rlhf_spmd.generation.paged_attention import KVCache, PagedAttention
+from rlhf_spmd.generation.logit_rules import LogitRules
+from rlhf_spmd.generation.paged_attention import KernelAttention, KVCache, PagedAttention, attention_over
 from rlhf_spmd.generation.sampler import sample, uniform
 from rlhf_spmd.generation.scheduler import Step, Work
-from rlhf_spmd.generation.sequence import Request, Row
+from rlhf_spmd.generation.sequence import Progress, Row
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import gather_logits, local_logits, log_probs_of
 from rlhf_spmd.parallel.collectives import wait_all
@@ -26,26 +28,31 @@ from rlhf_spmd.parallel.mesh import Mesh
 
 @dataclass(frozen=True)
 class Draws:
-    """What keys the random numbers of a call, beside the row and the position."""
+    """How a call draws: what was asked, the seed, the rules for its logits, if there are any, and whether rows have drafts."""
 
     sampling: SamplingConfig
     seed: int
-    step: int
+    rules: LogitRules | None
+    speculates: bool = False
 
 
 class Runner:
-    """``requests[i]`` is the row with index i."""
+    """``progress[i]`` is the row with index i."""
 
-    def __init__(self, decoder: Decoder, mesh: Mesh, cache: KVCache, requests: Sequence[Request], draws: Draws) -> None:
+    def __init__(self, decoder: Decoder, mesh: Mesh, cache: KVCache, progress: Sequence[Progress], draws: Draws) -> None:
         self.decoder, self.mesh, self.cache, self.draws = decoder, mesh, cache, draws
+        self.speculates = draws.speculates
+        requests = [row.request for row in progress]
+        self.steps = np.array([row.step for row in progress], dtype=np.int64)
         self.device = cache.pages.device
         self.num_heads = decoder.spec.num_attention_heads // decoder.tp.size
         self.row_ids = np.array([request.row_id for request in requests], dtype=np.int64)
-        prompts = [np.asarray(request.prompt_ids, dtype=np.int64) for request in requests]
-        longest = max(len(p) + r.max_new_tokens for p, r in zip(prompts, requests, strict=True))
+        longest = max(len(request.prompt_ids) + request.max_new_tokens for request in requests)
         tokens = np.zeros((len(requests), longest), dtype=np.int64)
-        for line, prompt in zip(tokens, prompts, strict=True):
+        for line, row in zip(tokens, progress, strict=True):
+            prompt = row.request.prompt_ids
             line[: len(prompt)] = prompt
+            line[len(prompt) : len(prompt) + len(row.token_ids)] = row.token_ids
         self.width = longest
         self.tokens = torch.from_numpy(tokens).to(self.device).view(-1)
         most = max(request.max_new_tokens for request in requests)
@@ -53,19 +60,27 @@ class Runner:
         temperature = draws.sampling.log_prob_temperature
         self.temperatures = [1.0] if temperature == 1.0 else [temperature, 1.0]
         self.log_probs = torch.zeros(len(self.temperatures), len(requests), most, dtype=dtype, device=self.device)
+        shape = len(requests), most, draws.sampling.logprobs
+        self.top_ids = torch.zeros(shape, dtype=torch.int64, device=self.device)
+        self.top_log_probs = torch.zeros(shape, dtype=dtype, device=self.device)
 
     def run(self, step: Step) -> list[int]:
-        """Token ids drawn for the work items that sample, in their order; the same on every rank of the replica.
+        """Token ids drawn for the work items that sample, in their order, of each 1 + the length of its row's draft; the same on
+        every rank of the replica.
 
         Collective over the replica: every rank of it must call, in program order, with the same step.
         """
         if step.copies:
             self.cache.copy_pages(step.copies)
-        attention = PagedAttention(step.work, self.cache, self.num_heads)
+        if self.speculates:
+            self._write_drafts(step.work)
+        attention = attention_over(step.work, self.cache, self.num_heads)
         hidden = self._forward(step.work, attention)
         sampled = [work.row for work in step.work if work.samples]
         if not sampled:
             return []
+        if self.speculates:
+            sampled = [row for first in sampled for row in _ahead(first)]
         drawn = torch.empty(len(sampled), dtype=torch.int64, device=self.device)
         if self.decoder.is_last:
             drawn = self._draw(self._last_tokens(hidden, step.work), sampled)
@@ -74,16 +89,19 @@ class Runner:
         self.tokens.index_copy_(0, places, drawn)
         return drawn.tolist()
 
-    def results(self) -> tuple[Tensor, Tensor]:
-        """Log-probs [rows, longest response] at the sampling temperature and at 1, on the CPU of every rank of the replica.
+    def results(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Of the tokens that this runner drew, on the CPU of every rank of the replica: log-probs [rows, longest response] at
+        the sampling temperature and at 1, the likeliest tokens' ids and log-probs [rows, longest response, logprobs].
 
         Collective over the replica: every rank of it must call, in program order.
         """
-        self.mesh.pp.broadcast(self.log_probs, self.decoder.pp - 1, "generation:log_probs")
+        for tensor in (self.log_probs, self.top_ids, self.top_log_probs):
+            if tensor.numel():
+                self.mesh.pp.broadcast(tensor, self.decoder.pp - 1, "generation:log_probs")
         log_probs = self.log_probs.cpu()
-        return log_probs[0], log_probs[-1]
+        return log_probs[0], log_probs[-1], self.top_ids.cpu(), self.top_log_probs.cpu()
 
-    def _forward(self, work: Sequence[Work], attention: PagedAttention) -> Tensor:
+    def _forward(self, work: Sequence[Work], attention: PagedAttention | KernelAttention) -> Tensor:
         """Hidden states [T, hidden] of this stage, which go on to the next."""
         pp, stage = self.mesh.pp, self.decoder.stage
         num_tokens = len(attention.positions)
@@ -99,12 +117,22 @@ class Runner:
             wait_all([pp.isend(hidden.contiguous(), stage + 1, "generation:hidden")])
         return hidden
 
+    def _write_drafts(self, work: Sequence[Work]) -> None:
+        """Guesses are inputs like tokens that were drawn; those that fail are overwritten."""
+        drafts = [(item.row.index * self.width + item.row.length, item.row.draft) for item in work if item.row.draft]
+        places = [place + i for place, draft in drafts for i in range(len(draft))]
+        tokens = torch.tensor([token for _, draft in drafts for token in draft], dtype=torch.int64, device=self.device)
+        self.tokens.index_copy_(0, torch.tensor(places, dtype=torch.int64, device=self.device), tokens)
+
     def _last_tokens(self, hidden: Tensor, work: Sequence[Work]) -> Tensor:
         """The hidden states that a token is drawn from."""
         if all(item.samples and item.num_tokens == 1 for item in work):
             return hidden
         ends = np.cumsum([item.num_tokens for item in work]) - 1
         chosen = ends[[item.samples for item in work]]
+        if self.speculates:
+            counts = [1 + len(item.row.draft) for item in work if item.samples]
+            chosen = np.concatenate([np.arange(end - n + 1, end + 1) for end, n in zip(chosen, counts, strict=True)])
         return hidden.index_select(0, torch.from_numpy(chosen).to(self.device))
 
     def _draw(self, hidden: Tensor, rows: Sequence[Row]) -> Tensor:
@@ -112,11 +140,28 @@ class Runner:
         logits = local_logits(self.decoder, hidden)
         index = np.array([row.index for row in rows], dtype=np.int64)
         position = np.array([row.num_new for row in rows], dtype=np.int64)
-        draws = uniform(self.draws.seed, self.draws.step, self.row_ids[index], position)
-        drawn = sample(gather_logits(self.decoder, logits), self.draws.sampling, torch.from_numpy(draws).to(self.device))
+        greedy = self.draws.sampling.greedy
+        draws = np.empty(0) if greedy else uniform(self.draws.seed, self.steps[index], self.row_ids[index], position)
+        scores = whole = gather_logits(self.decoder, logits)
+        if self.draws.rules is not None:
+            scores = self.draws.rules.apply(whole, rows, self.tokens.view(-1, self.width))
+        drawn = sample(scores, self.draws.sampling, torch.from_numpy(draws).to(self.device))
         if drawn.is_cuda:  # its cumulative sums may differ between ranks in the last bit, and then the schedules would
             self.mesh.tp.broadcast(drawn, 0, "generation:tokens")
         places = torch.from_numpy(index * self.log_probs.shape[2] + position).to(self.device)
         for kept, temperature in zip(self.log_probs, self.temperatures, strict=True):
             kept.view(-1).index_copy_(0, places, log_probs_of(self.decoder, logits, drawn, temperature))
+        if self.top_ids.numel():
+            top = whole.topk(self.top_ids.shape[2]).indices
+            at_one = [log_probs_of(self.decoder, logits, label) for label in top.unbind(1)]
+            self.top_ids.view(-1, top.shape[1]).index_copy_(0, places, top)
+            self.top_log_probs.view(-1, top.shape[1]).index_copy_(0, places, torch.stack(at_one, 1))
         return drawn
+
+
+def _ahead(row: Row) -> Iterator[Row]:
+    """``row``, and as it will stand after each token of its draft."""
+    for number in range(len(row.draft) + 1):
+        later = copy(row)
+        later.length += number
+        yield later

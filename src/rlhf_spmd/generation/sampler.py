@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rlhf_spmd import kernels
 from rlhf_spmd.generation.config import SamplingConfig
 
 CHUNK_ELEMENTS = 1 << 25  # logits inverted at once: bounds the fp64 work space to 256 MB
@@ -24,12 +25,14 @@ def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return x ^ (x >> np.uint64(31))
 
 
-def uniform(seed: int, step: int, row_ids: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
-    """fp64 [rows] in [0, 1), of 53 random bits each. ``positions``: index of the drawn token in its response."""
-    mask = (1 << 64) - 1
-    state = np.full(len(row_ids), seed & mask, dtype=np.uint64)
-    for counter in (np.uint64(step & mask), row_ids.astype(np.uint64), positions.astype(np.uint64)):
-        state = _mix(_mix(state + _GOLDEN) ^ (counter + _GOLDEN))
+def uniform(
+    seed: int, step: int | NDArray[np.int64], row_ids: NDArray[np.int64], positions: NDArray[np.int64]
+) -> NDArray[np.float64]:
+    """fp64 [rows] in [0, 1), of 53 random bits each. ``step``: one, or one per row. ``positions``: of the drawn token in its
+    response."""
+    state = np.full(len(row_ids), seed & ((1 << 64) - 1), dtype=np.uint64)
+    for counter in (np.asarray(step, dtype=np.int64), row_ids, positions):
+        state = _mix(_mix(state + _GOLDEN) ^ (counter.astype(np.uint64) + _GOLDEN))
     return (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
@@ -37,6 +40,9 @@ def sample(logits: Tensor, sampling: SamplingConfig, draws: Tensor) -> Tensor:
     """Token ids int64 [rows] from ``logits`` [rows, vocabulary] and ``draws`` fp64 [rows] (unused when greedy)."""
     if sampling.greedy:
         return logits.argmax(dim=-1)
+    unfiltered = sampling.min_p == 0.0 and sampling.top_p == 1.0 and not 0 < sampling.top_k < logits.shape[1]
+    if unfiltered and logits.dtype == torch.float32 and (found := kernels.ready(logits)) is not None:
+        return found.draw(logits, sampling.temperature, draws)
     rows = max(1, CHUNK_ELEMENTS // logits.shape[1])
     parts = [_sample_rows(part, sampling, u) for part, u in zip(logits.split(rows), draws.split(rows), strict=True)]
     return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -28,7 +28,8 @@ GROWING_ROWS_PER_SPARE_PAGE = 4
 
 
 class Work(NamedTuple):
-    """Compute ``num_tokens`` tokens of ``row`` from ``start`` on; sample the next one if ``samples``."""
+    """Compute ``num_tokens`` tokens of ``row`` from ``start`` on, the last of them its draft; sample the next one (and one after
+    each token of the draft) if ``samples``."""
 
     row: Row
     start: int
@@ -96,7 +97,7 @@ class Scheduler:
         """After the step ran and its sampled tokens were counted (``length``, ``stopped``): free what is finished."""
         some_ended = False
         for row, start, count, samples in step.work:
-            row.num_computed = start + count
+            row.num_computed = row.length - 1 if samples else start + count  # a draft that failed was computed in vain
             if row.claims:
                 self._fulfil_claims(row)
             if samples and (row.stopped or row.length >= row.limit):
@@ -113,13 +114,20 @@ class Scheduler:
         position = 0
         while position < len(self.running) and budget > 0:
             row = self.running[position]
-            count = min(row.length - row.num_computed, budget)
+            if row.draft:
+                self._shorten_draft(row, budget - (len(self.running) - position))
+            count = min(row.length + len(row.draft) - row.num_computed, budget)
             if row.num_computed + count > len(row.pages) * self.limits.page_size and not self._grow(row, count):
                 break
             self._plan(step, row, count)
             budget -= count
             position += 1
         return budget
+
+    def _shorten_draft(self, row: Row, spare: int) -> None:
+        """To ``spare`` tokens, and to its own and free pages. A draft follows one last token."""
+        room = (len(row.pages) + self.pages.num_free) * self.limits.page_size - row.length
+        row.draft = row.draft[: max(min(spare, room), 0)] if row.num_computed == row.length - 1 else []
 
     def _grow(self, row: Row, count: int) -> bool:
         """Pages for ``count`` more tokens, taken from younger rows if need be; False if the row itself had to be preempted."""
@@ -132,18 +140,26 @@ class Scheduler:
         row.pages.extend(self.pages.allocate() for _ in range(missing))
         return True
 
+    def remove(self, row: Row) -> None:
+        """Forget a row that has not ended."""
+        (self.running if row in self.running else self.waiting).remove(row)
+        self._release(row)
+
     def _preempt(self) -> None:
         row = self.running.pop()
-        self._claimed.difference_update(row.claims)
-        row.claims = []
-        self.pages.release(reversed(row.pages))
-        row.pages = []
-        row.num_computed = 0
+        self._release(row)
         self.waiting.appendleft(row)
         self.num_preemptions += 1
 
+    def _release(self, row: Row) -> None:
+        self._claimed.difference_update(row.claims)
+        row.claims, row.draft = [], []
+        self.pages.release(reversed(row.pages))
+        row.pages = []
+        row.num_computed = 0
+
     def _plan(self, step: Step, row: Row, count: int) -> None:
-        step.work.append(Work(row, row.num_computed, count, row.num_computed + count == row.length))
+        step.work.append(Work(row, row.num_computed, count, row.num_computed + count == row.length + len(row.draft)))
 
     def _admit(self, step: Step, budget: int) -> None:
         """First come, first served, but rows whose prompt is being computed by another are overtaken."""

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
 
 @dataclass(frozen=True)
 class Request:
-    """One row to generate. ``row_id`` (stable, unique) keys its random draws; rows of one prompt share ``group_id``."""
+    """One row to generate. ``row_id`` (stable, unique) keys its random draws; rows of one prompt share ``group_id``.
+
+    ``min_new_tokens``: the row's own ``min_response_length``; the larger of both counts.
+    """
 
     row_id: int
     group_id: int
     prompt_ids: Sequence[int]
     max_new_tokens: int
+    min_new_tokens: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,7 +29,9 @@ class Completion:
     """``token_ids`` with the stop token if there was one; log-probs on the CPU, one per token.
 
     ``log_probs``: fp32 (fp64 for an fp64 model) [tokens], under the sampling temperature, of the whole vocabulary (before
-    top-k, top-p and min-p); greedy decoding counts as temperature 1. ``log_probs_t1``: the same at temperature 1.
+    penalties, masks, top-k, top-p and min-p), as training computes them; greedy decoding counts as temperature 1.
+    ``log_probs_t1``: the same at temperature 1. ``versions`` int64 [tokens]: of the weights that drew each token.
+    ``top_log_probs``: ids and log-probs at temperature 1, [tokens, logprobs] each, the likeliest first; None if not asked for.
     """
 
     row_id: int
@@ -32,6 +39,50 @@ class Completion:
     log_probs: Tensor
     log_probs_t1: Tensor
     finish_reason: Literal["stop", "length"]
+    versions: Tensor
+    top_log_probs: tuple[Tensor, Tensor] | None = None
+
+
+class Drawn(NamedTuple):
+    """What one call notes of the tokens it drew for a row, beside their ids; fields as in ``Completion``."""
+
+    log_probs: Tensor
+    log_probs_t1: Tensor
+    versions: Tensor
+    top_ids: Tensor
+    top_log_probs: Tensor
+
+
+@dataclass(eq=False)
+class Progress:
+    """A request and what was drawn for it so far, by one call or several. ``step`` keys its draws in all of them."""
+
+    request: Request
+    step: int
+    token_ids: list[int] = field(default_factory=list)
+    parts: list[Drawn] = field(default_factory=list)
+    finish_reason: Literal["stop", "length"] | None = None
+
+    def completion(self) -> Completion:
+        assert self.finish_reason is not None, f"row {self.request.row_id} has not ended"
+        whole = Drawn(*map(torch.cat, zip(*self.parts, strict=True)))
+        top = (whole.top_ids, whole.top_log_probs) if whole.top_ids.shape[1] else None
+        return Completion(self.request.row_id, self.token_ids, *whole[:2], self.finish_reason, whole.versions, top)
+
+    def to_json(self) -> dict[str, Any]:
+        """All but the request, exactly."""
+        parts = [[tensor.tolist() for tensor in part] for part in self.parts]
+        return {"step": self.step, "token_ids": self.token_ids, "parts": parts, "finish_reason": self.finish_reason}
+
+    @staticmethod
+    def from_json(request: Request, state: dict[str, Any], dtype: torch.dtype) -> Progress:
+        """``dtype``: of the log-probs."""
+        kinds = (dtype, dtype, torch.int64, torch.int64, dtype)
+        parts = [
+            Drawn(*(torch.tensor(values, dtype=kind) for values, kind in zip(part, kinds, strict=True)))
+            for part in state["parts"]
+        ]
+        return Progress(request, state["step"], state["token_ids"], parts, state["finish_reason"])
 
 
 @dataclass(eq=False)
@@ -42,17 +93,20 @@ class Row:
     ``num_computed``: tokens whose keys and values lie in ``pages``. The last generated token is not computed until the next
     step needs it, so a running row has num_computed < length.
     ``contents``: interned ids of the prompt's pages, the last one for the tail (see ``Interner``); ``claims``: those of
-    them that this row is computing for all. ``stopped``: it drew a stop token; ``ended``: stopped or at its limit.
+    them that this row is computing for all. ``stopped``: a stop token or string ended it; ``ended``: stopped or at its limit.
+    ``min_new``: tokens to draw before it may stop. ``draft``: guesses of its next tokens, computed together with its last one.
     """
 
     index: int
     prompt_length: int
     limit: int
     contents: tuple[int, ...]
+    min_new: int = 0
     length: int = 0
     num_computed: int = 0
     pages: list[int] = field(default_factory=list)
     claims: list[int] = field(default_factory=list)
+    draft: list[int] = field(default_factory=list)
     stopped: bool = False
     ended: bool = False
 

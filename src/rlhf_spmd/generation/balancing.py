@@ -1,0 +1,64 @@
+"""Rows move between generation replicas when one of them runs dry: tokens travel, pages are computed again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from rlhf_spmd.generation.sequence import Progress, Request
+from rlhf_spmd.parallel.collectives import Group, wait_all
+
+
+def plan_moves(counts: Sequence[int]) -> list[tuple[int, int, int]]:
+    """(from, to, rows) that make the replicas' row counts equal to within one; none while the emptiest replica has at least
+    half as many as the fullest."""
+    if 2 * min(counts) >= max(counts) or max(counts) - min(counts) < 2:
+        return []
+    least, extra = divmod(sum(counts), len(counts))
+    fullest_first = sorted(range(len(counts)), key=lambda i: (-counts[i], i))
+    surplus = {replica: counts[replica] - least - (place < extra) for place, replica in enumerate(fullest_first)}
+    moves = []
+    for source in fullest_first:
+        for target in reversed(fullest_first):
+            number = min(surplus[source], -surplus[target])
+            if number > 0:
+                moves.append((source, target, number))
+                surplus[source] -= number
+                surplus[target] += number
+    return moves
+
+
+def exchange(group: Group, outgoing: Mapping[int, Sequence[Any]]) -> list[Any]:
+    """JSON-able things to ranks of ``group`` (by group index); returns what came here, in the order of the senders.
+
+    Collective over the group: every rank of it must call, in program order.
+    """
+    payloads = {
+        to: torch.frombuffer(bytearray(json.dumps(things).encode()), dtype=torch.uint8) for to, things in outgoing.items()
+    }
+    mine = torch.tensor([len(payloads.get(to, ())) for to in range(group.size)])
+    sizes = torch.stack(group.all_gather(mine, "generation:moves"))[:, group.rank].tolist()
+    arrivals = {
+        source: torch.empty(size, dtype=torch.uint8) for source, size in enumerate(sizes) if size and source != group.rank
+    }
+    works = [group.isend(payload, to, "generation:moves") for to, payload in payloads.items() if to != group.rank]
+    wait_all([*works, *(group.irecv(arrival, source, "generation:moves") for source, arrival in arrivals.items())])
+    if group.rank in payloads:
+        arrivals[group.rank] = payloads[group.rank]
+    return [thing for source in sorted(arrivals) for thing in json.loads(bytes(arrivals[source].numpy()))]
+
+
+def pack(home: int, row: Progress) -> list[Any]:
+    """A row for :func:`exchange`. ``home``: the replica that was asked for it."""
+    request = row.request
+    fields = [request.row_id, request.group_id, list(request.prompt_ids), request.max_new_tokens, request.min_new_tokens]
+    return [home, fields, row.to_json()]
+
+
+def unpack(packed: list[Any], dtype: torch.dtype) -> tuple[int, Progress]:
+    """``dtype``: of the log-probs."""
+    home, fields, state = packed
+    return home, Progress.from_json(Request(*fields), state, dtype)

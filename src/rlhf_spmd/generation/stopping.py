@@ -1,0 +1,63 @@
+"""When a response ends: stop tokens, and stop strings found in its text as it grows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+Decode = Callable[[Sequence[int]], str]
+UNFINISHED = "\ufffd"  # what a tokenizer writes for the bytes of a character that is not whole
+
+
+class StopStrings:
+    """Finds the stop string that a response's last token completes. Keeps no state per row.
+
+    A string can only be completed by a token whose text holds its last character; every other token costs one look into a
+    memory of token texts. Only then is the end of the response decoded.
+    """
+
+    def __init__(self, stops: Sequence[str], decode: Decode) -> None:
+        self.stops, self.decode = tuple(stops), decode
+        self._longest = max(map(len, stops))
+        self._last = {stop[-1] for stop in stops}
+        self._candidate: dict[int, bool] = {}
+
+    def completed_by_last(self, token_ids: Sequence[int]) -> bool:
+        """Whether the last of a response's tokens completes a stop string."""
+        if not self._may_complete(token_ids[-1]):
+            return False
+        width = self._longest + 4  # some characters take several tokens; the first of a window may be cut
+        while True:
+            window = token_ids[-width:]
+            text = self.decode(window)
+            if len(text.lstrip(UNFINISHED)) > self._longest + len(self.decode(window[-1:])) or len(window) == len(token_ids):
+                return self._find(text, window) is not None
+            width *= 2
+
+    def cut(self, token_ids: Sequence[int]) -> str:
+        """The response's text up to the stop string that its last token completed; all of it if there is none."""
+        text = self.decode(token_ids)
+        start = self._find(text, token_ids) if token_ids else None
+        return text if start is None else text[:start]
+
+    def _find(self, text: str, token_ids: Sequence[int]) -> int | None:
+        """Where the first stop string begins in ``text``, the decoded ids, that was not complete before the last token."""
+        before = len(self.decode(token_ids[:-1]).rstrip(UNFINISHED))
+        found = [text.find(stop, max(before - len(stop) + 1, 0)) for stop in self.stops]
+        return min((start for start in found if start >= 0), default=None)
+
+    def _may_complete(self, token: int) -> bool:
+        if token not in self._candidate:
+            text = self.decode([token])
+            # tokenizers may drop the space at the start of a text
+            odd = not text or UNFINISHED in text or any(last.isspace() for last in self._last)
+            self._candidate[token] = odd or not self._last.isdisjoint(text)
+        return self._candidate[token]
+
+
+@dataclass(frozen=True)
+class Ends:
+    """What ends a response before its limit."""
+
+    token_ids: frozenset[int]
+    strings: StopStrings | None

@@ -1,0 +1,75 @@
+"""When an interruptible call returns before its rows have ended."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from rlhf_spmd.generation.scheduler import Step
+from rlhf_spmd.generation.sequence import Progress
+from rlhf_spmd.parallel.collectives import Group
+
+
+@dataclass(frozen=True)
+class Until:
+    """What ends a call, whichever comes first; all null: the end of every row.
+
+    - steps: of this replica's scheduler. tokens: drawn by this replica in this call.
+    - seconds: by the clock of the replica's first rank.
+    - fraction: of the groups that the call works on; a group has ended when all of its rows have.
+    """
+
+    steps: int | None = None
+    tokens: int | None = None
+    seconds: float | None = None
+    fraction: float | None = None
+
+    def __post_init__(self) -> None:
+        """Raises ValueError."""
+        for key in ("steps", "tokens", "seconds", "fraction"):
+            value = getattr(self, key)
+            if value is not None and not value > 0:
+                raise ValueError(f"until.{key}={value}: must be above 0, or null")
+        if self.fraction is not None and self.fraction > 1:
+            raise ValueError(f"until.fraction={self.fraction}: must be at most 1")
+
+
+class Watch:
+    """``until`` during one call on ``rows``; all ranks of ``replica`` get the same answers."""
+
+    def __init__(self, until: Until, rows: Sequence[Progress], replica: Group) -> None:
+        self.until, self.rows, self.replica = until, rows, replica
+        self.started = time.perf_counter()
+        self.num_steps = 0
+        self.unfinished = Counter(row.request.group_id for row in rows)
+        fraction = 1.0 if until.fraction is None else until.fraction
+        self.missing = math.ceil(fraction * len(self.unfinished) - 1e-9)  # groups that have yet to end
+
+    def reached(self, step: Step, num_drawn: int) -> bool:
+        """After each completed step; ``num_drawn`` tokens in this call so far.
+
+        Collective over the replica: every rank of it must call, in program order.
+        """
+        until = self.until
+        self.num_steps += 1
+        if until.steps is not None and self.num_steps >= until.steps:
+            return True
+        if until.fraction is not None:
+            for work in step.work:
+                if work.row.ended:
+                    group = self.rows[work.row.index].request.group_id
+                    self.unfinished[group] -= 1
+                    self.missing -= self.unfinished[group] == 0
+            if self.missing <= 0:
+                return True
+        if until.tokens is not None and num_drawn >= until.tokens:
+            return True
+        if until.seconds is None:
+            return False
+        late = torch.tensor([time.perf_counter() - self.started >= until.seconds])
+        return bool(self.replica.broadcast(late, 0, "generation:until"))
