@@ -43,6 +43,10 @@ RECORDER = FlightRecorder()  # per process, diagnostics only: nothing reads it t
 
 # torch 2.13 renamed it; 2.11 has only the older name
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+Work = dist.Work  # what an asynchronous transfer returns
+Message = tuple[int, Tensor]  # index in a group, what goes there or comes from there
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
@@ -79,12 +83,62 @@ class Group:
             _all_gather(output, tensor.contiguous(), self.process_group)
         return output
 
+    def reduce_scatter_into(self, output: Tensor, tensor: Tensor, label: str) -> Tensor:
+        """``output`` [n, ...] receives this rank's part of the sum over the group of ``tensor`` [size * n, ...].
+
+        Collective over the group: every rank of it must call, in program order.
+        """
+        if self.size == 1:
+            output.copy_(tensor.view_as(output))
+        else:
+            RECORDER.note(f"reduce_scatter:{label}", self.name, tensor.nbytes)
+            RECORDER.count(label, *[tensor.nbytes - output.nbytes] * 2)
+            _reduce_scatter(output, tensor, dist.ReduceOp.SUM, self.process_group)
+        return output
+
+    def start_all_gather(self, flat: Tensor, label: str) -> dist.Work:
+        """In place and asynchronous: ``flat`` is equal parts in group order, of which this rank's is filled in.
+
+        Collective over the group: every rank of it must call, in program order.
+        """
+        mine = flat.chunk(self.size)[self.rank]
+        RECORDER.note(f"all_gather:{label}", self.name, mine.nbytes)
+        RECORDER.count(label, flat.nbytes - mine.nbytes, flat.nbytes - mine.nbytes)
+        work = _all_gather(flat, mine, self.process_group, True)
+        assert work is not None
+        return work
+
+    def start_exchange(self, sends: Sequence[Message], receives: Sequence[Message], label: str) -> list[dist.Work]:
+        """Many transfers at once, asynchronous: keep the tensors, which are contiguous, alive and untouched until they are done.
+
+        Collective over the ranks that take part: what one sends to another, the other receives in the same order.
+        """
+        num_bytes = [sum(tensor.nbytes for _, tensor in messages) for messages in (sends, receives)]
+        RECORDER.note(f"exchange:{label}", self.name, sum(num_bytes))
+        RECORDER.count(label, *num_bytes)
+        every = [(dist.irecv, message) for message in receives] + [(dist.isend, message) for message in sends]
+        ops = [dist.P2POp(op, tensor, self.ranks[member], self.process_group) for op, (member, tensor) in every]
+        return dist.batch_isend_irecv(ops) if ops else []
+
     def all_gather(self, tensor: Tensor, label: str) -> list[Tensor]:
         """Equal shapes from every rank. Collective over the group: every rank of it must call, in program order."""
         flat = tensor.reshape(-1)
         output = flat.new_empty(self.size * len(flat))
         self.all_gather_into(output, flat, label)
         return list(output.view(self.size, *tensor.shape))
+
+    def all_to_all(self, tensor: Tensor, label: str) -> Tensor:
+        """``tensor`` [size, ...]: part i goes to group index i. Returns [size, ...]: part i came from group index i.
+
+        Collective over the group: every rank of it must call, in program order.
+        """
+        if self.size == 1:
+            return tensor
+        RECORDER.note(f"all_to_all:{label}", self.name, tensor.nbytes)
+        RECORDER.count(label, *[tensor.nbytes // self.size * (self.size - 1)] * 2)
+        output = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(output, tensor.contiguous(), group=self.process_group)
+        return output
 
     def broadcast(self, tensor: Tensor, source: int, label: str) -> Tensor:
         """In place, from group index ``source``. Collective over the group: every rank of it must call, in program order."""

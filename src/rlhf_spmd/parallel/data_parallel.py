@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -22,7 +22,7 @@ def sum_in_buckets(grads: Mapping[str, Tensor], group: Group, label: str) -> dic
     if group.size == 1:
         return dict(grads)
     summed: dict[str, Tensor] = {}
-    for names in _buckets({name: grad.numel() for name, grad in grads.items()}):
+    for names in buckets({name: grad.numel() for name, grad in grads.items()}):
         flat = torch.cat([grads[name].reshape(-1) for name in names])
         group.all_reduce(flat, label)
         for name, part in zip(names, flat.split([grads[name].numel() for name in names]), strict=True):
@@ -30,7 +30,8 @@ def sum_in_buckets(grads: Mapping[str, Tensor], group: Group, label: str) -> dic
     return summed
 
 
-def _buckets(sizes: Mapping[str, int]) -> Iterator[list[str]]:
+def buckets(sizes: Mapping[str, int]) -> Iterator[list[str]]:
+    """Names in order, with at most ``BUCKET_ELEMENTS`` elements together unless a single one has more. Pure."""
     names: list[str] = []
     total = 0
     for name, size in sizes.items():
@@ -59,17 +60,20 @@ def owned_boxes(plan: Mapping[str, ParamShard], before: Iterable[Mapping[str, Pa
     }
 
 
-def partial_boxes(plan: Mapping[str, ParamShard], others: Iterable[Mapping[str, ParamShard]]) -> dict[str, ParamShard]:
+def partial_boxes(
+    plan: Mapping[str, ParamShard], others: Iterable[Mapping[str, ParamShard]], scattered: Collection[str] = ()
+) -> dict[str, ParamShard]:
     """The boxes of ``plan`` that one of the other tp ranks' plans holds too, each rank with a gradient of its own. Pure.
 
     These are KV heads that several ranks share: each sees the gradient from its own query heads, and the sum is the true one.
-    Parameters that are replicated as a whole are left out: there every rank has the whole gradient.
+    Parameters that are replicated as a whole are left out, since every rank has the whole gradient, but for those named in
+    ``scattered``, which each rank applies to its own tokens only (sequence parallelism).
     """
     seen = {place for other in others for place in _places(other)}
     shared = {
         name: replace(shard, boxes=tuple(box for box in shard.boxes if (box.name, box.start, box.size) in seen))
         for name, shard in plan.items()
-        if "tp" not in shard.replicated
+        if "tp" not in shard.replicated or name in scattered
     }
     return {name: shard for name, shard in shared.items() if shard.boxes}
 
@@ -86,7 +90,7 @@ def sum_partial(grads: Mapping[str, Tensor], partial: Mapping[str, ParamShard], 
     wholes = {box.name: part.new_zeros(box.shape) for part, box in held}
     for part, box in held:
         wholes[box.name][box.global_slices] = part
-    wholes = sum_in_buckets(wholes, tp, "shared_kv_gradients")
+    wholes = sum_in_buckets(wholes, tp, "partial_gradients")
     for part, box in held:
         part.copy_(wholes[box.name][box.global_slices])
 

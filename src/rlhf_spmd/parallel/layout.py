@@ -3,7 +3,7 @@
 Training ranks form the grid ``[pp, dp, tp]``, tensor-parallel ranks consecutive (HybridFlow, section 5.3). A generation
 layout (p_g, t_g, d_g, d) regroups the same ranks: generation TP groups take every (t/t_g)-th rank of a training TP group,
 generation PP groups every (p/p_g)-th stage, and the micro-DP group is what lies between, so that a rank's training shard is
-always a slice of its generation shard.
+always a slice of its generation shard. Where that cannot be, or is not wanted, generation ranks form a grid of their own.
 """
 
 from __future__ import annotations
@@ -13,17 +13,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class LayoutConfig:
-    """``models.<role>.layout``. ``dp: null`` means whatever the pool leaves after pp * tp."""
+    """``models.<role>.layout``. ``dp: null`` means whatever the pool leaves after pp * tp. ``vpp``: virtual pipeline stages of
+    each rank, chunks of layers that interleave (see ``parallel.pipeline``). ``sequence_parallel``: outside attention and MLP each
+    tp rank holds 1 / tp of the tokens (see ``models.tensor_parallel``); without effect at tp 1."""
 
     pp: int = 1
+    vpp: int = 1
     tp: int = 1
     dp: int | None = None
     zero: int = 0
+    sequence_parallel: bool = False
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A resolved training layout (p, t, d) with its ZeRO stage over d.
+    """A resolved training layout (p, t, d) with its ZeRO stage over d and ``vpp`` virtual stages per rank.
 
     Indices below count ranks inside the pool (0 .. size-1), not global ranks.
     """
@@ -32,10 +36,16 @@ class Layout:
     tp: int = 1
     dp: int = 1
     zero: int = 0
+    vpp: int = 1
+    sequence_parallel: bool = False
 
     @property
     def size(self) -> int:
         return self.pp * self.tp * self.dp
+
+    def stages(self, pp_rank: int) -> list[int]:
+        """The virtual stages, of ``pp * vpp``, that a pipeline rank holds, one for each of its chunks."""
+        return [chunk * self.pp + pp_rank for chunk in range(self.vpp)]
 
     def index(self, pp: int, dp: int, tp: int) -> int:
         return (pp * self.dp + dp) * self.tp + tp
@@ -62,7 +72,8 @@ class Layout:
         return [self.index(pp, dp, tp) for pp in range(self.pp) for tp in range(self.tp)]
 
     def __str__(self) -> str:
-        return f"pp({self.pp}) * tp({self.tp}) * dp({self.dp})" + (f" zero({self.zero})" if self.zero else "")
+        more = (f" {key}({n})" for key, n, none in (("zero", self.zero, 0), ("vpp", self.vpp, 1)) if n != none)
+        return f"pp({self.pp}) * tp({self.tp}) * dp({self.dp})" + "".join(more)
 
 
 def resolve_layout(config: LayoutConfig, pool_size: int, where: str) -> Layout:
@@ -71,15 +82,19 @@ def resolve_layout(config: LayoutConfig, pool_size: int, where: str) -> Layout:
     ``where`` names the role and pool in the message, as in ``models.critic.layout on pool 'b'``.
     Raises ValueError with both sides of the failed equation.
     """
-    for key in ("pp", "tp"):
+    for key in ("pp", "tp", "vpp"):
         if getattr(config, key) < 1:
             raise ValueError(f"{where}: {key}={getattr(config, key)} must be at least 1")
+    if config.vpp > 1 and config.pp == 1:
+        raise ValueError(
+            f"{where}: vpp={config.vpp} interleaves the chunks of several stages, but pp=1; set vpp=1 or pp to 2 or more"
+        )
     if config.dp is not None and config.dp < 1:
         raise ValueError(f"{where}: dp={config.dp} must be at least 1 (or null: what the pool leaves)")
     if config.zero not in (0, 1, 2, 3):
         raise ValueError(f"{where}: zero={config.zero} is not a ZeRO stage; allowed: 0, 1, 2, 3")
     dp = config.dp if config.dp is not None else max(pool_size // (config.pp * config.tp), 1)
-    layout = Layout(config.pp, config.tp, dp, config.zero)
+    layout = Layout(config.pp, config.tp, dp, config.zero, config.vpp, config.sequence_parallel)
     if layout.size != pool_size:
         raise ValueError(
             f"{where}: pp({layout.pp}) * tp({layout.tp}) * dp({layout.dp}) = {layout.size} ranks, but the pool has {pool_size}; "
@@ -90,19 +105,36 @@ def resolve_layout(config: LayoutConfig, pool_size: int, where: str) -> Layout:
 
 @dataclass(frozen=True)
 class GenerationLayout:
-    """(p_g, t_g, d_g, d) over the ranks of a training layout; d_g = p*t / (p_g*t_g) micro-DP replicas per training replica."""
+    """(p_g, t_g, d_g, d) over the ranks of a training layout; d_g = p*t / (p_g*t_g) micro-DP replicas per training replica.
+
+    ``consecutive``: no such regrouping; the ranks form the grid [p_g, replicas, t_g] as those of a training layout do, and a
+    training shard need not lie in its rank's generation shard. :func:`generation_layout` chooses.
+    """
 
     train: Layout
     pp: int
     tp: int
+    consecutive: bool = False
 
     def __post_init__(self) -> None:
         for name, part, whole in (("pp", self.pp, self.train.pp), ("tp", self.tp, self.train.tp)):
-            if part < 1 or whole % part:
+            if part < 1 or (whole % part and self.train.zero < 3):
                 raise ValueError(
                     f"generation.{name}={part} must divide the training layout's {name}={whole}: "
-                    "every training shard has to be a slice of its generation shard"
+                    "every training shard has to be a slice of its generation shard (with layout.zero=3 any generation "
+                    "layout will do)"
                 )
+        if self.train.size % (self.pp * self.tp):
+            raise ValueError(
+                f"generation.pp={self.pp} * generation.tp={self.tp} = {self.pp * self.tp} ranks must divide the "
+                f"{self.train.size} ranks of the training layout {self.train}"
+            )
+        assert self.consecutive or not (self.train.pp % self.pp or self.train.tp % self.tp), f"{self}: no regrouping"
+
+    @property
+    def blocks(self) -> int:
+        """Training slices whose rows a fused generation matrix keeps together, so that each is one slice of it."""
+        return 1 if self.consecutive else self.train.tp // self.tp
 
     @property
     def micro_dp(self) -> int:
@@ -111,7 +143,11 @@ class GenerationLayout:
     @property
     def dp(self) -> int:
         """All generation replicas: d_g * d."""
-        return self.micro_dp * self.train.dp
+        return self.train.size // (self.pp * self.tp)
+
+    @property
+    def _grid(self) -> Layout:
+        return Layout(self.pp, self.tp, self.dp)
 
     def _split(self, index: int) -> tuple[int, int, int, int, int]:
         """Pool index -> (generation stage, stage inside it, dp, generation tp, tp inside it)."""
@@ -121,12 +157,16 @@ class GenerationLayout:
 
     def coordinate(self, index: int) -> tuple[int, int, int]:
         """Pool index -> (p_g coordinate, replica in 0 .. d_g*d-1, t_g coordinate)."""
+        if self.consecutive:
+            return self._grid.coordinate(index)
         stage, inner_stage, dp, tp, inner_tp = self._split(index)
         micro = inner_stage * (self.train.tp // self.tp) + inner_tp
         return stage, dp * self.micro_dp + micro, tp
 
     def index(self, pp: int, dp: int, tp: int) -> int:
         """Inverse of :meth:`coordinate`."""
+        if self.consecutive:
+            return self._grid.index(pp, dp, tp)
         stages, slices = self.train.pp // self.pp, self.train.tp // self.tp
         outer_dp, micro = divmod(dp, self.micro_dp)
         inner_stage, inner_tp = divmod(micro, slices)
@@ -149,6 +189,16 @@ class GenerationLayout:
         stage, _, dp, tp, _ = self._split(index)
         first = dp * self.micro_dp
         return [self.index(stage, first + micro, tp) for micro in range(self.micro_dp)]
+
+
+def generation_layout(train: Layout, pp: int, tp: int, consecutive: bool = False) -> GenerationLayout:
+    """The regrouping in place, or, where the layouts do not allow it or ``consecutive`` asks for it, the grid of its own.
+
+    Raises ValueError for a generation layout that does not fit.
+    """
+    fits = train.pp % max(pp, 1) == 0 and train.tp % max(tp, 1) == 0
+    whole_stages = train.vpp == 1 or pp == 1  # with virtual stages the layers of a rank do not follow each other
+    return GenerationLayout(train, pp, tp, consecutive or not (fits and whole_stages))
 
 
 def stage_layers(num_layers: int, pp: int, stage: int) -> range:

@@ -18,7 +18,7 @@ class Mesh:
 
     pp_rank, dp_rank, tp_rank: coordinates. Groups: ``tp``, ``dp``, ``pp``, ``pp_back`` (the stages again, for what travels
     backwards); ``replica`` (the pp * tp ranks of one replica), ``pool`` (all ranks), ``ends`` (first and last stage of this
-    (dp, tp): tied embeddings).
+    (dp, tp): tied embeddings), ``ring`` and ``ring_back`` (the same two, for what travels between them where vpp > 1).
     """
 
     layout: Layout | GenerationLayout
@@ -34,6 +34,8 @@ class Mesh:
     replica: Group
     pool: Group
     ends: Group
+    ring: Group
+    ring_back: Group
     device_type: str
 
     @property
@@ -80,6 +82,7 @@ def build_mesh(world: World, pool: Sequence[int], layout: Layout | GenerationLay
         stages = layout.pp_group(i)
         return [stages[0], stages[-1]] if len(stages) > 1 else stages
 
+    around = isinstance(layout, Layout) and layout.vpp > 1
     return Mesh(
         layout=layout,
         ranks=tuple(pool),
@@ -94,5 +97,7 @@ def build_mesh(world: World, pool: Sequence[int], layout: Layout | GenerationLay
         replica=build_group(world, pool, lambda i: sorted(layout.replica_group(i)), "replica"),
         pool=build_group(world, pool, lambda i: list(range(len(pool))), "pool"),
         ends=build_group(world, pool, ends, "ends"),
+        ring=build_group(world, pool, ends, "ring", channel="ring" if around else ""),
+        ring_back=build_group(world, pool, ends, "ring_back", channel="ring_back" if around else ""),
         device_type=world.device.type,
     )

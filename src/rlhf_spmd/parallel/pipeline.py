@@ -1,13 +1,15 @@
-"""Pipeline parallelism: schedules as data (pure), and the loop that runs one of them on this rank's stage.
+"""Pipeline parallelism: schedules as data (pure), and the loop that runs one of them on this rank's part of the model.
 
-A schedule is the list of forward and backward passes of one stage, in the order in which it runs them. Activations and
-gradients travel only between neighbouring stages, one channel per direction, each in the order of the micro-batches.
+A rank of ``pp`` holds ``vpp`` chunks of layers (1: a plain pipeline). Chunk c on rank r is virtual stage c * pp + r of pp * vpp,
+so a micro-batch goes around the ranks vpp times. A schedule is the list of forward and backward passes of one rank, in the
+order in which it runs them. Activations and gradients travel between neighbours of the ring, in that same order.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
 import torch
@@ -15,65 +17,86 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhf_spmd.parallel.collectives import Group, wait_all
+from rlhf_spmd.parallel.layout import Layout
+from rlhf_spmd.parallel.mesh import Mesh
 
 
 class Action(NamedTuple):
-    """The forward ("F") or backward ("B") pass of one micro-batch through this stage."""
+    """The forward ("F") or backward ("B") pass of one micro-batch through one chunk of this rank."""
 
     kind: Literal["F", "B"]
     micro_batch: int
+    chunk: int = 0
 
 
-def schedule_forward(num_micro_batches: int, pp: int, stage: int) -> list[Action]:
-    """Forward passes only: every stage takes the micro-batches in order. Pure."""
+def _rounds(num_micro_batches: int, pp: int) -> list[range]:
+    """Runs of micro-batches that pass one chunk before the next: as even as possible, of at least ``pp`` where there are as
+    many. With pp of them, the first is back from its way around the ring when the last has left."""
+    number = max(num_micro_batches // pp, 1)
+    cuts = [num_micro_batches * k // number for k in range(number + 1)]
+    return [range(a, b) for a, b in pairwise(cuts)]
+
+
+def _order(kind: Literal["F", "B"], num_micro_batches: int, pp: int, chunks: Iterable[int]) -> list[Action]:
+    chunks = list(chunks)
+    return [Action(kind, i, chunk) for run in _rounds(num_micro_batches, pp) for chunk in chunks for i in run]
+
+
+def schedule_forward(num_micro_batches: int, pp: int, stage: int, vpp: int = 1) -> list[Action]:
+    """Forward passes only; with several chunks, in the order of :func:`schedule_1f1b`. Pure."""
     assert 0 <= stage < pp, f"stage {stage} of {pp}"
-    return [Action("F", i) for i in range(num_micro_batches)]
+    return _order("F", num_micro_batches, pp, range(vpp))
 
 
-def schedule_1f1b(num_micro_batches: int, pp: int, stage: int) -> list[Action]:
-    """One forward, one backward (PipeDream-flush, Narayanan et al. 2021): pp - 1 - stage forwards to fill the pipeline, then
-    alternating, then the remaining backwards. At most min(pp - stage, num_micro_batches) micro-batches are alive at once. Pure.
+def schedule_1f1b(num_micro_batches: int, pp: int, stage: int, vpp: int = 1) -> list[Action]:
+    """One forward, one backward (PipeDream-flush), interleaved over chunks where vpp > 1 (Narayanan et al. 2021). Pure.
+
+    First forwards that fill the pipeline, then one forward and one backward in turn, then the remaining backwards. With equal
+    costs a rank idles (pp - 1) / (vpp * m) of its busy time, for any m >= pp micro-batches, divisible by pp or not.
+
+    Micro-batches alive at once: at most min(pp - stage, m). With chunks, where each is alive in one chunk's layers only (1/vpp
+    of the rank's): at most min(2 * (pp - 1 - stage) + (vpp - 1) * g + 1, m * vpp); the g micro-batches of the largest round are
+    pp where pp divides m, and never more than 2 * pp - 1.
     """
     assert 0 <= stage < pp, f"stage {stage} of {pp}"
-    warmup = min(pp - 1 - stage, num_micro_batches)
-    actions = [Action("F", i) for i in range(warmup)]
-    for i in range(num_micro_batches - warmup):
-        actions += [Action("F", warmup + i), Action("B", i)]
-    actions += [Action("B", i) for i in range(num_micro_batches - warmup, num_micro_batches)]
-    return actions
+    forwards = _order("F", num_micro_batches, pp, range(vpp))
+    backwards = _order("B", num_micro_batches, pp, reversed(range(vpp)))
+    ahead = pp - 1 - stage
+    if vpp > 1:
+        ahead = 2 * ahead + (vpp - 1) * max(len(run) for run in _rounds(num_micro_batches, pp))
+    warmup = min(ahead, len(forwards))
+    steady = [action for pair in zip(forwards[warmup:], backwards, strict=False) for action in pair]
+    return [*forwards[:warmup], *steady, *backwards[len(forwards) - warmup :]]
+
+
+Link = tuple[Group, int]  # a group and the index of a neighbour in it
 
 
 class _Channel:
-    """Receives from one neighbour and sends to the other, in micro-batch order, for one direction of travel."""
+    """One direction of travel: receives from one neighbour and sends to the other, numbered in the order of the schedule."""
 
-    def __init__(self, group: Group, source: int | None, to: int | None, label: str) -> None:
-        self.group, self.source, self.to, self.label = group, source, to, label
-        self.posted: dict[int, tuple[Tensor, dist.Work | None]] = {}
+    def __init__(self, source: Link, to: Link, label: str, keep: int) -> None:
+        self.source, self.to, self.label, self.keep = source, to, label, keep
+        self.posted: deque[tuple[Tensor, dist.Work | None]] = deque()
         self.sent: deque[tuple[Tensor, dist.Work | None]] = deque()
-        self.used = False
+        self.num_posted = self.num_sent = 0
 
-    def post(self, index: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, ahead: bool) -> None:
-        """``ahead``: before the action that takes it. Not for the first transfer: NCCL connects two ranks in it, which blocks
-        the host until the neighbour sends, and what the neighbour waits for may still have to be computed here."""
-        if self.source is not None and index not in self.posted and (self.used or not ahead):
-            buffer = torch.empty(shape, dtype=dtype, device=device)
-            self.posted[index] = buffer, self.group.irecv(buffer, self.source, self.label, tag=index)
+    def post(self, buffer: Tensor) -> None:
+        group, neighbour = self.source
+        self.posted.append((buffer, group.irecv(buffer, neighbour, self.label, self.num_posted)))
+        self.num_posted += 1
 
-    def take(self, index: int) -> Tensor | None:
-        if self.source is None:
-            return None
-        buffer, work = self.posted.pop(index)
-        self.used = True
+    def take(self) -> Tensor:
+        buffer, work = self.posted.popleft()
         wait_all([work])
         return buffer
 
-    def send(self, index: int, tensor: Tensor | None) -> None:
-        if self.to is None:
-            return
-        assert tensor is not None, f"{self.label}: micro-batch {index} has nothing to send to stage {self.to}"
+    def send(self, tensor: Tensor) -> None:
         tensor = tensor.contiguous()
-        self.sent.append((tensor, self.group.isend(tensor, self.to, self.label, tag=index)))
-        self.finish(keep=self.group.size)  # what is older has been used by the neighbour: 1F1B has at most that many alive
+        group, neighbour = self.to
+        self.sent.append((tensor, group.isend(tensor, neighbour, self.label, self.num_sent)))
+        self.num_sent += 1
+        self.finish(self.keep)
 
     def finish(self, keep: int = 0) -> None:
         """Wait for the oldest sends until ``keep`` are left, and let go of their tensors."""
@@ -82,40 +105,87 @@ class _Channel:
             wait_all([work])
 
 
+def _channels(mesh: Mesh) -> dict[str, _Channel]:
+    """Forward: from the stage before to the one after, from the last stage around the ring to the first; backward: against it."""
+    stage, last, keep = mesh.pp.rank, mesh.pp.size - 1, 2 * mesh.pp.size
+    before: Link = (mesh.pp, stage - 1) if stage else (mesh.ring, 1)
+    after: Link = (mesh.pp, stage + 1) if stage < last else (mesh.ring, 0)
+    back_from: Link = (mesh.pp_back, stage + 1) if stage < last else (mesh.ring_back, 0)
+    back_to: Link = (mesh.pp_back, stage - 1) if stage else (mesh.ring_back, 1)
+    return {
+        "F": _Channel(before, after, "pipeline_forward", keep),
+        "B": _Channel(back_from, back_to, "pipeline_backward", keep),
+    }
+
+
+def connect_stages(mesh: Mesh, device: torch.device) -> None:
+    """Pass a token forward, then backward through the stages (and around the ring where vpp > 1).
+
+    NCCL connects two ranks in their first transfer and holds up the host until both are in it. In the middle of a schedule a
+    rank could be held up that others wait for; here each waits for the one before only.
+    Collective over the pipeline group: every rank of it must call, in program order.
+    """
+    assert isinstance(mesh.layout, Layout), "a generation mesh has no training pipeline"
+    last, around = mesh.pp.size - 1, mesh.layout.vpp > 1
+    for (first, end), channel in zip([(0, last), (last, 0)], _channels(mesh).values(), strict=True):
+        starts, ends = mesh.pp.rank == first, mesh.pp.rank == end
+        if not starts:
+            channel.post(torch.zeros(1, device=device))
+            channel.take()
+        if around or not ends:
+            channel.send(torch.zeros(1, device=device))
+        if around and starts:
+            channel.post(torch.zeros(1, device=device))
+            channel.take()
+        channel.finish()
+
+
 def run_pipeline(
     actions: Sequence[Action],
-    forward_group: Group,
-    backward_group: Group,
+    mesh: Mesh,
     shapes: Sequence[tuple[int, ...]],
     dtype: torch.dtype,
     device: torch.device,
-    forward: Callable[[int, Tensor | None], Tensor | None],
-    backward: Callable[[int, Tensor | None], Tensor | None],
+    forward: Callable[[Action, Tensor | None], Tensor | None],
+    backward: Callable[[Action, Tensor | None], Tensor | None],
 ) -> None:
-    """Run one stage's schedule; ``shapes[i]`` is the shape of micro-batch i between stages, the same on every stage.
+    """Run one rank's schedule; ``shapes[i]`` is the shape of micro-batch i between stages, the same on every stage.
 
-    ``forward(i, received)`` takes the activation of the stage before (None on the first) and returns the one to pass on
-    (None on the last); ``backward(i, received)`` takes the gradient of what it passed on (None on the last) and returns the
-    gradient of what it received (None on the first).
+    ``forward(action, received)`` takes the activation of the virtual stage before (None on the first) and returns the one to
+    pass on (None on the last); ``backward(action, received)`` takes the gradient of what it passed on (None on the last) and
+    returns the gradient of what it received (None on the first).
 
-    The two groups hold the same ranks in stage order. They are two because NCCL runs the transfers of one communicator one
-    after the other: in 1F1B a stage sends forward while its neighbour sends back, and on one communicator each of the two
-    transfers would wait for the other.
+    Forward and backward, and the way around the ring, each have a group of their own, because NCCL runs the transfers of one
+    communicator one after the other: in 1F1B a stage sends forward while its neighbour sends back, and on one communicator each
+    of the two transfers would wait for the other. On every communicator, two ranks' transfers go one way, in one order.
 
-    The receive of the next action is posted before the current one computes, but for a channel's first; a send is waited for
-    only when the neighbour has used it or at the end.
+    The receive of the next action is posted before the current one computes, but not where the next pass goes the same way
+    through another chunk: its input may depend on what this one is to send. A send is waited for when 2 * pp later ones are under
+    way, or at the end. On NCCL, :func:`connect_stages` comes before the first run.
     Collective over the pipeline group: every rank of it must call, in program order.
     """
-    stage, last = forward_group.rank, forward_group.size - 1
-    before, after = (stage - 1 if stage > 0 else None), (stage + 1 if stage < last else None)
-    channels = {
-        "F": _Channel(forward_group, before, after, "pipeline_forward"),
-        "B": _Channel(backward_group, after, before, "pipeline_backward"),
-    }
-    passes = {"F": forward, "B": backward}
-    for position, (kind, index) in enumerate(actions):
-        for ahead, posted in enumerate(actions[position : position + 2]):
-            channels[posted.kind].post(posted.micro_batch, shapes[posted.micro_batch], dtype, device, ahead=ahead > 0)
-        channels[kind].send(index, passes[kind](index, channels[kind].take(index)))
+    assert isinstance(mesh.layout, Layout), "a generation mesh has no training pipeline"
+    stage, pp, final = mesh.pp.rank, mesh.pp.size, mesh.pp.size * mesh.layout.vpp - 1
+    channels, passes = _channels(mesh), {"F": forward, "B": backward}
+    takes_none, sends_none = {"F": 0, "B": final}, {"F": final, "B": 0}
+
+    def post(action: Action) -> None:
+        if action.chunk * pp + stage != takes_none[action.kind]:
+            channels[action.kind].post(torch.empty(shapes[action.micro_batch], dtype=dtype, device=device))
+
+    for position, action in enumerate(actions):
+        channel, received = channels[action.kind], None
+        if not channel.posted:
+            post(action)
+        for following in actions[position + 1 : position + 2]:
+            other_way, same_chunk = following.kind != action.kind, following.chunk == action.chunk
+            if other_way or same_chunk:
+                post(following)
+        if action.chunk * pp + stage != takes_none[action.kind]:
+            received = channel.take()
+        result = passes[action.kind](action, received)
+        if action.chunk * pp + stage != sends_none[action.kind]:
+            assert result is not None, f"{channel.label}: stage {stage} has nothing to send after {action}"
+            channel.send(result)
     for channel in channels.values():
         channel.finish()

@@ -8,10 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
+
+from rlhf_spmd.parallel.data_parallel import buckets
 
 SCHEDULES = ("constant", "linear", "cosine")
 
@@ -23,6 +26,7 @@ class OptimConfig:
     ``lr_warmup_steps`` counts optimizer steps; where it is negative, ``lr_warmup_steps_ratio`` of all steps. ``clip_grad`` is
     the largest global gradient norm (null or 0: no clipping). ``min_lr_ratio`` is the part of ``lr`` that a linear or cosine
     schedule ends with. ``master_weights``: keep fp32 copies of half-precision parameters (no effect in fp32 and fp64).
+    ``offload``: what the optimizer keeps lies in host memory, pinned on GPUs (on CPUs that is where it is anyway).
     """
 
     lr: float = 1e-6
@@ -35,6 +39,7 @@ class OptimConfig:
     eps: float = 1e-8
     clip_grad: float | None = 1.0
     master_weights: bool = True
+    offload: bool = False
 
     def check(self, where: str) -> None:
         """``where`` names the config node, as in ``models.actor.optim``. Raises ValueError: key, value and what is allowed."""
@@ -87,6 +92,9 @@ class Optimizer:
 
     It holds states, not parameters: the parameters are handed in at every step, since their storage may move between steps
     (the hybrid engine does that). ``step_count`` is the number of steps taken, ``total_steps`` the length of the schedule.
+
+    A step goes bucket by bucket. States on the host come to the device for it and go back, in stream order, so the arithmetic
+    is the same as without ``offload``, and the device holds the states of one bucket.
     """
 
     def __init__(self, config: OptimConfig, params: Mapping[str, Tensor], total_steps: int) -> None:
@@ -97,10 +105,12 @@ class Optimizer:
         self._states: dict[str, dict[str, Tensor]] = {}
         for name, param in params.items():
             dtype = accumulation_dtype(param.dtype) if config.master_weights else param.dtype
-            state = {key: torch.zeros(param.shape, dtype=dtype, device=param.device) for key in ("exp_avg", "exp_avg_sq")}
-            if dtype != param.dtype:
-                state["master"] = param.detach().to(dtype, copy=True)
-            self._states[name] = state
+            where: dict[str, Any] = {"device": param.device}
+            if config.offload:
+                where = {"device": "cpu", "pin_memory": param.device.type == "cuda"}
+            keys = ("exp_avg", "exp_avg_sq", "master") if dtype != param.dtype else ("exp_avg", "exp_avg_sq")
+            self._states[name] = {key: torch.zeros(param.shape, dtype=dtype, **where) for key in keys}
+        self.refresh_masters(params)
 
     @property
     def lr(self) -> float:
@@ -111,31 +121,41 @@ class Optimizer:
     def step(self, params: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> float:
         """Update ``params`` in place (same names and shapes as at construction); returns the learning rate used."""
         lr = self.lr
-        names = [name for name, param in params.items() if param.numel()]
-        states = [self._states[name] for name in names]
-        updated = [state.get("master", params[name]) for name, state in zip(names, states, strict=True)]
-        if names:
-            adamw(
-                updated,
-                [grads[name].to(new.dtype) for name, new in zip(names, updated, strict=True)],
-                [state["exp_avg"] for state in states],
-                [state["exp_avg_sq"] for state in states],
-                [],
-                list(torch.full((len(names),), float(self.step_count), device=updated[0].device).unbind()),
-                fused=True,
-                amsgrad=False,
-                beta1=self.config.betas[0],
-                beta2=self.config.betas[1],
-                lr=lr,
-                weight_decay=self.config.weight_decay,
-                eps=self.config.eps,
-                maximize=False,
-            )
-        for name, state in zip(names, states, strict=True):
-            if "master" in state:
-                params[name].copy_(state["master"])
+        for names in buckets({name: param.numel() for name, param in params.items() if param.numel()}):
+            device = params[names[0]].device
+            kept = [self._states[name] for name in names]
+            states = [{key: x.to(device, non_blocking=True) for key, x in state.items()} for state in kept]
+            self._update([params[name] for name in names], [grads[name] for name in names], states, lr)
+            for state, new in zip(kept, states, strict=True):
+                for key, x in state.items():
+                    if new[key] is not x:
+                        x.copy_(new[key], non_blocking=True)
+        if self.config.offload and torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()  # the host may read its states now
         self.step_count += 1
         return lr
+
+    def _update(self, params: list[Tensor], grads: list[Tensor], states: list[dict[str, Tensor]], lr: float) -> None:
+        updated = [state.get("master", param) for state, param in zip(states, params, strict=True)]
+        adamw(
+            updated,
+            [grad.to(new.dtype) for grad, new in zip(grads, updated, strict=True)],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            list(torch.full((len(updated),), float(self.step_count), device=updated[0].device).unbind()),
+            fused=True,
+            amsgrad=False,
+            beta1=self.config.betas[0],
+            beta2=self.config.betas[1],
+            lr=lr,
+            weight_decay=self.config.weight_decay,
+            eps=self.config.eps,
+            maximize=False,
+        )
+        for param, new in zip(params, updated, strict=True):
+            if new is not param:
+                param.copy_(new)
 
     @torch.no_grad()
     def refresh_masters(self, params: Mapping[str, Tensor]) -> None:

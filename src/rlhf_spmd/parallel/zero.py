@@ -1,0 +1,118 @@
+"""ZeRO over dp by FSDP2, its collectives through the door of :mod:`~rlhf_spmd.parallel.collectives`."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from rlhf_spmd.parallel.collectives import Group
+from rlhf_spmd.parallel.mesh import Mesh
+
+
+class _Collective:
+    """What FSDP2 calls instead of its own collective, with the arguments that it gives."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _AllGather(_Collective):
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
+        assert not async_op, "FSDP2 was asked for asynchronous gathers"
+        self.group.all_gather_into(output_tensor, input_tensor, "zero_parameters")
+
+
+class _ReduceScatter(_Collective):
+    """``reduced``: the last result, flat, before FSDP2 rounds it to the dtype of the parameters; kept for ``readers`` of it."""
+
+    def __init__(self, group: Group) -> None:
+        super().__init__(group)
+        self.reduced: Tensor | None = None
+        self.readers = self.unread = 0
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> None:
+        self.group.reduce_scatter_into(output_tensor, input_tensor, "zero_gradients")
+        self.reduced, self.unread = (output_tensor if self.readers else None), self.readers
+
+    def read(self) -> Tensor:
+        reduced = self.reduced
+        assert reduced is not None, "no gradient was reduced"
+        self.unread -= 1
+        self.reduced = reduced if self.unread else None
+        return reduced
+
+
+class Zero:
+    """FSDP2 applied to a module over dp: every one of ``blocks`` by itself, the rest at the root. Gradients are sums, not means.
+
+    stage: 1 or 2 hold the gathered parameters from the first micro-batch to the last one; 3 gathers them in every pass. 1
+    reduces gradients after the last micro-batch only. ``reduce_dtype``: in which gradients are summed over ranks.
+    """
+
+    def __init__(
+        self, module: nn.Module, blocks: Iterable[nn.Module], mesh: Mesh, stage: int, reduce_dtype: torch.dtype
+    ) -> None:
+        self.stage = stage
+        self._parts: list[FSDPModule] = []
+        self._reductions: dict[int, _ReduceScatter] = {}  # by the identity of the parameter
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # nobody writes into it
+        policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+        for part in [*blocks, module]:
+            fully_shard(part, mesh=mesh.dp_device_mesh(), reshard_after_forward=stage == 3, mp_policy=policy)
+            assert isinstance(part, FSDPModule)
+            part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)  # gloo has no other
+            reduction: Any = _ReduceScatter(mesh.dp)
+            gather: Any = _AllGather(mesh.dp)
+            part.set_custom_all_gather(gather)
+            part.set_custom_reduce_scatter(reduction)
+            self._parts.append(part)
+            for param in part.parameters():
+                if self._reductions.setdefault(id(param), reduction) is reduction and param.dtype != reduce_dtype:
+                    reduction.readers += 1
+
+    @property
+    def root(self) -> FSDPModule:
+        return self._parts[-1]
+
+    def before_backward(self, is_last: bool) -> None:
+        """``is_last``: of the micro-batches whose gradients are summed."""
+        self.root.set_is_last_backward(is_last)
+        self.root.set_requires_gradient_sync(is_last or self.stage >= 2)
+        self.root.set_reshard_after_backward(is_last or self.stage == 3)
+
+    def reshard(self) -> None:
+        """Let go of gathered parameters, so that the local shards are all that there is. No communication."""
+        for part in self._parts:
+            part.reshard()
+
+    def take_gradient(self, param: Tensor) -> Tensor:
+        """This rank's shard of a parameter's reduced gradient as it came out of the reduction, taken off the parameter.
+
+        To be called in the hook that runs when FSDP2 has set the gradient. FSDP2 itself rounds the result to the parameter's
+        dtype, and cuts the shards out of the rounded copy, in which they lie as in the original.
+        """
+        rounded, param.grad = local_part(param.grad), None
+        reduced = self._reductions[id(param)].read()
+        assert rounded is not None, "the hook ran without a gradient"
+        assert rounded.untyped_storage().nbytes() == reduced.numel() * rounded.itemsize, (
+            "FSDP2 laid the gradients out otherwise"
+        )
+        return reduced.as_strided(rounded.shape, rounded.stride(), rounded.storage_offset())
+
+
+def local_part(tensor: Tensor | None) -> Tensor | None:
+    """The local part of a DTensor, the tensor itself otherwise; shares storage, outside autograd."""
+    if tensor is None:
+        return None
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
