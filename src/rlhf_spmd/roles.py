@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,8 +13,9 @@ from rlhf_spmd.data.encoding import PackedIds
 from rlhf_spmd.models.sharding import check_layout
 from rlhf_spmd.models.spec import ModelSpec, read_spec
 from rlhf_spmd.models.weights import check_pretrained
-from rlhf_spmd.parallel.layout import GenerationLayout, Layout, resolve_layout
+from rlhf_spmd.parallel.layout import GenerationLayout, Layout, generation_layout, resolve_layout
 from rlhf_spmd.planner.placement import PlacementConfig, place_roles
+from rlhf_spmd.reshard import ENGINES
 from rlhf_spmd.rewards.config import RewardConfig
 from rlhf_spmd.workers.actor import ActorWorker
 from rlhf_spmd.workers.arithmetic import ArithmeticWorker, RoleClass
@@ -23,14 +24,29 @@ from rlhf_spmd.workers.model_worker import Build, ModelWorker
 
 
 @dataclass(frozen=True)
+class CallPlan:
+    """Where the calls of one method run."""
+
+    pool: ResourcePool
+    shape: GroupShape
+
+
+@dataclass(frozen=True)
 class RolePlan:
-    """A role, decided: ``spec`` is None for roles without a model."""
+    """A role, decided: ``spec`` is None for roles without a model. ``calls``: methods that run elsewhere than the role."""
 
     worker: RoleClass
     config: RoleConfig
     pool: ResourcePool
     shape: GroupShape
     spec: ModelSpec | None
+    calls: Mapping[str, CallPlan] = field(default_factory=dict)
+
+    @property
+    def generation(self) -> GenerationLayout | None:
+        """The layout that ``generate_sequences`` runs in, of a role that has it."""
+        call = self.calls.get("generate_sequences")
+        return (call or self).shape.generation
 
 
 def plan_roles(
@@ -58,8 +74,14 @@ def plan_roles(
             configs[role] = replace(configs[role], path=other.path, random_init=configs[role].random_init or other.random_init)
     if "reward" in configs:
         configs["reward"] = _reward_model(configs["reward"], reward)
-    pools = place_roles(placement, {role: config.pool for role, config in configs.items()}, world_size)
+    named = {f"{role}.calls.{method}": call.pool for role, config in configs.items() for method, call in config.calls.items()}
+    wanted = {role: config.pool for role, config in configs.items()} | {call: pool for call, pool in named.items() if pool}
+    pools = place_roles(placement, wanted, world_size)
     plans = {role: _plan_role(role, known[role], config, pools[role]) for role, config in configs.items()}
+    plans = {
+        role: replace(plan, calls={method: _plan_call(role, plan, method, pools) for method in plan.config.calls})
+        for role, plan in plans.items()
+    }
     for role, role_class in roles.items():
         if issubclass(role_class, ArithmeticWorker):
             pool = plans[next(home for home in (*role_class.home, "actor") if home in plans)].pool
@@ -85,23 +107,55 @@ def _plan_role(role: str, worker: type[ModelWorker], config: RoleConfig, pool: R
     layout = resolve_layout(config.layout, len(pool.ranks), f"{where}.layout on pool '{pool.name}'")
     if config.path is None:
         return RolePlan(worker, config, pool, GroupShape(layout), None)
+    if config.offload and worker.trained:
+        raise ValueError(
+            f"{where}.offload=true: only roles that are not trained can rest in host memory; for what the optimizer keeps there "
+            f"is {where}.optim.offload"
+        )
     spec = read_spec(config.path)
-    check_layout(spec, layout.pp, layout.tp, f"{where}.layout")
+    check_layout(spec, layout.pp, layout.tp, f"{where}.layout", layout.vpp)
     if not config.random_init:
         check_pretrained(spec, config.path, worker.head, missing_head_ok=worker.new_head)
-    if not issubclass(worker, ActorWorker):
+    if not issubclass(worker, ActorWorker) or "generate_sequences" in config.calls:
         return RolePlan(worker, config, pool, GroupShape(layout), spec)
     try:
-        generation = GenerationLayout(layout, config.generation.pp, config.generation.tp)
+        consecutive = ENGINES[config.generation.engine].consecutive
+        generation = generation_layout(layout, config.generation.pp, config.generation.tp, consecutive)
     except ValueError as error:
         raise ValueError(f"{where}.{error}") from error
     check_layout(spec, generation.pp, generation.tp, f"{where}.generation")
-    if generation.pp != layout.pp and spec.num_hidden_layers % layout.pp:
+    if not generation.consecutive and generation.pp != layout.pp and spec.num_hidden_layers % layout.pp:
         raise ValueError(
             f"{where}.generation.pp={generation.pp} regroups stages, so layout.pp={layout.pp} must divide the model's "
             f"{spec.num_hidden_layers} layers"
         )
     return RolePlan(worker, config, pool, GroupShape(layout, generation), spec)
+
+
+def _plan_call(role: str, plan: RolePlan, method: str, pools: Mapping[str, ResourcePool]) -> CallPlan:
+    """``models.<role>.calls.<method>`` decided. Raises ValueError for methods that cannot run elsewhere, and misfits."""
+    where, config = f"models.{role}.calls.{method}", plan.config.calls[method]
+    if plan.spec is None:
+        raise ValueError(f"{where}: this role has no model whose weights could be reallocated; set models.{role}.pool")
+    specs = {name: call.spec for name in dir(plan.worker) if hasattr(call := getattr(plan.worker, name), "spec")}
+    free = [name for name, spec in specs.items() if spec.outputs and not spec.mini_batches]
+    if method not in free:
+        why = "stays on the role's own pool;" if method in specs else f"no such method{nearest(method, free) or ';'}"
+        raise ValueError(f"{where}: {why} methods that may run elsewhere are {', '.join(free)}")
+    pool = pools.get(f"{role}.calls.{method}", plan.pool)
+    layout = resolve_layout(config.layout, len(pool.ranks), f"{where}.layout on pool '{pool.name}'")
+    check_layout(plan.spec, layout.pp, layout.tp, f"{where}.layout", layout.vpp)
+    if method != "generate_sequences":
+        return CallPlan(pool, GroupShape(layout))
+    if layout.zero or layout.vpp > 1:
+        raise ValueError(f"{where}.layout is {layout}: generation has neither zero nor vpp; leave them out")
+    generation = plan.config.generation
+    if (generation.pp, generation.tp) != (1, 1):
+        raise ValueError(
+            f"models.{role}.generation.pp={generation.pp} and tp={generation.tp} regroup the role's own ranks, but {where}.layout "
+            f"says where and how it generates; leave out models.{role}.generation.pp and tp"
+        )
+    return CallPlan(pool, GroupShape(layout, GenerationLayout(layout, layout.pp, layout.tp)))
 
 
 def _same_vocabulary(plans: Mapping[str, RolePlan]) -> None:
@@ -135,7 +189,10 @@ def build_models(plans: Mapping[str, RolePlan], build: Build) -> SimpleNamespace
 def _build_role(role: str, plan: RolePlan, build: Build) -> ModelWorker | ArithmeticWorker:
     if issubclass(plan.worker, ArithmeticWorker):
         return plan.worker(build, role, plan.pool)
-    return plan.worker(build, role, plan.pool, plan.shape, plan.config, plan.spec)
+    home = plan.worker(build, role, plan.pool, plan.shape, plan.config, plan.spec)
+    for method, call in plan.calls.items():
+        home.lend(method, plan.worker(replace(build, serves=method), role, call.pool, call.shape, plan.config, plan.spec))
+    return home
 
 
 def model_directory(plans: Mapping[str, RolePlan], role: str) -> Path:
@@ -146,4 +203,5 @@ def model_directory(plans: Mapping[str, RolePlan], role: str) -> Path:
 
 def pools_of(controller: Controller, plans: Mapping[str, RolePlan]) -> list[str]:
     """Names of the pools that this rank is in, for the timeline."""
-    return sorted({plan.pool.name for plan in plans.values() if controller.rank in plan.pool.ranks})
+    pools = [pool for plan in plans.values() for pool in (plan.pool, *(call.pool for call in plan.calls.values()))]
+    return sorted({pool.name for pool in pools if controller.rank in pool.ranks})

@@ -30,8 +30,10 @@ from rlhf_spmd.data.loader import validation_batches
 from rlhf_spmd.data.prompts import PromptDataset
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.parallel.board import Board
+from rlhf_spmd.parallel.collectives import RECORDER
 from rlhf_spmd.parallel.program import Preempted, ProgramContext, ProgramSettings, run_program
 from rlhf_spmd.parallel.world import World, read_launch
+from rlhf_spmd.reshard.move import LABEL
 from rlhf_spmd.telemetry.logger import LoggerConfig, MetricLogger
 from rlhf_spmd.telemetry.progress import ProgressBar
 from rlhf_spmd.telemetry.report import write_report
@@ -197,14 +199,17 @@ class Session:
     ) -> tuple[dict[str, float], list[dict[str, Any]]]:
         self.board.set_step(number)
         self.controller.timeline.begin_step(number)
+        received = RECORDER.received[LABEL]
         start = time.perf_counter()
         metrics, samples = one_step(number)
         seconds = time.perf_counter() - start
         phases = self.controller.timeline.phase_totals(number)
-        mine = json.dumps([{k: v for k, v in phases.items() if ":" not in k}, peak_memory_gb(self.world.device)]).encode()
+        own_phases = {key: value for key, value in phases.items() if ":" not in key}
+        mine = json.dumps([own_phases, peak_memory_gb(self.world.device), RECORDER.received[LABEL] - received]).encode()
         parts = self.world.all.gather_bytes(mine, "control")
-        metrics = {"step": float(number), **metrics, "timing_s/step": seconds}
-        for phase_seconds, peak in map(json.loads, parts or []):
+        metrics = {"step": float(number), **metrics, "timing_s/step": seconds, "reshard/bytes": 0.0}
+        for phase_seconds, peak, num_bytes in map(json.loads, parts or []):
+            metrics["reshard/bytes"] = max(metrics["reshard/bytes"], float(num_bytes))
             for name, value in phase_seconds.items():
                 key = f"timing_s/{name.rsplit('.', 1)[-1]}"
                 metrics[key] = max(metrics.get(key, 0.0), value)

@@ -23,7 +23,7 @@ from rlhf_spmd.controller.protocols import (
     Protocol,
 )
 from rlhf_spmd.controller.reference import Reference
-from rlhf_spmd.controller.worker import Worker, register
+from rlhf_spmd.controller.worker import MethodSpec, Worker, register
 
 __all__ = [
     "ALL_TO_ALL",
@@ -39,6 +39,7 @@ __all__ = [
     "Controller",
     "Graph",
     "GroupShape",
+    "MethodSpec",
     "Protocol",
     "Reference",
     "ResourcePool",

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
 from rlhf_spmd.controller.graph import CallNode, Graph
-from rlhf_spmd.controller.reference import Part, Production, Reference, RowSet, pick_rows, source
+from rlhf_spmd.controller.reference import Cut, Part, Production, Reference, RowSet, pick_rows, source
 from rlhf_spmd.controller.transport import LENGTHS, UNTRACED, CallOrderError, Transport, pack, unpack
 from rlhf_spmd.controller.worker import MethodSpec, Worker
 from rlhf_spmd.data.batch import Batch, Field, concat
@@ -50,9 +50,11 @@ class Controller:
 
     # The script's side
 
-    def source(self, batch: Batch, token_field: str | None = None) -> Reference:
-        """A reference to rows that every rank holds whole, as those of the loader."""
-        return source(batch, token_field)
+    def source(
+        self, batch: Batch, token_field: str | None = None, placements: Mapping[Cut, np.ndarray] | None = None
+    ) -> Reference:
+        """A reference to rows that every rank holds whole, as those of the loader; see :func:`.reference.source`."""
+        return source(batch, token_field, placements)
 
     def run(self, script: Callable[..., Any], *args: Any) -> Any:
         """Trace the script, run it, and settle every message. Collective over the world: every rank of it must call."""
@@ -172,12 +174,14 @@ class Controller:
         production = self._production(role, spec, batch, seq, name)
         if isinstance(batch, Reference):
             self._send_inputs(production, batch, wanted, name)
+        role.enter(spec)
         index = production.members.part_of.get(self.rank)
         if index is not None:
             inputs = self._inputs(production, batch, wanted, index, name)
             with self.timeline.span(name, category="compute", call=seq):
                 result = spec.body(role, *inputs, *args, **kwargs)
             self._keep(production, result, index, name)
+        role.leave(spec)
         reference = self._reference(production, spec)
         self._push(production, reference)
         self._leave()

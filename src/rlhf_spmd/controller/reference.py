@@ -164,10 +164,13 @@ class Reference:
         return Reference(self.rows, {names.get(name, name): where for name, where in self.fields.items()}, self.call)
 
 
-def source(batch: Batch, token_field: str | None) -> Reference:
-    """A batch that every rank holds whole (what the loader gives). ``token_field``: the ragged field that sets row lengths."""
+def source(batch: Batch, token_field: str | None, placements: Mapping[Cut, np.ndarray] | None = None) -> Reference:
+    """A batch that every rank holds whole (what the loader gives). ``token_field``: the ragged field that sets row lengths.
+
+    ``placements``: the part of each row for calls that cut the rows so; others are balanced by tokens.
+    """
     lengths = batch[token_field].lengths.numpy() if token_field else np.ones(len(batch), dtype=np.int64)
-    rows = RowSet(batch.row_ids.numpy(), batch.group_ids.numpy(), lambda: lengths)
+    rows = RowSet(batch.row_ids.numpy(), batch.group_ids.numpy(), lambda: lengths, _placements=dict(placements or {}))
     production = Production(seq=-1, node=-1, rows=rows, data=batch)
     return Reference(rows, {name: (production, name) for name in batch.fields}, production)
 

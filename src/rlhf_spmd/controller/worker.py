@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from rlhf_spmd.controller.pool import GroupShape, ResourcePool
 from rlhf_spmd.controller.protocols import Members, Protocol
@@ -46,7 +46,13 @@ class MethodSpec:
 
 
 class Worker:
-    """A role on a pool. Subclasses build their part of the model if :attr:`member`; elsewhere they are the description."""
+    """A role on a pool. Subclasses build their part of the model if :attr:`member`; elsewhere they are the description.
+
+    ``twins``: method -> the same role on the pool and shape that calls of this method have for themselves. ``companions``:
+    further methods that a method's twin serves, as theirs -> that method.
+    """
+
+    companions: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self, controller: Controller, name: str, pool: ResourcePool, shape: GroupShape) -> None:
         assert shape.size == len(pool.ranks), f"{name}: layout of {shape.size} ranks on pool '{pool.name}' of {len(pool.ranks)}"
@@ -54,6 +60,7 @@ class Worker:
         self.name = name
         self.pool = pool
         self.shape = shape
+        self.twins: dict[str, Worker] = {}
         self._members: dict[Protocol, Members] = {}
 
     @property
@@ -64,6 +71,16 @@ class Worker:
         if protocol not in self._members:
             self._members[protocol] = Members(protocol, self.shape, self.pool)
         return self._members[protocol]
+
+    def serving(self, method: str) -> Worker:
+        """The worker that calls of ``method`` run on: this one or a twin."""
+        return self.twins.get(self.companions.get(method, method), self)
+
+    def enter(self, spec: MethodSpec) -> None:
+        """Before a call of this worker: called on every rank of the world, in program order."""
+
+    def leave(self, spec: MethodSpec) -> None:
+        """After it, likewise."""
 
 
 def register(
@@ -91,7 +108,7 @@ def register(
         def call(self: Worker, batch: Reference | None = None, *args: Any, **kwargs: Any) -> Reference:
             frame = sys._getframe(1)
             site = f"{frame.f_code.co_filename.rsplit('/', 1)[-1]}:{frame.f_lineno}"
-            return self.controller.call(self, spec, batch, args, kwargs, site)
+            return self.controller.call(self.serving(spec.name), spec, batch, args, kwargs, site)
 
         call.spec = spec  # type: ignore[attr-defined]
         return call

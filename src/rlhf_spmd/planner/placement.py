@@ -28,7 +28,10 @@ class PlacementConfig:
 
 
 def place_roles(config: PlacementConfig, pool_of: Mapping[str, str | None], world_size: int) -> dict[str, ResourcePool]:
-    """Role -> pool. ``pool_of``: role -> the pool it names, or None. Raises ValueError for pools that do not exist or fit."""
+    """Role -> pool. ``pool_of``: role (or ``<role>.calls.<method>``) -> the pool it names, or None.
+
+    Raises ValueError for pools that do not exist or fit, that nothing names, and for ranks in none.
+    """
     pools = {name: _checked(name, ranks, world_size) for name, ranks in config.pools.items()}
     if config.strategy == "split" and world_size < 2:
         raise ValueError(f"placement.strategy='split' needs at least 2 ranks, this job has {world_size}")
@@ -46,7 +49,8 @@ def place_roles(config: PlacementConfig, pool_of: Mapping[str, str | None], worl
     unused = sorted(set(pools) - set(pool_of.values()))
     if unused:
         raise ValueError(
-            f"placement.pools.{unused[0]}: no role's pool names it; give it to a role (models.<role>.pool) or remove it"
+            f"placement.pools.{unused[0]}: no role's pool names it; give it to a role (models.<role>.pool or "
+            f"models.<role>.calls.<method>.pool) or remove it"
         )
     idle = sorted(set(range(world_size)) - {rank for pool in placed.values() for rank in pool.ranks})
     if idle:

@@ -1,0 +1,226 @@
+"""Reallocation at work: parts packed into flat buckets, sent and received without blocking; and host memory as a place to rest.
+
+What lies in one piece in memory travels without a buffer. Memory is bounded: at most ``in_flight_bytes`` of buckets lie on a rank
+at a time, beside the parameters. All ranks start and await their messages in one global order (distance between the ranks, bucket,
+sender), so the first message that is not done is always started at both ends: no order of arrival and no limit can lock ranks into
+waiting for each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlhf_spmd.parallel.collectives import Group
+from rlhf_spmd.reshard.reallocation import Part, RankPlan
+
+LABEL = "reshard"
+
+
+class _Message(NamedTuple):
+    """One bucket between this rank and the group's rank ``peer``. The first three are its place in the global order."""
+
+    distance: int
+    bucket: int
+    sender: int
+    peer: int
+    sends: bool
+    parts: list[Part]
+
+    @property
+    def numel(self) -> int:
+        return sum(part.numel for part in self.parts)
+
+
+class Move:
+    """A reallocation that has been started. Until :meth:`wait` the source tensors must not change, nor the targets be read."""
+
+    def __init__(
+        self, messages: Sequence[_Message], tensors: Mapping[bool, Mapping[str, Tensor]], group: Group, limit: int
+    ) -> None:
+        """``tensors[True]``: what is sent from, ``tensors[False]``: what is received into. ``limit``: elements in flight."""
+        self._todo, self._tensors, self._group, self._limit = deque(messages), tensors, group, limit
+        self._running: deque[tuple[_Message, Tensor, dist.Work | None]] = deque()
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        on_gpu = any(tensor.is_cuda for side in tensors.values() for tensor in side.values())
+        self._stream = torch.cuda.Stream() if on_gpu else None
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
+        with self._beside():
+            self._start_some()
+
+    def wait(self) -> None:
+        """Returns when everything of this rank has been sent and received."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+            if self._error is not None:
+                raise self._error
+        self._finish()
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+
+    def proceed(self) -> None:
+        """Go on while this rank does something else, in which the sources stay as they are; :meth:`wait` ends it."""
+        if self._stream is not None:
+            self._finish()  # only the stream waits
+        elif self._todo and self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="reshard", daemon=True)
+            self._thread.start()
+
+    def _beside(self) -> contextlib.AbstractContextManager[object]:
+        """On a GPU a stream of its own, so that waiting for a peer does not hold up this rank's computation."""
+        return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def _run(self) -> None:
+        try:
+            self._finish()
+        except BaseException as error:  # the thread's boundary: wait() raises it
+            self._error = error
+
+    def _finish(self) -> None:
+        with self._beside():
+            while self._running:
+                message, flat, work = self._running.popleft()
+                if work is not None:
+                    work.wait()
+                if not message.sends and not self._in_place(message):
+                    _copy(message, self._places(message), flat)
+                del flat
+                self._start_some()
+
+    def _start_some(self) -> None:
+        """Start the next messages, in order, as far as the limit allows; if nothing is running, one in any case."""
+        used = sum(flat.numel() for _, flat, _ in self._running)
+        while self._todo and (not self._running or used + self._todo[0].numel <= self._limit):
+            message = self._todo.popleft()
+            used += message.numel
+            places, in_place = self._places(message), self._in_place(message)
+            flat = places[0].view(-1) if in_place else places[0].new_empty(message.numel)
+            if message.sends and not in_place:
+                _copy(message, places, flat)
+            transfer = self._group.isend if message.sends else self._group.irecv
+            self._running.append((message, flat, transfer(flat, message.peer, LABEL)))
+
+    def _places(self, message: _Message) -> list[Tensor]:
+        tensors = self._tensors[message.sends]
+        return [tensors[part.parameter].detach()[part.slices] for part in message.parts]
+
+    def _in_place(self, message: _Message) -> bool:
+        """Whether the message lies in one piece in this rank's memory and needs no buffer."""
+        return len(message.parts) == 1 and self._places(message)[0].is_contiguous()
+
+
+@torch.no_grad()
+def _copy(message: _Message, places: Sequence[Tensor], flat: Tensor) -> None:
+    """From the parts of a message into its flat buffer, or from there into the parts."""
+    for place, values in zip(places, flat.split([part.numel for part in message.parts]), strict=True):
+        values = values.view(place.shape)
+        _ = values.copy_(place) if message.sends else place.copy_(values)
+
+
+@torch.no_grad()
+def execute_reallocation(
+    plan: RankPlan,
+    sources: Mapping[str, Tensor],
+    targets: Mapping[str, Tensor],
+    group: Group,
+    bucket_bytes: int = 32 << 20,
+    in_flight_bytes: int = 256 << 20,
+) -> Move:
+    """Start this rank's part of a plan: from ``sources`` (its parameters on the source side) into ``targets``; {} where it has none.
+
+    Collective over ``group``, which holds all ranks of both sides: every rank of it must call with its part of one plan, the same
+    ``bucket_bytes``, and moves of one group in program order. All tensors have one dtype.
+    """
+    given = [*sources.values(), *targets.values()]
+    dtypes = {tensor.dtype for tensor in given}
+    assert len(dtypes) <= 1, f"reallocation converts nothing, but there are {sorted(map(str, dtypes))}"
+    for source, target in plan.copies:
+        targets[target.parameter][target.slices].copy_(sources[source.parameter][source.slices])
+    itemsize, me = given[0].element_size() if given else 1, group.rank
+    messages = [
+        _Message((peer - me if sends else me - peer) % group.size, bucket, me if sends else peer, peer, sends, parts)
+        for sends, by_rank in ((True, plan.sends), (False, plan.receives))
+        for peer, all_parts in ((group.ranks.index(rank), parts) for rank, parts in by_rank.items())
+        for bucket, parts in enumerate(_buckets(all_parts, max(bucket_bytes // itemsize, 1)))
+    ]
+    return Move(sorted(messages), {True: sources, False: targets}, group, in_flight_bytes // itemsize)
+
+
+def _buckets(parts: Iterable[Part], limit: int) -> Iterator[list[Part]]:
+    """Runs of parts of at most ``limit`` elements. Large parts go by themselves, cut along their rows as far as a row is smaller:
+    where they are contiguous in memory they need no buffer."""
+    bucket: list[Part] = []
+    used = 0
+    for part in parts:
+        if part.numel > limit // 128:
+            rows = max(limit // (part.numel // part.size[0]), 1)
+            for first in range(0, part.size[0], rows):
+                size = min(rows, part.size[0] - first), *part.size[1:]
+                yield [Part(part.parameter, (part.start[0] + first, *part.start[1:]), size)]
+            continue
+        if used + part.numel > limit:
+            yield bucket
+            bucket, used = [], 0
+        bucket.append(part)
+        used += part.numel
+    if bucket:
+        yield bucket
+
+
+class Storages:
+    """The storages of some tensors, which can be given up for a while: whoever holds the tensors finds them again later.
+
+    Values are lost (:meth:`free`, :meth:`allocate`) or rest in host memory, pinned where the tensors are on a GPU
+    (:meth:`offload`, :meth:`reload`). While a storage is given up the tensors must not be touched.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        distinct = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
+        self._storages = list(distinct.values())
+        self._sizes = [storage.nbytes() for storage in self._storages]
+        self._host: list[Tensor] = []
+
+    @property
+    def nbytes(self) -> int:
+        """What they hold now."""
+        return sum(storage.nbytes() for storage in self._storages)
+
+    def free(self) -> None:
+        for storage in self._storages:
+            storage.resize_(0)
+
+    def allocate(self) -> None:
+        """Storage again, zeros in it: FSDP pads shards, and what it pads with is summed."""
+        for storage, size in zip(self._storages, self._sizes, strict=True):
+            storage.resize_(size)
+            _bytes(storage).zero_()
+
+    def offload(self) -> None:
+        """Copy to host memory, which is kept for the next time, and give up the storages."""
+        if not self._host:
+            pin = any(storage.device.type == "cuda" for storage in self._storages)
+            self._host = [torch.empty(size, dtype=torch.uint8, pin_memory=pin) for size in self._sizes]
+        for host, storage in zip(self._host, self._storages, strict=True):
+            host.copy_(_bytes(storage), non_blocking=True)
+        if torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()
+        self.free()
+
+    def reload(self) -> None:
+        for host, storage, size in zip(self._host, self._storages, self._sizes, strict=True):
+            storage.resize_(size)
+            _bytes(storage).copy_(host, non_blocking=True)
+
+
+def _bytes(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

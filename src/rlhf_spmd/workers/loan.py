@@ -1,0 +1,85 @@
+"""Per-call layouts (ReaL's execution plan): a role's weights on loan to a worker that serves one of its methods elsewhere.
+
+The twin is a worker of the same class on the call's pool and layout, without an optimizer; between calls its parameters have no
+storage. For a call they get some, and the home's weights are reallocated into them: every rank of both pools takes part, each
+member of the home only as a sender where it does not run the call, and it goes on while it sends.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rlhf_spmd.models.spec import ModelSpec
+from rlhf_spmd.parallel.layout import Layout
+from rlhf_spmd.reshard import Holding, Move, Storages, execute_reallocation, plan_reallocation
+from rlhf_spmd.workers.engine import rank_shards
+
+if TYPE_CHECKING:
+    from rlhf_spmd.workers.model_worker import ModelWorker
+
+
+def holdings(spec: ModelSpec, head: str, layout: Layout, ranks: tuple[int, ...]) -> list[Holding]:
+    """What each rank of a pool holds of a model in a layout, under the parameter names of its engine."""
+    return [
+        Holding(
+            tuple(ranks[layout.index(pp, dp, tp)] for dp in range(layout.dp)),
+            rank_shards(spec, head, layout, pp, tp),
+            split=layout.zero > 0 and layout.dp > 1,
+        )
+        for pp in range(layout.pp)
+        for tp in range(layout.tp)
+    ]
+
+
+class Loan:
+    """The weights of ``home`` for the calls that ``twin`` serves.
+
+    Collective over the world: every rank of it must call, in program order.
+    """
+
+    def __init__(self, home: ModelWorker, twin: ModelWorker, method: str) -> None:
+        world, spec = home.build.world, home.spec
+        assert spec is not None, f"{home.name} has no weights to lend"
+        self.home, self.twin = home, twin
+        ranks = sorted({*home.pool.ranks, *twin.pool.ranks})
+        # a channel of its own: weights may still be on their way while the same ranks compute, or lend others
+        self._group = world.group(ranks, "loan", channel=f"{home.name}.{method}")
+        self._move: Move | None = None
+        if self._group is not None:
+            here, there = (holdings(spec, home.head, worker.shape.layout, worker.pool.ranks) for worker in (home, twin))
+            self._plan = plan_reallocation(here, there, lambda rank: rank // world.launch.local_size, world.rank)
+        if twin.member:
+            self._storages = Storages(twin.engine.local_tensors().values())
+            self._storages.free()
+
+    def take(self) -> None:
+        """Fill the twin's parameters. Collective over both pools: every rank of them must call, in program order."""
+        self.settle()
+        if self._group is None:
+            return
+        targets = {}
+        if self.twin.member:
+            self._storages.allocate()
+            targets = self.twin.engine.local_tensors()
+        resting = self.home.resting
+        if resting is not None:
+            resting.reload()
+        sources = self.home.engine.local_tensors() if self.home.member else {}
+        self._move = execute_reallocation(self._plan, sources, targets, self._group)
+        if self.twin.member or resting is not None:
+            self.settle()
+        else:
+            self._move.proceed()
+        if resting is not None:
+            resting.offload()
+
+    def settle(self) -> None:
+        """Wait until this rank has sent and received what it had to: the home's weights may change then."""
+        if self._move is not None:
+            self._move.wait()
+            self._move = None
+
+    def give_back(self) -> None:
+        if self.twin.member:
+            self.twin.engine.reshard()
+            self._storages.free()

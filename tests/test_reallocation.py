@@ -1,0 +1,342 @@
+"""Reallocation between any two layouts: exactly the bytes that are missing, each once, from the cheapest source, bit for bit."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from ranks import run_ranks
+from rlhf_spmd.models.sharding import check_layout, plan_params, tensor_shapes
+from rlhf_spmd.models.spec import ModelSpec
+from rlhf_spmd.parallel.boxes import ParamShard, shard_rows, zero_rows
+from rlhf_spmd.parallel.collectives import RECORDER
+from rlhf_spmd.parallel.layout import Layout
+from rlhf_spmd.parallel.world import World
+from rlhf_spmd.reshard.move import Storages, _buckets, execute_reallocation
+from rlhf_spmd.reshard.reallocation import Holding, Part, RankPlan, plan_reallocation, plan_traffic
+
+SPEC = ModelSpec("llama", 37, 8, 16, 5, 4, 2, 2, attention_bias=True)  # 37 tokens: no tp divides them; tp 4: KV heads twice
+SPECS = {
+    "biases": (SPEC, "lm"),
+    "tied": (replace(SPEC, tie_word_embeddings=True, attention_bias=False), "lm"),
+    "value head": (replace(SPEC, qk_norm=True), "value"),
+    "one KV head": (replace(SPEC, num_key_value_heads=1), "lm"),
+    "no head": (replace(SPEC, num_attention_heads=8, num_key_value_heads=8, head_dim=1), "none"),
+}
+LLAMA_70B = ModelSpec("llama", 128256, 8192, 28672, 80, 64, 8, 128)
+Arrays = dict[str, np.ndarray]
+
+
+def holdings(spec: ModelSpec, head: str, layout: Layout, ranks: list[int]) -> list[Holding]:
+    return [
+        Holding(
+            tuple(ranks[layout.index(pp, dp, tp)] for dp in range(layout.dp)),
+            plan_params(spec, head, pp, layout.pp, tp, layout.tp),
+            layout.zero > 0 and layout.dp > 1,
+        )
+        for pp in range(layout.pp)
+        for tp in range(layout.tp)
+    ]
+
+
+def shards_of(side: list[Holding], rank: int) -> dict[str, ParamShard]:
+    for holding in side:
+        if rank in holding.ranks:
+            at, of = holding.ranks.index(rank), len(holding.ranks)
+            if not holding.split:
+                return dict(holding.shards)
+            return {name: shard_rows(shard, *zero_rows(shard.shape[0], at, of)) for name, shard in holding.shards.items()}
+    return {}
+
+
+class Model:
+    """Every element of every tensor has a number of its own, so that values say where they come from."""
+
+    def __init__(self, spec: ModelSpec, head: str) -> None:
+        self.shapes = tensor_shapes(spec, head)
+        self.tensors: Arrays = {}
+        self.numel = 0
+        for name, shape in self.shapes.items():
+            size = int(np.prod(shape))
+            self.tensors[name] = np.arange(self.numel, self.numel + size).reshape(shape)
+            self.numel += size
+
+    def local(self, shards: Mapping[str, ParamShard], fill: bool = True) -> Arrays:
+        arrays = {name: np.full(shard.shape, -1) for name, shard in shards.items()}
+        for name, shard in shards.items() if fill else ():
+            for box in shard.boxes:
+                arrays[name][box.local_slices] = self.tensors[box.name][box.global_slices]
+        return arrays
+
+
+def ids(arrays: Arrays) -> np.ndarray:
+    """All element numbers, sorted."""
+    return np.sort(np.concatenate([array.ravel() for array in arrays.values()])) if arrays else np.zeros(0, dtype=int)
+
+
+def simulate(plans: dict[int, RankPlan], before: dict[int, Arrays], after: dict[int, Arrays]) -> dict[int, Counter[int]]:
+    """Applies all ranks' plans as execution does; returns the elements that each rank received, by sender."""
+    received: dict[int, Counter[int]] = {rank: Counter() for rank in plans}
+    for rank, plan in plans.items():
+        for source, target in plan.copies:
+            assert (after[rank][target.parameter][target.slices] == -1).all(), "written twice"
+            after[rank][target.parameter][target.slices] = before[rank][source.parameter][source.slices]
+        for sender, parts in plan.receives.items():
+            sent = plans[sender].sends[rank]
+            assert [part.size for part in sent] == [part.size for part in parts]
+            for source, target in zip(sent, parts, strict=True):
+                assert (after[rank][target.parameter][target.slices] == -1).all(), "written twice"
+                after[rank][target.parameter][target.slices] = before[sender][source.parameter][source.slices]
+                received[rank][sender] += target.numel
+        for taker in plan.sends:
+            assert rank in plans[taker].receives, "sent, but not received"
+    return received
+
+
+def random_layout(rng: random.Random, spec: ModelSpec, world: int) -> tuple[Layout, list[int]]:
+    most = rng.choice([world, world // 2])
+    while True:
+        layout = Layout(*(rng.choice([1, 1, 2, 2, 3, 4, 5]) for _ in range(3)), rng.choice([0, 0, 1, 3]))
+        try:
+            check_layout(spec, layout.pp, layout.tp, "")
+        except ValueError:
+            continue
+        if layout.size <= most:
+            return layout, sorted(rng.sample(range(world), layout.size))
+
+
+def move_and_check(model: Model, a: list[Holding], b: list[Holding], host_of: Callable[[int], int], world: int) -> None:
+    """``a`` to ``b``: every property that a plan must have, by the numbers of the elements."""
+    plans = {rank: plan_reallocation(a, b, host_of, rank) for rank in range(world)}
+    held = {rank: model.local(shards_of(a, rank)) for rank in plans}
+    wanted = {rank: model.local(shards_of(b, rank)) for rank in plans}
+    arrived = {rank: model.local(shards_of(b, rank), fill=False) for rank in plans}
+    received = simulate(plans, held, arrived)
+    on_host: dict[int, np.ndarray] = {}
+    for rank in plans:
+        on_host[host_of(rank)] = np.union1d(on_host.get(host_of(rank), []), ids(held[rank]))
+    for rank, plan in plans.items():
+        assert all(np.array_equal(arrived[rank][name], array) for name, array in wanted[rank].items()), "other values"
+        missing = np.setdiff1d(ids(wanted[rank]), ids(held[rank]))
+        assert received[rank].total() == plan.elements_received == len(missing), "not exactly what is missing"
+        foreign = sum(n for sender, n in received[rank].items() if host_of(sender) != host_of(rank))
+        assert foreign == len(np.setdiff1d(missing, on_host[host_of(rank)])), "another host was asked for what this one has"
+    traffic = plan_traffic(a, b, host_of)
+    kept = {rank: sum(target.numel for _, target in plan.copies) for rank, plan in plans.items()}
+    pairs = {(sender, rank): n for rank, senders in received.items() for sender, n in senders.items()}
+    assert traffic == pairs | {(rank, rank): n for rank, n in kept.items() if n}
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_random_pairs_of_layouts_there_and_back(name: str) -> None:
+    """45 pairs for each of five models (225): ranks overlapping, nested, disjoint, other numbers of them; hosts of 1 to 4 ranks."""
+    spec, head = SPECS[name]
+    model, rng = Model(spec, head), random.Random(name)
+    kinds: Counter[str] = Counter()
+    for _ in range(45):
+        world, per_host = rng.choice([4, 6, 9]), rng.choice([1, 2, 3, 4])
+        (a, ranks_a), (b, ranks_b) = random_layout(rng, spec, world), random_layout(rng, spec, world)
+        if rng.random() < 0.2 and len(ranks_a) < world:  # disjoint by chance is rare
+            world = len(ranks_a) + len(ranks_b)
+            ranks_a, ranks_b = list(range(len(ranks_a))), list(range(len(ranks_a), world))
+        both = set(ranks_a) & set(ranks_b)
+        kinds["disjoint" if not both else "nested" if both in (set(ranks_a), set(ranks_b)) else "overlapping"] += 1
+        kinds["zero"] += bool((a.zero and a.dp > 1) or (b.zero and b.dp > 1))
+        sides = holdings(spec, head, a, ranks_a), holdings(spec, head, b, ranks_b)
+        move_and_check(model, *sides, lambda rank, n=per_host: rank // n, world)
+        move_and_check(model, *reversed(sides), lambda rank, n=per_host: rank // n, world)
+    assert min(kinds[kind] for kind in ("disjoint", "nested", "overlapping", "zero")) >= 5, kinds
+
+
+def test_equal_sources_share_the_work() -> None:
+    """Replicas that hold the same parameters send the same amount, up to one piece of each kind of tensor."""
+    spec, head = SPECS["biases"]
+    for source, target in (
+        (Layout(1, 2, 4), Layout(1, 4, 3)),
+        (Layout(2, 1, 3), Layout(1, 1, 2)),
+        (Layout(1, 1, 5), Layout(1, 1, 7, 3)),
+        (Layout(1, 2, 3), Layout(5, 1, 1)),
+        (Layout(1, 2, 6), Layout(1, 1, 4)),
+    ):
+        a = holdings(spec, head, source, list(range(source.size)))
+        b = holdings(spec, head, target, list(range(source.size, source.size + target.size)))
+        plans = {rank: plan_reallocation(a, b, lambda rank: 0, rank) for rank in range(source.size + target.size)}
+        sent = {rank: sum(part.numel for parts in plan.sends.values() for part in parts) for rank, plan in plans.items()}
+        pieces: dict[str, int] = {}  # the largest of each kind: the same parameter of all layers
+        for part in (part for plan in plans.values() for parts in plan.sends.values() for part in parts):
+            kind = part.parameter.rpartition("layers.")[2].partition(".")[2] or part.parameter
+            pieces[kind] = max(pieces.get(kind, 0), part.numel)
+        for holding in a:
+            loads = [sent[rank] for rank in holding.ranks]
+            print(f"{source} -> {target}: elements sent by replicas {loads}")
+            assert max(loads) - min(loads) <= sum(pieces.values())
+            assert max(loads) <= 1.5 * sum(loads) / len(loads)
+
+
+def test_pairs_stay_the_same_where_sources_divide_evenly() -> None:
+    a = holdings(SPEC, "lm", Layout(1, 2, 2), [0, 1, 2, 3])
+    b = holdings(SPEC, "lm", Layout(1, 2, 4), list(range(4, 12)))
+    for rank in range(4, 12):
+        assert len(plan_reallocation(a, b, lambda rank: rank // 2, rank).receives) == 1
+
+
+def test_what_no_rank_holds_is_named() -> None:
+    a = holdings(SPEC, "none", Layout(1, 2, 1), [0, 1])
+    b = holdings(SPEC, "lm", Layout(1, 1, 1), [2])
+    with pytest.raises(ValueError, match=r"lm_head.weight: no rank of the source side holds the part from \(0, 0\)"):
+        plan_reallocation(a, b, lambda rank: 0, 2)
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        (Layout(8, 8, 16), Layout(4, 4, 64)),
+        (Layout(8, 8, 16, 3), Layout(4, 4, 64)),
+        (Layout(4, 4, 64, 1), Layout(8, 8, 16, 3)),
+    ],
+    ids=str,
+)
+def test_a_70b_model_on_1024_ranks(source: Layout, target: Layout) -> None:
+    ranks = list(range(1024))
+    start = time.process_time()
+    a, b = holdings(LLAMA_70B, "lm", source, ranks), holdings(LLAMA_70B, "lm", target, ranks)
+    described = time.process_time() - start
+    seconds, total = [], sum(int(np.prod(shape)) for shape in tensor_shapes(LLAMA_70B, "lm").values())
+    for rank in (0, 333, 517, 1023):
+        start = time.process_time()
+        plan = plan_reallocation(a, b, lambda rank: rank // 8, rank)
+        seconds.append(time.process_time() - start)
+        wanted = sum(box.numel for shard in shards_of(b, rank).values() for box in shard.boxes)
+        assert plan.elements_received + sum(part.numel for _, part in plan.copies) == wanted
+        assert plan.elements_received <= wanted <= total / (target.pp * target.tp) * 1.2
+    spread = f"{min(seconds) * 1e3:.0f} to {max(seconds) * 1e3:.0f} ms"
+    print(f"{source} -> {target}: a rank's part {spread}, holdings {described * 1e3:.0f} ms")
+    assert min(seconds) < 1.0  # 20 to 60 ms on an idle core
+
+
+def test_buckets_are_bounded_and_hold_everything_once() -> None:
+    parts = [Part("a", (0, 0), (10, 4)), Part("b", (3,), (5,)), Part("c", (2, 1), (1, 7)), Part("d", (0,), (30,))]
+    parts += [Part("e", (row,), (1,)) for row in range(20)]
+
+    def rows(part: Part) -> list[tuple[str, int]]:
+        return [(part.parameter, part.start[0] + i) for i in range(part.size[0])]
+
+    for limit in (1, 5, 7, 8, 20, 200, 10_000):
+        buckets = list(_buckets(parts, limit))
+        assert all(sum(part.numel for part in bucket) <= max(limit, 7) for bucket in buckets)  # a row of c has 7
+        assert sorted(row for bucket in buckets for part in bucket for row in rows(part)) == sorted(
+            row for part in parts for row in rows(part)
+        )
+        assert {part.numel // part.size[0] for bucket in buckets for part in bucket if part.parameter == "a"} == {4}
+    assert len(buckets) == 1
+
+
+# -- on ranks
+
+PAIRS: dict[str, tuple[Layout, list[int], Layout, list[int]]] = {
+    "disjoint, other number of ranks": (Layout(1, 2, 1), [0, 1], Layout(2, 1, 1), [2, 3]),
+    "three to one": (Layout(1, 1, 3, 3), [0, 1, 2], Layout(1, 1, 1), [3]),
+    "one to all": (Layout(1, 1, 1), [2], Layout(2, 2, 1), [0, 1, 2, 3]),
+    "overlapping": (Layout(1, 2, 1), [0, 2], Layout(3, 1, 1), [1, 2, 3]),
+    "zero to tensor slices": (Layout(1, 1, 4, 3), [0, 1, 2, 3], Layout(2, 2, 1), [0, 1, 2, 3]),
+}
+
+
+def move_for_real(world: World, bucket_bytes: int, in_flight_bytes: int) -> dict[str, tuple[int, int, float]]:
+    spec, head = SPECS["value head"]
+    model, found = Model(spec, head), {}
+    for number, (name, (a, ranks_a, b, ranks_b)) in enumerate(PAIRS.items()):
+        group = world.group(sorted({*ranks_a, *ranks_b}), "reallocation", channel=f"test{number}")
+        sides = [holdings(spec, head, a, ranks_a), holdings(spec, head, b, ranks_b)]
+        if group is None:
+            continue
+        for there in (sides, sides[::-1]):
+            before, after = (
+                {n: torch.from_numpy(v).double() for n, v in model.local(shards_of(s, world.rank)).items()} for s in there
+            )
+            target = {name: torch.full_like(tensor, -1.0) for name, tensor in after.items()}
+            plan = plan_reallocation(*there, lambda rank: rank // 2, world.rank)
+            counted = RECORDER.sent["reshard"], RECORDER.received["reshard"]
+            move = execute_reallocation(plan, before, target, group, bucket_bytes, in_flight_bytes)
+            if not target:  # only sends: goes on by itself
+                move.proceed()
+            move.wait()
+            assert all(torch.equal(tensor, after[name]) for name, tensor in target.items()), f"{name}: other values"
+            sent, received = RECORDER.sent["reshard"] - counted[0], RECORDER.received["reshard"] - counted[1]
+            assert received == plan.elements_received * 8
+            assert sent == sum(part.numel for parts in plan.sends.values() for part in parts) * 8
+            found[name] = sent, received
+    return found
+
+
+@pytest.mark.parametrize(("bucket_bytes", "in_flight_bytes"), [(1 << 20, 1 << 20), (300, 1000), (64, 0)])
+def test_four_ranks(bucket_bytes: int, in_flight_bytes: int) -> None:
+    """Small buckets and hardly anything in flight: no order of messages locks the ranks."""
+    results = run_ranks(4, move_for_real, bucket_bytes, in_flight_bytes)
+    assert all(sum(found[name][0] for found in results if name in found) > 0 for name in PAIRS)
+
+
+def goes_on_while_it_sends(world: World) -> int:
+    """Rank 0 sends far more than may be in flight to rank 1, which is not there yet, and waits for it only when all is sent."""
+    spec, head = SPECS["biases"]
+    model = Model(spec, head)
+    a, b = holdings(spec, head, Layout(), [0]), holdings(spec, head, Layout(), [1])
+    group = world.group([0, 1], "reallocation", channel="beside")
+    assert group is not None
+    before, after = ({n: torch.from_numpy(v) for n, v in model.local(shards_of(side, world.rank)).items()} for side in (a, b))
+    target = {name: torch.full_like(tensor, -1) for name, tensor in after.items()}
+    plan = plan_reallocation(a, b, lambda rank: rank, world.rank)
+    if world.rank == 0:
+        move = execute_reallocation(plan, before, target, group, 256, 1024)
+        move.proceed()
+        world.all.barrier("test")  # rank 1 comes only now
+        world.all.barrier("test")  # and has everything before this rank waits for anything
+        move.wait()
+    else:
+        world.all.barrier("test")
+        execute_reallocation(plan, before, target, group, 256, 1024).wait()
+        world.all.barrier("test")
+    assert all(torch.equal(tensor, after[name]) for name, tensor in target.items())
+    return sum(part.numel for parts in plan.sends.values() for part in parts) * 8
+
+
+def test_a_sender_goes_on_while_it_sends() -> None:
+    assert run_ranks(2, goes_on_while_it_sends)[0] > 10 * 1024
+
+
+def other_dtypes(world: World) -> str:
+    try:
+        execute_reallocation(RankPlan(), {"a": torch.zeros(1)}, {"b": torch.zeros(1, dtype=torch.float64)}, world.all)
+    except AssertionError as error:
+        return str(error)
+    return ""
+
+
+def test_dtypes_are_not_converted() -> None:
+    assert "converts nothing" in run_ranks(2, other_dtypes)[0]
+
+
+def test_storages_are_given_up_and_come_back() -> None:
+    whole = torch.arange(24.0)
+    tensors = [whole[:12].view(3, 4), whole[12:], torch.ones(5, dtype=torch.bfloat16)]
+    copies = [tensor.clone() for tensor in tensors]
+    storages = Storages(tensors)
+    assert storages.nbytes == 24 * 4 + 5 * 2  # what is shared counts once
+    for _ in range(2):
+        storages.offload()
+        assert storages.nbytes == 0 and whole.untyped_storage().nbytes() == 0
+        storages.reload()
+        assert all(torch.equal(tensor, copy) for tensor, copy in zip(tensors, copies, strict=True))
+    storages.free()
+    assert storages.nbytes == 0
+    storages.allocate()
+    assert storages.nbytes == 24 * 4 + 5 * 2 and not whole.any()
+    tensors[1].fill_(7.0)
+    assert float(whole.sum()) == 12 * 7.0  # the same views
