@@ -30,8 +30,9 @@ def micro_batches(rows: int | None = None, tokens: int | None = None) -> tuple[s
 LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "dp2, one row at a time, checkpointed activations": (
         2,
-        (*micro_batches(rows=1), "models.actor.activation_checkpointing=true", "models.critic.activation_checkpointing=true"),
+        (*micro_batches(rows=1), "models.actor.activation_checkpointing=full", "models.critic.activation_checkpointing=full"),
     ),
+    "old log-probs from a forward of their own": (1, ("models.actor.generation.exact=false",)),
     "tp2 throughout": (2, (*layout("actor", tp=2), *layout("generation", tp=2), *layout("critic", tp=2))),
     "pp2 for all, 32 tokens at a time": (
         2,
@@ -53,6 +54,21 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "pp2 tp2 throughout": (
         4,
         (*layout("actor", pp=2, tp=2), *layout("generation", pp=2, tp=2), *layout("critic", pp=2, dp=2, zero=1)),
+    ),
+    "two chunks of layers per stage, optimizer states on the host": (
+        4,
+        (
+            *layout("actor", pp=2, dp=2, zero=2),
+            *layout("critic", pp=2, tp=2),
+            *(f"models.{role}.layout.vpp=2" for role in ("actor", "critic", "reference")),
+            *layout("reference", pp=2, dp=2),
+            "models.actor.optim.offload=true",
+            *micro_batches(rows=2),
+        ),
+    ),
+    "two chunks of layers per stage -> pp2": (
+        2,
+        (*layout("actor", pp=2), "models.actor.layout.vpp=2", *layout("generation", pp=2), *micro_batches(rows=3)),
     ),
     "zero3 over 4": (
         4,
@@ -151,3 +167,10 @@ def test_it_is_on_policy_exactly(directory, name):
     other = run(directory, name, "fp32")
     assert (0.0 < other.log_prob_difference() < 1e-5) if name in REGROUPED_TP else other.log_prob_difference() == 0.0
     assert [row["actor/ppo_kl_first"] for row in other.metrics] == [0.0] * STEPS
+
+
+def test_exact_rollouts_need_no_forward_for_old_log_probs(directory):
+    one, other = run(directory, "", "fp32"), run(directory, "old log-probs from a forward of their own", "fp32")
+    timed = [any("compute_log_prob" in key for key in run.raw[0]) for run in (one, other)]
+    assert timed == [False, True], [key for key in other.raw[0] if key.startswith("timing_s/")]
+    tasks.assert_bit_equal(one, other)

@@ -9,14 +9,14 @@ SOURCE = Path(__file__).parent.parent / "src" / "rlhf_spmd"
 FLOORS = {
     "config": 0,
     **dict.fromkeys(("telemetry", "objectives", "rewards"), 1),
-    **dict.fromkeys(("parallel", "data"), 2),
+    **dict.fromkeys(("parallel", "data", "kernels"), 2),
     "models": 3,
     **dict.fromkeys(("controller", "reshard", "generation", "checkpoint"), 4),
     **dict.fromkeys(("workers", "planner"), 5),
     "algorithms": 6,
 }
 TOP = 7  # modules of the root package: the programs
-COLLECTIVES = ("parallel/", "controller/transport.py", "reshard/execute.py", "workers/engine.py")  # the last one for FSDP2
+COLLECTIVES = ("parallel/", "controller/transport.py", "reshard/execute.py", "reshard/move.py")
 
 
 def modules() -> list[tuple[str, ast.Module]]:

@@ -93,7 +93,7 @@ def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> Prepa
         raise ValueError(f"model.path={config.model.path} is not a directory; give a Hugging Face model directory")
     spec = read_spec(config.model.path)
     layout = resolve_layout(config.layout, launch.size, "layout on all ranks")
-    check_layout(spec, layout.pp, layout.tp, "layout")
+    check_layout(spec, layout.pp, layout.tp, "layout", layout.vpp)
     check_pretrained(spec, config.model.path, "lm")
     rows = read_rows(config.data.path, config.data.split, config.data.subset)
     pairs = encode_rows(rows, config.data, config.model.path, spec.vocab_size)
@@ -158,7 +158,8 @@ def score(ready: Prepared, world: World, tick: Callable[[], None] = lambda: None
     config, layout = ready.config, ready.layout
     mesh = build_mesh(world, range(world.size), layout)
     dtype = config.model.torch_dtype(world.device)
-    engine = TrainEngine(ready.spec, config.model.path, "lm", mesh, None, dtype=dtype, device=world.device)
+    model = config.model
+    engine = TrainEngine(ready.spec, model.path, "lm", mesh, None, dtype=dtype, device=world.device, attention=model.attention)
     # before any rank computes: one that cannot load its weights must not leave the others in a collective for long
     world.all.barrier("score:loaded")
     loaded = time.perf_counter()

@@ -18,11 +18,13 @@ from rlhf_spmd.data.loader import Loader
 from rlhf_spmd.data.prompts import DataConfig, PromptDataset, load_prompts
 from rlhf_spmd.data.tokenizer import load_tokenizer
 from rlhf_spmd.generation.config import SamplingConfig
+from rlhf_spmd.models.attention import choose_attention
 from rlhf_spmd.parallel.program import ProgramContext
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.planner.placement import PlacementConfig
 from rlhf_spmd.rewards.config import RewardConfig
 from rlhf_spmd.roles import RolePlan, build_models, check_vocabulary, model_directory, plan_roles, pools_of
+from rlhf_spmd.rollouts import PromptQueue, build_queue
 from rlhf_spmd.session import RunConfig, Session, reference_values, run_session_program, synchronize, validate_prompts
 from rlhf_spmd.telemetry.logger import LoggerConfig
 from rlhf_spmd.telemetry.trace import Timeline
@@ -107,6 +109,7 @@ def prepare(path: str | None, overrides: Sequence[str], world_size: int) -> Prep
     plans = plan_roles(config.models, config.algorithm.roles, config.placement, config.reward, world_size)
     check_batches(config, plans)
     check_lengths(config, plans)
+    exact_rollouts(config, plans)  # raises if it is demanded and cannot be
     tokenizer = load_tokenizer(model_directory(plans, "actor"))
     prompts = load_prompts(config.data, tokenizer)
     val_prompts = load_prompts(config.data, tokenizer, validation=True) if config.data.val_path else None
@@ -116,6 +119,10 @@ def prepare(path: str | None, overrides: Sequence[str], world_size: int) -> Prep
     for dataset in (prompts, val_prompts):
         if dataset is not None:
             check_vocabulary(dataset.ids, plans)
+    spec = plans["actor"].spec
+    assert spec is not None, "every algorithm has an actor with a model"
+    for section, sampling in {"sampling": config.sampling, "val_sampling": config.val_sampling}.items():
+        sampling.check_ids(spec.vocab_size, () if sampling.ignore_eos else spec.eos_token_ids, section)
     return Prepared(config, algorithm, plans, tokenizer, prompts, val_prompts)
 
 
@@ -126,11 +133,16 @@ def check_batches(config: TrainConfig, plans: Mapping[str, RolePlan]) -> None:
         raise ValueError(
             f"algorithm.ppo_mini_batch_size={mini} must divide data.train_batch_size={prompts} (both count prompts)"
         )
-    generation = plans["actor"].shape.generation
+    generation = plans["actor"].generation
     if generation is not None and prompts % generation.dp:
         raise ValueError(
             f"rollout has {prompts} prompts in groups of sampling.n={config.sampling.n}; {generation.dp} generation replicas "
             f"would split a group: use a data.train_batch_size divisible by {generation.dp}"
+        )
+    if generation is not None and (config.data.gen_batch_size or prompts) % generation.dp:
+        raise ValueError(
+            f"data.gen_batch_size={config.data.gen_batch_size} prompts in flight must be divisible by the {generation.dp} "
+            f"generation replicas"
         )
     rows = min(mini, prompts) * config.sampling.n
     for role, plan in plans.items():
@@ -162,6 +174,31 @@ def check_lengths(config: TrainConfig, plans: Mapping[str, RolePlan]) -> None:
             )
 
 
+def exact_rollouts(config: TrainConfig, plans: Mapping[str, RolePlan]) -> bool:
+    """Whether the rollout's log-probs are a training forward's, bit for bit, so that no such forward is needed.
+
+    Raises ValueError where ``models.actor.generation.exact`` demands it and something stands against it.
+    """
+    actor, generation = plans["actor"], plans["actor"].generation
+    wanted = actor.config.generation.exact
+    if wanted is False or generation is None:
+        return False
+    against = None
+    if torch.cuda.is_available():
+        against = "only the kernels for CPUs do not depend on the batch"
+    elif actor.config.dtype == "float64":
+        against = "in float64 generation's products are other ones than training's"
+    elif generation.tp != actor.shape.layout.tp:
+        against = f"generation has tp={generation.tp} and training tp={actor.shape.layout.tp}, and they add in another order"
+    elif actor.config.generation.attention not in ("auto", actor.config.attention):
+        against = f"models.actor.generation.attention={actor.config.generation.attention} is not models.actor.attention"
+    elif (config.data.gen_batch_size or 0) > config.data.train_batch_size:
+        against = f"with data.gen_batch_size={config.data.gen_batch_size} tokens may come from weights of earlier steps"
+    if wanted and against:
+        raise ValueError(f"models.actor.generation.exact=true, but {against}; leave it out")
+    return against is None
+
+
 def train(context: ProgramContext[Prepared]) -> None:
     """Build the models, run all steps, export. Collective over the world: every rank of it must call."""
     ready, world = context.prepared, context.world
@@ -184,10 +221,12 @@ def train(context: ProgramContext[Prepared]) -> None:
         reward=config.reward,
         tokenizer=ready.tokenizer,
         num_samples=config.run.log_samples,
+        exact_rollouts=exact_rollouts(config, ready.plans),
     )
     models = build_models(ready.plans, build)
     seed = config.run.seed if config.data.seed is None else config.data.seed
     loader = Loader(ready.prompts, config.data.train_batch_size, config.data.shuffle, seed)
+    queue = build_queue(controller, models.actor, loader, ready.sampling, config.data.gen_batch_size)
     session = Session(
         config.run,
         config.logger,
@@ -195,8 +234,8 @@ def train(context: ProgramContext[Prepared]) -> None:
         context.board,
         controller,
         trained={role: worker for role, worker in vars(models).items() if isinstance(worker, ModelWorker) and worker.trained},
-        state=lambda: {"loader": loader.state_dict(), "roles": role_states(controller, models)},
-        restore=lambda state: restore(state, loader, models),
+        state=lambda: {"loader": loader.state_dict(), "roles": role_states(controller, models), "rollouts": queue.state_dict()},
+        restore=lambda state: restore(state, loader, models, queue),
         export_role="actor",
         export_source=model_directory(ready.plans, "actor"),
         resolved=to_dict(config),
@@ -207,10 +246,12 @@ def train(context: ProgramContext[Prepared]) -> None:
         print(describe(ready, world), file=sys.stderr)
 
     def one_step(number: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        rows = loader.next_batch().repeat(ready.sampling.n)
-        prompts = controller.source(rows, "prompt_ids")
+        rows, prompts, generated = queue.next_batch(number)
         calls = controller.run(ready.algorithm.step, models, prompts, config.algorithm, ready.sampling, number)
         metrics, samples = reference_values(controller, calls)
+        metrics |= generated
+        if metrics.get("generation/seconds_max"):
+            metrics["generation/idle_fraction"] = 1 - metrics["generation/seconds"] / metrics["generation/seconds_max"]
         num_tokens = int(rows["prompt_ids"].lengths.sum()) + metrics["response_length/mean"] * len(rows)
         work = {"perf/total_tokens": num_tokens, "perf/total_flops": step_flops(num_tokens, num_tokens / len(rows))}
         return {**metrics, "data/epoch": loader.epochs, **work}, samples
@@ -237,8 +278,9 @@ def role_states(controller: Controller, models: SimpleNamespace) -> dict[str, An
     return {role: values[0] for role, values in zip(workers, found, strict=True)}
 
 
-def restore(state: dict[str, Any], loader: Loader, models: SimpleNamespace) -> None:
+def restore(state: dict[str, Any], loader: Loader, models: SimpleNamespace, queue: PromptQueue) -> None:
     loader.load_state_dict(state["loader"])
+    queue.load_state_dict(state.get("rollouts") or {})
     for role, saved in state["roles"].items():
         if not hasattr(models, role):
             raise CheckpointError(f"the checkpoint has a state of role '{role}', which this algorithm has not")
@@ -248,9 +290,11 @@ def restore(state: dict[str, Any], loader: Loader, models: SimpleNamespace) -> N
 def describe(ready: Prepared, world: World) -> str:
     """What is about to run, for people."""
     matmul = f", float32 products '{torch.get_float32_matmul_precision()}'" if world.device.type == "cpu" else ""
+    actor = ready.plans["actor"].config
+    attention = choose_attention(actor.attention, actor.torch_dtype(world.device), world.device, "models.actor.attention")
     lines = [
         f"{ready.config.run.name}: {ready.config.algorithm.name} on {world.size} rank(s), {ready.prompts.summary()}",
-        f"  device {world.device.type}, attention {ready.plans['actor'].config.generation.attention}{matmul}",
+        f"  device {world.device.type}, attention {attention}{matmul}",
     ]
     for role, plan in ready.plans.items():
         where = f"  {role:<10} pool {plan.pool.name} {list(plan.pool.ranks)}, {plan.shape.layout}"
@@ -258,6 +302,8 @@ def describe(ready: Prepared, world: World) -> str:
             g = plan.shape.generation
             where += f", generation pp({g.pp}) * tp({g.tp}) * micro_dp({g.micro_dp}) * dp({g.train.dp})"
         lines.append(where)
+        for method, call in plan.calls.items():
+            lines.append(f"    {method} on pool {call.pool.name} {list(call.pool.ranks)}, {call.shape.layout}")
     return "\n".join(lines)
 
 

@@ -97,7 +97,8 @@ def step(models: Any, prompts: Reference, config: PPOConfig, sampling: SamplingC
     rollout = models.actor.generate_sequences(prompts, sampling, number)
     batch = prompts.union(rollout)
     scored = models.reward.compute_reward(batch)
-    old = models.actor.compute_log_prob(batch)
+    known = models.actor.exact_rollouts
+    old = rollout.rename(rollout_log_probs="old_log_probs") if known else models.actor.compute_log_prob(batch)
     valued = models.critic.compute_values(batch)
     batch = batch.union(scored).union(old).union(valued)
     if config.uses_reference:
@@ -108,7 +109,7 @@ def step(models: Any, prompts: Reference, config: PPOConfig, sampling: SamplingC
     batch = batch.union(advantages)
 
     # 3. updates
-    calls = [rollout, scored, old, advantages]
+    calls = [rollout, scored, advantages, *([] if known else [old])]
     calls.append(models.critic.update_critic(batch, critic_objective(config), config.ppo_epochs))
     if number > config.critic_warmup:
         calls.append(models.actor.update_actor(batch, actor_objective(config, sampling), config.ppo_epochs))

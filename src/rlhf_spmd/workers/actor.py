@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from rlhf_spmd.controller import MICRO_DP, THREE_D, GroupShape, ResourcePool, register
 from rlhf_spmd.data.batch import Batch, ragged
+from rlhf_spmd.data.tokenizer import decoding
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.generation.generator import Generator
 from rlhf_spmd.generation.sequence import Request
@@ -17,17 +21,21 @@ from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.parallel.collectives import Group
 from rlhf_spmd.parallel.layout import GenerationLayout
 from rlhf_spmd.parallel.mesh import build_group, build_mesh
-from rlhf_spmd.reshard.execute import HybridEngine
-from rlhf_spmd.reshard.plan import gather_ranks
+from rlhf_spmd.reshard import Engine, HybridEngine, choose_engine
 from rlhf_spmd.workers.config import RoleConfig
 from rlhf_spmd.workers.engine import Packed
 from rlhf_spmd.workers.model_worker import Build, ModelWorker, Totals, field_on, response_log_probs
+from rlhf_spmd.workers.rollouts import HeldRollouts
 
 PolicyObjective = Callable[[dict[str, Tensor], Tensor, Totals], tuple[Tensor, dict[str, Tensor]]]
 
 
 class ActorWorker(ModelWorker):
     trained = True
+    companions: ClassVar[Mapping[str, str]] = {
+        "advance_rollouts": "generate_sequences",
+        "rollout_state": "generate_sequences",
+    }
 
     def __init__(
         self,
@@ -39,27 +47,45 @@ class ActorWorker(ModelWorker):
         spec: ModelSpec | None,
     ) -> None:
         super().__init__(build, name, pool, shape, config, spec)
+        if not self.serves("generate_sequences"):
+            return
         layout = shape.generation or GenerationLayout(shape.layout, shape.layout.pp, shape.layout.tp)
         self.generation_mesh = build_mesh(build.world, pool.ranks, layout)
-        gather = build_group(build.world, pool.ranks, lambda index: gather_ranks(layout, index), "gather")
+        # a twin generates in the layout that its weights come in, so there is nothing to choose
+        name = "zero_redundancy" if build.serves else config.generation.engine
+        engine = choose_engine(name, layout, lambda i: pool.ranks[i] // build.world.launch.local_size)
+        # a channel of its own: the next bucket is on its way while the ranks' other groups compute
+        gather = build_group(build.world, pool.ranks, lambda i: engine.gather_ranks(layout, i), "gather", channel="gather")
         if self.member:
-            self._build_generator(gather)
+            self._build_generator(engine, layout, gather)
 
-    def _build_generator(self, gather: Group) -> None:
-        mesh, spec, layout = self.generation_mesh, self.spec, self.generation_mesh.layout
+    @property
+    def exact_rollouts(self) -> bool:
+        """``rollout_log_probs`` are what :meth:`compute_log_prob` would give, bit for bit. The same on every rank."""
+        return self.build.exact_rollouts
+
+    def _build_generator(self, engine: Engine, layout: GenerationLayout, gather: Group) -> None:
+        mesh, spec, meta = self.generation_mesh, self.spec, torch.device("meta")
         assert spec is not None
-        # fused matrices keep one block per training rank, so that each training parameter is one slice of them
-        blocks = self.mesh.layout.tp // layout.tp
-        decoder = Decoder(spec, "lm", mesh.pp_rank, layout.pp, mesh.tp, self.engine.dtype, torch.device("meta"), blocks=blocks)
+        decoder = Decoder(spec, "lm", mesh.pp_rank, layout.pp, mesh.tp, self.engine.dtype, meta, blocks=layout.blocks)
         decoder.requires_grad_(False)
         self.hybrid = HybridEngine(
             self.engine.param_shards(),
-            lambda: dict(self.engine.decoder.named_parameters()),
+            self.engine.parameters,
             decoder,
             decoder.shards,
             gather,
+            engine,
+            layout,
+            mesh.index,
+            self.config.generation.buffers,
         )
-        self.generator = Generator(decoder, mesh, self.config.generation, spec.eos_token_ids)
+        decode = decoding(self.build.tokenizer)
+        generation = self.config.generation
+        if generation.attention == "auto":
+            generation = replace(generation, attention=self.engine.attention)
+        self.generator = Generator(decoder, mesh, generation, spec.eos_token_ids, decode)
+        self.held = HeldRollouts(self.generator)
 
     @register(MICRO_DP, inputs=("prompt_ids",), outputs=("response_ids", "rollout_log_probs"), lengths_of="response_ids")
     def generate_sequences(self, batch: Batch, sampling: SamplingConfig, number: int) -> tuple[Batch, dict[str, float]]:
@@ -68,25 +94,70 @@ class ActorWorker(ModelWorker):
         ``number`` is the step, one of the things (with seed, row id and position) that a sample depends on.
         Collective over the pool: every rank of it must call, in program order.
         """
-        with self.controller.timeline.span("actor.to_generation", category="reshard"):
-            self.hybrid.to_generation()
-        assert sampling.max_response_length is not None
-        prompts = batch["prompt_ids"].rows() if len(batch) else []
-        requests = [
-            Request(int(row), int(group), ids.tolist(), sampling.max_response_length)
-            for row, group, ids in zip(batch.row_ids, batch.group_ids, prompts, strict=True)
-        ]
-        completions = self.generator.generate(requests, sampling, sampling.seed, number, self.controller.tick)
-        with self.controller.timeline.span("actor.to_training", category="reshard"):
-            self.hybrid.to_training()
-        stats = self.generator.stats
-        report = {"reshard/bytes": float(self.hybrid.bytes_received), "generation/steps": float(stats.steps)}
-        report |= {"generation/prefix_hit_tokens": float(stats.hit_tokens), "generation/preemptions": float(stats.preemptions)}
+        requests = _requests(batch, sampling)
+        if self.held.seed == sampling.seed:  # advance_rollouts has made these rows
+            completions = self.held.take([request.row_id for request in requests])
+            stale = torch.cat([completion.versions for completion in completions]) < number
+            report = {"rollout/stale_fraction": float(stale.double().mean())}
+        else:
+            with self._generating():
+                completions = self.generator.generate(requests, sampling, sampling.seed, number, self._tick)
+            report = self._generation_report()
         if not completions:
             return batch, report
         responses = ragged([c.token_ids for c in completions], torch.int64)
         log_probs = ragged([c.log_probs for c in completions])
         return batch.with_fields(response_ids=responses, rollout_log_probs=log_probs), report
+
+    @register(MICRO_DP, inputs=("prompt_ids",))
+    def advance_rollouts(self, batch: Batch, sampling: SamplingConfig, number: int, num_groups: int) -> dict[str, Any]:
+        """Generate for these new rows and those held until this replica has ``num_groups`` whole groups: ``groups`` names those.
+        ``generate_sequences`` then gives the rows of such groups at once.
+
+        Collective over the pool: every rank of it must call, in program order.
+        """
+        with self._generating():
+            self.held.advance(_requests(batch, sampling), sampling, number, num_groups, self._tick)
+        return {"groups": self.held.whole_groups(), **self._generation_report()}
+
+    @register(MICRO_DP)
+    def rollout_state(self) -> list[tuple[int, dict[str, Any]]]:
+        """What a checkpoint must know of the rows that this replica holds."""
+        return self.held.state()
+
+    def restore_rollouts(self, rows: Iterable[tuple[int, dict[str, Any]]]) -> None:
+        worker = self.serving("generate_sequences")
+        assert isinstance(worker, ActorWorker)
+        if worker.member:
+            worker.held.saved = dict(rows)
+
+    @contextmanager
+    def _generating(self) -> Iterator[None]:
+        """Collective over the pool: every rank of it must call, in program order."""
+        with self.controller.timeline.span("actor.to_generation", category="reshard"):
+            self.hybrid.to_generation(wait=not self.config.generation.overlap)
+            self.generator.reserved_bytes = self.hybrid.pending_bytes
+        yield
+        with self.controller.timeline.span("actor.to_training", category="reshard"):
+            self.hybrid.to_training()
+
+    def _tick(self) -> None:
+        """After each step, and on a replica that waits for others: those may be waiting for this rank's weights."""
+        self.hybrid.finish()
+        self.controller.tick()
+
+    def _generation_report(self) -> dict[str, float]:
+        stats = self.generator.stats
+        return {
+            "generation/seconds": stats.busy_seconds,
+            "generation/seconds_max": stats.seconds,
+            "generation/moved_rows": float(stats.moved_rows),
+            "generation/accepted_tokens": float(stats.accepted_tokens),
+            "reshard/peak_bytes": float(self.hybrid.peak_bytes),
+            "generation/steps": float(stats.steps),
+            "generation/prefix_hit_tokens": float(stats.hit_tokens),
+            "generation/preemptions": float(stats.preemptions),
+        }
 
     @register(
         THREE_D, inputs=("prompt_ids", "response_ids", "rollout_log_probs?"), outputs=("old_log_probs",), split_groups=True
@@ -100,11 +171,7 @@ class ActorWorker(ModelWorker):
         result = self.infer(batch, head)
         report = {}
         if result is not None and "rollout_log_probs" in batch:
-            difference = (result.values - batch["rollout_log_probs"].values).abs()
-            report = {
-                "rollout/log_prob_diff_max": float(difference.max()),
-                "rollout/log_prob_diff_mean": float(difference.mean()),
-            }
+            report = _differences((result.values - batch["rollout_log_probs"].values).abs())
         return (batch.with_fields(old_log_probs=result) if result is not None else None), report
 
     @register(
@@ -123,7 +190,29 @@ class ActorWorker(ModelWorker):
             for name in ("old_log_probs", "advantages", "ref_log_prob"):
                 if name in micro.extra:
                     fields[name] = field_on(micro, name, hidden.device)
+            if not reports:
+                differences.append((log_probs.detach() - fields["old_log_probs"]).abs())
             return objective(fields, micro.extra["response_ids"].lengths, totals)
 
-        reports = [self.train(batch, loss) for _ in range(epochs) for batch in batches]
-        return self.summarise(reports, first=("actor/ppo_kl",))
+        reports: list[dict[str, float]] = []
+        differences: list[Tensor] = []  # before the first update, from the log-probs of the same weights
+        for batch in batches * epochs:
+            reports.append(self.train(batch, loss))
+        report = self.summarise(reports, first=("actor/ppo_kl",))
+        if self.exact_rollouts and differences:
+            report |= _differences(torch.cat(differences))
+        return report
+
+
+def _differences(difference: Tensor) -> dict[str, float]:
+    """Of generation's log-probs from training's."""
+    return {"rollout/log_prob_diff_max": float(difference.max()), "rollout/log_prob_diff_mean": float(difference.mean())}
+
+
+def _requests(batch: Batch, sampling: SamplingConfig) -> list[Request]:
+    assert sampling.max_response_length is not None
+    prompts = batch["prompt_ids"].rows() if len(batch) else []
+    return [
+        Request(int(row), int(group), ids.tolist(), sampling.max_response_length)
+        for row, group, ids in zip(batch.row_ids, batch.group_ids, prompts, strict=True)
+    ]

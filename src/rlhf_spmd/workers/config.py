@@ -7,10 +7,21 @@ from dataclasses import dataclass, field
 import torch
 
 from rlhf_spmd.generation.config import GenerationConfig
+from rlhf_spmd.models.activations import CHECKPOINTING
+from rlhf_spmd.models.attention import ATTENTION
 from rlhf_spmd.parallel.layout import LayoutConfig
 from rlhf_spmd.workers.optimizer import OptimConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+@dataclass(frozen=True)
+class CallConfig:
+    """``models.<role>.calls.<method>``: ranks and layout of one method's calls. ``pool`` null: the role's. The weights are
+    reallocated for every call; gradients and optimizer states stay where the role is."""
+
+    pool: str | None = None
+    layout: LayoutConfig = field(default_factory=LayoutConfig)
 
 
 @dataclass(frozen=True)
@@ -20,6 +31,10 @@ class RoleConfig:
 
     ``pool`` is a name in ``placement.pools``. ``dtype`` auto: bfloat16 on GPUs, float32 on CPUs; with bfloat16 parameters
     ``optim.master_weights`` keeps float32 copies beside the optimizer states. ``generation`` counts for the actor only.
+    ``activation_checkpointing``: none, selective or full; ``activation_offload``: what is kept for the backward pass lies in host
+    memory. Both: see ``Decoder.keep_activations``. ``attention``: "cpp" (kernels compiled at first use, on CPUs), "torch", or
+    "auto", which is the first of these that can be had. ``offload``: between the role's calls its weights rest in host memory, pinned
+    on GPUs; only for roles that are not trained.
     """
 
     path: str | None = None
@@ -27,13 +42,24 @@ class RoleConfig:
     pool: str | None = None
     layout: LayoutConfig = field(default_factory=LayoutConfig)
     dtype: str = "auto"
-    activation_checkpointing: bool = False
+    activation_checkpointing: str = "none"
+    activation_offload: bool = False
+    attention: str = "auto"
     optim: OptimConfig = field(default_factory=OptimConfig)
     generation: GenerationConfig = field(default_factory=GenerationConfig)
+    calls: dict[str, CallConfig] = field(default_factory=dict)
+    offload: bool = False
 
     def check(self, where: str) -> None:
         if self.dtype not in (*DTYPES, "auto"):
             raise ValueError(f"{where}.dtype={self.dtype!r} is not known; allowed: auto, {', '.join(DTYPES)}")
+        if self.attention not in ATTENTION:
+            raise ValueError(f"{where}.attention={self.attention!r} is not known; allowed: {', '.join(ATTENTION)}")
+        if self.activation_checkpointing not in CHECKPOINTING:
+            raise ValueError(
+                f"{where}.activation_checkpointing={self.activation_checkpointing!r} is not known; "
+                f"allowed: {', '.join(CHECKPOINTING)}"
+            )
 
     def torch_dtype(self, device: torch.device) -> torch.dtype:
         if self.dtype == "auto":

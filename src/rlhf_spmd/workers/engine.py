@@ -1,11 +1,15 @@
-"""The training engine of one role: its decoder stage on this rank, ZeRO over dp, the pipeline over pp, and the optimizer.
+"""The training engine of one role: its part of the decoder on this rank, ZeRO over dp, the pipeline over pp, the optimizer.
 
 Parallelism is applied in one fixed order: tensor slices (in the decoder), activation checkpointing, FSDP2. What the rank holds
-between calls are its local shards, plain tensors that checkpoints and the hybrid engine read and write by boxes.
+between calls are its local shards, plain tensors that checkpoints and the hybrid engine read and write by boxes. Its part of
+the decoder is one pipeline stage, or with ``layout.vpp`` > 1 as many chunks; parameter names then start with ``chunks.<i>.``.
 
 ZeRO over d replicas: 0 keeps plain parameters and sums gradients once per optimizer step; 1 sums each gradient into its owner's
 shard once, after the last micro-batch; 2 after every micro-batch; 3 also gathers parameters layer by layer, in every pass.
 1 and 2 hold the gathered parameters from the first micro-batch to the last one.
+
+Gradients are summed in a fixed order, so equal runs give equal bits: over the micro-batches of a chunk in their order (of the
+schedule), then over ranks as the collectives do it. Half-precision parameters sum theirs in fp32, over ranks too.
 """
 
 from __future__ import annotations
@@ -13,15 +17,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from rlhf_spmd.data.batch import Batch
-from rlhf_spmd.models.attention import PackedAttention
+from rlhf_spmd.models.attention import PackedAttention, choose_attention
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.sharding import plan_params
 from rlhf_spmd.models.spec import ModelSpec
@@ -30,7 +32,8 @@ from rlhf_spmd.parallel.boxes import ParamShard, shard_rows, zero_rows
 from rlhf_spmd.parallel.data_parallel import owned_boxes, partial_boxes, squared_norm, sum_in_buckets, sum_partial
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import Mesh
-from rlhf_spmd.parallel.pipeline import run_pipeline, schedule_1f1b, schedule_forward
+from rlhf_spmd.parallel.pipeline import Action, connect_stages, run_pipeline, schedule_1f1b, schedule_forward
+from rlhf_spmd.parallel.zero import Zero, local_part
 from rlhf_spmd.workers.optimizer import OptimConfig, Optimizer, accumulation_dtype
 
 
@@ -48,6 +51,7 @@ class Packed:
     )
 
 
+T = TypeVar("T")
 Head = Callable[[Decoder, Tensor, Packed], Any]
 Loss = Callable[[Decoder, Tensor, Packed], tuple[Tensor, Mapping[str, Tensor]]]
 
@@ -55,8 +59,8 @@ Loss = Callable[[Decoder, Tensor, Packed], tuple[Tensor, Mapping[str, Tensor]]]
 class TrainEngine:
     """A model on a mesh, for training (``optim`` given) or only for forward passes.
 
-    All methods that compute are collective over the pool: every rank of it must call, in program order, and the ranks of one
-    replica with the same rows.
+    Construction and all methods that compute are collective over the pool: every rank of it must call, in program order, and the
+    ranks of one replica with the same rows.
     """
 
     def __init__(
@@ -69,53 +73,68 @@ class TrainEngine:
         *,
         dtype: torch.dtype,
         device: torch.device,
-        activation_checkpointing: bool = False,
+        activation_checkpointing: str = "none",
+        activation_offload: bool = False,
+        attention: str = "auto",
         seed: int = 0,
         total_updates: int = 1,
         new_head: bool = False,
+        fill: bool = True,
     ) -> None:
-        """Weights come from the Hugging Face directory ``path``, or are drawn from ``seed`` (the same in every layout).
+        """Weights come from the Hugging Face directory ``path``, or are drawn from ``seed`` (the same in every layout), or without
+        ``fill`` are not set here.
 
         ``head``: "lm", "value" or "none". ``total_updates``: optimizer steps in the whole run, for the schedule.
         ``new_head``: a value head that the directory has not starts at zero; otherwise that is an error.
+        ``activation_checkpointing`` and ``activation_offload``: see :meth:`Decoder.keep_activations`.
+        ``attention``: see ``models.attention.choose_attention``.
         Raises ValueError for weights that do not fit the model.
         """
         assert isinstance(mesh.layout, Layout) and mesh.member, "a training engine needs a training mesh that this rank is in"
         self.spec, self.mesh, self.dtype, self.device = spec, mesh, dtype, device
         self.zero = mesh.layout.zero if mesh.layout.dp > 1 else 0
-        self.decoder = Decoder(spec, head, mesh.pp_rank, mesh.layout.pp, mesh.tp, dtype, device)
-        if path is None:
-            init_random(self.decoder, seed)
-        else:
-            load_pretrained(self.decoder, path, seed, missing_head_ok=new_head)
-        self.decoder.activation_checkpointing = activation_checkpointing
-        self.decoder.requires_grad_(optim is not None)
-        if self.zero:
-            _apply_fsdp(self.decoder, mesh, self.zero, dtype)
-        self._params: dict[str, nn.Parameter] = dict(self.decoder.named_parameters())
+        self.attention = choose_attention(attention, dtype, device, "attention")
+        stages, sliced = mesh.layout.pp * mesh.layout.vpp, mesh.layout.sequence_parallel
+        self.chunks = [
+            Decoder(spec, head, stage, stages, mesh.tp, dtype, device, sequence_parallel=sliced)
+            for stage in mesh.layout.stages(mesh.pp_rank)
+        ]
+        for chunk in self.chunks:
+            if fill and path is None:
+                init_random(chunk, seed)
+            elif fill and path is not None:
+                load_pretrained(chunk, path, seed, missing_head_ok=new_head)
+            chunk.keep_activations(activation_checkpointing, activation_offload)
+            chunk.requires_grad_(optim is not None)
+        wide = accumulation_dtype(dtype)
+        self._zeros = [Zero(chunk, chunk.layers, mesh, self.zero, wide) if self.zero else None for chunk in self.chunks]
+        self._params = named_by_chunk([dict(chunk.named_parameters()) for chunk in self.chunks])
         self._wide_grads: dict[str, Tensor] = {}
         self._plan_shards(head)
+        connect_stages(mesh, device)
         self.optimizer = None
         if optim is not None:
             self.optimizer = Optimizer(optim, self.local_tensors(), total_updates)
-            if accumulation_dtype(dtype) != dtype:
+            if wide != dtype:
                 self._accumulate_wide()
 
     def _plan_shards(self, head: str) -> None:
         """What this rank holds, what of it it answers for in the gradient norm, and what other tp ranks hold in part."""
-        mesh, tp = self.mesh, self.mesh.tp
+        mesh, tp, layout = self.mesh, self.mesh.tp, self.mesh.layout
+        assert isinstance(layout, Layout)
 
-        def plan(stage: int, tp_rank: int) -> dict[str, ParamShard]:
-            return plan_params(self.spec, head, stage, mesh.layout.pp, tp_rank, tp.size)
+        def plan(pp_rank: int, tp_rank: int) -> dict[str, ParamShard]:
+            return rank_shards(self.spec, head, layout, pp_rank, tp_rank)
 
         mine = plan(mesh.pp_rank, tp.rank)
         before = [plan(mesh.pp_rank, rank) for rank in range(tp.rank)]
-        if self.decoder.tied_ends and not mesh.first_stage:
+        if self.chunks[0].tied_ends and not mesh.first_stage:
             before += [plan(0, rank) for rank in range(tp.size)]
         others = [plan(mesh.pp_rank, rank) for rank in range(tp.size) if rank != tp.rank]
         self._shards = self._rows_of(mine)
         self._owned = self._rows_of(owned_boxes(mine, before))
-        self._partial = self._rows_of(partial_boxes(mine, others))
+        scattered = named_by_chunk([dict.fromkeys(chunk.scattered) for chunk in self.chunks])
+        self._partial = self._rows_of(partial_boxes(mine, others, scattered))
         for name, tensor in self.local_tensors().items():
             planned = self._shards[name].shape
             assert tensor.shape == planned, f"{name}: local shard {list(tensor.shape)}, planned {list(planned)}"
@@ -130,10 +149,13 @@ class TrainEngine:
     def _accumulate_wide(self) -> None:
         """Sum gradients of half-precision parameters over micro-batches in fp32."""
 
-        def keep(name: str) -> Callable[[Tensor], None]:
+        def keep(name: str, zero: Zero | None) -> Callable[[Tensor], None]:
             def hook(param: Tensor) -> None:
-                grad, param.grad = _local(param.grad), None
-                assert grad is not None, f"{name}: the hook ran without a gradient"
+                if zero is not None:
+                    grad = zero.take_gradient(param)
+                else:
+                    assert param.grad is not None, f"{name}: the hook ran without a gradient"
+                    grad, param.grad = param.grad, None
                 if name in self._wide_grads:
                     self._wide_grads[name] += grad
                 else:
@@ -141,8 +163,10 @@ class TrainEngine:
 
             return hook
 
-        for name, param in self._params.items():
-            param.register_post_accumulate_grad_hook(keep(name))
+        pairs = zip(self.chunks, self._zeros, strict=True)
+        owners = [dict.fromkeys(dict(chunk.named_parameters()), zero) for chunk, zero in pairs]
+        for name, zero in named_by_chunk(owners).items():
+            self._params[name].register_post_accumulate_grad_hook(keep(name, zero))
 
     # -- forward and backward
 
@@ -154,31 +178,30 @@ class TrainEngine:
         outputs: list[Any] = [None] * len(micro_batches)
         padded = self._pad(micro_batches)
 
-        def run(i: int, received: Tensor | None) -> Tensor | None:
-            batch = padded[i]
+        def run(action: Action, received: Tensor | None) -> Tensor | None:
+            batch, chunk = padded[action.micro_batch], self.chunks[action.chunk]
             wanted = len(batch.lengths) > 0
 
             def last(decoder: Decoder, hidden: Tensor) -> Any:
                 return head(decoder, hidden, batch) if wanted else None
 
-            out = self._pass_through(batch, received, last)
-            if not self.mesh.last_stage:
+            out = self._pass_through(chunk, batch, received, last)
+            if not chunk.is_last:
                 return out
             if wanted:
-                outputs[i] = out
+                outputs[action.micro_batch] = out
             return None
 
-        def never(i: int, received: Tensor | None) -> Tensor | None:
-            raise AssertionError(f"backward of micro-batch {i} in a forward schedule")
+        def never(action: Action, received: Tensor | None) -> Tensor | None:
+            raise AssertionError(f"{action} in a forward schedule")
 
-        actions = schedule_forward(len(padded), self.mesh.layout.pp, self.mesh.pp_rank)
         with torch.no_grad():
-            self._run(actions, padded, run, never)
+            self._run(schedule_forward, padded, run, never)
         self.reshard()
         return outputs
 
     def forward_backward(self, micro_batches: Sequence[Packed], loss: Loss) -> dict[str, Tensor]:
-        """Add the gradients of the micro-batches' losses to the gradients so far; 1F1B over the pipeline.
+        """Add the gradients of the micro-batches' losses to the gradients so far; (interleaved) 1F1B over the pipeline.
 
         ``loss(decoder, hidden [T, hidden], micro_batch) -> (loss, stats)``: the loss is a scalar, already divided by the
         global count of its mini-batch (over all replicas), so that the gradient is the plain sum over micro-batches and
@@ -189,10 +212,11 @@ class TrainEngine:
         """
         assert self.optimizer is not None, "this engine was built without an optimizer: forward only"
         padded = self._pad(micro_batches)
-        alive: dict[int, tuple[Tensor | None, Tensor]] = {}
+        alive: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
         sums: dict[str, Tensor] = {}
 
-        def run(i: int, received: Tensor | None) -> Tensor | None:
+        def run(action: Action, received: Tensor | None) -> Tensor | None:
+            i, chunk = action.micro_batch, self.chunks[action.chunk]
             batch = padded[i]
             leaf = None if received is None else received.requires_grad_()
 
@@ -208,33 +232,38 @@ class TrainEngine:
                 assert empty or value.requires_grad, "the loss does not depend on the model's output"
                 return _zero_loss(decoder, hidden) if empty else value
 
-            out = self._pass_through(batch, leaf, last)
-            alive[i] = leaf, out
-            return None if self.mesh.last_stage else out.detach()
+            out = self._pass_through(chunk, batch, leaf, last)
+            alive[i, action.chunk] = leaf, out
+            return None if chunk.is_last else out.detach()
 
-        def back(i: int, received: Tensor | None) -> Tensor | None:
-            leaf, out = alive.pop(i)
-            self._before_backward(is_last=i == len(padded) - 1)
+        def back(action: Action, received: Tensor | None) -> Tensor | None:
+            leaf, out = alive.pop((action.micro_batch, action.chunk))
+            zero = self._zeros[action.chunk]
+            if zero is not None:
+                zero.before_backward(is_last=action.micro_batch == len(padded) - 1)
             torch.autograd.backward(out, received)
             return None if leaf is None else leaf.grad
 
-        actions = schedule_1f1b(len(padded), self.mesh.layout.pp, self.mesh.pp_rank)
-        self._run(actions, padded, run, back)
+        self._run(schedule_1f1b, padded, run, back)
         self.reshard()
         return sums
 
-    def _run(self, actions: Any, batches: Sequence[Packed], forward: Any, backward: Any) -> None:
-        shapes = [(max(len(batch.tokens), 1), self.spec.hidden_size) for batch in batches]
-        mesh = self.mesh
-        run_pipeline(actions, mesh.pp, mesh.pp_back, shapes, self.dtype, self.device, forward, backward)
+    def _run(self, schedule: Callable[..., list[Action]], batches: Sequence[Packed], forward: Any, backward: Any) -> None:
+        mesh, layout = self.mesh, self.mesh.layout
+        assert isinstance(layout, Layout)
+        actions = schedule(len(batches), layout.pp, mesh.pp_rank, layout.vpp)
+        shapes = [(self.chunks[0].num_rows(max(len(batch.tokens), 1)), self.spec.hidden_size) for batch in batches]
+        run_pipeline(actions, mesh, shapes, self.dtype, self.device, forward, backward)
 
-    def _pass_through(self, batch: Packed, received: Tensor | None, last: Callable[[Decoder, Tensor], Any]) -> Any:
-        """One micro-batch through this stage. One without rows goes through as a single token, whose result nobody uses."""
+    def _pass_through(
+        self, chunk: Decoder, batch: Packed, received: Tensor | None, last: Callable[[Decoder, Tensor], Any]
+    ) -> Any:
+        """One micro-batch through a chunk. One without rows goes through as a single token, whose result nobody uses."""
         lengths = batch.lengths.tolist() or [1]
-        attention = PackedAttention(lengths, self.device)
+        attention = PackedAttention(lengths, self.device, self.attention)
         if received is None:
             received = batch.tokens if len(batch.lengths) else batch.tokens.new_zeros(1)
-        return self.decoder(received, attention, last)
+        return chunk(received, attention, last)
 
     def _pad(self, micro_batches: Sequence[Packed]) -> list[Packed]:
         """As many micro-batches as the replica with most has: under FSDP every one of them has collectives over dp."""
@@ -245,12 +274,6 @@ class TrainEngine:
             empty = Packed(torch.zeros(0, dtype=torch.int64, device=self.device), torch.zeros(0, dtype=torch.int64))
             padded += [empty] * (int(most) - len(padded))
         return padded
-
-    def _before_backward(self, is_last: bool) -> None:
-        if isinstance(self.decoder, FSDPModule):
-            self.decoder.set_is_last_backward(is_last)
-            self.decoder.set_requires_gradient_sync(is_last or self.zero >= 2)
-            self.decoder.set_reshard_after_backward(is_last or self.zero == 3)
 
     # -- the optimizer step
 
@@ -276,17 +299,19 @@ class TrainEngine:
         """The gradient of each local shard, summed over everything that it has to be summed over: once per step."""
         grads = {name: self._gradient(name, param) for name, param in self._params.items()}
         sum_partial(grads, self._partial, self.mesh.tp)
-        if self.decoder.tied_ends and (self.mesh.first_stage or self.mesh.last_stage):
-            self.mesh.ends.all_reduce(grads["embed.weight" if self.mesh.first_stage else "head.weight"], "tied_gradients")
+        if self.chunks[0].tied_ends and (self.mesh.first_stage or self.mesh.last_stage):
+            end = "embed.weight" if self.mesh.first_stage else "head.weight"
+            (tied,) = (name for name in grads if name.endswith(end))
+            self.mesh.ends.all_reduce(grads[tied], "tied_gradients")
         return grads if self.zero else sum_in_buckets(grads, self.mesh.dp, "gradients")
 
     def _gradient(self, name: str, param: nn.Parameter) -> Tensor:
         wide = self._wide_grads.get(name)
         if wide is not None:
             return wide
-        local = _local(param)
+        local = local_part(param)
         assert local is not None
-        grad = _local(param.grad)
+        grad = local_part(param.grad)
         return torch.zeros_like(local, dtype=accumulation_dtype(self.dtype)) if grad is None else grad
 
     @torch.no_grad()
@@ -304,6 +329,10 @@ class TrainEngine:
 
     # -- what lies on this rank
 
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Parameter name -> the parameter: plain, or under ZeRO FSDP2's DTensor over this rank's rows."""
+        return self._params
+
     def param_shards(self) -> dict[str, ParamShard]:
         """Parameter name -> shape and boxes of this rank's local shard, ZeRO's rows included."""
         return self._shards
@@ -312,7 +341,7 @@ class TrainEngine:
     def local_tensors(self) -> dict[str, Tensor]:
         """Parameter name -> this rank's local shard: the storage itself. After writing into it, call :meth:`mark_loaded`."""
         self.reshard()
-        return {name: tensor for name, param in self._params.items() if (tensor := _local(param)) is not None}
+        return {name: tensor for name, param in self._params.items() if (tensor := local_part(param)) is not None}
 
     def mark_loaded(self) -> None:
         """The local tensors were overwritten in place: refresh what was derived from them."""
@@ -322,29 +351,21 @@ class TrainEngine:
 
     def reshard(self) -> None:
         """Let go of gathered parameters, so that the local shards are all that there is. No communication."""
-        if self.zero:
-            for module in self.decoder.modules():
-                if isinstance(module, FSDPModule):
-                    module.reshard()
+        for zero in self._zeros:
+            if zero is not None:
+                zero.reshard()
 
 
-def _apply_fsdp(decoder: Decoder, mesh: Mesh, zero: int, dtype: torch.dtype) -> None:
-    """FSDP2 over dp: every block by itself, the rest at the root. Gradients are sums, not means, reduced in fp32 or wider."""
-    axis = mesh.dp_device_mesh()
-    policy = MixedPrecisionPolicy(reduce_dtype=accumulation_dtype(dtype), cast_forward_inputs=False)
-    for module in [*decoder.layers, decoder]:
-        fully_shard(module, mesh=axis, reshard_after_forward=zero == 3, mp_policy=policy)
-        assert isinstance(module, FSDPModule)
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)  # gloo has no other
+def named_by_chunk(parts: Sequence[Mapping[str, T]]) -> dict[str, T]:
+    """What there is for each chunk of a rank by its own parameter names, under the engine's: ``chunks.<i>.`` if there are several."""
+    prefixes = [f"chunks.{i}." for i in range(len(parts))] if len(parts) > 1 else [""]
+    return {prefix + name: x for prefix, part in zip(prefixes, parts, strict=True) for name, x in part.items()}
 
 
-def _local(tensor: Tensor | None) -> Tensor | None:
-    """The local part of a DTensor, the tensor itself otherwise; shares storage, outside autograd."""
-    if tensor is None:
-        return None
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def rank_shards(spec: ModelSpec, head: str, layout: Layout, pp_rank: int, tp_rank: int) -> dict[str, ParamShard]:
+    """Parameter name -> shape and boxes on a rank of these coordinates, before ZeRO cuts out its rows. Pure."""
+    num_stages = layout.pp * layout.vpp
+    return named_by_chunk([plan_params(spec, head, s, num_stages, tp_rank, layout.tp) for s in layout.stages(pp_rank)])
 
 
 def _zero_loss(decoder: Decoder, hidden: Tensor) -> Tensor:

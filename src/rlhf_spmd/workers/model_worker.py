@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from rlhf_spmd.controller import RANK_ZERO, Controller, GroupShape, ResourcePool, Worker, register
+from rlhf_spmd.controller import RANK_ZERO, Controller, GroupShape, MethodSpec, ResourcePool, Worker, register
 from rlhf_spmd.data.balance import micro_batches_by_count, micro_batches_by_tokens
 from rlhf_spmd.data.batch import Batch, Ragged, ragged
 from rlhf_spmd.models.decoder import Decoder
@@ -18,9 +18,11 @@ from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.objectives.kl import KLControlConfig
 from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.parallel.world import World
+from rlhf_spmd.reshard import Storages
 from rlhf_spmd.rewards.config import RewardConfig
 from rlhf_spmd.workers.config import BatchLimits, RoleConfig
 from rlhf_spmd.workers.engine import Packed, TrainEngine
+from rlhf_spmd.workers.loan import Loan
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,8 @@ class Build:
     """What every role is built from, besides its own configuration.
 
     ``temperature``: of sampling, and so of log-probs. ``num_samples``: scored rows that come back as text, for people to read.
+    ``exact_rollouts``: generation's log-probs are training's, bit for bit.
+    ``serves``: the worker is a twin that serves this method, with weights on loan and without an optimizer.
     """
 
     controller: Controller
@@ -49,6 +53,8 @@ class Build:
     reward: RewardConfig = field(default_factory=RewardConfig)
     tokenizer: Any = None
     num_samples: int = 0
+    exact_rollouts: bool = False
+    serves: str | None = None
 
 
 class ModelWorker(Worker):
@@ -68,6 +74,8 @@ class ModelWorker(Worker):
     ) -> None:
         super().__init__(build.controller, name, pool, shape)
         self.build, self.config, self.spec = build, config, spec
+        self.loan: Loan | None = None  # of a twin
+        self.resting: Storages | None = None  # weights that are in host memory between calls
         self.mesh = build_mesh(build.world, pool.ranks, shape.layout)
         self.device = build.world.device
         if self.member and spec is not None:
@@ -76,14 +84,48 @@ class ModelWorker(Worker):
                 None if config.random_init else config.path,
                 self.head,
                 self.mesh,
-                config.optim if self.trained else None,
+                config.optim if self.trained and build.serves is None else None,
                 dtype=config.torch_dtype(self.device),
                 device=self.device,
                 activation_checkpointing=config.activation_checkpointing,
+                activation_offload=config.activation_offload,
+                attention=config.attention,
                 seed=build.seed,
                 total_updates=build.total_updates.get(name, 1),
                 new_head=self.new_head,
+                fill=build.serves is None,
             )
+            if config.offload and build.serves is None:
+                self.resting = Storages(self.engine.local_tensors().values())
+                self.resting.offload()
+
+    def serves(self, method: str) -> bool:
+        """Whether calls of ``method`` run here: on the twin if the configuration gives them a pool or layout of their own."""
+        return self.build.serves == method if method in self.config.calls else self.build.serves is None
+
+    def lend(self, method: str, twin: ModelWorker) -> None:
+        """Let ``twin`` serve a method. Collective over the world: every rank of it must call, in program order."""
+        self.twins[method] = twin
+        twin.loan = Loan(self, twin, method)
+
+    def enter(self, spec: MethodSpec) -> None:
+        """A twin takes the weights for calls on rows; a home may go on when its weights have left."""
+        for twin in self.twins.values():
+            assert isinstance(twin, ModelWorker) and twin.loan is not None
+            twin.loan.settle()
+        if self.loan is not None and spec.inputs:
+            with self.controller.timeline.span(f"{self.name}.reallocate", category="reshard"):
+                self.loan.take()
+        elif self.resting is not None and spec.inputs:
+            with self.controller.timeline.span(f"{self.name}.reload", category="reshard"):
+                self.resting.reload()
+
+    def leave(self, spec: MethodSpec) -> None:
+        if self.loan is not None and spec.inputs:
+            self.loan.give_back()
+        elif self.resting is not None and spec.inputs:
+            self.engine.reshard()
+            self.resting.offload()
 
     def micro_batches(self, batch: Batch) -> tuple[list[list[int]], list[Packed], Totals]:
         """Cut rows into packed micro-batches, as many on every data-parallel rank.

@@ -36,7 +36,8 @@ class RewardWorker(ModelWorker):
     ) -> None:
         super().__init__(build, name, pool, shape, config, spec)
         self.reward = build.reward
-        self.answers = self.member and self.mesh.last_stage and self.mesh.tp_rank == 0  # one rank for each replica
+        one_for_each_replica = self.member and self.mesh.last_stage and self.mesh.tp_rank == 0
+        self.answers = one_for_each_replica and self.serves("compute_reward")
         self.runner = RewardRunner(self.reward) if self.answers and self.reward.function is not None else None
 
     @register(THREE_D, inputs=("prompt_ids", "response_ids", "row"), outputs=("scores",))
