@@ -48,3 +48,59 @@ def test_step_writes_phases_and_tokens_per_second(tmp_path: Path) -> None:
     assert all(phase in phases for phase in ("generate_sequences", "compute_log_prob", "compute_values", "update_actor"))
     assert max(run["phases_s"].values()) < run["step_s"]
     assert "whole step" in printed
+
+
+def test_train_step_compares_the_same_work(tmp_path: Path) -> None:
+    arguments = ("--quick", "--peers", "sorted", "packed_sdpa", "--layouts", "tp2")
+    report, printed = run_script("train_step.py", tmp_path / "train_step.json", *arguments)
+    cases = {case["name"]: case for case in report["cases"]}
+    assert set(cases) == {"ours", "sorted", "packed_sdpa", "ours, tp2"}
+    for name, case in cases.items():
+        assert "error" not in case, f"{name}: {case['error']}"
+        assert name in printed and case["step_s"] > 0 and case["cpu_s"] > 0 and case["peak_mib"] > 0
+    assert report["ratios"][0]["float32"]["loss_difference"] < 1e-5
+    sent = [part["mib_sent"] for part in cases["ours, tp2"]["communication"]]
+    assert len(sent) == 2 and all(part["attention"] > 0 and part["mlp"] > 0 for part in sent)
+
+
+def test_generation_compares_the_same_tokens(tmp_path: Path) -> None:
+    report, printed = run_script("generation.py", tmp_path / "generation.json", "--quick")
+    cases = {case["engine"]: case for case in report["cases"]}
+    assert set(cases) == {"ours", "transformers"}
+    for engine, case in cases.items():
+        assert "error" not in case, f"{engine}: {case['error']}"
+        assert case["tokens_per_s"] > 0 and case["startup_s"] > 0 and case["peak_mib"] > 0 and not case["short"]
+        assert 0 < case["roofline"] < 1 and f"| {engine} |" in printed
+    assert cases["ours"]["agreement"] == {"rows": 1.0, "tokens": 1.0}
+    assert cases["ours"]["group_sampling"]["ratio"] > 0
+    assert set(report["ratios"][0]["ours_over"]) == {"transformers"}
+
+
+def test_pipeline_measures_every_schedule_beside_its_formula(tmp_path: Path) -> None:
+    arguments = ("--ranks", "2", "--forward-ms", "3", "--repeats", "1")
+    report, printed = run_script("pipeline.py", tmp_path / "pipeline.json", *arguments)
+    assert {case["schedule"] for case in report["cases"]} == {"forward", "1F1B", "interleaved"}
+    for case in report["cases"]:
+        assert case["ragged"] or abs(case["replayed"] - case["formula"]) < 1e-3
+        assert case["measured"] > case["replayed"] / 2  # a loaded machine makes it more; sleeps that last too long, a little less
+        assert f"{case['measured']:.3f}" in printed
+    assert sum(case["ragged"] for case in report["cases"]) == 3
+
+
+def test_reallocation_receives_what_it_lacks(tmp_path: Path) -> None:
+    report, printed = run_script("reallocation.py", tmp_path / "reallocation.json", "--repeats", "1", "--plans", "1")
+    assert len(report["rows"]) == 6
+    for row in report["rows"]:
+        assert row["received_bytes"] == row["lacked_bytes"] and row["seconds"] > 0 and row["pair"] in printed
+    (plan,) = report["plans"]
+    assert plan["mean_received_bytes"] > 0 and plan["from_other_hosts"] == 0 and 1 <= plan["busiest"] < 1.5
+
+
+def test_activations_writes_memory_of_layers_and_head(tmp_path: Path) -> None:
+    sizes = {"hidden": 128, "layers": 2, "vocab": 20000, "rows": 2, "length": 100, "repeats": 1}
+    arguments = [text for key, value in sizes.items() for text in (f"--{key}", str(value))]
+    report, printed = run_script("activations.py", tmp_path / "activations.json", *arguments)
+    kept = [case["kept_mib"] for case in report["layers"]]
+    assert [case["case"] for case in report["layers"]] == ["none", "selective", "full"] and kept == sorted(kept, reverse=True)
+    ours, whole = (next(case for case in report["head"] if case["case"] == name) for name in ("ours", "whole logits"))
+    assert 1 < ours["chunks"] < 1.1 and whole["peak_mib"] > 3 * ours["peak_mib"] and "linear_cross_entropy" in printed

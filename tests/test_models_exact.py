@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from ranks import run_ranks
+from rlhf_spmd import kernels
 from rlhf_spmd.models import heads
-from rlhf_spmd.models.attention import KEY_BLOCK, PackedAttention, attend_exact, round_up
+from rlhf_spmd.models.attention import KEY_BLOCK, PackedAttention, attend_exact, round_up, visible
 from rlhf_spmd.models.decoder import Decoder
-from rlhf_spmd.models.spec import ModelSpec, spec_from_config
+from rlhf_spmd.models.spec import AttentionRule, ModelSpec, spec_from_config
 from rlhf_spmd.models.weights import init_random
 from rlhf_spmd.parallel.collectives import solo
 from rlhf_spmd.parallel.world import World
@@ -57,6 +58,33 @@ SHAPES: dict[str, dict[str, object]] = {
         "num_attention_heads": 8,
         "num_key_value_heads": 4,
     },
+    "gemma2-odd": {
+        "model_type": "gemma2",
+        "vocab_size": 517,
+        "hidden_size": 40,
+        "intermediate_size": 86,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 10,
+        "sliding_window": 37,
+        "attn_logit_softcapping": 0.5,
+        "final_logit_softcapping": 0.5,
+    },
+    "qwen3-moe": {
+        "model_type": "qwen3_moe",
+        "vocab_size": 300,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "moe_intermediate_size": 20,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 16,
+        "num_experts": 14,
+        "num_experts_per_tok": 3,
+        "norm_topk_prob": True,
+    },
 }
 
 
@@ -76,7 +104,7 @@ class CacheAttention:
             room = self.keys[i].new_zeros(self.keys[i].shape[0], self.keys[i].shape[1], n, self.keys[i].shape[3])
             self.keys[i], self.values[i] = torch.cat([self.keys[i], room], 2), torch.cat([self.values[i], room], 2)
 
-    def attend(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
         """Sequences with equally many new tokens share one padded call of attend_exact."""
         out = torch.empty_like(q)
         starts, groups, at = {}, {}, 0
@@ -97,20 +125,24 @@ class CacheAttention:
                 batch_k[row, :, :length] = self.keys[i][layer_index]
                 batch_v[row, :, :length] = self.values[i][layer_index]
                 query = (length - n + torch.arange(n)).repeat_interleave(group_size)
-                allowed[row, 0] = torch.arange(longest) <= query[:, None]
+                allowed[row, 0] = visible(query, torch.arange(longest), rule.window)
             rows = torch.stack([q[starts[i] : starts[i] + n] for i in members])
             rows = rows.view(len(members), n, k.shape[1], group_size, -1).transpose(1, 2).flatten(2, 3)
-            mixed = attend_exact(rows, batch_k, batch_v, allowed).unflatten(2, (n, group_size)).transpose(1, 2)
+            mixed = attend_exact(rows, batch_k, batch_v, rule, allowed).unflatten(2, (n, group_size)).transpose(1, 2)
             for row, i in enumerate(members):
                 out[starts[i] : starts[i] + n] = mixed[row].reshape(n, q.shape[1], -1)
         return out
 
 
-@pytest.fixture(params=["medium", "highest"])
+@pytest.fixture(params=["medium", "highest", "kernels"])  # oneDNN, MKL, our own
 def precision(request: pytest.FixtureRequest) -> Iterator[str]:
     before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(request.param)
-    yield request.param
+    if request.param == "kernels":
+        yield request.param
+    else:
+        torch.set_float32_matmul_precision(request.param)
+        with kernels.suspended():
+            yield request.param
     torch.set_float32_matmul_precision(before)
 
 
@@ -123,7 +155,7 @@ def build(config: dict[str, object], dtype: torch.dtype, tp: object = None) -> D
 def packed_log_probs(decoder: Decoder, sequences: list[Tensor], chunk_rows: int | None = None) -> list[Tensor]:
     """log p of each next token, one tensor per sequence, from one training forward over all of them."""
     ids = torch.cat(sequences)
-    attention = PackedAttention([len(s) for s in sequences])
+    attention = PackedAttention([len(s) for s in sequences], backend="torch")
     labels = torch.cat([s.roll(-1) for s in sequences])
 
     def head(d: Decoder, hidden: Tensor) -> Tensor:
@@ -204,6 +236,6 @@ def _exact_under_tp(world: World, config: dict[str, object]) -> None:
         assert torch.equal(part, torch.cat(packed))
 
 
-@pytest.mark.parametrize("tp", [2, 4])
-def test_exact_under_tensor_parallelism(tp: int) -> None:
-    run_ranks(tp, _exact_under_tp, SHAPES["qwen3"])
+@pytest.mark.parametrize(("tp", "shape"), [(2, "qwen3"), (4, "qwen3"), (2, "gemma2-odd"), (4, "qwen3-moe")])
+def test_exact_under_tensor_parallelism(tp: int, shape: str) -> None:
+    run_ranks(tp, _exact_under_tp, SHAPES[shape])

@@ -31,6 +31,7 @@ JOBS: dict[str, tuple[int, tuple[str, ...]]] = {
     "raise": (2, ("algorithm.name=outside.raising",)),
     "nan": (2, ("algorithm.name=outside.raising", "algorithm.fault=nan")),
     "reward": (2, ("reward.function=outside.rewards:often_fails", "reward.max_failure_rate=0.2")),
+    "transition": (2, ("algorithm.name=outside.transition", "models.actor.layout.tp=2", "models.critic.layout.zero=3")),
     "kill": (3, (*APART, "models.critic.pool=b")),
 }
 
@@ -130,7 +131,7 @@ def gone(pid: int) -> bool:
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]:
     tasks.task()
     directory = tmp_path_factory.mktemp("no_hang")
-    return run_together(directory, "swapped", "shorter", "raise") | run_together(directory, "kill", "nan", "reward")
+    return run_together(directory, "swapped", "shorter", "raise", "transition") | run_together(directory, "kill", "nan", "reward")
 
 
 @pytest.mark.parametrize("name", JOBS)
@@ -197,6 +198,19 @@ def test_a_loss_that_raises_on_one_rank(jobs: dict[str, Job]) -> None:
     assert Path(job.status["last_checkpoint"]).name == "step_1"
     assert 'raise KeyError("no such field")' in job.said  # a defect of a program: its traceback, once
     assert job.said.count("Traceback") == 1
+
+
+def test_a_transition_between_layouts_that_fails_on_one_rank(jobs: dict[str, Job]) -> None:
+    job = jobs["transition"]
+    line = check(job, "error", 1, ("actor.generate_sequences",), 2)
+    assert re.fullmatch(
+        r"rank 1 failed in actor\.generate_sequences \(call \d+, [a-z_]+\.py:\d+, step 2\): MemoryError: "
+        r"no room for the third bucket",
+        line,
+    )
+    assert job.status["rank"] == 1 and Path(job.status["last_checkpoint"]).name == "step_1"
+    saved = tasks.read_run(job.run_dir)  # verifies the hash of every piece
+    assert saved.weights and not any(tensor.isnan().any() for tensor in saved.weights.values())
 
 
 def test_a_loss_that_is_not_a_number(jobs: dict[str, Job]) -> None:

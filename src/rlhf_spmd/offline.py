@@ -18,13 +18,14 @@ from rlhf_spmd.workers.config import RoleConfig
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """``path``: a Hugging Face directory. ``dtype`` auto: bfloat16 on GPUs, float32 on CPUs."""
+    """``path``: a Hugging Face directory. ``dtype`` auto: bfloat16 on GPUs, float32 on CPUs. ``attention``: as a role's."""
 
     path: str
     dtype: str = "auto"
+    attention: str = "auto"
 
     def check(self, where: str) -> None:
-        RoleConfig(dtype=self.dtype).check(where)
+        RoleConfig(dtype=self.dtype, attention=self.attention).check(where)
 
     def torch_dtype(self, device: torch.device) -> torch.dtype:
         return RoleConfig(dtype=self.dtype).torch_dtype(device)

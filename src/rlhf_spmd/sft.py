@@ -101,6 +101,7 @@ def prepare(path: str | None, overrides: Sequence[str], world_size: int) -> Prep
 def check_context(prompts: DataConfig, sampling: SamplingConfig, plan: RolePlan) -> None:
     """Validation prompts and their responses against the model's context. Raises ValueError with both sides."""
     assert plan.spec is not None
+    sampling.check_ids(plan.spec.vocab_size, () if sampling.ignore_eos else plan.spec.eos_token_ids, "val_sampling")
     longest = prompts.max_prompt_length + (sampling.max_response_length or prompts.max_response_length)
     if longest > plan.spec.max_position_embeddings:
         raise ValueError(

@@ -105,6 +105,7 @@ def export_config(config: dict[str, Any], specs: Sequence[Spec]) -> dict[str, An
         config["torch_dtype"] = dtype
     if VALUE_HEAD in names:
         family = (config.get("architectures") or ["Model"])[0].split("For")[0].removesuffix("Model")
+        family += "Text" if str(config.get("model_type")).endswith("_text") else ""  # Gemma3TextForSequenceClassification
         config |= {"architectures": [f"{family}ForSequenceClassification"], "num_labels": 1, "tie_word_embeddings": False}
         config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     elif config.get("tie_word_embeddings") and "lm_head.weight" in names:

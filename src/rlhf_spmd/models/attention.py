@@ -10,6 +10,7 @@ Shape legend: B sequences, H KV heads, G query heads per KV head, R query rows (
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -19,9 +20,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from rlhf_spmd import kernels
+from rlhf_spmd.models.spec import AttentionRule
+
 MIN_ROWS = 4  # MKL multiplies fewer rows with other kernels, with other rounding
 ONEDNN_MIN_SIZE = 16**3  # torch gives products of at most so many multiplications to MKL even where oneDNN is chosen
 HEAD_ALIGN = 8  # MKL is not exact for p v with 10 columns; none of the multiples of 8 showed that
+ATTENTION = ("auto", "torch", "cpp")
 KEY_BLOCK = 64
 QUERY_BLOCK = 64  # queries whose keys are cut at one length: skips most of the future in long sequences
 MAX_SCORES = 1 << 22  # elements of one score matrix on CPU; larger buckets are cut into several
@@ -51,10 +56,18 @@ def _attention_rows(q: Tensor) -> int:
     return exact_rows(q.shape[0] * q.shape[1] * q.shape[3] * KEY_BLOCK)
 
 
-def _probabilities(q: Tensor, k: Tensor, allowed: Tensor | None) -> Tensor:
-    """softmax(q k^T / sqrt(D)) [B, H, R, L]. ``allowed`` broadcasts to the last columns of the scores."""
+def _scores(q: Tensor, k: Tensor, rule: AttentionRule) -> Tensor:
+    """q k^T * scale [B, H, R, L], and its tanh after division by the softcap where there is one: still to be multiplied by it."""
     scores = torch.matmul(q, k.transpose(-1, -2))
-    scores *= 1 / math.sqrt(q.shape[-1])
+    scores *= rule.scale
+    return scores if rule.softcap is None else scores.div_(rule.softcap).tanh_()
+
+
+def _probabilities(q: Tensor, k: Tensor, allowed: Tensor | None, rule: AttentionRule) -> Tensor:
+    """The rule's softmax [B, H, R, L]. ``allowed`` broadcasts to the last columns of the scores."""
+    scores = _scores(q, k, rule)
+    if rule.softcap is not None:
+        scores *= rule.softcap
     if allowed is not None:
         scores[..., scores.shape[-1] - allowed.shape[-1] :].masked_fill_(~allowed, -math.inf)
     return torch.softmax(scores, -1)
@@ -71,34 +84,40 @@ def _weighted_values(p: Tensor, v: Tensor) -> Tensor:
     return out[..., :dim]
 
 
-def _input_gradients(p: Tensor, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _input_gradients(
+    p: Tensor, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, rule: AttentionRule
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v from the probabilities and the gradient of the output. Not under the exactness rules."""
     grad_v = torch.matmul(p.transpose(-1, -2), grad)
     grad_scores = torch.matmul(grad, v.transpose(-1, -2))
     grad_scores *= p
     grad_scores -= p * grad_scores.sum(-1, keepdim=True)
-    grad_scores *= 1 / math.sqrt(q.shape[-1])
+    if rule.softcap is not None:
+        grad_scores *= 1 - _scores(q, k, rule).square_()
+    grad_scores *= rule.scale
     return torch.matmul(grad_scores, k), torch.matmul(grad_scores.transpose(-1, -2), q), grad_v
 
 
 class _AttendExact(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None) -> Tensor:
-        p = _probabilities(q, k, allowed)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, rule: AttentionRule) -> Tensor:
+        p = _probabilities(q, k, allowed, rule)
         ctx.save_for_backward(q, k, v, p)
+        ctx.rule = rule
         return _weighted_values(p, v)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         q, k, v, p = ctx.saved_tensors
-        return *_input_gradients(p, q, k, v, grad), None
+        return *_input_gradients(p, q, k, v, grad, ctx.rule), None, None
 
 
-def attend_exact(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None = None) -> Tensor:
+def attend_exact(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, allowed: Tensor | None = None) -> Tensor:
     """Attention of rows q [B, H, R, D] over keys k and values v [B, H, L, D] -> [B, H, R, D], in q's dtype.
 
-    ``allowed`` [B or 1, 1, R, L] (bool): which keys a row sees; None: all of them. A row that sees no key gives NaN.
+    ``allowed`` [B or 1, 1, R, L] (bool): which keys a row sees, the rule's window included; None: all of them. A row that sees
+    no key gives NaN.
     Keys and values that no row sees must still be finite. L is padded here to a multiple of KEY_BLOCK, R to a few rows:
     callers that gather pages of such a length pay no copy. With grouped-query attention the G query heads of a KV head are
     rows: q [B, H, S * G, D]. bf16 is computed in fp32.
@@ -117,7 +136,7 @@ def attend_exact(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None = None)
             allowed = F.pad(allowed, (0, 0, 0, enough - rows), value=True)
     if dtype in (torch.bfloat16, torch.float16):
         q, k, v = q.float(), k.float(), v.float()
-    out = _AttendExact.apply(q.contiguous(), k.contiguous(), v.contiguous(), allowed)
+    out = _AttendExact.apply(q.contiguous(), k.contiguous(), v.contiguous(), allowed, rule)
     return out[:, :, :rows].to(dtype)
 
 
@@ -167,15 +186,43 @@ class _Bucket:
         self.scatter(keys[:, :, : self.num_queries].transpose(1, 2), out)
 
 
-def _causal_blocks(num_queries: int, group_size: int, device: torch.device) -> list[tuple[slice, int, Tensor]]:
-    """(query rows, number of keys, which of the last keys they see) per block of QUERY_BLOCK queries."""
+def attend_dense(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, allowed: Tensor | None) -> Tensor:
+    """torch's own attention, for devices other than CPU: q [B, H * G, R, D], k and v [B, H, L, D] -> [B, H * G, R, D].
+
+    ``allowed`` None is causal, else it includes the rule's window. torch's kernels have no softcap: plain products then.
+    """
+    if rule.softcap is None:
+        causal = allowed is None
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=allowed, is_causal=causal, scale=rule.scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
+    if allowed is None:
+        allowed = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = torch.tanh(torch.matmul(q, k.transpose(-1, -2)) * (rule.scale / rule.softcap)) * rule.softcap
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)).masked_fill(~allowed, -math.inf)
+    return torch.matmul(torch.softmax(scores, -1).to(v.dtype), v)
+
+
+def visible(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
+    """Which keys (positions [L]) each query (positions [..., R]) sees: [..., R, L]."""
+    ahead = queries[..., None] - keys
+    return ahead >= 0 if window is None else (ahead >= 0) & (ahead < window)
+
+
+def _causal_blocks(
+    num_queries: int, group_size: int, window: int | None, device: torch.device
+) -> list[tuple[slice, slice, Tensor]]:
+    """(query rows, keys, which of the last of those keys they see) per block of QUERY_BLOCK queries."""
     blocks = []
     for first in range(0, num_queries, QUERY_BLOCK):
         last = min(first + QUERY_BLOCK, num_queries)
         num_keys = round_up(last, KEY_BLOCK)
         rows = slice(first * group_size, last * group_size)
         query = torch.arange(first, last, device=device).repeat_interleave(group_size)
-        blocks.append((rows, num_keys, torch.arange(first, num_keys, device=device) <= query[:, None]))
+        oldest = 0 if window is None else max(first - window + 1, 0) // KEY_BLOCK * KEY_BLOCK
+        masked = torch.arange(first if window is None else oldest, num_keys, device=device)
+        blocks.append((rows, slice(oldest, num_keys), visible(query, masked, window)))
     return blocks
 
 
@@ -183,28 +230,28 @@ class _PackedExact(torch.autograd.Function):
     """All buckets of a packed batch in one autograd node: no slices, pads or copies for autograd to undo one by one."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, buckets: list[_Bucket]) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, buckets: list[_Bucket], rule: AttentionRule) -> Tensor:
         kv_heads, group_size = k.shape[1], q.shape[1] // k.shape[1]
         out = torch.empty_like(q)
         keep: list[Tensor] = []
         for bucket in buckets:
             rows, keys, values = bucket.queries(q, kv_heads), bucket.keys(k), bucket.keys(v)
             mixed = torch.empty_like(rows)
-            for block, num_keys, allowed in _causal_blocks(bucket.num_queries, group_size, q.device):
+            for block, near, allowed in _causal_blocks(bucket.num_queries, group_size, rule.window, q.device):
                 queries = pad_rows(rows[:, :, block], _attention_rows(rows), 2).contiguous()
-                visible = F.pad(allowed, (0, 0, 0, queries.shape[2] - allowed.shape[0]), value=True)
-                p = _probabilities(queries, keys[:, :, :num_keys].contiguous(), visible)
-                mixed[:, :, block] = _weighted_values(p, values[:, :, :num_keys])[:, :, : allowed.shape[0]]
+                seen = F.pad(allowed, (0, 0, 0, queries.shape[2] - allowed.shape[0]), value=True)
+                p = _probabilities(queries, keys[:, :, near].contiguous(), seen, rule)
+                mixed[:, :, block] = _weighted_values(p, values[:, :, near])[:, :, : allowed.shape[0]]
                 if any(ctx.needs_input_grad):
                     keep.append(p[:, :, : allowed.shape[0]])
             bucket.scatter_queries(mixed, out)
         ctx.save_for_backward(q, k, v, *keep)
-        ctx.buckets = buckets
+        ctx.buckets, ctx.rule = buckets, rule
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         q, k, v, *keep = ctx.saved_tensors
         kv_heads, group_size = k.shape[1], q.shape[1] // k.shape[1]
         grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
@@ -217,16 +264,52 @@ class _PackedExact(torch.autograd.Function):
                 dropped = ~bucket.valid[:, None, :, None].expand(-1, -1, -1, group_size).reshape(len(rows), 1, -1, 1)
                 grad_rows.masked_fill_(dropped, 0)
             out_rows, out_keys, out_values = torch.empty_like(rows), torch.zeros_like(keys), torch.zeros_like(values)
-            for block, num_keys, _ in _causal_blocks(bucket.num_queries, group_size, q.device):
-                near = (slice(None), slice(None), slice(0, num_keys))
-                parts = _input_gradients(next(saved), rows[:, :, block], keys[near], values[near], grad_rows[:, :, block])
+            for block, near, _ in _causal_blocks(bucket.num_queries, group_size, ctx.rule.window, q.device):
+                some = (rows[:, :, block], keys[:, :, near], values[:, :, near], grad_rows[:, :, block])
+                parts = _input_gradients(next(saved), *some, ctx.rule)
                 out_rows[:, :, block] = parts[0]
-                out_keys[near] += parts[1]
-                out_values[near] += parts[2]
+                out_keys[:, :, near] += parts[1]
+                out_values[:, :, near] += parts[2]
             bucket.scatter_queries(out_rows, grad_q)
             bucket.scatter_keys(out_keys, grad_k)
             bucket.scatter_keys(out_values, grad_v)
-        return grad_q, grad_k, grad_v, None
+        return grad_q, grad_k, grad_v, None, None
+
+
+class _PackedKernel(torch.autograd.Function):
+    """The C++ kernel: nothing of the size of the scores is kept for the backward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, found: kernels.Kernels, q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, rule: AttentionRule
+    ) -> Tensor:
+        out, log_sums = found.attend_packed(q, k, v, bounds, rule.scale, rule.softcap, rule.window)
+        ctx.save_for_backward(q, k, v, bounds, out, log_sums)
+        ctx.found, ctx.rule = found, rule
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, Tensor, Tensor, None, None]:
+        q, k, v, bounds, out, log_sums = ctx.saved_tensors
+        rule = ctx.rule
+        grads = ctx.found.attend_packed_backward(q, k, v, bounds, rule.scale, rule.softcap, rule.window, out, log_sums, grad)
+        return None, *grads, None, None
+
+
+def choose_attention(wanted: str, dtype: torch.dtype, device: torch.device, where: str) -> str:
+    """What ``wanted``, one of ATTENTION, comes to: cpp or torch. Raises ValueError if cpp is wanted where it cannot be."""
+    if wanted not in ATTENTION:
+        raise ValueError(f"{where}={wanted!r} is not known; allowed: {', '.join(ATTENTION)}")
+    if wanted == "torch":
+        return wanted
+    found = kernels.ready(torch.empty(0, dtype=dtype, device=device)) is not None
+    if wanted == "cpp" and not found:
+        raise ValueError(
+            f"{where}=cpp: the C++ kernels compute float32 and bfloat16 on the CPU where a C++ compiler is installed, here "
+            f"{dtype} on {device.type}; set it to auto or torch"
+        )
+    return "cpp" if found else "torch"
 
 
 class PackedAttention:
@@ -236,23 +319,30 @@ class PackedAttention:
     Sequences are sorted and padded to a common length only inside the attention, among sequences of similar length.
     """
 
-    def __init__(self, lengths: Sequence[int], device: torch.device | str = "cpu") -> None:
+    def __init__(self, lengths: Sequence[int], device: torch.device | str = "cpu", backend: str = "auto") -> None:
         self.lengths = [int(n) for n in lengths]
         assert all(n >= 0 for n in self.lengths), f"negative sequence length in {self.lengths}"
         self.device = torch.device(device)
         self.num_tokens = sum(self.lengths)
         self.positions = torch.cat([torch.arange(n) for n in self.lengths] or [torch.arange(0)]).to(self.device)
+        self._kernels = backend != "torch"
+        self._bounds = torch.tensor([0, *itertools.accumulate(self.lengths)])
         self._buckets: dict[int, list[_Bucket]] = {}
 
-    def attend(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [T, H * G, D], k and v [T, H, D] -> [T, H * G, D]. Every layer is alike; ``layer_index`` is not used."""
+    def attend(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
+        """q [T, H * G, D], k and v [T, H, D] -> [T, H * G, D]. Nothing is kept between layers: ``layer_index`` is not used."""
         assert q.shape[0] == self.num_tokens, f"{q.shape[0]} tokens for sequences of {self.num_tokens} in all"
+        found = kernels.ready(q) if self._kernels else None
+        if found is not None:
+            if torch.is_grad_enabled():
+                return _PackedKernel.apply(found, q, k, v, self._bounds, rule)
+            return found.attend_packed(q, k, v, self._bounds, rule.scale, rule.softcap, rule.window)[0]
         buckets = self._bucket(q.shape[1])
         if q.device.type != "cpu":
-            return self._attend_sdpa(q, k, v, buckets)
+            return self._attend_sdpa(q, k, v, buckets, rule)
         if q.dtype in (torch.bfloat16, torch.float16):
-            return _PackedExact.apply(q.float(), k.float(), v.float(), buckets).to(q.dtype)
-        return _PackedExact.apply(q, k, v, buckets)
+            return _PackedExact.apply(q.float(), k.float(), v.float(), buckets, rule).to(q.dtype)
+        return _PackedExact.apply(q, k, v, buckets, rule)
 
     def _bucket(self, num_heads: int) -> list[_Bucket]:
         if num_heads not in self._buckets:
@@ -280,11 +370,13 @@ class PackedAttention:
             ]
         return self._buckets[num_heads]
 
-    def _attend_sdpa(self, q: Tensor, k: Tensor, v: Tensor, buckets: list[_Bucket]) -> Tensor:
+    def _attend_sdpa(self, q: Tensor, k: Tensor, v: Tensor, buckets: list[_Bucket], rule: AttentionRule) -> Tensor:
         out = torch.zeros_like(q)
         for bucket in buckets:
             queries, keys, values = (bucket.gather(x).transpose(1, 2) for x in (q, k, v))
-            mixed = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True).transpose(1, 2)
+            at = torch.arange(bucket.num_queries, device=q.device)
+            allowed = None if rule.window is None else visible(at, at, rule.window)
+            mixed = attend_dense(queries, keys, values, rule, allowed).transpose(1, 2)
             flat = mixed.reshape(-1, *q.shape[1:])
             out = out.index_copy(0, bucket.target, flat if bucket.full else flat[bucket.valid.reshape(-1)])
         return out

@@ -6,20 +6,28 @@ Parameters are plain local tensors; tensor parallelism is explicit and costs not
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from rlhf_spmd.models.attention import exact_rows, pad_rows
-from rlhf_spmd.models.layers import Linear, RMSNorm, rope_frequencies, rope_tables, rotate, swiglu
+from rlhf_spmd.models.activations import run, run_again, run_part, run_part_again, save_on_host
+from rlhf_spmd.models.attention import exact_rows, pad_rows, round_up
+from rlhf_spmd.models.experts import mix_experts
+from rlhf_spmd.models.layers import GATED, Linear, RMSNorm, multiply, rope_frequencies, rope_tables, rotate
 from rlhf_spmd.models.sharding import fused_blocks, plan_params, vocab_range
-from rlhf_spmd.models.spec import ModelSpec
-from rlhf_spmd.models.tensor_parallel import copy_to_tp, reduce_from_tp, vocab_parallel_embedding
+from rlhf_spmd.models.spec import AttentionRule, ModelSpec
+from rlhf_spmd.models.tensor_parallel import (
+    copy_to_tp,
+    gather_to_tp,
+    gather_whole,
+    reduce_from_tp,
+    scatter_from_tp,
+    vocab_parallel_embedding,
+)
 from rlhf_spmd.parallel.boxes import ParamShard
 from rlhf_spmd.parallel.collectives import Group
 from rlhf_spmd.parallel.layout import stage_layers
@@ -30,22 +38,27 @@ class Attention(Protocol):
 
     positions: Tensor  # [T]
 
-    def attend(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
         """q [T, Hq, D], k and v [T, Hkv, D], rotated -> [T, Hq, D]. ``layer_index`` counts from 0 within the stage."""
 
 
 class Block(nn.Module):
-    """One transformer layer on one tensor-parallel rank. ``shards``: its part of plan_params, names within the block."""
+    """One transformer layer on one tensor-parallel rank. ``shards``: its part of plan_params, names within the block.
+
+    ``index`` counts within the stage, ``layer`` within the model.
+    """
 
     def __init__(
         self,
         spec: ModelSpec,
         shards: dict[str, ParamShard],
         index: int,
+        layer: int,
         tp: Group,
         blocks: int,
         dtype: torch.dtype,
         device: torch.device,
+        sequence_parallel: bool,
     ) -> None:
         super().__init__()
 
@@ -53,9 +66,16 @@ class Block(nn.Module):
             return Linear(shards[f"{name}.weight"].shape, f"{name}.bias" in shards, dtype, device)
 
         def norm(size: int) -> RMSNorm:
-            return RMSNorm(size, spec.rms_norm_eps, dtype, device)
+            return RMSNorm(size, spec.rms_norm_eps, spec.norm_plus_one, dtype, device)
 
         self.index, self.tp = index, tp
+        self._enter_tp = gather_to_tp if sequence_parallel else copy_to_tp
+        self._leave_tp = scatter_from_tp if sequence_parallel else reduce_from_tp
+        # how the parts of the layer run: as they are, or so that the backward pass computes them again
+        self.run_entry: Callable[..., Tensor] = run_part
+        self.run_part: Callable[..., Tensor] = run_part
+        self.rule, self.experts = spec.attention_rule(layer), spec.experts_of(layer)
+        self.activation = GATED[spec.hidden_act]
         self.qkv_blocks, self.gate_up_blocks = fused_blocks(spec, tp.size, blocks)
         self.head_dim = spec.head_dim
         self.num_heads = spec.num_attention_heads // tp.size
@@ -65,20 +85,49 @@ class Block(nn.Module):
         self.q_norm = norm(spec.head_dim) if spec.qk_norm else None
         self.k_norm = norm(spec.head_dim) if spec.qk_norm else None
         self.out = linear("out")
+        self.attention_norm = norm(spec.hidden_size) if spec.names.attention_norm else None
         self.post_norm = norm(spec.hidden_size)
+        self.router = linear("router") if self.experts else None
         self.gate_up = linear("gate_up")
         self.down = linear("down")
+        self.mlp_norm = norm(spec.hidden_size) if spec.names.mlp_norm else None
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention, num_tokens: int) -> Tensor:
-        """x [max(T, min_rows), hidden] -> the same; rows from ``num_tokens`` on are padding."""
-        normal = copy_to_tp(self.input_norm(x), self.tp)
-        q, k, v = self._heads(F.linear(normal, self.qkv.weight, self.qkv.bias), cos, sin)
-        mixed = attention.attend(self.index, q[:num_tokens], k[:num_tokens], v[:num_tokens])
-        mixed = pad_rows(mixed.flatten(1), x.shape[0])
-        x = x + self._leave(mixed, self.out, "attention")
-        gate_up = F.linear(copy_to_tp(self.post_norm(x), self.tp), self.gate_up.weight)
-        inner = swiglu(gate_up.view(x.shape[0] * self.gate_up_blocks, -1)).view(x.shape[0], -1)
-        return x + self._leave(inner, self.down, "mlp")
+        """x [R, hidden] -> the same: all rows, of which those from ``num_tokens`` on are padding, or with sequence parallelism
+        this rank's R / t of them. ``cos`` and ``sin`` are of all R rows."""
+        qkv = self.run_entry(self._enter, x, self.input_norm, self.qkv)
+        mixed = self.run_part(self._mix, qkv, cos, sin, attention, num_tokens)
+        x = x + self._leave(mixed, self.out, self.attention_norm, "attention")
+        if self.router is None:
+            partial = self.run_part(self._activate, self.run_entry(self._enter, x, self.post_norm, self.gate_up))
+        else:
+            partial = self.run_part(self._mix_experts, x)
+        return x + self._leave(partial, self.down, self.mlp_norm, "mlp")
+
+    def _enter(self, recomputed: bool, x: Tensor, norm: RMSNorm, linear: Linear) -> Tensor:
+        """Norm and column-parallel matrix: [R, hidden], or this rank's rows of it -> all rows of this rank's columns."""
+        return multiply(self._enter_tp(norm(x), self.tp), linear.weight, linear.bias, recomputed)
+
+    def _mix(self, recomputed: bool, qkv: Tensor, cos: Tensor, sin: Tensor, attention: Attention, num_tokens: int) -> Tensor:
+        """The attention, and this rank's part of its output matrix: [R, (Hq + 2 Hkv) * D] -> [R, hidden], to be summed."""
+        q, k, v = self._heads(qkv, cos, sin)
+        mixed = attention.attend(self.index, q[:num_tokens], k[:num_tokens], v[:num_tokens], self.rule)
+        return multiply(pad_rows(mixed.flatten(1), qkv.shape[0]), self.out.weight, recomputed=recomputed)
+
+    def _activate(self, recomputed: bool, gate_up: Tensor) -> Tensor:
+        """The gated activation, and this rank's part of the last matrix: [R, 2n] -> [R, hidden], to be summed."""
+        rows = gate_up.shape[0]
+        inner = self.activation(gate_up.view(rows * self.gate_up_blocks, -1)).view(rows, -1)
+        return multiply(inner, self.down.weight, recomputed=recomputed)
+
+    def _mix_experts(self, recomputed: bool, x: Tensor) -> Tensor:
+        """Norm and mixture of experts: [R, hidden], or this rank's rows of it -> [R, hidden], to be summed."""
+        assert self.router is not None and self.experts is not None
+        rows = self._enter_tp(self.post_norm(x), self.tp)
+        # every rank weighs its own slices of the experts: the router's gradient is a sum over tp
+        router = copy_to_tp(self.router.weight, self.tp)
+        weights = (router, self.gate_up.weight, self.down.weight)
+        return mix_experts(rows, *weights, self.experts, self.activation, self.gate_up_blocks)
 
     def _heads(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[T, (Hq + 2 Hkv) * D] -> q [T, Hq, D], k and v [T, Hkv, D], q and k normed (where the family does) and rotated."""
@@ -98,10 +147,11 @@ class Block(nn.Module):
         q, k = (rotate(norm(x, copy_to_tp(norm.weight, self.tp)), cos, sin) for x, norm in with_heads)
         return q, k, v
 
-    def _leave(self, x: Tensor, linear: Linear, label: str) -> Tensor:
-        """A row-parallel matrix; its bias, which every rank holds whole, is added after the sum."""
-        total = reduce_from_tp(F.linear(x, linear.weight), self.tp, label)
-        return total if linear.bias is None else total + linear.bias
+    def _leave(self, partial: Tensor, linear: Linear, norm: RMSNorm | None, label: str) -> Tensor:
+        """The sum of a row-parallel matrix's parts; its bias, which every rank holds whole, is added after the sum; the norm."""
+        total = self._leave_tp(partial, self.tp, label)
+        total = total if linear.bias is None else total + linear.bias
+        return total if norm is None else norm(total)
 
 
 class Decoder(nn.Module):
@@ -110,6 +160,9 @@ class Decoder(nn.Module):
     ``head``: "lm", "value" or "none". ``shards`` is plan_params of this rank; parameter names are its keys. ``layer_ids`` are
     the global indices of ``layers``. ``blocks``: the order inside fused parameters, see plan_params; a generation module takes
     t / t_g. A tied model with pp > 1 holds the shared matrix twice, see :attr:`tied_ends`.
+
+    ``sequence_parallel``: outside attention and MLP each tp rank holds 1 / t of the rows (``slices`` is t), between stages too; the
+    gradients of the parameters named in ``scattered`` are then parts, to be summed over tp. The forward pass has the same bits.
     """
 
     def __init__(
@@ -122,6 +175,7 @@ class Decoder(nn.Module):
         dtype: torch.dtype,
         device: torch.device | str,
         blocks: int = 1,
+        sequence_parallel: bool = False,
     ) -> None:
         super().__init__()
         device = torch.device(device)
@@ -130,10 +184,15 @@ class Decoder(nn.Module):
         self.shards = plan_params(spec, head, stage, pp, tp.rank, tp.size, blocks)
         self.layer_ids = stage_layers(spec.num_hidden_layers, pp, stage)
         self.vocab_range = vocab_range(spec.vocab_size, tp.rank, tp.size)
-        self.activation_checkpointing = False
-        matrices = [shard.shape for name, shard in self.shards.items() if name.startswith("layers.") and len(shard.shape) == 2]
+        self.slices = tp.size if sequence_parallel else 1
+        # replicated vectors of this size act on the residual stream: norms, and biases that are added after a sum
+        residual = {name for name, shard in self.shards.items() if shard.replicated and shard.shape == (spec.hidden_size,)}
+        self.scattered = residual if self.slices > 1 else set()
+        whole = plan_params(spec, "none", 0, 1, tp.rank, tp.size, blocks)  # of all layers: stages must agree on the padding
+        matrices = [shard.shape for name, shard in whole.items() if name.startswith("layers.") and len(shard.shape) == 2]
         self.min_rows = max(exact_rows(math.prod(shape)) for shape in matrices)
-        self._frequencies = rope_frequencies(spec)  # no buffer: it must survive construction on the meta device
+        # no buffers: they must survive construction on the meta device
+        self._frequencies = {local: rope_frequencies(spec, local) for local in set(map(spec.local_rope, self.layer_ids))}
 
         def holder(name: str) -> Linear | None:
             shard = self.shards.get(f"{name}.weight")
@@ -141,15 +200,35 @@ class Decoder(nn.Module):
 
         self.embed = holder("embed")
         self.layers = nn.ModuleList()
-        for index in range(len(self.layer_ids)):
+        for index, layer in enumerate(self.layer_ids):
             prefix = f"layers.{index}."
             shards = {name[len(prefix) :]: shard for name, shard in self.shards.items() if name.startswith(prefix)}
-            self.layers.append(Block(spec, shards, index, tp, blocks, dtype, device))
-        self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, dtype, device) if self.is_last else None
+            self.layers.append(Block(spec, shards, index, layer, tp, blocks, dtype, device, self.slices > 1))
+        self.keep_activations()
+        norm = (spec.hidden_size, spec.rms_norm_eps, spec.norm_plus_one)
+        self.norm = RMSNorm(*norm, dtype, device) if self.is_last else None
         self.head = holder("head")
         built = {name: tuple(parameter.shape) for name, parameter in self.named_parameters()}
         planned = {name: shard.shape for name, shard in self.shards.items()}
         assert built == planned, f"parameters {built} differ from the plan {planned}"
+
+    def keep_activations(self, checkpointing: str = "none", offload: bool = False) -> None:
+        """What the layers keep for their backward passes. ``checkpointing``: "none": what each operation needs; "selective": the
+        residual stream and the column-parallel products, from which norms, activations and the attention are computed
+        again; "full": the input of each layer. ``offload``: in host memory.
+
+        With sequence parallelism rows that were gathered are not kept but gathered again, in every case.
+        """
+        self._run_layer = run_again if checkpointing == "full" else run
+        self._saving: Callable[..., Any] = save_on_host if offload else lambda *resident: contextlib.nullcontext()
+        for block in self.layers:
+            assert isinstance(block, Block)
+            block.run_part = run_part_again if checkpointing == "selective" else run_part
+            block.run_entry = run_part_again if checkpointing == "none" and self.slices > 1 else block.run_part
+
+    def num_rows(self, num_tokens: int) -> int:
+        """Rows of the hidden state that this rank hands to the next stage for ``num_tokens`` tokens."""
+        return round_up(max(num_tokens, self.min_rows), self.slices) // self.slices if self.slices > 1 else num_tokens
 
     @property
     def is_first(self) -> bool:
@@ -181,24 +260,30 @@ class Decoder(nn.Module):
     def forward(self, inputs: Tensor, attention: Attention, head: Callable[[Decoder, Tensor], Any] | None = None) -> Any:
         """Token ids [T] (first stage) or hidden [T, hidden] -> hidden [T, hidden], after the final norm on the last stage.
 
+        With sequence parallelism the hidden state between stages is [num_rows(T), hidden]: this rank's rows.
         With ``head`` the last stage returns ``head(self, hidden)`` instead: called in here so that under FSDP the root's
         parameters are gathered. Collective over tp: every rank of it must call, in program order.
         """
-        num_tokens = inputs.shape[0]
-        inputs = pad_rows(inputs, self.min_rows)
+        num_tokens = attention.positions.shape[0]
+        rows = round_up(max(num_tokens, self.min_rows), self.slices)
         if self.embed is not None and self.is_first:
-            x = vocab_parallel_embedding(inputs, self.embed.weight, self.vocab_range[0], self.tp)
+            leave = scatter_from_tp if self.slices > 1 else reduce_from_tp
+            x = vocab_parallel_embedding(pad_rows(inputs, rows), self.embed.weight, self.vocab_range[0], self.tp, leave)
+            if self.spec.embed_scale != 1:
+                x = x * torch.tensor(self.spec.embed_scale, dtype=x.dtype).item()
         else:
-            x = inputs
-        if self._frequencies.device != x.device:
-            self._frequencies = self._frequencies.to(x.device)
-        cos, sin = rope_tables(self._frequencies, pad_rows(attention.positions, self.min_rows), x.dtype)
-        for block in self.layers:
-            if self.activation_checkpointing and torch.is_grad_enabled():
-                x = checkpoint(block, x, cos, sin, attention, num_tokens, use_reentrant=False)
-            else:
-                x = block(x, cos, sin, attention, num_tokens)
+            x = pad_rows(inputs, rows // self.slices)
+        self._frequencies = {local: frequency.to(x.device) for local, frequency in self._frequencies.items()}
+        positions = pad_rows(attention.positions, rows)
+        tables = {local: rope_tables(frequency, positions, x.dtype) for local, frequency in self._frequencies.items()}
+        for layer, block in zip(self.layer_ids, self.layers, strict=True):
+            rope = tables[self.spec.local_rope(layer)]
+            with self._saving(block, *rope):
+                x = self._run_layer(block, x, *rope, attention, num_tokens)
         if self.norm is not None:
             x = self.norm(x)
-        x = x[:num_tokens]
+            x = gather_whole(x, self.tp) if self.slices > 1 else x
+        # a tensor of its own also where nothing is cut off: FSDP2 hooks the output of each module, and if this one were the last
+        # block's, ranks with short and long inputs would run their collectives in different orders
+        x = x[: num_tokens if self.is_last else self.num_rows(num_tokens)]
         return x if head is None or not self.is_last else head(self, x)

@@ -1,7 +1,8 @@
 """What comes out of the last stage: log-probs, entropies, logits and values, vocabulary-parallel.
 
 Training never holds logits [T, V]: chunks of rows are computed, reduced to a few numbers per token, dropped, and computed
-again in the backward pass. Generation reduces its logits with the same functions, so its log-probs are bit-equal to training's.
+again in the backward pass: at no time are there more than a chunk's logits [rows, V / t], twice where an entropy is computed or
+has a gradient. Generation reduces its logits with the same functions, so its log-probs are bit-equal to training's.
 
 Each rank reduces its slice of the vocabulary by itself (maximum, sum of exponentials, the label's logit); one gather of those
 numbers, combined in rank order, gives every rank of the tp group the same bits.
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from rlhf_spmd import kernels
 from rlhf_spmd.models.attention import exact_rows, pad_rows
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.parallel.collectives import Group
@@ -26,6 +28,9 @@ CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}  # logits per chunk: about a 
 
 def _project(hidden: Tensor, weight: Tensor) -> Tensor:
     """hidden @ weight.T in fp32 (fp64 for fp64), with enough rows in the product to be exact."""
+    found = kernels.ready(hidden)
+    if found is not None and found.multiplies(hidden, weight):
+        return found.linear(hidden, weight, wide=True)
     rows = hidden.shape[0]
     hidden = pad_rows(hidden, exact_rows(weight.numel()))
     if hidden.dtype in (torch.float32, torch.float64):
@@ -35,17 +40,25 @@ def _project(hidden: Tensor, weight: Tensor) -> Tensor:
     return F.linear(hidden.float(), weight.float())[:rows]
 
 
+def _capped(logits: Tensor, softcap: float | None) -> Tensor:
+    return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
+
+
 def _local_statistics(logits: Tensor, labels: Tensor, first: int, entropy: bool) -> Tensor:
     """[4, T]: maximum, sum of exp(l - max), the label's logit (0 where it lies elsewhere), sum of exp(l - max) * (l - max)
-    (0 unless ``entropy``) over this rank's logits [T, V_local], which are overwritten."""
+    (0 unless ``entropy``) over this rank's logits [T, V_local], which torch overwrites, the kernels do not."""
+    found = kernels.ready(logits)
+    if found is not None:
+        return found.logit_statistics(logits, labels, first, entropy)
     local = labels - first
     inside = (local >= 0) & (local < logits.shape[1])
     at_label = logits.gather(1, local.masked_fill(~inside, 0)[:, None])[:, 0].masked_fill(~inside, 0)
     maximum = logits.amax(-1)
     shifted = logits.sub_(maximum[:, None])
-    exponentials = shifted.exp()
-    weighted = exponentials.mul(shifted).sum(-1) if entropy else torch.zeros_like(maximum)
-    return torch.stack([maximum, exponentials.sum(-1), at_label, weighted])
+    exponentials = shifted.exp() if entropy else shifted.exp_()
+    total = exponentials.sum(-1)
+    weighted = shifted.mul_(exponentials).sum(-1) if entropy else torch.zeros_like(maximum)
+    return torch.stack([maximum, total, at_label, weighted])
 
 
 def _combine(statistics: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
@@ -53,7 +66,11 @@ def _combine(statistics: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
 
     Collective over the group: every rank of it must call, in program order.
     """
-    parts = torch.stack(group.all_gather(statistics, "log_probs")) if group.size > 1 else statistics[None]
+    if group.size == 1:
+        largest, total, label, weighted = statistics
+        log_total = total.log()
+        return (label - largest) - log_total, log_total - weighted / total, largest + log_total
+    parts = torch.stack(group.all_gather(statistics, "log_probs"))
     maxima, sums, at_label, weighted = parts.unbind(1)
     maximum = maxima.amax(0)
     total = torch.zeros_like(maximum)
@@ -79,16 +96,16 @@ class _TokenLogProbs(torch.autograd.Function):
         first: int,
         group: Group,
         temperature: float,
+        softcap: float | None,
         entropy: bool,
         chunk_rows: int,
     ) -> tuple[Tensor, Tensor]:
         parts = []
         for rows in _chunks(hidden.shape[0], chunk_rows):
-            logits = _project(hidden[rows], weight)
-            parts.append(_local_statistics(_tempered(logits, temperature), labels[rows], first, entropy))
+            parts.append(_local_statistics(_scaled(hidden[rows], weight, softcap, temperature), labels[rows], first, entropy))
         log_probs, entropies, log_z = _combine(torch.cat(parts, 1), group)
         ctx.save_for_backward(hidden, weight, labels, log_z, entropies)
-        ctx.settings = (first, group, temperature, chunk_rows)
+        ctx.settings = (first, group, temperature, softcap, chunk_rows)
         ctx.set_materialize_grads(False)  # an entropy that is only reported has no gradient: None, not zeros
         if not entropy:
             ctx.mark_non_differentiable(entropies)
@@ -98,31 +115,47 @@ class _TokenLogProbs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, labels, log_z, entropies = ctx.saved_tensors
-        first, group, temperature, chunk_rows = ctx.settings
+        first, group, temperature, softcap, chunk_rows = ctx.settings
         if grad_log_probs is None:
             grad_log_probs = torch.zeros_like(log_z)
         wide = weight.to(log_z.dtype) if hidden.device.type == "cpu" else weight
         grad_hidden = torch.empty_like(hidden, dtype=log_z.dtype)
         grad_weight = torch.zeros_like(weight, dtype=log_z.dtype) if ctx.needs_input_grad[1] else None
         for rows in _chunks(hidden.shape[0], chunk_rows):
-            log_p = _tempered(_project(hidden[rows], weight), temperature).sub_(log_z[rows, None])
-            grad = log_p.exp().neg_()
-            if grad_entropy is not None:
-                grad *= (log_p.add_(entropies[rows, None])).mul_(grad_entropy[rows, None]).add_(grad_log_probs[rows, None])
-            else:
-                grad *= grad_log_probs[rows, None]
-            local = labels[rows] - first
-            inside = (local >= 0) & (local < grad.shape[1])
-            at_label = grad_log_probs[rows].masked_fill(~inside, 0)
-            grad.scatter_add_(1, local.masked_fill(~inside, 0)[:, None], at_label[:, None])
-            grad = _tempered(grad, temperature).to(wide.dtype)
+            logits = _scaled(hidden[rows], weight, softcap, temperature)
+            slope = None if softcap is None else 1 - (logits * (temperature / softcap)).square_()
+            entropy = None if grad_entropy is None else (entropies[rows, None], grad_entropy[rows, None])
+            grad = _logit_gradients(logits, labels[rows] - first, log_z[rows, None], grad_log_probs[rows, None], entropy)
+            grad = _tempered(grad if slope is None else grad.mul_(slope), temperature).to(wide.dtype)
             grad_hidden[rows] = torch.mm(grad, wide).to(log_z.dtype)
-            if grad_weight is not None:
-                grad_weight += torch.mm(grad.t(), hidden[rows].to(wide.dtype))
+            if grad_weight is not None and grad_weight.dtype == grad.dtype:
+                grad_weight.addmm_(grad.t(), hidden[rows].to(grad.dtype))
+            elif grad_weight is not None:
+                grad_weight += torch.mm(grad.t(), hidden[rows])
+            del logits, slope, grad  # before the next chunk's are made
         # every rank saw its slice of the vocabulary only
         grad_hidden = group.all_reduce(grad_hidden, "head_grad").to(hidden.dtype)
         grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
-        return grad_hidden, grad_weight, None, None, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None, None, None, None
+
+
+def _logit_gradients(
+    logits: Tensor, local: Tensor, log_z: Tensor, grad_log_probs: Tensor, entropy: tuple[Tensor, Tensor] | None
+) -> Tensor:
+    """Gradients of this rank's scaled logits [T, V_local], which are overwritten; the other numbers are [T, 1], but for
+    ``local`` [T], where the labels lie in the slice. ``entropy``: the entropies and their gradients."""
+    log_p = logits.sub_(log_z)
+    if entropy is None:
+        grad = log_p.exp_().neg_().mul_(grad_log_probs)
+    else:
+        grad = log_p.exp().neg_()
+        grad *= log_p.add_(entropy[0]).mul_(entropy[1]).add_(grad_log_probs)
+    inside = ((local >= 0) & (local < grad.shape[1]))[:, None]
+    return grad.scatter_add_(1, local[:, None].masked_fill(~inside, 0), grad_log_probs.masked_fill(~inside, 0))
+
+
+def _scaled(hidden: Tensor, weight: Tensor, softcap: float | None, temperature: float) -> Tensor:
+    return _tempered(_capped(_project(hidden, weight), softcap), temperature)
 
 
 def _tempered(logits: Tensor, temperature: float) -> Tensor:
@@ -152,16 +185,15 @@ def token_log_probs(
     weight = decoder.head_weight
     if chunk_rows is None:
         chunk_rows = max(CHUNK_ELEMENTS.get(hidden.device.type, 1 << 26) // weight.shape[0], 64)
-    log_probs, entropies = _TokenLogProbs.apply(
-        hidden, weight, labels, decoder.vocab_range[0], decoder.tp, float(temperature), entropy, chunk_rows
-    )
+    settings = (decoder.vocab_range[0], decoder.tp, float(temperature), decoder.spec.logit_softcap, entropy, chunk_rows)
+    log_probs, entropies = _TokenLogProbs.apply(hidden, weight, labels, *settings)
     return log_probs, entropies if entropy else None
 
 
 def local_logits(decoder: Decoder, hidden: Tensor) -> Tensor:
     """This rank's slice of the logits [T, V_local] of hidden [T, hidden], fp32 (fp64 for fp64). No gradient: for generation."""
     with torch.no_grad():
-        return _project(hidden, decoder.head_weight)
+        return _capped(_project(hidden, decoder.head_weight), decoder.spec.logit_softcap)
 
 
 def gather_logits(decoder: Decoder, logits: Tensor) -> Tensor:
@@ -191,7 +223,8 @@ def log_probs_of(decoder: Decoder, logits: Tensor, labels: Tensor, temperature: 
     """
     _check_temperature(temperature)
     with torch.no_grad():
-        scaled = _tempered(logits.clone(), temperature)
+        untouched = temperature == 1.0 and kernels.ready(logits) is not None
+        scaled = logits if untouched else _tempered(logits.clone(), temperature)
         return _combine(_local_statistics(scaled, labels, decoder.vocab_range[0], False), decoder.tp)[0]
 
 

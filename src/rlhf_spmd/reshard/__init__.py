@@ -1,11 +1,28 @@
-"""How weights move between layouts: the 3D-HybridEngine between training and generation. Floor 4.
+"""How weights move between layouts: the 3D-HybridEngine between training and generation, and reallocation (ReaL). Floor 4.
 
-``plan`` is pure: which part of which training shard goes where, as intersections of boxes, and the bytes that this takes.
+``plan`` and ``engines`` are pure: which part of which training shard goes where, as intersections of boxes, and what this costs.
 ``execute`` communicates and owns storage: :class:`HybridEngine` with ``to_generation()`` and ``to_training()``.
-It does not know roles, engines or model architectures: it takes shards (boxes) and parameters by name.
+``reallocation`` (pure) and ``move`` take weights from any ranks and layout to any other, and to host memory and back.
+It does not know roles or model architectures: it takes shards (boxes) and parameters by name.
 """
 
+from rlhf_spmd.reshard.engines import ENGINES, Costs, Engine, choose_engine, missing_elements, num_shards
 from rlhf_spmd.reshard.execute import HybridEngine
-from rlhf_spmd.reshard.plan import gather_ranks, plan_gather, plan_homes, transition_bytes
+from rlhf_spmd.reshard.move import Move, Storages, execute_reallocation
+from rlhf_spmd.reshard.reallocation import Holding, plan_reallocation, plan_traffic
 
-__all__ = ["HybridEngine", "gather_ranks", "plan_gather", "plan_homes", "transition_bytes"]
+__all__ = [
+    "ENGINES",
+    "Costs",
+    "Engine",
+    "Holding",
+    "HybridEngine",
+    "Move",
+    "Storages",
+    "choose_engine",
+    "execute_reallocation",
+    "missing_elements",
+    "num_shards",
+    "plan_reallocation",
+    "plan_traffic",
+]

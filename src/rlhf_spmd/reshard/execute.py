@@ -1,27 +1,35 @@
-"""The hybrid engine at work: one model, one set of weights, moved between its training and its generation layout in place.
+"""The hybrid engine at work: one model moved between its training and its generation layout, as its engine's plan says.
 
-To generation, bucket by bucket: allocate the bucket's generation parameters, gather, then give up the training storage whose
-values they now hold. A training parameter that is one slice of a generation parameter becomes a view of it. Others give up
+To generation, bucket by bucket: allocate what the bucket makes, gather, then give up the training storage whose values are in
+the generation storage now. A training parameter that is one slice of a generation parameter becomes a view of it. Others give up
 their storage until they are restored: FSDP2 shards, whose storage belongs to FSDP (it is resized to nothing and back), and
-parameters that lie scattered in the generation shard. Either way no value is held twice, and the peak is the generation
-shard plus one bucket. While ``mode`` is "generation" the training parameters must not be written, and those without a view
-not be read.
+parameters that lie scattered in the generation shard. So with ``zero_redundancy`` no value is held twice, and the peak is the
+generation shard plus buckets. One bucket is on its way while the one before is put into place, so two are in memory.
+
+While ``mode`` is "generation" the training parameters must not be written, and those without a view not be read.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
+import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from rlhf_spmd.parallel.boxes import ParamShard
 from rlhf_spmd.parallel.collectives import RECORDER, Group
-from rlhf_spmd.reshard.plan import Bucket, GatherPlan, Home, Piece, plan_gather, plan_homes, shards_from_json, shards_to_json
-
-LABEL = "reshard"
+from rlhf_spmd.parallel.layout import GenerationLayout
+from rlhf_spmd.reshard.engines import Engine
+from rlhf_spmd.reshard.gather import LABEL, Flight, land_bucket, start_bucket
+from rlhf_spmd.reshard.move import Storages, execute_reallocation
+from rlhf_spmd.reshard.plan import Piece, shards_from_json, shards_to_json
+from rlhf_spmd.reshard.reallocation import RankPlan
 
 
 class HybridEngine:
@@ -31,8 +39,12 @@ class HybridEngine:
     under the same names: plain ``nn.Parameter`` or FSDP2's DTensor, sharded (not gathered).
     generation: the generation module, built on "meta" or any device; the engine replaces its parameters by empty ones on the
     training device and fills them in :meth:`to_generation`. generation_shards: its plan.
-    group: the gather group (``plan.gather_ranks``). keep_buffers: generation storage stays allocated, at fixed addresses,
-    during training (captured CUDA graphs stay valid) at the price of holding it beside the training shard.
+    group: ``engine.gather_ranks`` of pool index ``index`` under ``layout``.
+    buffers: "free": generation storage exists while generating. "keep": it stays allocated, at fixed addresses, during training
+    (captured CUDA graphs stay valid). "offload": as free, and training shards that would be held beside the generation shard
+    wait in host memory, pinned where the device is a GPU.
+    After each transition: ``bytes_received``, ``bytes_sent`` and ``peak_bytes``, the most that live storages held (parameters
+    of both modules, buckets, whole tensors) after any bucket.
     Collective over ``group``: every rank of it must call, in program order. Raises ValueError where the layouts do not fit.
     """
 
@@ -43,67 +55,102 @@ class HybridEngine:
         generation: nn.Module,
         generation_shards: Mapping[str, ParamShard],
         group: Group,
+        engine: Engine,
+        layout: GenerationLayout,
+        index: int,
+        buffers: str = "free",
         bucket_bytes: int = 256 << 20,
-        keep_buffers: bool = False,
     ) -> None:
         self.mode = "training"
-        self.bytes_received = 0  # in the last transition to generation
-        self.group, self.keep_buffers = group, keep_buffers
-        self._shards, self._parameters = dict(train_shards), train_parameters
+        self.bytes_received = self.bytes_sent = self.peak_bytes = 0
+        self.group, self._keep, self._offload = group, buffers == "keep", buffers == "offload"
+        self._shards, self._parameters, self._module = dict(train_shards), train_parameters, generation
         train = self._local()
-        first = next(iter(train.values()))
-        self._generation = materialise(generation, first.device)
+        self._device = next(iter(train.values())).device
+        self._generation = materialise(generation, self._device)
         self._shapes = {name: shard.shape for name, shard in generation_shards.items()}
         assert set(self._generation) == set(self._shapes), "generation module and its plan name different parameters"
         dtypes = {parameter.dtype for parameter in self._generation.values()}
         assert len(dtypes) == 1, f"generation parameters have one dtype, not {dtypes}"
         (self.dtype,) = dtypes
 
-        members = [shards_from_json(text) for text in _exchange(group, shards_to_json(self._shards))]
-        self.plan: GatherPlan = plan_gather(members, generation_shards, max(bucket_bytes // self.dtype.itemsize, 1))
-        self.homes: dict[str, Home] = plan_homes(self._shards, generation_shards)
+        members, wanted = (
+            [shards_from_json(text) for text in _exchange(group, shards_to_json(side))]
+            for side in (self._shards, generation_shards)
+        )
+        self._bucket_bytes = bucket_bytes
+        self.plan = engine.plan(layout, index, members, wanted, max(bucket_bytes // self.dtype.itemsize, 1))
         self.shared = self._find_shared(train)
         self._finished = self._plan_finished()
-        self._released: dict[str, int] = {}  # DTensor parameters without storage -> its bytes
+        self._whole: dict[str, Tensor] = {}
+        self._away: set[str] = set()  # training parameters without storage of their own
+        self._storages: dict[str, Storages] = {}  # of those that are no views then
+        self._train: dict[str, Tensor] = {}  # while buckets are to come
+        self._next = len(self.plan.buckets)  # the bucket to land next; all have landed
+        self._flight: Flight | None = None
+        self._hooks: list[RemovableHandle] = []
 
-    @torch.no_grad()
-    def to_generation(self) -> None:
-        """Fill the generation parameters from the training parameters; ``bytes_received`` then says what came over the network.
+    def to_generation(self, wait: bool = True) -> None:
+        """Fill the generation parameters from the training parameters.
 
+        With ``wait`` false it may return when the first bucket is under way: each part of the generation module then waits for
+        its own parameters in its first forward pass, while the next bucket comes, and :meth:`finish` takes what is left.
         Collective over the gather group: every rank of it must call, in program order.
         """
         assert self.mode == "training", "the weights are already in the generation layout"
-        before = RECORDER.received[LABEL]
-        train = self._local()
+        self.mode = "generation"
+        self.bytes_received = self.bytes_sent = self.peak_bytes = 0
+        self._train = self._local()
         if self.shared is not None:
             for target, source in self.shared.items():
-                self._generation[target].data = train[source]
+                self._generation[target].data = self._train.pop(source)
+            self._train = {}
+            self._sample()
+            return
+        if self.plan.move is not None:
+            self._reallocate(self.plan.move)
+            return
+        self._next, self._flight = 0, self._start(0)
+        if wait or self.plan.cuts:
+            self.finish()
         else:
-            parameters = self._parameters()
-            for bucket, finished in zip(self.plan.buckets, self._finished, strict=True):
-                self._gather(bucket, train)
-                for name in finished:
-                    del train[name]  # or its storage would live on
-                    self._give_up(name, parameters[name])
-        self.bytes_received = RECORDER.received[LABEL] - before
-        self.mode = "generation"
+            self._wait_in_modules()
+
+    def finish(self) -> None:
+        """Wait for the buckets that are still to come. Collective over the gather group: every rank of it must call."""
+        self._advance(len(self.plan.buckets) - 1)
+
+    @property
+    def pending_bytes(self) -> int:
+        """What the device will hold more of when the buckets that are still to come have come."""
+        making = sum(math.prod(self._shapes[name]) for name, here in self._generation.items() if not here.numel())
+        leaving = sum(local.nbytes for name, local in self._train.items() if self._leaves(name, local.dtype))
+        return making * self.dtype.itemsize - leaving
 
     @torch.no_grad()
     def to_training(self) -> None:
-        """Give the training parameters their own storage again, and free the generation parameters. No communication."""
+        """Give the training parameters their own storage again, and free the generation parameters.
+
+        Communicates only what :meth:`finish` has to.
+        """
         assert self.mode == "generation", "the weights are already in the training layout"
+        self.finish()
         self.mode = "training"
         if self.shared is not None:
             return  # one set of parameters, which both modules use
-        uses = Counter(target for home in self.homes.values() for target in {piece.target for piece in home.pieces})
+        homes = self.plan.homes
+        uses = Counter(target for home in homes.values() for target in {piece.target for piece in home.pieces})
         self._free(target for target in self._shapes if not uses[target])
         parameters = self._parameters()
-        for names in self._finished:
-            for name in names:
+        for name in [name for names in self._finished for name in names]:
+            if name in self._away:
                 self._restore(name, parameters[name])
-                targets = {piece.target for piece in self.homes[name].pieces}
+            if homes:
+                targets = {piece.target for piece in homes[name].pieces}
                 uses.subtract(targets)
                 self._free(target for target in targets if not uses[target])
+
+    # -- planning
 
     def _local(self) -> dict[str, Tensor]:
         """The training parameters as plain local tensors that share their storage."""
@@ -117,10 +164,10 @@ class HybridEngine:
 
     def _find_shared(self, train: Mapping[str, Tensor]) -> dict[str, str] | None:
         """Generation parameter -> the training parameter that it is, if that holds for all of them: nothing has to move."""
-        if self.group.size > 1 or any(tensor.dtype != self.dtype for tensor in train.values()):
+        if self.group.size > 1 or not self.plan.homes or any(tensor.dtype != self.dtype for tensor in train.values()):
             return None
         shared = {}
-        for name, home in self.homes.items():
+        for name, home in self.plan.homes.items():
             if home.view is None or self._shapes[home.view[0]] != self._shards[name].shape:
                 return None
             shared[home.view[0]] = name
@@ -128,79 +175,172 @@ class HybridEngine:
 
     def _plan_finished(self) -> list[list[str]]:
         """For each bucket the training parameters that no later one needs and whose values the generation storage then has."""
+        if not self.plan.buckets:
+            return [list(self._shards)]
         made = {target: i for i, bucket in enumerate(self.plan.buckets) for target in bucket.targets}
-        last = {name: max((made[piece.target] for piece in home.pieces), default=0) for name, home in self.homes.items()}
+        last = dict.fromkeys(self._shards, 0)
+        for name, home in self.plan.homes.items():
+            last[name] = max((made[piece.target] for piece in home.pieces), default=0)
         for i, bucket in enumerate(self.plan.buckets):
-            for piece in (*bucket.sends[self.group.rank], *bucket.copies[self.group.rank]):
+            for piece in (*bucket.sends[self.group.rank], *bucket.copies):
                 last[piece.source] = max(last[piece.source], i)
         return [[name for name, at in last.items() if at == i] for i in range(len(self.plan.buckets))]
 
-    def _gather(self, bucket: Bucket, train: Mapping[str, Tensor]) -> None:
+    # -- to generation
+
+    def _wait_in_modules(self) -> None:
+        """Let each layer's first forward pass wait for its bucket, the module's for its first parameter, the rest's for all."""
+        made = {target: i for i, bucket in enumerate(self.plan.buckets) for target in bucket.targets}
+        lists = {name for name, part in self._module.named_modules() if isinstance(part, nn.ModuleList)}
+        for name, part in self._module.named_modules():
+            if not name:
+                upto = next(iter(made[target] for target in self._shapes))
+            elif name.rpartition(".")[0] in lists:
+                upto = max(made[target] for target in self._shapes if target.startswith(f"{name}."))
+            elif "." not in name and name not in lists:
+                upto = len(self.plan.buckets) - 1
+            else:
+                continue
+            self._hooks.append(part.register_forward_pre_hook(lambda *_, upto=upto: self._advance(upto)))
+
+    @torch.no_grad()
+    def _advance(self, upto: int) -> None:
+        """Put the buckets up to number ``upto`` into place, the following one under way."""
+        while self._next <= upto:
+            flight, number = self._flight, self._next
+            assert flight is not None
+            self._next += 1
+            last = self._next == len(self.plan.buckets)
+            self._flight = None if last else self._start(self._next)
+            land_bucket(flight, self._place)
+            self._sample(*flight.alive)
+            if last and self.plan.cuts:
+                self._cut()
+            self._give_up(self._finished[number])
+        if self._next == len(self.plan.buckets):
+            assert not self._train, f"training parameters that no bucket finished: {list(self._train)}"
+            while self._hooks:
+                self._hooks.pop().remove()
+
+    @torch.no_grad()
+    def _start(self, number: int) -> Flight:
+        """Allocate what a bucket makes, start the transfers, and fill in this rank's own part meanwhile."""
+        bucket = self.plan.buckets[number]
         for target in bucket.targets:
-            parameter, shape = self._generation[target], self._shapes[target]
-            if tuple(parameter.shape) != shape:
-                parameter.data = parameter.new_empty(shape)
-        me, sizes = self.group.rank, bucket.sizes
-        for piece in bucket.copies[me]:
-            self._put(piece, train[piece.source][piece.source_box.local_slices])
-        if not any(sizes):
-            return
-        device = next(iter(self._generation.values())).device
-        mine = torch.empty(sizes[me], dtype=self.dtype, device=device)
-        for part, piece in zip(mine.split([p.source_box.numel for p in bucket.sends[me]]), bucket.sends[me], strict=True):
-            part.view(piece.source_box.size).copy_(train[piece.source][piece.source_box.local_slices])
-        if bucket.balanced:
-            everything = mine.new_empty(self.group.size * sizes[me])
-            self.group.all_gather_into(everything, mine, LABEL)
-            for flat, pieces in zip(everything.split(sizes[me]), bucket.sends, strict=True):
-                self._unpack(flat, pieces)
-            return
-        for member, pieces in enumerate(bucket.sends):
-            if sizes[member]:
-                flat = mine if member == me else mine.new_empty(sizes[member])
-                self._unpack(self.group.broadcast(flat, member, LABEL), pieces)
+            if target in self.plan.whole:
+                self._whole[target] = torch.empty(self.plan.whole[target], dtype=self.dtype, device=self._device)
+            else:
+                self._allocate(target)
+        with self._counted():
+            flight = start_bucket(bucket, self.group, self._source, self._place, self.dtype)
+        for piece in (*bucket.copies, *bucket.sends[self.plan.me]):
+            self._place(piece).copy_(self._source(piece))
+        return flight
 
-    def _unpack(self, flat: Tensor, pieces: tuple[Piece, ...]) -> None:
-        for part, piece in zip(flat.split([piece.source_box.numel for piece in pieces]), pieces, strict=True):
-            self._put(piece, part.view(piece.target_box.size))
+    def _source(self, piece: Piece) -> Tensor:
+        return self._train[piece.source][piece.source_box.local_slices]
 
-    def _put(self, piece: Piece, values: Tensor) -> None:
-        self._generation[piece.target].data[piece.target_box.local_slices].copy_(values)
+    def _place(self, piece: Piece) -> Tensor:
+        """The part of a whole tensor or of a generation parameter that a piece fills."""
+        holder = self._whole[piece.target] if piece.target in self._whole else self._generation[piece.target].data
+        return holder[piece.target_box.local_slices]
 
-    def _give_up(self, name: str, parameter: Tensor) -> None:
-        """The values are in the generation parameters: drop the training copy. With another dtype it is no copy, and stays."""
-        view = self.homes[name].view
-        if parameter.dtype != self.dtype:
-            return
-        if isinstance(parameter, DTensor):
-            storage = _local_tensor(parameter).untyped_storage()
-            self._released[name] = storage.nbytes()
-            storage.resize_(0)
-        elif view is not None:
-            parameter.data = self._generation[view[0]].data[view[1]]
-        else:
-            parameter.data = parameter.new_empty(0)
+    def _cut(self) -> None:
+        """Generation parameters out of the whole tensors, each of which is let go after its last use."""
+        uses = Counter(piece.source for piece in self.plan.cuts)
+        for piece in self.plan.cuts:
+            self._allocate(piece.target)
+            self._place(piece).copy_(self._whole[piece.source][piece.source_box.local_slices])
+            uses[piece.source] -= 1
+            if not uses[piece.source]:
+                del self._whole[piece.source]
+        self._whole.clear()  # those that this rank has no part of
+
+    def _allocate(self, target: str) -> None:
+        parameter, shape = self._generation[target], self._shapes[target]
+        if tuple(parameter.shape) != shape:
+            parameter.data = parameter.new_empty(shape)
+
+    def _leaves(self, name: str, dtype: torch.dtype) -> bool:
+        """Whether a training parameter gives up its storage on the device. With another dtype it is no copy, and stays."""
+        return self._offload or (name in self.plan.homes and dtype == self.dtype)
+
+    def _give_up(self, names: Iterable[str]) -> None:
+        """These training parameters' values are in the generation parameters or not needed: drop their storage, or keep it."""
+        parameters = self._parameters()
+        for name in names:
+            local, home = self._train.pop(name), self.plan.homes.get(name)
+            if not self._leaves(name, local.dtype):
+                continue
+            self._away.add(name)
+            in_place = home is not None and local.dtype == self.dtype
+            if home is not None and in_place and home.view is not None and not isinstance(parameters[name], DTensor):
+                parameters[name].data = self._generation[home.view[0]].data[home.view[1]]
+                continue
+            storage = self._storages.setdefault(name, Storages([local]))
+            if in_place:
+                storage.free()
+            else:
+                storage.offload()
+
+    def _reallocate(self, plan: RankPlan) -> None:
+        for target in self._shapes:
+            self._allocate(target)
+        sources = {name: tensor.to(self.dtype) for name, tensor in self._train.items()}
+        targets = {name: parameter.data for name, parameter in self._generation.items()}
+        ranks = self.group.ranks
+        sends, receives = ({ranks[i]: parts for i, parts in side.items()} for side in (plan.sends, plan.receives))
+        plan = RankPlan(sends, receives, plan.copies)
+        with self._counted():
+            execute_reallocation(plan, sources, targets, self.group, self._bucket_bytes // 4, self._bucket_bytes).wait()
+        self._sample(*sources.values())
+        del sources
+        self._give_up(list(self._train))
+
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
+        received, sent = RECORDER.received[LABEL], RECORDER.sent[LABEL]
+        yield
+        self.bytes_received += RECORDER.received[LABEL] - received
+        self.bytes_sent += RECORDER.sent[LABEL] - sent
+
+    def _sample(self, *buffers: Tensor) -> None:
+        """Note the bytes of all live storages that hold parameter values on the device."""
+        flights = () if self._flight is None else self._flight.alive
+        training = (_local_tensor(parameter) for parameter in self._parameters().values())
+        self.peak_bytes = max(
+            self.peak_bytes, held_bytes([*training, *self._generation.values(), *self._whole.values(), *flights, *buffers])
+        )
+
+    # -- to training
 
     def _restore(self, name: str, parameter: Tensor) -> None:
-        if parameter.dtype != self.dtype:
+        self._away.remove(name)
+        home, storage = self.plan.homes.get(name), self._storages.get(name)
+        if home is None or parameter.dtype != self.dtype:
+            assert storage is not None, f"{name} went nowhere"
+            storage.reload()
             return
-        if isinstance(parameter, DTensor):
-            values = _local_tensor(parameter)
-            storage = values.untyped_storage()
-            storage.resize_(self._released.pop(name))
-            torch.empty(0, dtype=torch.uint8, device=values.device).set_(storage).zero_()  # FSDP's padding of uneven chunks too
-        else:
+        if storage is None:
             values = parameter.new_empty(self._shards[name].shape)
-        for piece in self.homes[name].pieces:
-            source = self._generation[piece.target].data[piece.target_box.local_slices]
-            values[piece.source_box.local_slices].copy_(source)
-        if not isinstance(parameter, DTensor):
+        else:
+            storage.allocate()
+            values = _local_tensor(parameter)
+        for piece in home.pieces:
+            values[piece.source_box.local_slices].copy_(self._generation[piece.target].data[piece.target_box.local_slices])
+        if storage is None:
             parameter.data = values
 
-    def _free(self, targets: object) -> None:
-        if not self.keep_buffers:
-            for target in list(targets):  # type: ignore[call-overload]
+    def _free(self, targets: Iterable[str]) -> None:
+        if not self._keep:
+            for target in targets:
                 self._generation[target].data = self._generation[target].new_empty(0)
+
+
+def held_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the storages that these tensors live in, each counted once."""
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def materialise(module: nn.Module, device: torch.device) -> dict[str, nn.Parameter]:
@@ -221,8 +361,6 @@ def _local_tensor(parameter: Tensor) -> Tensor:
 
 def _exchange(group: Group, text: str) -> list[str]:
     """Every member's text, in group order. Collective over the group: every rank of it must call, in program order."""
-    import json
-
     parts = group.gather_bytes(text.encode(), LABEL)
     merged = None if parts is None else json.dumps([part.decode() for part in parts]).encode()
     return json.loads(group.broadcast_bytes(merged, LABEL))

@@ -1,21 +1,24 @@
-"""The hybrid engine's plan: which member of a gather group sends which part of its training shard where. Pure.
+"""The plan of a transition, from one rank's view: which part of which training shard sends from where. Pure.
 
-A gather group is the ranks whose training shards together make up one generation shard: the micro-DP group, and with ZeRO its
-union over dp. All of them need the same generation shard, so everything that one of them sends goes to all others. Parts that
-every member holds already (norms that are replicated over tp) are copied locally and not sent.
+A gather group is ranks that all need the same tensors, which their training shards make up together: everything that one of
+them sends goes to all others. Parts that every member holds already (norms that are replicated over tp) are copied locally and
+not sent. Which group, which tensors and what besends of the training shard is an engine's choice, see ``engines``.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import Any
 
-from rlhf_spmd.parallel.boxes import Box, ParamShard, cover
-from rlhf_spmd.parallel.layout import GenerationLayout
+from rlhf_spmd.parallel.boxes import Box, ParamShard, cover, shard_rows, zero_rows
 
 REMEDY = "generation.pp must divide layout.pp, generation.tp layout.tp, and layout.pp the number of layers"
+
+LARGE = 1 << 14  # elements from which a piece is worth a message of its own
 
 Shards = Mapping[str, ParamShard]
 
@@ -32,33 +35,24 @@ class Piece:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Generation parameters that are made together. Both tuples have one entry per member of the group.
-
-    sends: what the member sends to all others, in this order. copies: what it takes from its own shards without communication.
+    """Parameters that are made together. sends: what each member sends to all others, in this order. copies: what this rank
+    takes from its own shards without communication.
     """
 
     targets: tuple[str, ...]
     sends: tuple[tuple[Piece, ...], ...]
-    copies: tuple[tuple[Piece, ...], ...]
+    copies: tuple[Piece, ...]
 
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Elements that each member sends."""
-        return tuple(sum(piece.source_box.numel for piece in pieces) for pieces in self.sends)
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Elements from each member."""
+        return [elements(pieces) for pieces in self.sends]
 
-    @property
-    def balanced(self) -> bool:
-        """All members send the same amount: one all-gather. Otherwise each sender broadcasts."""
-        return len(set(self.sizes)) == 1
-
-
-@dataclass(frozen=True)
-class GatherPlan:
-    buckets: tuple[Bucket, ...]
-
-    def elements_received(self, member: int) -> int:
-        """What the other members send: the plan's received bytes, in elements."""
-        return sum(sum(bucket.sizes) - bucket.sizes[member] for bucket in self.buckets)
+    @cached_property
+    def messages(self) -> list[list[tuple[Piece, ...]]]:
+        """What each member sends, cut into messages: a large piece is one, so that it can go from place to place without a copy;
+        the small ones are one together."""
+        return [_cut_messages(pieces) for pieces in self.sends]
 
 
 @dataclass(frozen=True)
@@ -73,51 +67,60 @@ class Home:
     pieces: tuple[Piece, ...]
 
 
-def gather_ranks(layout: GenerationLayout, index: int) -> list[int]:
-    """The gather group of a rank as pool indices, ascending: its micro-DP group; with ZeRO that of every dp coordinate."""
-    train = layout.train
-    if not train.zero:
-        return layout.micro_dp_group(index)
-    pp, _, tp = train.coordinate(index)
-    return sorted(rank for dp in range(train.dp) for rank in layout.micro_dp_group(train.index(pp, dp, tp)))
+def elements(pieces: Iterable[Piece]) -> int:
+    return sum(piece.source_box.numel for piece in pieces)
 
 
-def transition_bytes(model_bytes: int, layout: GenerationLayout) -> int:
-    """Bytes that a rank receives when a model of ``model_bytes`` goes from training to generation (HybridFlow, table 2).
+def _cut_messages(pieces: tuple[Piece, ...]) -> list[tuple[Piece, ...]]:
+    runs: list[Piece] = []
+    for piece in pieces:
+        if runs and _follows(runs[-1], piece):
+            before = runs.pop()
+            piece = replace(before, source_box=_extend(before.source_box, piece), target_box=_extend(before.target_box, piece))
+        runs.append(piece)
+    large: list[tuple[Piece, ...]] = [(piece,) for piece in runs if piece.source_box.numel >= LARGE]
+    small = tuple(piece for piece in runs if piece.source_box.numel < LARGE)
+    return large + [small] * bool(small)
 
-    The generation shard less the rank's own training shard; (tp - t_g p_g) / (t_g p_g t p) * M without ZeRO. Replicated tensors
-    aside: ``model_bytes`` counts the tensors that the layout splits.
+
+def _follows(a: Piece, b: Piece) -> bool:
+    """Whether b is the next rows after a in both parameters: q, k and v of one rank, although they are three global tensors."""
+
+    def next_rows(x: Box, y: Box) -> bool:
+        return y.local == (x.local[0] + x.size[0], *x.local[1:]) and y.size[1:] == x.size[1:]
+
+    same = (a.source, a.target) == (b.source, b.target)
+    return same and next_rows(a.source_box, b.source_box) and next_rows(a.target_box, b.target_box)
+
+
+def _extend(box: Box, by: Piece) -> Box:
+    return replace(box, size=(box.size[0] + by.source_box.size[0], *box.size[1:]))
+
+
+def plan_gather(train: Sequence[Shards], wanted: Shards, me: int, bucket_elements: int = 64 << 20) -> tuple[Bucket, ...]:
+    """``train``: the training shards of every member, in group order. ``wanted``: what all of them will hold.
+
+    A bucket is whole units: parameters that come from equally named training parameters, such as one layer's of each stage, so
+    that the members send equal amounts. It makes no more than ``bucket_elements`` nor than the largest unit, unless it is one.
+    Of members that share a part the first sends it. Raises ValueError where the members do not hold all that is wanted.
     """
-    train = layout.train
-    held = train.pp * train.tp * (train.dp if train.zero else 1)
-    return model_bytes // (layout.pp * layout.tp) - model_bytes // held
-
-
-def plan_gather(train: Sequence[Shards], generation: Shards, bucket_elements: int = 64 << 20) -> GatherPlan:
-    """``train``: the training shards of every member, in group order. ``generation``: the shard that all of them will hold.
-
-    Buckets hold generation parameters of at most ``bucket_elements`` together, unless a single unit is larger. Of members that
-    share a part the first sends it. Raises ValueError where the members do not hold all of the generation shard.
-    """
-    holders = [_by_tensor(shards) for shards in train]
+    holders = [by_tensor(shards) for shards in train]
     units: dict[str, list[Bucket]] = {}
-    for target, shard in generation.items():
-        bucket = _fill(target, shard, holders)
-        sources = [piece.source for pieces in (*bucket.sends, *bucket.copies) for piece in pieces]
-        # targets from equally named training parameters (one layer of each stage) travel together: members send equal amounts
+    for target, shard in wanted.items():
+        bucket = _fill(target, shard, holders, me)
+        sources = [piece.source for pieces in (*bucket.sends, bucket.copies) for piece in pieces]
         units.setdefault(sources[0] if sources else target, []).append(bucket)
-    buckets: list[Bucket] = []
-    open_buckets: dict[str, tuple[Bucket, int]] = {}
-    for parts in units.values():
-        unit = _merge(parts)
-        size = sum(box.numel for target in unit.targets for box in generation[target].boxes)
-        kind = "local" if not any(unit.sizes) else "balanced" if unit.balanced else "uneven"
-        before, used = open_buckets.pop(kind, (None, 0))
-        if before is not None and used + size > bucket_elements:
-            buckets.append(before)
-            before, used = None, 0
-        open_buckets[kind] = (_merge([before, unit]) if before else unit, used + size)
-    return GatherPlan((*buckets, *(bucket for bucket, _ in open_buckets.values())))
+    sizes = [sum(math.prod(wanted[part.targets[0]].shape) for part in parts) for parts in units.values()]
+    limit = min(bucket_elements, max(sizes, default=0))
+    groups: list[list[Bucket]] = []
+    used = limit + 1
+    for parts, size in zip(units.values(), sizes, strict=True):
+        if used + size > limit:
+            groups.append([])
+            used = 0
+        groups[-1] += parts
+        used += size
+    return tuple(_merge(group) for group in groups)
 
 
 def plan_homes(train: Shards, generation: Shards) -> dict[str, Home]:
@@ -125,7 +128,7 @@ def plan_homes(train: Shards, generation: Shards) -> dict[str, Home]:
 
     Raises ValueError where a training parameter is not part of the generation shard.
     """
-    index = _by_tensor(generation)
+    index = by_tensor(generation)
     homes = {}
     for name, shard in train.items():
         pieces = []
@@ -157,7 +160,7 @@ def shards_from_json(text: str) -> dict[str, ParamShard]:
     }
 
 
-def _by_tensor(shards: Shards) -> dict[str, list[tuple[str, Box]]]:
+def by_tensor(shards: Shards) -> dict[str, list[tuple[str, Box]]]:
     """Global tensor name -> (local parameter, box)."""
     index: dict[str, list[tuple[str, Box]]] = {}
     for parameter, shard in shards.items():
@@ -166,16 +169,15 @@ def _by_tensor(shards: Shards) -> dict[str, list[tuple[str, Box]]]:
     return index
 
 
-def _fill(target: str, shard: ParamShard, holders: Sequence[Mapping[str, list[tuple[str, Box]]]]) -> Bucket:
-    """The pieces of one generation parameter."""
+def _fill(target: str, shard: ParamShard, holders: Sequence[Mapping[str, list[tuple[str, Box]]]], me: int) -> Bucket:
+    """The pieces of one wanted parameter."""
     sends: list[list[Piece]] = [[] for _ in holders]
-    copies: list[list[Piece]] = [[] for _ in holders]
+    copies: list[Piece] = []
     for box in shard.boxes:
         held = [holder.get(box.name, []) for holder in holders]
         alone = [cover(box, [candidate for _, candidate in boxes]) for boxes in held]
         if not any(missing for _, missing in alone):
-            for member, (taken, _) in enumerate(alone):
-                copies[member] += [Piece(held[member][i][0], source, target, place) for i, source, place in taken]
+            copies += [Piece(held[me][i][0], source, target, place) for i, source, place in alone[me][0]]
             continue
         everyone = [(member, parameter, candidate) for member, boxes in enumerate(held) for parameter, candidate in boxes]
         taken, missing = cover(box, [candidate for _, _, candidate in everyone])
@@ -187,19 +189,17 @@ def _fill(target: str, shard: ParamShard, holders: Sequence[Mapping[str, list[tu
         for i, source, place in taken:
             member, parameter, _ = everyone[i]
             sends[member].append(Piece(parameter, source, target, place))
-    return Bucket((target,), tuple(map(tuple, sends)), tuple(map(tuple, copies)))
+    return Bucket((target,), tuple(map(tuple, sends)), tuple(copies))
 
 
 def _merge(parts: Sequence[Bucket]) -> Bucket:
-    first = parts[0]
-    for part in parts[1:]:
-        first = replace(
-            first,
-            targets=first.targets + part.targets,
-            sends=tuple(a + b for a, b in zip(first.sends, part.sends, strict=True)),
-            copies=tuple(a + b for a, b in zip(first.copies, part.copies, strict=True)),
-        )
-    return first
+    """Several buckets of one group as one."""
+
+    return Bucket(
+        tuple(target for part in parts for target in part.targets),
+        tuple(tuple(piece for part in parts for piece in part.sends[m]) for m in range(len(parts[0].sends))),
+        tuple(piece for part in parts for piece in part.copies),
+    )
 
 
 def _single_slice(shard: ParamShard, pieces: Sequence[Piece]) -> tuple[str, tuple[slice, ...]] | None:
@@ -210,3 +210,19 @@ def _single_slice(shard: ParamShard, pieces: Sequence[Piece]) -> tuple[str, tupl
         return None
     (offset,) = offsets
     return targets.pop(), tuple(slice(a, a + n) for a, n in zip(offset, shard.shape, strict=True))
+
+
+def own_share(shards: Shards, part: int, parts: int) -> dict[str, ParamShard]:
+    """What one of ``parts`` ranks with the same shards answers for: rows of each parameter, located in the whole parameter.
+
+    Parameters that are replicated beyond those ranks stay whole: most ranks need not receive them at all.
+    """
+    shares = {name: shard for name, shard in shards.items() if shard.replicated}
+    for name, shard in shards.items():
+        if name in shares:
+            continue
+        first, last = zero_rows(shard.shape[0], part, parts)
+        boxes = shard_rows(shard, first, last).boxes
+        back = tuple(replace(box, local=(box.local[0] + first, *box.local[1:])) for box in boxes)
+        shares[name] = ParamShard(shard.shape, back, shard.replicated)
+    return shares

@@ -1,0 +1,276 @@
+"""One engine on one workload, in the Python environment that has it; ``generation.py`` starts it, once per engine and case.
+
+    python generation_engines.py CASE.json OUT.json
+
+The case names the engine, the model's directory, dtype, threads, mode and rows (prompt ids and a length each; end-of-sequence
+is ignored). Written: start-up seconds (from the start of the process to the first token of a small prompt), wall and CPU seconds
+of each repetition, peak resident memory, and the tokens of the first repetition. Engines return tokens only; ours also returns
+the log-prob of each, at no extra price to the others.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from measure import median, memory_mib, timed
+
+Rows = list[tuple[list[int], int]]  # prompt ids, tokens wanted
+Generate = Callable[[Rows], list[list[int]]]
+CONTEXT = 1024
+GROUP_PROMPT = 512
+
+
+def start_ours(case: dict[str, Any]) -> Generate:
+    """One rank, or under torchrun one replica per rank, each with its share of the rows (balanced by tokens)."""
+    import torch
+
+    from rlhf_spmd.data.balance import partition_by_tokens
+    from rlhf_spmd.generation import GenerationConfig, Generator, Request, SamplingConfig
+    from rlhf_spmd.models.decoder import Decoder
+    from rlhf_spmd.models.spec import read_spec
+    from rlhf_spmd.models.weights import load_pretrained
+    from rlhf_spmd.parallel.layout import Layout
+    from rlhf_spmd.parallel.mesh import build_mesh
+    from rlhf_spmd.parallel.world import connect_store, init_world, read_launch
+
+    launch = read_launch()
+    world = init_world(launch, connect_store(launch), device=torch.device("cpu"))
+    torch.set_num_threads(case["threads"] // world.size)
+    mesh = build_mesh(world, range(world.size), Layout(dp=world.size))
+    decoder = Decoder(read_spec(case["path"]), "lm", 0, 1, mesh.tp, getattr(torch, case["dtype"]), world.device)
+    load_pretrained(decoder, case["path"])
+    generator = Generator(decoder, mesh, GenerationConfig(), ())
+    sampling = SamplingConfig(temperature=0.0 if case["mode"] == "greedy" else 1.0, ignore_eos=True)
+
+    def generate(rows: Rows) -> list[list[int]]:
+        world.all.barrier("bench")
+        share = partition_by_tokens([len(prompt) + n for prompt, n in rows], world.size)[world.rank]
+        mine = [Request(i, i, *rows[i]) for i in share]
+        made = {done.row_id: done.token_ids for done in generator.generate(mine, sampling, 0, 0)}
+        world.all.barrier("bench")
+        return [made.get(i, []) for i in range(len(rows))]
+
+    return generate
+
+
+def transformers_model(case: dict[str, Any]) -> Any:
+    """With the settings that ours chooses for itself: float32 products through oneDNN, freed memory kept."""
+    import ctypes
+
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(case["threads"])
+    torch.set_float32_matmul_precision("highest" if torch.cpu._is_amx_tile_supported() else "medium")
+    for option in (-3, -1):  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
+        ctypes.CDLL(None).mallopt(option, 2**31 - 1)
+    return AutoModelForCausalLM.from_pretrained(case["path"], dtype=getattr(torch, case["dtype"])).eval()
+
+
+def start_transformers(case: dict[str, Any]) -> Generate:
+    """One static batch, padded on the left; it ends when its longest row does, and the rows are then cut."""
+    import torch
+    from transformers import GenerationConfig
+
+    model = transformers_model(case)
+
+    def generate(rows: Rows) -> list[list[int]]:
+        width = max(len(prompt) for prompt, _ in rows)
+        ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt, _ in rows])
+        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt, _ in rows])
+        config = GenerationConfig(
+            max_new_tokens=max(n for _, n in rows),
+            do_sample=case["mode"] == "sampled",
+            top_k=0,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        with torch.no_grad():
+            out = model.generate(input_ids=ids, attention_mask=mask, generation_config=config)
+        return [line[width : width + n].tolist() for line, (_, n) in zip(out, rows, strict=True)]
+
+    return generate
+
+
+def start_transformers_cb(case: dict[str, Any]) -> Generate:
+    """Continuous batching, with a length for each request, a cache that holds all rows and its own attention for CPUs."""
+    from transformers import ContinuousBatchingConfig, GenerationConfig
+
+    model = transformers_model(case)
+    config = GenerationConfig(
+        max_new_tokens=CONTEXT, do_sample=case["mode"] == "sampled", top_k=0, eos_token_id=-1, pad_token_id=0
+    )
+    pages = sum(-(-(len(prompt) + n) // 256) for prompt, n in case["rows"])
+    settings = ContinuousBatchingConfig(num_blocks=pages + 8, max_batch_tokens=case["cb_batch_tokens"] or None)
+    manager = model.init_continuous_batching(generation_config=config, continuous_batching_config=settings)
+    manager.start()
+
+    def generate(rows: Rows) -> list[list[int]]:
+        names = [manager.add_request(prompt, max_new_tokens=n) for prompt, n in rows]
+        made: dict[str, list[int]] = {}
+        while len(made) < len(rows):
+            result = manager.get_result(timeout=1)
+            if result is not None and result.is_finished():
+                assert not result.error, result.error
+                made[result.request_id] = list(result.generated_tokens)
+            elif not manager.is_running():
+                raise RuntimeError("transformers' generation thread ended")
+        return [made[name] for name in names]
+
+    return generate
+
+
+def start_vllm(case: dict[str, Any]) -> Generate:
+    import torch
+
+    os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind")
+    torch.set_num_threads(case["threads"])
+    from vllm import LLM, SamplingParams
+
+    longest = max(len(prompt) + n for prompt, n in case["rows"])
+    llm = LLM(
+        model=case["path"],
+        skip_tokenizer_init=True,
+        dtype=case["dtype"],
+        max_model_len=min(CONTEXT, longest + 1),
+        max_num_seqs=max(len(case["rows"]), 8),
+        enable_prefix_caching=False,  # repetitions bring the same prompts
+    )
+
+    def generate(rows: Rows) -> list[list[int]]:
+        temperature = 0.0 if case["mode"] == "greedy" else 1.0
+        wanted = [SamplingParams(temperature=temperature, max_tokens=n, ignore_eos=True, detokenize=False) for _, n in rows]
+        done = llm.generate([{"prompt_token_ids": prompt} for prompt, _ in rows], wanted, use_tqdm=False)
+        return [list(request.outputs[0].token_ids) for request in done]
+
+    return generate
+
+
+def start_openvino(case: dict[str, Any]) -> Generate:
+    """Cache in the model's dtype (its default on CPUs is 8 bits), so that it does the same work."""
+    import numpy as np
+    import openvino
+    import openvino_genai as genai
+
+    kind = {"float32": "f32", "bfloat16": "bf16"}[case["dtype"]]
+    scheduler = genai.SchedulerConfig()
+    scheduler.cache_size, scheduler.max_num_seqs, scheduler.max_num_batched_tokens = 1, 256, 8192
+    scheduler.enable_prefix_caching = False
+    properties = {"INFERENCE_PRECISION_HINT": kind, "KV_CACHE_PRECISION": kind, "INFERENCE_NUM_THREADS": case["threads"]}
+    pipeline = genai.ContinuousBatchingPipeline(case["exported"], scheduler, "CPU", properties)
+
+    def config(tokens: int) -> Any:
+        made = genai.GenerationConfig()
+        made.max_new_tokens, made.ignore_eos, made.eos_token_id = tokens, True, -1
+        if case["mode"] == "sampled":
+            made.do_sample, made.temperature, made.top_p, made.top_k = True, 1.0, 1.0, 2**31 - 1
+        return made
+
+    def generate(rows: Rows) -> list[list[int]]:
+        prompts = [openvino.Tensor(np.array([prompt], dtype=np.int64)) for prompt, _ in rows]
+        return [list(done.m_generation_ids[0]) for done in pipeline.generate(prompts, [config(n) for _, n in rows])]
+
+    return generate
+
+
+def export_openvino(case: dict[str, Any]) -> None:
+    """Write the model in OpenVINO's format, weights baked in: what a trainer would do after every update."""
+    from optimum.intel import OVModelForCausalLM
+
+    model = OVModelForCausalLM.from_pretrained(case["path"], export=True, compile=False, load_in_8bit=False)
+    model.save_pretrained(case["exported"])
+
+
+STARTS = {
+    "ours": start_ours,
+    "ours_2_ranks": start_ours,
+    "transformers": start_transformers,
+    "transformers_cb": start_transformers_cb,
+    "vllm": start_vllm,
+    "openvino": start_openvino,
+}
+
+
+def group_sampling(generate: Generate, vocab: int, repeats: int) -> dict[str, float]:
+    """Seconds to prefill a 512-token prompt for one row, and for eight rows that share it; each draws its first token."""
+    prompt = [(i * 7919) % (vocab - 4) + 4 for i in range(GROUP_PROMPT)]
+    wall_s, cpu_s = {}, {}
+    for name, num_rows in {"one": 1, "eight": 8}.items():
+        rows: Rows = [(prompt, 1)] * num_rows
+        wall, cpu, _ = timed(partial(generate, rows), 0, repeats + 1)
+        wall_s[name], cpu_s[name] = median(wall[1:]), median(cpu[1:])
+    return {
+        "one_s": round(wall_s["one"], 4),
+        "eight_s": round(wall_s["eight"], 4),
+        "ratio": round(wall_s["eight"] / wall_s["one"], 3),
+        "cpu_ratio": round(cpu_s["eight"] / cpu_s["one"], 3),
+    }
+
+
+def profile_ours(generate: Generate, rows: Rows) -> list[list[Any]]:
+    """[function, calls, own CPU milliseconds] of one repetition, the 30 largest; a C++ kernel counts for its Python caller."""
+    import cProfile
+    import pstats
+
+    profiler = cProfile.Profile(time.process_time)
+    profiler.runcall(generate, rows)
+    functions = pstats.Stats(profiler).get_stats_profile().func_profiles
+    found = sorted(functions.items(), key=lambda item: -item[1].tottime)
+    return [
+        [f"{Path(one.file_name).name}:{one.line_number} {name}", one.ncalls, round(1e3 * one.tottime, 1)]
+        for name, one in found[:30]
+    ]
+
+
+def main() -> None:
+    case = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    if case["engine"] == "export_openvino":
+        export_openvino(case)
+        figures: dict[str, Any] = {"seconds": round(time.time() - case["spawned"], 2)}
+    else:
+        rows = [(prompt, n) for prompt, n in case["rows"]]
+        generate = STARTS[case["engine"]](case)
+        generate([(rows[0][0][:16], 1)])
+        startup = time.time() - case["spawned"]
+        generate([(prompt, min(n, 8)) for prompt, n in rows])
+        wall, cpu, made = timed(lambda: generate(rows), case["seconds"], case["least"])
+        figures = {"startup_s": round(startup, 2), "wall_s": wall, "cpu_s": cpu, "peak_mib": round(memory_mib("VmHWM"), 1)}
+        figures["tokens"] = made[0]
+        figures["short"] = [i for i, (got, (_, n)) in enumerate(zip(made[0], rows, strict=True)) if len(got) != n]
+        if case["engine"] == "ours" and case["extras"]:
+            figures["group_sampling"] = group_sampling(generate, case["vocab"], 3 * case["repeats"])
+            figures["profile"] = profile_ours(generate, rows)
+    if "torch" in sys.modules and sys.modules["torch"].distributed.is_initialized() and case["engine"] == "ours_2_ranks":
+        figures = over_ranks(figures)
+    if int(os.environ.get("RANK", 0)) == 0:
+        Path(sys.argv[2]).write_text(json.dumps(figures), encoding="utf-8")
+    sys.stdout.flush()
+    os._exit(0)  # engines leave threads behind
+
+
+def over_ranks(figures: dict[str, Any]) -> dict[str, Any]:
+    """The slowest rank's seconds, the sum of CPU seconds and of memory, and every rank's rows."""
+    import torch.distributed as dist
+
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, figures)
+    tokens = [next(row for row in rows if row) for rows in zip(*(part["tokens"] for part in parts), strict=True)]
+    return {
+        "startup_s": max(part["startup_s"] for part in parts),
+        "wall_s": [max(times) for times in zip(*(part["wall_s"] for part in parts), strict=False)],
+        "cpu_s": [sum(times) for times in zip(*(part["cpu_s"] for part in parts), strict=False)],
+        "peak_mib": sum(part["peak_mib"] for part in parts),
+        "tokens": tokens,
+        "short": [],
+    }
+
+
+if __name__ == "__main__":
+    main()

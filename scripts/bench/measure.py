@@ -1,0 +1,106 @@
+"""What the benchmarks share: seconds, memory and machine rates. Only the standard library until a rate is asked for, because
+peers run it in Python environments of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+MIB = 1 << 20
+
+
+def memory_mib(field: str) -> float:
+    """``VmRSS`` (now) or ``VmHWM`` (the peak since :func:`reset_peak`) of this process."""
+    with open("/proc/self/status", encoding="ascii") as lines:
+        return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(field))
+
+
+def reset_peak() -> None:
+    """Start the peak of resident memory anew, where the kernel allows it."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    except OSError:
+        return
+
+
+def cpu_seconds() -> float:
+    """User and system time of this process and of its children that have ended."""
+    usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(u.ru_utime + u.ru_stime for u in usage)
+
+
+def timed(body: Callable[[], Any], budget_s: float, least: int) -> tuple[list[float], list[float], list[Any]]:
+    """Wall seconds, CPU seconds and results of repetitions: at least ``least``, more while they fit into ``budget_s``."""
+    wall: list[float] = []
+    cpu: list[float] = []
+    results = []
+    while len(wall) < least or sum(wall) + wall[-1] <= budget_s:
+        begin, cpu_begin = time.perf_counter(), cpu_seconds()
+        results.append(body())
+        wall.append(time.perf_counter() - begin)
+        cpu.append(cpu_seconds() - cpu_begin)
+    return wall, cpu, results
+
+
+def machine_facts() -> dict[str, Any]:
+    facts = {"python": platform.python_version(), "cores": os.cpu_count(), "load_at_start": round(os.getloadavg()[0], 2)}
+    with open("/proc/cpuinfo", encoding="utf-8") as lines:
+        facts["cpu"] = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "unknown")
+    return facts
+
+
+def machine_rates(threads: int, dtypes: Sequence[str]) -> dict[str, float]:
+    """FLOP/s of square matrix products per dtype (under the caller's matmul switch) and bytes/s of a copy (read plus written)."""
+    import torch
+
+    torch.set_num_threads(threads)
+    rates: dict[str, float] = {}
+
+    def best(body: Callable[[], object]) -> float:
+        body()
+        return min(timed(body, 1.0, 5)[0])
+
+    for dtype in dtypes:
+        a, b = (torch.rand(1024, 1024).to(getattr(torch, dtype)) for _ in range(2))
+        rates[f"{dtype}_flops"] = 2 * 1024**3 / best(partial(torch.matmul, a, b))
+    source = torch.ones(64 * MIB)
+    target = torch.empty_like(source)
+    rates["copy_bytes"] = 2 * source.nbytes / best(lambda: target.copy_(source))
+    return rates
+
+
+def run_case(command: Sequence[str], env: dict[str, str], out: Path, timeout_s: float) -> dict[str, Any]:
+    """Run one case in a process of its own; it writes a JSON object to ``out``. {"error": ...} where it does not."""
+    out.unlink(missing_ok=True)
+    try:
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout_s)
+    except (subprocess.TimeoutExpired, OSError) as error:
+        return {"error": str(error)[-300:] if isinstance(error, OSError) else f"no result after {timeout_s:.0f} s"}
+    if out.exists():
+        return json.loads(out.read_text(encoding="utf-8"))
+    lines = [line.strip() for line in done.stderr.splitlines() if "Error" in line or "error:" in line]
+    of_rank = [text for text in lines if text.startswith("[rank")]  # what torchrun itself says of it comes last
+    return {"error": (of_rank or lines or done.stderr.splitlines() or [f"exit code {done.returncode}"])[-1][-300:]}
+
+
+def median(values: Sequence[float]) -> float:
+    return statistics.median(values)
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int) -> str:
+    """Markdown: the first ``text_columns`` to the left, numbers to the right."""
+    rule = "|" + "---|" * text_columns + "--:|" * (len(heads) - text_columns)
+    return "\n".join([line(heads), rule, *(line(row) for row in rows)])
+
+
+def line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"

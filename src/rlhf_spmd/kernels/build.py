@@ -1,0 +1,85 @@
+"""Compiles the kernels on this machine, once per user, source, compiler and CPU."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+HERE = Path(__file__).parent
+SOURCES = tuple(HERE / name for name in ("dense.cpp", "attention.cpp", "elementwise.cpp"))
+FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-fopenmp")
+COMPILERS = ("g++", "c++", "clang++")
+TIMEOUT_S = 300
+
+
+def build() -> Path:
+    """The compiled library. Raises OSError where there is no compiler or it fails.
+
+    Ranks of one machine build it once: the others wait for the lock, which the system drops with the process that holds it.
+    """
+    compiler = next((found for name in COMPILERS if (found := shutil.which(name))), None)
+    if compiler is None:
+        raise OSError(f"no C++ compiler ({', '.join(COMPILERS)}) on PATH")
+    directory = cache_directory()
+    library = directory / f"{_key(compiler)}.so"
+    if not library.exists():
+        with _locked(directory / "lock"):
+            if not library.exists():
+                _compile(compiler, library)
+    return library
+
+
+def cache_directory() -> Path:
+    """The user's own, or where there is no writable home a directory in /tmp that nobody else can write to."""
+    fallback = Path(tempfile.gettempdir()) / f"rlhf_spmd-{os.getuid()}"
+    for directory in (Path.home() / ".cache" / "rlhf_spmd" / "kernels", fallback):
+        with contextlib.suppress(OSError):
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if directory.stat().st_uid == os.getuid() and os.access(directory, os.W_OK):
+                return directory
+    raise OSError(f"no directory of this user's own for compiled kernels; tried {fallback}")
+
+
+def _key(compiler: str) -> str:
+    version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=TIMEOUT_S).stdout
+    digest = hashlib.sha256(repr((FLAGS, compiler, platform.machine(), _cpu_flags())).encode() + version)
+    for source in (HERE / "common.h", *SOURCES):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()[:24]
+
+
+def _cpu_flags() -> str:
+    """What -march=native depends on; a home directory may be shared by different machines."""
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="ascii", errors="replace") as lines:
+        return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return platform.processor()
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with open(path, "w", encoding="ascii") as file:
+        with contextlib.suppress(OSError):  # a file system without locks: every rank builds, the last one's file stays
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _compile(compiler: str, library: Path) -> None:
+    unfinished = library.with_suffix(f".{os.getpid()}.tmp")
+    command = [compiler, *FLAGS, *map(str, SOURCES), "-o", str(unfinished)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+        if done.returncode:
+            raise OSError(f"{compiler} failed: {done.stderr.strip().splitlines()[-1:] or done.returncode}")
+        os.replace(unfinished, library)
+    except subprocess.SubprocessError as error:
+        raise OSError(f"{compiler}: {error}") from error
+    finally:
+        unfinished.unlink(missing_ok=True)

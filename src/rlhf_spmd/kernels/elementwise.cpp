@@ -1,0 +1,145 @@
+// Norm, rotary embedding, gated activation and the statistics of logits: each row by itself, each element by the same operations
+// wherever in its row and batch it lies. fp32 arithmetic, rounded once to bf16 where that is the storage.
+#include "common.h"
+
+namespace {
+
+template <class T>
+void norm(const T* x, i64 outer, i64 stride, i64 inner, i64 n, const T* weight, int plus_one, float eps, T* out, float* scales) {
+  for (i64 row = 0; row < outer * inner; row++) {
+    const T* from = x + row / inner * stride + row % inner * n;
+    T* to = out + row * n;
+    vf squares[2] = {};
+    for (i64 at = 0; at < n; at += W) {
+      vf one = load_upto(from + at, n - at);
+      squares[at / W & 1] = fma(one, one, squares[at / W & 1]);
+    }
+    const float scale = 1.0f / sqrtf(sum(squares[0] + squares[1]) / (float)n + eps);
+    scales[row] = scale;
+    for (i64 at = 0; at < n; at += W) {
+      vf normal = load_upto(from + at, n - at) * scale, factor = load_upto(weight + at, n - at);
+      normal = plus_one ? normal * (factor + 1.0f) : round_to(normal, from) * factor;
+      store_upto(to + at, normal, n - at);
+    }
+  }
+}
+
+template <class T> void rotary(const T* x, i64 tokens, i64 stride, i64 heads, i64 half, const T* cos, const T* sin, T* out) {
+  for (i64 token = 0; token < tokens; token++)
+    for (i64 at = 0; at < half; at += W) {
+      const i64 n = half - at;
+      const vf c = load_upto(cos + token * half + at, n), s = load_upto(sin + token * half + at, n);
+      for (i64 head = 0; head < heads; head++) {
+        const T* from = x + token * stride + head * 2 * half + at;
+        T* to = out + (token * heads + head) * 2 * half + at;
+        const vf a = load_upto(from, n), b = load_upto(from + half, n);
+        store_upto(to, fma(a, c, -(b * s)), n);
+        store_upto(to + half, fma(b, c, a * s), n);
+      }
+    }
+}
+
+inline vf activate(vf x, int gelu) {
+  if (gelu) return 0.5f * x * (1.0f + tanh(0.797884561f * fma(x * x * x, set1(0.044715f), x)));
+  return x / (1.0f + exp(-x > 80.0f ? set1(80.0f) : -x));
+}
+
+template <class T> void gated(const T* gate_up, i64 rows, i64 n, int gelu, T* out) {
+  for (i64 row = 0; row < rows; row++)
+    for (i64 at = 0; at < n; at += W) {
+      const T* gate = gate_up + row * 2 * n + at;
+      vf active = round_to(activate(load_upto(gate, n - at), gelu), gate);
+      store_upto(out + row * n + at, active * load_upto(gate + n, n - at), n - at);
+    }
+}
+
+// logits beyond n count as minus infinity
+inline vf part_of(const float* logits, i64 at, i64 n) {
+  if (at + W <= n) return load(logits + at);
+  vi lane;
+  for (int i = 0; i < W; i++) lane[i] = i;
+  return lane < (int32_t)(n - at) ? load_some(logits + at, (int)(n - at)) : set1(-INFINITY);
+}
+
+float largest_of(const float* logits, i64 n) {
+  const vf none = set1(-INFINITY);
+  vf tops[4] = {none, none, none, none};
+  for (i64 at = 0; at < n; at += W) tops[at / W & 3] = max(tops[at / W & 3], part_of(logits, at, n));
+  return largest(max(max(tops[0], tops[1]), max(tops[2], tops[3])));
+}
+
+constexpr i64 BLOCK = 256;  // weights that are added in fp32; their sums are added in fp64
+
+i64 draw_row(const float* logits, i64 n, float temperature, double uniform) {
+  const i64 blocks = (n + BLOCK - 1) / BLOCK;
+  float *weights = scratch(0, blocks * BLOCK + blocks), *sums = weights + blocks * BLOCK;
+  const float top = largest_of(logits, n);
+  double total = 0;
+  for (i64 block = 0; block < blocks; block++) {
+    vf added = {};
+    for (i64 at = block * BLOCK; at < (block + 1) * BLOCK; at += W) {
+      vf weight = at < n ? exp((part_of(logits, at, n) - top) / temperature) : vf{};
+      store(weights + at, weight);
+      added += weight;
+    }
+    total += sums[block] = sum(added);
+  }
+  const double goal = uniform * total;
+  double before = 0;
+  i64 block = 0, drawn = 0;
+  while (block + 1 < blocks && before + sums[block] <= goal) before += sums[block++];
+  for (i64 at = block * BLOCK; at < (block + 1) * BLOCK && at < n && before <= goal; at++) {
+    before += weights[at];
+    if (weights[at] > 0) drawn = at;  // the last one of the block stays where rounding leaves the goal unreached
+  }
+  return drawn;
+}
+
+}  // namespace
+
+extern "C" {
+
+// Token ids [rows] from logits [rows, n] at a temperature: the first whose cumulative probability exceeds uniforms [rows].
+void draw(const float* logits, i64 rows, i64 n, float temperature, const double* uniforms, i64* out) {
+  for (i64 row = 0; row < rows; row++) out[row] = draw_row(logits + row * n, n, temperature, uniforms[row]);
+}
+
+// x [outer, inner, n], ``stride`` elements from outer to outer -> out, contiguous: weight [n] * x / sqrt(mean(x^2) + eps), with
+// plus_one (1 + weight) * ...; scales [outer * inner]: 1 / sqrt(mean(x^2) + eps).
+void rms_norm(int half, const void* x, i64 outer, i64 stride, i64 inner, i64 n, const void* weight, int plus_one, float eps,
+              void* out, float* scales) {
+  if (half) norm((const bf16*)x, outer, stride, inner, n, (const bf16*)weight, plus_one, eps, (bf16*)out, scales);
+  else norm((const float*)x, outer, stride, inner, n, (const float*)weight, plus_one, eps, (float*)out, scales);
+}
+
+// x [tokens, heads, 2 * half_dim], ``stride`` elements from token to token -> out, contiguous; cos and sin [tokens, half_dim].
+void rotate(int half, const void* x, i64 tokens, i64 stride, i64 heads, i64 half_dim, const void* cos, const void* sin, void* out) {
+  if (half) rotary((const bf16*)x, tokens, stride, heads, half_dim, (const bf16*)cos, (const bf16*)sin, (bf16*)out);
+  else rotary((const float*)x, tokens, stride, heads, half_dim, (const float*)cos, (const float*)sin, (float*)out);
+}
+
+// gate_up [rows, 2 n] -> out [rows, n]: silu(gate) * up, or gelu(gate) * up in its tanh form.
+void gated_linear(int half, const void* gate_up, i64 rows, i64 n, int gelu, void* out) {
+  if (half) gated((const bf16*)gate_up, rows, n, gelu, (bf16*)out);
+  else gated((const float*)gate_up, rows, n, gelu, (float*)out);
+}
+
+// Of each row of logits [rows, n]: largest (l'), sum of exp(l - l'), the label's logit (0 where labels[row] - first lies outside),
+// and with ``entropy`` the sum of exp(l - l') (l - l'), else 0 -> out [4, rows].
+void logit_statistics(const float* logits, i64 rows, i64 n, const i64* labels, i64 first, int entropy, float* out) {
+  for (i64 row = 0; row < rows; row++) {
+    const float *l = logits + row * n, top = largest_of(l, n);
+    vf sums[4] = {}, weighted = {};
+    for (i64 at = 0; at < n; at += W) {
+      vf shifted = part_of(l, at, n) - top, e = exp(shifted);
+      sums[at / W & 3] += e;
+      if (entropy) weighted += e > 0.0f ? e * shifted : vf{};  // 0 times minus infinity counts as 0
+    }
+    const i64 label = labels[row] - first;
+    out[row] = top;
+    out[rows + row] = sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
+    out[2 * rows + row] = label >= 0 && label < n ? l[label] : 0.0f;
+    out[3 * rows + row] = entropy ? sum(weighted) : 0.0f;
+  }
+}
+}

@@ -1,0 +1,68 @@
+"""What of a layer's forward pass is kept for its backward pass: all of it, a part from which the rest is computed again, or
+either of them in host memory.
+
+Recomputation stops at the last tensor that is missing, so a part of a layer that ends with a matrix product recomputes what its
+product takes, not the product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from rlhf_spmd.parallel.zero import local_part
+
+CHECKPOINTING = ("none", "selective", "full")
+
+
+def run_part(part: Callable[..., Any], *args: Any) -> Any:
+    """``part(recomputed, *args)``, see :func:`run_part_again`."""
+    return part(False, *args)
+
+
+def run_part_again(part: Callable[..., Any], *args: Any) -> Any:
+    """:func:`run_again` of ``part(recomputed, *args)``, where ``recomputed`` tells that the result is not wanted: a part ends with a
+    product of C++, which autograd cannot leave before it is done."""
+    recomputed = iter([False])
+    return run_again(lambda *args: part(next(recomputed, True), *args), *args)
+
+
+def run(function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
+
+
+def run_again(function: Callable[..., Any], *args: Any) -> Any:
+    """``function(*args)`` that keeps the tensors among ``args`` for its backward pass, and computes again what lies between."""
+    if not torch.is_grad_enabled():
+        return function(*args)
+    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)  # nothing in a layer is random
+
+
+def save_on_host(module: nn.Module, *resident: Tensor) -> saved_tensors_hooks:
+    """A context in which what autograd saves goes to host memory (pinned on GPUs, where the copies run in stream order and the
+    host does not wait) and comes back when the backward pass asks for it.
+
+    What stays anyway is saved as it is: the parameters of ``module``, ``resident``, and views of them.
+    """
+
+    def pack(tensor: Tensor) -> Any:
+        storage = _storage(tensor)
+        if not storage or storage in {_storage(other) for other in (*resident, *module.parameters())}:
+            return tensor
+        host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda")
+        return host.copy_(tensor, non_blocking=True), tensor.device
+
+    def unpack(saved: Any) -> Tensor:
+        return saved if isinstance(saved, Tensor) else saved[0].to(saved[1], non_blocking=True)
+
+    return saved_tensors_hooks(pack, unpack)
+
+
+def _storage(tensor: Tensor) -> int:
+    local = local_part(tensor)  # a parameter is sharded until its layer runs
+    return 0 if local is None else local.untyped_storage().data_ptr()

@@ -1,0 +1,156 @@
+"""Layouts, models and values for the tests of the hybrid engine; and a transition carried out without ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from rlhf_spmd.models.sharding import check_layout, plan_params
+from rlhf_spmd.models.spec import ModelSpec
+from rlhf_spmd.parallel.boxes import ParamShard, shard_rows, zero_rows
+from rlhf_spmd.parallel.layout import GenerationLayout, Layout, generation_layout
+from rlhf_spmd.reshard import ENGINES, choose_engine
+from rlhf_spmd.reshard.engines import TransitionPlan
+
+Shards = dict[str, ParamShard]
+
+SPECS = {  # name -> model, head
+    "gqa": (ModelSpec("llama", 64, 32, 48, 4, 8, 4, 4), "lm"),
+    "tied, biases, qk norm": (
+        ModelSpec(
+            "qwen3",
+            64,
+            32,
+            48,
+            4,
+            8,
+            8,
+            4,
+            attention_bias=True,
+            attention_out_bias=True,
+            qk_norm=True,
+            tie_word_embeddings=True,
+        ),
+        "lm",
+    ),
+    "odd vocabulary, 2 KV heads": (ModelSpec("llama", 61, 32, 48, 4, 8, 2, 4, tie_word_embeddings=True), "lm"),
+    "value head": (ModelSpec("llama", 64, 32, 48, 4, 8, 4, 4), "value"),
+}
+
+
+def cases(most_ranks: int = 8) -> Iterator[tuple[str, Layout, int, int]]:
+    """(engine, training layout, p_g, t_g): every combination that is allowed, up to a number of ranks."""
+    for pp in (1, 2, 4):
+        for tp in (1, 2, 4):
+            for dp in (1, 2, 3, 4):
+                for zero in (0, 1, 3):
+                    if pp * tp * dp <= most_ranks and (dp > 1 or not zero):
+                        train = Layout(pp, tp, dp, zero)
+                        yield from ((name, train, *generation) for generation in targets(train) for name in ENGINES)
+
+
+def targets(train: Layout) -> Iterator[tuple[int, int]]:
+    for pp in (1, 2, 4):
+        for tp in (1, 2, 4):
+            divides = train.pp % pp == 0 and train.tp % tp == 0
+            if train.size % (pp * tp) == 0 and (divides or train.zero == 3):
+                yield pp, tp
+
+
+def layout_of(engine: str, train: Layout, pp: int, tp: int) -> GenerationLayout:
+    return generation_layout(train, pp, tp, ENGINES[engine].consecutive)
+
+
+def train_shards(spec: ModelSpec, layout: Layout, index: int, head: str = "lm") -> Shards:
+    pp, dp, tp = layout.coordinate(index)
+    plan = plan_params(spec, head, pp, layout.pp, tp, layout.tp)
+    if layout.zero and layout.dp > 1:
+        return {name: shard_rows(shard, *zero_rows(shard.shape[0], dp, layout.dp)) for name, shard in plan.items()}
+    return plan
+
+
+def generation_shards(spec: ModelSpec, layout: GenerationLayout, index: int, head: str = "lm") -> Shards:
+    pp, _, tp = layout.coordinate(index)
+    return plan_params(spec, head, pp, layout.pp, tp, layout.tp, layout.blocks)
+
+
+def fits(spec: ModelSpec, *layouts: Layout | GenerationLayout) -> bool:
+    try:
+        for layout in layouts:
+            check_layout(spec, layout.pp, layout.tp, "layout")
+    except ValueError:
+        return False
+    return True
+
+
+def global_value(name: str, shape: tuple[int, ...]) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(map(ord, name)) * 31 + 7))
+
+
+def filled(shards: Shards) -> dict[str, Tensor]:
+    tensors = {}
+    for name, shard in shards.items():
+        tensors[name] = torch.full(shard.shape, torch.nan)
+        for box in shard.boxes:
+            tensors[name][box.local_slices] = global_value(box.name, box.shape)[box.global_slices]
+    return tensors
+
+
+class Simulated:
+    """All ranks of one transition at once, without processes: plans, training values and the generation values they make."""
+
+    def __init__(
+        self, name: str, layout: GenerationLayout, spec: ModelSpec, head: str = "lm", bucket: int = 1 << 30, without: str = "?"
+    ) -> None:
+        """``without``: leaves out the parameters that have this in their name."""
+        self.layout, self.engine = layout, choose_engine(name, layout)
+        indices = range(layout.train.size)
+        train = [train_shards(spec, layout.train, index, head) for index in indices]
+        wanted = [generation_shards(spec, layout, index, head) for index in indices]
+        self.train, self.wanted = ([{n: s for n, s in x.items() if without not in n} for x in side] for side in (train, wanted))
+        self.groups = [self.engine.gather_ranks(layout, index) for index in indices]
+        self.plans = [self._plan(index, bucket) for index in indices]
+
+    @cached_property
+    def values(self) -> list[dict[str, Tensor]]:
+        return [filled(shards) for shards in self.train]
+
+    def _plan(self, index: int, bucket: int) -> TransitionPlan:
+        train, wanted = ([side[i] for i in self.groups[index]] for side in (self.train, self.wanted))
+        return self.engine.plan(self.layout, index, train, wanted, bucket)
+
+    def generation(self, index: int) -> dict[str, Tensor]:
+        """What the plan makes of the ranks' values; asserts that nothing is written twice."""
+        plan, got = self.plans[index], {n: torch.full(s.shape, torch.nan) for n, s in self.wanted[index].items()}
+        if plan.move is not None:
+            for source, target in plan.move.copies:
+                put(got[target.parameter][target.slices], self.values[index][source.parameter][source.slices])
+            for giver, parts in plan.move.receives.items():
+                sends = self.plans[giver].move
+                assert sends is not None
+                for source, target in zip(sends.sends[index], parts, strict=True):
+                    put(got[target.parameter][target.slices], self.values[giver][source.parameter][source.slices])
+            return got
+        made = {name: torch.full(shape, torch.nan) for name, shape in plan.whole.items()} or got
+        for bucket in plan.buckets:
+            assert [len(p) for p in bucket.sends] == [len(p) for p in self._same_bucket(index, bucket.targets).sends]
+            members = self.groups[index]
+            pieces = [(m, p) for m, sent in zip(members, bucket.sends, strict=True) for p in sent]
+            for member, piece in [*pieces, *((index, piece) for piece in bucket.copies)]:
+                values = self.values[member][piece.source][piece.source_box.local_slices]
+                put(made[piece.target][piece.target_box.local_slices], values)
+        for piece in plan.cuts:
+            put(got[piece.target][piece.target_box.local_slices], made[piece.source][piece.source_box.local_slices])
+        return got
+
+    def _same_bucket(self, index: int, targets: tuple[str, ...]) -> object:
+        other = self.plans[self.groups[index][0]]
+        return next(bucket for bucket in other.buckets if bucket.targets == targets)
+
+
+def put(place: Tensor, values: Tensor) -> None:
+    assert place.isnan().all(), "written twice"
+    place.copy_(values)

@@ -1,0 +1,295 @@
+"""The C++ kernels against fp64 references, and what they promise: bits that depend on the row, not on what is computed beside it."""
+
+from __future__ import annotations
+
+import logging
+import math
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import tasks
+from ranks import run_ranks
+from rlhf_spmd import kernels
+from rlhf_spmd.kernels import build, library
+from rlhf_spmd.models.attention import PackedAttention, choose_attention
+from rlhf_spmd.models.layers import geglu, multiply, rms_norm, rotate, swiglu
+from rlhf_spmd.models.spec import AttentionRule
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+
+DTYPES = [torch.float32, torch.bfloat16]
+LENGTHS = [1, 5, 70, 63, 64, 131, 2, 200]
+HEADS = [(4, 2, 32), (2, 1, 10), (1, 7, 64), (2, 3, 16), (1, 2, 128), (2, 2, 80)]  # KV heads, group, head_dim
+CASES = [*((heads, 1) for heads in HEADS), (HEADS[0], 2), (HEADS[1], 2)]  # with numbers of threads
+RULES = [(None, None), (20.0, None), (None, 17), (5.0, 70)]  # softcap, window
+
+
+@pytest.fixture
+def found() -> kernels.Kernels:
+    ready = kernels.ready(torch.empty(0))
+    assert ready is not None, "a compiler is here, yet the kernels do not build"
+    return ready
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def draw(shape: tuple[int, ...], dtype: torch.dtype, scale: float = 1.0, seed: int = 0) -> Tensor:
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
+
+
+def qkv_of(heads: tuple[int, int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Views of one packed tensor, as a decoder has them."""
+    kv, group, dim = heads
+    q, k, v = draw((sum(LENGTHS), kv * (group + 2), dim), dtype, 1.5).split([kv * group, kv, kv], 1)
+    return q, k, v
+
+
+def reference(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
+    """Attention of LENGTHS in fp64, with plain tensors."""
+    out = []
+    for a, b, c in zip(q.double().split(LENGTHS), k.double().split(LENGTHS), v.double().split(LENGTHS), strict=True):
+        group = a.shape[1] // b.shape[1]
+        scores = torch.einsum("qhd,khd->hqk", a, b.repeat_interleave(group, 1)) * rule.scale
+        if rule.softcap:
+            scores = rule.softcap * torch.tanh(scores / rule.softcap)
+        at = torch.arange(len(a))
+        seen = at[None] <= at[:, None]
+        if rule.window:
+            seen &= at[:, None] - at[None] < rule.window
+        probabilities = scores.masked_fill(~seen, -math.inf).softmax(-1)
+        out.append(torch.einsum("hqk,khd->qhd", probabilities, c.repeat_interleave(group, 1)))
+    return torch.cat(out)
+
+
+def paged(found: kernels.Kernels, qkv: tuple[Tensor, ...], rule: AttentionRule, page_size: int, chunks: list[int]) -> Tensor:
+    """The sequences fed in chunks of tokens through pages in a shuffled order that hold NaN where nothing was written."""
+    q, k, _ = qkv
+    kv, dim = k.shape[1:]
+    pages = [-(-length // page_size) for length in LENGTHS]
+    cache = torch.full((2, kv, sum(pages), kernels.page_elements(page_size, dim)), math.nan, dtype=q.dtype)
+    table = torch.randperm(sum(pages), generator=torch.Generator().manual_seed(1)).to(torch.int32)
+    starts, done, out = [sum(LENGTHS[:i]) for i in range(len(LENGTHS))], [0] * len(LENGTHS), torch.empty_like(q)
+    for step in range(sum(LENGTHS)):
+        items, index = [], []
+        for i, length in enumerate(LENGTHS):
+            count = min(chunks[step % len(chunks)], length - done[i])
+            if count:
+                items.append([len(index), done[i], count, sum(pages[:i])])
+                index += range(starts[i] + done[i], starts[i] + done[i] + count)
+                done[i] += count
+        if not items:
+            break
+        some = (x[index] for x in qkv)
+        out[index] = found.attend_paged(
+            *some, torch.tensor(items), table, cache, page_size, rule.scale, rule.softcap, rule.window
+        )
+    return out
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("heads", "threads"), CASES, ids=str, indirect=["threads"])
+def test_attention_against_fp64_and_by_pages(
+    found: kernels.Kernels, heads: tuple[int, int, int], dtype: torch.dtype, threads: int
+) -> None:
+    qkv = qkv_of(heads, dtype)
+    bounds = torch.tensor([0, *LENGTHS]).cumsum(0)
+    for softcap, window in RULES:
+        rule = AttentionRule(heads[2] ** -0.5, softcap, window)
+        out, log_sums = found.attend_packed(*qkv, bounds, rule.scale, softcap, window)
+        error = (out.double() - reference(*qkv, rule)).abs().max()
+        assert error < (2e-5 if dtype == torch.float32 else 4e-2), error
+        assert log_sums.isfinite().all()
+        alone = [
+            found.attend_packed(*part, torch.tensor([0, len(part[0])]), rule.scale, softcap, window)[0]
+            for part in zip(*(x.split(LENGTHS) for x in qkv), strict=True)
+        ]
+        assert torch.equal(torch.cat(alone), out)
+        pages = [(64, [1]), (16, [33, 1, 7]), (5, [50, 1]), (1, [64, 3]), (100, [1000])]
+        for page_size, chunks in pages if threads == 1 else pages[-2:]:
+            assert torch.equal(paged(found, qkv, rule, page_size, chunks), out), (rule, page_size)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("heads", "threads"), CASES, ids=str, indirect=["threads"])
+def test_attention_gradients(heads: tuple[int, int, int], dtype: torch.dtype, threads: int) -> None:
+    for softcap, window in RULES:
+        rule = AttentionRule(heads[2] ** -0.5, softcap, window)
+        wide = [x.detach().double().requires_grad_() for x in qkv_of(heads, dtype)]
+        ours = [x.detach().requires_grad_() for x in qkv_of(heads, dtype)]
+        grad = draw(tuple(ours[0].shape), dtype, seed=5)
+        reference(*wide, rule).backward(grad.double())
+        out = PackedAttention(LENGTHS, backend="cpp").attend(0, *ours, rule)
+        out.backward(grad)
+        for a, b in zip(ours, wide, strict=True):
+            error = (a.grad.double() - b.grad).abs().max() / b.grad.abs().max()
+            assert error < (5e-6 if dtype == torch.float32 else 3e-2), (rule, error)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("outs", "inner"), [(512, 256), (100, 86), (1, 768), (49, 3), (1000, 64)])
+def test_products(found: kernels.Kernels, dtype: torch.dtype, outs: int, inner: int, threads: int) -> None:
+    x, weight, bias = draw((139, inner), dtype), draw((outs, inner), dtype, seed=1), draw((outs,), dtype, seed=2)
+    if not found.multiplies(x, weight):
+        assert dtype == torch.bfloat16 or not found.multiplies(x.float(), weight.float())
+        return
+    wanted = x.double() @ weight.double().t()
+    wide = found.linear(x, weight, wide=True)
+    assert wide.dtype == torch.float32
+    torch.testing.assert_close(wide.double(), wanted, atol=2e-6 * inner, rtol=0)
+    close = {"atol": 2e-6 * inner, "rtol": 1e-6} if dtype == torch.float32 else {"atol": 1e-2, "rtol": 1e-2}
+    out = found.linear(x, weight, bias)
+    torch.testing.assert_close(out.double(), wanted + bias.double(), **close)
+    for rows in (1, 2, 3, 15, 16, 17, 32, 33, 100):  # the same bits in any company and place, also from strided rows
+        assert torch.equal(found.linear(x[:rows], weight, bias), out[:rows])
+        assert torch.equal(found.linear(x[139 - rows :], weight, bias), out[139 - rows :])
+    spread = torch.cat([x, x], 1)[:, :inner]
+    assert torch.equal(found.linear(spread, weight, bias), out)
+
+
+def test_product_gradients(found: kernels.Kernels) -> None:
+    parts = [draw((37, 20), torch.float32), draw((11, 20), torch.float32, seed=1), draw((11,), torch.float32, seed=2)]
+    ours, wide = ([p.clone().to(dtype).requires_grad_() for p in parts] for dtype in (torch.float32, torch.float64))
+    grad = draw((37, 11), torch.float32, seed=3)
+    multiply(*ours).backward(grad)
+    torch.nn.functional.linear(*wide).backward(grad.double())
+    for a, b in zip(ours, wide, strict=True):
+        torch.testing.assert_close(a.grad.double(), b.grad, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_small_operations_against_torch_and_row_by_row(found: kernels.Kernels, dtype: torch.dtype) -> None:
+    x, weight = draw((37, 3, 50), dtype, 2), draw((50,), dtype, seed=1)
+    gates = draw((33, 86), dtype, 5, seed=2)
+    angles = draw((37, 1, 25), torch.float32, 3, seed=3)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    cases = {
+        "norm": (lambda a: rms_norm(a, weight, 1e-5), x[:, 1:]),
+        "norm of rows": (lambda a: rms_norm(a, weight, 1e-5), x[:, 0]),
+        "norm plus one": (lambda a: rms_norm(a, weight, 1e-5, True), x),
+        "rotate": (lambda a: rotate(a, cos[: len(a)], sin[: len(a)]), x[:, 1:]),
+        "silu": (swiglu, gates),
+        "gelu": (geglu, gates),
+    }
+    for name, (operation, value) in cases.items():
+        with torch.no_grad():
+            ours = operation(value)
+            with kernels.suspended():
+                theirs = operation(value)
+            assert torch.equal(operation(value[:5].clone()), ours[:5]), name
+        assert ours.dtype == dtype and ours.shape == theirs.shape
+        close = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 4e-2, "rtol": 2e-2}
+        torch.testing.assert_close(ours, theirs, **close, msg=lambda text, name=name: f"{name}: {text}")
+        leaf, other = value.clone().requires_grad_(), value.clone().requires_grad_()
+        grad = draw(tuple(ours.shape), dtype, seed=4)
+        operation(leaf).backward(grad)
+        with kernels.suspended():
+            operation(other).backward(grad)
+        torch.testing.assert_close(leaf.grad, other.grad, **close)
+
+
+def test_logit_statistics(found: kernels.Kernels) -> None:
+    logits, labels = draw((9, 517), torch.float32, 20), torch.tensor([0, 516, 517, 1033, 1034, 600, 530, 999, 5])
+    logits[2, :500] = -math.inf  # tokens that may not be drawn
+    first, shifted = 517, logits.double() - logits.double().amax(-1, keepdim=True)
+    largest, total, at_label, weighted = found.logit_statistics(logits, labels, first, True)
+    assert torch.equal(largest, logits.amax(-1))
+    torch.testing.assert_close(total.double(), shifted.exp().sum(-1), atol=0, rtol=1e-6)
+    wanted = [float(logits[i, n - first]) if 0 <= n - first < 517 else 0.0 for i, n in enumerate(labels.tolist())]
+    assert at_label.tolist() == wanted
+    torch.testing.assert_close(weighted.double(), (shifted.exp() * shifted.clamp(min=-1e4)).sum(-1), atol=1e-5, rtol=1e-5)
+    assert torch.equal(
+        found.logit_statistics(logits[3:4], labels[3:4], first, True)[:, 0],
+        torch.stack([largest, total, at_label, weighted])[:, 3],
+    )
+
+
+def test_draws_follow_the_cumulative_distribution(found: kernels.Kernels) -> None:
+    logits = draw((40, 517), torch.float32, 3)
+    logits[:, ::7] = -math.inf
+    uniforms = torch.rand(40, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    uniforms[0], uniforms[1] = 0.0, 1 - 2.0**-53
+    cumulative = (logits.double() / 0.7).softmax(-1).cumsum(-1)
+    wanted = torch.searchsorted(cumulative, uniforms[:, None] * cumulative[:, -1:], right=True)[:, 0]
+    drawn = found.draw(logits, 0.7, uniforms)
+    assert torch.equal(drawn, wanted) and (drawn % 7 != 0).all()
+    assert drawn[0] == 1 and drawn[1] == 516  # the first and the last token that can be drawn
+    assert torch.equal(found.draw(logits[7:9], 0.7, uniforms[7:9]), drawn[7:9])
+
+
+def test_without_a_compiler_torch_computes(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(build, "COMPILERS", ("no-such-compiler",))
+    library._load.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING):
+            assert kernels.ready(torch.empty(0)) is None and kernels.ready(torch.empty(0)) is None
+        assert len(caplog.records) == 1 and "no C++ compiler" in caplog.text
+        cpu = torch.device("cpu")
+        assert choose_attention("auto", torch.float32, cpu, "x") == "torch"
+        with pytest.raises(ValueError, match=r"models\.actor\.attention=cpp: .* set it to auto or torch"):
+            choose_attention("cpp", torch.float32, cpu, "models.actor.attention")
+        out = PackedAttention([3, 4]).attend(0, *(torch.ones(7, 2, 8),) * 3, AttentionRule(1.0))
+        assert torch.equal(out, torch.ones(7, 2, 8))
+    finally:
+        library._load.cache_clear()
+
+
+def test_choices(found: kernels.Kernels) -> None:
+    cpu = torch.device("cpu")
+    assert [choose_attention("auto", dtype, cpu, "x") for dtype in (*DTYPES, torch.float64)] == ["cpp", "cpp", "torch"]
+    assert choose_attention("torch", torch.float32, cpu, "x") == "torch"
+    with pytest.raises(ValueError, match="attention='flash' is not known; allowed: auto, torch, cpp"):
+        choose_attention("flash", torch.float32, cpu, "attention")
+
+
+def test_processes_share_one_build(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Three at once in an empty cache: one library comes out, nothing unfinished stays behind; a broken source is an OSError."""
+    program = (
+        "import sys, pathlib; from rlhf_spmd.kernels import build; build.cache_directory = lambda: pathlib.Path(sys.argv[1]); "
+    )
+    program += "build.FLAGS = ('-std=c++17', '-shared', '-fPIC'); build.SOURCES = build.SOURCES[2:]; print(build.build())"
+    source = str(Path(build.__file__).parents[2])
+    runs = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, str(tmp_path)], env={"PYTHONPATH": source, "PATH": "/usr/bin:/bin"}, stdout=-1
+        )
+        for _ in range(3)
+    ]
+    paths = {run.communicate(timeout=120)[0] for run in runs}
+    assert len(paths) == 1 and all(run.returncode == 0 for run in runs)
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == ["", ".so"]
+    broken = tmp_path / "broken.cpp"
+    broken.write_text("not C++")
+    monkeypatch.setattr(build, "SOURCES", (broken,))
+    monkeypatch.setattr(build, "cache_directory", lambda: tmp_path)
+    with pytest.raises(OSError, match="failed"):
+        build.build()
+
+
+@pytest.mark.parametrize(
+    ("changes", "equal"),
+    [
+        (("models.actor.attention=cpp",), True),
+        (("models.actor.attention=torch",), True),
+        (("models.actor.generation.attention=torch",), False),
+    ],
+    ids=str,
+)
+def test_training_with_each_choice(tmp_path: Path, changes: tuple[str, ...], equal: bool) -> None:
+    """Generation and training agree bit for bit when they take the same attention, and closely when they do not."""
+    run_ranks(1, tasks.train_here, str(tasks.task() / "ppo.json"), tasks.settings(tmp_path, 1, *changes))
+    (row,) = tasks.read_run(tmp_path).raw
+    difference = float(row["rollout/log_prob_diff_max"])
+    assert difference == 0 if equal else 0 < difference < 1e-4
