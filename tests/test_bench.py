@@ -82,7 +82,9 @@ def test_pipeline_measures_every_schedule_beside_its_formula(tmp_path: Path) -> 
     assert {case["schedule"] for case in report["cases"]} == {"forward", "1F1B", "interleaved"}
     for case in report["cases"]:
         assert case["ragged"] or abs(case["replayed"] - case["formula"]) < 1e-3
-        assert case["measured"] > case["replayed"] / 2  # a loaded machine makes it more; sleeps that last too long, a little less
+        assert (
+            case["measured"] > case["replayed"] / 2
+        )  # a loaded machine makes it more; sleeps that last too long, a little less
         assert f"{case['measured']:.3f}" in printed
     assert sum(case["ragged"] for case in report["cases"]) == 3
 

@@ -131,7 +131,9 @@ def gone(pid: int) -> bool:
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]:
     tasks.task()
     directory = tmp_path_factory.mktemp("no_hang")
-    return run_together(directory, "swapped", "shorter", "raise", "transition") | run_together(directory, "kill", "nan", "reward")
+    return run_together(directory, "swapped", "shorter", "raise", "transition") | run_together(
+        directory, "kill", "nan", "reward"
+    )
 
 
 @pytest.mark.parametrize("name", JOBS)

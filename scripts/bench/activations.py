@@ -136,7 +136,8 @@ def head_cases(decoder: Decoder, args: argparse.Namespace) -> Iterator[dict[str,
 def measured(
     args: argparse.Namespace, forward: Callable[[], torch.Tensor], clear: Callable[[], None]
 ) -> tuple[float, float, float]:
-    """Median seconds of forward and backward (on CPU those of one thread at work); MiB kept between them, and at most. ``clear`` drops the gradients."""
+    """Median seconds of forward and backward (on CPU those of one thread at work); MiB kept between
+    them, and at most. ``clear`` drops the gradients."""
     seconds = []
     clock = time.process_time if args.device == "cpu" else time.perf_counter
     for _ in range(args.repeats + 1):
