@@ -45,7 +45,8 @@ def test_step_writes_phases_and_tokens_per_second(tmp_path: Path) -> None:
     assert (run["program"], run["ranks"], run["steps"]) == ("ppo", 1, 1)
     assert run["tokens_per_s"] > 0 and run["peak_gb"] > 0
     phases = " ".join(run["phases_s"])
-    assert all(phase in phases for phase in ("generate_sequences", "compute_log_prob", "compute_values", "update_actor"))
+    assert all(phase in phases for phase in ("generate_sequences", "compute_values", "update_actor"))
+    assert "compute_log_prob" not in phases  # on CPU the rollout's log-probs are the training forward's
     assert max(run["phases_s"].values()) < run["step_s"]
     assert "whole step" in printed
 
@@ -82,9 +83,7 @@ def test_pipeline_measures_every_schedule_beside_its_formula(tmp_path: Path) -> 
     assert {case["schedule"] for case in report["cases"]} == {"forward", "1F1B", "interleaved"}
     for case in report["cases"]:
         assert case["ragged"] or abs(case["replayed"] - case["formula"]) < 1e-3
-        assert (
-            case["measured"] > case["replayed"] / 2
-        )  # a loaded machine makes it more; sleeps that last too long, a little less
+        assert case["measured"] > case["replayed"] / 2  # loaded machines make it more; sleeps that last too long, a little less
         assert f"{case['measured']:.3f}" in printed
     assert sum(case["ragged"] for case in report["cases"]) == 3
 
@@ -99,10 +98,10 @@ def test_reallocation_receives_what_it_lacks(tmp_path: Path) -> None:
 
 
 def test_activations_writes_memory_of_layers_and_head(tmp_path: Path) -> None:
-    sizes = {"hidden": 128, "layers": 2, "vocab": 20000, "rows": 2, "length": 100, "repeats": 1}
+    sizes = {"hidden": 128, "layers": 2, "vocab": 20000, "rows": 2, "length": 400, "repeats": 1}
     arguments = [text for key, value in sizes.items() for text in (f"--{key}", str(value))]
     report, printed = run_script("activations.py", tmp_path / "activations.json", *arguments)
     kept = [case["kept_mib"] for case in report["layers"]]
     assert [case["case"] for case in report["layers"]] == ["none", "selective", "full"] and kept == sorted(kept, reverse=True)
     ours, whole = (next(case for case in report["head"] if case["case"] == name) for name in ("ours", "whole logits"))
-    assert 1 < ours["chunks"] < 1.1 and whole["peak_mib"] > 3 * ours["peak_mib"] and "linear_cross_entropy" in printed
+    assert 0.8 < ours["chunks"] < 1.1 and whole["peak_mib"] > 3 * ours["peak_mib"] and "linear_cross_entropy" in printed

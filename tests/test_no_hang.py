@@ -32,6 +32,15 @@ JOBS: dict[str, tuple[int, tuple[str, ...]]] = {
     "nan": (2, ("algorithm.name=outside.raising", "algorithm.fault=nan")),
     "reward": (2, ("reward.function=outside.rewards:often_fails", "reward.max_failure_rate=0.2")),
     "transition": (2, ("algorithm.name=outside.transition", "models.actor.layout.tp=2", "models.critic.layout.zero=3")),
+    "reallocation": (
+        2,
+        (
+            "algorithm.name=outside.transition",
+            "algorithm.fault=reallocation",
+            "models.critic.layout.tp=2",
+            "models.critic.calls.compute_values.layout.dp=2",
+        ),
+    ),
     "kill": (3, (*APART, "models.critic.pool=b")),
 }
 
@@ -132,7 +141,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]:
     tasks.task()
     directory = tmp_path_factory.mktemp("no_hang")
     return run_together(directory, "swapped", "shorter", "raise", "transition") | run_together(
-        directory, "kill", "nan", "reward"
+        directory, "kill", "nan", "reward", "reallocation"
     )
 
 
@@ -202,12 +211,15 @@ def test_a_loss_that_raises_on_one_rank(jobs: dict[str, Job]) -> None:
     assert job.said.count("Traceback") == 1
 
 
-def test_a_transition_between_layouts_that_fails_on_one_rank(jobs: dict[str, Job]) -> None:
-    job = jobs["transition"]
-    line = check(job, "error", 1, ("actor.generate_sequences",), 2)
+@pytest.mark.parametrize(
+    ("name", "call", "what"),
+    [("transition", "actor.generate_sequences", "bucket"), ("reallocation", "critic.compute_values", "message")],
+)
+def test_weights_that_fail_to_move_on_one_rank(jobs: dict[str, Job], name: str, call: str, what: str) -> None:
+    job = jobs[name]
+    line = check(job, "error", 1, (call,), 2)
     assert re.fullmatch(
-        r"rank 1 failed in actor\.generate_sequences \(call \d+, [a-z_]+\.py:\d+, step 2\): MemoryError: "
-        r"no room for the third bucket",
+        rf"rank 1 failed in {re.escape(call)} \(call \d+, [a-z_]+\.py:\d+, step 2\): MemoryError: no room for the second {what}",
         line,
     )
     assert job.status["rank"] == 1 and Path(job.status["last_checkpoint"]).name == "step_1"

@@ -7,7 +7,8 @@
 ``products``: floating-point operations of the matrix products in both passes over those of the forward pass.
 ``head``: log-probs of labels and their gradients from hidden states: ours in chunks, torch's ``linear_cross_entropy`` with and
 without chunks (one sum over all rows: it has no temperature and no entropy), and logits held whole. Peak without the gradients
-that are the result; ``chunks``: in units of our chunk of logits.
+that are the result; ``chunks``: in units of what ours may hold, a chunk of logits and those kept for the backward
+pass.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))
 from measure import machine_facts, median, table
 
 from memory import LiveMemory
-from rlhf_spmd.kernels import suspended
+from rlhf_spmd.kernels import ready, suspended
 from rlhf_spmd.models.activations import CHECKPOINTING
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
-from rlhf_spmd.models.heads import CHUNK_ELEMENTS, token_log_probs
+from rlhf_spmd.models.heads import CHUNK_ELEMENTS, KEPT_ELEMENTS, token_log_probs
 from rlhf_spmd.models.spec import spec_from_config
 from rlhf_spmd.models.weights import init_random
 from rlhf_spmd.parallel.collectives import solo
@@ -126,7 +127,9 @@ def head_cases(decoder: Decoder, args: argparse.Namespace) -> Iterator[dict[str,
         decoder.zero_grad()
 
     gradients = (hidden.nbytes + weight.nbytes) / MIB
-    chunk = 4 * args.vocab * max(CHUNK_ELEMENTS[torch.device(args.device).type] // args.vocab, 64) / MIB
+    rows = max(CHUNK_ELEMENTS[torch.device(args.device).type] // args.vocab, 64)
+    rows += min(KEPT_ELEMENTS // args.vocab, tokens) if ready(hidden) is not None else 0
+    chunk = 4 * args.vocab * rows / MIB
     for name, case in cases.items():
         seconds, _, peak = measured(args, case, clear)
         peak -= gradients

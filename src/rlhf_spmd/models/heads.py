@@ -1,8 +1,9 @@
 """What comes out of the last stage: log-probs, entropies, logits and values, vocabulary-parallel.
 
 Training never holds logits [T, V]: chunks of rows are computed, reduced to a few numbers per token, dropped, and computed
-again in the backward pass: at no time are there more than a chunk's logits [rows, V / t], twice where an entropy is computed or
-has a gradient. Generation reduces its logits with the same functions, so its log-probs are bit-equal to training's.
+again in the backward pass. At no time are there more than a chunk's logits [rows, V / t], twice where an entropy is computed or
+has a gradient, and those of the last rows (``KEPT_ELEMENTS``), which the backward pass, next to come, finds where they are.
+Generation reduces its logits with the same functions, so its log-probs are bit-equal to training's.
 
 Each rank reduces its slice of the vocabulary by itself (maximum, sum of exponentials, the label's logit); one gather of those
 numbers, combined in rank order, gives every rank of the tp group the same bits.
@@ -24,6 +25,7 @@ from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.parallel.collectives import Group
 
 CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}  # logits per chunk: about a cache on CPU, 256 MiB on GPU
+KEPT_ELEMENTS = 1 << 23  # logits of the last chunks that the kernels' forward pass leaves for backward, 32 MiB
 
 
 def _project(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -99,10 +101,15 @@ class _TokenLogProbs(torch.autograd.Function):
         softcap: float | None,
         entropy: bool,
         chunk_rows: int,
+        keep: bool,
     ) -> tuple[Tensor, Tensor]:
-        parts = []
+        parts, ctx.kept = [], {}
+        first_kept = hidden.shape[0] - KEPT_ELEMENTS // weight.shape[0] if keep else hidden.shape[0]
         for rows in _chunks(hidden.shape[0], chunk_rows):
-            parts.append(_local_statistics(_scaled(hidden[rows], weight, softcap, temperature), labels[rows], first, entropy))
+            logits = _scaled(hidden[rows], weight, softcap, temperature)
+            parts.append(_local_statistics(logits, labels[rows], first, entropy))
+            if rows.start >= first_kept and kernels.ready(logits) is not None:
+                ctx.kept[rows.start] = logits
         log_probs, entropies, log_z = _combine(torch.cat(parts, 1), group)
         ctx.save_for_backward(hidden, weight, labels, log_z, entropies)
         ctx.settings = (first, group, temperature, softcap, chunk_rows)
@@ -122,7 +129,9 @@ class _TokenLogProbs(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden, dtype=log_z.dtype)
         grad_weight = torch.zeros_like(weight, dtype=log_z.dtype) if ctx.needs_input_grad[1] else None
         for rows in _chunks(hidden.shape[0], chunk_rows):
-            logits = _scaled(hidden[rows], weight, softcap, temperature)
+            logits = ctx.kept.pop(rows.start, None)
+            if logits is None:
+                logits = _scaled(hidden[rows], weight, softcap, temperature)
             slope = None if softcap is None else 1 - (logits * (temperature / softcap)).square_()
             entropy = None if grad_entropy is None else (entropies[rows, None], grad_entropy[rows, None])
             grad = _logit_gradients(logits, labels[rows] - first, log_z[rows, None], grad_log_probs[rows, None], entropy)
@@ -136,7 +145,7 @@ class _TokenLogProbs(torch.autograd.Function):
         # every rank saw its slice of the vocabulary only
         grad_hidden = group.all_reduce(grad_hidden, "head_grad").to(hidden.dtype)
         grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
-        return grad_hidden, grad_weight, None, None, None, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None, None, None, None, None
 
 
 def _logit_gradients(
@@ -178,14 +187,14 @@ def token_log_probs(
     """log p(labels [T]) after hidden [T, hidden] at ``temperature``, in nats, and with ``entropy`` that distribution's entropy.
 
     Labels are token ids (there is no ignored label). fp32 (fp64 for an fp64 model), [T] each; the same bits on every tp rank.
-    Differentiable in ``hidden`` and the head's weight by recomputation, ``chunk_rows`` tokens at a time.
+    Differentiable in ``hidden`` and the head's weight, mostly by recomputation, ``chunk_rows`` tokens at a time.
     Collective over tp: every rank of it must call, in program order, with equal hidden and labels.
     """
     _check_temperature(temperature)
-    weight = decoder.head_weight
+    weight, keep = decoder.head_weight, torch.is_grad_enabled()
     if chunk_rows is None:
         chunk_rows = max(CHUNK_ELEMENTS.get(hidden.device.type, 1 << 26) // weight.shape[0], 64)
-    settings = (decoder.vocab_range[0], decoder.tp, float(temperature), decoder.spec.logit_softcap, entropy, chunk_rows)
+    settings = (decoder.vocab_range[0], decoder.tp, float(temperature), decoder.spec.logit_softcap, entropy, chunk_rows, keep)
     log_probs, entropies = _TokenLogProbs.apply(hidden, weight, labels, *settings)
     return log_probs, entropies if entropy else None
 

@@ -136,12 +136,15 @@ class _GatedLinear(torch.autograd.Function):
         gate, up = gate_up.chunk(2, -1)
         grads = torch.empty_like(gate_up)
         grad_gate, grad_up = grads.chunk(2, -1)
+        torch.mul(grad, up, out=grad_gate)
+        aten = torch.ops.aten  # with their results in place: copies of such matrices cost as much as the arithmetic
         if ctx.gelu:
-            torch.mul(grad, F.gelu(gate, approximate="tanh"), out=grad_up)
-            grad_gate.copy_(torch.ops.aten.gelu_backward(grad * up, gate, approximate="tanh"))
+            aten.gelu.out(gate, approximate="tanh", out=grad_up)
+            aten.gelu_backward.grad_input(grad_gate, gate, approximate="tanh", grad_input=grad_gate)
         else:
-            torch.mul(grad, F.silu(gate), out=grad_up)
-            grad_gate.copy_(torch.ops.aten.silu_backward(grad * up, gate))
+            aten.silu.out(gate, out=grad_up)
+            aten.silu_backward.grad_input(grad_gate, gate, grad_input=grad_gate)
+        grad_up.mul_(grad)
         return grads, None
 
 
