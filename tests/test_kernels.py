@@ -15,12 +15,18 @@ import torch
 from torch import Tensor
 
 import tasks
+from model_configs import CONFIGS
 from ranks import run_ranks
 from rlhf_spmd import kernels
+from rlhf_spmd.generation.paged_attention import KernelAttention, KVCache
+from rlhf_spmd.generation.scheduler import Work
+from rlhf_spmd.generation.sequence import Row
 from rlhf_spmd.kernels import build, library
 from rlhf_spmd.models.attention import PackedAttention, choose_attention
+from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.layers import geglu, multiply, rms_norm, rotate, swiglu
-from rlhf_spmd.models.spec import AttentionRule
+from rlhf_spmd.models.spec import AttentionRule, spec_from_config
+from rlhf_spmd.parallel.collectives import solo
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 
@@ -214,6 +220,42 @@ def test_logit_statistics(found: kernels.Kernels) -> None:
         found.logit_statistics(logits[3:4], labels[3:4], first, True)[:, 0],
         torch.stack([largest, total, at_label, weighted])[:, 3],
     )
+
+
+def test_argmax_takes_the_first_of_equal_ones(found: kernels.Kernels) -> None:
+    logits = draw((33, 1030), torch.float32, 3)
+    logits[3, 1029] = logits[4, 0] = logits[5, 600] = 50.0
+    logits[6, [100, 99, 700]] = 60.0
+    assert torch.equal(found.argmax(logits), logits.argmax(-1)) and int(found.argmax(logits)[6]) == 99
+
+
+LAYERS = [name for name in CONFIGS if name not in ("llama-tied-bias", "qwen3-moe")]  # those go operation by operation
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_whole_layer_has_the_bits_of_its_operations(
+    found: kernels.Kernels, name: str, dtype: torch.dtype, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Packed and paged, with and without gradients, in few rows and in many."""
+    decoder = Decoder(spec_from_config(CONFIGS[name], name), "none", 0, 1, solo(), dtype, "cpu")
+    for seed, parameter in enumerate(decoder.parameters()):
+        parameter.data = draw(tuple(parameter.shape), dtype, 0.3, seed)
+    block, calls = decoder.layers[1], []
+    whole = found.block
+    monkeypatch.setattr(found, "block", lambda *args: calls.append(len(args[0])) or whole(*args))
+    for lengths in ([3, 1], [70, 200, 33]):
+        tokens = torch.randint(3, 101, (sum(lengths),), generator=torch.Generator().manual_seed(1))
+        with torch.no_grad():
+            out = decoder(tokens, PackedAttention(lengths))
+        assert calls == [max(sum(lengths), decoder.min_rows)] * len(decoder.layers)
+        assert torch.equal(decoder(tokens, PackedAttention(lengths)), out)
+        rows = [Row(i, n, n, (), length=n, pages=[2 * i + 1, 2 * i]) for i, n in enumerate(lengths)]
+        cache = KVCache(len(decoder.layers), block.num_kv_heads, block.head_dim, 2 * len(rows), 128, dtype, torch.device("cpu"))
+        work = [Work(row, 0, row.length, True) for row in rows]
+        with torch.no_grad():
+            assert torch.equal(decoder(tokens, KernelAttention(work, cache, found)), out)
+        calls.clear()
 
 
 def test_draws_follow_the_cumulative_distribution(found: kernels.Kernels) -> None:

@@ -7,6 +7,6 @@ the user's cache directory and loaded with ctypes. Everything about a result's b
 Must not know: modules, models, autograd.
 """
 
-from rlhf_spmd.kernels.library import Kernels, page_elements, ready, suspended
+from rlhf_spmd.kernels.library import Context, Kernels, page_elements, ready, suspended
 
-__all__ = ["Kernels", "page_elements", "ready", "suspended"]
+__all__ = ["Context", "Kernels", "page_elements", "ready", "suspended"]

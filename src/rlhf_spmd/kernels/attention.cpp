@@ -6,7 +6,7 @@
 // two give the same bits. Up to ROWS queries (tokens by heads of a group) share the loads of keys and values.
 //
 // Keys lie transposed, [head_dim][keys]: vectors run over keys without horizontal sums. fp32 arithmetic for bf16 storage.
-#include "common.h"
+#include "kernels.h"
 
 namespace {
 
@@ -25,12 +25,22 @@ template <class T> struct Run {  // keys first .. first + count - 1
   i64 k_stride, v_stride, first, count;
 };
 
+// What the products fetch into the second-level cache on their way, one line for each they read: at the addresses of their own
+// keys or values, moved by ``offset`` bytes. Single queries wait for memory otherwise: 3 times as long where it is all they do.
+struct Ahead {
+  i64 offset = 0;  // 0: nothing
+  template <class T> void fetch(const T* at) const {
+    if (offset) __builtin_prefetch((const char*)at + offset, 0, 2);
+  }
+};
+
 template <int R, int V, class T>
-void multiply_keys(const float* q, i64 q_stride, i64 dim, const T* k, i64 k_stride, float* s, i64 s_stride) {
+void multiply_keys(const float* q, i64 q_stride, i64 dim, const T* k, i64 k_stride, float* s, i64 s_stride, Ahead ahead) {
   vf acc[R][V] = {};
   for (i64 d = 0; d < dim; d++) {
     vf keys[V];
     for (int v = 0; v < V; v++) keys[v] = load(k + d * k_stride + v * W);
+    for (int v = 0; v < V; v += (int)(4 / sizeof(T))) ahead.fetch(k + d * k_stride + v * W);
     for (int r = 0; r < R; r++) {
       vf one = set1(q[r * q_stride + d]);
       for (int v = 0; v < V; v++) acc[r][v] = fma(one, keys[v], acc[r][v]);
@@ -41,18 +51,20 @@ void multiply_keys(const float* q, i64 q_stride, i64 dim, const T* k, i64 k_stri
 }
 
 template <int R, class T>
-void scores(int rows, const float* q, i64 q_stride, i64 dim, const Run<T>& run, i64 begin, i64 end, float* s, i64 s_stride) {
+void scores(int rows, const float* q, i64 q_stride, i64 dim, const Run<T>& run, i64 begin, i64 end, float* s, i64 s_stride,
+            Ahead ahead = {}) {
   if constexpr (R > 1) {
-    if (rows < R) return scores<R - 1>(rows, q, q_stride, dim, run, begin, end, s, s_stride);
+    if (rows < R) return scores<R - 1>(rows, q, q_stride, dim, run, begin, end, s, s_stride, ahead);
   }
   i64 at = begin;
-  for (; at + 4 * W <= end; at += 4 * W) multiply_keys<R, 4>(q, q_stride, dim, run.k + at, run.k_stride, s + at, s_stride);
-  for (; at < end; at += W) multiply_keys<R, 1>(q, q_stride, dim, run.k + at, run.k_stride, s + at, s_stride);
+  for (; at + 4 * W <= end; at += 4 * W) multiply_keys<R, 4>(q, q_stride, dim, run.k + at, run.k_stride, s + at, s_stride, ahead);
+  for (; at < end; at += W) multiply_keys<R, 1>(q, q_stride, dim, run.k + at, run.k_stride, s + at, s_stride, ahead);
 }
 
 // acc[R][V][C] += p v over the run's keys begin .. end - 1, key j to chain j % C
 template <int R, int V, int C, class T>
-void multiply_values(const float* p, i64 p_stride, const Run<T>& run, i64 begin, i64 end, i64 dim_at, float* acc, i64 acc_stride) {
+void multiply_values(const float* p, i64 p_stride, const Run<T>& run, i64 begin, i64 end, i64 dim_at, float* acc, i64 acc_stride,
+                     Ahead ahead) {
   vf a[R][V][C];
   for (int r = 0; r < R; r++)
     for (int v = 0; v < V; v++)
@@ -61,6 +73,7 @@ void multiply_values(const float* p, i64 p_stride, const Run<T>& run, i64 begin,
     constexpr int c = decltype(chain)::value;
     vf values[V];
     for (int v = 0; v < V; v++) values[v] = load(run.v + j * run.v_stride + dim_at + v * W);
+    for (int v = 0; v < V; v += (int)(4 / sizeof(T))) ahead.fetch(run.v + j * run.v_stride + dim_at + v * W);
     for (int r = 0; r < R; r++) {
       vf one = set1(p[r * p_stride + j]);
       for (int v = 0; v < V; v++) a[r][v][c] = fma(one, values[v], a[r][v][c]);
@@ -81,15 +94,16 @@ void multiply_values(const float* p, i64 p_stride, const Run<T>& run, i64 begin,
 }
 
 template <int R, class T>
-void values(int rows, const float* p, i64 p_stride, const Run<T>& run, i64 begin, i64 end, i64 padded, float* acc, i64 acc_stride) {
+void values(int rows, const float* p, i64 p_stride, const Run<T>& run, i64 begin, i64 end, i64 padded, float* acc, i64 acc_stride,
+            Ahead ahead = {}) {
   if constexpr (R > 1) {
-    if (rows < R) return values<R - 1>(rows, p, p_stride, run, begin, end, padded, acc, acc_stride);
+    if (rows < R) return values<R - 1>(rows, p, p_stride, run, begin, end, padded, acc, acc_stride, ahead);
   }
-  if (padded == W) return multiply_values<R, 1, 2>(p, p_stride, run, begin, end, 0, acc, acc_stride);
-  if (padded == 2 * W) return multiply_values<R, 2, 2>(p, p_stride, run, begin, end, 0, acc, acc_stride);
+  if (padded == W) return multiply_values<R, 1, 2>(p, p_stride, run, begin, end, 0, acc, acc_stride, ahead);
+  if (padded == 2 * W) return multiply_values<R, 2, 2>(p, p_stride, run, begin, end, 0, acc, acc_stride, ahead);
   i64 d = 0;
-  for (; d + 4 * W <= padded; d += 4 * W) multiply_values<R, 4, 1>(p, p_stride, run, begin, end, d, acc + d, acc_stride);
-  for (; d < padded; d += W) multiply_values<R, 1, 1>(p, p_stride, run, begin, end, d, acc + d, acc_stride);
+  for (; d + 4 * W <= padded; d += 4 * W) multiply_values<R, 4, 1>(p, p_stride, run, begin, end, d, acc + d, acc_stride, ahead);
+  for (; d < padded; d += W) multiply_values<R, 1, 1>(p, p_stride, run, begin, end, d, acc + d, acc_stride, ahead);
 }
 
 // Scores s[j], j relative to a multiple of 16, of keys first .. last -> exp(score - largest), zeros around up to ``width``.
@@ -121,10 +135,11 @@ float softmax(float* s, i64 first, i64 last, i64 width, const Rule& rule, float&
 }
 
 // All queries of one head group in ``count`` tokens from position ``start`` on. q, out: at the first token, group by group heads.
-// ``runs(key)``: the run that holds the key. ``lse`` (or null): [count][lse_stride], scores' log-sum-exp.
+// ``runs(number)``: the run of the keys number * size .. ``lse`` (or null): [count][lse_stride], scores' log-sum-exp. ``after``:
+// the runs of the next call, to be fetched while a few queries read the values.
 template <class T, class Runs, class Q>
-void attend(const Q* q, i64 q_stride, i64 start, i64 count, const Runs& runs, const Rule& rule, Q* out, i64 out_stride, float* lse,
-            i64 lse_stride) {
+void attend(const Q* q, i64 q_stride, i64 start, i64 count, const Runs& runs, const Runs* after, i64 size, const Rule& rule, Q* out,
+            i64 out_stride, float* lse, i64 lse_stride) {
   const i64 dim = rule.dim, padded = rule.padded(), chains = padded <= 2 * W ? 2 : 1, acc_stride = padded * chains;
   const i64 s_stride = (start + count + 8 * W) / W * W;
   float* s = scratch(1, ROWS * (s_stride + dim + acc_stride) + 2 * W);
@@ -132,18 +147,19 @@ void attend(const Q* q, i64 q_stride, i64 start, i64 count, const Runs& runs, co
   for (i64 row = 0; row < count * rule.group; row += ROWS) {
     const int rows = (int)(count * rule.group - row < ROWS ? count * rule.group - row : ROWS);
     const i64 first = rule.first_key(start + row / rule.group), last = start + (row + rows - 1) / rule.group;
+    const bool few = count * rule.group <= ROWS;
     const i64 base = first / W * W;  // s[0] is this key; runs may write up to 16 scores before it
     float* at_base = s + W;
     for (int r = 0; r < rows; r++) {
       const Q* from = q + (row + r) / rule.group * q_stride + (row + r) % rule.group * dim;
       for (i64 d = 0; d < dim; d++) wide[r * dim + d] = widen(from[d]);
     }
-    for (i64 key = first; key <= last;) {
-      Run<T> run = runs(key);
-      i64 end = last + 1 - run.first < run.count ? last + 1 - run.first : run.count;
-      if (run.first + end <= last) prefetch(runs(run.first + end).k, end * dim);
-      else prefetch(runs(first).v, end * padded);
-      scores<ROWS>(rows, wide, dim, dim, run, (key - run.first) / W * W, end, at_base + run.first - base, s_stride);
+    i64 key = first;
+    for (i64 number = first / size; key <= last; number++) {
+      const Run<T> run = runs(number);
+      const i64 end = last + 1 - run.first < run.count ? last + 1 - run.first : run.count;
+      const Ahead ahead = {few ? (const char*)run.v - (const char*)run.k : 0};
+      scores<ROWS>(rows, wide, dim, dim, run, (key - run.first) / W * W, end, at_base + run.first - base, s_stride, ahead);
       key = run.first + end;
     }
     float inverse[ROWS];
@@ -154,11 +170,12 @@ void attend(const Q* q, i64 q_stride, i64 start, i64 count, const Runs& runs, co
       if (lse) lse[(row + r) / rule.group * lse_stride + (row + r) % rule.group] = peak + logf(total);
     }
     memset(acc, 0, rows * acc_stride * 4);
-    for (i64 key = first; key <= last;) {
-      Run<T> run = runs(key);
-      i64 end = last + 1 - run.first < run.count ? last + 1 - run.first : run.count;
-      if (run.first + end <= last) prefetch(runs(run.first + end).v, end * padded);
-      values<ROWS>(rows, at_base + run.first - base, s_stride, run, key - run.first, end, padded, acc, acc_stride);
+    key = first;
+    for (i64 number = first / size; key <= last; number++) {
+      const Run<T> run = runs(number);
+      const i64 end = last + 1 - run.first < run.count ? last + 1 - run.first : run.count;
+      const Ahead ahead = {few && after ? (const char*)(*after)(number).k - (const char*)run.v : 0};
+      values<ROWS>(rows, at_base + run.first - base, s_stride, run, key - run.first, end, padded, acc, acc_stride, ahead);
       key = run.first + end;
     }
     for (int r = 0; r < rows; r++) {
@@ -196,18 +213,18 @@ template <class Q>
 void packed(const Q* q, const Q* k, const Q* v, Strides stride, i64 kv_heads, const i64* bounds, i64 sequences, const Rule& rule,
             Q* out, float* lse, int threads) {
   const i64 heads = kv_heads * rule.group, padded = rule.padded(), pieces = sequences * kv_heads;
-#pragma omp parallel for num_threads(num_threads(threads, pieces)) if (threads > 1) schedule(dynamic)
-  for (i64 piece = 0; piece < pieces; piece++) {
+  in_team(num_threads(threads, pieces), pieces, 1, [&](i64 piece) {
     const i64 head = piece % kv_heads, token = bounds[piece / kv_heads], count = bounds[piece / kv_heads + 1] - token;
     const i64 width = (count + W - 1) / W * W;
     float *keys = scratch(2, rule.dim * width), *vals = scratch(3, count * padded);
     transposed(k + token * stride.k + head * rule.dim, stride.k, count, rule.dim, keys, width);
     widen_rows(v + token * stride.v + head * rule.dim, stride.v, count, rule, vals);
     Run<float> all = {keys, vals, width, padded, 0, count};
-    attend<float>(q + token * stride.q + head * rule.group * rule.dim, stride.q, 0, count, [&](i64) { return all; }, rule,
+    auto runs = [&](i64) { return all; };
+    attend<float>(q + token * stride.q + head * rule.group * rule.dim, stride.q, 0, count, runs, (decltype(&runs))nullptr, width + 1, rule,
                   out + (token * heads + head * rule.group) * rule.dim, heads * rule.dim,
                   lse ? lse + token * heads + head * rule.group : nullptr, heads);
-  }
+ });
 }
 
 // gradients[K][V] += weights[row][key] rows[row] over all rows: K neighbouring keys, V vectors of head_dim
@@ -321,14 +338,13 @@ template <class Q>
 void packed_backward(const Q* q, const Q* k, const Q* v, Strides stride, i64 kv_heads, const i64* bounds, i64 sequences,
                      const Rule& rule, const Q* out, const Q* grad, const float* lse, Q* grad_q, Q* grad_k, Q* grad_v, int threads) {
   const i64 heads = kv_heads * rule.group, pieces = sequences * kv_heads;
-#pragma omp parallel for num_threads(num_threads(threads, pieces)) if (threads > 1) schedule(dynamic)
-  for (i64 piece = 0; piece < pieces; piece++) {
+  in_team(num_threads(threads, pieces), pieces, 1, [&](i64 piece) {
     const i64 head = piece % kv_heads, token = bounds[piece / kv_heads], count = bounds[piece / kv_heads + 1] - token;
     const i64 first = head * rule.group, at = (token * heads + first) * rule.dim, at_kv = (token * kv_heads + head) * rule.dim;
     backward(q + token * stride.q + first * rule.dim, k + token * stride.k + head * rule.dim, v + token * stride.v + head * rule.dim,
              stride, count, rule, out + at, grad + at, lse + token * heads + first, heads, kv_heads, grad_q + at, grad_k + at_kv,
              grad_v + at_kv);
-  }
+ });
 }
 
 struct Item {
@@ -340,26 +356,39 @@ void paged(const Q* q, const Q* k, const Q* v, Strides stride, i64 kv_heads, con
            Q* cache, i64 num_pages, i64 page_size, i64 page_elements, const Rule& rule, Q* out, int threads) {
   const i64 heads = kv_heads * rule.group, dim = rule.dim, padded = rule.padded(), slots = (page_size + W - 1) / W * W;
   const i64 pieces = num_items * kv_heads;
-  const int team = num_threads(threads, (pieces + 15) / 16);
-#pragma omp parallel for num_threads(team) if (team > 1) schedule(dynamic, 8)
-  for (i64 piece = 0; piece < pieces; piece++) {
-    const Item& item = items[piece / kv_heads];
-    const i64 head = piece % kv_heads;
-    const int32_t* pages = table + item.pages;
-    Q *keys = cache + head * num_pages * page_elements, *vals = cache + (kv_heads + head) * num_pages * page_elements;
-    for (i64 i = 0; i < item.count; i++) {
-      const i64 position = item.start + i, slot = position % page_size, page = pages[position / page_size] * page_elements;
-      const Q* from = k + (item.token + i) * stride.k + head * dim;
-      for (i64 d = 0; d < dim; d++) keys[page + d * slots + slot] = from[d];
-      memcpy(vals + page + slot * padded, v + (item.token + i) * stride.v + head * dim, dim * sizeof(Q));
+  struct Pages {  // of one row and head
+    Q *keys, *vals;
+    const int32_t* numbers;
+    i64 last, slots, padded, size, elements;
+    Run<Q> operator()(i64 number) const {
+      const i64 page = numbers[number < last ? number : last] * elements;
+      return {keys + page, vals + page, slots, padded, number * size, size};
     }
-    auto runs = [&](i64 key) {
-      const i64 number = key / page_size, page = pages[number] * page_elements;
-      return Run<Q>{keys + page, vals + page, slots, padded, number * page_size, page_size};
-    };
-    attend<Q>(q + item.token * stride.q + head * rule.group * dim, stride.q, item.start, item.count, runs, rule,
+  };
+  auto pages_of = [&](i64 piece) {
+    const Item& item = items[piece / kv_heads];
+    Q *keys = cache + piece % kv_heads * num_pages * page_elements, *vals = keys + kv_heads * num_pages * page_elements;
+    return Pages{keys, vals, table + item.pages, (item.start + item.count - 1) / page_size, slots, padded, page_size, page_elements};
+  };
+  const int team = num_threads(threads, (pieces + 15) / 16);
+  in_team(team, pieces, 8, [&](i64 piece) {
+    const Item& item = items[piece / kv_heads];
+    const i64 head = piece % kv_heads, next = piece + 1 < pieces ? piece + 1 : piece;
+    const Pages pages = pages_of(piece), after = pages_of(next);
+    const Item& later = items[next / kv_heads];
+    const Q* writes = after(after.last).k + (later.start + later.count - 1) % page_size;
+    for (i64 d = 0; d < dim; d++) __builtin_prefetch(writes + d * slots, 1, 2);
+    i64 number = item.start / page_size, slot = item.start % page_size;
+    for (i64 i = 0; i < item.count; i++) {
+      const i64 page = pages.numbers[number] * page_elements;
+      const Q* from = k + (item.token + i) * stride.k + head * dim;
+      for (i64 d = 0; d < dim; d++) pages.keys[page + d * slots + slot] = from[d];
+      memcpy(pages.vals + page + slot * padded, v + (item.token + i) * stride.v + head * dim, dim * sizeof(Q));
+      if (++slot == page_size) number++, slot = 0;
+    }
+    attend<Q>(q + item.token * stride.q + head * rule.group * dim, stride.q, item.start, item.count, pages, &after, page_size, rule,
               out + (item.token * heads + head * rule.group) * dim, heads * dim, nullptr, 0);
-  }
+ });
 }
 
 }  // namespace

@@ -13,8 +13,10 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
+
 HERE = Path(__file__).parent
-SOURCES = tuple(HERE / name for name in ("dense.cpp", "attention.cpp", "elementwise.cpp"))
+SOURCES = tuple(HERE / name for name in ("dense.cpp", "attention.cpp", "elementwise.cpp", "block.cpp"))
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-fopenmp")
 COMPILERS = ("g++", "c++", "clang++")
 TIMEOUT_S = 300
@@ -50,8 +52,8 @@ def cache_directory() -> Path:
 
 def _key(compiler: str) -> str:
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=TIMEOUT_S).stdout
-    digest = hashlib.sha256(repr((FLAGS, compiler, platform.machine(), _cpu_flags())).encode() + version)
-    for source in (HERE / "common.h", *SOURCES):
+    digest = hashlib.sha256(repr((FLAGS, compiler, platform.machine(), _cpu_flags(), torch.__version__)).encode() + version)
+    for source in (*sorted(HERE.glob("*.h")), *SOURCES):
         digest.update(source.read_bytes())
     return digest.hexdigest()[:24]
 
@@ -73,7 +75,9 @@ def _locked(path: Path) -> Iterator[None]:
 
 def _compile(compiler: str, library: Path) -> None:
     unfinished = library.with_suffix(f".{os.getpid()}.tmp")
-    command = [compiler, *FLAGS, *map(str, SOURCES), "-o", str(unfinished)]
+    # threads of torch's own OpenMP, where it brings one: two sets of threads that wait spinning take the cores from each other
+    threads = map(str, sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*")))
+    command = [compiler, *FLAGS, *map(str, SOURCES), "-Wl,--as-needed", *threads, "-o", str(unfinished)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
         if done.returncode:

@@ -3,17 +3,16 @@
 // Every function here and in the sources does the same operations in the same order for an element whatever is computed beside
 // it: that is what makes generation bit-equal to training.
 #pragma once
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <initializer_list>
 #include <memory>
+#include <time.h>
 #ifdef __AVX512F__
 #include <immintrin.h>
-#endif
-#ifdef _OPENMP
-#include <omp.h>
 #endif
 
 constexpr int W = 16;
@@ -140,11 +139,39 @@ static inline void transpose(vf* rows) {
 #endif
 }
 
-template <class T> static inline void prefetch(const T* from, i64 elements) {
-  for (i64 at = 0; at < elements; at += 64 / sizeof(T)) __builtin_prefetch(from + at);
-}
-
 static inline int num_threads(int wanted, i64 pieces) { return (int)(wanted < pieces ? wanted : pieces); }
+
+static inline i64 microseconds() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return t.tv_sec * 1000000ll + t.tv_nsec / 1000;
+}
+inline std::atomic<i64> alone_until{0}, alone_for{0};  // microseconds
+
+// f(0) .. f(pieces - 1), ``some`` at a time to whichever of the threads is free. Where other processes want the cores too, a team
+// waits a time slice for the thread that is not running, and spins, again and again; so after such a wait this thread works alone
+// for a while. The results have the same bits.
+template <class F> static inline void in_team(int threads, i64 pieces, i64 some, const F& f) {
+  const i64 begun = threads > 1 ? microseconds() : 0;
+  if (threads <= 1 || begun < alone_until.load()) {  // no region of one thread: regions inside it would start new threads each time
+    for (i64 i = 0; i < pieces; i++) f(i);
+    return;
+  }
+  i64 done = 0;  // when this thread found no more pieces
+#pragma omp parallel num_threads(threads)
+  {
+#pragma omp for schedule(dynamic, some) nowait
+    for (i64 i = 0; i < pieces; i++) f(i);
+#pragma omp master
+    done = microseconds();
+  }
+  const i64 end = microseconds();
+  if (end - done > 500 && end - done > 3 * (done - begun)) {
+    const i64 before = alone_for, longer = before < 500000 ? 2 * before : before;
+    alone_for = end - alone_until < before ? longer : 10000;  // longer each time that it happens again soon
+    alone_until = end + alone_for;
+  }
+}
 
 // Work space of a thread, kept between calls.
 static inline float* scratch(int which, i64 floats) {
@@ -153,7 +180,7 @@ static inline float* scratch(int which, i64 floats) {
     i64 size = 0;
     ~Buffer() { free(data); }
   };
-  static thread_local Buffer buffers[4];
+  static thread_local Buffer buffers[7];
   Buffer& buffer = buffers[which];
   if (buffer.size < floats) {
     free(buffer.data);

@@ -3,7 +3,7 @@
 // of them is packed or held twice. Near the peak of the fused multiply-add units from 16 rows on.
 //
 // bf16 is multiplied in pairs of neighbouring k (AVX512_BF16): to this code it is fp32 with half the k.
-#include "common.h"
+#include "kernels.h"
 
 #if defined(__AVX512F__)
 namespace {
@@ -97,22 +97,66 @@ void panel_times(const float* x, i64 ldx, i64 rows, const float* w, i64 first_ou
   }
 }
 
+constexpr int FEW = 8;
+
+// As panel_times for up to FEW rows, where vectors run over 16 outputs and it is weights that are transposed: fewer operations
+template <class Op, int M, class Out>
+void few_times(int rows, const float* x, i64 ldx, const float* w, i64 first_out, i64 last_out, i64 k, const float* bias, Out* out,
+               i64 ldo) {
+  if constexpr (M > 1) {
+    if (rows < M) return few_times<Op, M - 1>(rows, x, ldx, w, first_out, last_out, k, bias, out, ldo);
+  }
+  constexpr int G = M > 2 ? 1 : 2;  // groups of outputs: as many chains as hide the latency of one
+  for (i64 n = first_out; n < last_out; n += G * W) {
+    __m512 acc[G][M];
+    for (int g = 0; g < G; g++)
+      for (int m = 0; m < M; m++) acc[g][m] = _mm512_setzero_ps();
+    for (i64 at = 0; at < k; at += W) {
+      const __mmask16 mask = first(k - at);
+      const int count = k - at < W ? (int)(k - at) : W;
+      for (int g = 0; g < G; g++) {
+        vf r[W];
+        for (int i = 0; i < W; i++) {
+          const i64 row = n + g * W + i;
+          r[i] = row < last_out ? (vf)_mm512_maskz_loadu_ps(mask, w + row * k + at) : vf{};
+          _mm_prefetch((const char*)(w + (row + G * W) * k + at), _MM_HINT_T0);
+        }
+        transpose(r);
+        auto step = [&](int i) {
+          for (int m = 0; m < M; m++) acc[g][m] = Op::fma(_mm512_set1_ps(x[m * ldx + at + i]), (__m512)r[i], acc[g][m]);
+        };
+        if (count == W) {
+#pragma GCC unroll 16
+          for (int i = 0; i < W; i++) step(i);
+        } else {
+          for (int i = 0; i < count; i++) step(i);
+        }
+      }
+    }
+    for (int g = 0; g < G && n + g * W < last_out; g++) {
+      const __mmask16 mask = first(last_out - n - g * W);
+      const vf add = bias ? (vf)_mm512_maskz_loadu_ps(mask, bias + n + g * W) : vf{};
+      for (int m = 0; m < M; m++) put(out + m * ldo + n + g * W, bias ? (vf)acc[g][m] + add : (vf)acc[g][m], mask);
+    }
+  }
+}
+
 constexpr i64 WORTH_A_TEAM = 1 << 21;  // multiply-adds, about 20 microseconds
 
 template <class Op, class Out>
 void linear(const float* x, i64 ldx, i64 m, const float* w, i64 n, i64 k, const float* bias, Out* out, int threads) {
   const i64 groups = (n + GROUP - 1) / GROUP;
   const int team = (m + W - 1) / W * W * n * k < WORTH_A_TEAM ? 1 : num_threads(threads, groups);
-#pragma omp parallel for num_threads(team) if (team > 1)
-  for (int part = 0; part < team; part++) {
+  in_team(team, team, 1, [&](i64 part) {
     i64 from = groups * part / team * GROUP, to = groups * (part + 1) / team * GROUP;
     if (to > n) to = n;
     for (i64 row = 0; row < m; row += 2 * W) {
       i64 rows = m - row < 2 * W ? m - row : 2 * W;
-      if (rows > W) panel_times<Op, 2>(x + row * ldx, ldx, rows, w, from, to, k, bias, out + row * n, n);
+      if (rows <= FEW) few_times<Op, FEW>((int)rows, x + row * ldx, ldx, w, from, to, k, bias, out + row * n, n);
+      else if (rows > W) panel_times<Op, 2>(x + row * ldx, ldx, rows, w, from, to, k, bias, out + row * n, n);
       else panel_times<Op, 1>(x + row * ldx, ldx, rows, w, from, to, k, bias, out + row * n, n);
     }
-  }
+  });
 }
 
 }  // namespace

@@ -1,21 +1,22 @@
 // Norm, rotary embedding, gated activation and the statistics of logits: each row by itself, each element by the same operations
 // wherever in its row and batch it lies. fp32 arithmetic, rounded once to bf16 where that is the storage.
-#include "common.h"
+#include "kernels.h"
 
 namespace {
 
 template <class T>
-void norm(const T* x, i64 outer, i64 stride, i64 inner, i64 n, const T* weight, int plus_one, float eps, T* out, float* scales) {
+void norm(const T* x, i64 outer, i64 stride, i64 inner, i64 n, const T* weight, int plus_one, float eps, T* out,
+          i64 out_stride, float* scales) {
   for (i64 row = 0; row < outer * inner; row++) {
     const T* from = x + row / inner * stride + row % inner * n;
-    T* to = out + row * n;
+    T* to = out + row / inner * out_stride + row % inner * n;
     vf squares[2] = {};
     for (i64 at = 0; at < n; at += W) {
       vf one = load_upto(from + at, n - at);
       squares[at / W & 1] = fma(one, one, squares[at / W & 1]);
     }
     const float scale = 1.0f / sqrtf(sum(squares[0] + squares[1]) / (float)n + eps);
-    scales[row] = scale;
+    if (scales) scales[row] = scale;
     for (i64 at = 0; at < n; at += W) {
       vf normal = load_upto(from + at, n - at) * scale, factor = load_upto(weight + at, n - at);
       normal = plus_one ? normal * (factor + 1.0f) : round_to(normal, from) * factor;
@@ -24,14 +25,15 @@ void norm(const T* x, i64 outer, i64 stride, i64 inner, i64 n, const T* weight, 
   }
 }
 
-template <class T> void rotary(const T* x, i64 tokens, i64 stride, i64 heads, i64 half, const T* cos, const T* sin, T* out) {
+template <class T>
+void rotary(const T* x, i64 tokens, i64 stride, i64 heads, i64 half, const T* cos, const T* sin, T* out, i64 out_stride) {
   for (i64 token = 0; token < tokens; token++)
     for (i64 at = 0; at < half; at += W) {
       const i64 n = half - at;
       const vf c = load_upto(cos + token * half + at, n), s = load_upto(sin + token * half + at, n);
       for (i64 head = 0; head < heads; head++) {
         const T* from = x + token * stride + head * 2 * half + at;
-        T* to = out + (token * heads + head) * 2 * half + at;
+        T* to = out + token * out_stride + head * 2 * half + at;
         const vf a = load_upto(from, n), b = load_upto(from + half, n);
         store_upto(to, fma(a, c, -(b * s)), n);
         store_upto(to + half, fma(b, c, a * s), n);
@@ -95,27 +97,43 @@ i64 draw_row(const float* logits, i64 n, float temperature, double uniform) {
   return drawn;
 }
 
+// For about 10 microseconds of work and more
+inline int team_for(i64 elements, int threads) { return elements > 1 << 16 ? threads : 1; }
+
 }  // namespace
 
 extern "C" {
 
+// Of each row of logits [rows, n] where its largest is, the first of equal ones.
+void argmax(const float* logits, i64 rows, i64 n, i64* out, int threads) {
+  in_team(team_for(rows * n, threads), rows, 8, [&](i64 row) {
+    const float *l = logits + row * n, top = largest_of(l, n);
+    i64 at = 0;
+    while (at + BLOCK < n && largest_of(l + at, BLOCK) != top) at += BLOCK;
+    while (at + 1 < n && l[at] != top) at++;
+    out[row] = at;
+  });
+}
+
 // Token ids [rows] from logits [rows, n] at a temperature: the first whose cumulative probability exceeds uniforms [rows].
-void draw(const float* logits, i64 rows, i64 n, float temperature, const double* uniforms, i64* out) {
-  for (i64 row = 0; row < rows; row++) out[row] = draw_row(logits + row * n, n, temperature, uniforms[row]);
+void draw(const float* logits, i64 rows, i64 n, float temperature, const double* uniforms, i64* out, int threads) {
+  auto draw = [&](i64 row) { out[row] = draw_row(logits + row * n, n, temperature, uniforms[row]); };
+  in_team(team_for(rows * n, threads), rows, 8, draw);
 }
 
-// x [outer, inner, n], ``stride`` elements from outer to outer -> out, contiguous: weight [n] * x / sqrt(mean(x^2) + eps), with
-// plus_one (1 + weight) * ...; scales [outer * inner]: 1 / sqrt(mean(x^2) + eps).
+// x [outer, inner, n] -> out (may be x): weight [n] * x / sqrt(mean(x^2) + eps), with plus_one (1 + weight) * ...; strides from outer
+// to outer. scales [outer * inner] or null: 1 / sqrt(mean(x^2) + eps).
 void rms_norm(int half, const void* x, i64 outer, i64 stride, i64 inner, i64 n, const void* weight, int plus_one, float eps,
-              void* out, float* scales) {
-  if (half) norm((const bf16*)x, outer, stride, inner, n, (const bf16*)weight, plus_one, eps, (bf16*)out, scales);
-  else norm((const float*)x, outer, stride, inner, n, (const float*)weight, plus_one, eps, (float*)out, scales);
+              void* out, i64 out_stride, float* scales) {
+  if (half) norm((const bf16*)x, outer, stride, inner, n, (const bf16*)weight, plus_one, eps, (bf16*)out, out_stride, scales);
+  else norm((const float*)x, outer, stride, inner, n, (const float*)weight, plus_one, eps, (float*)out, out_stride, scales);
 }
 
-// x [tokens, heads, 2 * half_dim], ``stride`` elements from token to token -> out, contiguous; cos and sin [tokens, half_dim].
-void rotate(int half, const void* x, i64 tokens, i64 stride, i64 heads, i64 half_dim, const void* cos, const void* sin, void* out) {
-  if (half) rotary((const bf16*)x, tokens, stride, heads, half_dim, (const bf16*)cos, (const bf16*)sin, (bf16*)out);
-  else rotary((const float*)x, tokens, stride, heads, half_dim, (const float*)cos, (const float*)sin, (float*)out);
+// x [tokens, heads, 2 * half_dim] -> out (may be x), strides from token to token; cos and sin [tokens, half_dim].
+void rotate(int half, const void* x, i64 tokens, i64 stride, i64 heads, i64 half_dim, const void* cos, const void* sin, void* out,
+            i64 out_stride) {
+  if (half) rotary((const bf16*)x, tokens, stride, heads, half_dim, (const bf16*)cos, (const bf16*)sin, (bf16*)out, out_stride);
+  else rotary((const float*)x, tokens, stride, heads, half_dim, (const float*)cos, (const float*)sin, (float*)out, out_stride);
 }
 
 // gate_up [rows, 2 n] -> out [rows, n]: silu(gate) * up, or gelu(gate) * up in its tanh form.
@@ -126,8 +144,9 @@ void gated_linear(int half, const void* gate_up, i64 rows, i64 n, int gelu, void
 
 // Of each row of logits [rows, n]: largest (l'), sum of exp(l - l'), the label's logit (0 where labels[row] - first lies outside),
 // and with ``entropy`` the sum of exp(l - l') (l - l'), else 0 -> out [4, rows].
-void logit_statistics(const float* logits, i64 rows, i64 n, const i64* labels, i64 first, int entropy, float* out) {
-  for (i64 row = 0; row < rows; row++) {
+void logit_statistics(const float* logits, i64 rows, i64 n, const i64* labels, i64 first, int entropy, float* out,
+                      int threads) {
+  in_team(team_for(rows * n, threads), rows, 8, [&](i64 row) {
     const float *l = logits + row * n, top = largest_of(l, n);
     vf sums[4] = {}, weighted = {};
     for (i64 at = 0; at < n; at += W) {
@@ -140,6 +159,6 @@ void logit_statistics(const float* logits, i64 rows, i64 n, const i64* labels, i
     out[rows + row] = sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
     out[2 * rows + row] = label >= 0 && label < n ? l[label] : 0.0f;
     out[3 * rows + row] = entropy ? sum(weighted) : 0.0f;
-  }
+  });
 }
 }

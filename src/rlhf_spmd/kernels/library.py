@@ -8,8 +8,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
+import struct
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 
 import torch
@@ -26,12 +27,16 @@ _SIGNATURES = {
     "attend_packed": _ATTENTION + "pl ffl ppi",
     "attend_packed_backward": _ATTENTION + "pl ffl ppp ppp i",
     "attend_paged": _ATTENTION + "plpp lll ffl pi",
-    "rms_norm": "ip llll pif pp",
-    "rotate": "ip llll ppp",
+    "rms_norm": "ip llll pif plp",
+    "rotate": "ip llll ppp l",
     "gated_linear": "ip lli p",
-    "logit_statistics": "p llp li p",
-    "draw": "p ll f pp",
+    "logit_statistics": "p llp li pi",
+    "argmax": "p ll pi",
+    "draw": "p ll f ppi",
+    "block_forward": "p",
 }
+_BLOCK = struct.Struct("12q 3q 3q 10q 2q 7q 3d")  # Block of block.cpp
+Context = tuple[int, int, int, int, int, int, int]  # items or bounds, how many, table, cache, pages, page size, page elements
 _log = logging.getLogger(__name__)
 
 
@@ -183,7 +188,7 @@ class Kernels:
         out = torch.empty(x.shape, dtype=x.dtype)
         scales = torch.empty(*x.shape[:-1], 1, dtype=torch.float32)
         half = x.dtype == torch.bfloat16
-        results = out.data_ptr(), scales.data_ptr()
+        results = out.data_ptr(), inner * n, scales.data_ptr()
         self._c.rms_norm(half, x.data_ptr(), x.shape[0], x.stride(0), inner, n, weight.data_ptr(), plus_one, eps, *results)
         return out, scales
 
@@ -195,7 +200,7 @@ class Kernels:
         half = x.dtype == torch.bfloat16
         cos, sin = cos.contiguous(), sin.contiguous()
         tables = cos.data_ptr(), sin.data_ptr()
-        self._c.rotate(half, x.data_ptr(), tokens, x.stride(0), heads, dim // 2, *tables, out.data_ptr())
+        self._c.rotate(half, x.data_ptr(), tokens, x.stride(0), heads, dim // 2, *tables, out.data_ptr(), heads * dim)
         return out
 
     def gated_linear(self, gate_up: Tensor, gelu: bool) -> Tensor:
@@ -206,13 +211,53 @@ class Kernels:
         self._c.gated_linear(gate_up.dtype == torch.bfloat16, gate_up.data_ptr(), rows, n, gelu, out.data_ptr())
         return out
 
+    def block(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        num_tokens: int,
+        sizes: tuple[int, int, int, int],
+        options: tuple[float, bool, bool],
+        rule: tuple[float, float | None, int | None],
+        weights: Sequence[Tensor | None],
+        biases: Sequence[Tensor | None],
+        context: Context,
+    ) -> Tensor:
+        """A whole layer: x [R, hidden] -> the same, the rows from ``num_tokens`` on being padding. ``sizes``: query heads, KV heads,
+        head_dim, inner; ``options``: eps, plus_one, gelu; ``rule``: scale, softcap, window of the attention; ``weights``: norm, qkv,
+        norms of q and k, out, norm, norm, gate_up, down, norm; ``biases``: of qkv and gate_up; ``context``: of the attention."""
+        x, cos, sin = x.contiguous(), cos.contiguous(), sin.contiguous()
+        weights = [None if weight is None else weight.contiguous() for weight in weights]
+        biases = [None if bias is None else bias.float() for bias in biases]
+        rows, hidden = x.shape
+        heads, kv_heads, dim, _ = sizes
+        out = torch.empty_like(x)
+        space = x.new_empty(rows * (2 * heads + 2 * kv_heads) * dim)  # q, k and v, and the attention's output
+        at = space.data_ptr()
+        head = x.dtype == torch.bfloat16, rows, num_tokens, hidden, *sizes, *options[1:], rule[2] or 0, torch.get_num_threads()
+        inputs = x.data_ptr(), cos.data_ptr(), sin.data_ptr()
+        outputs = at, at + rows * (heads + 2 * kv_heads) * dim * x.itemsize, out.data_ptr()
+        pointers = [0 if tensor is None else tensor.data_ptr() for tensor in (*weights, *biases)]
+        self._c.block_forward(_BLOCK.pack(*head, *inputs, *outputs, *pointers, *context, options[0], rule[0], rule[1] or 0.0))
+        return out
+
     def logit_statistics(self, logits: Tensor, labels: Tensor, first: int, entropy: bool) -> Tensor:
         """fp32 logits [T, n] of the vocabulary from ``first`` on -> [4, T]: largest, sum of exp(l - largest), the label's logit
         (0 where it lies elsewhere), and with ``entropy`` the sum of exp(l - largest) * (l - largest), else 0."""
         assert logits.is_contiguous() and logits.dtype == torch.float32, "logit statistics are of contiguous fp32 logits"
         labels = labels.contiguous()
         out = torch.empty(4, logits.shape[0], dtype=torch.float32)
-        self._c.logit_statistics(logits.data_ptr(), *logits.shape, labels.data_ptr(), first, entropy, out.data_ptr())
+        settings = first, entropy, out.data_ptr(), torch.get_num_threads()
+        self._c.logit_statistics(logits.data_ptr(), *logits.shape, labels.data_ptr(), *settings)
+        return out
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        """Where the largest of fp32 logits [T, n] is, the first of equal ones: int64 [T]."""
+        assert logits.dtype == torch.float32, "the largest is sought among fp32 logits"
+        logits = logits.contiguous()
+        out = torch.empty(logits.shape[0], dtype=torch.int64)
+        self._c.argmax(logits.data_ptr(), *logits.shape, out.data_ptr(), torch.get_num_threads())
         return out
 
     def draw(self, logits: Tensor, temperature: float, uniforms: Tensor) -> Tensor:
@@ -220,7 +265,8 @@ class Kernels:
         assert logits.dtype == torch.float32 and uniforms.dtype == torch.float64, "draws are from fp32 logits by fp64 numbers"
         logits, uniforms = logits.contiguous(), uniforms.contiguous()
         out = torch.empty(logits.shape[0], dtype=torch.int64)
-        self._c.draw(logits.data_ptr(), *logits.shape, temperature, uniforms.data_ptr(), out.data_ptr())
+        pointers = uniforms.data_ptr(), out.data_ptr()
+        self._c.draw(logits.data_ptr(), *logits.shape, temperature, *pointers, torch.get_num_threads())
         return out
 
 

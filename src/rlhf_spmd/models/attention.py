@@ -329,6 +329,11 @@ class PackedAttention:
         self._bounds = torch.tensor([0, *itertools.accumulate(self.lengths)])
         self._buckets: dict[int, list[_Bucket]] = {}
 
+        self.kernel_context = self._context if self._kernels else None
+
+    def _context(self, layer_index: int) -> kernels.Context:
+        return self._bounds.data_ptr(), len(self._bounds) - 1, 0, 0, 0, 0, 0
+
     def attend(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
         """q [T, H * G, D], k and v [T, H, D] -> [T, H * G, D]. Nothing is kept between layers: ``layer_index`` is not used."""
         assert q.shape[0] == self.num_tokens, f"{q.shape[0]} tokens for sequences of {self.num_tokens} in all"

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from rlhf_spmd import kernels
 from rlhf_spmd.models.activations import run, run_again, run_part, run_part_again, save_on_host
 from rlhf_spmd.models.attention import exact_rows, pad_rows, round_up
 from rlhf_spmd.models.experts import mix_experts
@@ -91,10 +92,20 @@ class Block(nn.Module):
         self.gate_up = linear("gate_up")
         self.down = linear("down")
         self.mlp_norm = norm(spec.hidden_size) if spec.names.mlp_norm else None
+        # what the kernel that computes a whole layer wants, in its order
+        attention = (self.input_norm, self.qkv, self.q_norm, self.k_norm, self.out, self.attention_norm)
+        self._parts = (*attention, self.post_norm, self.gate_up, self.down, self.mlp_norm)
+        self._sizes = self.num_heads, self.num_kv_heads, self.head_dim, shards["down.weight"].shape[-1]
+        self._options = spec.rms_norm_eps, spec.norm_plus_one, self.activation is GATED["gelu_tanh"]
+        alone = tp.size == self.qkv_blocks == self.gate_up_blocks == 1 and self.router is None
+        self._whole = alone and self.out.bias is None and self.down.bias is None and self._sizes[3] % 2 == 0
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention, num_tokens: int) -> Tensor:
         """x [R, hidden] -> the same: all rows, of which those from ``num_tokens`` on are padding, or with sequence parallelism
         this rank's R / t of them. ``cos`` and ``sin`` are of all R rows."""
+        whole = None if torch.is_grad_enabled() else self._at_once(x, cos, sin, attention, num_tokens)
+        if whole is not None:
+            return whole
         qkv = self.run_entry(self._enter, x, self.input_norm, self.qkv)
         mixed = self.run_part(self._mix, qkv, cos, sin, attention, num_tokens)
         x = x + self._leave(mixed, self.out, self.attention_norm, "attention")
@@ -103,6 +114,16 @@ class Block(nn.Module):
         else:
             partial = self.run_part(self._mix_experts, x)
         return x + self._leave(partial, self.down, self.mlp_norm, "mlp")
+
+    def _at_once(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention, num_tokens: int) -> Tensor | None:
+        """The layer as one kernel with the same bits; None where it or the attention has none."""
+        found, context = kernels.ready(x), getattr(attention, "kernel_context", None)
+        if not self._whole or found is None or context is None or not found.multiplies(x, self.down.weight):
+            return None
+        rule = self.rule.scale, self.rule.softcap, self.rule.window
+        weights = [None if part is None else part.weight for part in self._parts]
+        biases = self.qkv.bias, self.gate_up.bias
+        return found.block(x, cos, sin, num_tokens, self._sizes, self._options, rule, weights, biases, context(self.index))
 
     def _enter(self, recomputed: bool, x: Tensor, norm: RMSNorm, linear: Linear) -> Tensor:
         """Norm and column-parallel matrix: [R, hidden], or this rank's rows of it -> all rows of this rank's columns."""
