@@ -64,8 +64,9 @@ def test_rows_cross_steps_and_each_is_trained_on_once(uninterrupted: tasks.Run) 
         (1, ()),
         (2, (*layout("actor", tp=2), *layout("generation", tp=2))),
         (2, (*layout("actor", pp=2), *layout("generation", pp=2), "models.actor.generation.num_pages=3")),
+        (2, (*layout("actor", pp=2), *layout("generation", pp=2), "models.actor.generation.kv_cache=offload")),
     ],
-    ids=["1 rank", "tp2", "pp2 under preemption"],
+    ids=["1 rank", "tp2", "pp2 under preemption", "pp2 with pages that wait"],
 )
 def test_log_probs_belong_to_their_tokens_in_every_layout(directory: Path, ranks: int, more: tuple[str, ...]) -> None:
     """While the weights stay, what earlier steps drew has the log-probs of a forward pass now."""
@@ -97,5 +98,7 @@ def test_mistakes_are_named(directory: Path) -> None:
     config = str(tasks.task() / "ppo.json")
     with pytest.raises(ValueError, match=r"data\.gen_batch_size=4 is less than data\.train_batch_size=8"):
         prepare(config, tasks.settings(directory / "x", 1, "data.gen_batch_size=4"), 1)
+    with pytest.raises(ValueError, match=r"kv_cache=keep: all responses end in their step"):
+        prepare(config, tasks.settings(directory / "x", 1, "models.actor.generation.kv_cache=keep"), 1)
     with pytest.raises(ValueError, match=r"data\.gen_batch_size=9 prompts in flight must be divisible by the 2 generation"):
         prepare(config, tasks.settings(directory / "x", 1, "data.gen_batch_size=9"), 2)

@@ -8,7 +8,7 @@ from pathlib import Path
 SOURCE = Path(__file__).parent.parent / "src" / "rlhf_spmd"
 FLOORS = {
     "config": 0,
-    **dict.fromkeys(("telemetry", "objectives", "rewards"), 1),
+    **dict.fromkeys(("telemetry", "objectives", "rewards", "environments"), 1),
     **dict.fromkeys(("parallel", "data", "kernels"), 2),
     "models": 3,
     **dict.fromkeys(("controller", "reshard", "generation", "checkpoint"), 4),

@@ -4,7 +4,8 @@ In: one row per prompt with ``prompt`` (text or chat messages) or ``prompt_ids``
 ``max_response_length`` (else ``sampling.max_response_length``, else what the context leaves) and ``min_response_length``.
 Out, in input order, ``sampling.n`` rows per prompt: ``id``, ``prompt_ids``, ``response_ids`` (stop token included),
 ``log_probs`` (temperature 1), ``text`` (null without a tokenizer), ``finish_reason`` (``stop``, or ``length``: the limit or the
-end of the model's context); with ``sampling.logprobs`` also ``top_log_probs``: for each token [id, log-prob] of the likeliest.
+end of the model's context); with ``sampling.logprobs`` also ``top_log_probs``: for each token [id, log-prob] of the likeliest;
+with ``environment.cls`` also ``response_mask`` (1: the model's token, 0: the environment's), ``environment_reward``, ``num_turns``.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ from rlhf_spmd.data.balance import partition_by_tokens
 from rlhf_spmd.data.encoding import EncodingConfig, PromptEncoder, check_ids
 from rlhf_spmd.data.files import DataError, Row, read_rows
 from rlhf_spmd.data.tokenizer import decoding, load_tokenizer
+from rlhf_spmd.environments.config import EnvironmentConfig
 from rlhf_spmd.generation import Completion, GenerationConfig, Generator, Request, SamplingConfig, StopStrings
+from rlhf_spmd.generation.backends import choose_backend
+from rlhf_spmd.generation.episodes import Environments
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.sharding import check_layout
 from rlhf_spmd.models.spec import ModelSpec, read_eos_ids, read_spec
@@ -57,6 +61,7 @@ class GenerateConfig:
     layout: LayoutConfig = field(default_factory=LayoutConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     generation: GenerationConfig = field(default_factory=GenerationConfig)
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     timeout_s: float = 3600.0
 
     def check(self, where: str) -> None:
@@ -73,11 +78,13 @@ class GenerateConfig:
             raise ValueError(f"layout.vpp={self.layout.vpp}: generation does not interleave stages; allowed is 1")
         if self.layout.sequence_parallel:
             raise ValueError("layout.sequence_parallel=true: generation runs without it; allowed is false")
+        self.environment.check_together("environment", self.timeout_s, self.generation.rebalance_steps)
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """The checked input. ``limits``: least and most tokens of each prompt's responses; ``ids``: what names each prompt outside."""
+    """The checked input. ``limits``: least and most tokens of each prompt's responses; ``ids``: what names each prompt outside;
+    ``rows``: what environments begin with."""
 
     config: GenerateConfig
     spec: ModelSpec
@@ -86,6 +93,7 @@ class Prepared:
     ids: list[Any]
     prompts: list[list[int]]
     limits: list[tuple[int, int]]
+    rows: list[dict[str, Any]]
 
 
 def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> Prepared:
@@ -100,12 +108,13 @@ def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> Prepa
     check_pretrained(spec, config.model.path, "lm")
     rows = read_rows(config.data.path, config.data.split, config.data.subset)
     has_text = any(needs_tokenizer(row, config.data) for row in rows)
-    tokenizer = load_tokenizer(config.model.path, required=has_text or bool(config.sampling.stop))
+    needed = has_text or bool(config.sampling.stop) or config.environment.cls is not None
+    tokenizer = load_tokenizer(config.model.path, required=needed)
     config.sampling.check_ids(spec.vocab_size, () if config.sampling.ignore_eos else spec.eos_token_ids, "sampling")
     prompts = encode_prompts(rows, config.data, tokenizer, spec.vocab_size)
     limits = [response_limits(row, len(ids), config.sampling, spec) for row, ids in zip(rows, prompts, strict=True)]
     ids = [row.values.get("id", index) for index, row in enumerate(rows)]
-    return Prepared(config, spec, layout, tokenizer, ids, prompts, limits)
+    return Prepared(config, spec, layout, tokenizer, ids, prompts, limits, [row.values for row in rows])
 
 
 def needs_tokenizer(row: Row, config: PromptFileConfig) -> bool:
@@ -157,15 +166,15 @@ def generate(ready: Prepared, world: World, tick: Callable[[], None] = lambda: N
     decoder = Decoder(ready.spec, "lm", mesh.pp_rank, ready.layout.pp, mesh.tp, dtype, world.device)
     load_pretrained(decoder, config.model.path)
     eos_ids = read_eos_ids(config.model.path)
-    generation = config.generation
-    if generation.attention == "auto":
-        generation = replace(generation, attention=config.model.attention)
+    backend = choose_backend(config.generation.attention, config.model.attention, dtype, world.device, "generation.attention")
+    generation = replace(config.generation, attention=backend)
     generator = Generator(decoder, mesh, generation, eos_ids, decoding(ready.tokenizer))
     # before any rank generates: one that cannot load its weights must not leave the others in a collective for long
     world.all.barrier("generate:loaded")
     loaded = time.perf_counter()
     requests = replica_requests(ready, mesh.dp_rank)
-    completions = generator.generate(requests, config.sampling, config.sampling.seed, 0, tick)
+    environments = build_environments(ready, requests)
+    completions = generator.generate(requests, config.sampling, config.sampling.seed, 0, tick, environments)
     is_leader = mesh.replica.rank == 0
     payload = json.dumps([record(completion) for completion in completions]).encode() if is_leader else b""
     parts = world.all.gather_bytes(payload, "generate:results")
@@ -177,7 +186,7 @@ def generate(ready: Prepared, world: World, tick: Callable[[], None] = lambda: N
     seconds = time.perf_counter() - loaded
     print(
         f"{len(records)} responses, {num_tokens} tokens in {seconds:.1f} s ({num_tokens / seconds:.0f} tokens/s; "
-        f"{loaded - started:.1f} s to load) on {ready.layout}: {config.out}",
+        f"{loaded - started:.1f} s to load) on {ready.layout}, attention {backend}: {config.out}",
         file=sys.stderr,
     )
 
@@ -193,6 +202,14 @@ def replica_requests(ready: Prepared, replica: int) -> list[Request]:
     return requests
 
 
+def build_environments(ready: Prepared, requests: Sequence[Request]) -> Environments | None:
+    """None where the configuration names none, and for no rows."""
+    if ready.config.environment.cls is None or not requests:
+        return None
+    rows = {request.row_id: ready.rows[request.group_id] for request in requests}
+    return Environments(ready.config.environment, rows, ready.tokenizer)
+
+
 def record(completion: Completion) -> list[Any]:
     """Row id, then the fields of an output row that only this rank has."""
     row = {"response_ids": completion.token_ids, "log_probs": completion.log_probs_t1.tolist()}
@@ -200,6 +217,9 @@ def record(completion: Completion) -> list[Any]:
     if completion.top_log_probs is not None:
         pairs = zip(*(part.tolist() for part in completion.top_log_probs), strict=True)
         entry[1]["top_log_probs"] = [list(zip(ids, values, strict=True)) for ids, values in pairs]
+    if completion.episode is not None:
+        told = completion.episode
+        entry[1] |= {"response_mask": list(map(int, told.mask)), "environment_reward": told.reward, "num_turns": told.num_turns}
     return entry
 
 

@@ -55,8 +55,10 @@ def plan_roles(
     placement: PlacementConfig,
     reward: RewardConfig,
     world_size: int,
+    rewarded: bool = False,
 ) -> dict[str, RolePlan]:
-    """Every role with its pool, layout and model. ``roles``: name -> class, an actor among them.
+    """Every role with its pool, layout and model. ``roles``: name -> class, an actor among them. ``rewarded``: an environment
+    gives rewards too.
 
     Reads config.json files and the headers of weights. Raises ValueError that names the role, the value and what is allowed.
     """
@@ -73,7 +75,7 @@ def plan_roles(
             other = configs[worker.model_of]
             configs[role] = replace(configs[role], path=other.path, random_init=configs[role].random_init or other.random_init)
     if "reward" in configs:
-        configs["reward"] = _reward_model(configs["reward"], reward)
+        configs["reward"] = _reward_model(configs["reward"], reward, rewarded)
     named = {f"{role}.calls.{method}": call.pool for role, config in configs.items() for method, call in config.calls.items()}
     wanted = {role: config.pool for role, config in configs.items()} | {call: pool for call, pool in named.items() if pool}
     pools = place_roles(placement, wanted, world_size)
@@ -90,15 +92,15 @@ def plan_roles(
     return plans
 
 
-def _reward_model(config: RoleConfig, reward: RewardConfig) -> RoleConfig:
+def _reward_model(config: RoleConfig, reward: RewardConfig, rewarded: bool) -> RoleConfig:
     """The reward role with its model, which ``reward.model`` names as well as ``models.reward.path``."""
     if reward.model is not None and config.path not in (None, reward.model):
         raise ValueError(
             f"reward.model={reward.model!r} and models.reward.path={config.path!r} name different models; give one"
         )
     path = reward.model or config.path
-    if path is None and reward.function is None:
-        raise ValueError("there is no reward: give reward.function, or a reward model as reward.model")
+    if path is None and reward.function is None and not rewarded:
+        raise ValueError("there is no reward: give reward.function, a reward model as reward.model, or environment.cls")
     return replace(config, path=path)
 
 

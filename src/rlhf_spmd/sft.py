@@ -14,6 +14,7 @@ from rlhf_spmd.data.loader import Loader, validation_batches
 from rlhf_spmd.data.prompts import DataConfig, PromptDataset, load_prompts
 from rlhf_spmd.data.sft import ResponseDataset, SftConfig, load_responses
 from rlhf_spmd.data.tokenizer import load_tokenizer
+from rlhf_spmd.environments.config import EnvironmentConfig
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.objectives.losses import check_loss_agg_mode
 from rlhf_spmd.parallel.program import ProgramContext
@@ -51,7 +52,8 @@ class SftSettings:
 
 @dataclass(frozen=True)
 class SftTrainConfig:
-    """The whole configuration of ``sft``. ``val_prompts``: prompts that validation generates for and ``reward`` scores."""
+    """The whole configuration of ``sft``. ``val_prompts``: prompts that validation generates for and ``reward`` scores, with the
+    ``environment`` if there is one."""
 
     run: RunConfig = field(default_factory=RunConfig)
     algorithm: SftSettings = field(default_factory=SftSettings)
@@ -60,6 +62,7 @@ class SftTrainConfig:
     val_prompts: DataConfig | None = None
     val_sampling: SamplingConfig = field(default_factory=SamplingConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
 
 
@@ -82,7 +85,10 @@ def prepare(path: str | None, overrides: Sequence[str], world_size: int) -> Prep
     roles: dict[str, RoleClass] = {"actor": SftWorker}
     if config.val_prompts is not None:
         roles["reward"] = RewardWorker
-    plans = plan_roles({"actor": config.model}, roles, PlacementConfig(), config.reward, world_size)
+    plans = plan_roles(
+        {"actor": config.model}, roles, PlacementConfig(), config.reward, world_size, config.environment.cls is not None
+    )
+    config.environment.check_together("environment", config.run.timeout_s, config.model.generation.rebalance_steps)
     tokenizer = load_tokenizer(config.model.path)
     if config.algorithm.stop_at_reward is not None and (config.val_prompts is None or not config.run.test_freq):
         raise ValueError("algorithm.stop_at_reward needs val_prompts.path, a reward and run.test_freq above 0")
@@ -143,6 +149,7 @@ def sft(context: ProgramContext[Prepared]) -> None:
         config.run.seed,
         total_updates={"actor": config.run.steps},
         reward=config.reward,
+        environment=config.environment,
         tokenizer=ready.tokenizer,
     )
     models = build_models(ready.plans, build)

@@ -17,6 +17,8 @@ from rlhf_spmd.controller import Controller
 from rlhf_spmd.data.loader import Loader
 from rlhf_spmd.data.prompts import DataConfig, PromptDataset, load_prompts
 from rlhf_spmd.data.tokenizer import load_tokenizer
+from rlhf_spmd.environments.config import EnvironmentConfig
+from rlhf_spmd.generation.backends import choose_backend
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.models.attention import choose_attention
 from rlhf_spmd.parallel.program import ProgramContext
@@ -48,6 +50,7 @@ class TrainConfig:
     models: dict[str, RoleConfig] = field(default_factory=dict)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
 
 
@@ -106,7 +109,14 @@ def prepare(path: str | None, overrides: Sequence[str], world_size: int) -> Prep
     Raises ConfigError, ValueError or DataError, one line each.
     """
     config, algorithm = read_config(path, overrides)
-    plans = plan_roles(config.models, config.algorithm.roles, config.placement, config.reward, world_size)
+    rewarded = config.environment.cls is not None
+    plans = plan_roles(config.models, config.algorithm.roles, config.placement, config.reward, world_size, rewarded)
+    config.environment.check_together(
+        "environment",
+        config.run.timeout_s,
+        plans["actor"].config.generation.rebalance_steps,
+        (config.data.gen_batch_size or 0) > config.data.train_batch_size,
+    )
     check_batches(config, plans)
     check_lengths(config, plans)
     exact_rollouts(config, plans)  # raises if it is demanded and cannot be
@@ -133,7 +143,12 @@ def check_batches(config: TrainConfig, plans: Mapping[str, RolePlan]) -> None:
         raise ValueError(
             f"algorithm.ppo_mini_batch_size={mini} must divide data.train_batch_size={prompts} (both count prompts)"
         )
-    generation = plans["actor"].generation
+    generation, kv_cache = plans["actor"].generation, plans["actor"].config.generation.kv_cache
+    if kv_cache != "free" and (config.data.gen_batch_size or 0) <= prompts:
+        raise ValueError(
+            f"models.actor.generation.kv_cache={kv_cache}: all responses end in their step and no pages are left to keep; set "
+            f"data.gen_batch_size above data.train_batch_size={prompts}, or leave it out"
+        )
     if generation is not None and prompts % generation.dp:
         raise ValueError(
             f"rollout has {prompts} prompts in groups of sampling.n={config.sampling.n}; {generation.dp} generation replicas "
@@ -219,6 +234,7 @@ def train(context: ProgramContext[Prepared]) -> None:
         temperature=ready.sampling.log_prob_temperature,
         kl_ctrl=config.algorithm.kl_ctrl,
         reward=config.reward,
+        environment=config.environment,
         tokenizer=ready.tokenizer,
         num_samples=config.run.log_samples,
         exact_rollouts=exact_rollouts(config, ready.plans),
@@ -252,7 +268,8 @@ def train(context: ProgramContext[Prepared]) -> None:
         metrics |= generated
         if metrics.get("generation/seconds_max"):
             metrics["generation/idle_fraction"] = 1 - metrics["generation/seconds"] / metrics["generation/seconds_max"]
-        num_tokens = int(rows["prompt_ids"].lengths.sum()) + metrics["response_length/mean"] * len(rows)
+        responses = metrics["response_length/mean"] + metrics.get("rollout/environment_tokens_mean", 0.0)
+        num_tokens = int(rows["prompt_ids"].lengths.sum()) + responses * len(rows)
         work = {"perf/total_tokens": num_tokens, "perf/total_flops": step_flops(num_tokens, num_tokens / len(rows))}
         return {**metrics, "data/epoch": loader.epochs, **work}, samples
 
@@ -291,10 +308,12 @@ def describe(ready: Prepared, world: World) -> str:
     """What is about to run, for people."""
     matmul = f", float32 products '{torch.get_float32_matmul_precision()}'" if world.device.type == "cpu" else ""
     actor = ready.plans["actor"].config
-    attention = choose_attention(actor.attention, actor.torch_dtype(world.device), world.device, "models.actor.attention")
+    dtype, device = actor.torch_dtype(world.device), world.device
+    attention = choose_attention(actor.attention, dtype, device, "models.actor.attention")
+    paged = choose_backend(actor.generation.attention, attention, dtype, device, "models.actor.generation.attention")
     lines = [
         f"{ready.config.run.name}: {ready.config.algorithm.name} on {world.size} rank(s), {ready.prompts.summary()}",
-        f"  device {world.device.type}, attention {attention}{matmul}",
+        f"  device {world.device.type}, attention {attention}, of generation {paged}{matmul}",
     ]
     for role, plan in ready.plans.items():
         where = f"  {role:<10} pool {plan.pool.name} {list(plan.pool.ranks)}, {plan.shape.layout}"

@@ -167,7 +167,7 @@ class Controller:
         name = f"{role.name}.{spec.name}"
         wanted: list[str] = []
         if isinstance(batch, Reference):
-            wanted = spec.wanted(batch, name)
+            wanted = spec.wanted(batch, name, role)
         if self._tracing:
             return self._record(role, spec, batch, wanted, site)
         seq = self._enter(name, site)
@@ -197,9 +197,10 @@ class Controller:
 
     def _reference(self, production: Production, spec: MethodSpec) -> Reference:
         rows = production.rows
+        assert production.role is not None, "a call has a role"
         if rows is not None and spec.lengths_of is not None:
             rows = RowSet(rows.row_ids, rows.group_ids, lambda: self._learn(production), production.node)
-        fields = {name: (production, name) for name in spec.outputs} if rows is not None else {}
+        fields = {name: (production, name) for name in spec.given(production.role)} if rows is not None else {}
         return Reference(rows, fields, production)
 
     def _inputs(self, production: Production, batch: Any, wanted: list[str], index: int, name: str) -> list[Any]:
@@ -249,9 +250,9 @@ class Controller:
     def _keep(self, production: Production, result: Any, index: int, name: str) -> None:
         data, production.values = result if isinstance(result, tuple) else (result, None)
         if isinstance(data, Batch):
-            assert production.spec is not None and production.rows is not None
+            assert production.role is not None and production.spec is not None and production.rows is not None
             part = production.part(index)
-            missing = set(production.spec.outputs) - set(data.fields)
+            missing = set(production.spec.given(production.role)) - set(data.fields)
             is_holder = bool(missing) and self.rank in production.members.holders(index)
             assert not (is_holder and len(data)), f"{name} declares {sorted(missing)}, but did not return it"
             same = data.row_ids is part.row_ids or torch.equal(data.row_ids, part.row_ids)
@@ -346,7 +347,7 @@ class Controller:
         inputs = {name: reference.fields[name][0].node for name in wanted}
         names = {name: reference.fields[name][1] for name in wanted}
         lengths_from = reference.rows.lengths_from if reference.rows else -1
-        node = CallNode(index, role.name, spec.name, site, inputs, names, spec.outputs, role.pool.ranks, lengths_from)
+        node = CallNode(index, role.name, spec.name, site, inputs, names, spec.given(role), role.pool.ranks, lengths_from)
         self.graph.nodes.append(node)
         self._calls[index] = (role, spec)
         return self._reference(Production(-1, index, reference.rows, role, spec), spec)

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MethodSpec:
-    """What ``@register`` declares. Input fields that end in ``?`` are sent if the reference has them."""
+    """What ``@register`` declares. Input fields that end in ``?`` are sent if the reference has them, and outputs given, unless the
+    role has no use for them (:attr:`Worker.unused`)."""
 
     name: str
     body: Callable[..., Any]
@@ -33,11 +34,17 @@ class MethodSpec:
     lengths_of: str | None
     mini_batches: Callable[[Any], int] | None
 
-    def wanted(self, batch: Reference, call: str) -> list[str]:
+    def given(self, role: Worker) -> tuple[str, ...]:
+        """The outputs of this role's calls."""
+        return tuple(name.removesuffix("?") for name in self.outputs if not (name.endswith("?") and name[:-1] in role.unused))
+
+    def wanted(self, batch: Reference, call: str, role: Worker) -> list[str]:
         """The declared inputs that this reference has. Raises ValueError if a required one is missing."""
         names = []
         for name in self.inputs:
             optional, name = name.endswith("?"), name.removesuffix("?")
+            if optional and name in role.unused:
+                continue
             if name in batch:
                 names.append(name)
             elif not optional:
@@ -49,10 +56,12 @@ class Worker:
     """A role on a pool. Subclasses build their part of the model if :attr:`member`; elsewhere they are the description.
 
     ``twins``: method -> the same role on the pool and shape that calls of this method have for themselves. ``companions``:
-    further methods that a method's twin serves, as theirs -> that method.
+    further methods that a method's twin serves, as theirs -> that method. ``unused``: optional fields (declared with ``?``) that
+    this role neither takes nor gives, the same on every rank.
     """
 
     companions: ClassVar[Mapping[str, str]] = {}
+    unused: frozenset[str] = frozenset()
 
     def __init__(self, controller: Controller, name: str, pool: ResourcePool, shape: GroupShape) -> None:
         assert shape.size == len(pool.ranks), f"{name}: layout of {shape.size} ranks on pool '{pool.name}' of {len(pool.ranks)}"

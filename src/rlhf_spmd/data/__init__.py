@@ -8,6 +8,6 @@ Floor F2: may import config, objectives, rewards, telemetry; must not know ranks
 - ``encoding``: prompts (text or chat messages) to token ids
 - ``prompts``, ``sft``: the two data sets and their configurations
 - ``loader``: Loader (training order, resumable) and validation_batches
-- ``tokenizer``: load_tokenizer, decode
-- ``sort_digits``: the quickstart's task as a program
+- ``tokenizer``: load_tokenizer, encode, decode
+- ``sort_digits``, ``word_problems``: the quickstart's and the calculator's task as programs
 """

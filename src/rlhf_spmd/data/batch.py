@@ -38,6 +38,21 @@ class Ragged:
         positions = (torch.repeat_interleave(starts, lengths) + within).to(self.values.device)
         return Ragged(self.values[positions], lengths)
 
+    def where(self, mask: Ragged) -> Ragged:
+        """The entries for which ``mask`` (bool, of the same lengths) is true."""
+        return Ragged(self.values[mask.values.to(self.values.device)], mask.counts())
+
+    def spread(self, mask: Ragged) -> Ragged:
+        """The inverse of :meth:`where`: entry by entry to where ``mask`` is true, and 0 elsewhere."""
+        values = self.values.new_zeros(len(mask.values))
+        values[mask.values.to(values.device)] = self.values
+        return Ragged(values, mask.lengths)
+
+    def counts(self) -> Tensor:
+        """Of a mask: how many entries of each row are true, int64 [rows]."""
+        ends = torch.cat([self.lengths.new_zeros(1), self.values.long().cumsum(0).cpu()])
+        return ends[self.offsets].diff()
+
 
 Field = Tensor | Ragged
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
@@ -55,11 +56,11 @@ def make_rows(split: str, num_rows: int, digits: tuple[int, int], rng: random.Ra
     return rows
 
 
-def write_tokenizer(directory: Path) -> None:
-    """A Hugging Face tokenizer of one token per character, which puts ``<bos>`` first."""
+def write_tokenizer(directory: Path, vocabulary: Sequence[str] = VOCABULARY) -> None:
+    """A Hugging Face tokenizer of one token per character, which puts ``<bos>`` first. ``vocabulary`` begins with SPECIAL."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
-    ids = {token: i for i, token in enumerate(VOCABULARY)}
+    ids = {token: i for i, token in enumerate(vocabulary)}
     tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
     tokenizer.add_special_tokens(list(SPECIAL))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
@@ -71,7 +72,7 @@ def write_tokenizer(directory: Path) -> None:
     tokenizer.save(str(directory / "tokenizer.json"))
     names = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"}
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", **names, "clean_up_tokenization_spaces": False}
-    _write_json(directory / "tokenizer_config.json", {**settings, "model_max_length": LLAMA["max_position_embeddings"]})
+    write_json(directory / "tokenizer_config.json", {**settings, "model_max_length": LLAMA["max_position_embeddings"]})
 
 
 def write_task(
@@ -94,10 +95,10 @@ def write_task(
         rows = make_rows(split, num_rows, digits, rng, seen)
         (out / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     write_tokenizer(out / "model")
-    _write_json(out / "model" / "config.json", LLAMA)
+    write_json(out / "model" / "config.json", LLAMA)
 
 
-def _write_json(path: Path, value: object) -> None:
+def write_json(path: Path, value: object) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 

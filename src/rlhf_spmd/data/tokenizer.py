@@ -40,6 +40,12 @@ def decode(tokenizer: Any, rows: Sequence[Sequence[int]], skip_special_tokens: b
     ]
 
 
+def encode(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of a text by itself: no special tokens are put around it (those in the text are recognised)."""
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
+    return ids
+
+
 def decoding(tokenizer: Any) -> Callable[[Sequence[int]], str] | None:
     """Token ids of one row to text, as :func:`decode`; None without a tokenizer."""
     return None if tokenizer is None else lambda ids: decode(tokenizer, [ids])[0]

@@ -3,8 +3,8 @@
 ``Generator.generate`` takes ``Request`` rows and returns ``Completion`` rows with log-probs; ``generate_until`` may return
 before all of them ended (``Until``) and goes on in its next call. ``GenerationConfig`` and ``SamplingConfig`` are the settings.
 Inside: rows (``sequence``), pages (``block_manager``), what runs next (``scheduler``), all equal on every rank of a replica;
-when rows end (``stopping``); the cache and its attention (``paged_attention``); one step on the device (``runner``,
-``logit_rules``, ``sampler``).
+when rows end (``stopping``); the cache (``paged_attention``) and what attends over it (``backends``); one step on the device
+(``runner``, ``logit_rules``, ``sampler``), or several (``decode_loop``).
 
 Must not know: training, roles, rewards, how weights got into the decoder.
 """

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from rlhf_spmd.generation.scheduler import Step
 from rlhf_spmd.generation.sequence import Progress, Request
 from rlhf_spmd.parallel.collectives import Group, wait_all
 
@@ -29,6 +31,46 @@ def plan_moves(counts: Sequence[int]) -> list[tuple[int, int, int]]:
                 surplus[source] -= number
                 surplus[target] += number
     return moves
+
+
+class Look:
+    """How many rows each replica of ``group`` has left, asked every ``every`` steps; all of them get the same answers.
+
+    A replica looks while it generates (:meth:`reached`, which ends that when rows are to move or none are left) and between
+    calls (:meth:`take`). ``waited``: seconds for others while it could have generated.
+    """
+
+    def __init__(self, group: Group, every: int) -> None:
+        self.group, self.every = group, every
+        self.waited = 0.0
+        self.left = self.num_steps = 0
+        self._answer: list[int] | None = None
+
+    def begin(self, left: int) -> None:
+        """A call on ``left`` rows."""
+        self.left, self.num_steps = left, 0
+
+    def reached(self, step: Step, rows: Sequence[Progress], num_drawn: int) -> bool:
+        """After each completed step. Collective over all replicas: every rank of them must look, in program order."""
+        self.left -= sum(work.row.ended for work in step.work)
+        self.num_steps += 1
+        if self.num_steps % self.every:
+            return False
+        begun = time.perf_counter()
+        counts = self._ask(self.left)
+        self.waited += time.perf_counter() - begun
+        if any(counts) and not plan_moves(counts):
+            return False
+        self._answer = counts
+        return True
+
+    def take(self, left: int) -> list[int]:
+        """The answer that has ended the last call, or a new one. Collective as :meth:`reached`."""
+        answer, self._answer = self._answer, None
+        return self._ask(left) if answer is None else answer
+
+    def _ask(self, left: int) -> list[int]:
+        return torch.cat(self.group.all_gather(torch.tensor([left]), "generation:moves")).tolist()
 
 
 def exchange(group: Group, outgoing: Mapping[int, Sequence[Any]]) -> list[Any]:

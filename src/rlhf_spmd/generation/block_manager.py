@@ -22,6 +22,16 @@ class BlockManager:
     def num_free(self) -> int:
         return len(self._free)
 
+    @property
+    def used(self) -> list[int]:
+        """Pages that somebody refers to."""
+        return [page for page, count in enumerate(self._references) if count]
+
+    def forget(self) -> None:
+        """No page is found by its content any more."""
+        self._page_of.clear()
+        self._content_of.clear()
+
     def references(self, page: int) -> int:
         return self._references[page]
 

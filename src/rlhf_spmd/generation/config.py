@@ -6,10 +6,12 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from rlhf_spmd.models.attention import ATTENTION
+import torch
+
+from rlhf_spmd.generation.backends import BACKENDS, FLASH_PAGE, check_backend
 
 ENGINES = ("zero_redundancy", "full_gather", "naive_groups")
-BUFFERS = ("free", "keep", "offload")
+BUFFERS = KV_CACHES = ("free", "keep", "offload")
 MAX_LOGPROBS = 100
 MIN_TEMPERATURE = 1e-3  # below it scaled logits overflow before they differ from greedy
 
@@ -23,20 +25,28 @@ class GenerationConfig:
     - buffers: what holds the generation weights: "free": nothing while training; "keep": memory at fixed addresses; "offload":
       as free, and training shards that an engine keeps beside the generation shard wait in host memory while generating.
     - overlap: the next layers' weights come while the first forward pass computes; ``zero_redundancy`` only.
-    - attention: the paged attention, "torch" or "cpp"; "auto" is what the role's ``attention`` says, and any other choice than
-      that one loses the equality of generation's and training's log-probs.
+    - attention: the paged attention, one of "torch", "cpp", "triton" and "flash_attn", see ``backends``; "auto" is on CUDA devices
+      triton, or torch where that cannot serve, and on CPUs what the role's ``attention`` says. Any other choice than the role's
+      loses the equality of generation's and training's log-probs.
     - exact: take the sampled tokens' log-probs as the old ones of training instead of computing these in a forward pass of their
       own. null: where both are the same bits; true: refuse settings in which they are not; false: never.
     - page_size: tokens per page of the KV cache.
     - num_pages: size of the cache; null: what the rows that can run at once may need, within ``gpu_memory_utilization`` of the
       memory that is free on the device (GPU or CPU).
+    - kv_cache: what becomes, while training, of the pages of rows that go on afterwards: "free": they are given back, and the
+      rows' tokens computed again by the new weights; "keep": they stay; "offload": they wait in host memory. With the last two a
+      row goes on from keys and values that older weights computed: less work, but log-probs that no weights alone would give.
     - max_num_seqs: rows in flight. max_num_batched_tokens: tokens computed in one step.
     - enable_prefix_caching: rows share the pages of equal prompts.
     - enable_chunked_prefill: a long prompt may be computed over several steps; if false, each row (prompt and response) must
       fit in ``max_num_batched_tokens``.
-    - enforce_eager: only true is accepted; no CUDA graphs are captured.
+    - steps_per_sync: tokens that each row draws before the host looks at them; what is drawn after a stop is dropped. Where sampling
+      needs the host at each token (see docs) it is 1.
+    - enforce_eager: false: steps that draw one token of each row are captured as CUDA graphs (attention triton or flash_attn).
     - rebalance_steps: steps between looks at how many rows each replica has left; rows move when one has less than half of the
       fullest one's. 0: never. Not for responses that may cross training steps.
+    - micro_batches: parts of the rows in flight that go through the pipeline stages at the same time, each of whole groups; null:
+      pp.
     - speculative_tokens: how many tokens a row may guess from its prompt and its group's responses and compute together; the
       samples are the same. 0: none.
     """
@@ -49,26 +59,36 @@ class GenerationConfig:
     attention: str = "auto"
     exact: bool | None = None
     page_size: int = 64
+    kv_cache: str = "free"
     num_pages: int | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
     gpu_memory_utilization: float = 0.5
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
+    steps_per_sync: int = 1
     enforce_eager: bool = True
+    micro_batches: int | None = None
     rebalance_steps: int = 0
     speculative_tokens: int = 0
 
     def check(self, where: str) -> None:
         """Raises ValueError naming key, value and what is allowed. ``where``: the section, as ``models.actor.generation``."""
-        for key in ("pp", "tp", "page_size", "max_num_seqs", "max_num_batched_tokens"):
+        for key in ("pp", "tp", "page_size", "max_num_seqs", "max_num_batched_tokens", "steps_per_sync"):
             if getattr(self, key) < 1:
                 raise ValueError(f"{where}.{key}={getattr(self, key)}: must be at least 1")
         if self.num_pages is not None and self.num_pages < 1:
             raise ValueError(f"{where}.num_pages={self.num_pages}: must be at least 1, or null (sized from free memory)")
-        for key, allowed in (("engine", ENGINES), ("buffers", BUFFERS), ("attention", ATTENTION)):
+        if self.micro_batches is not None and self.micro_batches < 1:
+            raise ValueError(f"{where}.micro_batches={self.micro_batches}: must be at least 1, or null (pp)")
+        for key, allowed in (("engine", ENGINES), ("buffers", BUFFERS), ("kv_cache", KV_CACHES), ("attention", BACKENDS)):
             if getattr(self, key) not in allowed:
                 raise ValueError(f"{where}.{key}={getattr(self, key)!r}: allowed are {', '.join(allowed)}")
+        check_backend(self.attention, torch.device("cuda" if torch.cuda.is_available() else "cpu"), f"{where}.attention")
+        if self.attention == "flash_attn" and self.page_size % FLASH_PAGE:
+            raise ValueError(
+                f"{where}.page_size={self.page_size}: flash_attn's pages are multiples of {FLASH_PAGE} tokens; set it to {FLASH_PAGE}"
+            )
         for key in ("rebalance_steps", "speculative_tokens"):
             if getattr(self, key) < 0:
                 raise ValueError(f"{where}.{key}={getattr(self, key)}: must be at least 1; 0 turns it off")
@@ -79,8 +99,8 @@ class GenerationConfig:
                 f"{where}.max_num_batched_tokens={self.max_num_batched_tokens} is less than max_num_seqs={self.max_num_seqs}: "
                 "every row in flight computes at least one token in a step; raise the first or lower the second"
             )
-        if not self.enforce_eager:
-            raise ValueError(f"{where}.enforce_eager=false: CUDA graphs are not captured by this generator; allowed is true")
+        if not self.enforce_eager and not torch.cuda.is_available():
+            raise ValueError(f"{where}.enforce_eager=false: CUDA graphs need a CUDA device; allowed here is true")
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ class KVCache:
     """``pages`` [layers, 2, H, N, elements of a page]: for the torch attention page_size * D, zeros at first, since unused slots
     are read and masked, so they must be finite; for the C++ kernels as ``kernels/attention.cpp`` says.
 
-    ``attention``: which of the two, see ``models.attention.ATTENTION``.
+    ``attention``: see ``backends``; all but the C++ kernels take torch's form.
     """
 
     def __init__(
@@ -51,13 +51,15 @@ class KVCache:
     ) -> None:
         self.kv_heads, self.head_dim = kv_heads, head_dim
         self.num_pages, self.page_size = num_pages, page_size
-        self.kernels = kernels.ready(torch.empty(0, dtype=dtype, device=device)) if attention != "torch" else None
+        ours = attention in ("auto", "cpp")
+        self.attention, self.kernels = attention, kernels.ready(torch.empty(0, dtype=dtype, device=device)) if ours else None
         shape = num_layers, 2, kv_heads, num_pages
         if self.kernels is None:
             self.pages = torch.zeros(*shape, page_size * head_dim, dtype=dtype, device=device)
         else:
             self.pages = torch.empty(*shape, kernels.page_elements(page_size, head_dim), dtype=dtype, device=device)
         self._buffer = self.pages.new_empty(0)
+        self._waiting: tuple[Tensor, Tensor] | None = None  # pages in host memory: their numbers, what lies in them
 
     @staticmethod
     def page_bytes(num_layers: int, kv_heads: int, head_dim: int, page_size: int, dtype: torch.dtype) -> int:
@@ -68,10 +70,37 @@ class KVCache:
         source, destination = torch.tensor(copies, device=self.pages.device).unbind(1)
         self.pages[:, :, :, destination] = self.pages[:, :, :, source]
 
+    def offload(self, used: Sequence[int]) -> None:
+        """Give the memory back; what lies in the pages ``used`` waits in host memory, pinned where the cache is on a GPU."""
+        index = torch.tensor(used, dtype=torch.int64, device=self.pages.device)
+        shape = *self.pages.shape[:3], len(used), self.pages.shape[4]
+        host = torch.empty(shape, dtype=self.pages.dtype, pin_memory=self.pages.is_cuda)
+        for layer, pages in zip(host, self.pages, strict=True):
+            layer.copy_(pages.index_select(2, index))
+        self._waiting = index, host
+        self._buffer = self.pages.new_empty(0)
+        self.pages.untyped_storage().resize_(0)
+
+    def reload(self) -> None:
+        """The opposite of :meth:`offload`, if it was called. On a GPU the pages may then lie elsewhere."""
+        if self._waiting is None:
+            return
+        (index, host), self._waiting = self._waiting, None
+        self.pages.untyped_storage().resize_(self.pages.numel() * self.pages.element_size())
+        if self.kernels is None:
+            self.pages.zero_()
+        for layer, pages in zip(host, self.pages, strict=True):
+            pages.index_copy_(2, index, layer.to(pages.device))
+
     def spread(self, index: Index, stride: int) -> Tensor:
         """An index into one (key or value, head) block of ``stride`` entries -> the same in all 2 * H blocks of a layer."""
         blocks = np.arange(2 * self.kv_heads, dtype=np.int64) * stride
         return torch.from_numpy((blocks[:, None] + index.reshape(1, -1)).reshape(-1)).to(self.pages.device)
+
+    def slots_of(self, positions: Tensor, table: Tensor) -> Tensor:
+        """page * page_size + offset [B] of one position [B] per line of ``table`` [B, P]."""
+        page = table.gather(1, torch.div(positions, self.page_size, rounding_mode="floor")[:, None])[:, 0]
+        return page.long() * self.page_size + positions % self.page_size
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """k and v [T, H, D] to ``slots`` = spread(page * page_size + offset, N * page_size)."""
@@ -193,11 +222,6 @@ class _Bucket:
             out.index_copy_(0, self.index, flat)
 
 
-def attention_over(work: Sequence[Work], cache: KVCache, num_heads: int) -> PagedAttention | KernelAttention:
-    """The attention context of one step: ``work`` in the order in which its tokens are packed."""
-    return PagedAttention(work, cache, num_heads) if cache.kernels is None else KernelAttention(work, cache, cache.kernels)
-
-
 class KernelAttention:
     """The C++ kernel over the pages as they lie. ``positions`` [T]. Exact: its bits are those of PackedAttention's kernel."""
 
@@ -214,6 +238,13 @@ class KernelAttention:
         items[:, 0] = first = ends - items[:, 2]
         self.items, self.table = torch.from_numpy(items), torch.tensor(table, dtype=torch.int32)
         self.positions = torch.from_numpy(np.arange(ends[-1]) + np.repeat(items[:, 1] - first, counts))
+
+    def kernel_context(self, layer_index: int) -> kernels.Context:
+        """For the kernel that computes a whole layer."""
+        pages = self.cache.pages
+        at = pages.data_ptr() + layer_index * pages.stride(0) * pages.itemsize
+        sizes = pages.shape[3], self.cache.page_size, pages.shape[4]
+        return self.items.data_ptr(), len(self.items), self.table.data_ptr(), at, *sizes
 
     def attend(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
         """q [T, H * G, D], k and v [T, H, D] -> [T, H * G, D]: writes k and v, then attends over the rows' pages."""

@@ -14,15 +14,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlhf_spmd.generation.backends import contexts_over
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.generation.logit_rules import LogitRules
-from rlhf_spmd.generation.paged_attention import KernelAttention, KVCache, PagedAttention, attention_over
+from rlhf_spmd.generation.paged_attention import KVCache
 from rlhf_spmd.generation.sampler import sample, uniform
 from rlhf_spmd.generation.scheduler import Step, Work
 from rlhf_spmd.generation.sequence import Progress, Row
-from rlhf_spmd.models.decoder import Decoder
+from rlhf_spmd.generation.stages import Stages
+from rlhf_spmd.models.decoder import Attention, Decoder
 from rlhf_spmd.models.heads import gather_logits, local_logits, log_probs_of
-from rlhf_spmd.parallel.collectives import wait_all
 from rlhf_spmd.parallel.mesh import Mesh
 
 
@@ -37,10 +38,15 @@ class Draws:
 
 
 class Runner:
-    """``progress[i]`` is the row with index i."""
+    """``progress[i]`` is the row with index i; ``stages`` is shared by the runners of a call."""
 
-    def __init__(self, decoder: Decoder, mesh: Mesh, cache: KVCache, progress: Sequence[Progress], draws: Draws) -> None:
-        self.decoder, self.mesh, self.cache, self.draws = decoder, mesh, cache, draws
+    def __init__(
+        self, decoder: Decoder, mesh: Mesh, stages: Stages, cache: KVCache, progress: Sequence[Progress], draws: Draws
+    ) -> None:
+        self.decoder, self.mesh, self.stages, self.cache, self.draws = decoder, mesh, stages, cache, draws
+        self.attention_over = contexts_over(cache)
+        self._drawn: Tensor | None = None  # of the step under way, on the last stage
+        self._places: Tensor | None = None  # where its tokens will lie; None: it draws none
         self.speculates = draws.speculates
         requests = [row.request for row in progress]
         self.steps = np.array([row.step for row in progress], dtype=np.int64)
@@ -64,9 +70,8 @@ class Runner:
         self.top_ids = torch.zeros(shape, dtype=torch.int64, device=self.device)
         self.top_log_probs = torch.zeros(shape, dtype=dtype, device=self.device)
 
-    def run(self, step: Step) -> list[int]:
-        """Token ids drawn for the work items that sample, in their order, of each 1 + the length of its row's draft; the same on
-        every rank of the replica.
+    def start(self, step: Step) -> None:
+        """This stage's part of a step. On GPUs the host does not wait for it.
 
         Collective over the replica: every rank of it must call, in program order, with the same step.
         """
@@ -74,20 +79,40 @@ class Runner:
             self.cache.copy_pages(step.copies)
         if self.speculates:
             self._write_drafts(step.work)
-        attention = attention_over(step.work, self.cache, self.num_heads)
+        attention = self.attention_over(step.work, self.cache, self.num_heads)
         hidden = self._forward(step.work, attention)
         sampled = [work.row for work in step.work if work.samples]
-        if not sampled:
-            return []
         if self.speculates:
             sampled = [row for first in sampled for row in _ahead(first)]
-        drawn = torch.empty(len(sampled), dtype=torch.int64, device=self.device)
+        if not sampled:
+            return
+        self._places = torch.tensor([row.index * self.width + row.length for row in sampled], device=self.device)
         if self.decoder.is_last:
-            drawn = self._draw(self._last_tokens(hidden, step.work), sampled)
-        self.mesh.pp.broadcast(drawn, self.decoder.pp - 1, "generation:tokens")
-        places = torch.tensor([row.index * self.width + row.length for row in sampled], device=self.device)
-        self.tokens.index_copy_(0, places, drawn)
+            self._drawn = self._draw(self._last_tokens(hidden, step.work), sampled)
+            self.stages.send_tokens(self._drawn)
+        else:
+            self.stages.expect_tokens(len(sampled), self.device)
+
+    def finish(self) -> list[int]:
+        """Token ids that the started step drew for the work items that sample, in their order, of each 1 + the length of its
+        row's draft; the same on every rank of the replica.
+
+        Collective over the replica: every rank of it must call, in program order.
+        """
+        if self._places is None:
+            return []
+        drawn = self.stages.take_tokens() if self._drawn is None else self._drawn
+        self.tokens.index_copy_(0, self._places, drawn)
+        self._drawn = self._places = None
         return drawn.tolist()
+
+    def extend(self, row: Row, token_ids: Sequence[int]) -> None:
+        """Tokens that were not drawn follow those of ``row``; their log-probs are 0, whatever was drawn there after a stop."""
+        at = row.index * self.width + row.length
+        self.tokens[at : at + len(token_ids)] = torch.tensor(token_ids, dtype=torch.int64)
+        new = slice(row.num_new, row.num_new + len(token_ids))
+        self.log_probs[:, row.index, new] = 0.0
+        self.top_ids[row.index, new], self.top_log_probs[row.index, new] = 0, 0.0
 
     def results(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Of the tokens that this runner drew, on the CPU of every rank of the replica: log-probs [rows, longest response] at
@@ -101,9 +126,8 @@ class Runner:
         log_probs = self.log_probs.cpu()
         return log_probs[0], log_probs[-1], self.top_ids.cpu(), self.top_log_probs.cpu()
 
-    def _forward(self, work: Sequence[Work], attention: PagedAttention | KernelAttention) -> Tensor:
+    def _forward(self, work: Sequence[Work], attention: Attention) -> Tensor:
         """Hidden states [T, hidden] of this stage, which go on to the next."""
-        pp, stage = self.mesh.pp, self.decoder.stage
         num_tokens = len(attention.positions)
         if self.decoder.is_first:
             lines = np.repeat([item.row.index for item in work], [item.num_tokens for item in work])
@@ -111,10 +135,10 @@ class Runner:
             inputs = self.tokens.index_select(0, places)
         else:
             inputs = torch.empty(num_tokens, self.decoder.spec.hidden_size, dtype=self.decoder.dtype, device=self.device)
-            wait_all([pp.irecv(inputs, stage - 1, "generation:hidden")])
+            inputs = self.stages.receive_hidden(inputs)
         hidden = self.decoder(inputs, attention)
         if not self.decoder.is_last:
-            wait_all([pp.isend(hidden.contiguous(), stage + 1, "generation:hidden")])
+            self.stages.hidden.send(hidden)
         return hidden
 
     def _write_drafts(self, work: Sequence[Work]) -> None:
@@ -161,7 +185,8 @@ class Runner:
 
 def _ahead(row: Row) -> Iterator[Row]:
     """``row``, and as it will stand after each token of its draft."""
-    for number in range(len(row.draft) + 1):
+    yield row
+    for number in range(1, len(row.draft) + 1):
         later = copy(row)
         later.length += number
         yield later

@@ -25,21 +25,53 @@ def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return x ^ (x >> np.uint64(31))
 
 
+def row_keys(seed: int, step: int | NDArray[np.int64], row_ids: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """What :func:`uniform` makes of all but the positions."""
+    state = np.full(len(row_ids), seed & ((1 << 64) - 1), dtype=np.uint64)
+    for counter in (np.asarray(step, dtype=np.int64), row_ids):
+        state = _stir(state, counter)
+    return state
+
+
+def _stir(state: NDArray[np.uint64], counter: NDArray[np.int64]) -> NDArray[np.uint64]:
+    return _mix(_mix(state + _GOLDEN) ^ (counter.astype(np.uint64) + _GOLDEN))
+
+
 def uniform(
     seed: int, step: int | NDArray[np.int64], row_ids: NDArray[np.int64], positions: NDArray[np.int64]
 ) -> NDArray[np.float64]:
     """fp64 [rows] in [0, 1), of 53 random bits each. ``step``: one, or one per row. ``positions``: of the drawn token in its
     response."""
-    state = np.full(len(row_ids), seed & ((1 << 64) - 1), dtype=np.uint64)
-    for counter in (np.asarray(step, dtype=np.int64), row_ids, positions):
-        state = _mix(_mix(state + _GOLDEN) ^ (counter.astype(np.uint64) + _GOLDEN))
+    state = _stir(row_keys(seed, step, row_ids), positions)
     return (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _signed(x: np.uint64 | int) -> int:
+    """The same 64 bits as torch's int64 has them."""
+    return int(x) - ((int(x) >> 63) << 64)
+
+
+def _mix_on_device(x: Tensor) -> Tensor:
+    x = (x ^ _shift_right(x, 30)) * _signed(0xBF58476D1CE4E5B9)
+    x = (x ^ _shift_right(x, 27)) * _signed(0x94D049BB133111EB)
+    return x ^ _shift_right(x, 31)
+
+
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def uniform_on_device(keys: Tensor, positions: Tensor) -> Tensor:
+    """:func:`uniform`'s numbers, bit for bit, from :func:`row_keys` as int64 and positions, both [rows]."""
+    state = _mix_on_device(_mix_on_device(keys + _signed(_GOLDEN)) ^ (positions + _signed(_GOLDEN)))
+    return _shift_right(state, 11).double() * 2.0**-53
 
 
 def sample(logits: Tensor, sampling: SamplingConfig, draws: Tensor) -> Tensor:
     """Token ids int64 [rows] from ``logits`` [rows, vocabulary] and ``draws`` fp64 [rows] (unused when greedy)."""
     if sampling.greedy:
-        return logits.argmax(dim=-1)
+        found = kernels.ready(logits) if logits.dtype == torch.float32 else None
+        return logits.argmax(dim=-1) if found is None else found.argmax(logits)
     unfiltered = sampling.min_p == 0.0 and sampling.top_p == 1.0 and not 0 < sampling.top_k < logits.shape[1]
     if unfiltered and logits.dtype == torch.float32 and (found := kernels.ready(logits)) is not None:
         return found.draw(logits, sampling.temperature, draws)

@@ -61,6 +61,7 @@ class Scheduler:
         self.pages = BlockManager(limits.num_pages)
         self.waiting: deque[Row] = deque()
         self.running: list[Row] = []  # oldest admission first
+        self.paused: set[Row] = set()  # held, without pages
         self.num_preemptions = 0
         self.num_hit_tokens = 0
         self._claimed: set[int] = set()
@@ -83,15 +84,46 @@ class Scheduler:
 
     @property
     def finished(self) -> bool:
-        return not self.waiting and not self.running
+        return not self.waiting and not self.running and not self.paused
+
+    def hold(self, row: Row) -> None:
+        """Leave ``row`` out until :meth:`resume`. It keeps its pages unless others need them."""
+        row.held = True
+        if not row.pages:
+            self.waiting.remove(row)
+            self.paused.add(row)
+
+    def resume(self, row: Row) -> None:
+        row.held = False
+        if row in self.paused:
+            self.paused.remove(row)
+            (self.waiting.appendleft if row.num_new else self.waiting.append)(row)
 
     def schedule(self) -> Step:
-        """The next step's work; it always makes progress while rows are left."""
+        """The next step's work; it always makes progress while rows are left and none is held."""
         step = Step()
         budget = self._continue_running(step, self.limits.max_num_batched_tokens)
         self._admit(step, budget)
-        assert step.work, "a step without work: the scheduler cannot make progress"
+        stuck = not step.work and not self.paused and not any(row.held for row in self.running)
+        assert not stuck, "a step without work: the scheduler cannot make progress"
         return step
+
+    def look_ahead(self, step: Step, most: int) -> int:
+        """How many tokens, at most ``most``, each row of ``step`` may draw before the next one is planned; its pages then have room
+        for them. 0: the step does more than draw one token of each row."""
+        rows = [row for row, _, count, samples in step.work if samples and count == 1 and not row.draft]
+        if step.copies or len(rows) < len(step.work):
+            return 0
+        tokens = min(most, max(row.limit - row.length for row in rows))
+
+        def missing(row: Row) -> int:
+            return max(self._pages_for(min(row.length + tokens, row.limit) - 1) - len(row.pages), 0)
+
+        while sum(map(missing, rows)) > self.pages.num_free:
+            tokens //= 2
+        for row in rows:
+            row.pages += [self.pages.allocate() for _ in range(missing(row))]
+        return tokens
 
     def complete(self, step: Step) -> None:
         """After the step ran and its sampled tokens were counted (``length``, ``stopped``): free what is finished."""
@@ -114,6 +146,9 @@ class Scheduler:
         position = 0
         while position < len(self.running) and budget > 0:
             row = self.running[position]
+            if row.held:
+                position += 1
+                continue
             if row.draft:
                 self._shorten_draft(row, budget - (len(self.running) - position))
             count = min(row.length + len(row.draft) - row.num_computed, budget)
@@ -140,15 +175,25 @@ class Scheduler:
         row.pages.extend(self.pages.allocate() for _ in range(missing))
         return True
 
+    def forget_prompts(self) -> None:
+        """Rows that start from now on share no page with those that run."""
+        self.pages.forget()
+        self._claimed.clear()
+        for row in self.running:
+            row.claims = []
+
     def remove(self, row: Row) -> None:
         """Forget a row that has not ended."""
-        (self.running if row in self.running else self.waiting).remove(row)
+        next(rows for rows in (self.paused, self.running, self.waiting) if row in rows).remove(row)
         self._release(row)
 
     def _preempt(self) -> None:
         row = self.running.pop()
         self._release(row)
-        self.waiting.appendleft(row)
+        if row.held:
+            self.paused.add(row)
+        else:
+            self.waiting.appendleft(row)
         self.num_preemptions += 1
 
     def _release(self, row: Row) -> None:

@@ -24,6 +24,15 @@ class Request:
     min_new_tokens: int = 0
 
 
+@dataclass(eq=False)
+class Episode:
+    """What a row has been through with its environment. ``mask``: for each response token whether the model drew it."""
+
+    mask: list[bool] = field(default_factory=list)
+    reward: float = 0.0
+    num_turns: int = 0
+
+
 @dataclass(frozen=True, eq=False)
 class Completion:
     """``token_ids`` with the stop token if there was one; log-probs on the CPU, one per token.
@@ -32,6 +41,7 @@ class Completion:
     penalties, masks, top-k, top-p and min-p), as training computes them; greedy decoding counts as temperature 1.
     ``log_probs_t1``: the same at temperature 1. ``versions`` int64 [tokens]: of the weights that drew each token.
     ``top_log_probs``: ids and log-probs at temperature 1, [tokens, logprobs] each, the likeliest first; None if not asked for.
+    ``episode``: with an environment, whose tokens have 0 as log-probs.
     """
 
     row_id: int
@@ -41,6 +51,7 @@ class Completion:
     finish_reason: Literal["stop", "length"]
     versions: Tensor
     top_log_probs: tuple[Tensor, Tensor] | None = None
+    episode: Episode | None = None
 
 
 class Drawn(NamedTuple):
@@ -62,12 +73,20 @@ class Progress:
     token_ids: list[int] = field(default_factory=list)
     parts: list[Drawn] = field(default_factory=list)
     finish_reason: Literal["stop", "length"] | None = None
+    episode: Episode | None = None
+
+    @property
+    def turn(self) -> list[int]:
+        """The tokens since an environment spoke; without one all of them."""
+        return self.token_ids[len(self.episode.mask) :] if self.episode else self.token_ids
 
     def completion(self) -> Completion:
         assert self.finish_reason is not None, f"row {self.request.row_id} has not ended"
         whole = Drawn(*map(torch.cat, zip(*self.parts, strict=True)))
         top = (whole.top_ids, whole.top_log_probs) if whole.top_ids.shape[1] else None
-        return Completion(self.request.row_id, self.token_ids, *whole[:2], self.finish_reason, whole.versions, top)
+        return Completion(
+            self.request.row_id, self.token_ids, *whole[:2], self.finish_reason, whole.versions, top, self.episode
+        )
 
     def to_json(self) -> dict[str, Any]:
         """All but the request, exactly."""
@@ -94,6 +113,7 @@ class Row:
     step needs it, so a running row has num_computed < length.
     ``contents``: interned ids of the prompt's pages, the last one for the tail (see ``Interner``); ``claims``: those of
     them that this row is computing for all. ``stopped``: a stop token or string ended it; ``ended``: stopped or at its limit.
+    ``held``: not to be scheduled, since its environment has yet to answer.
     ``min_new``: tokens to draw before it may stop. ``draft``: guesses of its next tokens, computed together with its last one.
     """
 
@@ -109,6 +129,7 @@ class Row:
     draft: list[int] = field(default_factory=list)
     stopped: bool = False
     ended: bool = False
+    held: bool = False
 
     def __post_init__(self) -> None:
         self.length = self.prompt_length

@@ -43,15 +43,15 @@ class Watch:
     """``until`` during one call on ``rows``; all ranks of ``replica`` get the same answers."""
 
     def __init__(self, until: Until, rows: Sequence[Progress], replica: Group) -> None:
-        self.until, self.rows, self.replica = until, rows, replica
+        self.until, self.replica = until, replica
         self.started = time.perf_counter()
         self.num_steps = 0
         self.unfinished = Counter(row.request.group_id for row in rows)
         fraction = 1.0 if until.fraction is None else until.fraction
         self.missing = math.ceil(fraction * len(self.unfinished) - 1e-9)  # groups that have yet to end
 
-    def reached(self, step: Step, num_drawn: int) -> bool:
-        """After each completed step; ``num_drawn`` tokens in this call so far.
+    def reached(self, step: Step, rows: Sequence[Progress], num_drawn: int) -> bool:
+        """After each completed step, of which ``rows`` are those by index; ``num_drawn`` tokens in this call so far.
 
         Collective over the replica: every rank of it must call, in program order.
         """
@@ -62,7 +62,7 @@ class Watch:
         if until.fraction is not None:
             for work in step.work:
                 if work.row.ended:
-                    group = self.rows[work.row.index].request.group_id
+                    group = rows[work.row.index].request.group_id
                     self.unfinished[group] -= 1
                     self.missing -= self.unfinished[group] == 0
             if self.missing <= 0:

@@ -72,7 +72,7 @@ def schedule_1f1b(num_micro_batches: int, pp: int, stage: int, vpp: int = 1) -> 
 Link = tuple[Group, int]  # a group and the index of a neighbour in it
 
 
-class _Channel:
+class Channel:
     """One direction of travel: receives from one neighbour and sends to the other, numbered in the order of the schedule."""
 
     def __init__(self, source: Link, to: Link, label: str, keep: int) -> None:
@@ -105,7 +105,7 @@ class _Channel:
             wait_all([work])
 
 
-def _channels(mesh: Mesh) -> dict[str, _Channel]:
+def _channels(mesh: Mesh) -> dict[str, Channel]:
     """Forward: from the stage before to the one after, from the last stage around the ring to the first; backward: against it."""
     stage, last, keep = mesh.pp.rank, mesh.pp.size - 1, 2 * mesh.pp.size
     before: Link = (mesh.pp, stage - 1) if stage else (mesh.ring, 1)
@@ -113,8 +113,8 @@ def _channels(mesh: Mesh) -> dict[str, _Channel]:
     back_from: Link = (mesh.pp_back, stage + 1) if stage < last else (mesh.ring_back, 0)
     back_to: Link = (mesh.pp_back, stage - 1) if stage else (mesh.ring_back, 1)
     return {
-        "F": _Channel(before, after, "pipeline_forward", keep),
-        "B": _Channel(back_from, back_to, "pipeline_backward", keep),
+        "F": Channel(before, after, "pipeline_forward", keep),
+        "B": Channel(back_from, back_to, "pipeline_backward", keep),
     }
 
 

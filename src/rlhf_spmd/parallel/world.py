@@ -127,6 +127,16 @@ def keep_freed_memory() -> None:
         libc.mallopt(trim_threshold, never)
 
 
+def forget_old_shapes() -> None:
+    """Let oneDNN, and torch beside it, keep 128 compiled products instead of 1024.
+
+    There is one for each shape, of some 0.2 MB. Batches of ragged rows have new shapes nearly every time, so memory would grow over
+    the first hundreds of steps, by hundreds of MB. To be called before the first product, which reads these.
+    """
+    for variable in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        os.environ.setdefault(variable, "128")
+
+
 def init_world(launch: Launch, store: dist.Store, timeout_s: float = 600.0, device: torch.device | None = None) -> World:
     """Start torch.distributed: gloo for CPU tensors, nccl beside it on GPUs. One thread per rank on CPU.
 
@@ -139,6 +149,7 @@ def init_world(launch: Launch, store: dist.Store, timeout_s: float = 600.0, devi
         torch.set_num_threads(1)  # results depend on the thread count, and spinning threads of many ranks slow each other
         choose_cpu_matmul()
         keep_freed_memory()
+        forget_old_shapes()
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(

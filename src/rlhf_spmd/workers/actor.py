@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from rlhf_spmd.controller import MICRO_DP, THREE_D, GroupShape, ResourcePool, register
-from rlhf_spmd.data.batch import Batch, ragged
+from rlhf_spmd.data.batch import Batch, Field, decode_json, ragged
 from rlhf_spmd.data.tokenizer import decoding
+from rlhf_spmd.generation.backends import choose_backend
 from rlhf_spmd.generation.config import SamplingConfig
+from rlhf_spmd.generation.episodes import Environments
 from rlhf_spmd.generation.generator import Generator
-from rlhf_spmd.generation.sequence import Request
+from rlhf_spmd.generation.sequence import Completion, Request
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.parallel.collectives import Group
@@ -24,7 +26,7 @@ from rlhf_spmd.parallel.mesh import build_group, build_mesh
 from rlhf_spmd.reshard import Engine, HybridEngine, choose_engine
 from rlhf_spmd.workers.config import RoleConfig
 from rlhf_spmd.workers.engine import Packed
-from rlhf_spmd.workers.model_worker import Build, ModelWorker, Totals, field_on, response_log_probs
+from rlhf_spmd.workers.model_worker import MASK, Build, ModelWorker, Totals, field_on, model_tokens, response_log_probs
 from rlhf_spmd.workers.rollouts import HeldRollouts
 
 PolicyObjective = Callable[[dict[str, Tensor], Tensor, Totals], tuple[Tensor, dict[str, Tensor]]]
@@ -47,6 +49,8 @@ class ActorWorker(ModelWorker):
         spec: ModelSpec | None,
     ) -> None:
         super().__init__(build, name, pool, shape, config, spec)
+        if build.environment.cls is None:
+            self.unused = frozenset({"row", "response_mask", "environment_reward"})
         if not self.serves("generate_sequences"):
             return
         layout = shape.generation or GenerationLayout(shape.layout, shape.layout.pp, shape.layout.tp)
@@ -81,16 +85,23 @@ class ActorWorker(ModelWorker):
             self.config.generation.buffers,
         )
         decode = decoding(self.build.tokenizer)
-        generation = self.config.generation
-        if generation.attention == "auto":
-            generation = replace(generation, attention=self.engine.attention)
+        generation, where = self.config.generation, "models.actor.generation.attention"
+        backend = choose_backend(generation.attention, self.engine.attention, self.engine.dtype, self.device, where)
+        generation = replace(generation, attention=backend)
         self.generator = Generator(decoder, mesh, generation, spec.eos_token_ids, decode)
         self.held = HeldRollouts(self.generator)
 
-    @register(MICRO_DP, inputs=("prompt_ids",), outputs=("response_ids", "rollout_log_probs"), lengths_of="response_ids")
+    @register(
+        MICRO_DP,
+        inputs=("prompt_ids", "row?"),
+        outputs=("response_ids", "rollout_log_probs", "response_mask?", "environment_reward?"),
+        lengths_of="response_ids",
+    )
     def generate_sequences(self, batch: Batch, sampling: SamplingConfig, number: int) -> tuple[Batch, dict[str, float]]:
         """``response_ids``: ragged int64, stop token included; ``rollout_log_probs``: ragged, at the sampling temperature.
 
+        With an environment also ``response_mask``: ragged bool, false for its tokens, whose log-probs are 0; and
+        ``environment_reward`` float64 [rows].
         ``number`` is the step, one of the things (with seed, row id and position) that a sample depends on.
         Collective over the pool: every rank of it must call, in program order.
         """
@@ -101,13 +112,15 @@ class ActorWorker(ModelWorker):
             report = {"rollout/stale_fraction": float(stale.double().mean())}
         else:
             with self._generating():
-                completions = self.generator.generate(requests, sampling, sampling.seed, number, self._tick)
+                environments = self._environments(batch)
+                completions = self.generator.generate(requests, sampling, sampling.seed, number, self._tick, environments)
             report = self._generation_report()
         if not completions:
             return batch, report
         responses = ragged([c.token_ids for c in completions], torch.int64)
         log_probs = ragged([c.log_probs for c in completions])
-        return batch.with_fields(response_ids=responses, rollout_log_probs=log_probs), report
+        fields, told = _episodes(completions)
+        return batch.with_fields(response_ids=responses, rollout_log_probs=log_probs, **fields), report | told
 
     @register(MICRO_DP, inputs=("prompt_ids",))
     def advance_rollouts(self, batch: Batch, sampling: SamplingConfig, number: int, num_groups: int) -> dict[str, Any]:
@@ -130,6 +143,12 @@ class ActorWorker(ModelWorker):
         assert isinstance(worker, ActorWorker)
         if worker.member:
             worker.held.saved = dict(rows)
+
+    def _environments(self, batch: Batch) -> Environments | None:
+        if self.build.environment.cls is None or not len(batch):
+            return None
+        rows = dict(zip(batch.row_ids.tolist(), decode_json(batch["row"]), strict=True))
+        return Environments(self.build.environment, rows, self.build.tokenizer)
 
     @contextmanager
     def _generating(self) -> Iterator[None]:
@@ -160,7 +179,10 @@ class ActorWorker(ModelWorker):
         }
 
     @register(
-        THREE_D, inputs=("prompt_ids", "response_ids", "rollout_log_probs?"), outputs=("old_log_probs",), split_groups=True
+        THREE_D,
+        inputs=("prompt_ids", "response_ids", "response_mask?", "rollout_log_probs?"),
+        outputs=("old_log_probs",),
+        split_groups=True,
     )
     def compute_log_prob(self, batch: Batch) -> tuple[Batch | None, dict[str, float]]:
         """``old_log_probs``: ragged [response tokens], from a training forward; and their distance from the generator's."""
@@ -171,12 +193,13 @@ class ActorWorker(ModelWorker):
         result = self.infer(batch, head)
         report = {}
         if result is not None and "rollout_log_probs" in batch:
-            report = _differences((result.values - batch["rollout_log_probs"].values).abs())
+            difference = (result.values - batch["rollout_log_probs"].values).abs()
+            report = _differences(difference[batch[MASK].values] if MASK in batch else difference)
         return (batch.with_fields(old_log_probs=result) if result is not None else None), report
 
     @register(
         THREE_D,
-        inputs=("prompt_ids", "response_ids", "old_log_probs", "advantages", "ref_log_prob?"),
+        inputs=("prompt_ids", "response_ids", "response_mask?", "old_log_probs", "advantages", "ref_log_prob?"),
         split_groups=True,
         mini_batches=lambda self: self.build.num_mini_batches,
     )
@@ -192,7 +215,7 @@ class ActorWorker(ModelWorker):
                     fields[name] = field_on(micro, name, hidden.device)
             if not reports:
                 differences.append((log_probs.detach() - fields["old_log_probs"]).abs())
-            return objective(fields, micro.extra["response_ids"].lengths, totals)
+            return objective(fields, model_tokens(micro.extra), totals)
 
         reports: list[dict[str, float]] = []
         differences: list[Tensor] = []  # before the first update, from the log-probs of the same weights
@@ -207,6 +230,21 @@ class ActorWorker(ModelWorker):
 def _differences(difference: Tensor) -> dict[str, float]:
     """Of generation's log-probs from training's."""
     return {"rollout/log_prob_diff_max": float(difference.max()), "rollout/log_prob_diff_mean": float(difference.mean())}
+
+
+def _episodes(completions: Sequence[Completion]) -> tuple[dict[str, Field], dict[str, float]]:
+    """Fields and metrics of rows that environments have extended; empty without."""
+    episodes = [completion.episode for completion in completions if completion.episode is not None]
+    if not episodes:
+        return {}, {}
+    mask = ragged([episode.mask for episode in episodes], torch.bool)
+    rewards = torch.tensor([episode.reward for episode in episodes], dtype=torch.float64)
+    report = {
+        "rollout/num_turns_mean": sum(episode.num_turns for episode in episodes) / len(episodes),
+        "rollout/environment_tokens_mean": float((~mask.values).sum()) / len(episodes),
+        "rollout/environment_reward_mean": float(rewards.mean()),
+    }
+    return {MASK: mask, "environment_reward": rewards}, report
 
 
 def _requests(batch: Batch, sampling: SamplingConfig) -> list[Request]:

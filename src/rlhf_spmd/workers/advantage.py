@@ -13,7 +13,7 @@ from rlhf_spmd.objectives.advantages import AdvantageEstimator, moments, token_l
 from rlhf_spmd.objectives.kl import build_kl_controller, kl_penalty
 from rlhf_spmd.objectives.losses import explained_variance, explained_variance_sums
 from rlhf_spmd.workers.arithmetic import ArithmeticWorker
-from rlhf_spmd.workers.model_worker import Build
+from rlhf_spmd.workers.model_worker import MASK, Build, model_tokens
 
 
 @dataclass(frozen=True)
@@ -51,13 +51,15 @@ class AdvantageWorker(ArithmeticWorker):
 
     @register(
         DP,
-        inputs=("response_ids", "scores", "values", "old_log_probs", "ref_log_prob?"),
+        inputs=("response_ids", "response_mask?", "scores", "values", "old_log_probs", "ref_log_prob?"),
         outputs=("advantages", "returns"),
         split_groups=True,
     )
     def compute_advantage(self, batch: Batch, settings: AdvantageSettings) -> tuple[Batch, dict[str, float]]:
         """``advantages`` (whitened over the global batch) and ``returns``: ragged [response tokens]; the step's KL statistics.
 
+        The tokens of environments are left out as if they were not there: each token of the model is followed by its next one.
+        Theirs are 0.
         The KL controller moves on the mean over rows of the row's mean KL per token (verl's meaning of ``target_kl``).
         Collective over the pool: every rank of it must call, in program order.
         """
@@ -68,16 +70,18 @@ class AdvantageWorker(ArithmeticWorker):
             self.kl_controller.update(statistics["actor/kl_per_row"], int(sums[0]))
         if not len(batch):
             return batch, statistics
-        lengths = batch["response_ids"].lengths
-        advantages = whiten(local.advantages, sums[5:8])
-        return batch.with_fields(advantages=Ragged(advantages, lengths), returns=Ragged(local.returns, lengths)), statistics
+        lengths = model_tokens(batch)
+        made = {"advantages": Ragged(whiten(local.advantages, sums[5:8]), lengths), "returns": Ragged(local.returns, lengths)}
+        if MASK in batch:
+            made = {name: field.spread(batch[MASK]) for name, field in made.items()}
+        return batch.with_fields(**made), statistics
 
     def _local(self, batch: Batch, settings: AdvantageSettings) -> _Local:
-        lengths = batch["response_ids"].lengths
-        scores, values = batch["scores"], batch["values"].values
+        lengths, scores = model_tokens(batch), batch["scores"]
+        values = _drawn(batch, "values")
         kl = None
         if "ref_log_prob" in batch:
-            kl = kl_penalty(batch["old_log_probs"].values, batch["ref_log_prob"].values, settings.kl_penalty)
+            kl = kl_penalty(_drawn(batch, "old_log_probs"), _drawn(batch, "ref_log_prob"), settings.kl_penalty)
         in_reward = kl if settings.use_kl_in_reward else None
         rewards = token_level_rewards(scores, in_reward, self.kl_controller.value, lengths)
         advantages, returns = settings.estimator(rewards, values, lengths, settings.gamma, settings.lam)
@@ -105,6 +109,12 @@ class AdvantageWorker(ArithmeticWorker):
             "critic/advantage_mean": advantage / count,
             "critic/explained_variance": explained_variance(sums[8:13]),
         }
+
+
+def _drawn(batch: Batch, name: str) -> Tensor:
+    """A field of the tokens that the model drew, packed."""
+    field: Ragged = batch[name]
+    return (field.where(batch[MASK]) if MASK in batch else field).values
 
 
 _NO_ROWS = _Local(torch.empty(0), torch.empty(0), torch.zeros(13, dtype=torch.float64))

@@ -12,6 +12,7 @@ from torch import Tensor
 from rlhf_spmd.controller import RANK_ZERO, Controller, GroupShape, MethodSpec, ResourcePool, Worker, register
 from rlhf_spmd.data.balance import micro_batches_by_count, micro_batches_by_tokens
 from rlhf_spmd.data.batch import Batch, Ragged, ragged
+from rlhf_spmd.environments.config import EnvironmentConfig
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import token_log_probs
 from rlhf_spmd.models.spec import ModelSpec
@@ -51,6 +52,7 @@ class Build:
     temperature: float = 1.0
     kl_ctrl: KLControlConfig = field(default_factory=KLControlConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     tokenizer: Any = None
     num_samples: int = 0
     exact_rollouts: bool = False
@@ -135,7 +137,7 @@ class ModelWorker(Worker):
         """
         lengths = sequence_lengths(batch)
         index = self._cut(lengths, None)
-        response_tokens = int(batch["response_ids"].lengths.sum()) if len(batch) else 0
+        response_tokens = int(model_tokens(batch).sum()) if len(batch) else 0
         counts = torch.stack(self.mesh.dp.all_gather(torch.tensor([len(index), response_tokens, len(batch)]), "control"))
         agreed = int(counts[:, 0].max())
         if agreed > len(index):
@@ -152,9 +154,8 @@ class ModelWorker(Worker):
     def infer(
         self, batch: Batch, head: Callable[[Decoder, Tensor, Packed], Tensor], lengths: Tensor | None = None
     ) -> Ragged | None:
-        """Forward all rows. ``head`` gives ``lengths`` [rows] numbers per row, by default one per response token.
-
-        None off the last stage and where there are no rows.
+        """Forward all rows. ``head`` gives ``lengths`` [rows] numbers per row, by default one per token of the model's responses;
+        the tokens of environments then get 0. None off the last stage and where there are no rows.
         Collective over the pool: every rank of it must call, in program order.
         """
         index, packed, _ = self.micro_batches(batch)
@@ -164,9 +165,10 @@ class ModelWorker(Worker):
         order = torch.tensor([row for rows in index for row in rows])
         done = [(rows, out) for rows, out in zip(index, outputs, strict=True) if rows]
         values = torch.cat([out for _, out in done]).cpu()
-        lengths = batch["response_ids"].lengths if lengths is None else lengths
-        together = Ragged(values, lengths[order])
-        return together.take(torch.argsort(order))
+        spreads = lengths is None and MASK in batch
+        lengths = model_tokens(batch) if lengths is None else lengths
+        result = Ragged(values, lengths[order]).take(torch.argsort(order))
+        return result.spread(batch[MASK]) if spreads else result
 
     def train(
         self, batch: Batch, loss: Callable[[Decoder, Tensor, Packed, Totals], tuple[Tensor, dict[str, Tensor]]]
@@ -216,23 +218,36 @@ def pack_rows(batch: Batch, device: torch.device) -> Packed:
     return Packed(whole.values.to(device), batch["prompt_ids"].lengths + batch["response_ids"].lengths, batch)
 
 
+MASK = "response_mask"  # bool, ragged: false for the tokens of an environment, which were not drawn
+
+
+def model_tokens(batch: Batch) -> Tensor:
+    """Response tokens of each row that the model drew, int64 [rows]: all, or with an environment those of its mask."""
+    counts: Tensor = batch[MASK].counts() if MASK in batch else batch["response_ids"].lengths
+    return counts
+
+
 def response_positions(micro: Packed) -> Tensor:
-    """Positions in the packed tokens whose hidden state predicts each response token, int64 [response tokens]."""
+    """Positions in the packed tokens whose hidden state predicts each response token of the model, int64 [response tokens]."""
     responses: Tensor = micro.extra["response_ids"].lengths
     ends = micro.lengths.cumsum(0)
     first = ends - responses - 1
     within = torch.arange(int(responses.sum())) - torch.repeat_interleave(responses.cumsum(0) - responses, responses)
-    return (torch.repeat_interleave(first, responses) + within).to(micro.tokens.device)
+    positions = torch.repeat_interleave(first, responses) + within
+    return (positions[micro.extra[MASK].values] if MASK in micro.extra else positions).to(micro.tokens.device)
 
 
 def response_log_probs(
     decoder: Decoder, hidden: Tensor, micro: Packed, temperature: float, entropy: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probability of every response token, and the entropy of its distribution: [response tokens] each."""
-    labels = micro.extra["response_ids"].values.to(hidden.device)
+    """Log-probability of every response token of the model, and the entropy of its distribution: [response tokens] each."""
+    labels = field_on(micro, "response_ids", hidden.device)
     return token_log_probs(decoder, hidden[response_positions(micro)], labels, temperature, entropy)
 
 
 def field_on(micro: Packed, name: str, device: torch.device) -> Tensor:
+    """Numbers per row, or per response token of the model."""
     field = micro.extra[name]
-    return (field.values if isinstance(field, Ragged) else field).to(device)
+    if not isinstance(field, Ragged):
+        return field.to(device)
+    return (field.where(micro.extra[MASK]) if MASK in micro.extra else field).values.to(device)

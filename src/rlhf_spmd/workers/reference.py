@@ -12,7 +12,7 @@ from rlhf_spmd.workers.model_worker import ModelWorker, response_log_probs
 
 
 class ReferenceWorker(ModelWorker):
-    @register(THREE_D, inputs=("prompt_ids", "response_ids"), outputs=("ref_log_prob",), split_groups=True)
+    @register(THREE_D, inputs=("prompt_ids", "response_ids", "response_mask?"), outputs=("ref_log_prob",), split_groups=True)
     def compute_ref_log_prob(self, batch: Batch) -> Batch | None:
         """``ref_log_prob``: ragged [response tokens], at the sampling temperature."""
 

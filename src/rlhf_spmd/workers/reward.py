@@ -16,7 +16,7 @@ from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.rewards.runner import RewardRunner, check_failure_rate
 from rlhf_spmd.workers.config import RoleConfig
 from rlhf_spmd.workers.engine import Packed
-from rlhf_spmd.workers.model_worker import Build, ModelWorker
+from rlhf_spmd.workers.model_worker import Build, ModelWorker, model_tokens
 
 
 class RewardWorker(ModelWorker):
@@ -40,10 +40,12 @@ class RewardWorker(ModelWorker):
         self.answers = one_for_each_replica and self.serves("compute_reward")
         self.runner = RewardRunner(self.reward) if self.answers and self.reward.function is not None else None
 
-    @register(THREE_D, inputs=("prompt_ids", "response_ids", "row"), outputs=("scores",))
+    @register(
+        THREE_D, inputs=("prompt_ids", "response_ids", "row", "response_mask?", "environment_reward?"), outputs=("scores",)
+    )
     def compute_reward(self, batch: Batch) -> tuple[Batch | None, dict[str, Any]]:
-        """``scores`` [rows]: weight * function + model_weight * model; statistics of the global batch,
-        and as samples the texts of this replica's first rows.
+        """``scores`` [rows]: weight * function + model_weight * model + environment.weight * environment's reward;
+        statistics of the global batch, and as samples the texts of this replica's first rows.
 
         Raises RewardError if more calls failed than ``reward.max_failure_rate`` allows.
         Collective over the pool: every rank of it must call, in program order.
@@ -54,6 +56,8 @@ class RewardWorker(ModelWorker):
         if self.spec is not None:
             by_model = self.infer(batch, last_token_value, torch.ones(len(batch), dtype=torch.int64))
             scores += self.reward.model_weight * by_model.values.cpu() if by_model is not None else 0.0
+        if "environment_reward" in batch:
+            scores += self.build.environment.weight * batch["environment_reward"]
         report, texts = self._score_text(batch, scores)
         report |= self._statistics(batch, scores, report)
         report |= {"score_sum": float(scores.double().sum()), "rows": len(batch)}
@@ -72,7 +76,7 @@ class RewardWorker(ModelWorker):
         largest = torch.full((4,), -torch.inf, dtype=torch.float64)
         if self.answers and len(batch):
             counts = [report["calls"], report["failures"], report["timeouts"], len(batch)]
-            x, lengths = scores.double(), batch["response_ids"].lengths.double()
+            x, lengths = scores.double(), model_tokens(batch).double()
             sums = torch.cat([torch.tensor(counts).double(), torch.stack([lengths.sum(), x.sum(), x.square().sum()])])
             largest = torch.stack([x.max(), -x.min(), lengths.max(), -lengths.min()])
         calls, failures, timeouts, rows, tokens, score, squares = self.mesh.pool.all_reduce(sums, "control").tolist()

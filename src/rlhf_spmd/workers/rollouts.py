@@ -56,7 +56,7 @@ class HeldRollouts:
             return
         until = Until(fraction=fraction)
         ended = self.generator.generate_until(fresh, sampling, sampling.seed, number, until, number, tick)
-        self.generator.drop_pages()  # the weights change before the next call
+        self.generator.make_room()  # the weights change before the next call
         self.ended |= {completion.row_id: completion for completion in ended}
 
     def take(self, row_ids: Sequence[int]) -> list[Completion]:

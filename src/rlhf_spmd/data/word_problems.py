@@ -1,0 +1,75 @@
+"""The task of the calculator example: word problems whose numbers are too large to reckon without a tool.
+
+    python -m rlhf_spmd.data.word_problems --out DIR --seed 0
+
+``DIR/{sft,train,val}.jsonl``: ``{"id", "prompt", "answer", "data_source"}``, sft rows with ``response`` too, in which the calculator's
+results stand where it would give them: ``<<47*36=1692>><<1692+58=1750>>#### 1750``. No prompt occurs twice. ``DIR/model/``: a character
+tokenizer and config.json of a Llama with 0.7 million parameters and no weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import string
+from pathlib import Path
+
+from rlhf_spmd.data.sort_digits import LLAMA, SPECIAL, write_json, write_tokenizer
+
+VOCABULARY = (*SPECIAL, *string.digits, *string.ascii_lowercase, *" .<>=+-*#")
+NAMES = ("ann", "bob", "eve", "joe", "kim", "max", "sue", "tom")
+THINGS = ("bags of nuts", "rows of seats", "boxes of pens", "packs of cards", "trays of eggs")
+CHANGES = {"": "", "gets": "+", "loses": "-"}
+
+
+def make_row(rng: random.Random) -> dict[str, str]:
+    """One or two steps: a product, and what is added to it or taken away."""
+    name, thing, change = rng.choice(NAMES), rng.choice(THINGS), rng.choice(list(CHANGES))
+    count, each, more = rng.randint(11, 99), rng.randint(11, 99), rng.randint(11, 99)
+    plural = thing.split()[-1]
+    prompt, result = f"{name} has {count} {thing} with {each} in each", count * each
+    response = f"<<{count}*{each}={result}>>"
+    if change:
+        prompt += f" and {change} {more} {plural}"
+        after = result + more if change == "gets" else result - more
+        response += f"<<{result}{CHANGES[change]}{more}={after}>>"
+        result = after
+    return {"prompt": f"{prompt}.", "response": f"{response}#### {result}", "answer": str(result)}
+
+
+def write_task(out: Path, seed: int, num_sft: int = 20000, num_train: int = 8000, num_val: int = 256) -> None:
+    """All files of the task under ``out``; the same seed and sizes give the same bytes."""
+    rng = random.Random(f"word_problems {seed}")
+    seen: set[str] = set()
+    out.mkdir(parents=True, exist_ok=True)
+    for split, num_rows in (("val", num_val), ("sft", num_sft), ("train", num_train)):
+        with (out / f"{split}.jsonl").open("w", encoding="utf-8") as file:
+            for number in range(num_rows):
+                while (row := make_row(rng))["prompt"] in seen:
+                    pass
+                seen.add(row["prompt"])
+                kept = row if split == "sft" else {key: row[key] for key in ("prompt", "answer")}
+                file.write(json.dumps({"id": f"{split}-{number}", **kept, "data_source": "word_problems"}) + "\n")
+    write_tokenizer(out / "model", VOCABULARY)
+    small = {
+        "vocab_size": len(VOCABULARY),
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": 3,
+        "head_dim": 16,
+    }
+    write_json(out / "model" / "config.json", {**LLAMA, **small})
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(arguments)
+    write_task(args.out, args.seed)
+    print(f"{args.out}: sft, train and validation rows, model/ with tokenizer and config")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""A calculator for word problems: the model writes ``<<48/2=`` and reads ``24>>``.
+
+The form is that of GSM8K's annotations (Cobbe et al. 2021, arXiv 2110.14168). Let ``=`` end a turn (``sampling.stop=["="]``). A turn
+that ends with an open calculation gets its result; one that ends with another ``=`` gets nothing and goes on; any other turn is the
+last. The reward is 1 if the number after the last ``####`` equals the one in the row's ``answer``.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+from typing import Any
+
+_OPERATORS: dict[type, Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+_OPEN = re.compile(r"<<([^<>=]{1,200})=$")
+_ANSWER = re.compile(r"####\s*([-+]?[$]?[\d,]*\.?\d+)")
+DIGITS = 10  # of a result that is no whole number
+
+
+class Calculator:
+    """``answer``: the column with the right number, alone or after ``####``."""
+
+    def __init__(self, answer: str = "answer") -> None:
+        self.column = answer
+        self.said = ""
+
+    def reset(self, row: Mapping[str, Any]) -> None:
+        """Raises ValueError for a row without a number to compare with."""
+        right = str(row.get(self.column))
+        self.right = final_number(right if "####" in right else f"#### {right}")
+        if self.right is None:
+            raise ValueError(f"no number in the row's {self.column!r}: {right[-80:]!r}")
+
+    def step(self, text: str) -> tuple[str, float, bool]:
+        self.said += text
+        asked = _OPEN.search(self.said)
+        if asked:
+            return f"{calculate(asked[1])}>>", 0.0, False
+        if text.endswith("="):
+            return "", 0.0, False
+        return "", float(final_number(self.said) == self.right), True
+
+
+environment = Calculator
+
+
+def final_number(text: str) -> Fraction | None:
+    """The number after the last ``####``, None without one. Commas and a dollar sign are dropped."""
+    found = _ANSWER.findall(text)
+    return Fraction(found[-1].replace(",", "").replace("$", "")) if found else None
+
+
+def calculate(expression: str) -> str:
+    """The value of sums, differences, products, quotients and brackets of decimal numbers; ``error`` where there is none."""
+    try:
+        value = _value(ast.parse(expression.strip().replace(",", ""), mode="eval").body, expression.replace(",", "").strip())
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
+        return "error"
+    if value.denominator == 1:
+        return str(value.numerator)
+    return f"{float(value):.{DIGITS}g}"
+
+
+def _value(node: ast.expr, source: str) -> Fraction:
+    """Raises ValueError for what is not arithmetic."""
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        return Fraction(ast.get_source_segment(source, node) or "")  # exactly what is written: 0.1 is a tenth
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.UAdd | ast.USub):
+        return _value(node.operand, source) * (1 if isinstance(node.op, ast.UAdd) else -1)
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        return _OPERATORS[type(node.op)](_value(node.left, source), _value(node.right, source))
+    raise ValueError(f"not arithmetic: {ast.dump(node)}")

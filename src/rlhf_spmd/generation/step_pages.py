@@ -1,0 +1,39 @@
+"""Where the tokens of a step lie, for backends that read the pages through a table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlhf_spmd.generation.paged_attention import Index, KVCache
+from rlhf_spmd.generation.scheduler import Work
+
+
+class StepPages(NamedTuple):
+    """On the device: ``positions`` int64 [T], ``slots`` int64 [T] (page * page_size + offset), ``table`` int32 [rows, P] (pages).
+    On the host, of each row: ``firsts`` (its first token of the step), ``starts`` (that one's position), ``counts``."""
+
+    positions: Tensor
+    slots: Tensor
+    table: Tensor
+    firsts: Index
+    starts: Index
+    counts: Index
+
+
+def place(work: Sequence[Work], cache: KVCache) -> StepPages:
+    """``work`` in the order in which its tokens are packed."""
+    starts, counts = np.array([(item.start, item.num_tokens) for item in work], dtype=np.int64).T
+    table = np.zeros((len(work), max(len(item.row.pages) for item in work)), dtype=np.int32)
+    for line, item in zip(table, work, strict=True):
+        line[: len(item.row.pages)] = item.row.pages
+    firsts = np.cumsum(counts) - counts
+    lines = np.repeat(np.arange(len(work)), counts)
+    positions = np.arange(len(lines)) + np.repeat(starts - firsts, counts)
+    slots = table[lines, positions // cache.page_size] * np.int64(cache.page_size) + positions % cache.page_size
+    first, second, third = (torch.from_numpy(array).to(cache.pages.device) for array in (positions, slots, table))
+    return StepPages(first, second, third, firsts, starts, counts)
