@@ -130,7 +130,7 @@ def main() -> None:
     parser.add_argument("--peers", choices=PEERS, nargs="*", default=["padded", "sorted", "packed_sdpa"])
     parser.add_argument("--layouts", choices=LAYOUTS, nargs="*", default=list(LAYOUTS))
     parser.add_argument("--untuned", action="store_true", help="peers also without the matmul switch, for information")
-    parser.add_argument("--micro-tokens", type=int, default=1024, help="ours")
+    parser.add_argument("--micro-tokens", type=int, default=768, help="ours")
     parser.add_argument("--micro-rows", type=int, default=8, help="padded")
     parser.add_argument("--peer-tokens", type=int, help="the other peers, in place of each one's best")
     parser.add_argument("--seconds", type=float, default=4.0, help="timed seconds of each case, after two steps to warm up")

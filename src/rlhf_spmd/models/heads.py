@@ -24,7 +24,8 @@ from rlhf_spmd.models.attention import exact_rows, pad_rows
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.parallel.collectives import Group
 
-CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}  # logits per chunk: about a cache on CPU, 256 MiB on GPU
+# logits per chunk, 16 MiB on CPU: with fewer the head's gradient, to which each chunk adds, is read and written too often
+CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 26}
 KEPT_ELEMENTS = 1 << 23  # logits of the last chunks that the kernels' forward pass leaves for backward, 32 MiB
 
 
