@@ -261,7 +261,7 @@ def test_sort_digits_task(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     rows = [row.values for f in files[:3] for row in read_rows(str(tmp_path / "a" / f))]
     assert len({row["prompt"] for row in rows}) == 100
     assert all("".join(sorted(row["prompt"][:-1])) == row["answer"] for row in rows)
-    assert {len(row["answer"]) for row in rows} == {8, 9, 10, 11, 12}
+    assert {len(row["answer"]) for row in rows} <= set(range(4, 15))
     tokenizer = load_tokenizer(tmp_path / "a" / "model")
     ids = tokenizer(rows[0]["prompt"])["input_ids"]
     assert (ids[0], len(ids)) == (tokenizer.bos_token_id, len(rows[0]["prompt"]) + 1)

@@ -77,11 +77,9 @@ def naive_value_gradient(v, old, ret, c):
     return 0.0
 
 
-def naive_aggregate(rows, mode, max_length, weights=None):
-    weights = weights or [[1.0] * len(row) for row in rows]
-    sums = [sum(w * x for w, x in zip(ws, row, strict=True)) for ws, row in zip(weights, rows, strict=True)]
-    totals = [sum(ws) for ws in weights]
-    live = [i for i, ws in enumerate(weights) if any(w != 0 for w in ws)]
+def naive_aggregate(rows, mode, max_length):
+    sums, live = [sum(row) for row in rows], range(len(rows))
+    totals = [len(row) for row in rows]
     if mode == "token-mean":
         return sum(sums) / sum(totals)
     if mode == "seq-mean-token-sum":
@@ -145,17 +143,14 @@ def test_gae_works_in_float32_for_half_precision_values():
     assert advantages.dtype == returns.dtype == torch.float32
 
 
-@pytest.mark.parametrize("shift_mean", [True, False])
-def test_whiten_is_the_statistics_textbook(shift_mean):
+def test_whiten_is_the_statistics_textbook():
     x = sample(8, 50) * 3 + 2
     mean = sum(x.tolist()) / 50
     variance = sum((v - mean) ** 2 for v in x.tolist()) / 49
-    expected = torch.tensor([(v - mean) / math.sqrt(variance + 1e-8) + (0 if shift_mean else mean) for v in x.tolist()])
+    expected = torch.tensor([(v - mean) / math.sqrt(variance + 1e-8) for v in x.tolist()])
     parts = adv.moments(x[:13]) + adv.moments(x[13:])
-    torch.testing.assert_close(adv.whiten(x, parts, shift_mean), expected.double(), rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(adv.whiten(x, parts, shift_mean), adv.whiten(x, adv.moments(x), shift_mean), rtol=0, atol=1e-12)
-    mask = torch.arange(50) < 20
-    torch.testing.assert_close(adv.moments(x, mask), adv.moments(x[:20]), rtol=0, atol=1e-12)
+    torch.testing.assert_close(adv.whiten(x, parts), expected.double(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(adv.whiten(x, parts), adv.whiten(x, adv.moments(x)), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("x", [torch.full((7,), 0.1), torch.tensor([3.0]), torch.full((1000,), 1e3)])
@@ -322,46 +317,26 @@ def test_unmoved_values_are_not_counted_as_clipped():
 
 
 @pytest.mark.parametrize("mode", losses.LOSS_AGG_MODES)
-@pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_aggregate_sums_over_any_split_to_the_mini_batch(mode, weighted, dtype):
+def test_aggregate_sums_over_any_split_to_the_mini_batch(mode, dtype):
     rows = [*LENGTHS, 4, 0]
-    n = sum(rows)
-    weights = None
-    if weighted:
-        weights = sample(28, n).abs().to(dtype)
-        weights[::3] = 0.0
-        weights[-4:] = 0.0  # the last full row counts for nothing
-    x = sample(29, n).to(dtype).requires_grad_()
-    counts = losses.token_counts(lengths_of(rows), weights)
-    naive_weights = None if weights is None else rows_of(weights, rows)
-    live = sum(any(row) for row in naive_weights) if naive_weights else len(rows) - 1
-    assert int(counts[1]) == live
-    whole = losses.aggregate(x, lengths_of(rows), mode, *counts.tolist(), max_length=16, weights=weights)
+    counts = (sum(rows), len(rows) - 1)
+    x = sample(29, sum(rows)).to(dtype).requires_grad_()
+    whole = losses.aggregate(x, lengths_of(rows), mode, *counts, max_length=16)
     tolerance = {"rtol": 1e-12, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 1e-5, "atol": 1e-6}
     full = [row for row in rows_of(x.detach(), rows) if row]
-    full_weights = naive_weights and [row for row in naive_weights if row]
-    expected = naive_aggregate(full, mode, 16, full_weights)
+    expected = naive_aggregate(full, mode, 16)
     torch.testing.assert_close(whole, torch.tensor(expected, dtype=dtype), **tolerance)
     (gradient,) = torch.autograd.grad(whole, x)
     start, partial, total = 0, [], 0.0
     for part in (rows[:2], rows[2:3], rows[3:7], rows[7:]):
         stop = start + sum(part)
-        w = None if weights is None else weights[start:stop]
-        piece = losses.aggregate(x[start:stop], lengths_of(part), mode, *counts.tolist(), max_length=16, weights=w)
+        piece = losses.aggregate(x[start:stop], lengths_of(part), mode, *counts, max_length=16)
         partial.append(torch.autograd.grad(piece, x)[0])
         total += float(piece.detach())
         start = stop
     assert total == pytest.approx(expected, rel=tolerance["rtol"], abs=tolerance["atol"])
     torch.testing.assert_close(sum(partial), gradient, **tolerance)
-
-
-def test_counts_add_up_over_parts():
-    weights = torch.tensor([1.0, 0.0, 0.0, 0.0, 2.0, 0.5])
-    whole = losses.token_counts(lengths_of([2, 2, 2]), weights)
-    parts = losses.token_counts(lengths_of([2]), weights[:2]) + losses.token_counts(lengths_of([2, 2]), weights[2:])
-    assert whole.tolist() == parts.tolist() == [3.5, 2.0]
-    assert losses.token_counts(lengths_of([2, 0, 3])).tolist() == [5.0, 2.0]
 
 
 def test_aggregate_says_what_is_wrong():
@@ -373,12 +348,10 @@ def test_aggregate_says_what_is_wrong():
         losses.aggregate(torch.zeros(2), lengths_of([3]), "token-mean", 2, 1)
 
 
-def test_sft_loss_is_the_negative_log_likelihood_of_the_weighted_tokens():
+def test_sft_loss_is_the_negative_log_likelihood():
     log_prob = -sample(30, 6).abs()
-    weights = torch.tensor([0.0, 1.0, 1.0, 0.0, 0.0, 1.0], dtype=torch.float64)
-    lengths = lengths_of([3, 3])
-    loss = losses.sft_loss(log_prob, lengths, *losses.token_counts(lengths, weights).tolist(), weights=weights)
-    assert float(loss) == pytest.approx(-float(log_prob[1] + log_prob[2] + log_prob[5]) / 3)
+    loss = losses.sft_loss(log_prob, lengths_of([2, 4]), 6, 2, "seq-mean-token-mean")
+    assert float(loss) == pytest.approx(-float(log_prob[:2].mean() + log_prob[2:].mean()) / 2)
 
 
 def test_explained_variance_from_sums():
@@ -389,7 +362,3 @@ def test_explained_variance_from_sums():
     assert losses.explained_variance(sums) == pytest.approx(expected, abs=1e-12)
     assert losses.explained_variance(losses.explained_variance_sums(returns, returns)) == 1.0
     assert losses.explained_variance(losses.explained_variance_sums(values, torch.full((200,), 0.1))) == 0.0
-    mask = torch.arange(200) < 50
-    torch.testing.assert_close(
-        losses.explained_variance_sums(values, returns, mask), losses.explained_variance_sums(values[:50], returns[:50])
-    )

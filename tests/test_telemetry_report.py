@@ -155,6 +155,14 @@ def test_report_of_an_empty_directory_and_of_damaged_files(tmp_path: Path) -> No
     assert page.series == ["a"] and "not finished" in page.text
 
 
+def test_of_supervised_fine_tuning_the_loss_comes_first(tmp_path: Path) -> None:
+    steps = [{"step": n, "actor/loss": 2.0 / n, "val/loss": 3.0 / n, "val/reward_mean": 0.1 * n} for n in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    page = Page(write_report(tmp_path).read_text())
+    assert page.series == ["val/reward_mean", "actor/loss", "val/loss"]
+    assert page.text.index("Loss") < page.text.index("Validation")
+
+
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path)]) == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "report.html")

@@ -1,4 +1,4 @@
-"""The quickstart's task: sort 8 to 12 digits. Writes data, a character tokenizer and a model configuration.
+"""The quickstart's task: sort 4 to 14 digits. Writes data, a character tokenizer and a model configuration.
 
     python -m rlhf_spmd.data.sort_digits --out DIR --seed 0
 
@@ -109,8 +109,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--sft", type=int, default=20000, help="rows of sft.jsonl")
     parser.add_argument("--train", type=int, default=8000, help="rows of train.jsonl")
     parser.add_argument("--val", type=int, default=256, help="rows of val.jsonl")
-    parser.add_argument("--min-digits", type=int, default=8)
-    parser.add_argument("--max-digits", type=int, default=12)
+    parser.add_argument("--min-digits", type=int, default=4)
+    parser.add_argument("--max-digits", type=int, default=14)
     args = parser.parse_args(arguments)
     try:
         write_task(args.out, args.seed, args.sft, args.train, args.val, (args.min_digits, args.max_digits))

@@ -2,10 +2,10 @@
 
 Floor 1. Knows nothing of models, batches, ranks or meshes: every function takes packed token tensors ``[T]`` (the response
 tokens of all rows, concatenated) and ``lengths`` int64 ``[rows]`` on the CPU. What must be summed over ranks comes out as
-float64 sums that the caller reduces (:func:`advantages.moments`, :func:`losses.token_counts`,
-:func:`losses.explained_variance_sums`) and goes in again as global numbers, so that no result depends on how rows were split.
+float64 sums that the caller reduces (:func:`advantages.moments`, :func:`losses.explained_variance_sums`) and goes in again as
+global numbers, so that no result depends on how rows were split.
 
 Public names: ``kl.kl_penalty``, ``kl.KLControlConfig``, ``kl.build_kl_controller``, ``advantages.token_level_rewards``,
 ``advantages.gae``, ``advantages.advantage_estimator``, ``advantages.moments``, ``advantages.whiten``, ``losses.policy_loss``,
-``losses.value_loss``, ``losses.sft_loss``, ``losses.aggregate``, ``losses.token_counts``, ``losses.explained_variance``.
+``losses.value_loss``, ``losses.sft_loss``, ``losses.aggregate``, ``losses.explained_variance``.
 """

@@ -114,20 +114,15 @@ def advantage_estimator(name: str, where: str = "adv_estimator") -> AdvantageEst
 
 
 @torch.no_grad()
-def moments(x: Tensor, mask: Tensor | None = None) -> Tensor:
-    """float64 [3]: count, sum and sum of squares of ``x`` [T], where ``mask`` [T] is true if given. Sum it over ranks."""
+def moments(x: Tensor) -> Tensor:
+    """float64 [3]: count, sum and sum of squares of ``x`` [T]. Sum it over ranks."""
     wide = x.double()
-    if mask is not None:
-        wide = torch.where(mask.bool(), wide, 0.0)
-        count = mask.bool().sum().double()
-    else:
-        count = torch.tensor(float(x.numel()), dtype=torch.float64, device=x.device)
-    return torch.stack([count, wide.sum(), wide.square().sum()])
+    return torch.stack([wide.new_tensor(float(len(x))), wide.sum(), wide.square().sum()])
 
 
 @torch.no_grad()
-def whiten(x: Tensor, moments: Tensor, shift_mean: bool = True) -> Tensor:
-    """(x - mean) / sqrt(variance + 1e-8), plus the mean again unless ``shift_mean``. Same shape and dtype as ``x`` [T].
+def whiten(x: Tensor, moments: Tensor) -> Tensor:
+    """(x - mean) / sqrt(variance + 1e-8). Same shape and dtype as ``x`` [T].
 
     ``moments``: of the global batch, as :func:`moments` returns them, summed over ranks. The variance is the unbiased one;
     that of a single value is taken as 0.
@@ -136,5 +131,4 @@ def whiten(x: Tensor, moments: Tensor, shift_mean: bool = True) -> Tensor:
     mean = total / count.clamp(min=1.0)
     # The difference of two near-equal sums can come out a little below zero when all values are equal.
     variance = ((squares - count * mean.square()) / (count - 1.0).clamp(min=1.0)).clamp(min=0.0)
-    whitened = (x.double() - mean) * torch.rsqrt(variance + WHITEN_EPSILON)
-    return (whitened if shift_mean else whitened + mean).to(x.dtype)
+    return ((x.double() - mean) * torch.rsqrt(variance + WHITEN_EPSILON)).to(x.dtype)

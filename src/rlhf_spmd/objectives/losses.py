@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlhf_spmd.objectives.advantages import check_packed
+from rlhf_spmd.objectives.advantages import check_packed, moments
 
 LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
@@ -97,24 +97,6 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, cliprange_va
     return 0.5 * torch.maximum(free, bound), (bound > free).detach()
 
 
-def _row_sums(x: Tensor, lengths: Tensor) -> Tensor:
-    """float64 [rows] on ``x``'s device, in a fixed order of summation (index_add and cumsum have none on CUDA)."""
-    return torch.segment_reduce(x.double(), "sum", lengths=lengths.to(x.device), unsafe=True, initial=0.0)
-
-
-@torch.no_grad()
-def token_counts(lengths: Tensor, weights: Tensor | None = None) -> Tensor:
-    """float64 [2]: the tokens (with ``weights`` [T], their sum) and the rows that :func:`aggregate` divides by.
-
-    A row counts if it has a token (with ``weights``: one of non-zero weight). Sum over ranks for the mini-batch's counts.
-    """
-    if weights is None:
-        return torch.stack([lengths.sum(), (lengths > 0).sum()]).double()
-    check_packed(weights, lengths)
-    rows = (_row_sums(weights != 0, lengths) > 0).sum()
-    return torch.stack([weights.double().sum(), rows.double()])
-
-
 def aggregate(
     loss: Tensor,
     lengths: Tensor,
@@ -122,7 +104,6 @@ def aggregate(
     num_tokens: int | float,
     num_rows: int | float,
     max_length: int | float | None = None,
-    weights: Tensor | None = None,
 ) -> Tensor:
     """This micro-batch's part of the mini-batch's loss: a scalar in the dtype of ``loss`` [T], with gradients.
 
@@ -133,23 +114,20 @@ def aggregate(
     ``seq-mean-token-sum-norm`` sum over tokens / (``num_rows`` * ``max_length``), Dr. GRPO's (arXiv 2503.20783)
     =========================== ================================================================================
 
-    ``num_tokens`` and ``num_rows`` are those of the whole mini-batch over all ranks (:func:`token_counts`, summed).
-    ``max_length`` is a constant of the run (tokens), needed by the last mode only. ``weights`` [T] multiply the tokens (0
-    leaves one out); a row's mean is then the weighted one, and ``num_tokens`` the global sum of weights.
+    ``num_tokens`` and ``num_rows`` (those with a token) are those of the whole mini-batch over all ranks. ``max_length`` is a
+    constant of the run (tokens), needed by the last mode only.
 
     Raises ValueError for an unknown mode, and for the last one without ``max_length``.
     """
     check_loss_agg_mode(mode)
     check_packed(loss, lengths)
-    if weights is not None:
-        check_packed(weights, lengths)
-        loss = loss * weights
     if mode == "token-mean":
         assert num_tokens > 0, "the mini-batch has no tokens (global count 0)"
         return loss.sum() / num_tokens
     assert num_rows > 0, "the mini-batch has no rows (global count 0)"
     if mode == "seq-mean-token-mean":
-        return (loss * _inverse_row_weight(loss, lengths, weights)).sum() / num_rows
+        each = torch.repeat_interleave(1.0 / lengths.clamp(min=1).double(), lengths)  # of each token 1 / its row's tokens
+        return (loss * each.to(device=loss.device, dtype=loss.dtype)).sum() / num_rows
     if mode == "seq-mean-token-sum":
         return loss.sum() / num_rows
     if max_length is None or max_length <= 0:
@@ -157,40 +135,18 @@ def aggregate(
     return loss.sum() / (num_rows * max_length)
 
 
-@torch.no_grad()
-def _inverse_row_weight(loss: Tensor, lengths: Tensor, weights: Tensor | None) -> Tensor:
-    """[T]: for each token, 1 / (tokens, or sum of weights, of its row); 0 in rows without weight."""
-    if weights is None:
-        return torch.repeat_interleave(1.0 / lengths.clamp(min=1).double(), lengths).to(device=loss.device, dtype=loss.dtype)
-    sums = _row_sums(weights, lengths)
-    inverse = torch.where(sums != 0, 1.0 / sums, 0.0).to(loss.dtype)
-    row_of_token = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-    return inverse[row_of_token.to(loss.device)]
-
-
-def sft_loss(
-    log_prob: Tensor,
-    lengths: Tensor,
-    num_tokens: int | float,
-    num_rows: int | float,
-    mode: str = "token-mean",
-    max_length: int | float | None = None,
-    weights: Tensor | None = None,
-) -> Tensor:
+def sft_loss(log_prob: Tensor, lengths: Tensor, num_tokens: int | float, num_rows: int | float, mode: str) -> Tensor:
     """Negative log-likelihood: -log_prob [T] (nats) through :func:`aggregate`, whose arguments these are."""
-    return aggregate(-log_prob, lengths, mode, num_tokens, num_rows, max_length, weights)
+    return aggregate(-log_prob, lengths, mode, num_tokens, num_rows)
 
 
 @torch.no_grad()
-def explained_variance_sums(values: Tensor, returns: Tensor, mask: Tensor | None = None) -> Tensor:
-    """float64 [5]: count; sum and sum of squares of the returns; the same of the errors (returns - values). Add over ranks.
+def explained_variance_sums(values: Tensor, returns: Tensor) -> Tensor:
+    """float64 [5] of ``values`` and ``returns`` [T]: :func:`moments` of the returns, and of the errors without the count.
 
-    ``values``, ``returns``: [T]; ``mask`` [T] leaves tokens out.
+    Add over ranks.
     """
-    targets, errors = returns.double(), returns.double() - values.double()
-    keep = torch.ones_like(targets) if mask is None else mask.double()
-    targets, errors = targets * keep, errors * keep
-    return torch.stack([keep.sum(), targets.sum(), targets.square().sum(), errors.sum(), errors.square().sum()])
+    return torch.cat([moments(returns), moments(returns.double() - values.double())[1:]])
 
 
 def explained_variance(sums: Tensor) -> float:

@@ -54,6 +54,7 @@ class Panel:
 
 PANELS = (
     Panel("Reward", ("reward/mean",)),
+    Panel("Loss", ("actor/loss", "val/loss")),
     Panel("KL to the reference", ("actor/kl",)),
     Panel("Entropy", ("actor/entropy",)),
     Panel("Response length", ("response_length/mean", "response_length/max")),
@@ -176,7 +177,8 @@ def _header(run: Run, name: str, config: Mapping[str, str]) -> str:
 
 def _tiles(run: Run) -> str:
     tiles = []
-    for title, metric in (("Reward", "reward/mean"), ("Validation", _first_validation(run)), ("Loss", "train/loss")):
+    main = ("Reward", "reward/mean") if "reward/mean" in run.names() else ("Loss", "actor/loss")
+    for title, metric in (main, ("Validation", _first_validation(run))):
         first, last, k = first_and_last(run.curve(metric)[1], 1 if title == "Validation" else AVERAGED_STEPS)
         if k > 0:
             change = last - first
@@ -209,7 +211,7 @@ def _tiles(run: Run) -> str:
 
 def _curves(run: Run) -> str:
     names = run.names()
-    validation = [Panel("Validation", (name,)) for name in names if name.startswith("val/")]
+    validation = [Panel("Validation", (name,)) for name in names if name.startswith("val/") and name != "val/loss"]
     panels = [*PANELS[:1], *validation, *PANELS[1:]]
     shown = {name for panel in panels for name in panel.metrics} | {f"reward/{part}" for part in ("std", "min", "max")}
     rest = [Panel(_title_of(name), (name,)) for name in names if name not in shown and not name.startswith(TIMING)]
@@ -322,7 +324,7 @@ def _timeline_section(drawn: timeline_chart.TimelineChart, busy: Mapping[str, fl
 
 
 def _first_validation(run: Run) -> str:
-    return next((name for name in run.names() if name.startswith("val/")), "val/")
+    return next((name for name in run.names() if name.startswith("val/") and name != "val/loss"), "val/loss")
 
 
 def _title_of(name: str) -> str:
