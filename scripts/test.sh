@@ -7,4 +7,5 @@ python -c 'import triton' 2>/dev/null || pip install -q triton==3.6.0 || true
 ruff check src tests scripts
 ruff format --check src tests scripts
 mypy
-python -m pytest "$@"
+CUDA_VISIBLE_DEVICES= python -m pytest "$@"  # ranks of tests are CPU ranks, also where there are GPUs
+if [ -e /dev/nvidiactl ]; then python -m pytest tests/test_gpu.py tests/test_triton.py; fi

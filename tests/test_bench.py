@@ -64,6 +64,19 @@ def test_train_step_compares_the_same_work(tmp_path: Path) -> None:
     assert len(sent) == 2 and all(part["attention"] > 0 and part["mlp"] > 0 for part in sent)
 
 
+def test_train_step_draws_weights_in_place(tmp_path: Path) -> None:
+    arguments = ["--device", "cpu", "--models", "tiny:1", "--no-files", "--rows", "4", "8", "24", "--checkpointing", "full"]
+    arguments += ["--optimizer", "no_masters", "--peers", "compiled_sorted", "--compile-backend", "eager"]
+    report, _ = run_script("train_step.py", tmp_path / "train.json", *arguments, "--seconds", "0", "--least", "1")
+    cases = {case["name"]: case for case in report["cases"]}
+    assert set(cases) == {"ours, full", "compiled_sorted, full"}
+    for name, case in cases.items():
+        assert "error" not in case, f"{name}: {case['error']}"
+        assert case["tokens"] == cases["ours, full"]["tokens"] and 0 < case["mfu"] < 1
+    assert report["ratios"][0]["float32"]["loss_difference"] < 1e-5  # both drew the same weights
+    assert report["machine"]["device"] == "cpu"
+
+
 def test_generation_compares_the_same_tokens(tmp_path: Path) -> None:
     report, printed = run_script("generation.py", tmp_path / "generation.json", "--quick")
     cases = {case["engine"]: case for case in report["cases"]}
@@ -75,6 +88,18 @@ def test_generation_compares_the_same_tokens(tmp_path: Path) -> None:
     assert cases["ours"]["agreement"] == {"rows": 1.0, "tokens": 1.0}
     assert cases["ours"]["group_sampling"]["ratio"] > 0
     assert set(report["ratios"][0]["ours_over"]) == {"transformers"}
+
+
+def test_generation_takes_settings_and_draws_weights_in_place(tmp_path: Path) -> None:
+    arguments = ["--device", "cpu", "--models", "tiny:1", "--no-files", "--workload", "nano", "--rows", "4", "--longest", "24"]
+    arguments += ["--ours", "attention=torch,enforce_eager=true,steps_per_sync=4", "--engines", "ours", "transformers"]
+    arguments += ["--dtypes", "float32", "--repeats", "1", "--seconds", "0"]
+    report, _ = run_script("generation.py", tmp_path / "generation.json", *arguments)
+    ours, peer = report["cases"]
+    assert "error" not in ours and "error" not in peer, (ours, peer)
+    assert ours["engine"] == "ours attention=torch enforce_eager=True steps_per_sync=4" and peer["engine"] == "transformers"
+    assert ours["settings"] == {"attention": "torch", "enforce_eager": True, "steps_per_sync": 4} and ours["workload"] == "nano"
+    assert ours["agreement"] == {"rows": 1.0, "tokens": 1.0} and not ours["short"] and ours["tokens_per_s"] > 0
 
 
 def test_pipeline_measures_every_schedule_beside_its_formula(tmp_path: Path) -> None:

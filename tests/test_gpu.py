@@ -21,6 +21,12 @@ from test_generation import MODELS, alone, ragged_requests, tokens_of
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 
+@pytest.fixture(autouse=True)
+def float32_products(as_on_a_rank: None) -> None:
+    """As in programs on GPUs; what CPU ranks choose would be TF32 here."""
+    torch.set_float32_matmul_precision("highest")
+
+
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-3), ("bfloat16", 0.1)])
 def test_ppo_runs_on_a_gpu(tmp_path: Path, dtype: str, tolerance: float) -> None:
     """Three steps with nccl; generation and training agree within what the kernels differ by."""

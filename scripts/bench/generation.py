@@ -2,14 +2,18 @@
 
     python scripts/bench/generation.py --models S --out generation.json \\
         --peer vllm=/path/to/python --peer openvino=/path/to/python
+    python scripts/bench/generation.py --models qwen3_0.6b --workload nano --dtypes bfloat16 --modes sampled \\
+        --ours attention=triton --ours attention=triton,enforce_eager=false,steps_per_sync=8 --out generation_gpu.json  # on a GPU
 
-64 prompts of 16 to 256 tokens, responses of 16 to 256 (most of them short), end-of-sequence ignored; a token that nobody asked
-for does not count. Every engine runs in a process of its own, ours and transformers in this Python environment, others in the one
-that ``--peer`` names; an engine that is not there is skipped, and the table says why. Sampled: temperature 1, no filters.
+Workloads: ``skewed``, 64 prompts of 16 to 256 tokens with responses of 16 to 256, most of them short; ``nano``, the benchmark of
+nano-vllm: 256 prompts of 100 to 1024 tokens with responses of 100 to 1024, lengths as likely as each other, 133,966 tokens in all.
+End-of-sequence is ignored; a token that nobody asked for does not count. Every engine runs in a process of its own, in this
+Python environment or in the one that ``--peer`` names; an engine that is not there is skipped, and the table says why. Sampled:
+temperature 1, no filters.
 
 Roofline: the larger of two times, over the measured one. FLOPs of the work over the rate of a large matrix product; bytes of
 the weights in every step (as many as the longest response has) and of the keys and values that each token reads, over the rate
-of a large copy. Both rates are measured in the run.
+of a large copy. Both rates are measured in the run on ``--device``. ``--out`` is written after every case.
 """
 
 from __future__ import annotations
@@ -21,34 +25,37 @@ import random
 import sys
 import tempfile
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from generation_engines import GROUP_PROMPT
-from measure import machine_facts, machine_rates, median, run_case, table
+from measure import add_device, device_facts, machine_facts, machine_rates, median, rounded, run_case, save, table
+from shapes import MODELS_HELP, is_large, model_name, write_model
 
-from rlhf_spmd.data.sort_digits import LLAMA
+from rlhf_spmd.generation import GenerationConfig
 from rlhf_spmd.models.spec import ModelSpec, read_spec
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
-MODELS: dict[str, dict[str, int]] = {
-    "tiny": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64, "head_dim": 4},
-    "S": {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "vocab_size": 4096, "head_dim": 32},
-    "M": {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "vocab_size": 8192, "head_dim": 64},
-}
 ENGINES = ("ours", "ours_2_ranks", "transformers", "transformers_cb", "vllm", "openvino")
+PACKAGES = {"vllm": "vllm", "openvino": "openvino_genai"}
 SLOW = ("transformers", "transformers_cb")  # one timed repetition is enough
+WORKLOADS = {"skewed": (64, 16, 256), "nano": (256, 100, 1024)}  # rows, shortest and longest prompt and response
 Rows = list[tuple[list[int], int]]
 
 
-def make_rows(num_rows: int, longest: int, vocab: int) -> Rows:
-    """Prompts of 16 .. ``longest`` tokens; as long responses, most of them short, one at its end."""
-    rng = random.Random(5)
-    rows = []
+def make_rows(workload: str, num_rows: int, longest: int, vocab: int) -> Rows:
+    """Prompts and responses of the workload's shortest to ``longest`` tokens. skewed: one of the longest responses at the front."""
+    shortest = min(WORKLOADS[workload][1], longest)
+    if workload == "nano":  # the order of the draws gives the lengths that nano-vllm's figures are of
+        rng = random.Random(0)
+        prompts = [[rng.randint(0, 10000) % vocab for _ in range(rng.randint(shortest, longest))] for _ in range(num_rows)]
+        return [(prompt, rng.randint(shortest, longest)) for prompt in prompts]
+    rng, rows = random.Random(5), []
     for index in range(num_rows):
-        prompt = [rng.randrange(4, vocab) for _ in range(rng.randint(16, longest))]
-        wanted = 16 + int((longest - 16) * rng.random() ** 4.2)
+        prompt = [rng.randrange(4, vocab) for _ in range(rng.randint(shortest, longest))]
+        wanted = shortest + int((longest - shortest) * rng.random() ** 4.2)
         rows.append((prompt, wanted if index else longest))
     return rows
 
@@ -83,9 +90,9 @@ def summarise(case: dict[str, Any], rates: dict[str, float], work: tuple[float, 
         "cpu_s": round(median(case["cpu_s"]), 4),
         "tokens_per_s": round(useful / wall, 1),
         "tokens_per_cpu_s": round(useful / median(case["cpu_s"]), 1),
-        "roofline_flops": round(seconds["flops"] / wall, 3),
-        "roofline_bytes": round(seconds["bytes"] / wall, 3),
-        "roofline": round(max(seconds.values()) / wall, 3),
+        "roofline_flops": rounded(seconds["flops"] / wall),
+        "roofline_bytes": rounded(seconds["bytes"] / wall),
+        "roofline": rounded(max(seconds.values()) / wall),
     }
 
 
@@ -105,12 +112,23 @@ class Bench:
         self.args, self.root = args, root
         self.peers: dict[str, str] = dict(args.peer)
         self.results: list[dict[str, Any]] = []
+        self.machine = {**machine_facts(), **device_facts(args.device)}
+        if args.device == "cpu":
+            from rlhf_spmd.parallel.world import choose_cpu_matmul
+
+            self.machine["float32_matmul"] = choose_cpu_matmul()
+
+    def save(self) -> None:
+        cases = [entry for entry in self.results if "engine" in entry]
+        rates = [entry for entry in self.results if "rates" in entry]
+        report = {"bench": "generation", "machine": self.machine, "rates": rates, "cases": cases}
+        save({**report, "ratios": ratios(self.results)}, self.args.out)
 
     def spawn(self, engine: str, case: dict[str, Any]) -> dict[str, Any]:
         """Run one engine; {"error": reason} where it cannot."""
         python = self.peers.get(engine.removeprefix("export_"), sys.executable)
-        if engine in ("vllm", "openvino") and engine not in self.peers:
-            return {"error": f"skipped: no --peer {engine}=PYTHON"}
+        if engine in PACKAGES and engine not in self.peers and find_spec(PACKAGES[engine]) is None:
+            return {"error": f"skipped: {PACKAGES[engine]} is not installed here, and no --peer {engine}=PYTHON given"}
         spec, out = self.root / "case.json", self.root / "out.json"
         ranks = 2 if engine == "ours_2_ranks" else 1
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"] if ranks > 1 else []
@@ -132,11 +150,13 @@ class Bench:
 
     def run_model(self, name: str, path: Path) -> None:
         args, spec = self.args, read_spec(path)
-        longest = min(args.longest, (spec.max_position_embeddings - 1) // 2)
-        rows = make_rows(args.rows, longest, spec.vocab_size)
+        number, _, longest = WORKLOADS[args.workload]
+        longest = min(args.longest or longest, (spec.max_position_embeddings - 1) // 2)
+        rows = make_rows(args.workload, args.rows or number, longest, spec.vocab_size)
         base = {"path": str(path), "exported": str(self.root / f"{name}_openvino"), "vocab": spec.vocab_size, "rows": rows}
+        base |= {"device": args.device, "workload": args.workload}
         export = None
-        if "openvino" in args.engines and "openvino" in self.peers:
+        if args.device == "cpu" and "openvino" in args.engines and ("openvino" in self.peers or find_spec("openvino_genai")):
             export = self.spawn("export_openvino", {**base, "threads": 2})
         for dtype, threads in ((d, t) for d in args.dtypes for t in args.threads):
             rates = self.rates(dtype, threads)
@@ -149,32 +169,44 @@ class Bench:
     def run_engines(
         self, case: dict[str, Any], rates: dict[str, float], work: tuple[float, float], export: dict[str, Any] | None
     ) -> None:
-        reference = None
-        engines = [engine for engine in self.args.engines if engine != "ours_2_ranks" or case["threads"] == 2]
-        done = {}
-        for engine in engines:
-            slow = engine in SLOW
+        made_by: list[tuple[dict[str, Any], list[list[int]]]] = []
+        for engine, settings in self.engines(case):
+            slow, name = engine in SLOW, " ".join([engine, *(f"{key}={value}" for key, value in settings.items())])
             # ranks must agree on the number of repetitions: no time budget there
             seconds = 0.0 if slow or engine == "ours_2_ranks" else self.args.seconds
             if engine == "openvino" and export is not None and "error" in export:
                 made = export
             else:
-                made = self.spawn(engine, {**case, "seconds": seconds, "least": 1 if slow else case["least"]})
-            tokens = made.pop("tokens", None)
-            done[engine] = summarise({**case, **made, "engine": engine}, rates, work)
+                least = 1 if slow else case["least"]
+                made = self.spawn(engine, {**case, "settings": settings, "seconds": seconds, "least": least})
+            made["settings"] = settings
+            tokens = made.pop("tokens", [])
+            entry = summarise({**case, **made, "engine": name}, rates, work)
             if engine == "openvino" and export is not None and "error" not in export:
-                done[engine]["export_s"] = export["seconds"]
-            done[engine]["made"] = tokens
-            print(line_of(done[engine]), flush=True)
-        reference = done.get("transformers", {}).get("made")
-        for engine, entry in done.items():
-            made = entry.pop("made", None)
-            if made and reference and case["mode"] == "greedy" and engine != "transformers":
-                entry["agreement"] = agreement(made, reference)
-        self.results += done.values()
+                entry["export_s"] = export["seconds"]
+            self.results.append(entry)
+            made_by.append((entry, tokens))
+            print(line_of(entry), flush=True)
+            self.save()
+        drawn = {entry["engine"]: tokens for entry, tokens in made_by if tokens}
+        reference = "transformers" if "transformers" in drawn else next(iter(drawn), None)
+        for entry, tokens in made_by:
+            if tokens and case["mode"] == "greedy" and entry["engine"] != reference:
+                entry["agreement"] = agreement(tokens, drawn[reference])
+                print(f"{case['model']} {case['dtype']} {entry['engine']}: greedy, equal to {reference}: {entry['agreement']}")
+
+    def engines(self, case: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+        """(engine, settings of ours)."""
+        args, chosen = self.args, []
+        for engine in args.engines:
+            if engine == "ours":
+                chosen += [(engine, settings) for settings in args.ours]
+            elif engine != "openvino" or case["device"] == "cpu":
+                chosen += [(engine, {})] if engine != "ours_2_ranks" or case["threads"] == 2 else []
+        return chosen
 
     def rates(self, dtype: str, threads: int) -> dict[str, float]:
-        found = machine_rates(threads, [dtype])
+        found = machine_rates(threads, [dtype], self.args.device)
         torch.set_num_threads(1)
         self.results.append({"rates": {key: round(rate / 1e9, 1) for key, rate in found.items()}, "threads": threads})
         return found
@@ -203,10 +235,11 @@ def ratios(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
             groups.setdefault(key, {})[entry["engine"]] = entry
     out = []
     for key, done in groups.items():
-        if "ours" not in done:
+        one_rank = [entry for engine, entry in done.items() if engine.partition(" ")[0] == "ours"]
+        if not one_rank:
             continue
         ours = max(entry["tokens_per_s"] for engine, entry in done.items() if engine.startswith("ours"))
-        per_cpu = done["ours"]["tokens_per_cpu_s"]
+        per_cpu = max(entry["tokens_per_cpu_s"] for entry in one_rank)
         peers = {engine: entry for engine, entry in done.items() if not engine.startswith("ours")}
         over = {engine: round(ours / entry["tokens_per_s"], 2) for engine, entry in peers.items()}
         over_cpu = {engine: round(per_cpu / entry["tokens_per_cpu_s"], 2) for engine, entry in peers.items()}
@@ -221,23 +254,48 @@ def peer(text: str) -> tuple[str, str]:
     return name, python
 
 
-def main() -> None:
+def settings_of(text: str) -> dict[str, Any]:
+    settings: dict[str, Any] = {}
+    for part in text.split(","):
+        key, _, value = part.partition("=")
+        settings[key] = json.loads(value) if value in ("true", "false", "null") or value[:1].isdecimal() else value
+    try:
+        GenerationConfig(**settings).check("--ours")
+    except (TypeError, ValueError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return settings
+
+
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", choices=MODELS, nargs="*", default=["S"])
+    add_device(parser)
+    parser.add_argument("--models", type=model_name, nargs="*", default=["S"], metavar="MODEL", help=MODELS_HELP)
     parser.add_argument("--model-dir", type=Path, help="a pretrained model's directory, measured after the others")
-    parser.add_argument("--dtypes", choices=("float32", "bfloat16"), nargs="+", default=["float32", "bfloat16"])
-    parser.add_argument("--threads", type=int, nargs="+", default=[1])
-    parser.add_argument("--modes", choices=("greedy", "sampled"), nargs="+", default=["greedy"])
-    parser.add_argument("--engines", choices=ENGINES, nargs="+", default=list(ENGINES))
-    parser.add_argument("--peer", type=peer, action="append", default=[], metavar="NAME=PYTHON")
-    parser.add_argument("--rows", type=int, default=64)
-    parser.add_argument("--longest", type=int, default=256)
+    dtypes = ("float32", "bfloat16")
+    parser.add_argument("--dtypes", choices=dtypes, nargs="+", default=list(dtypes), help="of parameters and cache")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1], help="of each engine on the CPU")
+    parser.add_argument("--modes", choices=("greedy", "sampled"), nargs="+", default=["greedy"], help="sampled: temperature 1")
+    parser.add_argument("--engines", choices=ENGINES, nargs="+", default=list(ENGINES), help="openvino: CPUs only")
+    parser.add_argument("--peer", type=peer, action="append", default=[], metavar="NAME=PYTHON", help="who runs an engine")
+    parser.add_argument(
+        "--ours",
+        type=settings_of,
+        action="append",
+        metavar="KEY=VALUE,...",
+        help="generator settings of ours, as attention=triton,enforce_eager=false,steps_per_sync=8; a case for each --ours",
+    )
+    parser.add_argument("--workload", choices=WORKLOADS, default="skewed", help="see above")
+    parser.add_argument("--rows", type=int, help="in place of the workload's")
+    parser.add_argument("--longest", type=int, help="prompt and response, in place of the workload's")
+    parser.add_argument("--no-files", action="store_true", help="small models too draw their weights in place")
     parser.add_argument("--repeats", type=int, default=3, help="timed repetitions at least (transformers: one)")
     parser.add_argument(
         "--seconds", type=float, default=6.0, help="timed seconds of each engine; more repetitions while they fit"
     )
     parser.add_argument(
-        "--cb-batch-tokens", type=int, default=512, help="transformers' continuous batching: tokens in one step; 0: its choice"
+        "--cb-batch-tokens",
+        type=int,
+        help="transformers' continuous batching: tokens in one step; 0: its choice; 512 on CPUs, 0 on GPUs",
     )
     parser.add_argument("--timeout", type=float, default=400.0, help="seconds after which an engine is given up")
     parser.add_argument("--quick", action="store_true", help="the smallest model, 6 rows, ours and transformers")
@@ -246,32 +304,28 @@ def main() -> None:
     if args.quick:
         args.models, args.dtypes, args.rows, args.longest, args.repeats, args.seconds = ["tiny"], ["float32"], 6, 24, 1, 0.0
         args.engines = [engine for engine in args.engines if engine in ("ours", "transformers")]
-    from rlhf_spmd.models.weights import write_random_model
-    from rlhf_spmd.parallel.world import choose_cpu_matmul
+    if args.cb_batch_tokens is None:
+        args.cb_batch_tokens = 512 if args.device == "cpu" else 0
+    args.ours = args.ours or [{}]
+    return args
 
-    machine = {**machine_facts(), "torch": torch.__version__, "float32_matmul": choose_cpu_matmul()}
-    print(table(HEADS, [], 5), flush=True)
+
+def main() -> None:
+    args = parse()
     with tempfile.TemporaryDirectory() as name:
         bench = Bench(args, Path(name))
+        print(table(HEADS, [], 5), flush=True)
         for model in args.models:
-            write_random_model(Path(name) / model, {**LLAMA, **MODELS[model], "max_position_embeddings": 1024}, seed=0)
+            write_model(Path(name) / model, model, with_weights=not (args.no_files or is_large(model)))
             bench.run_model(model, Path(name) / model)
         if args.model_dir:
             bench.run_model(args.model_dir.name, args.model_dir)
     for entry in bench.results:
         if "group_sampling" in entry:
-            print(
-                f"{entry['model']} {entry['dtype']}: 8 samples of a {GROUP_PROMPT}-token prompt, first token: {entry['group_sampling']}"
-            )
-        if "agreement" in entry:
-            print(f"{entry['model']} {entry['dtype']} {entry['engine']}: greedy, equal to transformers: {entry['agreement']}")
-    compared = ratios(bench.results)
-    print(json.dumps(compared, indent=1))
-    if args.out:
-        cases = [entry for entry in bench.results if "engine" in entry]
-        rates = [entry for entry in bench.results if "rates" in entry]
-        report = {"bench": "generation", "machine": machine, "rates": rates, "cases": cases, "ratios": compared}
-        args.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+            case = f"{entry['model']} {entry['dtype']}"
+            print(f"{case}: 8 samples of a {GROUP_PROMPT}-token prompt, first token: {entry['group_sampling']}")
+    print(json.dumps(ratios(bench.results), indent=1))
+    bench.save()
 
 
 if __name__ == "__main__":

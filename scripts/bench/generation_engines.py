@@ -2,10 +2,10 @@
 
     python generation_engines.py CASE.json OUT.json
 
-The case names the engine, the model's directory, dtype, threads, mode and rows (prompt ids and a length each; end-of-sequence
-is ignored). Written: start-up seconds (from the start of the process to the first token of a small prompt), wall and CPU seconds
-of each repetition, peak resident memory, and the tokens of the first repetition. Engines return tokens only; ours also returns
-the log-prob of each, at no extra price to the others.
+The case names the engine, the model's directory (without weights in it they are drawn on the device), device, dtype, threads, mode
+and rows (prompt ids and a length each; end-of-sequence is ignored). Written: start-up seconds (from the start of the process to the
+first token of a small prompt), wall and CPU seconds of each repetition, peak memory (resident, on GPUs that of all tensors), and the
+tokens of the first repetition. Engines return tokens only; ours also returns the log-prob of each, at no extra price to the others.
 """
 
 from __future__ import annotations
@@ -19,12 +19,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from measure import median, memory_mib, timed
+from measure import median, peak_mib, timed
+from shapes import fill, has_weights, peer_model
 
 Rows = list[tuple[list[int], int]]  # prompt ids, tokens wanted
 Generate = Callable[[Rows], list[list[int]]]
-CONTEXT = 1024
 GROUP_PROMPT = 512
+
+
+def longest_row(case: dict[str, Any]) -> int:
+    return max(len(prompt) + n for prompt, n in case["rows"])
 
 
 def start_ours(case: dict[str, Any]) -> Generate:
@@ -41,12 +45,12 @@ def start_ours(case: dict[str, Any]) -> Generate:
     from rlhf_spmd.parallel.world import connect_store, init_world, read_launch
 
     launch = read_launch()
-    world = init_world(launch, connect_store(launch), device=torch.device("cpu"))
+    world = init_world(launch, connect_store(launch), device=torch.device("cpu") if case["device"] == "cpu" else None)
     torch.set_num_threads(case["threads"] // world.size)
     mesh = build_mesh(world, range(world.size), Layout(dp=world.size))
     decoder = Decoder(read_spec(case["path"]), "lm", 0, 1, mesh.tp, getattr(torch, case["dtype"]), world.device)
-    load_pretrained(decoder, case["path"])
-    generator = Generator(decoder, mesh, GenerationConfig(), ())
+    load_pretrained(decoder, case["path"]) if has_weights(case["path"]) else fill(decoder)
+    generator = Generator(decoder, mesh, GenerationConfig(**case["settings"]), ())
     sampling = SamplingConfig(temperature=0.0 if case["mode"] == "greedy" else 1.0, ignore_eos=True)
 
     def generate(rows: Rows) -> list[list[int]]:
@@ -61,17 +65,17 @@ def start_ours(case: dict[str, Any]) -> Generate:
 
 
 def transformers_model(case: dict[str, Any]) -> Any:
-    """With the settings that ours chooses for itself: float32 products through oneDNN, freed memory kept."""
+    """With the settings that ours chooses for itself on CPUs: float32 products through oneDNN, freed memory kept."""
     import ctypes
 
     import torch
-    from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(case["threads"])
-    torch.set_float32_matmul_precision("highest" if torch.cpu._is_amx_tile_supported() else "medium")
-    for option in (-3, -1):  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
-        ctypes.CDLL(None).mallopt(option, 2**31 - 1)
-    return AutoModelForCausalLM.from_pretrained(case["path"], dtype=getattr(torch, case["dtype"])).eval()
+    if case["device"] == "cpu":
+        torch.set_float32_matmul_precision("highest" if torch.cpu._is_amx_tile_supported() else "medium")
+        for option in (-3, -1):  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
+            ctypes.CDLL(None).mallopt(option, 2**31 - 1)
+    return peer_model(case["path"], case["dtype"], case["device"]).eval()
 
 
 def start_transformers(case: dict[str, Any]) -> Generate:
@@ -83,13 +87,13 @@ def start_transformers(case: dict[str, Any]) -> Generate:
 
     def generate(rows: Rows) -> list[list[int]]:
         width = max(len(prompt) for prompt, _ in rows)
-        ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt, _ in rows])
-        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt, _ in rows])
+        ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt, _ in rows], device=model.device)
+        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt, _ in rows], device=model.device)
         config = GenerationConfig(
             max_new_tokens=max(n for _, n in rows),
             do_sample=case["mode"] == "sampled",
             top_k=0,
-            eos_token_id=None,
+            eos_token_id=-1,  # with None generate takes the model's own
             pad_token_id=0,
         )
         with torch.no_grad():
@@ -100,15 +104,17 @@ def start_transformers(case: dict[str, Any]) -> Generate:
 
 
 def start_transformers_cb(case: dict[str, Any]) -> Generate:
-    """Continuous batching, with a length for each request, a cache that holds all rows and its own attention for CPUs."""
+    """Continuous batching, with a length for each request and its own choice of attention; on CPUs a cache that holds all rows, on
+    GPUs of the size that it chooses."""
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
     model = transformers_model(case)
     config = GenerationConfig(
-        max_new_tokens=CONTEXT, do_sample=case["mode"] == "sampled", top_k=0, eos_token_id=-1, pad_token_id=0
+        max_new_tokens=longest_row(case), do_sample=case["mode"] == "sampled", top_k=0, eos_token_id=-1, pad_token_id=0
     )
     pages = sum(-(-(len(prompt) + n) // 256) for prompt, n in case["rows"])
-    settings = ContinuousBatchingConfig(num_blocks=pages + 8, max_batch_tokens=case["cb_batch_tokens"] or None)
+    blocks = pages + 8 if case["device"] == "cpu" else None
+    settings = ContinuousBatchingConfig(num_blocks=blocks, max_batch_tokens=case["cb_batch_tokens"] or None)
     manager = model.init_continuous_batching(generation_config=config, continuous_batching_config=settings)
     manager.start()
 
@@ -134,12 +140,12 @@ def start_vllm(case: dict[str, Any]) -> Generate:
     torch.set_num_threads(case["threads"])
     from vllm import LLM, SamplingParams
 
-    longest = max(len(prompt) + n for prompt, n in case["rows"])
     llm = LLM(
         model=case["path"],
         skip_tokenizer_init=True,
         dtype=case["dtype"],
-        max_model_len=min(CONTEXT, longest + 1),
+        load_format="auto" if has_weights(case["path"]) else "dummy",
+        max_model_len=longest_row(case) + 1,
         max_num_seqs=max(len(case["rows"]), 8),
         enable_prefix_caching=False,  # repetitions bring the same prompts
     )
@@ -240,8 +246,8 @@ def main() -> None:
         generate([(rows[0][0][:16], 1)])
         startup = time.time() - case["spawned"]
         generate([(prompt, min(n, 8)) for prompt, n in rows])
-        wall, cpu, made = timed(lambda: generate(rows), case["seconds"], case["least"])
-        figures = {"startup_s": round(startup, 2), "wall_s": wall, "cpu_s": cpu, "peak_mib": round(memory_mib("VmHWM"), 1)}
+        wall, cpu, made = timed(lambda: generate(rows), case["seconds"], case["least"], case["device"])
+        figures = {"startup_s": round(startup, 2), "wall_s": wall, "cpu_s": cpu, "peak_mib": round(peak_mib(case["device"]), 1)}
         figures["tokens"] = made[0]
         figures["short"] = [i for i, (got, (_, n)) in enumerate(zip(made[0], rows, strict=True)) if len(got) != n]
         if case["engine"] == "ours" and case["extras"]:

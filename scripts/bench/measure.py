@@ -1,8 +1,9 @@
-"""What the benchmarks share: seconds, memory and machine rates. Only the standard library until a rate is asked for, because
-peers run it in Python environments of their own."""
+"""What the benchmarks share: seconds, memory and machine rates, on CPUs and CUDA devices. Only the standard library until a rate
+or a GPU is asked for, because peers run it in Python environments of their own."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -24,6 +25,31 @@ def memory_mib(field: str) -> float:
         return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(field))
 
 
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """``--device``: where everything is computed, the rates included."""
+    import torch
+
+    found = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=("cuda", "cpu"), default=found, help="cuda where there is a GPU, else cpu")
+
+
+def settle(device: str) -> None:
+    """Wait until the device has done all that it was given, before a clock is read."""
+    if device == "cuda":
+        import torch
+
+        torch.cuda.synchronize()
+
+
+def peak_mib(device: str, baseline: float = 0.0) -> float:
+    """Peak memory: on a GPU the bytes of tensors (``torch.cuda.max_memory_allocated``), else resident ones above ``baseline``."""
+    if device == "cuda":
+        import torch
+
+        return torch.cuda.max_memory_allocated() / MIB
+    return memory_mib("VmHWM") - baseline
+
+
 def reset_peak() -> None:
     """Start the peak of resident memory anew, where the kernel allows it."""
     try:
@@ -38,14 +64,18 @@ def cpu_seconds() -> float:
     return sum(u.ru_utime + u.ru_stime for u in usage)
 
 
-def timed(body: Callable[[], Any], budget_s: float, least: int) -> tuple[list[float], list[float], list[Any]]:
+def timed(
+    body: Callable[[], Any], budget_s: float, least: int, device: str = "cpu"
+) -> tuple[list[float], list[float], list[Any]]:
     """Wall seconds, CPU seconds and results of repetitions: at least ``least``, more while they fit into ``budget_s``."""
+    settle(device)
     wall: list[float] = []
     cpu: list[float] = []
     results = []
     while len(wall) < least or sum(wall) + wall[-1] <= budget_s:
         begin, cpu_begin = time.perf_counter(), cpu_seconds()
         results.append(body())
+        settle(device)
         wall.append(time.perf_counter() - begin)
         cpu.append(cpu_seconds() - cpu_begin)
     return wall, cpu, results
@@ -58,23 +88,33 @@ def machine_facts() -> dict[str, Any]:
     return facts
 
 
-def machine_rates(threads: int, dtypes: Sequence[str]) -> dict[str, float]:
+def device_facts(device: str) -> dict[str, Any]:
+    import torch
+
+    return {"torch": torch.__version__, "device": torch.cuda.get_device_name() if device == "cuda" else "cpu"}
+
+
+def machine_rates(threads: int, dtypes: Sequence[str], device: str = "cpu") -> dict[str, float]:
     """FLOP/s of square matrix products per dtype (under the caller's matmul switch) and bytes/s of a copy (read plus written)."""
     import torch
 
     torch.set_num_threads(threads)
     rates: dict[str, float] = {}
+    size, copied = (8192, 2048 * MIB) if device == "cuda" else (1024, 256 * MIB)
 
     def best(body: Callable[[], object]) -> float:
         body()
-        return min(timed(body, 1.0, 5)[0])
+        return min(timed(body, 1.0, 5, device)[0])
 
     for dtype in dtypes:
-        a, b = (torch.rand(1024, 1024).to(getattr(torch, dtype)) for _ in range(2))
-        rates[f"{dtype}_flops"] = 2 * 1024**3 / best(partial(torch.matmul, a, b))
-    source = torch.ones(64 * MIB)
+        a, b, out = (torch.rand(size, size, device=device).to(getattr(torch, dtype)) for _ in range(3))
+        rates[f"{dtype}_flops"] = 2 * size**3 / best(partial(torch.matmul, a, b, out=out))
+    source = torch.ones(copied // 4, device=device)
     target = torch.empty_like(source)
     rates["copy_bytes"] = 2 * source.nbytes / best(lambda: target.copy_(source))
+    if device == "cuda":
+        del a, b, out, source, target
+        torch.cuda.empty_cache()  # the cases run in other processes
     return rates
 
 
@@ -92,6 +132,11 @@ def run_case(command: Sequence[str], env: dict[str, str], out: Path, timeout_s: 
     return {"error": (of_rank or lines or done.stderr.splitlines() or [f"exit code {done.returncode}"])[-1][-300:]}
 
 
+def rounded(share: float) -> float:
+    """To three digits, also where little of the machine is used."""
+    return float(f"{share:.3g}")
+
+
 def median(values: Sequence[float]) -> float:
     return statistics.median(values)
 
@@ -104,3 +149,8 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int
 
 def line(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cells) + " |"
+
+
+def save(report: dict[str, Any], out: Path | None) -> None:
+    if out:
+        out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")

@@ -15,37 +15,42 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import median, memory_mib, reset_peak, timed
+from measure import median, memory_mib, peak_mib, reset_peak, timed
+from shapes import config_of, fill, has_weights, is_large, peer_model
 from torch import Tensor
 
 from rlhf_spmd.data.balance import micro_batches_by_tokens, partition_by_tokens
-from rlhf_spmd.data.sort_digits import LLAMA
+from rlhf_spmd.models.spec import read_spec
 from rlhf_spmd.parallel.layout import Layout
+from rlhf_spmd.workers.flops import forward_flops
 
-LR = 1e-3
-# name -> (what differs from LLAMA, rows of the batch)
-MODELS: dict[str, tuple[dict[str, int], int]] = {
-    "tiny": ({"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64, "head_dim": 4}, 6),
-    "S": ({"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "vocab_size": 4096, "head_dim": 32}, 32),
-    "M": ({"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "vocab_size": 8192, "head_dim": 64}, 16),
-}
+NUM_ROWS = {"tiny": 6, "S": 32, "M": 16}
+# ours, "optimizer": what the states are
+OPTIMIZERS: dict[str, dict[str, Any]] = {"masters": {}, "offload": {"offload": True}, "no_masters": {"master_weights": False}}
 
 
-def config_of(name: str) -> dict[str, Any]:
-    return {**LLAMA, **MODELS[name][0], "max_position_embeddings": 1024}
-
-
-def make_rows(name: str) -> list[list[int]]:
-    """Prompts of 16 to 256 tokens with responses of 16 to 256, most of them short."""
+def make_rows(case: dict[str, Any]) -> list[list[int]]:
+    """``case["rows"]`` = [number, shortest, longest]: lengths as likely as each other; null, for the small models: prompts of 16
+    to 256 tokens with responses of 16 to 256, most of them short."""
     rng = random.Random(7)
-    vocab = config_of(name)["vocab_size"]
-    lengths = [rng.randint(16, 256) + 16 + int(240 * rng.random() ** 3) for _ in range(MODELS[name][1])]
+    vocab = config_of(case["model"])["vocab_size"]
+    if case["rows"]:
+        number, *bounds = case["rows"]
+        lengths = [rng.randint(*bounds) for _ in range(number)]
+    else:
+        lengths = [
+            rng.randint(16, 256) + 16 + int(240 * rng.random() ** 3) for _ in range(NUM_ROWS[case["model"].partition(":")[0]])
+        ]
     return [[rng.randrange(4, vocab) for _ in range(n)] for n in lengths]
+
+
+def learning_rate(case: dict[str, Any]) -> float:
+    return 1e-5 if is_large(case["model"]) else 1e-3
 
 
 @dataclasses.dataclass
 class Step:
-    """``run()`` is one optimizer step and returns its loss; ``close`` what is left to do at the end."""
+    """``run()`` is one optimizer step and returns its loss; ``barrier()`` waits for all of the ``ranks``."""
 
     run: Callable[[], float]
     barrier: Callable[[], None] = lambda: None
@@ -54,7 +59,7 @@ class Step:
 
 def peer_batches(case: dict[str, Any], rows: list[list[int]]) -> Iterator[dict[str, Tensor]]:
     """Keyword arguments of a transformers model for each micro-batch."""
-    variant, lengths = case["variant"], [len(row) for row in rows]
+    variant, lengths = case["variant"].removeprefix("compiled_"), [len(row) for row in rows]
     if variant.startswith("packed"):
         for index in micro_batches_by_tokens(lengths, case["micro_tokens"]):
             tokens = torch.tensor([[token for i in index for token in rows[i]]])
@@ -77,32 +82,33 @@ def peer_batches(case: dict[str, Any], rows: list[list[int]]) -> Iterator[dict[s
 
 
 def build_peer(case: dict[str, Any], rows: list[list[int]]) -> Step:
-    from transformers import AutoModelForCausalLM
-
     from rlhf_spmd.parallel.world import choose_cpu_matmul, keep_freed_memory
 
     torch.set_num_threads(1)
-    if case["tuned"]:
+    device, attention = case["device"], case["variant"].rpartition("packed_")[2]
+    if case["tuned"] and device == "cpu":
         choose_cpu_matmul()
         keep_freed_memory()
-    attention = case["variant"].removeprefix("packed_") if case["variant"].startswith("packed") else "sdpa"
-    attention = {"flex": "flex_attention"}.get(attention, attention)
-    dtype = getattr(torch, case["dtype"])
-    model = AutoModelForCausalLM.from_pretrained(case["path"], dtype=dtype, attn_implementation=attention).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.01, fused=True)
-    batches = list(peer_batches(case, rows))
-    count = torch.tensor(sum(len(row) - 1 for row in rows))
+    names = {"flex": "flex_attention", "flash": "flash_attention_2", "eager": "eager"}
+    model = peer_model(case["path"], case["dtype"], device, attn_implementation=names.get(attention, "sdpa")).train()
+    if case["checkpointing"] == "full":
+        model.gradient_checkpointing_enable()
+    if case["variant"].startswith("compiled_"):
+        model.compile(backend=case["compile_backend"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate(case), weight_decay=0.01, fused=True)
+    batches = [{key: x.to(device) for key, x in batch.items()} for batch in peer_batches(case, rows)]
+    count = torch.tensor(sum(len(row) - 1 for row in rows), device=device)
 
     def run() -> float:
-        total = 0.0
+        total = torch.zeros((), dtype=torch.float64, device=device)
         for batch in batches:
             loss = model(**batch, num_items_in_batch=count, use_cache=False).loss
             loss.backward()
-            total += float(loss.detach())
+            total += loss.detach()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return total
+        return float(total)
 
     return Step(run)
 
@@ -110,14 +116,13 @@ def build_peer(case: dict[str, Any], rows: list[list[int]]) -> Step:
 def build_ours(case: dict[str, Any], rows: list[list[int]]) -> Step:
     from rlhf_spmd.models.decoder import Decoder
     from rlhf_spmd.models.heads import token_log_probs
-    from rlhf_spmd.models.spec import read_spec
     from rlhf_spmd.parallel.mesh import build_mesh
     from rlhf_spmd.parallel.world import connect_store, init_world, read_launch
     from rlhf_spmd.workers.engine import Packed, TrainEngine
     from rlhf_spmd.workers.optimizer import OptimConfig
 
     launch = read_launch()
-    world = init_world(launch, connect_store(launch), device=torch.device("cpu"))
+    world = init_world(launch, connect_store(launch), device=torch.device("cpu") if case["device"] == "cpu" else None)
     layout = Layout(**case["layout"])
     mesh = build_mesh(world, range(world.size), layout)
     engine = TrainEngine(
@@ -125,26 +130,33 @@ def build_ours(case: dict[str, Any], rows: list[list[int]]) -> Step:
         case["path"],
         "lm",
         mesh,
-        OptimConfig(lr=LR),
+        OptimConfig(lr=learning_rate(case), **OPTIMIZERS[case["optimizer"]]),
         dtype=getattr(torch, case["dtype"]),
         device=world.device,
+        activation_checkpointing=case["checkpointing"],
+        fill=has_weights(case["path"]),
     )
+    if not has_weights(case["path"]):
+        assert engine.optimizer is not None and layout.size == 1, "drawn weights are those of one rank"
+        fill(engine.chunks[0])
+        engine.optimizer.refresh_masters(engine.local_tensors())
     mine = partition_by_tokens([len(row) for row in rows], layout.dp)[mesh.dp_rank]
     lengths = [len(rows[i]) for i in mine]
     number = torch.tensor([len(micro_batches_by_tokens(lengths, case["micro_tokens"]))])
     agreed = int(mesh.dp.all_reduce(number, "control", "max"))
     micro = [[mine[i] for i in index] for index in micro_batches_by_tokens(lengths, case["micro_tokens"], agreed)]
-    packed = [
-        Packed(torch.tensor([token for i in index for token in rows[i]]), torch.tensor([len(rows[i]) for i in index]))
-        for index in micro
-    ]
+    packed, before = [], {}
+    for index in micro:
+        tokens = torch.tensor([token for i in index for token in rows[i]], dtype=torch.int64)
+        sizes = torch.tensor([len(rows[i]) for i in index], dtype=torch.int64)
+        packed.append(Packed(tokens.to(world.device), sizes))
+        last = torch.zeros(len(tokens), dtype=torch.bool).index_fill_(0, sizes.cumsum(0) - 1, True)
+        before[id(packed[-1])] = (~last).nonzero()[:, 0].to(world.device)
     count = sum(len(row) - 1 for row in rows)
 
     def loss(decoder: Decoder, hidden: Tensor, batch: Packed) -> tuple[Tensor, dict[str, Tensor]]:
-        last = torch.zeros(len(batch.tokens), dtype=torch.bool)
-        last[batch.lengths.cumsum(0) - 1] = True
-        before = (~last).nonzero()[:, 0]
-        log_probs, _ = token_log_probs(decoder, hidden[before], batch.tokens[before + 1])
+        at = before[id(batch)]
+        log_probs, _ = token_log_probs(decoder, hidden[at], batch.tokens[at + 1])
         return -log_probs.sum() / count, {}
 
     def run() -> float:
@@ -158,7 +170,7 @@ def build_ours(case: dict[str, Any], rows: list[list[int]]) -> Step:
 
 def measure_case(case: dict[str, Any]) -> dict[str, Any] | None:
     """None on ranks other than 0."""
-    rows = make_rows(case["model"])
+    rows = make_rows(case)
     if case["variant"] == "ours":
         import rlhf_spmd.workers.engine  # noqa: F401
     else:
@@ -173,12 +185,12 @@ def measure_case(case: dict[str, Any]) -> dict[str, Any] | None:
     while len(seconds) < case["least"] or (step.ranks == 1 and sum(seconds) + seconds[-1] <= case["seconds"]):
         step.barrier()
         own = time.thread_time()
-        wall, used, results = timed(step.run, 0, 1)
+        wall, used, results = timed(step.run, 0, 1, case["device"])
         seconds.append(wall[0])
         cpu.append(used[0])
         blocked.append(wall[0] - (time.thread_time() - own))
         losses.append(results[0])
-    peak = memory_mib("VmHWM") - baseline
+    peak = peak_mib(case["device"], baseline)
     figures: dict[str, Any] = {
         "wall": seconds,
         "cpu": cpu,
@@ -191,7 +203,8 @@ def measure_case(case: dict[str, Any]) -> dict[str, Any] | None:
         if gathered is None:
             return None
         figures = gathered
-    tokens = sum(len(row) for row in rows)
+    tokens, spec = sum(len(row) for row in rows), read_spec(case["path"])
+    flops = 3 * sum(forward_flops(spec, len(row), len(row)) for row in rows)  # what is computed twice counts once
     wall_s, cpu_s = median(figures.pop("wall")), median(figures.pop("cpu"))
     return {
         **figures,
@@ -201,6 +214,7 @@ def measure_case(case: dict[str, Any]) -> dict[str, Any] | None:
         "tokens_per_s": round(tokens / wall_s, 1),
         "tokens_per_cpu_s": round(tokens / cpu_s, 1),
         "peak_mib": round(figures["peak_mib"], 1),
+        "flops_per_s": flops / wall_s,
     }
 
 

@@ -1,0 +1,110 @@
+"""The models of the benchmarks: shapes by name, and random weights, in a file or drawn on the device that needs them.
+
+``NAME:LAYERS`` is the model with fewer layers, for devices that do not hold all of them. Models of a billion parameters and more
+have no file: every process draws the same numbers from the tensors' names. Peers import this in Python environments of their own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import zlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from rlhf_spmd.models.decoder import Decoder
+
+# what differs from data.sort_digits.LLAMA
+SMALL: dict[str, dict[str, int]] = {
+    "tiny": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64, "head_dim": 4},
+    "S": {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "vocab_size": 4096, "head_dim": 32},
+    "M": {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "vocab_size": 8192, "head_dim": 64},
+}
+# family, hidden size, intermediate size, layers, query heads (8 of keys and values), head_dim, vocabulary, tied embeddings
+LARGE = {
+    "qwen3_0.6b": ("Qwen3", 1024, 3072, 28, 16, 128, 151936, True),
+    "qwen3_1.7b": ("Qwen3", 2048, 6144, 28, 16, 128, 151936, True),
+    "llama_1b": ("Llama", 2048, 8192, 16, 32, 64, 128256, True),
+    "llama_8b": ("Llama", 4096, 14336, 32, 32, 128, 128256, False),
+}
+MODELS_HELP = f"any of {', '.join([*SMALL, *LARGE])}; llama_8b:16 has 16 of its layers"
+
+
+def model_name(text: str) -> str:
+    """For argparse."""
+    name, _, layers = text.partition(":")
+    if name not in SMALL | LARGE or not (layers.isdecimal() or text == name):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected {MODELS_HELP}")
+    return text
+
+
+def is_large(model: str) -> bool:
+    return model.partition(":")[0] in LARGE
+
+
+def config_of(model: str) -> dict[str, Any]:
+    """The contents of config.json."""
+    from rlhf_spmd.data.sort_digits import LLAMA
+
+    name, _, layers = model.partition(":")
+    if name in SMALL:
+        config = {**LLAMA, **SMALL[name], "max_position_embeddings": 1024}
+    else:
+        family, hidden, inner, depth, heads, head_dim, vocab, tied = LARGE[name]
+        config = {**LLAMA, "architectures": [f"{family}ForCausalLM"], "model_type": str(family).lower()}
+        config |= {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": depth, "vocab_size": vocab}
+        config |= {"num_attention_heads": heads, "num_key_value_heads": 8, "head_dim": head_dim, "rope_theta": 1e6}
+        config |= {"tie_word_embeddings": tied, "max_position_embeddings": 8192, "dtype": "bfloat16"}
+    return {**config, "num_hidden_layers": int(layers)} if layers else config
+
+
+def write_model(path: Path, model: str, with_weights: bool) -> None:
+    """A Hugging Face directory; without weights :func:`fill` and :func:`peer_model` draw them."""
+    from rlhf_spmd.models.weights import write_random_model
+
+    if with_weights:
+        write_random_model(path, config_of(model), seed=0)
+        return
+    path.mkdir(parents=True)
+    (path / "config.json").write_text(json.dumps(config_of(model)), encoding="utf-8")
+
+
+def has_weights(path: str) -> bool:
+    return any(Path(path).glob("*.safetensors"))
+
+
+def draw(name: str, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """The fp32 values of a Hugging Face tensor, the same in every process that draws them on such a device."""
+    import torch
+
+    if len(shape) == 1:
+        return torch.ones(shape, device=device)  # of a norm: no model here has biases
+    return torch.randn(shape, generator=torch.Generator(device).manual_seed(zlib.crc32(name.encode())), device=device) * 0.02
+
+
+def fill(decoder: Decoder) -> None:
+    """Drawn weights for ours, which fuses and slices tensors."""
+    import torch
+
+    with torch.no_grad():
+        for name, parameter in decoder.named_parameters():
+            for box in decoder.shards[name].boxes:
+                parameter.data[box.local_slices].copy_(draw(box.name, box.shape, parameter.device)[box.global_slices])
+
+
+def peer_model(path: str, dtype: str, device: str, **options: Any) -> Any:
+    """transformers' model with the directory's weights, or drawn ones where it has none."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    options |= {"dtype": getattr(torch, dtype)}
+    if has_weights(path):
+        return AutoModelForCausalLM.from_pretrained(path, **options).to(device)
+    with torch.device(device), torch.no_grad():
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), **options)
+        for name, parameter in model.named_parameters():
+            parameter.copy_(draw(name, tuple(parameter.shape), parameter.device))
+    return model
