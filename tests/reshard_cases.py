@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
 
 import torch
@@ -10,10 +10,9 @@ from torch import Tensor
 
 from rlhf_spmd.models.sharding import check_layout, plan_params
 from rlhf_spmd.models.spec import ModelSpec
-from rlhf_spmd.parallel.boxes import ParamShard, shard_rows, zero_rows
+from rlhf_spmd.parallel.boxes import ParamShard
 from rlhf_spmd.parallel.layout import GenerationLayout, Layout, generation_layout
-from rlhf_spmd.reshard import ENGINES, choose_engine
-from rlhf_spmd.reshard.engines import TransitionPlan
+from rlhf_spmd.reshard import ENGINES, choose_engine, held_by
 
 Shards = dict[str, ParamShard]
 
@@ -65,16 +64,27 @@ def layout_of(engine: str, train: Layout, pp: int, tp: int) -> GenerationLayout:
 
 
 def train_shards(spec: ModelSpec, layout: Layout, index: int, head: str = "lm") -> Shards:
-    pp, dp, tp = layout.coordinate(index)
-    plan = plan_params(spec, head, pp, layout.pp, tp, layout.tp)
-    if layout.zero and layout.dp > 1:
-        return {name: shard_rows(shard, *zero_rows(shard.shape[0], dp, layout.dp)) for name, shard in plan.items()}
-    return plan
+    (shards,) = held_by(layout, train_shards_at(spec, layout, head), [index])
+    return dict(shards)
 
 
 def generation_shards(spec: ModelSpec, layout: GenerationLayout, index: int, head: str = "lm") -> Shards:
     pp, _, tp = layout.coordinate(index)
-    return plan_params(spec, head, pp, layout.pp, tp, layout.tp, layout.blocks)
+    return generation_shards_at(spec, layout, head)(pp, tp)
+
+
+def train_shards_at(spec: ModelSpec, layout: Layout, head: str = "lm", without: str = "?") -> Callable[[int, int], Shards]:
+    return lambda pp, tp: leave_out(without, plan_params(spec, head, pp, layout.pp, tp, layout.tp))
+
+
+def generation_shards_at(
+    spec: ModelSpec, layout: GenerationLayout, head: str = "lm", without: str = "?"
+) -> Callable[[int, int], Shards]:
+    return lambda pp, tp: leave_out(without, plan_params(spec, head, pp, layout.pp, tp, layout.tp, layout.blocks))
+
+
+def leave_out(without: str, shards: Shards) -> Shards:
+    return {name: shard for name, shard in shards.items() if without not in name}
 
 
 def fits(spec: ModelSpec, *layouts: Layout | GenerationLayout) -> bool:
@@ -108,19 +118,15 @@ class Simulated:
         """``without``: leaves out the parameters that have this in their name."""
         self.layout, self.engine = layout, choose_engine(name, layout)
         indices = range(layout.train.size)
-        train = [train_shards(spec, layout.train, index, head) for index in indices]
-        wanted = [generation_shards(spec, layout, index, head) for index in indices]
-        self.train, self.wanted = ([{n: s for n, s in x.items() if without not in n} for x in side] for side in (train, wanted))
+        self.train = [leave_out(without, train_shards(spec, layout.train, index, head)) for index in indices]
+        self.wanted = [leave_out(without, generation_shards(spec, layout, index, head)) for index in indices]
         self.groups = [self.engine.gather_ranks(layout, index) for index in indices]
-        self.plans = [self._plan(index, bucket) for index in indices]
+        sides = train_shards_at(spec, layout.train, head, without), generation_shards_at(spec, layout, head, without)
+        self.plans = [self.engine.plan(layout, index, *sides, bucket) for index in indices]
 
     @cached_property
     def values(self) -> list[dict[str, Tensor]]:
         return [filled(shards) for shards in self.train]
-
-    def _plan(self, index: int, bucket: int) -> TransitionPlan:
-        train, wanted = ([side[i] for i in self.groups[index]] for side in (self.train, self.wanted))
-        return self.engine.plan(self.layout, index, train, wanted, bucket)
 
     def generation(self, index: int) -> dict[str, Tensor]:
         """What the plan makes of the ranks' values; asserts that nothing is written twice."""

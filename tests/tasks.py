@@ -12,6 +12,7 @@ import functools
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -103,7 +104,8 @@ def _write_models(root: Path) -> None:
     lm = {**_LLAMA, "architectures": ["LlamaForCausalLM"]}
     value = {**_LLAMA, "architectures": ["LlamaForSequenceClassification"]}
     for name, config, seed in (("actor", lm, 1), ("reference", lm, 2), ("critic", value, 3)):
-        write_random_model(root / name, config, seed, root / "tokenizer")
+        write_random_model(root / name, config, seed)
+        shutil.copytree(root / "tokenizer", root / name, dirs_exist_ok=True)
     actor, other = (load_file(root / name / "model.safetensors") for name in ("actor", "reference"))
     near = {name: tensor + 0.1 * other[name] for name, tensor in actor.items()}  # so the first step has some KL
     save_file(near, root / "reference" / "model.safetensors", metadata={"format": "pt"})

@@ -88,7 +88,16 @@ CONFIG = [
         ["models.actor.generation.pp=1 and tp=2", "calls.generate_sequences.layout"],
     ),
     (["models.actor.calls.generate_sequences.layout.dp=3"], 3, ["8 prompts", "3 generation replicas"]),
-    (["models.critic.offload=true"], 1, ["models.critic.offload=true", "not trained", "models.critic.optim.offload"]),
+    (
+        ["models.actor.generation.overlap=true", "models.actor.generation.engine=full_gather", "models.actor.layout.tp=2"],
+        2,
+        ["models.actor.generation.overlap=true", "engine=zero_redundancy", "engine=full_gather", "leave it out"],
+    ),
+    (
+        ["models.actor.generation.overlap=true", "models.actor.calls.generate_sequences.layout.tp=2"],
+        2,
+        ["models.actor.generation.overlap=true", "calls.generate_sequences"],
+    ),
     # batches and lengths
     (["data.train_batch_size=6"], 1, ["algorithm.ppo_mini_batch_size=4", "data.train_batch_size=6"]),
     ([], 3, ["8 prompts", "3 generation replicas", "data.train_batch_size divisible by 3"]),
@@ -97,7 +106,8 @@ CONFIG = [
     (["val_sampling.max_response_length=60"], 1, ["val_sampling.max_response_length = 72 tokens", "64"]),
     (["algorithm.ppo_max_token_len_per_gpu=9"], 1, ["= 24 tokens", "algorithm.ppo_max_token_len_per_gpu=9"]),
     # models
-    (["models.actor.path=/nowhere/model"], 1, ["/nowhere/model/config.json", "no such file"]),
+    (["models.actor.path=/nowhere/model"], 1, ["models.actor.path=/nowhere/model is not a directory", "hf download NAME"]),
+    (["models.actor.path=Qwen/Qwen2.5-0.5B"], 1, ["models.actor.path=Qwen/Qwen2.5-0.5B is not a directory", "not downloaded"]),
     (["models.critic.path=@no_weights"], 1, ["@no_weights", "model.safetensors", "is there"]),
     (["models.actor.path=@cut_weights"], 1, ["@cut_weights/model.safetensors", "cannot be read as safetensors"]),
     (["models.actor.path=@other_shapes"], 1, ["@other_shapes/model.safetensors", "[96, 64]", "[128, 64]"]),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from rlhf_spmd.checkpoint import (
     CheckpointError,
     RoleState,
     committed,
+    files,
     find_resumable,
     load_checkpoint,
     read_manifest,
@@ -28,7 +31,7 @@ from rlhf_spmd.checkpoint.manifest import held_boxes, plan_writes
 from rlhf_spmd.models.sharding import plan_params, tensor_shapes
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.parallel.boxes import Box, ParamShard, cover, shard_rows, zero_rows
-from rlhf_spmd.parallel.collectives import solo
+from rlhf_spmd.parallel.collectives import RECORDER, solo
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.world import World
 
@@ -316,6 +319,19 @@ def test_interrupted_saves_never_look_complete(tmp_path: Path, monkeypatch: pyte
     assert names == ["latest", "step_1.old", "step_2"] and find_resumable(tmp_path, solo()).directory == second
 
 
+def test_a_file_system_that_does_not_sync_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some network ones: renames are atomic there all the same, so a save goes through."""
+    real = os.fsync
+
+    def refuse_directories(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", refuse_directories)
+    verify_checkpoint(save_alone(tmp_path, 1), solo())
+
+
 def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     save_alone(tmp_path, 1)
     path = save_alone(tmp_path, 1, salt=3)
@@ -337,8 +353,6 @@ def test_the_newest_stay(tmp_path: Path) -> None:
 
 
 def fail_on_one_rank(world: World, run_dir: Path) -> str:
-    import errno
-
     import rlhf_spmd.checkpoint.save as save
 
     real = save.write_safetensors
@@ -370,3 +384,14 @@ def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("in the way")
     with pytest.raises(CheckpointError, match="cannot write checkpoint"):
         save_alone(tmp_path, 1)
+
+
+def test_a_long_save_is_seen_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each chunk that is written or read counts as progress: a file may take longer than ranks may stand still."""
+    monkeypatch.setattr(files, "_CHUNK", 64)
+    specs = [files.Spec("a", torch.float32, (40,)), files.Spec("b", torch.float32, (3,))]
+    before = RECORDER.ticks
+    files.write_safetensors(tmp_path / "x", specs, lambda spec: torch.ones(spec.shape), {})
+    assert RECORDER.ticks == before + 4
+    files.hash_tensor(torch.ones(40))
+    assert RECORDER.ticks == before + 7

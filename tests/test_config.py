@@ -166,14 +166,14 @@ def test_find_by_name_and_by_dotted_path(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "my_algo.py").write_text("step = 3\ndef score(x):\n    return x\n")
     (tmp_path / "wrong.py").write_text("import not_there_at_all\n")
     monkeypatch.syspath_prepend(tmp_path)
-    assert find("algorithm", "some_algorithms", "grpo").step == 1
-    assert find("algorithm", "some_algorithms", "some_algorithms.dpo").step == 2
-    with pytest.raises(ValueError, match="unknown algorithm 'grop'; did you mean 'grpo'\\? available: dpo, grpo, helper"):
-        find("algorithm", "some_algorithms", "grop")
+    assert find("algorithm", "some_algorithms", "grpo", "step").step == 1
+    assert find("algorithm", "some_algorithms", "some_algorithms.dpo", "step").step == 2
+    with pytest.raises(ValueError, match="unknown algorithm 'grop'; did you mean 'grpo'\\? available: dpo, grpo \\("):
+        find("algorithm", "some_algorithms", "grop", "step")
     with pytest.raises(ValueError, match="unknown algorithm 'helper'; available: dpo, grpo \\("):
         find("algorithm", "some_algorithms", "helper", exports="step")
     with pytest.raises(ValueError, match=r"'no_such_pkg\.x' cannot be imported: ModuleNotFoundError"):
-        find("algorithm", "some_algorithms", "no_such_pkg.x")
+        find("algorithm", "some_algorithms", "no_such_pkg.x", "step")
     assert resolve_function("my_algo:score")(4) == 4
     for name, message in {
         "my_algo.score": "is not of the form package.module:function",

@@ -37,6 +37,10 @@ def prompts(tokenizer: Any, path: str, **options: Any) -> PromptDataset:
     return load_prompts(DataConfig(path=path, **options), tokenizer)
 
 
+def ids_of(data: PromptDataset) -> list[Any]:
+    return [data.columns["prompt_ids"][i] for i in range(len(data))]
+
+
 def test_file_formats_agree(tmp_path: Path) -> None:
     rows = [
         {"prompt": "12>", "answer": "12", "extra": {"k": [1, 2.5, None]}},
@@ -112,7 +116,7 @@ def test_text_prompts(tmp_path: Path, tokenizer: Any) -> None:
         {"prompt": "7>", "id": "x"},
     )
     data = prompts(tokenizer, path, max_prompt_length=5)
-    assert (len(data), data.num_read, data.num_overlong) == (2, 3, 1)
+    assert (len(data), data.num_overlong) == (2, 1)
     batch = data.batch([1, 0], [10, 11])
     assert [row.tolist() for row in batch["prompt_ids"].rows()] == [[1, 11, 14], [1, 6, 5, 14]]
     assert batch["prompt_ids"].values.dtype == torch.int64
@@ -121,7 +125,7 @@ def test_text_prompts(tmp_path: Path, tokenizer: Any) -> None:
         {"prompt": "7>", "answer": None, "data_source": None, "id": "x"},
         {"prompt": "21>", "answer": "12", "data_source": None, "id": 0, "level": 3},
     ]
-    with pytest.raises(DataError, match=r"a\.jsonl:2: the prompt has 11 tokens, more than data\.max_prompt_length=5"):
+    with pytest.raises(DataError, match=r"a\.jsonl:2: 11 tokens are more than data\.max_prompt_length=5"):
         prompts(tokenizer, path, max_prompt_length=5, filter_overlong_prompts=False)
     with pytest.raises(DataError, match=r"all 3 prompts are longer than data\.max_prompt_length=2"):
         prompts(tokenizer, path, max_prompt_length=2)
@@ -133,11 +137,11 @@ def test_chat_templates(tmp_path: Path, tokenizer: Any) -> None:
     (tmp_path / "t.jinja").write_text(TEMPLATE)
     for template in (TEMPLATE, str(tmp_path / "t.jinja")):
         data = prompts(tokenizer, path, chat_template=template)
-        assert decode(tokenizer, [data.ids[0], data.ids[1]], skip_special_tokens=False) == ["12 >", "<bos>34"]
+        assert decode(tokenizer, ids_of(data), skip_special_tokens=False) == ["12 >", "<bos>34"]
     assert data.rows[0]["prompt"] == "12 >"
     assert data.rows[0]["messages"] == chat
     data = prompts(tokenizer, path, chat_template=TEMPLATE, apply_chat_template=True, system_prompt="0")
-    assert decode(tokenizer, [data.ids[0], data.ids[1]], skip_special_tokens=False) == ["0 12 >", "0 34 >"]
+    assert decode(tokenizer, ids_of(data), skip_special_tokens=False) == ["0 12 >", "0 34 >"]
     assert data.rows[1]["prompt"] == "34"
     for options, message in (
         ({"apply_chat_template": False}, "the prompt is chat messages, but data.apply_chat_template=false"),
@@ -151,10 +155,16 @@ def test_chat_templates(tmp_path: Path, tokenizer: Any) -> None:
 
 def test_prompt_ids_need_no_tokenizer(tmp_path: Path) -> None:
     data = prompts(None, write(tmp_path / "a.jsonl", {"prompt_ids": [5, 700], "id": 4}))
-    assert data.ids[0].tolist() == [5, 700]
+    assert data.rows[0]["prompt"] == ""
+    assert data.columns["prompt_ids"][0].tolist() == [5, 700]
     assert data.rows[0]["id"] == 4
     with pytest.raises(DataError, match="without a tokenizer a row must have 'prompt_ids'"):
         prompts(None, write(tmp_path / "b.jsonl", {"prompt": "5"}))
+
+
+def test_prompt_ids_reach_rewards_as_text(tmp_path: Path, tokenizer: Any) -> None:
+    data = prompts(tokenizer, write(tmp_path / "a.jsonl", {"prompt_ids": [1, 5, 6, 14]}))
+    assert data.rows[0]["prompt"] == "<bos>12>" and data.rows[0]["prompt_ids"] == [1, 5, 6, 14]
 
 
 def test_loader_order_and_resume(tmp_path: Path, tokenizer: Any) -> None:
@@ -223,6 +233,8 @@ def test_sft_pairs(tmp_path: Path, tokenizer: Any) -> None:
         pairs(write(tmp_path / "c.jsonl", {"prompt": chat[:1]}), chat_template=TEMPLATE)
     ids = write(tmp_path / "d.jsonl", {"prompt_ids": [1, 4], "response_ids": [5]})
     assert pairs(ids) == [([1, 4], [5])]
+    mixed = {"prompt_ids": [1, 4], "response_ids": [5], "prompt": "1", "response": "2"}
+    assert pairs(write(tmp_path / "f.jsonl", {"prompt": "1", "response": "2"}, mixed)) == [([1, 5], [6, 2]), ([1, 4], [5])]
     with pytest.raises(DataError, match="non-empty list of token ids"):
         pairs(write(tmp_path / "e.jsonl", {"prompt_ids": [1, 4], "response_ids": []}))
 

@@ -61,25 +61,21 @@ def test_the_norm_counts_owned_rows_once(dp: int) -> None:
     torch.testing.assert_close(total, expected, rtol=1e-13, atol=0)
 
 
-def sum_small_buckets(world: Any) -> tuple[list[float], int]:
+def sum_small_buckets(world: Any) -> tuple[list[tuple[float, float]], int]:
     data_parallel.BUCKET_ELEMENTS = 5
     try:
         grads = {name: torch.full(shape, float(world.rank + i)) for i, (name, shape) in enumerate(SHAPES.items())}
-        before = world.all.rank, [grad.clone() for grad in grads.values()]
-        summed = sum_in_buckets(grads, world.all, "test")
+        sum_in_buckets(grads, world.all, "test")
+        num_buckets = len(list(data_parallel.buckets({name: grad.numel() for name, grad in grads.items()})))
     finally:
         data_parallel.BUCKET_ELEMENTS = 1 << 24
-    assert all(torch.equal(a, b) for a, b in zip(before[1], grads.values(), strict=True)), "the input must stay as it was"
-    assert [tuple(g.shape) for g in summed.values()] == list(SHAPES.values()) and list(summed) == list(SHAPES)
-    return [float(g.mean()) for g in summed.values() if g.numel()], len(
-        {g.untyped_storage().data_ptr() for g in summed.values()}
-    )
+    return [(float(g.min()), float(g.max())) for g in grads.values() if g.numel()], num_buckets
 
 
 SHAPES: dict[str, tuple[int, ...]] = {"a": (2, 2), "b": (3,), "large": (3, 4), "c": (1,), "d": (4,), "none": (0, 2)}
 
 
 def test_sums_do_not_depend_on_the_buckets() -> None:
-    for means, buckets in run_ranks(2, sum_small_buckets):
-        assert means == [1.0 + 2 * i for i in range(5)]
+    for ends, buckets in run_ranks(2, sum_small_buckets):
+        assert ends == [(1.0 + 2 * i, 1.0 + 2 * i) for i in range(5)]
         assert buckets == 4

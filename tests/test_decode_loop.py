@@ -13,7 +13,7 @@ import torch
 
 import tasks
 from ranks import run_ranks
-from rlhf_spmd.generation import Completion, Generator, SamplingConfig, Until, decode_loop
+from rlhf_spmd.generation import Completion, Generator, Request, SamplingConfig, Until, decode_loop
 from rlhf_spmd.generation.decode_loop import DecodeLoop, padded_size
 from rlhf_spmd.generation.sampler import row_keys, uniform, uniform_on_device
 from rlhf_spmd.models.weights import write_random_model
@@ -79,6 +79,19 @@ def test_tokens_and_log_probs_keep_their_bits(
         assert generator.stats.preemptions > 0
     else:
         assert generator.stats.steps < stepwise.stats.steps or changes["max_num_seqs"] == 3
+
+
+def test_a_row_of_one_token_leaves_the_pages_of_its_prompt_as_they_were(path: str) -> None:
+    """It has no next position to go to while the others do, and a preempted row of the prompt comes back to those pages."""
+    limits = [1, 10, 30, 1, 1, 1, 30, 30, 1, 1, 40, 10, 1]
+    requests = [Request(i, 0, [3, 4, 5, 6, 7], limit) for i, limit in enumerate(limits)]
+
+    def tokens(**changes: Any) -> tuple[list[list[int]], int]:
+        generator = Generator(load(path, alone()[1]), alone()[1], replace(SMALL, max_num_seqs=6, **changes), ())
+        return tokens_of(generator.generate(requests, SAMPLED, 3, 5)), generator.stats.preemptions
+
+    found, preemptions = tokens(steps_per_sync=8, num_pages=8)
+    assert found == tokens()[0] and preemptions > 0
 
 
 @pytest.mark.parametrize("sampling", [SamplingConfig(temperature=0.0), SamplingConfig(min_p=0.02, top_p=0.9)], ids=str)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from ranks import run_ranks
@@ -52,6 +54,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 LENGTHS = [5, 3, 9, 2, 7, 4, 6]
 OPTIM = OptimConfig(lr=1e-2, lr_scheduler_type="linear", lr_warmup_steps=1, clip_grad=0.5, weight_decay=0.1)
+STEADY = replace(OPTIM, eps=1e-3)  # Adam divides by the gradient's size: a larger eps does not magnify what rounds off at 0
 STEPS = 3
 
 Result = tuple[list[dict[str, float]], dict[str, Tensor]]
@@ -98,8 +101,13 @@ def build(
     return TrainEngine(read_spec(path), path, head, mesh, optim, dtype=dtype, **options)
 
 
-def local_boxes(engine: TrainEngine) -> list[tuple[str, tuple[int, ...], tuple[slice, ...], Tensor]]:
-    tensors = engine.local_tensors()
+def local_boxes(engine: TrainEngine) -> list[Any]:
+    return boxes_of(engine, engine.local_tensors())
+
+
+def boxes_of(
+    engine: TrainEngine, tensors: Mapping[str, Tensor]
+) -> list[tuple[str, tuple[int, ...], tuple[slice, ...], Tensor]]:
     found = []
     for name, shard in engine.param_shards().items():
         for box in shard.boxes:
@@ -125,10 +133,10 @@ def train(world: Any, path: str, layout: Layout, num_micro_batches: Sequence[int
     return reports, local_boxes(engine)
 
 
-def together(results: Sequence[Any]) -> Result:
-    """Whole tensors from all ranks' boxes, which must agree where they overlap; the reports of a last-stage rank."""
+def whole_tensors(held: Sequence[Any]) -> dict[str, Tensor]:
+    """From all ranks' boxes, which must agree where they overlap."""
     whole: dict[str, Tensor] = {}
-    for _, boxes in results:
+    for boxes in held:
         for name, shape, slices, tensor in boxes:
             target = whole.setdefault(name, torch.full(shape, torch.nan, dtype=tensor.dtype))
             there = target[slices]
@@ -137,6 +145,12 @@ def together(results: Sequence[Any]) -> Result:
             target[slices] = tensor
     for name, tensor in whole.items():
         assert not tensor.isnan().any(), f"{name} is not covered"
+    return whole
+
+
+def together(results: Sequence[Any]) -> Result:
+    """Whole tensors, and the reports of a last-stage rank."""
+    whole = whole_tensors([boxes for _, boxes in results])
     assert all(
         {k: v for k, v in r.items() if k != "loss"} == {k: v for k, v in results[0][0][i].items() if k != "loss"}
         for reports, _ in results
@@ -153,14 +167,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {name: str(base / name) for name in CONFIGS}
 
 
-_SINGLE: dict[tuple[str, str], Result] = {}
-
-
-def single(path: str, head: str) -> Result:
-    """One rank, one micro-batch, computed once."""
-    if (path, head) not in _SINGLE:
-        _SINGLE[path, head] = together(run_ranks(1, train, path, Layout(), [1], head, {}))
-    return _SINGLE[path, head]
+@functools.cache
+def single(path: str, head: str, eps: float = OPTIM.eps) -> Result:
+    """One rank, one micro-batch, fp64."""
+    return together(run_ranks(1, train, path, Layout(), [1], head, {"optim": replace(OPTIM, eps=eps)}))
 
 
 def assert_same(got: Result, want: Result, tolerance: float = 1e-10) -> None:
@@ -239,11 +249,10 @@ def test_activation_checkpointing_changes_nothing(models: dict[str, str], shape:
 
 @pytest.mark.parametrize("kind", ["untied", "tied"])
 def test_one_rank_equals_transformers_and_torch_adamw(models: dict[str, str], kind: str) -> None:
-    """transformers computes norms in fp32 even in an fp64 model; a large eps keeps Adam from magnifying that."""
+    """transformers computes norms in fp32 even in an fp64 model."""
     from transformers import AutoModelForCausalLM
 
-    optim = replace(OPTIM, eps=1e-3)
-    reports, weights = together(run_ranks(1, train, models[kind], Layout(), [2], "lm", {"optim": optim}))
+    reports, weights = together(run_ranks(1, train, models[kind], Layout(), [2], "lm", {"optim": STEADY}))
     model = AutoModelForCausalLM.from_pretrained(models[kind], dtype=torch.float64, attn_implementation="eager")
     oracle = torch.optim.AdamW(model.parameters(), lr=1.0, weight_decay=0.1, eps=1e-3)
     for step, report in enumerate(reports):
@@ -352,7 +361,8 @@ def test_non_finite_gradients_stop_all_ranks_before_the_step(models: dict[str, s
 
 
 def half_precision(world: Any, path: str, layout: Layout) -> Any:
-    engine = build(world, path, layout, dtype=torch.bfloat16)
+    """Losses, norms, and the boxes of the fp32 master weights at the end."""
+    engine = build(world, path, layout, dtype=torch.bfloat16, optim=STEADY)
     norms, losses = [], []
     for step in range(STEPS):
         batches = cut(rows_of(step, engine.spec.vocab_size), layout.dp, engine.mesh.dp_rank, 3)
@@ -363,14 +373,11 @@ def half_precision(world: Any, path: str, layout: Layout) -> Any:
         assert engine._wide_grads.keys() == engine.local_tensors().keys()
         norms.append(engine.optimizer_step()["grad_norm"])
     assert engine.optimizer is not None
-    states = engine.optimizer.state_tensors()
+    masters = {name: state["master"] for name, state in engine.optimizer.state_tensors().items()}
     for name, tensor in engine.local_tensors().items():
-        assert tensor.dtype == torch.bfloat16 and states[name]["master"].dtype == torch.float32
-        assert torch.equal(states[name]["master"].bfloat16(), tensor)
-        tensor.fill_(0.5)
-    engine.mark_loaded()
-    assert all((state["master"] == 0.5).all() for state in states.values())
-    return losses, norms
+        assert tensor.dtype == torch.bfloat16 and masters[name].dtype == torch.float32
+        assert torch.equal(masters[name].bfloat16(), tensor)
+    return losses, norms, boxes_of(engine, masters)
 
 
 @pytest.mark.parametrize(
@@ -379,21 +386,49 @@ def half_precision(world: Any, path: str, layout: Layout) -> Any:
     ids=str,
 )
 def test_bf16_with_fp32_masters_follows_fp64(models: dict[str, str], shape: tuple[int, int, int, int]) -> None:
+    """Losses to 2%, norms to 5%, what the steps have added to each tensor (its fp32 masters) to 15% of its 2-norm."""
     pp, tp, dp, zero = shape
     layout = Layout(pp=pp, tp=tp, dp=dp, zero=zero)
-    reports, _ = single(models["untied"], "lm")
-    for losses, norms in run_ranks(layout.size, half_precision, models["untied"], layout):
+    check_half_precision(run_ranks(layout.size, half_precision, models["untied"], layout), models["untied"])
+
+
+def check_half_precision(results: Sequence[Any], path: str) -> None:
+    reports, weights = single(path, "lm", STEADY.eps)
+    for losses, norms, _ in results:
         assert not losses or losses == pytest.approx([r["loss"] for r in reports], rel=2e-2)
         assert norms == pytest.approx([r["grad_norm"] for r in reports], rel=5e-2)
+    masters = whole_tensors([boxes for _, _, boxes in results])
+    difference, where = worst_update({name: tensor.double() for name, tensor in masters.items()}, weights, path, torch.bfloat16)
+    print(f"updates off by {difference:.1e} ({where})")
+    assert difference < 0.15, where
+
+
+def worst_update(got: Mapping[str, Tensor], want: Mapping[str, Tensor], path: str, stored: torch.dtype) -> tuple[float, str]:
+    """The largest relative error (2-norms) of what training has added to a tensor, and where. ``stored``: the dtype to which the
+    first weights of ``got`` had been rounded."""
+    first = load_file(Path(path) / "model.safetensors")
+    return max(
+        (float(((got[name] - first[name].to(stored).double()) - change).norm() / change.norm()), name)
+        for name, change in ((name, tensor - first[name].double()) for name, tensor in want.items())
+    )
 
 
 @pytest.mark.parametrize("shape", [(2, 1, 1, 0), (1, 2, 1, 0), (1, 1, 2, 3)], ids=str)
 def test_fp32_stays_near_fp64(models: dict[str, str], shape: tuple[int, int, int, int]) -> None:
     pp, tp, dp, zero = shape
     layout = Layout(pp=pp, tp=tp, dp=dp, zero=zero)
-    got = together(run_ranks(layout.size, train, models["tied"], layout, [2, 2], "lm", {"dtype": torch.float32}))
-    for mine, theirs in zip(got[0], single(models["tied"], "lm")[0], strict=True):
+    options = {"dtype": torch.float32, "optim": STEADY}
+    check_single_precision(run_ranks(layout.size, train, models["tied"], layout, [2, 2], "lm", options), models["tied"])
+
+
+def check_single_precision(results: Sequence[Any], path: str) -> None:
+    """Losses and norms to 1e-4, what the steps have added to each tensor to 1e-4 of its 2-norm."""
+    (reports, weights), want = together(results), single(path, "lm", STEADY.eps)
+    for mine, theirs in zip(reports, want[0], strict=True):
         assert mine == pytest.approx(theirs, rel=1e-4)
+    difference, where = worst_update({name: tensor.double() for name, tensor in weights.items()}, want[1], path, torch.float32)
+    print(f"updates off by {difference:.1e} ({where})")
+    assert difference < 1e-4, where
 
 
 def drawn(world: Any, path: str, layout: Layout) -> Any:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -46,6 +46,26 @@ class Parrot:
         self._think()
         self.heard += 1
         return text[::-1][: len(text) % 4], len(text) / 8, self.heard >= self.patience
+
+
+class Waiting(Parrot):
+    """A parrot that answers the first turn of a row marked ``waits`` when the others have drawn ``TOKENS`` more."""
+
+    TOKENS = 100
+    generators: ClassVar[list[Generator]] = []  # whose counter it watches
+    drawn: ClassVar[list[int]] = []  # when it was asked, and when it answered
+
+    def reset(self, row: Mapping[str, Any]) -> str | None:
+        self.waits = "waits" in row
+        return super().reset(row)
+
+    def step(self, text: str) -> tuple[str, float, bool]:
+        if self.waits and self.heard == 0:
+            self.drawn.append(self.generators[0].stats.decode_tokens)
+            while self.generators[0].stats.decode_tokens < self.drawn[0] + self.TOKENS:
+                time.sleep(1e-3)  # if the others wait too, until environment.timeout_s
+            self.drawn.append(self.generators[0].stats.decode_tokens)
+        return super().step(text)
 
 
 class Broken:
@@ -190,6 +210,19 @@ def test_log_probs_are_those_of_training_and_none_of_the_environment(ahead: int,
         assert (completion.top_log_probs is not None) == (likeliest > 0)
 
 
+def test_other_rows_go_on_while_one_waits(plain: list[Any]) -> None:
+    mesh, path = alone()[1], str(tasks.task() / "actor")
+    found = environments(cls="test_environments:Waiting", timeout_s=20.0)
+    generator = Generator(load(path, mesh), mesh, SMALL, read_eos_ids(path), decoding(found.tokenizer))
+    Waiting.generators[:], Waiting.drawn[:] = [generator], []
+    rows = {row: {**values, **({"waits": True} if row == 5 else {})} for row, values in found.rows.items()}
+    completions = generator.generate(requests()[0], SAMPLING, 1, 2, environments=replace(found, rows=rows))
+    asked, answered = Waiting.drawn
+    assert answered - asked >= Waiting.TOKENS and completions[5].episode is not None
+    assert completions[5].episode.num_turns > 1
+    assert [outcome(done) for done in completions] == plain
+
+
 def test_max_turns() -> None:
     path = str(tasks.task() / "actor")
     rows = generate(alone()[0], path, Layout(), SMALL, {"max_turns": 2, "args": {"patience": 1000}})
@@ -241,8 +274,8 @@ def one_step(world: World, overrides: tuple[str, ...]) -> tuple[dict[str, Any], 
     from rlhf_spmd.algorithms import ppo
     from rlhf_spmd.controller import Controller
     from rlhf_spmd.data.batch import Batch, Ragged, encode_json, ragged
+    from rlhf_spmd.reports import reference_values
     from rlhf_spmd.roles import build_models
-    from rlhf_spmd.session import reference_values
     from rlhf_spmd.workers.config import BatchLimits
     from rlhf_spmd.workers.model_worker import Build
 

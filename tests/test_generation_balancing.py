@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -113,3 +114,15 @@ def test_the_programs_move_rows(path: Path, tmp_path: Path) -> None:
     assert runs[0].responses == runs[1].responses and runs[0].metrics == runs[1].metrics
     assert [sum(row["generation/moved_rows"] for row in run.raw) > 0 for run in runs] == [False, True]
     assert all(0 <= row["generation/idle_fraction"] < 1 for run in runs for row in run.raw)
+    for row in runs[0].raw:
+        assert row["generation/prefix_hit_rate"] > 0.2  # two samples of each prompt
+        assert row["generation/prefix_hit_tokens"] < row["generation/prompt_tokens"]
+        assert row["generation/draft_tokens"] == row["generation/stage_idle_fraction"] == 0
+    events = json.loads((tmp_path / "moving" / "trace.json").read_text())["traceEvents"]
+    spans = [event for event in events if event["name"] == "actor.generate_sequences" and event["ph"] == "X"]
+    assert len(spans) == 2 * 3
+    for span in spans:
+        busy, idle = span["args"]["busy_seconds"], span["args"]["idle_seconds"]
+        assert busy > 0 < idle and busy + idle < span["dur"] / 1e6
+    fractions = [event["args"]["idle_fraction"] for event in events if event["name"] == "generation"]
+    assert fractions == [pytest.approx(row["generation/idle_fraction"], abs=1e-4) for row in runs[1].raw] * 2

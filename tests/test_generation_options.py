@@ -22,7 +22,7 @@ from rlhf_spmd.generation.sampler import sample, uniform
 from rlhf_spmd.generation.sequence import Row
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
-from rlhf_spmd.models.heads import logits as all_logits
+from rlhf_spmd.models.heads import local_logits
 from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import build_mesh
@@ -127,7 +127,7 @@ def redrawn(
     for request, completion in zip(requests, completions, strict=True):
         ids = torch.tensor([*request.prompt_ids, *completion.token_ids])
         with torch.no_grad():
-            logits = all_logits(decoder, decoder(ids, PackedAttention([len(ids)]))).double().numpy()
+            logits = local_logits(decoder, decoder(ids, PackedAttention([len(ids)]))).double().numpy()
         drawn: list[int] = []
         for position in range(len(completion.token_ids)):
             ruled = rules_in_loops(logits[len(request.prompt_ids) + position - 1], request.prompt_ids, drawn, s, {EOS, 4})
@@ -192,7 +192,7 @@ def test_likeliest_tokens_and_log_probs_without_the_rules(qwen3: str) -> None:
     for request, completion in zip(requests, generator.generate(requests, MANY, 3, 5), strict=True):
         ids = torch.tensor([*request.prompt_ids, *completion.token_ids])
         with torch.no_grad():
-            logits = all_logits(generator.decoder, generator.decoder(ids, PackedAttention([len(ids)])))
+            logits = local_logits(generator.decoder, generator.decoder(ids, PackedAttention([len(ids)])))
         wanted = logits[len(request.prompt_ids) - 1 : -1].log_softmax(-1)
         assert completion.top_log_probs is not None
         top_ids, values = completion.top_log_probs

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ranks import run_ranks
 from rlhf_spmd.generation import Completion, GenerationStats, Generator, Request, SamplingConfig, Until
 from rlhf_spmd.generation.lanes import share_out
-from rlhf_spmd.generation.sequence import Progress
+from rlhf_spmd.generation.progress import Progress
 from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import build_mesh

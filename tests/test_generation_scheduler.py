@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -13,25 +17,33 @@ from rlhf_spmd.generation.block_manager import BlockManager
 from rlhf_spmd.generation.scheduler import Limits, Scheduler, Step
 from rlhf_spmd.generation.sequence import Interner, Row
 
+ROOT = Path(__file__).parents[1]
+
 
 class FakeCache:
-    """Remembers which token of which text each cache slot holds, as the runner would write it."""
+    """Remembers which token of which text each cache slot holds, as the runner would write it, and since when: ``epoch`` counts
+    how often prompts were forgotten."""
 
     def __init__(self, limits: Limits, texts: list[list[int]]) -> None:
         self.page_size, self.texts = limits.page_size, texts
-        self.slots: dict[tuple[int, int], tuple[int, ...]] = {}
+        self.slots: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = {}
+        self.epoch = 0
+        self.begun: dict[int, int] = {}  # the epoch in which each row was admitted last
 
     def run(self, step: Step) -> None:
         for source, to in step.copies:
             self.slots.update({(to, i): self.slots[source, i] for i in range(self.page_size) if (source, i) in self.slots})
+        known = {}
         for row, start, count, _ in step.work:
+            known[row.index] = now = tuple(self.texts[row.index][: row.length] + row.draft)
             for position in range(start, start + count):
-                prefix = tuple(self.texts[row.index][: position + 1])
-                self.slots[row.pages[position // self.page_size], position % self.page_size] = prefix
+                self.slots[row.pages[position // self.page_size], position % self.page_size] = (self.epoch, now[: position + 1])
         for row, start, count, _ in step.work:  # what attention reads is the row's own history
+            now, begun = known[row.index], self.begun[row.index]
             for position in range(start + count):
-                held = self.slots[row.pages[position // self.page_size], position % self.page_size]
-                assert held == tuple(self.texts[row.index][: position + 1]), f"row {row.index} reads a foreign token"
+                epoch, held = self.slots[row.pages[position // self.page_size], position % self.page_size]
+                assert held == now[: position + 1], f"row {row.index} reads a foreign token"
+                assert epoch >= begun, f"row {row.index} reads what was forgotten before it began"
 
 
 def check_pages(scheduler: Scheduler) -> None:
@@ -40,13 +52,79 @@ def check_pages(scheduler: Scheduler) -> None:
     for page in range(pages.num_pages):
         assert pages.references(page) == references[page]
     assert pages.num_free == sum(references[page] == 0 for page in range(pages.num_pages))
-    assert not any(row.pages for row in scheduler.waiting)
+    assert not any(row.pages for rows in (scheduler.waiting, scheduler.paused) for row in rows)
 
 
-def run_to_the_end(limits: Limits, prompts: list[list[int]], response_lengths: list[int], stops: list[bool]) -> Scheduler:
+class Chaos:
+    """What others do to a scheduler between its steps, each with probability ``often``: environments hold rows and let them go
+    on with more tokens, rows leave for other replicas, weights change, guesses come, and several tokens are drawn at once."""
+
+    def __init__(self, rng: random.Random, often: float, most: int) -> None:
+        self.rng, self.often, self.most = rng, often, most
+        self.done = Counter[str]()
+
+    def act(self, scheduler: Scheduler, rows: list[Row], texts: list[list[int]], lasts: list[int], cache: FakeCache) -> None:
+        """``lasts``: length of each row at its end."""
+        rng = self.rng
+        if rng.random() < self.often:
+            scheduler.forget_prompts()
+            cache.epoch += 1
+            self.done["forget"] += 1
+        for row in [row for row in rows if not row.ended and rng.random() < self.often]:
+            if row.held:
+                self.let_go(scheduler, row, lasts[row.index])
+            elif rng.random() < 0.2:
+                scheduler.remove(row)
+                rows.remove(row)
+                self.done["remove"] += 1
+            elif rng.random() < 0.5:
+                row.draft = []
+                scheduler.hold(row)
+                self.done["hold"] += 1
+            elif row in scheduler.running:
+                right = rng.randint(0, min(self.most, row.limit - row.length - 1))
+                row.draft = texts[row.index][row.length : row.length + right]
+                if row.draft and rng.random() < 0.5:
+                    row.draft[rng.randrange(right)] = -1
+                self.done["draft"] += bool(row.draft)
+
+    def let_go(self, scheduler: Scheduler, row: Row, last: int) -> None:
+        self.done["pause"] += row in scheduler.paused
+        row.length += self.rng.randint(0, max(min(3, last - 1 - row.length), 0))
+        scheduler.resume(row)
+
+    def look_ahead(self, scheduler: Scheduler, step: Step, texts: list[list[int]]) -> None:
+        """As the loop on the device: rows have guessed all of their tokens but the last, and rightly."""
+        most = self.rng.randint(2, 5) if self.rng.random() < self.often else 0
+        if most and (tokens := scheduler.look_ahead(step, most)) > 1:
+            for i, (row, *_) in enumerate(step.work):
+                count = min(tokens, row.limit - row.length)
+                row.draft = texts[row.index][row.length : row.length + count - 1]
+                step.work[i] = step.work[i]._replace(num_tokens=count)
+            self.done["look ahead"] += 1
+
+
+QUIET = Chaos(random.Random(0), 0.0, 0)
+
+
+def draw(row: Row, text: list[int], last: int, stops: bool) -> None:
+    """All tokens up to the first that the row's draft did not foresee, or the row's end."""
+    for guess in (*row.draft, None):
+        token = text[row.length]
+        row.length += 1
+        row.stopped = stops and row.length == last
+        if token != guess or row.stopped:
+            break
+    row.draft = []
+
+
+def run_to_the_end(
+    limits: Limits, prompts: list[list[int]], response_lengths: list[int], stops: list[bool], chaos: Chaos = QUIET
+) -> Scheduler:
     interner = Interner(limits.page_size)
-    responses = [[1000 * (i + 1) + j for j in range(n)] for i, n in enumerate(response_lengths)]
+    responses = [[1000 * (i + 1) + j for j in range(n + 3)] for i, n in enumerate(response_lengths)]
     texts = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
+    lasts = [len(text) - 3 for text in texts]
     scheduler = Scheduler(limits)
     rows = []
     for i, (prompt, n, stop) in enumerate(zip(prompts, response_lengths, stops, strict=True)):
@@ -55,23 +133,39 @@ def run_to_the_end(limits: Limits, prompts: list[list[int]], response_lengths: l
     cache = FakeCache(limits, texts)
     num_steps = 0
     while not scheduler.finished:
+        if chaos.often:
+            before = sum(chaos.done.values())
+            chaos.act(scheduler, rows, texts, lasts, cache)
+            check_pages(scheduler)
+            num_steps = 0 if sum(chaos.done.values()) > before else num_steps
+            if scheduler.finished:
+                break
+        here = set(scheduler.running)
         step = scheduler.schedule()
+        cache.begun |= {row.index: cache.epoch for row in scheduler.running if row not in here}
         check_pages(scheduler)
+        if not step.work:
+            held = [row for row in rows if row.held]
+            assert held, "nothing runs, and nobody is waited for"
+            for row in held:
+                chaos.let_go(scheduler, row, lasts[row.index])
+            continue
         assert len({work.row.index for work in step.work}) == len(step.work) <= limits.max_num_seqs
         assert sum(work.num_tokens for work in step.work) <= limits.max_num_batched_tokens
-        assert all(work.start == work.row.num_computed and work.num_tokens > 0 for work in step.work)
+        assert all(work.start == work.row.num_computed and work.num_tokens > 0 and not work.row.held for work in step.work)
+        chaos.look_ahead(scheduler, step, texts)
+        check_pages(scheduler)
         cache.run(step)
         for row, _, _, samples in step.work:
             if samples:
-                row.length += 1
-                row.stopped = stops[row.index] and row.num_new == response_lengths[row.index]
+                draw(row, texts[row.index], lasts[row.index], stops[row.index])
         scheduler.complete(step)
         check_pages(scheduler)
         num_steps += 1
-        # the oldest row is never preempted and gains a token in every step
+        # left alone, the oldest row is never preempted and gains a token in every step
         assert num_steps <= sum(row.limit for row in rows), "starvation"
     assert scheduler.pages.num_free == limits.num_pages
-    assert [row.num_new for row in rows] == response_lengths
+    assert [row.length for row in rows] == [lasts[row.index] for row in rows] and all(row.ended for row in rows)
     assert not scheduler._claimed
     return scheduler
 
@@ -96,7 +190,7 @@ def test_random_schedules(data: st.DataObject) -> None:
     run_to_the_end(limits, prompts, [n for _, _, n, _ in rows], [stop for _, _, _, stop in rows])
 
 
-def random_schedule(rng: random.Random) -> Scheduler:
+def random_schedule(rng: random.Random, chaos: Chaos) -> Scheduler:
     """A few rows on a small pool; some share their prompts' beginnings, some stop before their limit."""
     page_size, max_num_seqs = rng.randint(1, 4), rng.randint(1, 5)
     stems = [[rng.randint(0, 1) for _ in range(rng.randint(1, 9))] for _ in range(2)]
@@ -111,17 +205,20 @@ def random_schedule(rng: random.Random) -> Scheduler:
         max_num_batched_tokens=max_num_seqs + rng.randint(0, 12),
         prefix_caching=rng.random() < 0.8,
     )
-    return run_to_the_end(limits, prompts, lengths, [rng.random() < 0.3 for _ in range(count)])
+    return run_to_the_end(limits, prompts, lengths, [rng.random() < 0.3 for _ in range(count)], chaos)
 
 
 def test_ten_thousand_random_schedules() -> None:
+    """Half of them disturbed."""
     rng = random.Random(0)
+    chaos = Chaos(rng, 0.1, 4)
     counts = Counter[str]()
-    for _ in range(10_000):
-        scheduler = random_schedule(rng)
+    for number in range(10_000):
+        scheduler = random_schedule(rng, chaos if number % 2 else QUIET)
         counts["preempted"] += scheduler.num_preemptions > 0
         counts["shared"] += scheduler.num_hit_tokens > 0
     assert min(counts["preempted"], counts["shared"]) > 1000, counts  # the schedules are not all easy
+    assert len(chaos.done) == 6 and min(chaos.done.values()) > 500, chaos.done
 
 
 @settings(max_examples=50, deadline=None)
@@ -172,3 +269,9 @@ def test_free_pages_are_revived_and_evicted_oldest_first() -> None:
     assert manager.find(11) is None and manager.find(10) == a
     with pytest.raises(AssertionError, match="released once too often"):
         manager.release([a])
+
+
+def test_the_schedulers_half_imports_no_torch() -> None:
+    names = ", ".join(("sequence", "block_manager", "scheduler"))
+    code = f"import sys; from rlhf_spmd.generation import {names}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": "src"}, cwd=ROOT).returncode == 0

@@ -10,7 +10,8 @@ import torch
 
 from ranks import run_ranks
 from rlhf_spmd.generation import Completion, Generator, SamplingConfig, Until
-from rlhf_spmd.generation.sequence import Progress, Request, Row
+from rlhf_spmd.generation.progress import Progress
+from rlhf_spmd.generation.sequence import Request, Row
 from rlhf_spmd.generation.speculation import Speculation
 from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel.layout import Layout

@@ -193,7 +193,7 @@ def test_all_ranks_of_a_replica_stop_at_the_same_step(path: str, layout: Layout)
 def test_progress_survives_json(path: str, tmp_path: Path) -> None:
     import json
 
-    from rlhf_spmd.generation.sequence import Progress
+    from rlhf_spmd.generation.progress import Progress
 
     generator = build(path)
     requests = ragged_requests(samples=2)

@@ -18,7 +18,8 @@ import tasks
 from model_configs import CONFIGS
 from ranks import run_ranks
 from rlhf_spmd import kernels
-from rlhf_spmd.generation.paged_attention import KernelAttention, KVCache
+from rlhf_spmd.generation.backends import build_backend
+from rlhf_spmd.generation.kv_cache import KVCache
 from rlhf_spmd.generation.scheduler import Work
 from rlhf_spmd.generation.sequence import Row
 from rlhf_spmd.kernels import build, library
@@ -241,7 +242,7 @@ def test_a_whole_layer_has_the_bits_of_its_operations(
     decoder = Decoder(spec_from_config(CONFIGS[name], name), "none", 0, 1, solo(), dtype, "cpu")
     for seed, parameter in enumerate(decoder.parameters()):
         parameter.data = draw(tuple(parameter.shape), dtype, 0.3, seed)
-    block, calls = decoder.layers[1], []
+    block, calls, cpu = decoder.layers[1], [], torch.device("cpu")
     whole = found.block
     monkeypatch.setattr(found, "block", lambda *args: calls.append(len(args[0])) or whole(*args))
     for lengths in ([3, 1], [70, 200, 33]):
@@ -251,10 +252,11 @@ def test_a_whole_layer_has_the_bits_of_its_operations(
         assert calls == [max(sum(lengths), decoder.min_rows)] * len(decoder.layers)
         assert torch.equal(decoder(tokens, PackedAttention(lengths)), out)
         rows = [Row(i, n, n, (), length=n, pages=[2 * i + 1, 2 * i]) for i, n in enumerate(lengths)]
-        cache = KVCache(len(decoder.layers), block.num_kv_heads, block.head_dim, 2 * len(rows), 128, dtype, torch.device("cpu"))
+        backend, shape = build_backend("cpp", dtype, cpu), (len(decoder.layers), block.num_kv_heads, block.head_dim)
+        cache = KVCache(*shape, 2 * len(rows), 128, dtype, cpu, backend)
         work = [Work(row, 0, row.length, True) for row in rows]
         with torch.no_grad():
-            assert torch.equal(decoder(tokens, KernelAttention(work, cache, found)), out)
+            assert torch.equal(decoder(tokens, backend.over(work, cache, 4)), out)
         calls.clear()
 
 

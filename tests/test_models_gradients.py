@@ -10,7 +10,7 @@ from torch import Tensor
 
 from model_configs import CONFIGS
 from ranks import run_ranks
-from rlhf_spmd.models.attention import PackedAttention, attend_exact
+from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import token_log_probs, values
 from rlhf_spmd.models.layers import rms_norm, rotate, swiglu
@@ -185,7 +185,7 @@ def test_elementwise_pieces_gradcheck() -> None:
     assert torch.autograd.gradcheck(lambda a, b: rms_norm(a, b, 1e-5), (x, weight))
     assert torch.autograd.gradcheck(lambda a: rotate(a, angle.cos(), angle.sin()), (x,))
     assert torch.autograd.gradcheck(swiglu, (torch.randn(5, 8, dtype=torch.float64, requires_grad=True),))
-    q, k, v = (torch.randn(2, 2, n, 4, dtype=torch.float64, requires_grad=True) for n in (3, 5, 5))
-    allowed = (torch.arange(5) <= torch.tensor([2, 3, 4])[:, None])[None, None]
-    for rule in (AttentionRule(0.5), AttentionRule(0.7, softcap=1.3)):
-        assert torch.autograd.gradcheck(lambda *args, rule=rule: attend_exact(*args, rule, allowed), (q, k, v))
+    q, k, v = (torch.randn(8, heads, 4, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
+    packed = PackedAttention([3, 5])
+    for rule in (AttentionRule(0.5), AttentionRule(0.7, softcap=1.3), AttentionRule(0.7, window=3)):
+        assert torch.autograd.gradcheck(lambda *args, rule=rule: packed.attend(0, *args, rule), (q, k, v))

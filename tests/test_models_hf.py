@@ -14,7 +14,7 @@ from model_configs import CONFIGS
 from ranks import run_ranks
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
-from rlhf_spmd.models.heads import logits, token_log_probs, values
+from rlhf_spmd.models.heads import gather_logits, local_logits, token_log_probs, values
 from rlhf_spmd.models.spec import read_spec
 from rlhf_spmd.models.weights import load_pretrained, write_random_model
 from rlhf_spmd.parallel.collectives import Group, solo
@@ -70,7 +70,7 @@ def score(path: str, pp: int, tp: Group, temperature: float) -> tuple[Tensor, Te
             x = decoder(x, attention)
         log_probs, entropy = token_log_probs(decoder, x, labels, temperature, entropy=True, chunk_rows=48)
         assert entropy is not None
-        return log_probs, entropy, logits(decoder, x)
+        return log_probs, entropy, gather_logits(decoder, local_logits(decoder, x))
 
 
 def _score_rank(world: World, path: str, pp: int, temperature: float) -> list[Any]:

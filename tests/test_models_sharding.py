@@ -90,8 +90,7 @@ def test_decoder_holds_what_the_plan_says(family: str) -> None:
             decoder = Decoder(spec, "lm", stage, pp, group, torch.float32, "meta")
             plan = plan_params(spec, "lm", stage, pp, tp - 1, tp)
             assert [(n, tuple(p.shape)) for n, p in decoder.named_parameters()] == [(n, s.shape) for n, s in plan.items()]
-            ends = stage in (0, pp - 1) and pp > 1 and spec.tie_word_embeddings
-            assert (decoder.tied_parameter() is not None) == ends
+            assert decoder.tied_ends == (pp > 1 and spec.tie_word_embeddings)
 
 
 def test_tied_parameters_hold_the_same_box() -> None:

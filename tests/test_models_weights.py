@@ -94,15 +94,15 @@ def test_sharded_directory(model: Path) -> None:
 
 def test_value_head(model: Path) -> None:
     decoder = build(model, "value")
-    with pytest.raises(ValueError, match=r"score\.weight' is missing"):
+    with pytest.raises(ValueError, match=r"score\.weight' is missing; a reward model needs a value head of one label"):
         load_pretrained(decoder, model)
-    load_pretrained(decoder, model, 0, missing_head_ok=True)
+    load_pretrained(decoder, model, missing_head_ok=True)
     assert decoder.head_weight.abs().sum().item() == 0
     rewrite(model, lambda tensors: tensors.update({"score.weight": torch.full((1, 32), 2.0)}))
     load_pretrained(decoder, model)
     assert decoder.head_weight.sum().item() == 64
     rewrite(model, lambda tensors: tensors.update({"score.weight": torch.zeros(2, 32)}))
-    with pytest.raises(ValueError, match=r"'score\.weight' has shape \[2, 32\], but .* \[1, 32\]"):
+    with pytest.raises(ValueError, match=r"'score\.weight' has shape \[2, 32\], but a reward model .* one label, \[1, 32\]"):
         load_pretrained(decoder, model)
 
 

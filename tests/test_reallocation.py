@@ -218,7 +218,6 @@ def test_a_70b_model_on_1024_ranks(source: Layout, target: Layout) -> None:
         assert plan.elements_received <= wanted <= total / (target.pp * target.tp) * 1.2
     spread = f"{min(seconds) * 1e3:.0f} to {max(seconds) * 1e3:.0f} ms"
     print(f"{source} -> {target}: a rank's part {spread}, holdings {described * 1e3:.0f} ms")
-    assert min(seconds) < 1.0  # 20 to 60 ms on an idle core
 
 
 def test_buckets_are_bounded_and_hold_everything_once() -> None:
@@ -263,13 +262,13 @@ def move_for_real(world: World, bucket_bytes: int, in_flight_bytes: int) -> dict
             )
             target = {name: torch.full_like(tensor, -1.0) for name, tensor in after.items()}
             plan = plan_reallocation(*there, lambda rank: rank // 2, world.rank)
-            counted = RECORDER.sent["reshard"], RECORDER.received["reshard"]
+            counted = RECORDER.sent["loan"], RECORDER.received["loan"]
             move = execute_reallocation(plan, before, target, group, bucket_bytes, in_flight_bytes)
             if not target:  # only sends: goes on by itself
                 move.proceed()
             move.wait()
             assert all(torch.equal(tensor, after[name]) for name, tensor in target.items()), f"{name}: other values"
-            sent, received = RECORDER.sent["reshard"] - counted[0], RECORDER.received["reshard"] - counted[1]
+            sent, received = RECORDER.sent["loan"] - counted[0], RECORDER.received["loan"] - counted[1]
             assert received == plan.elements_received * 8
             assert sent == sum(part.numel for parts in plan.sends.values() for part in parts) * 8
             found[name] = sent, received

@@ -12,7 +12,7 @@ from rlhf_spmd.models.sharding import plan_params
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.parallel.layout import GenerationLayout, Layout, generation_layout
 from rlhf_spmd.reshard import ENGINES, missing_elements, num_shards
-from rlhf_spmd.reshard.plan import plan_gather, plan_homes, shards_from_json, shards_to_json
+from rlhf_spmd.reshard.plan import plan_gather, plan_homes
 
 CASES = list(cases())
 
@@ -112,7 +112,6 @@ def test_what_does_not_fit() -> None:
         plan_gather(halves[1:], full, 0)
     with pytest.raises(ValueError, match=r"training parameter embed\.weight .* is not part of this rank's generation shard"):
         plan_homes(full, halves[0])
-    assert shards_from_json(shards_to_json(full)) == full
 
 
 def test_generation_layouts() -> None:

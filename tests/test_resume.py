@@ -17,7 +17,7 @@ import pytest
 
 import tasks
 from ranks import run_ranks
-from test_ppo_layouts import FP64, layout
+from test_ppo_layouts import FP64, STEADY, layout
 
 STEPS = 6
 # ZeRO shards in the actor and tensor slices in the critic, so that both kinds are saved and read
@@ -32,7 +32,7 @@ MOMENTS = random.Random(20)
 
 
 def overrides(run_dir: Path, *more: str) -> list[str]:
-    return tasks.settings(run_dir, STEPS, "run.save_freq=2", "run.keep_checkpoints=3", *more)
+    return tasks.settings(run_dir, STEPS, "run.save_freq=2", "run.keep_checkpoints=3", *STEADY, *more)
 
 
 def train(ranks: int, run_dir: Path, *more: str) -> tasks.Run:
@@ -134,9 +134,10 @@ def test_a_preempted_run_saves_and_goes_on_bit_for_bit(uninterrupted, ended, nam
     tasks.assert_bit_equal(uninterrupted["fp32"], resumed)
 
 
-@pytest.mark.parametrize(("precision", "tolerance"), [("fp64", 1e-10), ("fp32", 1e-4)])
+@pytest.mark.parametrize(("precision", "tolerance", "of_weights"), [("fp64", 1e-10, 1e-9), ("fp32", 1e-4, 4e-5)])
 @pytest.mark.parametrize("name", OTHER_LAYOUTS)
-def test_another_layout_goes_on_with_the_same_numbers(directory, uninterrupted, name, precision, tolerance):
+def test_another_layout_goes_on_with_the_same_numbers(directory, uninterrupted, name, precision, tolerance, of_weights):
+    """Metrics, and final weights and optimizer states relative to the largest element of each tensor."""
     ranks, more = OTHER_LAYOUTS[name]
     checkpoint = directory / precision / "checkpoints" / "step_2"
     run_dir = directory / f"{precision}_{ranks}"
@@ -150,4 +151,4 @@ def test_another_layout_goes_on_with_the_same_numbers(directory, uninterrupted, 
     print(f"from 2 ranks to {name}, {precision}: metrics {difference:.1e} ({where}), weights {weights:.1e} ({tensor})")
     assert resumed.responses == rest.responses
     assert difference < tolerance, where
-    assert precision == "fp32" or weights < 1e-9, tensor
+    assert weights < of_weights, tensor

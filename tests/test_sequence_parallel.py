@@ -24,7 +24,19 @@ from rlhf_spmd.offline import ModelConfig
 from rlhf_spmd.parallel.collectives import RECORDER
 from rlhf_spmd.parallel.layout import Layout, LayoutConfig
 from rlhf_spmd.parallel.world import World
-from test_engine import CONFIGS, Result, assert_same, half_precision, joined, special_batches, together, train
+from test_engine import (
+    CONFIGS,
+    STEADY,
+    assert_same,
+    check_half_precision,
+    check_single_precision,
+    half_precision,
+    joined,
+    single,
+    special_batches,
+    together,
+    train,
+)
 
 MODES: dict[str, dict[str, Any]] = {
     "none": {},
@@ -53,11 +65,6 @@ def model(name: str, directory: Path) -> str:
     config = CONFIGS[name] if name in CONFIGS else {**FAMILIES[name], "initializer_range": 0.3}
     write_random_model(directory / name, config, seed=3)
     return str(directory / name)
-
-
-@functools.cache
-def single(path: str, head: str) -> Result:
-    return together(run_ranks(1, train, path, Layout(), [1], head, {}))
 
 
 @pytest.fixture(scope="module")
@@ -98,17 +105,13 @@ def test_families_and_heads(directory: Path, name: str, shape: tuple[int, int, i
 @pytest.mark.parametrize(("shape", "micro"), SHAPES[1::2], ids=str)
 def test_fp32_stays_near_fp64(directory: Path, shape: tuple[int, int, int, int], micro: list[int], mode: str) -> None:
     layout, path = layout_of(shape), model("tied", directory)
-    options = {**MODES[mode], "dtype": torch.float32}
-    got = together(run_ranks(layout.size, train, path, layout, micro, "lm", options))
-    for mine, theirs in zip(got[0], single(path, "lm")[0], strict=True):
-        assert mine == pytest.approx(theirs, rel=1e-4)
+    options = {**MODES[mode], "dtype": torch.float32, "optim": STEADY}
+    check_single_precision(run_ranks(layout.size, train, path, layout, micro, "lm", options), path)
 
 
 def test_bf16_with_fp32_gradients(directory: Path) -> None:
-    reports, _ = single(model("untied", directory), "lm")
-    for losses, norms in run_ranks(2, half_precision, model("untied", directory), layout_of((1, 2, 1, 0))):
-        assert losses == pytest.approx([r["loss"] for r in reports], rel=2e-2)
-        assert norms == pytest.approx([r["grad_norm"] for r in reports], rel=5e-2)
+    path = model("untied", directory)
+    check_half_precision(run_ranks(2, half_precision, path, layout_of((1, 2, 1, 0))), path)
 
 
 def test_virtual_stages(directory: Path) -> None:
@@ -195,7 +198,7 @@ def test_each_rank_keeps_its_part(checkpointing: str) -> None:
 
 def test_generation_refuses_it() -> None:
     with pytest.raises(ValueError, match=r"layout\.sequence_parallel=true: generation runs without it"):
-        GenerateConfig(ModelConfig("m"), "out", layout=LayoutConfig(tp=2, sequence_parallel=True)).check("")
+        GenerateConfig(ModelConfig(path="m"), "out", layout=LayoutConfig(tp=2, sequence_parallel=True)).check("")
 
 
 @pytest.mark.parametrize("overrides", [(), ("models.actor.layout.pp=2", "models.critic.layout.pp=2")], ids=str)

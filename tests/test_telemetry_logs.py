@@ -109,7 +109,7 @@ def test_atomic_write_leaves_the_old_file_when_it_fails(tmp_path: Path) -> None:
 def test_exit_status_has_the_agreed_keys(tmp_path: Path) -> None:
     assert read_exit_status(tmp_path) is None
     write_exit_status(
-        tmp_path / "run", ExitStatus.of("hang", "no answer", rank=3, call="critic.update", step=7, last_checkpoint="c")
+        tmp_path / "run", ExitStatus("hang", "no answer", rank=3, call="critic.update", step=7, last_checkpoint="c")
     )
     written = json.loads((tmp_path / "run" / "exit_status.json").read_text())
     assert written == {
@@ -121,17 +121,12 @@ def test_exit_status_has_the_agreed_keys(tmp_path: Path) -> None:
         "last_checkpoint": "c",
         "message": "no answer",
     }
-    assert read_exit_status(tmp_path / "run") == ExitStatus("hang", 5, 3, "critic.update", 7, "c", "no answer")
+    assert read_exit_status(tmp_path / "run") == ExitStatus("hang", "no answer", 3, "critic.update", 7, "c")
     assert list(EXIT_CODES.values()) == [0, 1, 2, 3, 4, 5, 6, 7, 75]
-    with pytest.raises(ValueError, match="unknown exit class 'hung'; available: done"):
-        ExitStatus.of("hung")
-    with pytest.raises(ValueError, match="code 3"):
-        ExitStatus("hang", 3)
 
 
 def test_run_dir_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    run_dir = create_run_dir(tmp_path / "a" / "b", "run: {}\n")
-    assert (run_dir / "config.yaml").read_text() == "run: {}\n"
+    assert create_run_dir(tmp_path / "a" / "b").is_dir()
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"run\.dir=.*file.*; give a directory"):
         create_run_dir(tmp_path / "file")

@@ -98,7 +98,7 @@ def fill(run_dir: Path, steps: int = 50) -> None:
     logger.close()
     rollouts.close()
     write_trace(run_dir / "trace.json", [timeline.to_bytes() for timeline in timelines])
-    write_exit_status(run_dir, ExitStatus.of("numerics", HOSTILE, rank=2, call="actor.update_actor", step=steps))
+    write_exit_status(run_dir, ExitStatus("numerics", HOSTILE, rank=2, call="actor.update_actor", step=steps))
     (run_dir / "checkpoints" / "step_40").mkdir(parents=True)
     (run_dir / "checkpoints" / "step_40" / "COMMIT").touch()
 

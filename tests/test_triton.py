@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from rlhf_spmd.generation import GenerationConfig, Generator, SamplingConfig, backends, triton_attention
-from rlhf_spmd.generation.backends import choose_backend
-from rlhf_spmd.generation.paged_attention import KVCache
+from rlhf_spmd.generation.backends import build_backend, choose_backend
+from rlhf_spmd.generation.kv_cache import KVCache
 from rlhf_spmd.generation.scheduler import Work
 from rlhf_spmd.generation.sequence import Row
 from rlhf_spmd.generation.triton_attention import TritonAttention
@@ -59,7 +59,8 @@ class Rows:
         kv_heads, dim = self.keys[0].shape[1:]
         needed = [-(-(start + count) // page_size) for _, start, count in chunks]
         order = torch.randperm(sum(needed) + 3, generator=torch.Generator().manual_seed(seed)).tolist()
-        cache = KVCache(2, kv_heads, dim, len(order), page_size, self.keys[0].dtype, DEVICE, "triton")
+        dtype = self.keys[0].dtype
+        cache = KVCache(2, kv_heads, dim, len(order), page_size, dtype, DEVICE, build_backend("triton", dtype, DEVICE))
         cache.pages.fill_(torch.nan)  # what is not written must not be used
         by_slot = cache.pages[1].view(2, kv_heads, -1, dim)
         work = []

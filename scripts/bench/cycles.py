@@ -34,6 +34,7 @@ from torch import Tensor
 from rlhf_spmd.generation import GenerationConfig, Generator, Request, SamplingConfig, Until
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import token_log_probs
+from rlhf_spmd.models.sharding import ParamShard, plan_params
 from rlhf_spmd.models.spec import read_spec
 from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel.layout import Layout, generation_layout
@@ -72,8 +73,14 @@ class Actor:
         decoder.requires_grad_(False)
         engine = choose_engine("zero_redundancy", target)
         gather = build_group(world, ranks, lambda i: engine.gather_ranks(target, i), "gather", channel="gather")
-        shards = self.training.param_shards(), self.training.parameters
-        self.hybrid = HybridEngine(*shards, decoder, decoder.shards, gather, engine, target, mesh.index)
+
+        def shards(pp: int, tp: int) -> dict[str, ParamShard]:
+            return plan_params(spec, "lm", pp, layout.pp, tp, layout.tp)
+
+        def held(pp: int, tp: int) -> dict[str, ParamShard]:
+            return plan_params(spec, "lm", pp, target.pp, tp, target.tp, target.blocks)
+
+        self.hybrid = HybridEngine(shards, self.training.parameters, decoder, held, gather, engine, target, mesh.index)
         self.generator = Generator(decoder, mesh, SETTINGS, spec.eos_token_ids)
 
     def cycle(self, number: int, drain: bool) -> None:
@@ -130,7 +137,7 @@ def slope(values: list[float]) -> float:
     return sum((i - middle) * (value - mean) for i, value in enumerate(values)) / square
 
 
-def run(world: World, path: str, cycles: int, samples: int) -> dict[str, Any]:
+def run(world: World, path: str, cycles: int, samples: int, settled: int) -> dict[str, Any]:
     actor, began = Actor(world, path), time.perf_counter()
     resident: list[float] = []
     heap: list[float] = []
@@ -143,7 +150,7 @@ def run(world: World, path: str, cycles: int, samples: int) -> dict[str, Any]:
             storages.append(live_storages())
         resident.append(memory_mib("VmRSS") * 1024)
         heap.append(heap_kib())
-    first, counted = cycles // 5, storages[len(storages) // 5 :]
+    first, counted = settled, storages[len(storages) * settled // cycles :]
     return {
         "rank": world.rank,
         "cycles": cycles,
@@ -161,6 +168,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cycles", type=int, default=1000)
     parser.add_argument("--samples", type=int, default=20, help="how often live tensors are counted")
+    parser.add_argument("--settled", type=int, help="cycles before those that lines are fitted through; default: a fifth")
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--model", help="used between the ranks")
     parser.add_argument("--out", type=Path, help="write the figures there as JSON")
@@ -173,11 +181,11 @@ def main() -> None:
             sys.exit(subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}).returncode)
     launch = read_launch()
     world = init_world(launch, connect_store(launch), device=torch.device("cpu"))
-    mine = json.dumps(run(world, args.model, args.cycles, args.samples)).encode()
+    mine = json.dumps(run(world, args.model, args.cycles, args.samples, args.settled or args.cycles // 5)).encode()
     parts = world.all.gather_bytes(mine, "bench")
     if parts is not None:
         rows = [json.loads(part) for part in parts]
-        heads = ["rank", "cycles", "seconds", "resident MiB: first, fifth, last", "KiB per cycle"]
+        heads = ["rank", "cycles", "seconds", "resident MiB: first, settled, last", "KiB per cycle"]
         heads += ["heap MiB", "KiB per cycle", "storages", "bytes in them"]
         print(table(heads, [[str(value).strip("[]") for value in row.values()] for row in rows], 0))
         if args.out:

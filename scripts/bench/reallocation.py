@@ -3,9 +3,9 @@
     python scripts/bench/reallocation.py --out reallocation.json       on 4 gloo ranks, and plans up to 1024; about 2 minutes
 
 On ranks: the median over repetitions of the slowest rank's time, beside one plain send of as many bytes for every pair of ranks
-that exchanges any, all at once. ``lacks``: what ranks lack by their boxes, the lower bound of what they receive. Plans: process
-time (CPU) of one rank's part, the median of three ranks; bf16 bytes; ``busiest``: the most that a rank sends over the mean of the
-ranks that hold the model.
+that exchanges any, all at once. ``lacks``: what ranks lack by their boxes, the lower bound of what they receive; ``buffers``: the
+most that a rank's buffers hold beside the parameters. Plans: process time (CPU) of one rank's part, the median of three ranks;
+bf16 bytes; ``busiest``: the most that a rank sends over the mean of the ranks that hold the model.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,12 @@ import torch.distributed as dist
 from measure import MIB, machine_facts, median, table
 
 from rlhf_spmd.models.spec import ModelSpec
-from rlhf_spmd.parallel.boxes import ParamShard, shard_rows, zero_rows
+from rlhf_spmd.parallel.boxes import ParamShard, zero_shards
 from rlhf_spmd.parallel.collectives import RECORDER, wait_all
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.world import World, connect_store, init_world, read_launch
-from rlhf_spmd.reshard import Holding, execute_reallocation, missing_elements, plan_reallocation, plan_traffic
-from rlhf_spmd.workers.loan import holdings
+from rlhf_spmd.reshard import Holding, execute_reallocation, holdings, missing_elements, plan_reallocation, plan_traffic
+from rlhf_spmd.workers.engine import rank_shards
 
 MODEL = ModelSpec("llama", 4096, 512, 1536, 4, 8, 8, 64)  # 17.8 M parameters, fp32
 Place = tuple[Layout, tuple[int, ...]]
@@ -55,12 +56,15 @@ PLANS = [
 ]
 
 
+def holdings_of(spec: ModelSpec, layout: Layout, ranks: Sequence[int]) -> list[Holding]:
+    return holdings(layout, partial(rank_shards, spec, "lm", layout), ranks)
+
+
 def shards_of(side: list[Holding], rank: int) -> dict[str, ParamShard]:
     for holding in side:
         if rank in holding.ranks:
-            index, size = holding.ranks.index(rank), len(holding.ranks)
-            rows = {name: zero_rows(shard.shape[0], index, size) for name, shard in holding.shards.items()}
-            return {n: shard_rows(s, *rows[n]) if holding.split else s for n, s in holding.shards.items()}
+            at, of = holding.ranks.index(rank), len(holding.ranks)
+            return zero_shards(holding.shards, at, of) if holding.split else dict(holding.shards)
     return {}
 
 
@@ -68,18 +72,20 @@ def measure(world: World, number: int, source: Place, target: Place, repeats: in
     """One row. Collective over the world: every rank of it must call, in program order."""
     ranks = sorted({*source[1], *target[1]})
     group = world.group(ranks, "loan", channel=f"bench{number}")
-    before, after = (holdings(MODEL, "lm", *place) for place in (source, target))
+    before, after = (holdings_of(MODEL, *place) for place in (source, target))
     held, wanted = shards_of(before, world.rank), shards_of(after, world.rank)
     sources = {name: torch.randn(shard.shape) for name, shard in held.items()}
     targets = {name: torch.empty(shard.shape) for name, shard in wanted.items()}
     plan = plan_reallocation(before, after, lambda rank: 0, world.rank)
     sends, receives = ({to: sum(p.numel for p in parts) for to, parts in side.items()} for side in (plan.sends, plan.receives))
     flats = [{rank: torch.zeros(n) for rank, n in side.items()} for side in (sends, receives)]
-    start = RECORDER.received["reshard"]
+    start, buffers = RECORDER.received["loan"], [0]
 
     def move() -> None:
         if group is not None:
-            execute_reallocation(plan, sources, targets, group).wait()
+            moving = execute_reallocation(plan, sources, targets, group)
+            moving.wait()
+            buffers.append(moving.peak_bytes)
 
     def plain() -> None:
         if group is not None:
@@ -87,8 +93,9 @@ def measure(world: World, number: int, source: Place, target: Place, repeats: in
             wait_all([*works, *(group.isend(flat, group.ranks.index(rank), "bench") for rank, flat in flats[0].items())])
 
     seconds = [slowest(world, body, repeats) for body in (move, plain)]
-    mine = [(RECORDER.received["reshard"] - start) / (repeats + 1), 4 * missing_elements(held, wanted), len(receives)]
+    mine = [(RECORDER.received["loan"] - start) / (repeats + 1), 4 * missing_elements(held, wanted), len(receives)]
     received, lacked, pairs = world.all.all_reduce(torch.tensor(mine, dtype=torch.float64), "bench").tolist()
+    peak = int(world.all.all_reduce(torch.tensor(max(buffers)), "bench", "max"))
     names = [
         f"{layout.pp}-{layout.tp}-{layout.dp}" + (f" z{layout.zero}" if layout.zero else "") for layout, _ in (source, target)
     ]
@@ -97,6 +104,7 @@ def measure(world: World, number: int, source: Place, target: Place, repeats: in
         "pairs_of_ranks": pairs,
         "received_bytes": received,
         "lacked_bytes": lacked,
+        "buffer_bytes": peak,
         "seconds": seconds[0],
         "plain_seconds": seconds[1],
     }
@@ -138,7 +146,7 @@ def plan_row(source: Layout, target: Layout) -> dict[str, Any]:
         result = body()
         return time.process_time() - begin, result
 
-    described, sides = timed(lambda: [holdings(LLAMA_70B, "lm", layout, ranks) for layout in (source, target)])
+    described, sides = timed(lambda: [holdings_of(LLAMA_70B, layout, ranks) for layout in (source, target)])
     parts = [
         timed(lambda rank=rank: plan_reallocation(*sides, host_of, rank)) for rank in (0, source.size // 2 + 3, source.size - 1)
     ]
@@ -168,6 +176,7 @@ def row_cells(row: dict[str, Any]) -> list[str]:
         f"{row['received_bytes'] / MIB:.2f}",
         f"{row['lacked_bytes'] / MIB:.2f}",
         f"{row['pairs_of_ranks']:.0f}",
+        f"{row['buffer_bytes'] / MIB:.2f}",
     ]
     ratio = f"{row['seconds'] / row['plain_seconds']:.2f}x" if row["received_bytes"] else "-"
     return [*cells, f"{row['seconds'] * 1e3:.1f}", f"{row['plain_seconds'] * 1e3:.1f}", ratio]
@@ -195,7 +204,7 @@ def main() -> None:
         command += ["--repeats", str(args.repeats), "--out", str(out)]
         subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True)
         rows = json.loads(out.read_text(encoding="utf-8"))
-    heads = ["17.8 M parameters", "received MiB", "lacks", "pairs", "ms", "plain sends ms", "of plain"]
+    heads = ["17.8 M parameters", "received MiB", "lacks", "pairs", "buffers MiB", "ms", "plain sends ms", "of plain"]
     print(table(heads, [row_cells(row) for row in rows], 1))
     plans = [plan_row(*pair) for pair in PLANS[: args.plans]]
     heads = ["Llama 70B", "ranks", "received GB", "other hosts", "busiest", "peers", "holdings ms", "one rank ms", "whole ms"]

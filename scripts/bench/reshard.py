@@ -1,13 +1,13 @@
 """Transitions of the hybrid engine from training to generation: bytes, memory and time of the three engines.
 
     python scripts/bench/reshard.py --out reshard.json       on 2, 4 and 8 gloo ranks, about 4 minutes on 2 cores
-    python scripts/bench/reshard.py --plan --out plan.json   Llama sizes on 8 to 1024 ranks by planning alone, seconds
+    python scripts/bench/reshard.py --plan --out plan.json   Llama sizes on 8 to 1024 ranks by planning alone, about 10 minutes
 
 Formulas are multiples of M, the bytes of the tensors that a layout splits (docs/resharding.md); bytes and peaks are means over
-ranks. ``replicated`` is what norms add, ``buckets`` what the counted peak has beyond the formula: buckets on their way and the
-training parameters that they replace. Times are medians over repetitions of the slowest rank's time. Beside ours: one plain
-``all_gather_into_tensor`` of the same bytes in the same group, and ``DTensor.full_tensor`` of the same parameters. A second table:
-transition and a first forward pass of 512 tokens, one after the other and overlapping.
+ranks. ``replicated`` is what norms add, ``buckets`` what the counted peak has beyond the formula: buckets on their way, their
+buffers and the training parameters that they replace. Times are medians over repetitions of the slowest rank's time. Beside
+ours: one plain ``all_gather_into_tensor`` of the same bytes in the same group, and ``DTensor.full_tensor`` of the same
+parameters. A second table: transition and a first forward pass of 512 tokens, one after the other and overlapping.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +38,17 @@ from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.sharding import plan_params
 from rlhf_spmd.models.spec import ModelSpec
-from rlhf_spmd.parallel.boxes import ParamShard, shard_rows, zero_rows
+from rlhf_spmd.parallel.boxes import ParamShard
 from rlhf_spmd.parallel.collectives import Group
 from rlhf_spmd.parallel.layout import GenerationLayout, Layout, generation_layout
 from rlhf_spmd.parallel.mesh import build_group
 from rlhf_spmd.parallel.world import World, connect_store, init_world, read_launch
-from rlhf_spmd.reshard import ENGINES, HybridEngine, choose_engine, missing_elements
+from rlhf_spmd.reshard import ENGINES, Engine, HybridEngine, choose_engine, held_by, missing_elements
+from rlhf_spmd.reshard.engines import Reallocation, TransitionPlan
 
-Shards = dict[str, ParamShard]
+BUCKET_BYTES = 256 << 20
+Shards = Mapping[str, ParamShard]
+ShardsAt = Callable[[int, int], Shards]
 MODEL = ModelSpec("llama", 4096, 512, 1536, 4, 8, 8, 64)  # 17.8 M parameters; every layout below divides all of it
 CASES = {  # ranks -> (training layout, p_g, t_g)
     2: [(Layout(tp=2), 1, 1), (Layout(pp=2), 1, 1), (Layout(dp=2, zero=3), 1, 1)],
@@ -74,17 +79,19 @@ LLAMAS = {  # hidden, intermediate, layers, heads, KV heads, vocabulary; stages 
 }
 
 
-def train_shards(spec: ModelSpec, layout: Layout, index: int) -> Shards:
-    pp, dp, tp = layout.coordinate(index)
-    plan = plan_params(spec, "lm", pp, layout.pp, tp, layout.tp)
-    if not layout.zero:
-        return plan
-    return {name: shard_rows(shard, *zero_rows(shard.shape[0], dp, layout.dp)) for name, shard in plan.items()}
+def train_shards_at(spec: ModelSpec, layout: Layout) -> ShardsAt:
+    return cache(lambda pp, tp: plan_params(spec, "lm", pp, layout.pp, tp, layout.tp))
 
 
-def generation_shards(spec: ModelSpec, layout: GenerationLayout, index: int) -> Shards:
+def generation_shards_at(spec: ModelSpec, layout: GenerationLayout) -> ShardsAt:
+    return cache(lambda pp, tp: plan_params(spec, "lm", pp, layout.pp, tp, layout.tp, layout.blocks))
+
+
+def shards_of(spec: ModelSpec, layout: GenerationLayout, index: int) -> tuple[Shards, Shards]:
+    """What a rank holds in training and what in generation."""
+    (train,) = held_by(layout.train, train_shards_at(spec, layout.train), [index])
     pp, _, tp = layout.coordinate(index)
-    return plan_params(spec, "lm", pp, layout.pp, tp, layout.tp, layout.blocks)
+    return train, generation_shards_at(spec, layout)(pp, tp)
 
 
 def elements(shards: Shards, norms: bool) -> int:
@@ -113,7 +120,7 @@ class Model:
         engine = choose_engine(name, layout)
         pool = range(world.size)
         self.group = build_group(world, pool, lambda i: engine.gather_ranks(layout, i), "gather", channel="gather")
-        self.shards, self.wanted = train_shards(MODEL, layout.train, world.rank), generation_shards(MODEL, layout, world.rank)
+        self.shards, self.wanted = shards_of(MODEL, layout, world.rank)
         self.parameters: dict[str, Tensor] = {
             name: nn.Parameter(torch.randn(s.shape) if len(s.shape) > 1 else torch.ones(s.shape))
             for name, s in self.shards.items()
@@ -122,10 +129,10 @@ class Model:
         tp = Group("tp", tuple(range(layout.tp)), tp_rank)
         self.decoder = decoder = Decoder(MODEL, "lm", stage, layout.pp, tp, torch.float32, "meta", blocks=layout.blocks)
         self.hybrid = HybridEngine(
-            self.shards,
+            train_shards_at(MODEL, layout.train),
             lambda: self.parameters,
             decoder,
-            decoder.shards,
+            generation_shards_at(MODEL, layout),
             self.group,
             engine,
             layout,
@@ -137,14 +144,6 @@ class Model:
     def first_pass(self, wait: bool) -> None:
         self.hybrid.to_generation(wait)
         self.decoder(torch.arange(512), PackedAttention([64] * 8, torch.device("cpu")))
-
-    def replicated_received(self) -> int:
-        """Elements of norms that come from other ranks."""
-        plan = self.hybrid.plan
-        if plan.move is not None:
-            return sum(part.numel for parts in plan.move.receives.values() for part in parts if "norm" in part.parameter)
-        others = [sent for bucket in plan.buckets for m, sent in enumerate(bucket.sends) if m != plan.me]
-        return sum(piece.source_box.numel for sent in others for piece in sent if "norm" in piece.source)
 
     def peer_parameters(self) -> list[DTensor]:
         """What the transition makes, as DTensors in equal parts over the gather group; the whole model where ranks need
@@ -192,7 +191,7 @@ def measure(world: World, name: str, train: Layout, pp: int, tp: int, repeats: i
     norms = elements(model.wanted, True) + (elements(model.shards, True) if costs.twice else 0)
     if hybrid.plan.whole:
         norms += elements(plan_params(MODEL, "lm", 0, 1, 0, 1), True) - elements(model.wanted, True)
-    local = [hybrid.bytes_received, 4 * model.replicated_received(), hybrid.peak_bytes, 4 * norms, 4 * needed]
+    local = [hybrid.bytes_received, 4 * norms_received(hybrid.plan), hybrid.peak_bytes, 4 * norms, 4 * needed]
     received, replicated, peak, held_norms, lacked = mean(world, local)
     formula = float(costs.received * whole) if costs.received is not None else lacked - replicated
     return {
@@ -282,7 +281,7 @@ def row_text(row: dict[str, Any]) -> str:
     return "  ".join(row_cells(row))
 
 
-# -- planning alone
+# -- planning alone: Engine.plan as the ranks call it
 
 
 @dataclass(frozen=True)
@@ -291,17 +290,23 @@ class Planned:
     ranks: int
     layout: str
     engine: str
+    formula: float | None
     received: float
-    planned: float
+    replicated: float
+    formula_peak: float
     peak: float
     twice: float
+    plans: int
+    plan_s: float
 
 
-def plan_rows() -> Iterator[Planned]:
-    """bf16 bytes. ``planned``: the most that a rank lacks by its boxes, norms included, of the first and last rank."""
-    for model, (spec, stages) in LLAMAS.items():
-        for power in range(3, 11):
-            ranks = 1 << power
+def plan_rows(models: Sequence[str], most_ranks: int) -> Iterator[Planned]:
+    """bf16 bytes, means over ranks. ``formula`` is that of the tensors that layouts split, None where a rank receives what it
+    lacks; ``received`` is what the plans say of them, ``replicated`` of the norms. ``peak`` is that of the ranks whose plans were
+    made; ``plan_s``: process time of one plan."""
+    for model in models:
+        spec, stages = LLAMAS[model]
+        for ranks in [n for n in (1 << power for power in range(3, 11)) if n <= most_ranks]:
             slices = min(8, ranks // stages)
             dense = Layout(stages, slices, ranks // (stages * slices))
             pairs = [(dense, 1, slices // 2), (Layout(dp=ranks, zero=3), 1, 2 if stages == 1 else 8)]
@@ -312,32 +317,91 @@ def plan_rows() -> Iterator[Planned]:
 
 def plan_row(model: str, spec: ModelSpec, name: str, train: Layout, pp: int, tp: int) -> Planned:
     layout, whole = layout_of(name, train, pp, tp), 2 * split_elements(spec)
-    costs = hybrid_costs(name, layout)
-    ends = (0, train.size - 1)
-    lacks = [2 * missing_elements(train_shards(spec, train, i), generation_shards(spec, layout, i)) for i in ends]
-    received = float(costs.received * whole) if costs.received is not None else sum(lacks) / len(lacks)
+    engine = choose_engine(name, layout, lambda rank: rank // 8)
+    costs, sides = engine.costs(layout), (train_shards_at(spec, train), generation_shards_at(spec, layout))
+    indices, seconds, sums = planned_ranks(engine, layout), [], torch.zeros(3, dtype=torch.float64)
+    for index in indices:
+        begin = time.process_time()
+        plan = engine.plan(layout, index, *sides, BUCKET_BYTES // 2)
+        seconds.append(time.process_time() - begin)
+        held, wanted = shards_of(spec, layout, index)
+        sums += torch.tensor([*group_mean(plan), planned_peak(plan, held, wanted)])
+    received, norms, peak = (2 * sums / len(indices)).tolist()
     return Planned(
         model,
         train.size,
         describe(train, pp, tp),
         name,
-        received,
-        max(lacks) if name == "zero_redundancy" else received,
+        None if costs.received is None else float(costs.received * whole),
+        received - norms,
+        norms,
         float(costs.peak * whole),
+        peak,
         float(costs.twice * whole),
+        len(indices),
+        median(seconds),
     )
 
 
-def show_plan(out: Path | None) -> None:
+def planned_ranks(engine: Engine, layout: GenerationLayout) -> list[int]:
+    """One of each gather group in the first replica: what its members receive is the same, and other replicas' plans too. Where
+    each rank has a plan of its own all of up to 64 ranks, or four."""
+    size = layout.train.size
+    if isinstance(engine, Reallocation):
+        return list(range(0, size, 1 if size <= 64 else size // 4))
+    first = layout.train.replica_group(0)
+    return sorted({min(set(engine.gather_ranks(layout, rank)) & set(first)) for rank in first})
+
+
+def group_mean(plan: TransitionPlan) -> tuple[float, float]:
+    """Elements received, and of these norms, by a mean member of the gather group: what one has itself differs, by its stage."""
+    if plan.move is not None:
+        return plan.elements_received, norms_received(plan)
+    pieces = [piece for bucket in plan.buckets for sent in bucket.sends for piece in sent]
+    members = max((len(bucket.sends) for bucket in plan.buckets), default=1)
+    norms = [piece for piece in pieces if "norm" in piece.source]
+    each, of_norms = (sum(piece.source_box.numel for piece in some) * (members - 1) / members for some in (pieces, norms))
+    return each, of_norms
+
+
+def norms_received(plan: TransitionPlan) -> int:
+    """Elements of norms that come from other ranks."""
+    if plan.move is not None:
+        return sum(part.numel for parts in plan.move.receives.values() for part in parts if "norm" in part.parameter)
+    others = [sent for bucket in plan.buckets for m, sent in enumerate(bucket.sends) if m != plan.me]
+    return sum(piece.source_box.numel for sent in others for piece in sent if "norm" in piece.source)
+
+
+def planned_peak(plan: TransitionPlan, held: Shards, wanted: Shards) -> int:
+    """Elements of parameters when bucket after bucket has come, as execution counts them: what the buckets up to the one under way
+    make, and the training shards whose values no later bucket needs to send or has taken over yet."""
+    sizes = {name: math.prod(shape) for name, shape in plan.whole.items()} or {n: math.prod(s.shape) for n, s in wanted.items()}
+    train = sum(math.prod(shard.shape) for shard in held.values())
+    made = list(accumulate(sum(sizes[target] for target in bucket.targets) for bucket in plan.buckets))
+    if plan.move is not None or not plan.homes:
+        return train + sum(sizes.values())
+    left, most = train, 0
+    finished = plan.finished(held)
+    for number, names in enumerate(finished):
+        most = max(most, made[min(number + 1, len(made) - 1)] + left)
+        left -= sum(math.prod(held[name].shape) for name in names)
+    return most
+
+
+def show_plan(models: Sequence[str], most_ranks: int, out: Path | None) -> None:
     begin = time.perf_counter()
-    rows = list(plan_rows())
-    heads = ["model", "ranks", "layout", "engine", "received GB", "by boxes", "peak GB", "held twice GB"]
-    cells = [
-        [r.model, str(r.ranks), r.layout, r.engine, *(f"{x / 1e9:.2f}" for x in (r.received, r.planned, r.peak, r.twice))]
-        for r in rows
-    ]
-    print(table(heads, cells, 4))
-    print(f"\n{len(rows)} plans in {time.perf_counter() - begin:.1f} s")
+    rows = list(plan_rows(models, most_ranks))
+    heads = ["model", "ranks", "layout", "engine", "formula GB", "planned GB", "norms MB", "formula peak GB", "planned peak GB"]
+    heads += ["held twice GB", "plans", "one plan ms"]
+
+    def cells(r: Planned) -> list[str]:
+        gb = [f"{x / 1e9:.2f}" for x in (r.received, r.formula_peak, r.peak, r.twice)]
+        formula = "-" if r.formula is None else f"{r.formula / 1e9:.2f}"
+        start = [r.model, str(r.ranks), r.layout, r.engine, formula, gb[0], f"{r.replicated / 1e6:.1f}"]
+        return [*start, *gb[1:], str(r.plans), f"{r.plan_s * 1e3:.0f}"]
+
+    print(table(heads, [cells(row) for row in rows], 4))
+    print(f"\n{sum(row.plans for row in rows)} plans in {time.perf_counter() - begin:.1f} s")
     if out:
         out.write_text(json.dumps({"bench": "reshard plan", "rows": [vars(row) for row in rows]}, indent=2) + "\n")
 
@@ -345,13 +409,15 @@ def show_plan(out: Path | None) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plan", action="store_true", help="no ranks: formulas and plans of large models")
+    parser.add_argument("--models", nargs="+", default=list(LLAMAS), choices=list(LLAMAS), help="of --plan")
+    parser.add_argument("--most-ranks", type=int, default=1024, help="of --plan")
     parser.add_argument("--ranks", type=int, nargs="+", default=list(CASES), choices=list(CASES))
     parser.add_argument("--repeats", type=int, default=5, help="timed transitions of each engine and layout")
     parser.add_argument("--bucket-mib", type=int, default=256)
     parser.add_argument("--out", type=Path, help="write the figures there as JSON")
     args = parser.parse_args()
     if args.plan:
-        show_plan(args.out)
+        show_plan(args.models, args.most_ranks, args.out)
         return
     if "RANK" in os.environ:
         run_ranks(args.out, args.repeats, args.bucket_mib * MIB)

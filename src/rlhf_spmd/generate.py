@@ -11,7 +11,6 @@ with ``environment.cls`` also ``response_mask`` (1: the model's token, 0: the en
 from __future__ import annotations
 
 import json
-import math
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -19,54 +18,34 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rlhf_spmd.config import check_tree, load
 from rlhf_spmd.data.balance import partition_by_tokens
-from rlhf_spmd.data.encoding import EncodingConfig, PromptEncoder, check_ids
-from rlhf_spmd.data.files import DataError, Row, read_rows
+from rlhf_spmd.data.encoding import check_ids
+from rlhf_spmd.data.files import DataError, Row
+from rlhf_spmd.data.prompts import encode_prompts, has_ids, response_limits
 from rlhf_spmd.data.tokenizer import decoding, load_tokenizer
 from rlhf_spmd.environments.config import EnvironmentConfig
 from rlhf_spmd.generation import Completion, GenerationConfig, Generator, Request, SamplingConfig, StopStrings
 from rlhf_spmd.generation.backends import choose_backend
 from rlhf_spmd.generation.episodes import Environments
 from rlhf_spmd.models.decoder import Decoder
-from rlhf_spmd.models.sharding import check_layout
-from rlhf_spmd.models.spec import ModelSpec, read_eos_ids, read_spec
-from rlhf_spmd.models.weights import check_pretrained, load_pretrained
-from rlhf_spmd.offline import ModelConfig, check_out, run_offline_program
-from rlhf_spmd.parallel.layout import Layout, LayoutConfig, resolve_layout
+from rlhf_spmd.models.spec import ModelSpec, read_eos_ids
+from rlhf_spmd.models.weights import load_pretrained
+from rlhf_spmd.offline import OfflineConfig, read_input, run_offline_program
+from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.parallel.world import Launch, World
 
 
 @dataclass(frozen=True)
-class PromptFileConfig(EncodingConfig):
-    """``path``: a jsonl or parquet file, or a ``datasets`` name with ``split`` and ``subset``."""
+class GenerateConfig(OfflineConfig):
+    """Everything that ``generate`` takes. The generation layout is ``layout``; ``generation`` holds the other knobs."""
 
-    path: str = ""
-    prompt_key: str = "prompt"
-    split: str = "train"
-    subset: str | None = None
-
-
-@dataclass(frozen=True)
-class GenerateConfig:
-    """Everything that ``generate`` takes. The generation layout is ``layout``; ``generation`` holds the other knobs.
-
-    ``timeout_s``: the longest that one rank may keep the others waiting.
-    """
-
-    model: ModelConfig
-    out: str
-    data: PromptFileConfig = field(default_factory=PromptFileConfig)
-    layout: LayoutConfig = field(default_factory=LayoutConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
-    timeout_s: float = 3600.0
 
     def check(self, where: str) -> None:
-        if not 0 < self.timeout_s < math.inf:
-            raise ValueError(f"timeout_s={self.timeout_s} must be a number of seconds above 0")
+        super().check(where)
         for axis in ("pp", "tp"):
             if getattr(self.generation, axis) != 1:
                 raise ValueError(
@@ -98,61 +77,28 @@ class Prepared:
 
 def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> Prepared:
     """Local: no communication. Raises ConfigError, ValueError or DataError, one line each."""
-    config = load(GenerateConfig, path, overrides)
-    check_tree(config)
-    if launch.rank == 0:
-        check_out(Path(config.out), Path(config.data.path))
-    spec = read_spec(config.model.path)
-    layout = resolve_layout(config.layout, launch.size, "layout on all ranks")
-    check_layout(spec, layout.pp, layout.tp, "layout")
-    check_pretrained(spec, config.model.path, "lm")
-    rows = read_rows(config.data.path, config.data.split, config.data.subset)
-    has_text = any(needs_tokenizer(row, config.data) for row in rows)
+    config, spec, layout, rows = read_input(GenerateConfig, path, overrides, launch)
+    has_text = not all(has_ids(row, config.data) for row in rows)
     needed = has_text or bool(config.sampling.stop) or config.environment.cls is not None
     tokenizer = load_tokenizer(config.model.path, required=needed)
     config.sampling.check_ids(spec.vocab_size, () if config.sampling.ignore_eos else spec.eos_token_ids, "sampling")
-    prompts = encode_prompts(rows, config.data, tokenizer, spec.vocab_size)
-    limits = [response_limits(row, len(ids), config.sampling, spec) for row, ids in zip(rows, prompts, strict=True)]
+    prompts, _ = encode_prompts(rows, config.data, tokenizer, spec.vocab_size)
+    for row, prompt in zip(rows, prompts, strict=True):
+        check_ids(prompt, spec.vocab_size, row.where, config.data.prompt_key)
+    limits = [limits_of(row, len(prompt), config.sampling, spec) for row, prompt in zip(rows, prompts, strict=True)]
     ids = [row.values.get("id", index) for index, row in enumerate(rows)]
     return Prepared(config, spec, layout, tokenizer, ids, prompts, limits, [row.values for row in rows])
 
 
-def needs_tokenizer(row: Row, config: PromptFileConfig) -> bool:
-    return config.prompt_key in row.values or "prompt_ids" not in row.values
-
-
-def encode_prompts(rows: Sequence[Row], config: PromptFileConfig, tokenizer: Any, vocab_size: int) -> list[list[int]]:
-    """Token ids of each row: its prompt through the tokenizer (messages through the chat template), or its ``prompt_ids``."""
-    prompts: list[list[int]] = [[] for _ in rows]
-    texts = []
-    for index, row in enumerate(rows):
-        if needs_tokenizer(row, config):
-            texts.append(index)
-        else:
-            prompts[index] = check_ids(row.values["prompt_ids"], vocab_size, row.where, "prompt_ids")
-    if texts:
-        values = [rows[index].get(config.prompt_key, "data.prompt_key") for index in texts]
-        encoded, _ = PromptEncoder(tokenizer, config).encode(values, [rows[index].where for index in texts])
-        for index, ids in zip(texts, encoded, strict=True):
-            prompts[index] = check_ids(ids, vocab_size, rows[index].where, config.prompt_key)
-    return prompts
-
-
-def response_limits(row: Row, prompt_length: int, sampling: SamplingConfig, spec: ModelSpec) -> tuple[int, int]:
+def limits_of(row: Row, prompt_length: int, sampling: SamplingConfig, spec: ModelSpec) -> tuple[int, int]:
     """Least and most tokens: the row's own limits or the common ones, cut at the end of the model's context."""
     room = spec.max_position_embeddings - prompt_length
     if room < 1:
         raise DataError(
             f"{row.where}: the prompt has {prompt_length} tokens, the model's context {spec.max_position_embeddings}"
         )
-    own = {"min_response_length": 0, "max_response_length": sampling.max_response_length or room}
-    for key, least in (("min_response_length", 0), ("max_response_length", 1)):
-        value = row.values.get(key)
-        if value is not None:
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise DataError(f"{row.where}: {key}={value!r} must be a whole number of at least {least}")
-            own[key] = value
-    return own["min_response_length"], min(room, own["max_response_length"])
+    least, most = response_limits(row)
+    return least, min(room, most or sampling.max_response_length or room)
 
 
 def generate(ready: Prepared, world: World, tick: Callable[[], None] = lambda: None) -> None:
@@ -186,7 +132,7 @@ def generate(ready: Prepared, world: World, tick: Callable[[], None] = lambda: N
     seconds = time.perf_counter() - loaded
     print(
         f"{len(records)} responses, {num_tokens} tokens in {seconds:.1f} s ({num_tokens / seconds:.0f} tokens/s; "
-        f"{loaded - started:.1f} s to load) on {ready.layout}, attention {backend}: {config.out}",
+        f"{loaded - started:.1f} s to load) on {ready.layout}, {config.threads} thread(s), attention {backend}: {config.out}",
         file=sys.stderr,
     )
 

@@ -2,33 +2,71 @@
 
 from __future__ import annotations
 
-import argparse
+import math
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import torch
-
-from rlhf_spmd.parallel.program import ProgramContext, ProgramSettings, run_program
+from rlhf_spmd.config import check_tree, load
+from rlhf_spmd.data.dataset import RowsConfig
+from rlhf_spmd.data.files import Row
+from rlhf_spmd.models.sharding import check_layout
+from rlhf_spmd.models.spec import ModelSpec, local_directory, read_spec
+from rlhf_spmd.models.weights import check_pretrained
+from rlhf_spmd.parallel.layout import Layout, LayoutConfig, resolve_layout
+from rlhf_spmd.parallel.program import ProgramContext, ProgramSettings, read_command_line, run_program
 from rlhf_spmd.parallel.world import Launch, World, read_launch
-from rlhf_spmd.workers.config import RoleConfig
+from rlhf_spmd.workers.config import ComputeConfig
 
 
 @dataclass(frozen=True)
-class ModelConfig:
-    """``path``: a Hugging Face directory. ``dtype`` auto: bfloat16 on GPUs, float32 on CPUs. ``attention``: as a role's."""
+class ModelConfig(ComputeConfig):
+    """``path``: a Hugging Face directory."""
 
-    path: str
-    dtype: str = "auto"
-    attention: str = "auto"
+    path: str = field(kw_only=True)
+
+
+@dataclass(frozen=True)
+class OfflineConfig:
+    """``out``: the file to write. ``timeout_s``: the longest that one rank may keep the others waiting. ``threads``: of a rank, on
+    CPUs."""
+
+    model: ModelConfig
+    out: str
+    data: RowsConfig = field(default_factory=RowsConfig)
+    layout: LayoutConfig = field(default_factory=LayoutConfig)
+    timeout_s: float = 3600.0
+    threads: int = 1
 
     def check(self, where: str) -> None:
-        RoleConfig(dtype=self.dtype, attention=self.attention).check(where)
+        if not 0 < self.timeout_s < math.inf:
+            raise ValueError(f"timeout_s={self.timeout_s} must be a number of seconds above 0")
+        if self.threads < 1:
+            raise ValueError(f"threads={self.threads} must be at least 1")
 
-    def torch_dtype(self, device: torch.device) -> torch.dtype:
-        return RoleConfig(dtype=self.dtype).torch_dtype(device)
+
+Config = TypeVar("Config", bound=OfflineConfig)
+
+
+def read_input(
+    schema: type[Config], path: str | None, overrides: Sequence[str], launch: Launch
+) -> tuple[Config, ModelSpec, Layout, list[Row]]:
+    """The configuration, what it says of model and layout, and the rows, all checked. Local: no communication.
+
+    Raises ConfigError, ValueError or DataError, one line each.
+    """
+    config = load(schema, path, overrides)
+    check_tree(config)
+    if launch.rank == 0:
+        check_out(Path(config.out), Path(config.data.path))
+    config = replace(config, model=replace(config.model, path=local_directory(config.model.path, "model.path")))
+    spec = read_spec(config.model.path)
+    layout = resolve_layout(config.layout, launch.size, "layout on all ranks")
+    check_layout(spec, layout.pp, layout.tp, "layout", layout.vpp)
+    check_pretrained(spec, config.model.path, "lm")
+    return config, spec, layout, config.data.read()
 
 
 def check_out(out: Path, source: Path) -> None:
@@ -53,16 +91,13 @@ def run_offline_program(
     argv: Sequence[str] | None,
 ) -> None:
     """The command line: ``prepare(config file, overrides, launch)``, then ``work(prepared, world, tick)`` on all ranks."""
-    parser = argparse.ArgumentParser(prog=f"rlhf_spmd.{name}", description=description)
-    parser.add_argument("--config", help="YAML file")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted keys: model.path=DIR data.path=IN out=OUT")
-    arguments = parser.parse_intermixed_args(argv)
+    config, overrides = read_command_line(name, description, argv)
 
     def body(context: ProgramContext[Any]) -> None:
         work(context.prepared, context.world, context.board.tick)
 
     run_program(
-        lambda: prepare(arguments.config, arguments.overrides, read_launch()),
+        lambda: prepare(config, overrides, read_launch()),
         body,
-        lambda ready: ProgramSettings(timeout_s=ready.config.timeout_s),
+        lambda ready: ProgramSettings(timeout_s=ready.config.timeout_s, threads=ready.config.threads),
     )

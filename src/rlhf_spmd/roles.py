@@ -9,9 +9,11 @@ from types import SimpleNamespace
 
 from rlhf_spmd.config.schema import nearest
 from rlhf_spmd.controller import Controller, GroupShape, ResourcePool
-from rlhf_spmd.data.encoding import PackedIds
+from rlhf_spmd.data.dataset import TokenDataset
+from rlhf_spmd.data.prompts import PromptsConfig
+from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.models.sharding import check_layout
-from rlhf_spmd.models.spec import ModelSpec, read_spec
+from rlhf_spmd.models.spec import ModelSpec, local_directory, read_spec
 from rlhf_spmd.models.weights import check_pretrained
 from rlhf_spmd.parallel.layout import GenerationLayout, Layout, generation_layout, resolve_layout
 from rlhf_spmd.planner.placement import PlacementConfig, place_roles
@@ -109,15 +111,15 @@ def _plan_role(role: str, worker: type[ModelWorker], config: RoleConfig, pool: R
     layout = resolve_layout(config.layout, len(pool.ranks), f"{where}.layout on pool '{pool.name}'")
     if config.path is None:
         return RolePlan(worker, config, pool, GroupShape(layout), None)
-    if config.offload and worker.trained:
-        raise ValueError(
-            f"{where}.offload=true: only roles that are not trained can rest in host memory; for what the optimizer keeps there "
-            f"is {where}.optim.offload"
-        )
-    spec = read_spec(config.path)
+    path = local_directory(config.path, f"{where}.path")
+    config, spec = replace(config, path=path), read_spec(path)
     check_layout(spec, layout.pp, layout.tp, f"{where}.layout", layout.vpp)
     if not config.random_init:
-        check_pretrained(spec, config.path, worker.head, missing_head_ok=worker.new_head)
+        check_pretrained(spec, path, worker.head, missing_head_ok=worker.new_head)
+    if "generate_sequences" in config.calls and config.generation.overlap:
+        raise ValueError(
+            f"{where}.generation.overlap=true: weights on loan to calls.generate_sequences come whole; leave it out"
+        )
     if not issubclass(worker, ActorWorker) or "generate_sequences" in config.calls:
         return RolePlan(worker, config, pool, GroupShape(layout), spec)
     try:
@@ -126,6 +128,11 @@ def _plan_role(role: str, worker: type[ModelWorker], config: RoleConfig, pool: R
     except ValueError as error:
         raise ValueError(f"{where}.{error}") from error
     check_layout(spec, generation.pp, generation.tp, f"{where}.generation")
+    if config.generation.overlap and generation.consecutive:
+        raise ValueError(
+            f"{where}.generation.overlap=true: layer by layer weights come only where engine=zero_redundancy regroups ranks in "
+            f"place, not from {layout} to pp({generation.pp}) * tp({generation.tp}) by engine={config.generation.engine}; leave it out"
+        )
     if not generation.consecutive and generation.pp != layout.pp and spec.num_hidden_layers % layout.pp:
         raise ValueError(
             f"{where}.generation.pp={generation.pp} regroups stages, so layout.pp={layout.pp} must divide the model's "
@@ -171,16 +178,40 @@ def _same_vocabulary(plans: Mapping[str, RolePlan]) -> None:
             )
 
 
-def check_vocabulary(ids: PackedIds, plans: Mapping[str, RolePlan]) -> None:
+def check_vocabulary(data: TokenDataset, plans: Mapping[str, RolePlan]) -> None:
     """Raises ValueError if the tokenizer gave ids that the actor's model has not."""
     spec = plans["actor"].spec
     assert spec is not None
-    largest = int(ids.values.max(initial=0))
+    largest = max(int(ids.values.max(initial=0)) for ids in data.columns.values())
     if largest >= spec.vocab_size:
         raise ValueError(
             f"the data have token id {largest}, but the model in '{plans['actor'].config.path}' has a vocabulary of "
             f"{spec.vocab_size}: its tokenizer is larger than the model"
         )
+
+
+def with_limit(sampling: SamplingConfig, data: PromptsConfig, seed: int) -> SamplingConfig:
+    """``sampling`` as a run uses it: with the data's limit where it has none, and the run's seed."""
+    return replace(sampling, max_response_length=sampling.max_response_length or data.max_response_length, seed=seed)
+
+
+def check_sampling(
+    section: str, sampling: SamplingConfig, where: str, data: PromptsConfig, plans: Mapping[str, RolePlan]
+) -> tuple[int, str]:
+    """What ``section`` says against the models' vocabulary and contexts; ``where``: the section of ``data``.
+
+    Returns the tokens of the longest row, and in words where they come from. Raises ValueError with both sides.
+    """
+    actor = plans["actor"].spec
+    assert actor is not None, "an actor has a model"
+    sampling.check_ids(actor.vocab_size, () if sampling.ignore_eos else actor.eos_token_ids, section)
+    key = f"{section if sampling.max_response_length else where}.max_response_length"
+    longest = data.max_prompt_length + (sampling.max_response_length or data.max_response_length)
+    lengths = f"{where}.max_prompt_length + {key} = {longest} tokens"
+    for role, plan in plans.items():
+        if plan.spec is not None and longest > plan.spec.max_position_embeddings:
+            raise ValueError(f"{lengths}, but models.{role} has a context of {plan.spec.max_position_embeddings}")
+    return longest, lengths
 
 
 def build_models(plans: Mapping[str, RolePlan], build: Build) -> SimpleNamespace:

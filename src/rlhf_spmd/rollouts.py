@@ -19,7 +19,7 @@ from rlhf_spmd.data.balance import partition_by_tokens
 from rlhf_spmd.data.batch import Batch, concat
 from rlhf_spmd.data.loader import Loader
 from rlhf_spmd.generation.config import SamplingConfig
-from rlhf_spmd.session import merge_values
+from rlhf_spmd.reports import merge_values
 
 
 class PromptQueue:

@@ -9,69 +9,43 @@ The numbers come from the forward pass and the head that training uses.
 from __future__ import annotations
 
 import json
-import math
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlhf_spmd.config import check_tree, load
 from rlhf_spmd.data.balance import micro_batches_by_tokens, partition_by_tokens
 from rlhf_spmd.data.batch import Batch, Ragged, ragged
-from rlhf_spmd.data.encoding import EncodingConfig, check_ids
-from rlhf_spmd.data.files import DataError, Row, read_rows
-from rlhf_spmd.data.sft import ResponseDataset, SftConfig
+from rlhf_spmd.data.encoding import check_ids
+from rlhf_spmd.data.files import DataError, Row
+from rlhf_spmd.data.sft import ID_KEYS, PairsConfig, encode_pairs, has_ids
 from rlhf_spmd.data.tokenizer import load_tokenizer
 from rlhf_spmd.models.decoder import Decoder
-from rlhf_spmd.models.sharding import check_layout
-from rlhf_spmd.models.spec import ModelSpec, read_spec
-from rlhf_spmd.models.weights import check_pretrained
-from rlhf_spmd.offline import ModelConfig, check_out, run_offline_program
-from rlhf_spmd.parallel.layout import Layout, LayoutConfig, resolve_layout
+from rlhf_spmd.models.spec import ModelSpec
+from rlhf_spmd.offline import OfflineConfig, read_input, run_offline_program
+from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.parallel.world import Launch, World
 from rlhf_spmd.telemetry.run_dir import atomic_write_text
 from rlhf_spmd.workers.engine import Packed, TrainEngine
 from rlhf_spmd.workers.model_worker import pack_rows, response_log_probs, sequence_lengths
 
-ID_KEYS = ("prompt_ids", "response_ids")
-
 
 @dataclass(frozen=True)
-class ResponseFileConfig(EncodingConfig):
-    """``path``: a jsonl or parquet file, or a ``datasets`` name with ``split`` and ``subset``."""
+class ScoreConfig(OfflineConfig):
+    """Everything that ``score`` takes. ``max_token_len_per_gpu``: tokens of a micro-batch on one rank."""
 
-    path: str = ""
-    prompt_key: str = "prompt"
-    response_key: str = "response"
-    split: str = "train"
-    subset: str | None = None
-
-
-@dataclass(frozen=True)
-class ScoreConfig:
-    """Everything that ``score`` takes. ``max_token_len_per_gpu``: tokens of a micro-batch on one rank.
-
-    ``timeout_s``: the longest that one rank may keep the others waiting.
-    """
-
-    model: ModelConfig
-    out: str
-    data: ResponseFileConfig = field(default_factory=ResponseFileConfig)
-    layout: LayoutConfig = field(default_factory=LayoutConfig)
+    data: PairsConfig = field(default_factory=PairsConfig)
     max_token_len_per_gpu: int = 16384
-    timeout_s: float = 3600.0
 
     def check(self, where: str) -> None:
+        super().check(where)
         if self.max_token_len_per_gpu < 1:
             raise ValueError(f"max_token_len_per_gpu={self.max_token_len_per_gpu} must be at least 1")
-        if not 0 < self.timeout_s < math.inf:
-            raise ValueError(f"timeout_s={self.timeout_s} must be a number of seconds above 0")
 
 
 @dataclass(frozen=True)
@@ -87,55 +61,17 @@ class Prepared:
 
 def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> Prepared:
     """Local: no communication. Raises ConfigError, ValueError or DataError, one line each."""
-    config = load(ScoreConfig, path, overrides)
-    check_tree(config)
-    if not Path(config.model.path).is_dir():
-        raise ValueError(f"model.path={config.model.path} is not a directory; give a Hugging Face model directory")
-    spec = read_spec(config.model.path)
-    layout = resolve_layout(config.layout, launch.size, "layout on all ranks")
-    check_layout(spec, layout.pp, layout.tp, "layout", layout.vpp)
-    check_pretrained(spec, config.model.path, "lm")
-    rows = read_rows(config.data.path, config.data.split, config.data.subset)
-    pairs = encode_rows(rows, config.data, config.model.path, spec.vocab_size)
-    for row, (prompt, response) in zip(rows, pairs, strict=True):
-        check_length(row, len(prompt), len(response), config, spec)
-    if launch.rank == 0:
-        check_out(Path(config.out), Path(config.data.path))
+    config, spec, layout, rows = read_input(ScoreConfig, path, overrides, launch)
+    tokenizer = None if all(map(has_ids, rows)) else load_tokenizer(config.model.path, required=False)
+    pairs = encode_pairs(rows, config.data, tokenizer, spec.vocab_size)
+    for row, pair in zip(rows, pairs, strict=True):
+        for ids, key in zip(pair, ID_KEYS, strict=True):
+            check_ids(ids, spec.vocab_size, row.where, key)
+        check_length(row, len(pair[0]), len(pair[1]), config, spec)
     number = torch.arange(len(rows))
     columns = {key: ragged([pair[side] for pair in pairs], torch.int64) for side, key in enumerate(ID_KEYS)}
     ids = [row.values.get("id", index) for index, row in enumerate(rows)]
     return Prepared(config, spec, layout, ids, Batch(number, number.clone(), columns))
-
-
-def encode_rows(
-    rows: Sequence[Row], config: ResponseFileConfig, model_path: str, vocab_size: int
-) -> list[tuple[list[int], list[int]]]:
-    """(prompt ids, response ids) of each row: those that it gives, else its text through the model's tokenizer."""
-    given = [all(key in row.values for key in ID_KEYS) for row in rows]
-    encoded = iter(encode_texts([row for row, has_ids in zip(rows, given, strict=True) if not has_ids], config, model_path))
-    pairs = []
-    for row, has_ids in zip(rows, given, strict=True):
-        sides = [row.values[key] for key in ID_KEYS] if has_ids else next(encoded)
-        prompt, response = (check_ids(ids, vocab_size, row.where, key) for ids, key in zip(sides, ID_KEYS, strict=True))
-        pairs.append((prompt, response))
-    return pairs
-
-
-def encode_texts(rows: Sequence[Row], config: ResponseFileConfig, model_path: str) -> list[list[list[int]]]:
-    """[prompt ids, response ids] of rows of text."""
-    if not rows:
-        return []
-    settings = SftConfig(
-        apply_chat_template=config.apply_chat_template,
-        chat_template=config.chat_template,
-        system_prompt=config.system_prompt,
-        prompt_key=config.prompt_key,
-        response_key=config.response_key,
-        max_length=sys.maxsize,  # lengths are checked for all rows alike
-        append_eos=False,
-    )
-    found = ResponseDataset(rows, settings, load_tokenizer(model_path, required=False))
-    return [[found.prompts[i].tolist(), found.responses[i].tolist()] for i in range(len(rows))]
 
 
 def check_length(row: Row, prompt: int, response: int, config: ScoreConfig, spec: ModelSpec) -> None:
@@ -210,6 +146,7 @@ def in_order(values: Tensor, parts: Sequence[Sequence[int]], lengths: Tensor) ->
 
 
 def write_rows(ready: Prepared, log_probs: Ragged) -> None:
+    """The file, on rank 0 only. Raises FloatingPointError that names the first row with a log-prob that is not finite."""
     if not bool(log_probs.values.isfinite().all()):
         first = next(i for i, row in enumerate(log_probs.rows()) if not bool(row.isfinite().all()))
         raise FloatingPointError(

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,21 +26,21 @@ from rlhf_spmd.checkpoint import (
     read_manifest,
     save_checkpoint,
 )
-from rlhf_spmd.controller import Controller, Reference
-from rlhf_spmd.data.loader import validation_batches
-from rlhf_spmd.data.prompts import PromptDataset
-from rlhf_spmd.generation.config import SamplingConfig
-from rlhf_spmd.parallel.board import Board
+from rlhf_spmd.config import to_dict, to_yaml
+from rlhf_spmd.controller import Controller
 from rlhf_spmd.parallel.collectives import RECORDER
-from rlhf_spmd.parallel.program import Preempted, ProgramContext, ProgramSettings, run_program
-from rlhf_spmd.parallel.world import World, read_launch
-from rlhf_spmd.reshard.move import LABEL
-from rlhf_spmd.telemetry.logger import LoggerConfig, MetricLogger
+from rlhf_spmd.parallel.program import Preempted, ProgramContext, ProgramSettings, read_command_line, run_program
+from rlhf_spmd.parallel.world import read_launch
+from rlhf_spmd.reshard import LABELS
+from rlhf_spmd.roles import model_directory, pools_of
+from rlhf_spmd.telemetry.logger import MetricLogger
 from rlhf_spmd.telemetry.progress import ProgressBar
 from rlhf_spmd.telemetry.report import write_report
+from rlhf_spmd.telemetry.report_sections import flatten_config
 from rlhf_spmd.telemetry.rollouts import RolloutWriter
-from rlhf_spmd.telemetry.run_dir import EXPORT_DIR, TRACE_FILE, ExitStatus, create_run_dir
-from rlhf_spmd.telemetry.trace import write_trace
+from rlhf_spmd.telemetry.run_dir import CONFIG_FILE, EXPORT_DIR, TRACE_FILE, ExitStatus, atomic_write_text, create_run_dir
+from rlhf_spmd.telemetry.trace import Timeline, write_trace
+from rlhf_spmd.workers.flops import matmul_rate
 from rlhf_spmd.workers.model_worker import ModelWorker
 
 
@@ -49,7 +50,8 @@ class RunConfig:
 
     ``resume``: auto (from the newest good checkpoint in ``dir``, if there is one), never, or a checkpoint directory.
     ``keep_checkpoints``: how many stay, at least 2. ``timeout_s``: how long ranks wait for each other before the run ends.
-    ``log_samples``: rollouts written per step. ``export``: write a Hugging Face directory at the end.
+    ``threads``: of a rank on CPUs; on GPUs it is not read. ``log_samples``: rollouts written per step. ``export``: write a Hugging
+    Face directory at the end.
     """
 
     name: str = "run"
@@ -61,11 +63,13 @@ class RunConfig:
     resume: str = "auto"
     keep_checkpoints: int = 2
     timeout_s: float = 600.0
+    threads: int = 1
     log_samples: int = 4
     export: bool = True
 
     def check(self, where: str) -> None:
-        for key, least in (("steps", 1), ("save_freq", 0), ("test_freq", 0), ("keep_checkpoints", 2), ("log_samples", 0)):
+        bounds = {"steps": 1, "save_freq": 0, "test_freq": 0, "keep_checkpoints": 2, "threads": 1, "log_samples": 0}
+        for key, least in bounds.items():
             if getattr(self, key) < least:
                 raise ValueError(f"{where}.{key}={getattr(self, key)} must be at least {least}")
         if not 0 < self.timeout_s < math.inf:
@@ -98,15 +102,11 @@ def run_session_program(
     argv: Sequence[str] | None,
 ) -> None:
     """The command line of ``train`` and ``sft``: ``prepare(config file, overrides, world size)``, then ``body`` on all ranks."""
-    parser = argparse.ArgumentParser(prog=f"rlhf_spmd.{name}", description=description)
-    parser.add_argument("--config", help="YAML file")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted keys of the configuration: run.steps=20")
-    arguments = parser.parse_intermixed_args(argv)
-    config, overrides = arguments.config, arguments.overrides
+    config, overrides = read_command_line(name, description, argv)
     run_program(
         lambda: prepare(config, overrides, read_launch().size),
         body,
-        lambda ready: ProgramSettings(Path(ready.config.run.dir), ready.config.run.timeout_s),
+        lambda ready: ProgramSettings(Path(ready.config.run.dir), ready.config.run.timeout_s, ready.config.run.threads),
         run_dir_hint(config, overrides),
         saves_on_signal=True,
     )
@@ -114,34 +114,28 @@ def run_session_program(
 
 @dataclass
 class Session:
-    """What a run carries besides its models. ``trained``: the roles that a checkpoint holds. ``state``/``restore``: the rest.
+    """What a run carries besides its ``models``. ``state``/``restore``: what a checkpoint holds besides the trained roles.
 
-    ``peak_flops``: FLOP/s of one rank, by which utilisation (``perf/mfu``) is measured.
+    ``context.prepared`` has ``config`` (with ``run`` and ``logger``) and ``plans``. The actor is exported.
     """
 
-    config: RunConfig
-    logger_config: LoggerConfig
-    world: World
-    board: Board
+    context: ProgramContext[Any]
     controller: Controller
-    trained: Mapping[str, ModelWorker]
+    models: SimpleNamespace
     state: Callable[[], dict[str, Any]]
     restore: Callable[[dict[str, Any]], None]
-    export_role: str
-    export_source: Path
-    resolved: Mapping[str, Any]
-    config_text: str
-    peak_flops: float
     started_at: int = field(default=0, init=False)
     finished_before: bool = field(default=False, init=False)  # its goal was reached in an earlier start
 
-    @property
-    def run_dir(self) -> Path:
-        return Path(self.config.dir)
-
-    @property
-    def is_first(self) -> bool:
-        return self.world.rank == 0
+    def __post_init__(self) -> None:
+        self.world, self.board, ready = self.context.world, self.context.board, self.context.prepared
+        self.config: RunConfig = ready.config.run
+        self.run_dir = Path(self.config.dir)
+        self.is_first = self.world.rank == 0
+        workers = {role: worker for role, worker in vars(self.models).items() if isinstance(worker, ModelWorker)}
+        self.trained = {role: worker for role, worker in workers.items() if worker.trained}
+        # FLOP/s of one rank, by which utilisation (perf/mfu) is measured
+        self.peak_flops = matmul_rate(self.world.device, ready.plans["actor"].config.torch_dtype(self.world.device))
 
     def run(
         self,
@@ -154,16 +148,21 @@ class Session:
         Collective over the world: every rank of it must call. Raises Preempted after saving if any rank was signalled.
         """
         if self.is_first:
-            create_run_dir(self.run_dir, self.config_text)
+            create_run_dir(self.run_dir)
         self.world.all.barrier("control")
         self.started_at = self.resume()
         if self.finished_before or self.started_at >= self.config.steps:
             self.board.set_step(self.started_at)
             if self.is_first:
-                print(f"nothing to do: step {self.started_at} of {self.config.steps} is done", file=sys.stderr)
+                done, remedy = f"step {self.started_at} of {self.config.steps} is done", "raise run.steps or "
+                if self.finished_before:
+                    done, remedy = f"its goal was reached in step {self.started_at}", ""
+                print(f"nothing to do: {done}; {remedy}give another run.dir", file=sys.stderr)
             if self.config.export and self.controller.decide(self.is_first and not (self.run_dir / EXPORT_DIR).exists()):
                 self._export()  # the run was ended between its last checkpoint and its export
             return
+        if self.is_first:
+            self._record_config()
         recorder = Recorder(self) if self.is_first else None
         number = self.started_at
         if validate is not None and self.config.test_freq and number == 0:
@@ -186,26 +185,40 @@ class Session:
             if ended or preempted or (self.config.save_freq and number % self.config.save_freq == 0):
                 self.save(number, stopped)
             if preempted and not ended:
-                self._close(recorder, ExitStatus.of("preempted", step=number, last_checkpoint=self.board.last_checkpoint))
+                self._close(recorder, ExitStatus("preempted", step=number, last_checkpoint=self.board.last_checkpoint))
                 raise Preempted(f"saved {self.board.last_checkpoint}; start again with run.resume=auto to go on")
             if ended:
                 break
         if self.config.export:
             self._export()
-        self._close(recorder, ExitStatus.of("done", step=number, last_checkpoint=self.board.last_checkpoint))
+        self._close(recorder, ExitStatus("done", step=number, last_checkpoint=self.board.last_checkpoint))
+
+    def _record_config(self) -> None:
+        """Write config.yaml, now that it is sure to run; say what is another than in the run that this one goes on with."""
+        text = to_yaml(self.context.prepared.config)
+        if self.board.last_checkpoint is not None:
+            before = Path(self.board.last_checkpoint).resolve().parents[1] / CONFIG_FILE
+            old = flatten_config(before.read_text(encoding="utf-8")) if before.is_file() else {}
+            new = flatten_config(text)
+            changed = [key for key in {**old, **new} if old.get(key) != new.get(key) and key not in ("run.dir", "run.resume")]
+            if old and changed:
+                told = ", ".join(f"{key}={new.get(key, '(none)')} (was {old.get(key, '(none)')})" for key in changed)
+                print(f"other settings than in {before}: {told}", file=sys.stderr)
+        atomic_write_text(self.run_dir / CONFIG_FILE, text)
 
     def _timed(
         self, one_step: Callable[[int], tuple[dict[str, float], list[dict[str, Any]]]], number: int
     ) -> tuple[dict[str, float], list[dict[str, Any]]]:
         self.board.set_step(number)
         self.controller.timeline.begin_step(number)
-        received = RECORDER.received[LABEL]
+        received = sum(RECORDER.received[label] for label in LABELS)
         start = time.perf_counter()
         metrics, samples = one_step(number)
         seconds = time.perf_counter() - start
         phases = self.controller.timeline.phase_totals(number)
         own_phases = {key: value for key, value in phases.items() if ":" not in key}
-        mine = json.dumps([own_phases, peak_memory_gb(self.world.device), RECORDER.received[LABEL] - received]).encode()
+        received = sum(RECORDER.received[label] for label in LABELS) - received
+        mine = json.dumps([own_phases, peak_memory_gb(self.world.device), received]).encode()
         parts = self.world.all.gather_bytes(mine, "control")
         metrics = {"step": float(number), **metrics, "timing_s/step": seconds, "reshard/bytes": 0.0}
         for phase_seconds, peak, num_bytes in map(json.loads, parts or []):
@@ -214,8 +227,9 @@ class Session:
                 key = f"timing_s/{name.rsplit('.', 1)[-1]}"
                 metrics[key] = max(metrics.get(key, 0.0), value)
             metrics["memory/peak_gb"] = max(metrics.get("memory/peak_gb", 0.0), peak)
-        metrics["perf/tokens_per_s"] = metrics.pop("perf/total_tokens") / seconds
-        metrics["perf/mfu"] = metrics.pop("perf/total_flops") / seconds / (self.peak_flops * self.world.size)
+        if "perf/total_tokens" in metrics:
+            metrics["perf/tokens_per_s"] = metrics.pop("perf/total_tokens") / seconds
+            metrics["perf/mfu"] = metrics.pop("perf/total_flops") / seconds / (self.peak_flops * self.world.size)
         return metrics, samples
 
     # Checkpoints
@@ -268,10 +282,19 @@ class Session:
             write_report(self.run_dir, status=status)
 
     def _export(self) -> None:
-        if self.is_first and self.board.last_checkpoint is not None:
-            export_hugging_face(
-                Path(self.board.last_checkpoint), self.export_role, self.export_source, self.run_dir / EXPORT_DIR
-            )
+        """Rank 0 writes for as long as it takes; nobody waits for it in one collective, whose time is limited."""
+        if self.board.last_checkpoint is None:
+            return
+        source = model_directory(self.context.prepared.plans, "actor")
+        with ThreadPoolExecutor(1) as pool:
+            arguments = Path(self.board.last_checkpoint), "actor", source, self.run_dir / EXPORT_DIR
+            written = pool.submit(export_hugging_face, *arguments) if self.is_first else None
+            pause_s = 0.01
+            while self.controller.decide(written is not None and not written.done()):
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, 1.0)
+        if written is not None:
+            written.result()
         self.world.all.barrier("control")
 
 
@@ -280,8 +303,8 @@ class Recorder:
 
     def __init__(self, session: Session) -> None:
         resume = session.started_at or None
-        config = session.config
-        self.metrics = MetricLogger(session.run_dir, session.logger_config, config.name, session.resolved, resume)
+        config, whole = session.config, session.context.prepared.config
+        self.metrics = MetricLogger(session.run_dir, whole.logger, config.name, to_dict(whole), resume)
         self.rollouts = RolloutWriter(session.run_dir, config.log_samples, resume)
         self.progress = ProgressBar(config.steps, start_step=session.started_at)
 
@@ -298,48 +321,23 @@ class Recorder:
         self.metrics.close()
 
 
+def start_controller(context: ProgramContext[Any]) -> Controller:
+    """A controller whose timeline has the pools that this rank is in; on GPUs the wait for the started work ends a timed span.
+
+    It waits for the work of the present stream only: weights on loan are sent from another one while the script goes on.
+    """
+    world = context.world
+    controller = Controller(world.all, context.board)
+    synchronize = (lambda: torch.cuda.current_stream().synchronize()) if world.device.type == "cuda" else None
+    controller.timeline = Timeline(world.rank, pools_of(controller, context.prepared.plans), synchronize=synchronize)
+    return controller
+
+
 def role_state(worker: ModelWorker) -> RoleState:
     """What this rank holds of a trained role, by reference: saving reads it, loading writes it."""
     engine = worker.engine
     assert engine.optimizer is not None, f"{worker.name} is not trained"
-    return RoleState(engine.param_shards(), engine.local_tensors(), engine.optimizer.state_tensors())
-
-
-def merge_values(calls: Iterable[list[Any]]) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """The collected values of a step's calls as metrics (keys with a slash) and samples.
-
-    Members' values of one key are equal, or local: then the largest of names that end in max, the smallest of min, else the mean.
-    """
-    metrics: dict[str, float] = {}
-    samples: list[dict[str, Any]] = []
-    for members in calls:
-        reports = [member for member in members if isinstance(member, dict)]
-        for key in dict.fromkeys(key for report in reports for key in report if "/" in key):
-            values = [float(report[key]) for report in reports if key in report]
-            if key.endswith("max"):
-                metrics[key] = max(values)
-            elif key.endswith("min"):
-                metrics[key] = min(values)
-            else:
-                metrics[key] = values[0] if len(set(values)) == 1 else sum(values) / len(values)
-        samples += [sample for report in reports for sample in report.get("samples", [])]
-        metrics |= {f"reward/{name}": mean for name, mean in mean_extras(reports).items()}
-    return metrics, samples
-
-
-def mean_extras(reports: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """Means over all rows of the other numbers that a reward function returned beside the score."""
-    sums: dict[str, list[float]] = {}
-    for report in reports:
-        for name, (total, count) in report.get("extras", {}).items():
-            before = sums.setdefault(name, [0.0, 0.0])
-            sums[name] = [before[0] + total, before[1] + count]
-    return {name: total / count for name, (total, count) in sums.items()}
-
-
-def synchronize(device: torch.device) -> Callable[[], None] | None:
-    """What ends a timed span: on GPUs the wait for the work that it started."""
-    return torch.cuda.synchronize if device.type == "cuda" else None
+    return RoleState(engine.param_shards(), worker.weights(), engine.optimizer.state_tensors())
 
 
 def peak_memory_gb(device: torch.device) -> float:
@@ -347,34 +345,3 @@ def peak_memory_gb(device: torch.device) -> float:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-
-
-def reference_values(controller: Controller, calls: list[Reference]) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """Collective over the world: every rank of it must call, in program order."""
-    return merge_values(controller.get(*calls))
-
-
-def validate_prompts(
-    controller: Controller,
-    actor: Any,
-    reward: Any,
-    prompts: PromptDataset,
-    batch_size: int | None,
-    sampling: SamplingConfig,
-    number: int,
-) -> dict[str, float]:
-    """Mean score on the validation prompts, and means of what else the reward function returned.
-
-    Collective over the world: every rank of it must call, in program order.
-    """
-
-    def script(rows: Reference) -> Reference:
-        scored: Reference = reward.compute_reward(rows.union(actor.generate_sequences(rows, sampling, number)))
-        return scored
-
-    reports: list[dict[str, Any]] = []
-    for batch in validation_batches(prompts, batch_size):
-        scored = controller.run(script, controller.source(batch.repeat(sampling.n), "prompt_ids"))
-        reports += controller.get(scored)[0]
-    mean = sum(report["score_sum"] for report in reports) / sum(report["rows"] for report in reports)
-    return {"val/reward_mean": mean, **{f"val/{name}": value for name, value in mean_extras(reports).items()}}

@@ -3,30 +3,38 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
-from rlhf_spmd.config import check_tree, load, to_dict, to_yaml
-from rlhf_spmd.controller import Controller
-from rlhf_spmd.data.loader import Loader, validation_batches
-from rlhf_spmd.data.prompts import DataConfig, PromptDataset, load_prompts
+from rlhf_spmd.config import check_tree, load
+from rlhf_spmd.data.files import Row, read_rows
+from rlhf_spmd.data.loader import build_loader, validation_batches
+from rlhf_spmd.data.prompts import PromptDataset, PromptsConfig
 from rlhf_spmd.data.sft import ResponseDataset, SftConfig, load_responses
 from rlhf_spmd.data.tokenizer import load_tokenizer
 from rlhf_spmd.environments.config import EnvironmentConfig
 from rlhf_spmd.generation.config import SamplingConfig
+from rlhf_spmd.models.spec import local_directory
 from rlhf_spmd.objectives.losses import check_loss_agg_mode
 from rlhf_spmd.parallel.program import ProgramContext
 from rlhf_spmd.planner.placement import PlacementConfig
+from rlhf_spmd.reports import reference_values, validate_prompts
 from rlhf_spmd.rewards.config import RewardConfig
-from rlhf_spmd.roles import RolePlan, build_models, check_vocabulary, plan_roles
-from rlhf_spmd.session import RunConfig, Session, reference_values, run_session_program, synchronize, validate_prompts
+from rlhf_spmd.roles import (
+    RolePlan,
+    build_models,
+    check_sampling,
+    check_vocabulary,
+    model_directory,
+    plan_roles,
+    with_limit,
+)
+from rlhf_spmd.session import RunConfig, Session, run_session_program, start_controller
 from rlhf_spmd.telemetry.logger import LoggerConfig
-from rlhf_spmd.telemetry.trace import Timeline
 from rlhf_spmd.workers.arithmetic import RoleClass
 from rlhf_spmd.workers.config import BatchLimits, RoleConfig
-from rlhf_spmd.workers.flops import call_passes, forward_flops, matmul_rate
+from rlhf_spmd.workers.flops import call_passes, forward_flops
 from rlhf_spmd.workers.model_worker import Build
 from rlhf_spmd.workers.reward import RewardWorker
 from rlhf_spmd.workers.sft import SftWorker
@@ -51,6 +59,17 @@ class SftSettings:
 
 
 @dataclass(frozen=True)
+class ValidationPromptsConfig(PromptsConfig):
+    """``val_prompts``. ``max_samples``: only the first rows are read; ``batch_size``: null = all rows at once."""
+
+    max_samples: int | None = None
+    batch_size: int | None = None
+
+    def read(self) -> list[Row]:
+        return read_rows(self.path, self.split, self.subset, self.max_samples)
+
+
+@dataclass(frozen=True)
 class SftTrainConfig:
     """The whole configuration of ``sft``. ``val_prompts``: prompts that validation generates for and ``reward`` scores, with the
     ``environment`` if there is one."""
@@ -59,7 +78,7 @@ class SftTrainConfig:
     algorithm: SftSettings = field(default_factory=SftSettings)
     data: SftConfig = field(default_factory=SftConfig)
     model: RoleConfig = field(default_factory=RoleConfig)
-    val_prompts: DataConfig | None = None
+    val_prompts: ValidationPromptsConfig | None = None
     val_sampling: SamplingConfig = field(default_factory=SamplingConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
@@ -85,35 +104,36 @@ def prepare(path: str | None, overrides: Sequence[str], world_size: int) -> Prep
     roles: dict[str, RoleClass] = {"actor": SftWorker}
     if config.val_prompts is not None:
         roles["reward"] = RewardWorker
+    model = replace(config.model, path=local_directory(config.model.path, "model.path"))
     plans = plan_roles(
-        {"actor": config.model}, roles, PlacementConfig(), config.reward, world_size, config.environment.cls is not None
+        {"actor": model}, roles, PlacementConfig(), config.reward, world_size, config.environment.cls is not None
     )
     config.environment.check_together("environment", config.run.timeout_s, config.model.generation.rebalance_steps)
-    tokenizer = load_tokenizer(config.model.path)
-    if config.algorithm.stop_at_reward is not None and (config.val_prompts is None or not config.run.test_freq):
-        raise ValueError("algorithm.stop_at_reward needs val_prompts.path, a reward and run.test_freq above 0")
+    check_validation(config, plans)
+    tokenizer = load_tokenizer(model_directory(plans, "actor"))
     responses = load_responses(config.data, tokenizer)
-    Loader(responses, config.data.train_batch_size)  # raises if there are too few rows
+    build_loader(responses, config.data, config.run.seed)  # raises if there are too few rows
     val_responses = load_responses(config.data, tokenizer, validation=True) if config.data.val_path else None
-    val_prompts = load_prompts(config.val_prompts, tokenizer) if config.val_prompts is not None else None
-    if config.val_prompts is not None:
-        check_context(config.val_prompts, config.val_sampling, plans["actor"])
-    for ids in (responses.prompts, responses.responses):
-        check_vocabulary(ids, plans)
+    prompts = config.val_prompts
+    val_prompts = None if prompts is None else PromptDataset(prompts.read(), prompts, tokenizer)
+    check_vocabulary(responses, plans)
     check_sizes(config, plans["actor"], [responses, val_responses])
     return Prepared(config, plans, tokenizer, responses, val_responses, val_prompts)
 
 
-def check_context(prompts: DataConfig, sampling: SamplingConfig, plan: RolePlan) -> None:
-    """Validation prompts and their responses against the model's context. Raises ValueError with both sides."""
-    assert plan.spec is not None
-    sampling.check_ids(plan.spec.vocab_size, () if sampling.ignore_eos else plan.spec.eos_token_ids, "val_sampling")
-    longest = prompts.max_prompt_length + (sampling.max_response_length or prompts.max_response_length)
-    if longest > plan.spec.max_position_embeddings:
+def check_validation(config: SftTrainConfig, plans: Mapping[str, RolePlan]) -> None:
+    """``run.test_freq`` against what there is to validate by, and that against the model. Raises ValueError."""
+    freq = config.run.test_freq
+    if config.algorithm.stop_at_reward is not None and (config.val_prompts is None or not freq):
+        raise ValueError("algorithm.stop_at_reward needs val_prompts.path, a reward and run.test_freq above 0")
+    if config.val_prompts is not None and not freq:
         raise ValueError(
-            f"val_prompts.max_prompt_length + max_response_length = {longest} tokens, but the model has a context of "
-            f"{plan.spec.max_position_embeddings}"
+            "val_prompts.path is given, but run.test_freq=0 never validates; set it above 0 or leave val_prompts out"
         )
+    if freq and config.val_prompts is None and config.data.val_path is None:
+        raise ValueError(f"run.test_freq={freq} needs data.val_path or val_prompts.path")
+    if config.val_prompts is not None:
+        check_sampling("val_sampling", config.val_sampling, "val_prompts", config.val_prompts, plans)
 
 
 def check_sizes(config: SftTrainConfig, plan: RolePlan, datasets: Sequence[ResponseDataset | None]) -> None:
@@ -124,7 +144,7 @@ def check_sizes(config: SftTrainConfig, plan: RolePlan, datasets: Sequence[Respo
             f"data.train_batch_size={config.data.train_batch_size} rows are fewer than model.layout.dp={plan.shape.layout.dp}; "
             f"use a larger batch or a smaller dp"
         )
-    longest = max(int((data.prompts.lengths + data.responses.lengths).max()) for data in datasets if data is not None)
+    longest = max(int(data.lengths.max()) for data in datasets if data is not None)
     limits = {"the model's context": plan.spec.max_position_embeddings}
     limits["algorithm.max_token_len_per_gpu"] = config.algorithm.max_token_len_per_gpu
     for name, limit in limits.items():
@@ -138,9 +158,7 @@ def sft(context: ProgramContext[Prepared]) -> None:
     """Build the model, run all steps, export. Collective over the world: every rank of it must call."""
     ready, world = context.prepared, context.world
     config, plan = ready.config, ready.plans["actor"]
-    assert config.model.path is not None
-    controller = Controller(world.all, context.board)
-    controller.timeline = Timeline(world.rank, [plan.pool.name], synchronize=synchronize(world.device))
+    controller = start_controller(context)
     limits = BatchLimits(config.algorithm.max_token_len_per_gpu)
     build = Build(
         controller,
@@ -154,22 +172,13 @@ def sft(context: ProgramContext[Prepared]) -> None:
     )
     models = build_models(ready.plans, build)
     model = models.actor
-    seed = config.run.seed if config.data.seed is None else config.data.seed
-    loader = Loader(ready.responses, config.data.train_batch_size, config.data.shuffle, seed)
+    loader = build_loader(ready.responses, config.data, config.run.seed)
     session = Session(
-        config.run,
-        config.logger,
-        world,
-        context.board,
+        context,
         controller,
-        trained={"actor": model},
+        models,
         state=lambda: {"loader": loader.state_dict()},
         restore=lambda state: loader.load_state_dict(state["loader"]),
-        export_role="actor",
-        export_source=Path(config.model.path),
-        resolved=to_dict(config),
-        config_text=to_yaml(config),
-        peak_flops=matmul_rate(world.device, plan.config.torch_dtype(world.device)),
     )
     if session.is_first:
         print(
@@ -196,10 +205,9 @@ def sft(context: ProgramContext[Prepared]) -> None:
                     total, tokens = total + part["sum"], tokens + part["tokens"]
             found["val/loss"] = total / tokens
         if ready.val_prompts is not None and config.val_prompts is not None:
-            length = config.val_sampling.max_response_length or config.val_prompts.max_response_length
-            sampling = replace(config.val_sampling, max_response_length=length, seed=config.run.seed)
+            sampling = with_limit(config.val_sampling, config.val_prompts, config.run.seed)
             found |= validate_prompts(
-                controller, model, models.reward, ready.val_prompts, config.val_prompts.val_batch_size, sampling, number
+                controller, model, models.reward, ready.val_prompts, config.val_prompts.batch_size, sampling, number
             )
         return found
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, is_dataclass, replace
+from dataclasses import dataclass, field, is_dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -12,27 +12,35 @@ import torch
 
 from rlhf_spmd.algorithms.base import AlgorithmConfig
 from rlhf_spmd.checkpoint import CheckpointError
-from rlhf_spmd.config import check_tree, find, load, to_dict, to_yaml
+from rlhf_spmd.config import check_tree, find, load
 from rlhf_spmd.controller import Controller
-from rlhf_spmd.data.loader import Loader
+from rlhf_spmd.data.loader import Loader, build_loader
 from rlhf_spmd.data.prompts import DataConfig, PromptDataset, load_prompts
 from rlhf_spmd.data.tokenizer import load_tokenizer
 from rlhf_spmd.environments.config import EnvironmentConfig
 from rlhf_spmd.generation.backends import choose_backend
 from rlhf_spmd.generation.config import SamplingConfig
-from rlhf_spmd.models.attention import choose_attention
+from rlhf_spmd.models.attention import choose_attention, exact_in_threads
 from rlhf_spmd.parallel.program import ProgramContext
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.planner.placement import PlacementConfig
+from rlhf_spmd.reports import reference_values, validate_prompts
 from rlhf_spmd.rewards.config import RewardConfig
-from rlhf_spmd.roles import RolePlan, build_models, check_vocabulary, model_directory, plan_roles, pools_of
+from rlhf_spmd.roles import (
+    RolePlan,
+    build_models,
+    check_sampling,
+    check_vocabulary,
+    model_directory,
+    plan_roles,
+    with_limit,
+)
 from rlhf_spmd.rollouts import PromptQueue, build_queue
-from rlhf_spmd.session import RunConfig, Session, reference_values, run_session_program, synchronize, validate_prompts
+from rlhf_spmd.session import RunConfig, Session, run_session_program, start_controller
 from rlhf_spmd.telemetry.logger import LoggerConfig
-from rlhf_spmd.telemetry.trace import Timeline
 from rlhf_spmd.workers.arithmetic import ArithmeticWorker
 from rlhf_spmd.workers.config import RoleConfig
-from rlhf_spmd.workers.flops import call_passes, forward_flops, matmul_rate
+from rlhf_spmd.workers.flops import call_passes, forward_flops
 from rlhf_spmd.workers.model_worker import Build, ModelWorker
 
 VALIDATION_SEED = 1_000_003  # validation draws other numbers than training
@@ -67,15 +75,11 @@ class Prepared:
 
     @property
     def sampling(self) -> SamplingConfig:
-        config = self.config
-        length = config.sampling.max_response_length or config.data.max_response_length
-        return replace(config.sampling, max_response_length=length, seed=config.run.seed)
+        return with_limit(self.config.sampling, self.config.data, self.config.run.seed)
 
     @property
     def val_sampling(self) -> SamplingConfig:
-        config = self.config
-        length = config.val_sampling.max_response_length or config.data.max_response_length
-        return replace(config.val_sampling, max_response_length=length, seed=config.run.seed + VALIDATION_SEED)
+        return with_limit(self.config.val_sampling, self.config.data, self.config.run.seed + VALIDATION_SEED)
 
 
 def read_config(path: str | None, overrides: Sequence[str]) -> tuple[TrainConfig, ModuleType]:
@@ -94,6 +98,7 @@ def read_config(path: str | None, overrides: Sequence[str]) -> tuple[TrainConfig
 
 
 def algorithm_config(module: ModuleType) -> type[AlgorithmConfig]:
+    """The algorithm's ``Config``. Raises ValueError if it is not a dataclass that derives from AlgorithmConfig."""
     config = getattr(module, "Config", None)
     if not (isinstance(config, type) and issubclass(config, AlgorithmConfig) and is_dataclass(config)):
         raise ValueError(
@@ -125,14 +130,10 @@ def prepare(path: str | None, overrides: Sequence[str], world_size: int) -> Prep
     val_prompts = load_prompts(config.data, tokenizer, validation=True) if config.data.val_path else None
     if config.run.test_freq and val_prompts is None:
         raise ValueError(f"run.test_freq={config.run.test_freq} needs data.val_path")
-    Loader(prompts, config.data.train_batch_size)  # raises if there are too few prompts
+    build_loader(prompts, config.data, config.run.seed)  # raises if there are too few prompts
     for dataset in (prompts, val_prompts):
         if dataset is not None:
-            check_vocabulary(dataset.ids, plans)
-    spec = plans["actor"].spec
-    assert spec is not None, "every algorithm has an actor with a model"
-    for section, sampling in {"sampling": config.sampling, "val_sampling": config.val_sampling}.items():
-        sampling.check_ids(spec.vocab_size, () if sampling.ignore_eos else spec.eos_token_ids, section)
+            check_vocabulary(dataset, plans)
     return Prepared(config, algorithm, plans, tokenizer, prompts, val_prompts)
 
 
@@ -171,15 +172,10 @@ def check_batches(config: TrainConfig, plans: Mapping[str, RolePlan]) -> None:
 
 
 def check_lengths(config: TrainConfig, plans: Mapping[str, RolePlan]) -> None:
-    """The longest sequences against the models' contexts and the token budget. Raises ValueError as :func:`check_batches`."""
+    """What is sampled against the models and the token budget. Raises ValueError as :func:`check_batches`."""
     budget = config.algorithm.limits
     for section, sampling in {"sampling": config.sampling, "val_sampling": config.val_sampling}.items():
-        longest = config.data.max_prompt_length + (sampling.max_response_length or config.data.max_response_length)
-        key = f"{section}.max_response_length" if sampling.max_response_length else "data.max_response_length"
-        lengths = f"data.max_prompt_length + {key} = {longest} tokens"
-        for role, plan in plans.items():
-            if plan.spec is not None and longest > plan.spec.max_position_embeddings:
-                raise ValueError(f"{lengths}, but models.{role} has a context of {plan.spec.max_position_embeddings}")
+        longest, lengths = check_sampling(section, sampling, "data", config.data, plans)
         # validation's rows are cut into micro-batches by a reward model only
         is_cut = section == "sampling" or (config.data.val_path is not None and "reward" in plans and plans["reward"].spec)
         if is_cut and budget.rows is None and longest > budget.max_tokens:
@@ -199,6 +195,7 @@ def exact_rollouts(config: TrainConfig, plans: Mapping[str, RolePlan]) -> bool:
     if wanted is False or generation is None:
         return False
     against = None
+    device = torch.device("cpu")
     if torch.cuda.is_available():
         against = "only the kernels for CPUs do not depend on the batch"
     elif actor.config.dtype == "float64":
@@ -207,6 +204,8 @@ def exact_rollouts(config: TrainConfig, plans: Mapping[str, RolePlan]) -> bool:
         against = f"generation has tp={generation.tp} and training tp={actor.shape.layout.tp}, and they add in another order"
     elif actor.config.generation.attention not in ("auto", actor.config.attention):
         against = f"models.actor.generation.attention={actor.config.generation.attention} is not models.actor.attention"
+    elif config.run.threads > 1 and not exact_in_threads(actor.config.attention, actor.config.torch_dtype(device), device):
+        against = f"with run.threads={config.run.threads} only the C++ kernels are exact, and torch computes some of it here"
     elif (config.data.gen_batch_size or 0) > config.data.train_batch_size:
         against = f"with data.gen_batch_size={config.data.gen_batch_size} tokens may come from weights of earlier steps"
     if wanted and against:
@@ -218,8 +217,7 @@ def train(context: ProgramContext[Prepared]) -> None:
     """Build the models, run all steps, export. Collective over the world: every rank of it must call."""
     ready, world = context.prepared, context.world
     config = ready.config
-    controller = Controller(world.all, context.board)
-    controller.timeline = Timeline(world.rank, pools_of(controller, ready.plans), synchronize=synchronize(world.device))
+    controller = start_controller(context)
     mini_batches = max(config.data.train_batch_size // config.algorithm.ppo_mini_batch_size, 1)
     build = Build(
         controller,
@@ -238,25 +236,17 @@ def train(context: ProgramContext[Prepared]) -> None:
         tokenizer=ready.tokenizer,
         num_samples=config.run.log_samples,
         exact_rollouts=exact_rollouts(config, ready.plans),
+        partial_rollouts=(config.data.gen_batch_size or 0) > config.data.train_batch_size,
     )
     models = build_models(ready.plans, build)
-    seed = config.run.seed if config.data.seed is None else config.data.seed
-    loader = Loader(ready.prompts, config.data.train_batch_size, config.data.shuffle, seed)
+    loader = build_loader(ready.prompts, config.data, config.run.seed)
     queue = build_queue(controller, models.actor, loader, ready.sampling, config.data.gen_batch_size)
     session = Session(
-        config.run,
-        config.logger,
-        world,
-        context.board,
+        context,
         controller,
-        trained={role: worker for role, worker in vars(models).items() if isinstance(worker, ModelWorker) and worker.trained},
+        models,
         state=lambda: {"loader": loader.state_dict(), "roles": role_states(controller, models), "rollouts": queue.state_dict()},
         restore=lambda state: restore(state, loader, models, queue),
-        export_role="actor",
-        export_source=model_directory(ready.plans, "actor"),
-        resolved=to_dict(config),
-        config_text=to_yaml(config),
-        peak_flops=matmul_rate(world.device, ready.plans["actor"].config.torch_dtype(world.device)),
     )
     if session.is_first:
         print(describe(ready, world), file=sys.stderr)
@@ -267,11 +257,15 @@ def train(context: ProgramContext[Prepared]) -> None:
         metrics, samples = reference_values(controller, calls)
         metrics |= generated
         if metrics.get("generation/seconds_max"):
-            metrics["generation/idle_fraction"] = 1 - metrics["generation/seconds"] / metrics["generation/seconds_max"]
-        responses = metrics["response_length/mean"] + metrics.get("rollout/environment_tokens_mean", 0.0)
-        num_tokens = int(rows["prompt_ids"].lengths.sum()) + responses * len(rows)
-        work = {"perf/total_tokens": num_tokens, "perf/total_flops": step_flops(num_tokens, num_tokens / len(rows))}
-        return {**metrics, "data/epoch": loader.epochs, **work}, samples
+            idle = metrics["generation/idle_fraction"] = 1 - metrics["generation/seconds"] / metrics["generation/seconds_max"]
+            controller.timeline.instant("generation", idle_fraction=round(idle, 4))
+        metrics["data/epoch"] = loader.epochs
+        if "response_length/mean" in metrics:  # what compute_reward reports; an algorithm need not return that call
+            responses = metrics["response_length/mean"] + metrics.get("rollout/environment_tokens_mean", 0.0)
+            num_tokens = int(rows["prompt_ids"].lengths.sum()) + responses * len(rows)
+            metrics["perf/total_tokens"] = num_tokens
+            metrics["perf/total_flops"] = step_flops(num_tokens, num_tokens / len(rows))
+        return metrics, samples
 
     def step_flops(num_tokens: float, mean_length: float) -> float:
         calls = [(ready.plans[node.role].spec, node.method) for node in controller.traced.nodes]
@@ -296,6 +290,7 @@ def role_states(controller: Controller, models: SimpleNamespace) -> dict[str, An
 
 
 def restore(state: dict[str, Any], loader: Loader, models: SimpleNamespace, queue: PromptQueue) -> None:
+    """What :class:`Session` saved as ``state``, back into place. Raises CheckpointError for a state that this run cannot take."""
     loader.load_state_dict(state["loader"])
     queue.load_state_dict(state.get("rollouts") or {})
     for role, saved in state["roles"].items():
@@ -306,14 +301,14 @@ def restore(state: dict[str, Any], loader: Loader, models: SimpleNamespace, queu
 
 def describe(ready: Prepared, world: World) -> str:
     """What is about to run, for people."""
-    matmul = f", float32 products '{torch.get_float32_matmul_precision()}'" if world.device.type == "cpu" else ""
+    on_cpu = f", float32 products '{torch.get_float32_matmul_precision()}', {torch.get_num_threads()} thread(s) per rank"
     actor = ready.plans["actor"].config
     dtype, device = actor.torch_dtype(world.device), world.device
     attention = choose_attention(actor.attention, dtype, device, "models.actor.attention")
     paged = choose_backend(actor.generation.attention, attention, dtype, device, "models.actor.generation.attention")
     lines = [
         f"{ready.config.run.name}: {ready.config.algorithm.name} on {world.size} rank(s), {ready.prompts.summary()}",
-        f"  device {world.device.type}, attention {attention}, of generation {paged}{matmul}",
+        f"  device {world.device.type}, attention {attention}, of generation {paged}{on_cpu if device.type == 'cpu' else ''}",
     ]
     for role, plan in ready.plans.items():
         where = f"  {role:<10} pool {plan.pool.name} {list(plan.pool.ranks)}, {plan.shape.layout}"

@@ -1,36 +1,47 @@
-"""PPO whose rank 1 has no room for weights on their way, inside step 2: those of the actor's transition to the generation layout, or
-those of a reallocation to the layout of a call."""
+"""PPO whose rank 1 has no room for weights on their way, inside step 2. ``fault`` says which: "bucket": of a gather to the generation
+layout, "parameter": of those that come back to training, "target": of those that are cut out of the gathered model, "message":
+of a reallocation to the layout of a call, "small message": the same while rank 1 only sends, and goes on with the script."""
 
 import os
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from rlhf_spmd.algorithms import ppo
 from rlhf_spmd.algorithms.ppo import PPOConfig
-from rlhf_spmd.reshard import execute, move
+from rlhf_spmd.reshard import execute, execute_reallocation, move
+from rlhf_spmd.workers import loan
+
+PLACES: dict[str, tuple[Any, str]] = {
+    "bucket": (execute, "land_bucket"),
+    "parameter": (execute.HybridEngine, "_restore"),
+    "target": (execute.HybridEngine, "_allocate"),
+    "message": (move.Move, "_start_some"),
+    "small message": (move.Move, "_start_some"),
+}
 
 
 @dataclass(frozen=True)
 class Config(PPOConfig):
-    fault: str = "transition"
+    fault: str = "bucket"
 
 
 def step(models: Any, prompts: Any, config: Config, sampling: Any, number: int) -> Any:
+    if config.fault == "small message":  # so that not all of them start at once
+        loan.execute_reallocation = partial(execute_reallocation, bucket_bytes=1 << 12, in_flight_bytes=1 << 12)
     if number == 2 and os.environ["RANK"] == "1":
-        if config.fault == "transition":
-            execute.land_bucket = failing(execute.land_bucket, "bucket")
-        else:
-            move.Move._start_some = failing(move.Move._start_some, "message")
+        where, name = PLACES[config.fault]
+        setattr(where, name, failing(getattr(where, name), config.fault))
     return ppo.step(models, prompts, config, sampling, number)
 
 
 def failing(function: Any, what: str) -> Any:
     calls = []
 
-    def fail_on_second(*args: Any) -> None:
+    def fail_on_second(*args: Any) -> Any:
         calls.append(len(calls))
         if len(calls) == 2:
             raise MemoryError(f"no room for the second {what}")
-        function(*args)
+        return function(*args)
 
     return fail_on_second

@@ -15,8 +15,8 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlhf_spmd.checkpoint.files import sync_directory, write_text
 from rlhf_spmd.checkpoint.manifest import CheckpointError, Manifest
+from rlhf_spmd.telemetry.run_dir import CHECKPOINTS_DIR, atomic_write_text, fsync_directory
 
 MANIFEST, COMMIT, LATEST = "manifest.json", "COMMIT", "latest"
 _NAME = re.compile(r"step_(\d+)(\.old)?")
@@ -32,7 +32,7 @@ class Committed:
 
 
 def checkpoints_of(run_dir: Path) -> Path:
-    return Path(run_dir) / "checkpoints"
+    return Path(run_dir) / CHECKPOINTS_DIR
 
 
 def step_directory(run_dir: Path, step: int) -> Path:
@@ -119,14 +119,14 @@ def commit(run_dir: Path, manifest: Manifest, keep: int) -> Path:
     text = manifest.to_json()
     serial = max((c.serial for c in committed(run_dir)), default=0) + 1
     mark = {"step": manifest.step, "serial": serial, "manifest_sha256": hashlib.sha256(text.encode()).hexdigest()}
-    write_text(draft / MANIFEST, text)
-    write_text(draft / COMMIT, json.dumps(mark))
+    atomic_write_text(draft / MANIFEST, text)
+    atomic_write_text(draft / COMMIT, json.dumps(mark))
     old = final.with_name(final.name + ".old")
     if final.exists():
         os.rename(final, old)
     os.rename(draft, final)
-    sync_directory(final.parent)
-    write_text(checkpoints_of(run_dir) / LATEST, final.name)
+    fsync_directory(final.parent)
+    atomic_write_text(checkpoints_of(run_dir) / LATEST, final.name)
     if old.exists():
         _remove(old)
     for expired in committed(run_dir)[max(keep, 1) :]:

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from rlhf_spmd.checkpoint.directory import read_manifest
-from rlhf_spmd.checkpoint.files import Spec, write_safetensors, write_text
+from rlhf_spmd.checkpoint.files import Spec, write_safetensors
 from rlhf_spmd.checkpoint.load import read_pieces
 from rlhf_spmd.checkpoint.manifest import DTYPES, PARAM, CheckpointError, Piece
 from rlhf_spmd.parallel.boxes import Box, cover
+from rlhf_spmd.telemetry.run_dir import atomic_write_text
 
 # copied as they are, where the source directory has them
 COMPANIONS = (
@@ -64,7 +65,7 @@ def export_hugging_face(
         files = plan_files(specs, max_shard_bytes)
         _write_weights(draft, files, lambda spec: _assemble(checkpoint_dir, pieces[spec.key], spec))
         config = export_config(json.loads((source / "config.json").read_text(encoding="utf-8")), specs)
-        write_text(draft / "config.json", json.dumps(config, indent=2) + "\n")
+        atomic_write_text(draft / "config.json", json.dumps(config, indent=2) + "\n")
         for name in COMPANIONS:
             if (source / name).is_file():
                 shutil.copyfile(source / name, draft / name)
@@ -99,6 +100,10 @@ def plan_files(specs: Sequence[Spec], max_shard_bytes: int) -> dict[str, list[Sp
 def export_config(config: dict[str, Any], specs: Sequence[Spec]) -> dict[str, Any]:
     """The source's config.json with the exported dtype and, where there is a value head, the class that has one. Pure."""
     names = {spec.key for spec in specs}
+    if "text_config" in config:  # the language model of one that sees, whose class for text bears the same name
+        family = str((config.get("architectures") or [""])[0]).partition("For")[0]
+        shared: dict[str, Any] = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in config}
+        config = {**config["text_config"], **shared, "architectures": [f"{family}ForCausalLM"]}
     dtype = str(specs[0].dtype).removeprefix("torch.")
     config = {**config, "dtype": dtype}
     if "torch_dtype" in config:  # the name before transformers 5
@@ -120,7 +125,7 @@ def _write_weights(out: Path, files: dict[str, list[Spec]], get: Callable[[Spec]
         total = sum(spec.num_bytes for specs in files.values() for spec in specs)
         where = {spec.key: name for name, specs in files.items() for spec in specs}
         index = {"metadata": {"total_size": total}, "weight_map": where}
-        write_text(out / "model.safetensors.index.json", json.dumps(index, indent=2) + "\n")
+        atomic_write_text(out / "model.safetensors.index.json", json.dumps(index, indent=2) + "\n")
 
 
 def _assemble(directory: Path, pieces: Sequence[Piece], spec: Spec) -> Tensor:

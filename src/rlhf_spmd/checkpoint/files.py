@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from rlhf_spmd.checkpoint.manifest import DTYPE_NAMES
+from rlhf_spmd.parallel.collectives import RECORDER
 
 _CHUNK = 16 << 20  # bytes hashed and written at a time: stays in the cache between the two
 
@@ -43,6 +44,7 @@ def byte_chunks(tensor: Tensor) -> Iterator[Any]:
     """
     assert tensor.is_contiguous() and tensor.device.type == "cpu", "raw bytes are of contiguous CPU tensors"
     for chunk in tensor.detach().reshape(-1).view(torch.uint8).split(_CHUNK):
+        RECORDER.tick()  # saving and loading a large model takes longer than ranks may stand still
         yield chunk.clone().numpy()
 
 
@@ -80,23 +82,3 @@ def write_safetensors(path: Path, specs: Sequence[Spec], get: Callable[[Spec], T
         file.flush()
         os.fsync(file.fileno())
     return hashes
-
-
-def write_text(path: Path, text: str) -> None:
-    """Create or replace a file atomically and durably: readers see the old text or the new one."""
-    draft = path.with_name(f".{path.name}.tmp")
-    with open(draft, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(draft, path)
-    sync_directory(path.parent)
-
-
-def sync_directory(path: Path) -> None:
-    """Make the names in a directory durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -62,10 +62,6 @@ class Piece:
         """As a box that lies at the origin of the stored tensor."""
         return Box(self.name, self.shape, self.start, self.size, (0,) * len(self.shape))
 
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.size) * DTYPES[self.dtype].itemsize
-
 
 @dataclass(frozen=True)
 class Manifest:
@@ -153,7 +149,7 @@ def box_key(box: Box) -> BoxKey:
 
 
 def piece_key(kind: str, box: Box) -> str:
-    """The name of a piece in its safetensors file: ``param/model.norm.weight@0``."""
+    """The name of a piece in its safetensors file, start and size after it: ``param/model.norm.weight@0+64``."""
     return f"{kind}/{box.name}@{','.join(map(str, box.start))}+{','.join(map(str, box.size))}"
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rlhf_spmd.checkpoint.agree import broadcast_outcome, first_error, gather_json
-from rlhf_spmd.checkpoint.directory import commit, discard_draft, draft_directory, prepare_draft
+from rlhf_spmd.checkpoint.directory import commit, discard_draft, draft_directory, prepare_draft, step_directory
 from rlhf_spmd.checkpoint.files import Spec, write_safetensors
 from rlhf_spmd.checkpoint.manifest import (
     DTYPE_NAMES,
@@ -105,7 +105,7 @@ def save_checkpoint(
             error = _try_commit(run_dir, Manifest(step, group.size, all_files, merged, dict(state)), keep)
         if error is not None:
             discard_draft(run_dir, step)
-    return Path(broadcast_outcome(group, str(run_dir / "checkpoints" / f"step_{step}"), error))
+    return Path(broadcast_outcome(group, str(step_directory(run_dir, step)), error))
 
 
 def _assign(run_dir: Path, step: int, held: dict[str, list[BoxKey]], group: Group) -> dict[str, list[BoxKey]]:

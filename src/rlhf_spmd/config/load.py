@@ -30,7 +30,6 @@ def load(schema: type[T], path: str | Path | None = None, overrides: Sequence[st
     it replaces the type of that field (usually ``Any``), so the result's ``.algorithm`` is an instance of that class.
     Raises ConfigError, one line, for a file that cannot be read, an unknown key, a wrong type or a missing required key.
     """
-    _require_omegaconf()
     from omegaconf import OmegaConf
 
     raw = _merge_overrides(_read_file(path), overrides)
@@ -77,17 +76,9 @@ def to_dict(config: Any) -> Any:
 
 def to_yaml(config: Any) -> str:
     """The resolved configuration as YAML; :func:`load` makes an equal object of it."""
-    _require_omegaconf()
     from omegaconf import OmegaConf
 
     return OmegaConf.to_yaml(OmegaConf.create(_escaped(to_dict(config))))
-
-
-def _require_omegaconf() -> None:
-    try:
-        import omegaconf  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise ConfigError("a configuration needs the package omegaconf; install it with: pip install omegaconf") from error
 
 
 def _escaped(value: Any) -> Any:

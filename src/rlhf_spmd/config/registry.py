@@ -12,7 +12,7 @@ from typing import Any
 from rlhf_spmd.config.schema import nearest
 
 
-def find(kind: str, package: str, name: str, exports: str | None = None) -> ModuleType:
+def find(kind: str, package: str, name: str, exports: str) -> ModuleType:
     """The module that ``name`` stands for: ``package.name``, or for a dotted name that module itself.
 
     ``kind`` is the word for messages (``algorithm``, ``reward``). ``exports`` is an attribute that such a module must
@@ -21,12 +21,12 @@ def find(kind: str, package: str, name: str, exports: str | None = None) -> Modu
     """
     if "." in name:
         module = _import(kind, name)
-        if exports is not None and not hasattr(module, exports):
+        if not hasattr(module, exports):
             raise ValueError(f"{kind} '{name}': module {module.__name__} has no '{exports}', which every {kind} must define")
         return module
     if name.isidentifier() and not name.startswith("_") and importlib.util.find_spec(f"{package}.{name}") is not None:
         module = importlib.import_module(f"{package}.{name}")
-        if exports is None or hasattr(module, exports):
+        if hasattr(module, exports):
             return module
     known = available(package, exports)
     listed = ", ".join(known) or "none"
@@ -34,12 +34,10 @@ def find(kind: str, package: str, name: str, exports: str | None = None) -> Modu
     raise ValueError(f"unknown {kind} '{name}'{hint or ';'} available: {listed} (or the dotted name of your own module)")
 
 
-def available(package: str, exports: str | None = None) -> list[str]:
-    """Public module names in a package, sorted; with ``exports``, those that define it (this imports them)."""
+def available(package: str, exports: str) -> list[str]:
+    """Public modules of a package that define ``exports``, sorted; this imports all of them."""
     root = importlib.import_module(package)
     names = sorted(info.name for info in pkgutil.iter_modules(root.__path__) if not info.name.startswith("_"))
-    if exports is None:
-        return names
     return [name for name in names if hasattr(importlib.import_module(f"{package}.{name}"), exports)]
 
 

@@ -5,20 +5,20 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
 from rlhf_spmd.controller.graph import CallNode, Graph
-from rlhf_spmd.controller.reference import Cut, Part, Production, Reference, RowSet, pick_rows, source
+from rlhf_spmd.controller.reference import Part, Production, Reference, RowSet, pick_rows, source
 from rlhf_spmd.controller.transport import LENGTHS, UNTRACED, CallOrderError, Transport, pack, unpack
 from rlhf_spmd.controller.worker import MethodSpec, Worker
 from rlhf_spmd.data.batch import Batch, Field, concat
 from rlhf_spmd.parallel.board import Board
 from rlhf_spmd.parallel.collectives import Group
-from rlhf_spmd.telemetry.trace import Timeline
+from rlhf_spmd.telemetry.trace import Span, Timeline
 
 __all__ = ["CallOrderError", "Controller"]
 
@@ -35,6 +35,7 @@ class Controller:
         self.rank = world.ranks[world.rank]
         self.board = board
         self.timeline = timeline or Timeline(self.rank)
+        self.span: Span | None = None  # of the last call that this rank took part in: a worker may add to its args
         self.graph = Graph()  # of the script that runs now
         self.traced = Graph()  # of the last one
         self._transport = Transport(world)
@@ -50,11 +51,7 @@ class Controller:
 
     # The script's side
 
-    def source(
-        self, batch: Batch, token_field: str | None = None, placements: Mapping[Cut, np.ndarray] | None = None
-    ) -> Reference:
-        """A reference to rows that every rank holds whole, as those of the loader; see :func:`.reference.source`."""
-        return source(batch, token_field, placements)
+    source = staticmethod(source)
 
     def run(self, script: Callable[..., Any], *args: Any) -> Any:
         """Trace the script, run it, and settle every message. Collective over the world: every rank of it must call."""
@@ -174,14 +171,14 @@ class Controller:
         production = self._production(role, spec, batch, seq, name)
         if isinstance(batch, Reference):
             self._send_inputs(production, batch, wanted, name)
-        role.enter(spec)
+        role.enter(spec, [*args, *kwargs.values()])
         index = production.members.part_of.get(self.rank)
         if index is not None:
             inputs = self._inputs(production, batch, wanted, index, name)
-            with self.timeline.span(name, category="compute", call=seq):
+            with self.timeline.span(name, category="compute", call=seq) as self.span:
                 result = spec.body(role, *inputs, *args, **kwargs)
             self._keep(production, result, index, name)
-        role.leave(spec)
+        role.leave()
         reference = self._reference(production, spec)
         self._push(production, reference)
         self._leave()
@@ -208,8 +205,8 @@ class Controller:
         assert production.role is not None and production.spec is not None
         if batch is None:
             return []
-        if not isinstance(batch, Reference):  # ALL_TO_ALL: one argument per member; otherwise the same for all
-            per_member = production.spec.protocol.name == "ALL_TO_ALL"
+        if not isinstance(batch, Reference):
+            per_member = production.spec.protocol.per_member
             return [batch[production.role.pool.ranks.index(self.rank)] if per_member else batch]
         with self.timeline.span(f"{name}: inputs", category="wait", call=production.seq):
             part = production.part(index)

@@ -18,11 +18,14 @@ from rlhf_spmd.parallel.layout import GenerationLayout
 
 @dataclass(frozen=True)
 class Protocol:
+    """``per_member``: an argument that is no reference is a sequence with one entry per member; otherwise all get the same."""
+
     name: str
     parts: Callable[[GroupShape], int]
     distribute: Callable[[GroupShape, int], int | None]
     collect: Callable[[GroupShape], list[int]]
     replicas: Callable[[GroupShape, int], list[int]] | None = None
+    per_member: bool = False
 
     def holders(self, shape: GroupShape, part: int) -> list[int]:
         """Members that hold the rows of ``part`` after the call; the first is the one that others fetch from."""
@@ -84,6 +87,7 @@ ALL_TO_ALL = Protocol(  # no distribution: the caller passes one argument per me
     parts=lambda shape: shape.size,
     distribute=lambda shape, index: index,
     collect=_everyone,
+    per_member=True,
 )
 RANK_ZERO = Protocol(  # only the first member runs
     "RANK_ZERO",

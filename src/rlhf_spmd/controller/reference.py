@@ -164,7 +164,7 @@ class Reference:
         return Reference(self.rows, {names.get(name, name): where for name, where in self.fields.items()}, self.call)
 
 
-def source(batch: Batch, token_field: str | None, placements: Mapping[Cut, np.ndarray] | None = None) -> Reference:
+def source(batch: Batch, token_field: str | None = None, placements: Mapping[Cut, np.ndarray] | None = None) -> Reference:
     """A batch that every rank holds whole (what the loader gives). ``token_field``: the ragged field that sets row lengths.
 
     ``placements``: the part of each row for calls that cut the rows so; others are balanced by tokens.

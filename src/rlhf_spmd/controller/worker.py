@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -85,10 +85,10 @@ class Worker:
         """The worker that calls of ``method`` run on: this one or a twin."""
         return self.twins.get(self.companions.get(method, method), self)
 
-    def enter(self, spec: MethodSpec) -> None:
-        """Before a call of this worker: called on every rank of the world, in program order."""
+    def enter(self, spec: MethodSpec, args: Sequence[Any]) -> None:
+        """Before a call of this worker: called on every rank of the world, in program order. ``args``: those after the rows."""
 
-    def leave(self, spec: MethodSpec) -> None:
+    def leave(self) -> None:
         """After it, likewise."""
 
 

@@ -5,6 +5,7 @@ Floor F2: may import config, objectives, rewards, telemetry; must not know ranks
 - ``batch``: Batch, Ragged, concat, encode_json, decode_json
 - ``balance``: rows to parts and to micro-batches by token count; pure
 - ``files``: rows from jsonl, json, parquet or ``datasets``; DataError
+- ``dataset``: what the data sets share: RowsConfig, DatasetConfig, TokenDataset
 - ``encoding``: prompts (text or chat messages) to token ids
 - ``prompts``, ``sft``: the two data sets and their configurations
 - ``loader``: Loader (training order, resumable) and validation_batches

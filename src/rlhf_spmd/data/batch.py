@@ -32,6 +32,7 @@ class Ragged:
         return list(self.values.split(self.lengths.tolist()))
 
     def take(self, index: Tensor) -> Ragged:
+        """The rows at ``index`` (int64 [n], on the CPU), in that order; one may come more than once."""
         lengths = self.lengths[index]
         starts = self.offsets[:-1][index]
         within = torch.arange(int(lengths.sum())) - torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
@@ -58,16 +59,19 @@ Field = Tensor | Ragged
 
 
 def ragged(rows: Sequence[Tensor | Sequence[int]], dtype: torch.dtype | None = None) -> Ragged:
+    """Rows of [length, ...] each, as one; ``dtype`` None: that of the rows."""
     tensors = [torch.as_tensor(row, dtype=dtype) for row in rows]
     values = torch.cat(tensors) if tensors else torch.empty(0, dtype=dtype)
     return Ragged(values, torch.tensor([len(t) for t in tensors], dtype=torch.int64))
 
 
 def encode_json(rows: Iterable[Any]) -> Ragged:
+    """uint8, the UTF-8 JSON of each row. Raises TypeError for what JSON cannot hold."""
     return ragged([torch.frombuffer(bytearray(json.dumps(row).encode()), dtype=torch.uint8) for row in rows], torch.uint8)
 
 
 def decode_json(field: Ragged) -> list[Any]:
+    """The values that :func:`encode_json` was given, one per row."""
     return [json.loads(bytes(row.numpy())) for row in field.rows()]
 
 
@@ -119,6 +123,7 @@ class Batch:
         return self.take(index)
 
     def split(self, sizes: Sequence[int]) -> list[Batch]:
+        """Consecutive runs of rows, ``sizes[i]`` rows in the i-th; their sum is the number of rows."""
         bounds = [0]
         for size in sizes:
             bounds.append(bounds[-1] + size)

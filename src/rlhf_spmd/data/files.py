@@ -157,11 +157,9 @@ def _row(value: Any, where: str) -> Row:
 
 
 def _parquet_rows(file: Path) -> Iterable[Row]:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ModuleNotFoundError as error:
-        raise DataError(f"reading '{file}' needs the package pyarrow; install it with: pip install pyarrow") from error
+    import pyarrow
+    import pyarrow.parquet
+
     try:
         with pyarrow.parquet.ParquetFile(file) as parquet:
             number = 0
@@ -174,14 +172,10 @@ def _parquet_rows(file: Path) -> Iterable[Row]:
 
 
 def _dataset_rows(path: str, split: str, subset: str | None) -> Iterable[Row]:
-    try:
-        import datasets
-        import huggingface_hub.constants
-        from datasets.exceptions import DatasetsError
-    except ModuleNotFoundError as error:
-        raise DataError(
-            f"'{path}' is not a file, and loading it by name needs the package datasets; install it with: pip install datasets"
-        ) from error
+    import datasets
+    import huggingface_hub.constants
+    from datasets.exceptions import DatasetsError
+
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
     if not Path(path).exists() and not _hub_answers():  # then only what is cached counts, without a minute of retries

@@ -9,11 +9,12 @@ from typing import Any, Protocol
 import numpy as np
 
 from rlhf_spmd.data.batch import Batch
+from rlhf_spmd.data.dataset import DatasetConfig
 from rlhf_spmd.data.files import DataError
 
 
 class Dataset(Protocol):
-    """What the loader needs; PromptDataset and ResponseDataset are two."""
+    """What the loader needs; TokenDataset is one."""
 
     @property
     def fingerprint(self) -> str: ...
@@ -105,6 +106,11 @@ class Loader:
             order = permutation(rows, self.seed, self.epoch) if self.shuffle else np.arange(rows)
             self._order = (self.epoch, order)
         return self._order[1]
+
+
+def build_loader(dataset: Dataset, config: DatasetConfig, run_seed: int) -> Loader:
+    """The training order that the configuration asks for. Raises DataError if there are too few rows."""
+    return Loader(dataset, config.train_batch_size, config.shuffle, run_seed if config.seed is None else config.seed)
 
 
 def validation_batches(dataset: Dataset, batch_size: int | None = None) -> Iterator[Batch]:

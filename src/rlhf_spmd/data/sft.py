@@ -2,132 +2,102 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
+from rlhf_spmd.data.dataset import DatasetConfig, RowsConfig, TokenDataset
+from rlhf_spmd.data.encoding import PromptEncoder, check_ids, check_messages
+from rlhf_spmd.data.files import DataError, Row
 
-from rlhf_spmd.data.batch import Batch, ragged
-from rlhf_spmd.data.encoding import EncodingConfig, PackedIds, PromptEncoder, check_ids, check_messages, pack_ids
-from rlhf_spmd.data.files import DataError, Row, read_rows
+ID_KEYS = ("prompt_ids", "response_ids")
 
 
 @dataclass(frozen=True)
-class SftConfig(EncodingConfig):
+class PairsConfig(RowsConfig):
+    """A row has ``prompt_key`` and ``response_key``; or messages under ``prompt_key``, the last one the assistant's."""
+
+    response_key: str = "response"
+
+
+@dataclass(frozen=True)
+class SftConfig(DatasetConfig, PairsConfig):
     """``data`` of SFT. ``max_length`` counts prompt and response tokens together; batch sizes count rows.
 
-    A row has ``prompt_key`` and ``response_key``; or messages under ``prompt_key``, the last one the assistant's; or, with
-    ``text_key``, one text that is all response (language modelling).
+    With ``text_key`` a row has one text that is all response (language modelling).
     ``append_eos`` ends every response with the tokenizer's end token.
     """
 
-    path: str = ""
-    val_path: str | None = None
-    split: str = "train"
-    val_split: str = "test"
-    subset: str | None = None
-    prompt_key: str = "prompt"
-    response_key: str = "response"
     text_key: str | None = None
     max_length: int = 1024
     filter_overlong: bool = True
     append_eos: bool = True
-    train_batch_size: int = 64
-    val_batch_size: int | None = None
-    train_max_samples: int | None = None
-    val_max_samples: int | None = None
-    shuffle: bool = True
-    seed: int | None = None
 
     def check(self, where: str) -> None:
         super().check(where)
-        if not self.path:
-            raise ValueError(f"{where}.path must be given: a jsonl or parquet file, or the name of a data set")
         if self.max_length < 2:
             raise ValueError(f"{where}.max_length={self.max_length} must be at least 2")
-        for key in ("train_batch_size", "val_batch_size", "train_max_samples", "val_max_samples"):
-            value = getattr(self, key)
-            if value is not None and value < 1:
-                raise ValueError(f"{where}.{key}={value} must be at least 1")
 
 
-class ResponseDataset:
+class ResponseDataset(TokenDataset):
     """``batch(indices, row_ids)`` has ``prompt_ids`` and ``response_ids`` (Ragged int64, no row empty in either).
 
     Columns ``prompt_ids`` and ``response_ids`` are taken as they are, nothing appended; only then may ``tokenizer`` be None.
-    ``num_read`` rows were read, ``num_overlong`` of them dropped as longer than ``max_length`` tokens.
     """
 
     def __init__(self, rows: Sequence[Row], config: SftConfig, tokenizer: Any) -> None:
-        self.num_read = len(rows)
-        pairs = _encode(rows, config, tokenizer)
-        fits = [i for i, (prompt, response) in enumerate(pairs) if len(prompt) + len(response) <= config.max_length]
-        self.num_overlong = len(rows) - len(fits)
-        if self.num_overlong and not config.filter_overlong:
-            first = min(set(range(len(rows))) - set(fits))
-            total = len(pairs[first][0]) + len(pairs[first][1])
-            raise DataError(
-                f"{rows[first].where}: {total} tokens are more than data.max_length={config.max_length}; "
-                f"raise it, or set data.filter_overlong=true ({self.num_overlong} of {len(rows)} rows are too long)"
-            )
-        if not fits:
-            raise DataError(f"all {len(rows)} rows are longer than data.max_length={config.max_length} tokens")
-        self.rows = [rows[i].values for i in fits]
-        self.prompts: PackedIds = pack_ids([pairs[i][0] for i in fits])
-        self.responses: PackedIds = pack_ids([pairs[i][1] for i in fits])
-        digest = hashlib.sha256()
-        for packed in (self.prompts, self.responses):
-            digest.update(packed.offsets.tobytes())
-            digest.update(packed.values.tobytes())
-        self.fingerprint = f"{len(fits)}-{digest.hexdigest()[:16]}"
-
-    def __len__(self) -> int:
-        return len(self.prompts)
-
-    def batch(self, indices: Sequence[int], row_ids: Sequence[int]) -> Batch:
-        """Rows by index; each row is its own group."""
-        ids = torch.tensor(list(row_ids), dtype=torch.int64)
-        fields = {
-            "prompt_ids": ragged([torch.from_numpy(self.prompts[i]) for i in indices], torch.int64),
-            "response_ids": ragged([torch.from_numpy(self.responses[i]) for i in indices], torch.int64),
-        }
-        return Batch(ids, ids.clone(), fields)
-
-    def summary(self) -> str:
-        tokens = self.prompts.lengths + self.responses.lengths
-        dropped = f", {self.num_overlong} over-long ones dropped" if self.num_overlong else ""
-        return f"{len(self)} rows of {tokens.min()} to {tokens.max()} tokens (mean {tokens.mean():.1f}){dropped}"
+        vocab_size = None if tokenizer is None else len(tokenizer)
+        pairs = encode_pairs(rows, config, tokenizer, vocab_size, config.append_eos, config.text_key)
+        columns = dict(zip(ID_KEYS, zip(*pairs, strict=True), strict=True))
+        super().__init__(rows, columns, ("max_length", config.max_length), ("filter_overlong", config.filter_overlong))
 
 
 def load_responses(config: SftConfig, tokenizer: Any, validation: bool = False) -> ResponseDataset:
     """The training rows, or the validation rows of ``val_path``. Raises DataError."""
-    if validation:
-        assert config.val_path is not None, "load_responses(validation=True) without data.val_path"
-        rows = read_rows(config.val_path, config.val_split, config.subset, config.val_max_samples)
-    else:
-        rows = read_rows(config.path, config.split, config.subset, config.train_max_samples)
-    return ResponseDataset(rows, config, tokenizer)
+    return ResponseDataset(config.read(validation), config, tokenizer)
 
 
-def _encode(rows: Sequence[Row], config: SftConfig, tokenizer: Any) -> list[tuple[list[int], list[int]]]:
-    """(prompt ids, response ids) of each row."""
-    if all("prompt_ids" in row.values and "response_ids" in row.values for row in rows):
-        vocab_size = None if tokenizer is None else len(tokenizer)
-        keys = ("prompt_ids", "response_ids")
-        given = [[check_ids(row.values[key], vocab_size, row.where, key) for key in keys] for row in rows]
-        return [(prompt, response) for prompt, response in given]
+def has_ids(row: Row) -> bool:
+    return all(key in row.values for key in ID_KEYS)
+
+
+def encode_pairs(
+    rows: Sequence[Row],
+    config: PairsConfig,
+    tokenizer: Any,
+    vocab_size: int | None,
+    append_eos: bool = False,
+    text_key: str | None = None,
+) -> list[tuple[list[int], list[int]]]:
+    """(prompt ids, response ids) of each row: those that it gives, else its text's, with the end token if ``append_eos``.
+
+    Raises DataError, also for given ids beyond ``vocab_size``.
+    """
+    texts = [row for row in rows if not has_ids(row)]
+    encoded = iter(_encode(texts, config, tokenizer, append_eos, text_key) if texts else ())
+    pairs = []
+    for row in rows:
+        if has_ids(row):
+            prompt, response = (check_ids(row.values[key], vocab_size, row.where, key) for key in ID_KEYS)
+            pairs.append((prompt, response))
+        else:
+            pairs.append(next(encoded))
+    return pairs
+
+
+def _encode(
+    rows: Sequence[Row], config: PairsConfig, tokenizer: Any, append_eos: bool, text_key: str | None
+) -> list[tuple[list[int], list[int]]]:
     if tokenizer is None:
         raise DataError(f"{rows[0].where}: without a tokenizer every row must have 'prompt_ids' and 'response_ids'")
     end: list[int] = []
-    if config.append_eos:
+    if append_eos:
         if tokenizer.eos_token_id is None:
             raise DataError(f"tokenizer '{tokenizer.name_or_path}' has no eos token; set data.append_eos=false")
         end = [int(tokenizer.eos_token_id)]
     encoder = PromptEncoder(tokenizer, config)
-    if config.text_key is not None:
-        return _encode_texts(rows, config.text_key, encoder, end)
+    if text_key is not None:
+        return _encode_texts(rows, text_key, encoder, end)
     pairs = [_prompt_and_response(row, config) for row in rows]
     prompts, _ = encoder.encode([prompt for prompt, _ in pairs], [row.where for row in rows])
     responses = encoder.tokenize([response for _, response in pairs], special_tokens=False)
@@ -146,7 +116,7 @@ def _encode_texts(rows: Sequence[Row], key: str, encoder: PromptEncoder, end: li
     return [(tokens[:1], _not_empty([*tokens[1:], *end], row)) for tokens, row in zip(ids, rows, strict=True)]
 
 
-def _prompt_and_response(row: Row, config: SftConfig) -> tuple[Any, str]:
+def _prompt_and_response(row: Row, config: PairsConfig) -> tuple[Any, str]:
     prompt = row.get(config.prompt_key, "data.prompt_key")
     if not isinstance(prompt, str) and config.response_key not in row.values:
         messages = check_messages(prompt, row.where)

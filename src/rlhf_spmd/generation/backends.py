@@ -1,25 +1,23 @@
 """Which attention reads the pages: ``torch`` everywhere, ``cpp`` on CPUs, ``triton`` and ``flash_attn`` on CUDA devices.
 
-Each is a class of attention contexts, made for one step; the modules of packages that may be missing are imported when chosen.
+The name is chosen when a program starts, the :class:`Backend` built when its generator first needs pages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 
 import torch
 
-from rlhf_spmd.generation.paged_attention import KernelAttention, KVCache, PagedAttention
-from rlhf_spmd.generation.scheduler import Work
+from rlhf_spmd import kernels
+from rlhf_spmd.generation.kv_cache import Backend
+from rlhf_spmd.generation.paged_attention import KernelAttention, PagedAttention, PagedDecoding
 from rlhf_spmd.models.attention import ATTENTION, choose_attention
-from rlhf_spmd.models.decoder import Attention
 
 EXTRAS = {"triton": "triton", "flash_attn": "gpu"}  # optional packages: the extras of this one that bring them
 BACKENDS = (*ATTENTION, *EXTRAS)
 FLASH_PAGE = 256  # flash-attn's pages are multiples of so many tokens
 MIN_CAPABILITY = (8, 0)
-Over = Callable[[Sequence[Work], KVCache, int], Attention]
 
 
 def unavailable(backend: str, device: torch.device, dtype: torch.dtype | None = None) -> str | None:
@@ -58,18 +56,18 @@ def choose_backend(wanted: str, of_role: str, dtype: torch.dtype, device: torch.
     return wanted if wanted in EXTRAS else choose_attention(wanted, dtype, device, where)
 
 
-def contexts_over(cache: KVCache) -> Over:
-    """What makes the attention context of a step over ``cache``: (work in the order in which its tokens are packed, the cache,
-    this rank's query heads)."""
-    if cache.attention == "triton":
+def build_backend(name: str, dtype: torch.dtype, device: torch.device) -> Backend:
+    """``name``: what :func:`choose_backend` gave. Modules that need packages which may be missing are imported here."""
+    if name == "triton":
         from rlhf_spmd.generation.triton_attention import TritonAttention
 
-        return TritonAttention.over
-    if cache.attention == "flash_attn":
+        return Backend(TritonAttention.over, TritonAttention.decoding, capturable=True)
+    if name == "flash_attn":
         from rlhf_spmd.generation.flash_attention import FlashAttention
 
-        return FlashAttention.over
-    if cache.kernels is None:
-        return PagedAttention
-    found = cache.kernels
-    return lambda work, cache, num_heads: KernelAttention(work, cache, found)
+        return Backend(FlashAttention.over, FlashAttention.decoding, capturable=True)
+    if name == "cpp":
+        return Backend(
+            KernelAttention.over, KernelAttention.decoding, kernels=kernels.ready(torch.empty(0, dtype=dtype, device=device))
+        )
+    return Backend(PagedAttention, PagedDecoding)

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
+from rlhf_spmd.generation.progress import Progress
 from rlhf_spmd.generation.scheduler import Step
-from rlhf_spmd.generation.sequence import Progress, Request
+from rlhf_spmd.generation.sequence import Request
 from rlhf_spmd.parallel.collectives import Group, wait_all
 
 

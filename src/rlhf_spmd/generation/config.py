@@ -20,7 +20,7 @@ MIN_TEMPERATURE = 1e-3  # below it scaled logits overflow before they differ fro
 class GenerationConfig:
     """How tokens are made.
 
-    - pp, tp: the generation layout; both divide the training layout's.
+    - pp, tp: the generation layout; both divide the training layout's, or with zero 3 their product the number of ranks.
     - engine: how training weights become generation weights, see ``reshard.engines``; the last two are for measurements.
     - buffers: what holds the generation weights: "free": nothing while training; "keep": memory at fixed addresses; "offload":
       as free, and training shards that an engine keeps beside the generation shard wait in host memory while generating.

@@ -12,13 +12,12 @@ Draws, tokens and log-probs are those of :class:`Runner`, row by row: with backe
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rlhf_spmd.generation.backends import EXTRAS
-from rlhf_spmd.generation.decode_attention import decoding_over
 from rlhf_spmd.generation.runner import Runner
 from rlhf_spmd.generation.sampler import row_keys, sample, uniform_on_device
 from rlhf_spmd.generation.scheduler import Step, Work
@@ -29,6 +28,12 @@ from rlhf_spmd.models.heads import gather_logits, local_logits, log_probs_of
 def padded_size(num_rows: int) -> int:
     """Rows of the graph that serves so many: powers of two up to 16, then multiples of 16."""
     return 1 << (num_rows - 1).bit_length() if num_rows <= 16 else -(-num_rows // 16) * 16
+
+
+@cache
+def capture_stream() -> torch.cuda.Stream:
+    """One for all captures of the process: cuBLAS keeps a workspace of 32 MiB for each stream that it has seen."""
+    return torch.cuda.Stream()
 
 
 class DecodeLoop:
@@ -47,8 +52,7 @@ class DecodeLoop:
         self.drawn = torch.zeros(most, size, dtype=torch.int64, device=device)
         shape = len(runner.temperatures), most, size
         self.log_probs = torch.zeros(shape, dtype=runner.log_probs.dtype, device=device)
-        self.attention_over = decoding_over(runner.cache)
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
         self._under_way: list[int] = []  # tokens to come of each row
 
     @staticmethod
@@ -61,7 +65,7 @@ class DecodeLoop:
     def can_capture(runner: Runner) -> bool:
         """top_p and experts look at numbers on the host; collectives and torch's paged attention take other memory each time."""
         plain = runner.draws.sampling.top_p == 1.0 and runner.decoder.spec.experts is None and runner.decoder.tp.size == 1
-        return plain and runner.device.type == "cuda" and runner.cache.attention in EXTRAS
+        return plain and runner.device.type == "cuda" and runner.cache.backend.capturable
 
     def start(self, work: Sequence[Work], steps: int) -> None:
         """``steps`` tokens, or as many as its limit leaves, of each row of ``work``, whose pages have room for them.
@@ -74,8 +78,9 @@ class DecodeLoop:
         index = np.array([row.index for row in padded])
         state = np.array([(row.length - 1, row.limit - 2, row.prompt_length) for row in padded]).T
         keys = row_keys(runner.draws.seed, runner.steps[index], runner.row_ids[index]).view(np.int64)
-        # a graph has one width of table; without graphs the longest row decides
-        width = self.table.shape[1] if self.graphs else max(len(row.pages) for row in rows)
+        width = max(len(row.pages) for row in rows)
+        if self.graphs:  # few widths, so few graphs; a much wider table than the rows need would cost programs that do nothing
+            width = min(1 << (width - 1).bit_length(), self.table.shape[1])
         table = np.zeros((size, width), dtype=np.int32)
         for line, row in zip(table, padded, strict=True):
             line[: len(row.pages)] = row.pages
@@ -86,7 +91,7 @@ class DecodeLoop:
         self.number.zero_()
         for _ in range(steps):
             if self.graphs:
-                self._graph(size).replay()
+                self._graph(size, width).replay()
             else:
                 self._step(size, width)
         self._under_way = [min(steps, row.limit - row.length) for row in rows]
@@ -125,7 +130,7 @@ class DecodeLoop:
         decoder, sampling = runner.decoder, runner.draws.sampling
         positions, lasts, prompts, keys = self.state[:, :size]
         ids = self.ids[:size]
-        attention = self.attention_over(positions, self.table[:size, :width], runner.cache, runner.num_heads)
+        attention = runner.cache.backend.decoding(positions, self.table[:size, :width], runner.cache, runner.num_heads)
         logits = local_logits(decoder, decoder(ids, attention))
         drawn = sample(gather_logits(decoder, logits), sampling, uniform_on_device(keys, positions + 1 - prompts))
         if drawn.is_cuda:  # as in Runner
@@ -137,22 +142,21 @@ class DecodeLoop:
         positions += positions < lasts
         self.number += 1
 
-    def _graph(self, size: int) -> torch.cuda.CUDAGraph:
+    def _graph(self, size: int, width: int) -> torch.cuda.CUDAGraph:
         """Captured when first wanted, after a step that compiles kernels and fills caches and is then undone."""
-        if size not in self._graphs:
+        if (size, width) not in self._graphs:
             changing = (self.ids, self.state, self.number)
             before = [tensor.clone() for tensor in changing]
-            width = self.table.shape[1]
-            stream = torch.cuda.Stream()
+            stream = capture_stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 self._step(size, width)
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
             pool = next(iter(self._graphs.values())).pool() if self._graphs else None
-            with torch.cuda.graph(graph, pool=pool):
+            with torch.cuda.graph(graph, pool=pool, stream=stream):
                 self._step(size, width)
             for tensor, value in zip(changing, before, strict=True):
                 tensor.copy_(value)
-            self._graphs[size] = graph
-        return self._graphs[size]
+            self._graphs[size, width] = graph
+        return self._graphs[size, width]

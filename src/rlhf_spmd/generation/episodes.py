@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 from rlhf_spmd.data.tokenizer import decode, encode
 from rlhf_spmd.environments.config import EnvironmentConfig
 from rlhf_spmd.environments.runner import Answer, EnvironmentFailure, EnvironmentRunner
+from rlhf_spmd.generation.progress import Episode
 from rlhf_spmd.generation.scheduler import Step
-from rlhf_spmd.generation.sequence import Episode
 from rlhf_spmd.parallel.collectives import Group
 
 if TYPE_CHECKING:
-    from rlhf_spmd.generation.lanes import Turn
+    from rlhf_spmd.generation.lanes import LaneRun
 
 Told = tuple[int, list[int], float, bool]  # row id, observation, reward, done
 
@@ -38,21 +38,21 @@ class Environments:
 
 
 class Episodes:
-    """The environments of all rows of a call, which are those of ``lanes``; ``tick`` is called while it waits.
+    """The environments of all rows of a call, which are those of ``runs``; ``tick`` is called while it waits.
 
     Use it in a ``with`` statement: at its end all answers are there.
     """
 
-    def __init__(self, environments: Environments, lanes: Sequence[Turn], replica: Group, tick: Callable[[], None]) -> None:
+    def __init__(self, environments: Environments, runs: Sequence[LaneRun], replica: Group, tick: Callable[[], None]) -> None:
         self.environments, self.replica, self.tick = environments, replica, tick
-        self._places = {lane.progress[row.index].request.row_id: (lane, row) for lane in lanes for row in lane.rows}
+        self._places = {run.progress[row.index].request.row_id: (run, row) for run in runs for row in run.rows}
         self._awaited = set(self._places)  # row ids; the same on every rank
         self._runner: EnvironmentRunner | None = None
         if replica.rank == 0:
             self._runner = EnvironmentRunner(environments.config, {row: environments.rows[row] for row in self._places})
-        for row_id, (lane, row) in self._places.items():
-            lane.lane.scheduler.hold(row)
-            lane.progress[row.index].episode = Episode()
+        for row_id, (run, row) in self._places.items():
+            run.lane.scheduler.hold(row)
+            run.progress[row.index].episode = Episode()
             if self._runner is not None:
                 self._runner.reset(row_id)
 
@@ -67,19 +67,19 @@ class Episodes:
             if self._runner is not None:
                 self._runner.close()
 
-    def record(self, lane: Turn, step: Step) -> None:
-        """Rows of ``lane`` whose turn this step has ended, before the scheduler lets go of them."""
+    def record(self, run: LaneRun, step: Step) -> None:
+        """Rows of ``run`` whose turn this step has ended, before the scheduler lets go of them."""
         for row, _, _, samples in step.work:
             if not (samples and (row.stopped or row.length >= row.limit)):
                 continue
-            done = lane.progress[row.index]
+            done = run.progress[row.index]
             turn, episode = done.turn, done.episode
             assert episode is not None
             episode.mask += [True] * len(turn)
             episode.num_turns += 1
             if row.length < row.limit and episode.num_turns != self.environments.config.max_turns:
                 row.stopped = False
-                lane.lane.scheduler.hold(row)
+                run.lane.scheduler.hold(row)
             self._awaited.add(done.request.row_id)
             if self._runner is not None:
                 self._runner.step(done.request.row_id, decode(self.environments.tokenizer, [turn])[0])
@@ -110,8 +110,8 @@ class Episodes:
 
     def _told(self, answer: Answer) -> Told:
         """Raises EnvironmentFailure for an observation that no model could read."""
-        lane, row = self._places[answer.row_id]
-        ids, vocabulary = encode(self.environments.tokenizer, answer.observation), lane.runner.decoder.spec.vocab_size
+        run, row = self._places[answer.row_id]
+        ids, vocabulary = encode(self.environments.tokenizer, answer.observation), run.runner.decoder.spec.vocab_size
         if max(ids, default=0) >= vocabulary:
             raise EnvironmentFailure(
                 f"the observation {answer.observation[:80]!r} of row {answer.row_id} has the token id {max(ids)}, but the model has "
@@ -126,8 +126,8 @@ class Episodes:
 
     def _apply(self, row_id: int, ids: list[int], reward: float, done: bool) -> None:
         self._awaited.remove(row_id)
-        lane, row = self._places[row_id]
-        progress, scheduler = lane.progress[row.index], lane.lane.scheduler
+        run, row = self._places[row_id]
+        progress, scheduler = run.progress[row.index], run.lane.scheduler
         assert progress.episode is not None
         progress.episode.reward += reward
         if not row.held:
@@ -136,10 +136,10 @@ class Episodes:
             row.stopped, row.ended = done, True
             scheduler.remove(row)
             return
-        lane.runner.extend(row, ids)
+        run.runner.extend(row, ids)
         progress.token_ids += ids
         progress.episode.mask += [False] * len(ids)
-        if lane.speculation is not None:
-            lane.speculation.note(row.index, ids)
+        if run.speculation is not None:
+            run.speculation.note(row.index, ids)
         row.length += len(ids)
         scheduler.resume(row)

@@ -12,7 +12,7 @@ import torch
 from flash_attn import flash_attn_with_kvcache
 from torch import Tensor
 
-from rlhf_spmd.generation.paged_attention import KVCache
+from rlhf_spmd.generation.kv_cache import KVCache
 from rlhf_spmd.generation.scheduler import Work
 from rlhf_spmd.generation.step_pages import place
 from rlhf_spmd.models.spec import AttentionRule
@@ -24,8 +24,7 @@ class FlashAttention:
 
     def __init__(self, cache: KVCache, positions: Tensor, slots: Tensor, parts: list[tuple[Tensor, Tensor, Tensor]]) -> None:
         self.cache, self.positions, self.parts = cache, positions, parts
-        blocks = torch.arange(2 * cache.kv_heads, device=slots.device)[:, None]
-        self.slots = (slots + blocks * (cache.num_pages * cache.page_size)).reshape(-1)
+        self.slots = cache.spread(slots, cache.num_pages * cache.page_size)
 
     @classmethod
     def over(cls, work: Sequence[Work], cache: KVCache, num_heads: int) -> FlashAttention:

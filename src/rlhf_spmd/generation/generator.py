@@ -1,7 +1,7 @@
 """The generator: rows in, completions out, on every rank of a generation replica (pp * tp ranks that hold one model).
 
-A call allocates its KV cache and gives it back. Every rank of the replica passes the same requests and gets the same
-completions.
+A call allocates its KV cache; ``generate`` gives it back, ``generate_until`` may keep it for the rows that it keeps. Every rank of the
+replica passes the same requests and gets the same completions.
 """
 
 from __future__ import annotations
@@ -10,21 +10,23 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 
-from rlhf_spmd.generation.backends import choose_backend
+from rlhf_spmd.generation.backends import build_backend, choose_backend
 from rlhf_spmd.generation.balancing import Look, exchange, pack, plan_moves, unpack
 from rlhf_spmd.generation.config import GenerationConfig, SamplingConfig
 from rlhf_spmd.generation.decode_loop import DecodeLoop
 from rlhf_spmd.generation.episodes import Environments, Episodes
-from rlhf_spmd.generation.lanes import Cached, GenerationStats, Lane, Turn, limit_of, share_out, take_turns
+from rlhf_spmd.generation.kv_cache import Backend, KVCache
+from rlhf_spmd.generation.lanes import Cached, GenerationStats, Lane, LaneRun, limit_of, share_out, take_turns
 from rlhf_spmd.generation.logit_rules import build_rules
-from rlhf_spmd.generation.paged_attention import KVCache
+from rlhf_spmd.generation.progress import Completion, Progress
 from rlhf_spmd.generation.runner import Draws, Runner
 from rlhf_spmd.generation.scheduler import Limits, Scheduler
-from rlhf_spmd.generation.sequence import Completion, Interner, Progress, Request
+from rlhf_spmd.generation.sequence import Interner, Request
 from rlhf_spmd.generation.stages import Stages
 from rlhf_spmd.generation.stopping import Decode, Ends, StopStrings
 from rlhf_spmd.generation.until import Until, Watch
@@ -136,28 +138,30 @@ class Generator:
         stages = Stages(self.mesh)
         with torch.no_grad():
             pairs = zip(cached.lanes, cached.share(progress), strict=True)
-            turns = [self._turn(lane, rows, call, stages) for lane, rows in pairs if rows]
-            with self._episodes(turns, call) as episodes:
-                take_turns(turns, stats, call.tick, watch, episodes)
+            runs = [self._run(lane, rows, call, stages) for lane, rows in pairs if rows]
+            with self._episodes(runs, call) as episodes:
+                take_turns(runs, stats, call.tick, watch, episodes)
             stages.finish()
-            for turn in turns:
-                turn.note(call.version)
+            for run in runs:
+                run.note(call.version)
         stats.lanes = len(cached.lanes)
         stats.num_pages = sum(lane.scheduler.limits.num_pages for lane in cached.lanes)
-        stats.hit_tokens += cached.counts[0] - before[0]
-        stats.preemptions += cached.counts[1] - before[1]
+        prompts, hits, preemptions = (now - then for now, then in zip(cached.counts, before, strict=True))
+        stats.prompt_tokens += prompts
+        stats.hit_tokens += hits
+        stats.preemptions += preemptions
         stats.busy_seconds += time.perf_counter() - started
         stats.stage_seconds += stages.waited
         return cached
 
-    def _turn(self, lane: Lane, progress: Sequence[Progress], call: _Call, stages: Stages) -> Turn:
+    def _run(self, lane: Lane, progress: Sequence[Progress], call: _Call, stages: Stages) -> LaneRun:
         """``progress`` at work in ``lane``."""
         rows, ends = lane.enter(progress, call.sampling.min_response_length), self._ends(call.sampling)
         rules = build_rules(call.sampling, ends.token_ids, rows, self.decoder.spec.vocab_size, self._device)
         most = self.config.speculative_tokens
         draws = Draws(call.sampling, call.seed, rules, most > 0)
         runner = Runner(self.decoder, self.mesh, stages, lane.cache, progress, draws)
-        return Turn(lane, progress, rows, runner, ends, most, self._loop(runner, progress, call))
+        return LaneRun(lane, progress, rows, runner, ends, most, self._loop(runner, progress, call))
 
     def _loop(self, runner: Runner, progress: Sequence[Progress], call: _Call) -> DecodeLoop | None:
         config = self.config
@@ -167,8 +171,8 @@ class Generator:
         longest, most = max(map(limit_of, progress)) - 1, min(len(progress), config.max_num_seqs)
         return DecodeLoop(runner, config.steps_per_sync, most, longest, not config.enforce_eager)
 
-    def _episodes(self, turns: Sequence[Turn], call: _Call) -> AbstractContextManager[Episodes | None]:
-        return Episodes(call.environments, turns, self.mesh.replica, call.tick) if call.environments else nullcontext()
+    def _episodes(self, runs: Sequence[LaneRun], call: _Call) -> AbstractContextManager[Episodes | None]:
+        return Episodes(call.environments, runs, self.mesh.replica, call.tick) if call.environments else nullcontext()
 
     def _balance(self, rows: Sequence[Progress], call: _Call) -> list[Progress]:
         """``rows`` at their end. They may end on another replica, and this one helps with those of others.
@@ -274,8 +278,15 @@ class Generator:
         return int(self.mesh.replica.all_reduce(torch.tensor([max(pages, 1)]), "generation:pages", "min"))
 
     def _build_cache(self, num_pages: int) -> KVCache:
-        attention = choose_backend(self.config.attention, "auto", self.decoder.dtype, self._device, "generation.attention")
-        return KVCache(*self._cache_shape(), num_pages, self.config.page_size, self.decoder.dtype, self._device, attention)
+        return KVCache(*self._cache_shape(), num_pages, self.config.page_size, self.decoder.dtype, self._device, self._backend)
+
+    @cached_property
+    def _backend(self) -> Backend:
+        """Chosen at the first call: before it the decoder may be without memory."""
+        dtype, device = self.decoder.dtype, self._device
+        return build_backend(
+            choose_backend(self.config.attention, "auto", dtype, device, "generation.attention"), dtype, device
+        )
 
     @property
     def _device(self) -> torch.device:

@@ -18,10 +18,11 @@ from torch import Tensor
 from rlhf_spmd.generation.balancing import Look
 from rlhf_spmd.generation.decode_loop import DecodeLoop
 from rlhf_spmd.generation.episodes import Episodes
-from rlhf_spmd.generation.paged_attention import KVCache
+from rlhf_spmd.generation.kv_cache import KVCache
+from rlhf_spmd.generation.progress import Drawn, Progress
 from rlhf_spmd.generation.runner import Runner
 from rlhf_spmd.generation.scheduler import Scheduler, Step
-from rlhf_spmd.generation.sequence import Drawn, Interner, Progress, Row
+from rlhf_spmd.generation.sequence import Interner, Row
 from rlhf_spmd.generation.speculation import Speculation
 from rlhf_spmd.generation.stopping import Ends
 from rlhf_spmd.generation.until import Watch
@@ -29,7 +30,8 @@ from rlhf_spmd.generation.until import Watch
 
 @dataclass
 class GenerationStats:
-    """Counts of one call on this replica. ``hit_tokens``: prompt tokens found in the cache. ``prefill_tokens``: computed tokens
+    """Counts of one call on this replica. ``prompt_tokens``: of rows that began, or came back after a preemption; ``hit_tokens``: of
+    these, found in the cache. ``prefill_tokens``: computed tokens
     beyond one per drawn token (prompts, and what preemption made to be computed again). ``num_pages``: size of the cache.
     ``draft_tokens``: guessed and computed, of which ``accepted_tokens`` came true.
     ``moved_rows``: that left for other replicas. ``seconds``: of the call; ``busy_seconds``: those without waits for other replicas;
@@ -38,6 +40,7 @@ class GenerationStats:
     steps: int = 0
     prefill_tokens: int = 0
     decode_tokens: int = 0
+    prompt_tokens: int = 0
     hit_tokens: int = 0
     preemptions: int = 0
     num_pages: int = 0
@@ -125,10 +128,11 @@ class Cached:
         self.version = version
 
     @property
-    def counts(self) -> tuple[int, int]:
-        """Prompt tokens found in the cache, and preemptions, so far."""
-        schedulers = [lane.scheduler for lane in self.lanes]
-        return sum(s.num_hit_tokens for s in schedulers), sum(s.num_preemptions for s in schedulers)
+    def counts(self) -> tuple[int, int, int]:
+        """Prompt tokens, those of them found in the cache, and preemptions, so far."""
+        all_of = [(s.num_prompt_tokens, s.num_hit_tokens, s.num_preemptions) for s in (lane.scheduler for lane in self.lanes)]
+        prompts, hits, preemptions = map(sum, zip(*all_of, strict=True))
+        return prompts, hits, preemptions
 
 
 def limit_of(row: Progress) -> int:
@@ -152,8 +156,8 @@ def share_out(progress: Sequence[Progress], known: Sequence[Collection[int]]) ->
     return shares
 
 
-class Turn:
-    """One lane during one call. ``progress[i]`` is the row with index i."""
+class LaneRun:
+    """A lane during one call. ``progress[i]`` is the row with index i."""
 
     def __init__(
         self,
@@ -236,7 +240,7 @@ class Turn:
 
 
 def take_turns(
-    turns: Iterable[Turn],
+    runs: Iterable[LaneRun],
     stats: GenerationStats,
     tick: Callable[[], None],
     watch: Watch | Look | None,
@@ -246,18 +250,18 @@ def take_turns(
 
     Collective over the replica: every rank of it must call, in program order.
     """
-    waiting, interrupted = deque(turns), False
+    waiting, interrupted = deque(runs), False
     while waiting:
-        turn = waiting.popleft()
-        if turn.plan is not None:
-            plan = turn.finish(stats, episodes)
+        run = waiting.popleft()
+        if run.plan is not None:
+            plan = run.finish(stats, episodes)
             tick()
-            interrupted = interrupted or (watch is not None and watch.reached(plan, turn.progress, stats.decode_tokens))
-        if not interrupted and not turn.lane.scheduler.finished:
-            turn.start()
-            waiting.append(turn)
+            interrupted = interrupted or (watch is not None and watch.reached(plan, run.progress, stats.decode_tokens))
+        if not interrupted and not run.lane.scheduler.finished:
+            run.start()
+            waiting.append(run)
             if episodes is not None:
-                episodes.take_in(wait=all(turn.plan is None for turn in waiting))
+                episodes.take_in(wait=all(run.plan is None for run in waiting))
 
 
 def _note(row: Row, done: Progress, first: int, results: tuple[Tensor, Tensor, Tensor, Tensor], version: int) -> None:

@@ -1,11 +1,7 @@
-"""The paged KV cache, and attention of a step's new tokens over it.
+"""Attention of a step's new tokens over the pages of the cache: by torch, and by the C++ kernels.
 
 Shape legend: B tiles, H KV heads of this rank, G query heads per KV head, S queries per tile, P pages per tile,
-L = P * page_size keys, D head_dim, T tokens of the step, N pages in the cache.
-
-The C++ kernels read pages as they lie. For torch the keys and values of a layer lie as [2, H, N, page_size, D], so that one
-gather of whole pages yields [2, H, B, L, D]: what the matrix products want, without another copy. Each gather goes to one persistent
-buffer (a fresh one costs a page fault per 4 KB).
+L = P * page_size keys, D head_dim, T tokens of the step.
 """
 
 from __future__ import annotations
@@ -16,11 +12,12 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from rlhf_spmd import kernels
+from rlhf_spmd.generation.kv_cache import KVCache
 from rlhf_spmd.generation.scheduler import Work
+from rlhf_spmd.generation.step_pages import place
 from rlhf_spmd.models.attention import KEY_BLOCK, attend_dense, attend_exact, visible
 from rlhf_spmd.models.spec import AttentionRule
 
@@ -28,95 +25,6 @@ TILE_QUERIES = 64  # queries of one row computed together: cuts the unseen futur
 MAX_TILE_SCORES = 1 << 22  # elements of one score matrix
 GATHER_COST = 2  # gathering a key costs about as much as two queries that look at it,
 GROUP_COST = 6000  # and one more group of tiles about as much as so many such looks
-Index = NDArray[np.int64]
-
-
-class KVCache:
-    """``pages`` [layers, 2, H, N, elements of a page]: for the torch attention page_size * D, zeros at first, since unused slots
-    are read and masked, so they must be finite; for the C++ kernels as ``kernels/attention.cpp`` says.
-
-    ``attention``: see ``backends``; all but the C++ kernels take torch's form.
-    """
-
-    def __init__(
-        self,
-        num_layers: int,
-        kv_heads: int,
-        head_dim: int,
-        num_pages: int,
-        page_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        attention: str = "auto",
-    ) -> None:
-        self.kv_heads, self.head_dim = kv_heads, head_dim
-        self.num_pages, self.page_size = num_pages, page_size
-        ours = attention in ("auto", "cpp")
-        self.attention, self.kernels = attention, kernels.ready(torch.empty(0, dtype=dtype, device=device)) if ours else None
-        shape = num_layers, 2, kv_heads, num_pages
-        if self.kernels is None:
-            self.pages = torch.zeros(*shape, page_size * head_dim, dtype=dtype, device=device)
-        else:
-            self.pages = torch.empty(*shape, kernels.page_elements(page_size, head_dim), dtype=dtype, device=device)
-        self._buffer = self.pages.new_empty(0)
-        self._waiting: tuple[Tensor, Tensor] | None = None  # pages in host memory: their numbers, what lies in them
-
-    @staticmethod
-    def page_bytes(num_layers: int, kv_heads: int, head_dim: int, page_size: int, dtype: torch.dtype) -> int:
-        return num_layers * 2 * kv_heads * kernels.page_elements(page_size, head_dim) * dtype.itemsize
-
-    def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
-        """(source, destination) pages, in all layers."""
-        source, destination = torch.tensor(copies, device=self.pages.device).unbind(1)
-        self.pages[:, :, :, destination] = self.pages[:, :, :, source]
-
-    def offload(self, used: Sequence[int]) -> None:
-        """Give the memory back; what lies in the pages ``used`` waits in host memory, pinned where the cache is on a GPU."""
-        index = torch.tensor(used, dtype=torch.int64, device=self.pages.device)
-        shape = *self.pages.shape[:3], len(used), self.pages.shape[4]
-        host = torch.empty(shape, dtype=self.pages.dtype, pin_memory=self.pages.is_cuda)
-        for layer, pages in zip(host, self.pages, strict=True):
-            layer.copy_(pages.index_select(2, index))
-        self._waiting = index, host
-        self._buffer = self.pages.new_empty(0)
-        self.pages.untyped_storage().resize_(0)
-
-    def reload(self) -> None:
-        """The opposite of :meth:`offload`, if it was called. On a GPU the pages may then lie elsewhere."""
-        if self._waiting is None:
-            return
-        (index, host), self._waiting = self._waiting, None
-        self.pages.untyped_storage().resize_(self.pages.numel() * self.pages.element_size())
-        if self.kernels is None:
-            self.pages.zero_()
-        for layer, pages in zip(host, self.pages, strict=True):
-            pages.index_copy_(2, index, layer.to(pages.device))
-
-    def spread(self, index: Index, stride: int) -> Tensor:
-        """An index into one (key or value, head) block of ``stride`` entries -> the same in all 2 * H blocks of a layer."""
-        blocks = np.arange(2 * self.kv_heads, dtype=np.int64) * stride
-        return torch.from_numpy((blocks[:, None] + index.reshape(1, -1)).reshape(-1)).to(self.pages.device)
-
-    def slots_of(self, positions: Tensor, table: Tensor) -> Tensor:
-        """page * page_size + offset [B] of one position [B] per line of ``table`` [B, P]."""
-        page = table.gather(1, torch.div(positions, self.page_size, rounding_mode="floor")[:, None])[:, 0]
-        return page.long() * self.page_size + positions % self.page_size
-
-    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """k and v [T, H, D] to ``slots`` = spread(page * page_size + offset, N * page_size)."""
-        rows = torch.stack([k, v]).transpose(1, 2).reshape(-1, self.head_dim)
-        self.pages[layer].view(-1, self.head_dim).index_copy_(0, slots, rows)
-
-    def gather(self, layer: int, index: Tensor, num_tiles: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [H, B, L, D] of ``index`` = spread(pages [B, P], N); valid until the next gather."""
-        pages = self.pages[layer].view(-1, self.page_size * self.head_dim)
-        size = len(index) * pages.shape[1]
-        if self._buffer.numel() < size:
-            self._buffer = pages.new_empty(size + size // 4)
-        out = self._buffer[:size].view(len(index), -1)
-        torch.index_select(pages, 0, index, out=out)
-        keys, values = out.view(2, self.kv_heads, num_tiles, -1, self.head_dim).unbind(0)
-        return keys, values
 
 
 class Tile(NamedTuple):
@@ -189,7 +97,7 @@ class _Bucket:
         queries = np.where(valid, bounds[:, :1] + offsets, 0)
         positions = np.where(valid, bounds[:, 1:2] + offsets, 0)
         device = cache.pages.device
-        self.pages = cache.spread(table, cache.num_pages)
+        self.pages = cache.spread(torch.from_numpy(table).to(device), cache.num_pages)
         self.index = torch.from_numpy(queries.reshape(-1)).to(device)
         self.padded = not valid.all()
         if self.padded:
@@ -223,21 +131,28 @@ class _Bucket:
 
 
 class KernelAttention:
-    """The C++ kernel over the pages as they lie. ``positions`` [T]. Exact: its bits are those of PackedAttention's kernel."""
+    """The C++ kernel over the pages as they lie. ``positions`` [T]. Exact: its bits are those of PackedAttention's kernel.
 
-    def __init__(self, work: Sequence[Work], cache: KVCache, found: kernels.Kernels) -> None:
-        self.cache, self.found = cache, found
-        table: list[int] = []
-        items = np.empty((len(work), 4), dtype=np.int64)
-        items[:, 1] = [item.start for item in work]
-        items[:, 2] = counts = [item.num_tokens for item in work]
-        for line, (row, *_) in zip(items, work, strict=True):
-            line[3] = len(table)
-            table += row.pages
-        ends = np.cumsum(items[:, 2])
-        items[:, 0] = first = ends - items[:, 2]
-        self.items, self.table = torch.from_numpy(items), torch.tensor(table, dtype=torch.int32)
-        self.positions = torch.from_numpy(np.arange(ends[-1]) + np.repeat(items[:, 1] - first, counts))
+    ``items`` int64 [rows, 4]: first token of the step, its position, number of tokens, where the row's pages begin in ``table``.
+    """
+
+    def __init__(self, cache: KVCache, positions: Tensor, items: Tensor, table: Tensor) -> None:
+        assert cache.kernels is not None, "pages of another form"
+        self.cache, self.found, self.positions, self.items = cache, cache.kernels, positions, items
+        self.table = table.contiguous().view(-1)  # of one column, reshape alone would be a view with gaps
+
+    @classmethod
+    def over(cls, work: Sequence[Work], cache: KVCache, num_heads: int) -> KernelAttention:
+        step = place(work, cache)
+        lines = np.arange(len(work)) * step.table.shape[1]
+        items = np.stack([step.firsts, step.starts, step.counts, lines], 1)
+        return cls(cache, step.positions, torch.from_numpy(items), step.table)
+
+    @classmethod
+    def decoding(cls, positions: Tensor, table: Tensor, cache: KVCache, num_heads: int) -> KernelAttention:
+        lines = torch.arange(len(table))
+        items = torch.stack([lines, positions, torch.ones_like(lines), lines * table.shape[1]], 1)
+        return cls(cache, positions, items, table)
 
     def kernel_context(self, layer_index: int) -> kernels.Context:
         """For the kernel that computes a whole layer."""
@@ -259,18 +174,10 @@ class PagedAttention:
     """
 
     def __init__(self, work: Sequence[Work], cache: KVCache, num_heads: int) -> None:
-        self.cache = cache
-        page_size = cache.page_size
-        tiles = cut_tiles(work, page_size)
-        positions: list[int] = []
-        slots: list[int] = []
-        for _, start, count, _, pages in tiles:
-            for position in range(start, start + count):
-                positions.append(position)
-                slots.append(pages[position // page_size] * page_size + position % page_size)
-        self.positions = torch.tensor(positions, device=cache.pages.device)
-        self.slots = cache.spread(np.array(slots), cache.num_pages * page_size)
-        groups = group_tiles(tiles, page_size, num_heads)
+        step = place(work, cache)
+        self.cache, self.positions = cache, step.positions
+        self.slots = cache.spread(step.slots, cache.num_pages * cache.page_size)
+        groups = group_tiles(cut_tiles(work, cache.page_size), cache.page_size, num_heads)
         self.buckets = [_Bucket(group, cache, num_heads // cache.kv_heads) for group in groups]
 
     def attend(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
@@ -283,6 +190,24 @@ class PagedAttention:
             rows = bucket.rows(q, cache.kv_heads)
             bucket.scatter(attend(rows, keys, values, rule, bucket.allowed(rule.window)), out)
         return out
+
+
+class PagedDecoding:
+    """As ``PagedAttention``, with its bits, for one token of each row; keys of all pages in the table are gathered."""
+
+    def __init__(self, positions: Tensor, table: Tensor, cache: KVCache, num_heads: int) -> None:
+        self.cache, self.positions = cache, positions
+        self.pages = cache.spread(table.long(), cache.num_pages)
+        self.slots = cache.spread(cache.slots_of(positions, table), cache.num_pages * cache.page_size)
+        self.keys = torch.arange(table.shape[1] * cache.page_size, device=table.device)
+
+    def attend(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
+        cache, rows = self.cache, len(q)
+        cache.write(layer_index, self.slots, k, v)
+        keys, values = cache.gather(layer_index, self.pages, rows)
+        queries = q.reshape(rows, cache.kv_heads, -1, q.shape[-1]).transpose(0, 1)
+        seen = visible(self.positions[:, None], self.keys, rule.window)[None].expand(-1, -1, queries.shape[2], -1)
+        return attend(queries, keys, values, rule, seen).transpose(0, 1).reshape(q.shape)
 
 
 def attend(rows: Tensor, keys: Tensor, values: Tensor, rule: AttentionRule, allowed: Tensor) -> Tensor:

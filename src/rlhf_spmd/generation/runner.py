@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhf_spmd.generation.backends import contexts_over
 from rlhf_spmd.generation.config import SamplingConfig
+from rlhf_spmd.generation.kv_cache import KVCache
 from rlhf_spmd.generation.logit_rules import LogitRules
-from rlhf_spmd.generation.paged_attention import KVCache
+from rlhf_spmd.generation.progress import Progress
 from rlhf_spmd.generation.sampler import sample, uniform
 from rlhf_spmd.generation.scheduler import Step, Work
-from rlhf_spmd.generation.sequence import Progress, Row
+from rlhf_spmd.generation.sequence import Row
 from rlhf_spmd.generation.stages import Stages
 from rlhf_spmd.models.decoder import Attention, Decoder
 from rlhf_spmd.models.heads import gather_logits, local_logits, log_probs_of
@@ -44,7 +44,6 @@ class Runner:
         self, decoder: Decoder, mesh: Mesh, stages: Stages, cache: KVCache, progress: Sequence[Progress], draws: Draws
     ) -> None:
         self.decoder, self.mesh, self.stages, self.cache, self.draws = decoder, mesh, stages, cache, draws
-        self.attention_over = contexts_over(cache)
         self._drawn: Tensor | None = None  # of the step under way, on the last stage
         self._places: Tensor | None = None  # where its tokens will lie; None: it draws none
         self.speculates = draws.speculates
@@ -79,7 +78,7 @@ class Runner:
             self.cache.copy_pages(step.copies)
         if self.speculates:
             self._write_drafts(step.work)
-        attention = self.attention_over(step.work, self.cache, self.num_heads)
+        attention = self.cache.backend.over(step.work, self.cache, self.num_heads)
         hidden = self._forward(step.work, attention)
         sampled = [work.row for work in step.work if work.samples]
         if self.speculates:

@@ -63,7 +63,8 @@ class Scheduler:
         self.running: list[Row] = []  # oldest admission first
         self.paused: set[Row] = set()  # held, without pages
         self.num_preemptions = 0
-        self.num_hit_tokens = 0
+        self.num_prompt_tokens = 0  # of admitted rows, those that come back included
+        self.num_hit_tokens = 0  # of these, found in the cache
         self._claimed: set[int] = set()
 
     def add(self, row: Row) -> None:
@@ -217,7 +218,8 @@ class Scheduler:
             if claims is None:
                 skipped += 1
                 continue
-            tokens_at_hand = len(shared) * limits.page_size if tail is None else row.prompt_length
+            # the last token of a prompt anew also by rows that come back: see decode_loop on rows at their limit
+            tokens_at_hand = len(shared) * limits.page_size if tail is None else row.prompt_length - 1
             start = min(tokens_at_hand, row.length - 1)
             count = min(row.length - start, budget)
             if not limits.chunked_prefill and count < row.length - start:
@@ -233,6 +235,7 @@ class Scheduler:
             row.num_computed = start
             row.claims = claims
             self._claimed.update(claims)
+            self.num_prompt_tokens += row.prompt_length
             self.num_hit_tokens += start
             self.running.append(row)
             self._plan(step, row, count)

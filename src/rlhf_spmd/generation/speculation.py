@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from rlhf_spmd.generation.sequence import Progress, Row
+from rlhf_spmd.generation.progress import Progress
+from rlhf_spmd.generation.sequence import Row
 
 GRAM = 3  # tokens that must have occurred before
 

@@ -1,4 +1,4 @@
-"""Where the tokens of a step lie, for backends that read the pages through a table."""
+"""Where the tokens of a step lie in the pages."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from rlhf_spmd.generation.paged_attention import Index, KVCache
+from rlhf_spmd.generation.kv_cache import KVCache
 from rlhf_spmd.generation.scheduler import Work
+
+Index = NDArray[np.int64]
 
 
 class StepPages(NamedTuple):

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlhf_spmd.generation.paged_attention import KVCache
+from rlhf_spmd.generation.kv_cache import KVCache
 from rlhf_spmd.generation.scheduler import Work
 from rlhf_spmd.generation.step_pages import place
 from rlhf_spmd.models.spec import AttentionRule
@@ -42,9 +42,9 @@ def _write(
     head = tl.program_id(1).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
     inside = d < DIM
-    to = pages + head * head_elements + tl.load(slots + token) * DIM + d
-    tl.store(to, tl.load(k + token * k_stride + head * k_head + d, mask=inside), mask=inside)
-    tl.store(to + heads * head_elements, tl.load(v + token * v_stride + head * v_head + d, mask=inside), mask=inside)
+    to = pages + tl.load(slots + token) * DIM + d
+    tl.store(to + head * head_elements, tl.load(k + token * k_stride + head * k_head + d, mask=inside), mask=inside)
+    tl.store(to + (head + heads) * head_elements, tl.load(v + token * v_stride + head * v_head + d, mask=inside), mask=inside)
 
 
 @triton.jit
@@ -130,7 +130,7 @@ def _attend(
     inside = (query < count)[:, None] & (d < DIM)[None, :]
     x = tl.load(q + (token + query)[:, None] * q_stride + heads[:, None] * q_head + d[None, :], mask=inside, other=0.0)
     keys_at = pages + head.to(tl.int64) * head_elements
-    values_at = keys_at + kv_heads * head_elements
+    values_at = pages + (head.to(tl.int64) + kv_heads) * head_elements
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     mixed = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)

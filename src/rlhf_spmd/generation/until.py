@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from rlhf_spmd.generation.progress import Progress
 from rlhf_spmd.generation.scheduler import Step
-from rlhf_spmd.generation.sequence import Progress
 from rlhf_spmd.parallel.collectives import Group
 
 

@@ -98,23 +98,9 @@ def _input_gradients(
     return torch.matmul(grad_scores, k), torch.matmul(grad_scores.transpose(-1, -2), q), grad_v
 
 
-class _AttendExact(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, rule: AttentionRule) -> Tensor:
-        p = _probabilities(q, k, allowed, rule)
-        ctx.save_for_backward(q, k, v, p)
-        ctx.rule = rule
-        return _weighted_values(p, v)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        q, k, v, p = ctx.saved_tensors
-        return *_input_gradients(p, q, k, v, grad, ctx.rule), None, None
-
-
 def attend_exact(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, allowed: Tensor | None = None) -> Tensor:
-    """Attention of rows q [B, H, R, D] over keys k and values v [B, H, L, D] -> [B, H, R, D], in q's dtype.
+    """Attention of rows q [B, H, R, D] over keys k and values v [B, H, L, D] -> [B, H, R, D], in q's dtype; for generation, without
+    gradients.
 
     ``allowed`` [B or 1, 1, R, L] (bool): which keys a row sees, the rule's window included; None: all of them. A row that sees
     no key gives NaN.
@@ -136,26 +122,27 @@ def attend_exact(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, allowed: 
             allowed = F.pad(allowed, (0, 0, 0, enough - rows), value=True)
     if dtype in (torch.bfloat16, torch.float16):
         q, k, v = q.float(), k.float(), v.float()
-    out = _AttendExact.apply(q.contiguous(), k.contiguous(), v.contiguous(), allowed, rule)
+    out = _weighted_values(_probabilities(q.contiguous(), k.contiguous(), allowed, rule), v.contiguous())
     return out[:, :, :rows].to(dtype)
 
 
 class _Bucket:
     """Sequences of similar length, padded to one: ``index`` [B, S] says which packed row lies where.
 
-    Padded queries point at row 0 of the batch: their outputs are dropped (``valid``), and being in the future of every real
-    query they are never seen as keys.
+    Padded queries point at row 0 of the batch: their outputs are dropped (not ``valid``; ``real`` says where the others lie),
+    and being in the future of every real query they are never seen as keys. Computed on the host, which knows the lengths.
     """
 
-    def __init__(self, starts: Tensor, lengths: Tensor, num_queries: int) -> None:
-        offsets = torch.arange(num_queries, device=starts.device)
-        self.valid = offsets < lengths[:, None]
-        self.index = (starts[:, None] + offsets).masked_fill(~self.valid, 0).reshape(-1)
-        self.target = self.index[self.valid.reshape(-1)]
-        self.full = bool(self.valid.all())
-        self.num_sequences = len(starts)
-        self.num_queries = num_queries
-        self.num_keys = round_up(num_queries, KEY_BLOCK)
+    def __init__(self, starts: Sequence[int], lengths: Sequence[int], device: torch.device) -> None:
+        self.num_sequences, self.num_queries = len(starts), max(lengths)
+        offsets = torch.arange(self.num_queries)
+        valid = offsets < torch.tensor(lengths)[:, None]
+        index = (torch.tensor(starts)[:, None] + offsets).masked_fill(~valid, 0).reshape(-1)
+        real = valid.reshape(-1).nonzero()[:, 0]
+        self.full = len(real) == len(index)
+        self.valid, self.index = valid.to(device), index.to(device)
+        self.real, self.target = real.to(device), index[real].to(device)
+        self.num_keys = round_up(self.num_queries, KEY_BLOCK)
 
     def gather(self, x: Tensor) -> Tensor:
         """[T, ...] -> [B, S, ...]"""
@@ -164,7 +151,7 @@ class _Bucket:
     def scatter(self, x: Tensor, out: Tensor) -> None:
         """[B, S, ...] -> its rows of out [T, ...]"""
         flat = x.reshape(-1, *x.shape[2:])
-        out.index_copy_(0, self.target, flat if self.full else flat[self.valid.reshape(-1)])
+        out.index_copy_(0, self.target, flat if self.full else flat.index_select(0, self.real))
 
     def queries(self, x: Tensor, kv_heads: int) -> Tensor:
         """[T, H * G, D] -> rows [B, H, S * G, D], the G heads of one query together."""
@@ -192,9 +179,14 @@ def attend_dense(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, allowed: 
     ``allowed`` None is causal, else it includes the rule's window. torch's kernels have no softcap: plain products then.
     """
     if rule.softcap is None:
-        causal = allowed is None
+        grouped = q.shape[1] != k.shape[1]
+        if grouped and (allowed is not None or q.dtype == torch.float32):
+            # Of torch's kernels only flash attention groups heads, and it takes no mask and no float32: without copies of the
+            # heads everything else falls back to products that keep [B, H * G, R, L].
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+            grouped = False
         return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=allowed, is_causal=causal, scale=rule.scale, enable_gqa=q.shape[1] != k.shape[1]
+            q, k, v, attn_mask=allowed, is_causal=allowed is None, scale=rule.scale, enable_gqa=grouped
         )
     if allowed is None:
         allowed = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
@@ -312,6 +304,14 @@ def choose_attention(wanted: str, dtype: torch.dtype, device: torch.device, wher
     return "cpp" if found else "torch"
 
 
+def exact_in_threads(wanted: str, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether bits do not depend on the batch with several threads either: where attention (``wanted``, one of ATTENTION) and
+    products are those of the C++ kernels. torch and MKL divide products among threads by their size."""
+    x = torch.empty(0, dtype=dtype, device=device)
+    found = kernels.ready(x)
+    return wanted != "torch" and found is not None and found.multiplies(x, x)
+
+
 class PackedAttention:
     """Causal attention within each of several packed sequences (training and scoring).
 
@@ -366,12 +366,7 @@ class PackedAttention:
                 else:
                     groups.append([i])
             self._buckets[num_heads] = [
-                _Bucket(
-                    torch.tensor([starts[i] for i in group], device=self.device),
-                    torch.tensor([self.lengths[i] for i in group], device=self.device),
-                    max(self.lengths[i] for i in group),
-                )
-                for group in groups
+                _Bucket([starts[i] for i in group], [self.lengths[i] for i in group], self.device) for group in groups
             ]
         return self._buckets[num_heads]
 
@@ -380,8 +375,9 @@ class PackedAttention:
         for bucket in buckets:
             queries, keys, values = (bucket.gather(x).transpose(1, 2) for x in (q, k, v))
             at = torch.arange(bucket.num_queries, device=q.device)
-            allowed = None if rule.window is None else visible(at, at, rule.window)
+            reached = rule.window is not None and bucket.num_queries > rule.window
+            allowed = visible(at, at, rule.window) if reached else None
             mixed = attend_dense(queries, keys, values, rule, allowed).transpose(1, 2)
             flat = mixed.reshape(-1, *q.shape[1:])
-            out = out.index_copy(0, bucket.target, flat if bucket.full else flat[bucket.valid.reshape(-1)])
+            out = out.index_copy(0, bucket.target, flat if bucket.full else flat.index_select(0, bucket.real))
         return out

@@ -264,11 +264,6 @@ class Decoder(nn.Module):
         """First and last stage each hold a copy of the embedding, whose gradients must be added over ``Mesh.ends``."""
         return self.spec.tie_word_embeddings and self.pp > 1 and self.head_kind == "lm"
 
-    def tied_parameter(self) -> nn.Parameter | None:
-        """This rank's copy of the shared matrix where :attr:`tied_ends`, on the first and the last stage; else None."""
-        holder = (self.embed if self.is_first else self.head) if self.tied_ends else None
-        return None if holder is None else holder.weight
-
     @property
     def head_weight(self) -> Tensor:
         """[V_local, hidden] of the language-model head, or [1, hidden] of the value head. Last stage only."""

@@ -1,16 +1,20 @@
-"""Gemma 3 directories with a vision tower: refused, with what to do instead."""
+"""Gemma 3 with a vision tower: its language model, for text. Exports are of the text-only class."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+from rlhf_spmd.models import gemma3_text
 from rlhf_spmd.models.spec import ModelSpec
+
+DEFAULTS = {"num_attention_heads": 8, "vocab_size": 262208, "max_position_embeddings": 131072}  # transformers' Gemma3TextConfig
 
 
 def build_spec(config: Mapping[str, Any], source: str) -> ModelSpec:
-    raise ValueError(
-        f"{source}: model_type 'gemma3' has a vision tower, which is not supported; give its language model a directory of its "
-        "own, of model_type 'gemma3_text': config.json is the text_config, the tensors are those of language_model without "
-        "that prefix"
-    )
+    """That of ``text_config``."""
+    text = config.get("text_config")
+    if not isinstance(text, Mapping):
+        raise ValueError(f"{source}: 'text_config' is {text!r}; model_type 'gemma3' must have one")
+    spec = gemma3_text.build_spec({**DEFAULTS, **text, "model_type": "gemma3_text"}, source)
+    return ModelSpec(**{**vars(spec), "text_prefix": "language_model."})

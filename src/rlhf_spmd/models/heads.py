@@ -221,11 +221,6 @@ def gather_logits(decoder: Decoder, logits: Tensor) -> Tensor:
     return torch.cat([part[:, :width] for part, width in zip(slices, widths, strict=True)], 1)
 
 
-def logits(decoder: Decoder, hidden: Tensor) -> Tensor:
-    """All logits [T, V] of hidden [T, hidden]. Collective over tp: every rank of it must call, in program order."""
-    return gather_logits(decoder, local_logits(decoder, hidden))
-
-
 def log_probs_of(decoder: Decoder, logits: Tensor, labels: Tensor, temperature: float = 1.0) -> Tensor:
     """log p(labels [T]) [T] from this rank's logits [T, V_local] (:func:`local_logits`): :func:`token_log_probs`'s arithmetic.
 

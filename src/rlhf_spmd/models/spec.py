@@ -72,6 +72,7 @@ class ModelSpec:
     ``attention_scale`` None is 1 / sqrt(head_dim); ``windows`` has one entry per layer, or none where no layer has a window;
     ``local_rope_theta`` is that of the layers with a window, where it is another. ``embed_scale`` multiplies the embeddings,
     rounded to their dtype. ``norm_plus_one``: norms multiply by 1 + weight. ``logit_softcap``: logits are c * tanh(logits / c).
+    ``text_prefix``: part of the tensors' names in a directory that holds a vision tower as well.
     ``hf_config`` is the raw config.json, kept for export.
     """
 
@@ -103,6 +104,7 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...] = ()
     hf_config: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
     names: Names = Names()
+    text_prefix: str = ""
 
     def attention_rule(self, layer: int) -> AttentionRule:
         """The rule of a layer by its global index."""
@@ -116,6 +118,16 @@ class ModelSpec:
     def experts_of(self, layer: int) -> Experts | None:
         """The mixture of a layer by its global index; None where it has an MLP."""
         return None if self.experts is None or layer in self.experts.dense_layers else self.experts
+
+
+def local_directory(path: str, key: str) -> str:
+    """``path`` of a model, with ``~`` expanded; ``key``: the setting that names it. Raises ValueError if it is no directory."""
+    directory = Path(path).expanduser()
+    if not directory.is_dir():
+        raise ValueError(
+            f"{key}={path} is not a directory; models are not downloaded: run `hf download NAME --local-dir DIR` and set {key}=DIR"
+        )
+    return str(directory)
 
 
 def read_spec(path: str | Path) -> ModelSpec:

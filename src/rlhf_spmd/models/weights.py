@@ -7,8 +7,7 @@ import hashlib
 import json
 import math
 import re
-import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +18,19 @@ from torch import Tensor
 
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.sharding import tensor_shapes
-from rlhf_spmd.models.spec import ModelSpec, read_eos_ids, read_json, spec_from_config
+from rlhf_spmd.models.spec import ModelSpec, Names, read_eos_ids, read_json, spec_from_config
 
 __all__ = ["init_random", "load_pretrained", "random_tensor", "read_eos_ids", "write_random_model"]
 
 INIT_STD = 0.02  # transformers' default initializer_range
 _IGNORED = re.compile(r"rotary_emb\.inv_freq$")  # a buffer that old exports contain
+_VISION = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
 
 
 class _Checkpoint:
-    """The tensors of a directory: which file each lies in, opened when first needed."""
+    """The tensors of a directory: which file each lies in, opened when first needed. ``stored``: their names there."""
 
-    def __init__(self, path: Path, stack: contextlib.ExitStack) -> None:
+    def __init__(self, path: Path, spec: ModelSpec, stack: contextlib.ExitStack) -> None:
         self.path, self._stack = path, stack
         self._open: dict[str, Any] = {}
         index = path / "model.safetensors.index.json"
@@ -44,10 +44,12 @@ class _Checkpoint:
             pickles = ", ".join(sorted(p.name for p in path.glob("*.bin"))[:2])
             hint = f" ({pickles} cannot be used: pickles are never read; convert them)" if pickles else ""
             raise ValueError(f"{path}: neither model.safetensors nor model.safetensors.index.json is there{hint}")
+        text = [name for name in self.files if not (spec.text_prefix and _VISION.match(name))]
+        self.stored = {name.replace(spec.text_prefix, ""): name for name in text}
 
     def refuse_unknown(self, spec: ModelSpec) -> None:
         known = {*tensor_shapes(spec, "lm"), spec.names.lm_head, spec.names.value_head}
-        unknown = sorted(n for n in self.files if n not in known and not _IGNORED.search(n))
+        unknown = sorted(n for n in self.stored if n not in known and not _IGNORED.search(n))
         if unknown:
             raise ValueError(
                 f"{self.source}: {len(unknown)} tensors that a {spec.family} model does not have, such as '{unknown[0]}'"
@@ -56,25 +58,26 @@ class _Checkpoint:
     def find(self, spec: ModelSpec, name: str, shape: tuple[int, ...], missing_head_ok: bool) -> Any:
         """safetensors' slice object of a tensor of the model; None for a value head that may be absent and is."""
         stored = name
-        if name == spec.names.embed and spec.tie_word_embeddings and name not in self.files:
+        if name == spec.names.embed and spec.tie_word_embeddings and name not in self.stored:
             stored = spec.names.lm_head  # the one matrix of a tied model is saved under either name
-        if stored in self.files:
+        if stored in self.stored:
             return self.slices(stored, shape)
         if name == spec.names.value_head and missing_head_ok:
             return None
-        raise ValueError(f"{self.source}: tensor '{name}' is missing")
+        hint = "; a reward model needs a value head of one label" if name == spec.names.value_head else ""
+        raise ValueError(f"{self.source}: tensor '{name}' is missing{hint}")
 
     def slices(self, name: str, shape: tuple[int, ...]) -> Any:
         """safetensors' slice object of a tensor, after checking its shape and dtype."""
-        source = self.path / self.files[name]
+        stored = self.stored[name]
+        source = self.path / self.files[stored]
         try:
-            found = self._file(self.files[name]).get_slice(name)
+            found = self._file(self.files[stored]).get_slice(stored)
         except SafetensorError as error:
             raise ValueError(f"{source}: tensor '{name}' cannot be read: {error}") from error
         if tuple(found.get_shape()) != shape:
-            raise ValueError(
-                f"{source}: tensor '{name}' has shape {list(found.get_shape())}, but config.json implies {list(shape)}"
-            )
+            implied = "a reward model or critic has one label," if name == Names.value_head else "config.json implies"
+            raise ValueError(f"{source}: tensor '{name}' has shape {list(found.get_shape())}, but {implied} {list(shape)}")
         if found.get_dtype() not in ("F64", "F32", "F16", "BF16"):
             raise ValueError(f"{source}: tensor '{name}' has dtype {found.get_dtype()}; allowed: F64, F32, F16, BF16")
         return found
@@ -99,15 +102,15 @@ def _read_index(index: Path) -> dict[str, str]:
     return weight_map
 
 
-def load_pretrained(decoder: Decoder, path: str | Path, seed: int = 0, missing_head_ok: bool = False) -> None:
+def load_pretrained(decoder: Decoder, path: str | Path, missing_head_ok: bool = False) -> None:
     """Fill a decoder from a Hugging Face directory; any float dtype on disk is converted to the parameters'.
 
-    The value head ``score.weight`` may be absent with ``missing_head_ok``: it then starts at zero, so ``seed`` decides nothing.
+    The value head ``score.weight`` may be absent with ``missing_head_ok``: it then starts at zero.
     Raises ValueError naming the file and tensor for missing, unknown or misshapen tensors and for unreadable files.
     Each rank reads its own slices only; no communication.
     """
     with contextlib.ExitStack() as stack, torch.no_grad():
-        checkpoint = _Checkpoint(Path(path), stack)
+        checkpoint = _Checkpoint(Path(path), decoder.spec, stack)
         checkpoint.refuse_unknown(decoder.spec)
         for name, parameter in decoder.named_parameters():
             target = _plain(name, parameter)
@@ -125,7 +128,7 @@ def check_pretrained(spec: ModelSpec, path: str | Path, head: str, missing_head_
     Raises ValueError as it does, for files cut short too.
     """
     with contextlib.ExitStack() as stack:
-        checkpoint = _Checkpoint(Path(path), stack)
+        checkpoint = _Checkpoint(Path(path), spec, stack)
         checkpoint.refuse_unknown(spec)
         for name, shape in tensor_shapes(spec, head).items():
             checkpoint.find(spec, name, shape, missing_head_ok)
@@ -152,14 +155,11 @@ def random_tensor(spec: ModelSpec, name: str, shape: tuple[int, ...], seed: int)
     return torch.randn(shape, generator=generator) * std
 
 
-def write_random_model(
-    path: str | Path, config: Mapping[str, Any], seed: int, tokenizer_dir: str | Path | None = None
-) -> ModelSpec:
+def write_random_model(path: str | Path, config: Mapping[str, Any], seed: int) -> ModelSpec:
     """A Hugging Face directory with random weights (those of :func:`init_random`), for tests and first runs.
 
     ``config`` is the contents of its config.json, from which transformers builds the same model; an architecture named
-    ``...ForSequenceClassification`` gets a value head instead of the language-model head. Tokenizer files are copied from
-    ``tokenizer_dir``. Returns the spec.
+    ``...ForSequenceClassification`` gets a value head instead of the language-model head. Returns the spec.
     """
     path = Path(path)
     spec = spec_from_config(config, "config")
@@ -169,17 +169,7 @@ def write_random_model(
     tensors = {name: random_tensor(spec, name, shape, seed) for name, shape in shapes.items()}
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     (path / "config.json").write_text(json.dumps(dict(config), indent=2) + "\n", encoding="utf-8")
-    if tokenizer_dir is not None:
-        for file in _tokenizer_files(Path(tokenizer_dir)):
-            shutil.copy(file, path / file.name)
     return spec
-
-
-def _tokenizer_files(path: Path) -> Iterator[Path]:
-    names = ("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja")
-    for file in sorted(path.iterdir()):
-        if file.name.startswith("tokenizer") or file.name in names:
-            yield file
 
 
 def _plain(name: str, parameter: Tensor) -> Tensor:

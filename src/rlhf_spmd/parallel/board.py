@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import zlib
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -28,27 +28,17 @@ import torch.distributed as dist
 from rlhf_spmd.parallel.collectives import RECORDER
 from rlhf_spmd.parallel.watch import HISTORY, WINDOW, Beat, Finding, Limits, Watch, place
 from rlhf_spmd.parallel.world import Launch
-from rlhf_spmd.telemetry.run_dir import EXIT_CODES, ExitStatus, write_exit_status
+from rlhf_spmd.telemetry.run_dir import ExitStatus, write_exit_status
 
 _CLIENT_TIMEOUT = timedelta(seconds=10)
 
 
 @dataclass(frozen=True)
-class Failure:
-    """How the job ends, agreed by all ranks. ``message`` is the line printed; ``kill_pid`` a process that no longer answers."""
+class Failure(ExitStatus):
+    """The one that ends the job. ``kill_pid`` on ``kill_host``: a silent process that its neighbours must end, 0: none."""
 
-    error_class: str  # a key of EXIT_CODES
-    message: str
-    rank: int
-    call: str = ""
-    step: int | None = None
-    last_checkpoint: str | None = None
     kill_pid: int = 0
     kill_host: str = ""
-
-    @property
-    def code(self) -> int:
-        return EXIT_CODES[self.error_class]
 
 
 class Board:
@@ -148,22 +138,17 @@ class Board:
 
     # ---- failures --------------------------------------------------------------------------------------------------
 
-    def post_error(
-        self, error_class: str, message: str, call: str | None = None, step: int | None = None, details: str = ""
-    ) -> bool:
+    def post_error(self, error_class: str, message: str, details: str = "", call: str = "") -> bool:
         """Posts this rank's failure; the first of the job wins, prints ``details`` and one line, and writes exit_status.json.
 
-        Returns whether it was the first. Does not end the process: see :meth:`leave`.
+        ``call``: the name of the call that failed; by default the last one entered. Returns whether it was the first. Does not
+        end the process: see :meth:`leave`.
         """
-        failure = Failure(
-            error_class,
-            message,
-            self.launch.rank,
-            self.call[1] if call is None else call,
-            self.step if step is None else step,
-            self.last_checkpoint,
-        )
-        return self._post(failure, details)
+        return self._post(self._own_failure(error_class, message, call), details)
+
+    def _own_failure(self, error_class: str, message: str, call: str = "") -> Failure:
+        call = call or self.call[1]
+        return Failure(error_class, message, self.launch.rank, call or None, self.step, self.last_checkpoint)
 
     def await_verdict(self, seconds: float) -> bool:
         """For a rank that another one may have taken down: waits for the failure that explains it; whether one is known."""
@@ -199,10 +184,8 @@ class Board:
     def _announce(self, failure: Failure, details: str) -> None:
         announce(failure.message, details)
         if self.run_dir is not None:
-            message, call = one_line(failure.message), failure.call or None
-            status = ExitStatus.of(failure.error_class, message, failure.rank, call, failure.step, failure.last_checkpoint)
             try:
-                write_exit_status(self.run_dir, status)
+                write_exit_status(self.run_dir, replace(failure, message=one_line(failure.message)))
             except OSError as error:
                 announce(f"cannot write exit_status.json in {self.run_dir}: {error}")
 
@@ -255,7 +238,7 @@ class Board:
             name=name,
             site=site,
             inside=self._inside,
-            progress=self._ticks + RECORDER.sequence,
+            progress=self._ticks + RECORDER.sequence + RECORDER.ticks,
             pid=os.getpid(),
             host=socket.gethostname(),
             calls=tuple((entry[0], entry[3]) for entry in recent),
@@ -289,7 +272,7 @@ class Board:
         beat, message = finding.beat, finding.message
         if finding.silent:  # its last heartbeat may be older than its last call: where the others are tells more
             message += f"; rank {self.launch.rank} is in {self.where}"
-        call, step = (finding.call or beat.name, beat.step) if beat else ("", None)
+        call, step = (finding.call or beat.name or None, beat.step) if beat else (None, None)
         pid, host = (beat.pid, beat.host) if beat and finding.silent else (0, "")
         return Failure("hang", message, finding.rank, call, step, self.last_checkpoint, pid, host)
 
@@ -305,7 +288,7 @@ class Board:
             f"rank {self.launch.rank} lost the store that all ranks share, in {self.where}: "
             f"the torchrun agent of the first node is gone ({one_line(reason)[:120]})"
         )
-        failure = Failure("hang", message, self.launch.rank, self.call[1], self.step, self.last_checkpoint)
+        failure = self._own_failure("hang", message)
         if self.launch.local_rank == 0:
             self._announce(failure, "")
         self.failure = failure
@@ -314,7 +297,7 @@ class Board:
         """Acknowledge, give the main thread and the other ranks ``grace_s`` to know as well, then end the process."""
         self._known.set()
         deadline = time.monotonic() + self.limits.grace_s
-        if failure.error_class == "hang":
+        if failure.class_ == "hang":
             self._dump_stacks()
         self._kill_silent_neighbour(failure)
         try:

@@ -6,7 +6,7 @@ holds. Loading, checkpoints, the hybrid engine and reallocation are all intersec
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 
@@ -91,6 +91,11 @@ def shard_rows(shard: ParamShard, first: int, last: int) -> ParamShard:
                 )
             )
     return ParamShard((last - first, *shard.shape[1:]), tuple(boxes), shard.replicated)
+
+
+def zero_shards(shards: Mapping[str, ParamShard], dp_rank: int, dp: int) -> dict[str, ParamShard]:
+    """What ZeRO leaves of a rank's parameters on one of ``dp`` replicas."""
+    return {name: shard_rows(shard, *zero_rows(shard.shape[0], dp_rank, dp)) for name, shard in shards.items()}
 
 
 def subtract(a: Box, b: Box) -> list[Box]:

@@ -6,6 +6,7 @@ nothing, so code that is written for many ranks runs unchanged on one.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -24,14 +25,22 @@ class FlightRecorder:
     received: Counter[str] = field(default_factory=Counter)
     sent: Counter[str] = field(default_factory=Counter)
     sequence: int = 0
+    ticks: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)  # weights on loan are sent from a thread of their own
 
     def note(self, operation: str, group: str, num_bytes: int) -> None:
-        self.sequence += 1
-        self.entries.append((self.sequence, operation, group, num_bytes, time.time()))
+        with self._lock:
+            self.sequence += 1
+            self.entries.append((self.sequence, operation, group, num_bytes, time.time()))
+
+    def tick(self) -> None:
+        """Says that a long piece of work without collectives is still going on."""
+        self.ticks += 1
 
     def count(self, label: str, sent: int, received: int) -> None:
-        self.sent[label] += sent
-        self.received[label] += received
+        with self._lock:
+            self.sent[label] += sent
+            self.received[label] += received
 
     def dump(self, last: int = 8) -> str:
         now = time.time()
@@ -39,7 +48,7 @@ class FlightRecorder:
         return "; ".join(f"#{n} {op} on {group} ({size} B, {now - at:.1f} s ago)" for n, op, group, size, at in rows)
 
 
-RECORDER = FlightRecorder()  # per process, diagnostics only: nothing reads it to decide anything
+RECORDER = FlightRecorder()  # per process, diagnostics only: the script's way never depends on it
 
 # torch 2.13 renamed it; 2.11 has only the older name
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -14,20 +14,18 @@ from rlhf_spmd.parallel.collectives import Group
 BUCKET_ELEMENTS = 1 << 24  # 64 MB in fp32: large enough for full bandwidth, small beside a model
 
 
-def sum_in_buckets(grads: Mapping[str, Tensor], group: Group, label: str) -> dict[str, Tensor]:
-    """The sums over the group of equally named and shaped gradients, as views into a few flat buffers.
+def sum_in_buckets(grads: Mapping[str, Tensor], group: Group, label: str) -> None:
+    """Sum equally named and shaped gradients over the group, in place, a flat bucket of them at a time.
 
-    ``grads`` is only read. Collective over the group: every rank of it must call, in program order.
+    Collective over the group: every rank of it must call, in program order.
     """
     if group.size == 1:
-        return dict(grads)
-    summed: dict[str, Tensor] = {}
+        return
     for names in buckets({name: grad.numel() for name, grad in grads.items()}):
         flat = torch.cat([grads[name].reshape(-1) for name in names])
         group.all_reduce(flat, label)
         for name, part in zip(names, flat.split([grads[name].numel() for name in names]), strict=True):
-            summed[name] = part.view(grads[name].shape)
-    return summed
+            grads[name].copy_(part.view(grads[name].shape))
 
 
 def buckets(sizes: Mapping[str, int]) -> Iterator[list[str]]:
@@ -90,7 +88,7 @@ def sum_partial(grads: Mapping[str, Tensor], partial: Mapping[str, ParamShard], 
     wholes = {box.name: part.new_zeros(box.shape) for part, box in held}
     for part, box in held:
         wholes[box.name][box.global_slices] = part
-    wholes = sum_in_buckets(wholes, tp, "partial_gradients")
+    sum_in_buckets(wholes, tp, "partial_gradients")
     for part, box in held:
         part.copy_(wholes[box.name][box.global_slices])
 
@@ -102,6 +100,7 @@ def squared_norm(grads: Mapping[str, Tensor], owned: Mapping[str, ParamShard]) -
         boxes = owned[name].boxes
         whole = sum(box.numel for box in boxes) == grad.numel()
         parts = [grad] if whole else [grad[box.local_slices] for box in boxes]
-        norms += [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts if part.numel()]
+        pieces = [piece for part in parts for piece in part.reshape(-1).split(BUCKET_ELEMENTS) if piece.numel()]
+        norms += [torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in pieces]  # on GPUs by way of a copy
     device = next(iter(grads.values())).device
     return torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64, device=device)

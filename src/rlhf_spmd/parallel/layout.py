@@ -8,6 +8,7 @@ always a slice of its generation shard. Where that cannot be, or is not wanted, 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 
@@ -25,12 +26,37 @@ class LayoutConfig:
     sequence_parallel: bool = False
 
 
-@dataclass(frozen=True)
-class Layout:
-    """A resolved training layout (p, t, d) with its ZeRO stage over d and ``vpp`` virtual stages per rank.
+class Grid(ABC):
+    """Ranks of a pool by their coordinates (pp, dp, tp). Indices count ranks inside the pool (0 .. size-1), not global ranks."""
 
-    Indices below count ranks inside the pool (0 .. size-1), not global ranks.
-    """
+    pp: int
+    tp: int
+
+    @abstractmethod
+    def index(self, pp: int, dp: int, tp: int) -> int:
+        """Pool index of a coordinate."""
+
+    @abstractmethod
+    def coordinate(self, index: int) -> tuple[int, int, int]:
+        """Pool index -> (pp, dp, tp)."""
+
+    def tp_group(self, index: int) -> list[int]:
+        pp, dp, _ = self.coordinate(index)
+        return [self.index(pp, dp, tp) for tp in range(self.tp)]
+
+    def pp_group(self, index: int) -> list[int]:
+        _, dp, tp = self.coordinate(index)
+        return [self.index(pp, dp, tp) for pp in range(self.pp)]
+
+    def replica_group(self, index: int) -> list[int]:
+        """The pp * tp ranks that together hold the replica of ``index``."""
+        _, dp, _ = self.coordinate(index)
+        return [self.index(pp, dp, tp) for pp in range(self.pp) for tp in range(self.tp)]
+
+
+@dataclass(frozen=True)
+class Layout(Grid):
+    """A resolved training layout (p, t, d) with its ZeRO stage over d and ``vpp`` virtual stages per rank."""
 
     pp: int = 1
     tp: int = 1
@@ -51,25 +77,7 @@ class Layout:
         return (pp * self.dp + dp) * self.tp + tp
 
     def coordinate(self, index: int) -> tuple[int, int, int]:
-        """Pool index -> (pp, dp, tp)."""
         return index // (self.dp * self.tp), index // self.tp % self.dp, index % self.tp
-
-    def tp_group(self, index: int) -> list[int]:
-        pp, dp, _ = self.coordinate(index)
-        return [self.index(pp, dp, tp) for tp in range(self.tp)]
-
-    def dp_group(self, index: int) -> list[int]:
-        pp, _, tp = self.coordinate(index)
-        return [self.index(pp, dp, tp) for dp in range(self.dp)]
-
-    def pp_group(self, index: int) -> list[int]:
-        _, dp, tp = self.coordinate(index)
-        return [self.index(pp, dp, tp) for pp in range(self.pp)]
-
-    def replica_group(self, index: int) -> list[int]:
-        """The pp * tp ranks that together hold the replica of ``index``."""
-        _, dp, _ = self.coordinate(index)
-        return [self.index(pp, dp, tp) for pp in range(self.pp) for tp in range(self.tp)]
 
     def __str__(self) -> str:
         more = (f" {key}({n})" for key, n, none in (("zero", self.zero, 0), ("vpp", self.vpp, 1)) if n != none)
@@ -104,7 +112,7 @@ def resolve_layout(config: LayoutConfig, pool_size: int, where: str) -> Layout:
 
 
 @dataclass(frozen=True)
-class GenerationLayout:
+class GenerationLayout(Grid):
     """(p_g, t_g, d_g, d) over the ranks of a training layout; d_g = p*t / (p_g*t_g) micro-DP replicas per training replica.
 
     ``consecutive``: no such regrouping; the ranks form the grid [p_g, replicas, t_g] as those of a training layout do, and a
@@ -171,18 +179,6 @@ class GenerationLayout:
         outer_dp, micro = divmod(dp, self.micro_dp)
         inner_stage, inner_tp = divmod(micro, slices)
         return self.train.index(pp * stages + inner_stage, outer_dp, tp * slices + inner_tp)
-
-    def tp_group(self, index: int) -> list[int]:
-        pp, dp, _ = self.coordinate(index)
-        return [self.index(pp, dp, tp) for tp in range(self.tp)]
-
-    def pp_group(self, index: int) -> list[int]:
-        _, dp, tp = self.coordinate(index)
-        return [self.index(pp, dp, tp) for pp in range(self.pp)]
-
-    def replica_group(self, index: int) -> list[int]:
-        _, dp, _ = self.coordinate(index)
-        return [self.index(pp, dp, tp) for pp in range(self.pp) for tp in range(self.tp)]
 
     def micro_dp_group(self, index: int) -> list[int]:
         """Ranks whose training shards make up the generation shard of ``index``, in the order of their slices."""

@@ -22,7 +22,6 @@ class Mesh:
     """
 
     layout: Layout | GenerationLayout
-    ranks: tuple[int, ...]
     index: int
     pp_rank: int
     dp_rank: int
@@ -85,7 +84,6 @@ def build_mesh(world: World, pool: Sequence[int], layout: Layout | GenerationLay
     around = isinstance(layout, Layout) and layout.vpp > 1
     return Mesh(
         layout=layout,
-        ranks=tuple(pool),
         index=index,
         pp_rank=pp_rank,
         dp_rank=dp_rank,

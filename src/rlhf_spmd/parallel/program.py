@@ -7,6 +7,7 @@ everything: it classes the exception, posts it on the board and turns it into an
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import errno
 import faulthandler
@@ -18,7 +19,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -53,6 +54,7 @@ class ProgramSettings:
 
     run_dir: Path | None = None
     timeout_s: float = 600.0  # the longest that one rank may keep the others waiting in a call
+    threads: int = 1  # of a rank, on CPUs
     limits: Limits = field(default_factory=Limits)
 
 
@@ -63,6 +65,15 @@ class ProgramContext(Generic[T]):
     world: World
     board: Board
     prepared: T
+
+
+def read_command_line(name: str, description: str | None, argv: Sequence[str] | None) -> tuple[str | None, list[str]]:
+    """The configuration file, if there is one, and the overrides of a program's command line; None: this process's own."""
+    parser = argparse.ArgumentParser(prog=f"rlhf_spmd.{name}", description=description)
+    parser.add_argument("--config", help="YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted keys of the configuration: layout.tp=2")
+    arguments = parser.parse_intermixed_args(argv)
+    return arguments.config, arguments.overrides
 
 
 def run_program(
@@ -91,11 +102,11 @@ def run_program(
         try:
             _open_run_dir(board)
             board.start()
-            world = init_world(launch, store, chosen.timeout_s, device)
+            world = init_world(launch, store, chosen.timeout_s, device, chosen.threads)
             body(ProgramContext(world, board, prepared))
             board.finish(store)
             if launch.rank == 0 and board.run_dir is not None:
-                write_exit_status(board.run_dir, ExitStatus.of("done", step=board.step, last_checkpoint=board.last_checkpoint))
+                write_exit_status(board.run_dir, ExitStatus("done", step=board.step, last_checkpoint=board.last_checkpoint))
         except BaseException as error:  # the process boundary: every ending gets a class and a code
             _fail(board, error, saves_on_signal)
     if owns_group:
@@ -220,7 +231,7 @@ def _write_refusal(run_dir: Path | None, launch: Launch, refusal: tuple[str, str
     if run_dir is None:
         return
     with suppress(OSError):  # the refusal itself was told, and run_dir may be what is wrong
-        write_exit_status(run_dir, ExitStatus.of(refusal[0], refusal[1], rank=launch.rank))
+        write_exit_status(run_dir, ExitStatus(refusal[0], refusal[1], rank=launch.rank))
 
 
 # ---- running and failing -----------------------------------------------------------------------------------------------
@@ -259,7 +270,13 @@ def _signals(board: Board, saves: bool) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _fail(board: Board, error: BaseException, saves_on_signal: bool) -> NoReturn:
+def fail_beside(board: Board, error: BaseException, call: tuple[int, str, str]) -> NoReturn:
+    """End the job from a thread that works for ``call`` (as :attr:`Board.call`) beside the main thread, which may be waiting for
+    what will not come."""
+    _fail(board, error, saves_on_signal=True, call=call)
+
+
+def _fail(board: Board, error: BaseException, saves_on_signal: bool, call: tuple[int, str, str] | None = None) -> NoReturn:
     """Class the exception, let the job know, end this process with the code of the job's first failure."""
     text = traceback.format_exc()
     board.preempted = True  # so that a signal from here on changes nothing
@@ -279,15 +296,15 @@ def _fail(board: Board, error: BaseException, saves_on_signal: bool) -> NoReturn
         # torchrun also sends SIGTERM to the survivors of a rank that was killed: the cause is that rank then
         patience_s = 0.0 if saves_on_signal else board.limits.suspect_s + 2.0
     if board.failure is None and not (patience_s and board.await_verdict(patience_s)):
-        _post(board, error, error_class, text)
+        _post(board, error, error_class, text, call or board.call)
     if board.launch.size == 1:
         assert board.failure is not None, "a failure was posted"
         raise SystemExit(board.failure.code) from None
     board.leave()
 
 
-def _post(board: Board, error: BaseException, error_class: str, text: str) -> None:
-    seq, name, site = board.call
+def _post(board: Board, error: BaseException, error_class: str, text: str, call: tuple[int, str, str]) -> None:
+    seq, name, site = call
     where = place(name, seq, site, board.step)
     told = one_line(str(error))
     if error_class == "preempted":
@@ -297,7 +314,7 @@ def _post(board: Board, error: BaseException, error_class: str, text: str) -> No
     else:
         line = f"rank {board.launch.rank} failed in {where}: {type(error).__name__}: {told}"
     defect = error_class == "error" and not isinstance(error, KeyboardInterrupt)
-    board.post_error(error_class, line, details=text if defect else "")
+    board.post_error(error_class, line, details=text if defect else "", call=name)
 
 
 def _exit(launch: Launch, code: int) -> NoReturn:

@@ -137,19 +137,31 @@ def forget_old_shapes() -> None:
         os.environ.setdefault(variable, "128")
 
 
-def init_world(launch: Launch, store: dist.Store, timeout_s: float = 600.0, device: torch.device | None = None) -> World:
-    """Start torch.distributed: gloo for CPU tensors, nccl beside it on GPUs. One thread per rank on CPU.
+def init_world(
+    launch: Launch, store: dist.Store, timeout_s: float = 600.0, device: torch.device | None = None, threads: int = 1
+) -> World:
+    """Start torch.distributed: gloo for CPU tensors, nccl beside it on GPUs. ``threads``: of this rank on CPUs, torch's and the
+    kernels'; it has to be said, since torch's results depend on it.
+
+    On GPUs collectives have more patience than ``timeout_s``: NCCL's watchdog aborts the process without a word, so the error
+    board, which names the culprit, must come first; and a communicator, made at its first use, waits in the store for the
+    other ranks, which may be as late as that.
 
     Collective over the world: every rank of it must call.
     """
     device = device or choose_device(launch)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        # cuDNN's attention, which newer torch prefers, compiles a plan for each shape, and ragged rows have a new one each time.
+        torch.backends.cuda.enable_cudnn_sdp(False)
     else:
-        torch.set_num_threads(1)  # results depend on the thread count, and spinning threads of many ranks slow each other
+        torch.set_num_threads(threads)
         choose_cpu_matmul()
         keep_freed_memory()
         forget_old_shapes()
+    patience_s = 2 * timeout_s + 60 if device.type == "cuda" else timeout_s
+    if device.type == "cuda":
+        store.set_timeout(timedelta(seconds=patience_s))
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(
@@ -157,6 +169,6 @@ def init_world(launch: Launch, store: dist.Store, timeout_s: float = 600.0, devi
             store=dist.PrefixStore("pg", store),
             rank=launch.rank,
             world_size=launch.size,
-            timeout=timedelta(seconds=timeout_s),
+            timeout=timedelta(seconds=patience_s),
         )
-    return World(launch, device, store, timeout_s)
+    return World(launch, device, store, patience_s)

@@ -101,18 +101,16 @@ class Zero:
         To be called in the hook that runs when FSDP2 has set the gradient. FSDP2 itself rounds the result to the parameter's
         dtype, and cuts the shards out of the rounded copy, in which they lie as in the original.
         """
+        assert param.grad is not None, "the hook ran without a gradient"
         rounded, param.grad = local_part(param.grad), None
         reduced = self._reductions[id(param)].read()
-        assert rounded is not None, "the hook ran without a gradient"
         assert rounded.untyped_storage().nbytes() == reduced.numel() * rounded.itemsize, (
             "FSDP2 laid the gradients out otherwise"
         )
         return reduced.as_strided(rounded.shape, rounded.stride(), rounded.storage_offset())
 
 
-def local_part(tensor: Tensor | None) -> Tensor | None:
+def local_part(tensor: Tensor) -> Tensor:
     """The local part of a DTensor, the tensor itself otherwise; shares storage, outside autograd."""
-    if tensor is None:
-        return None
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -6,13 +6,18 @@
 It does not know roles or model architectures: it takes shards (boxes) and parameters by name.
 """
 
-from rlhf_spmd.reshard.engines import ENGINES, Costs, Engine, choose_engine, missing_elements, num_shards
+from rlhf_spmd.reshard.engines import ENGINES, Costs, Engine, choose_engine, held_by, missing_elements, num_shards
 from rlhf_spmd.reshard.execute import HybridEngine
+from rlhf_spmd.reshard.gather import LABEL
+from rlhf_spmd.reshard.move import LABEL as LOAN_LABEL
 from rlhf_spmd.reshard.move import Move, Storages, execute_reallocation
-from rlhf_spmd.reshard.reallocation import Holding, plan_reallocation, plan_traffic
+from rlhf_spmd.reshard.reallocation import Holding, holdings, plan_reallocation, plan_traffic
+
+LABELS = (LABEL, LOAN_LABEL)  # under which weights that move are counted
 
 __all__ = [
     "ENGINES",
+    "LABELS",
     "Costs",
     "Engine",
     "Holding",
@@ -21,6 +26,8 @@ __all__ = [
     "Storages",
     "choose_engine",
     "execute_reallocation",
+    "held_by",
+    "holdings",
     "missing_elements",
     "num_shards",
     "plan_reallocation",

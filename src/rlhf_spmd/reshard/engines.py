@@ -9,15 +9,16 @@ one gather in the micro-DP group, and the training shard lives on inside the gen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import cache
 from typing import Protocol
 
-from rlhf_spmd.parallel.boxes import Box, ParamShard, cover, intersect
-from rlhf_spmd.parallel.layout import GenerationLayout
-from rlhf_spmd.reshard.plan import Bucket, Home, Piece, Shards, by_tensor, own_share, plan_gather, plan_homes
-from rlhf_spmd.reshard.reallocation import Holding, RankPlan, plan_reallocation
+from rlhf_spmd.parallel.boxes import Box, ParamShard, cover, intersect, zero_shards
+from rlhf_spmd.parallel.layout import GenerationLayout, Layout
+from rlhf_spmd.reshard.plan import Bucket, Home, Piece, Shards, ShardsAt, by_tensor, own_share, plan_gather, plan_homes
+from rlhf_spmd.reshard.reallocation import RankPlan, holdings, plan_reallocation
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,18 @@ class TransitionPlan:
             return self.move.elements_received
         return sum(sum(bucket.sizes) - bucket.sizes[self.me] for bucket in self.buckets)
 
-
-Group = Sequence[Shards]  # of the ranks of a gather group, in its order
+    def finished(self, train: Iterable[str]) -> list[list[str]]:
+        """For each bucket the training parameters that no later one needs and whose values the generation storage then has."""
+        if not self.buckets:
+            return [list(train)]
+        made = {target: i for i, bucket in enumerate(self.buckets) for target in bucket.targets}
+        last = dict.fromkeys(train, 0)
+        for name, home in self.homes.items():
+            last[name] = max((made[piece.target] for piece in home.pieces), default=0)
+        for i, bucket in enumerate(self.buckets):
+            for piece in (*bucket.sends[self.me], *bucket.copies):
+                last[piece.source] = max(last[piece.source], i)
+        return [[name for name, at in last.items() if at == i] for i in range(len(self.buckets))]
 
 
 class Engine(Protocol):
@@ -68,8 +79,8 @@ class Engine(Protocol):
 
     def gather_ranks(self, layout: GenerationLayout, index: int) -> list[int]: ...
 
-    def plan(self, layout: GenerationLayout, index: int, train: Group, wanted: Group, bucket: int) -> TransitionPlan:
-        """``train``, ``wanted``: training and generation shards of the gather group. ``bucket``: elements. Pure."""
+    def plan(self, layout: GenerationLayout, index: int, train: ShardsAt, wanted: ShardsAt, bucket: int) -> TransitionPlan:
+        """``train``, ``wanted``: shards in the training and in the generation layout. ``bucket``: elements. Pure."""
         ...
 
     def costs(self, layout: GenerationLayout) -> Costs: ...
@@ -86,9 +97,10 @@ class InPlace:
         pp, _, tp = train.coordinate(index)
         return sorted(rank for dp in range(train.dp) for rank in layout.micro_dp_group(train.index(pp, dp, tp)))
 
-    def plan(self, layout: GenerationLayout, index: int, train: Group, wanted: Group, bucket: int) -> TransitionPlan:
-        me = self.gather_ranks(layout, index).index(index)
-        return TransitionPlan(me, plan_gather(train, wanted[me], me, bucket), plan_homes(train[me], wanted[me]))
+    def plan(self, layout: GenerationLayout, index: int, train: ShardsAt, wanted: ShardsAt, bucket: int) -> TransitionPlan:
+        ranks = self.gather_ranks(layout, index)
+        me, held, mine = ranks.index(index), held_by(layout.train, train, ranks), generation_shards(layout, wanted, index)
+        return TransitionPlan(me, plan_gather(held, mine, me, bucket), plan_homes(held[me], mine))
 
     def costs(self, layout: GenerationLayout) -> Costs:
         """(tp - t_g p_g) / (t_g p_g t p) received without ZeRO."""
@@ -107,20 +119,21 @@ class WholeModel:
         train = layout.train
         return list(range(train.size)) if self.everyone or train.zero else sorted(train.replica_group(index))
 
-    def plan(self, layout: GenerationLayout, index: int, train: Group, wanted: Group, bucket: int) -> TransitionPlan:
+    def plan(self, layout: GenerationLayout, index: int, train: ShardsAt, wanted: ShardsAt, bucket: int) -> TransitionPlan:
         ranks = self.gather_ranks(layout, index)
+        held = held_by(layout.train, train, ranks)
         if self.everyone and not layout.train.zero:
             replicas = [layout.train.coordinate(rank)[1] for rank in ranks]
-            train = [own_share(shards, dp, layout.train.dp) for shards, dp in zip(train, replicas, strict=True)]
-        boxes = {box.name: box.shape for shards in train for shard in shards.values() for box in shard.boxes}
+            held = [own_share(shards, dp, layout.train.dp) for shards, dp in zip(held, replicas, strict=True)]
+        boxes = {box.name: box.shape for shards in held for shard in shards.values() for box in shard.boxes}
         whole = {name: ParamShard(shape, (_everything(name, shape),)) for name, shape in boxes.items()}
         me = ranks.index(index)
         cuts = []
-        for target, shard in wanted[me].items():
+        for target, shard in generation_shards(layout, wanted, index).items():
             for box in shard.boxes:
                 ((_, source, place),), _ = cover(box, [whole[box.name].boxes[0]])
                 cuts.append(Piece(box.name, source, target, place))
-        return TransitionPlan(me, plan_gather(train, whole, me, bucket), whole=boxes, cuts=tuple(cuts))
+        return TransitionPlan(me, plan_gather(held, whole, me, bucket), whole=boxes, cuts=tuple(cuts))
 
     def costs(self, layout: GenerationLayout) -> Costs:
         twice = Fraction(1, num_shards(layout))
@@ -138,9 +151,10 @@ class Reallocation:
     def gather_ranks(self, layout: GenerationLayout, index: int) -> list[int]:
         return list(range(layout.train.size))
 
-    def plan(self, layout: GenerationLayout, index: int, train: Group, wanted: Group, bucket: int) -> TransitionPlan:
-        held, needed = ([Holding((member,), shards) for member, shards in enumerate(side)] for side in (train, wanted))
-        return TransitionPlan(index, move=plan_reallocation(held, needed, self.host_of, index))
+    def plan(self, layout: GenerationLayout, index: int, train: ShardsAt, wanted: ShardsAt, bucket: int) -> TransitionPlan:
+        ranks = range(layout.train.size)
+        sides = holdings(layout.train, train, ranks), holdings(layout, wanted, ranks)
+        return TransitionPlan(index, move=plan_reallocation(*sides, self.host_of, index))
 
     def costs(self, layout: GenerationLayout) -> Costs:
         twice = Fraction(1, num_shards(layout))
@@ -158,6 +172,18 @@ def choose_engine(name: str, layout: GenerationLayout, host_of: Callable[[int], 
     """The engine of a setting for a layout: ``zero_redundancy`` gathers in place where the layout was regrouped for it."""
     engine = ENGINES[name]
     return Reallocation(host_of) if layout.consecutive and not engine.consecutive else engine
+
+
+def held_by(layout: Layout, shards: ShardsAt, ranks: Iterable[int]) -> list[Shards]:
+    """The training shards of some ranks (pool indices), ZeRO's rows cut out."""
+    shards, cut = cache(shards), layout.zero > 0 and layout.dp > 1
+    at = [(layout.coordinate(rank)[1], shards(layout.coordinate(rank)[0], layout.coordinate(rank)[2])) for rank in ranks]
+    return [zero_shards(whole, dp, layout.dp) if cut else whole for dp, whole in at]
+
+
+def generation_shards(layout: GenerationLayout, shards: ShardsAt, index: int) -> Shards:
+    pp, _, tp = layout.coordinate(index)
+    return shards(pp, tp)
 
 
 def num_shards(layout: GenerationLayout) -> int:

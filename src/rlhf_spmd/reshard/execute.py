@@ -12,7 +12,6 @@ While ``mode`` is "generation" the training parameters must not be written, and 
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,38 +21,38 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from rlhf_spmd.parallel.boxes import ParamShard
 from rlhf_spmd.parallel.collectives import RECORDER, Group
 from rlhf_spmd.parallel.layout import GenerationLayout
-from rlhf_spmd.reshard.engines import Engine
+from rlhf_spmd.parallel.zero import local_part
+from rlhf_spmd.reshard.engines import Engine, held_by
 from rlhf_spmd.reshard.gather import LABEL, Flight, land_bucket, start_bucket
 from rlhf_spmd.reshard.move import Storages, execute_reallocation
-from rlhf_spmd.reshard.plan import Piece, shards_from_json, shards_to_json
+from rlhf_spmd.reshard.plan import Piece, ShardsAt
 from rlhf_spmd.reshard.reallocation import RankPlan
 
 
 class HybridEngine:
     """Moves a role's weights between its training module and its generation module.
 
-    train_shards: this rank's training parameters (ZeRO rows included) by name. train_parameters: returns the current ones
+    train_shards: training parameters by name, of any rank. train_parameters: returns the current ones of this rank
     under the same names: plain ``nn.Parameter`` or FSDP2's DTensor, sharded (not gathered).
     generation: the generation module, built on "meta" or any device; the engine replaces its parameters by empty ones on the
-    training device and fills them in :meth:`to_generation`. generation_shards: its plan.
+    training device and fills them in :meth:`to_generation`. generation_shards: its parameters, of any rank.
     group: ``engine.gather_ranks`` of pool index ``index`` under ``layout``.
     buffers: "free": generation storage exists while generating. "keep": it stays allocated, at fixed addresses, during training
     (captured CUDA graphs stay valid). "offload": as free, and training shards that would be held beside the generation shard
     wait in host memory, pinned where the device is a GPU.
     After each transition: ``bytes_received``, ``bytes_sent`` and ``peak_bytes``, the most that live storages held (parameters
     of both modules, buckets, whole tensors) after any bucket.
-    Collective over ``group``: every rank of it must call, in program order. Raises ValueError where the layouts do not fit.
+    Construction does not communicate. Raises ValueError where the layouts do not fit.
     """
 
     def __init__(
         self,
-        train_shards: Mapping[str, ParamShard],
+        train_shards: ShardsAt,
         train_parameters: Callable[[], Mapping[str, Tensor]],
         generation: nn.Module,
-        generation_shards: Mapping[str, ParamShard],
+        generation_shards: ShardsAt,
         group: Group,
         engine: Engine,
         layout: GenerationLayout,
@@ -64,24 +63,22 @@ class HybridEngine:
         self.mode = "training"
         self.bytes_received = self.bytes_sent = self.peak_bytes = 0
         self.group, self._keep, self._offload = group, buffers == "keep", buffers == "offload"
-        self._shards, self._parameters, self._module = dict(train_shards), train_parameters, generation
+        (self._shards,) = held_by(layout.train, train_shards, [index])
+        self._parameters, self._module = train_parameters, generation
         train = self._local()
         self._device = next(iter(train.values())).device
         self._generation = materialise(generation, self._device)
-        self._shapes = {name: shard.shape for name, shard in generation_shards.items()}
+        pp, _, tp = layout.coordinate(index)
+        self._shapes = {name: shard.shape for name, shard in generation_shards(pp, tp).items()}
         assert set(self._generation) == set(self._shapes), "generation module and its plan name different parameters"
         dtypes = {parameter.dtype for parameter in self._generation.values()}
         assert len(dtypes) == 1, f"generation parameters have one dtype, not {dtypes}"
         (self.dtype,) = dtypes
 
-        members, wanted = (
-            [shards_from_json(text) for text in _exchange(group, shards_to_json(side))]
-            for side in (self._shards, generation_shards)
-        )
-        self._bucket_bytes = bucket_bytes
-        self.plan = engine.plan(layout, index, members, wanted, max(bucket_bytes // self.dtype.itemsize, 1))
+        self._bucket_bytes, bucket = bucket_bytes, max(bucket_bytes // self.dtype.itemsize, 1)
+        self.plan = engine.plan(layout, index, train_shards, generation_shards, bucket)
         self.shared = self._find_shared(train)
-        self._finished = self._plan_finished()
+        self._finished = self.plan.finished(self._shards)
         self._whole: dict[str, Tensor] = {}
         self._away: set[str] = set()  # training parameters without storage of their own
         self._storages: dict[str, Storages] = {}  # of those that are no views then
@@ -156,7 +153,7 @@ class HybridEngine:
         """The training parameters as plain local tensors that share their storage."""
         current = self._parameters()
         assert set(current) == set(self._shards), "training module and its plan name different parameters"
-        local = {name: _local_tensor(parameter) for name, parameter in current.items()}
+        local = {name: local_part(parameter) for name, parameter in current.items()}
         for name, tensor in local.items():
             expected = self._shards[name].shape
             assert tuple(tensor.shape) == expected, f"training parameter {name}: shape {tuple(tensor.shape)}, shard {expected}"
@@ -172,19 +169,6 @@ class HybridEngine:
                 return None
             shared[home.view[0]] = name
         return shared if len(shared) == len(self._shapes) == len(self._shards) else None
-
-    def _plan_finished(self) -> list[list[str]]:
-        """For each bucket the training parameters that no later one needs and whose values the generation storage then has."""
-        if not self.plan.buckets:
-            return [list(self._shards)]
-        made = {target: i for i, bucket in enumerate(self.plan.buckets) for target in bucket.targets}
-        last = dict.fromkeys(self._shards, 0)
-        for name, home in self.plan.homes.items():
-            last[name] = max((made[piece.target] for piece in home.pieces), default=0)
-        for i, bucket in enumerate(self.plan.buckets):
-            for piece in (*bucket.sends[self.group.rank], *bucket.copies):
-                last[piece.source] = max(last[piece.source], i)
-        return [[name for name, at in last.items() if at == i] for i in range(len(self.plan.buckets))]
 
     # -- to generation
 
@@ -292,8 +276,12 @@ class HybridEngine:
         sends, receives = ({ranks[i]: parts for i, parts in side.items()} for side in (plan.sends, plan.receives))
         plan = RankPlan(sends, receives, plan.copies)
         with self._counted():
-            execute_reallocation(plan, sources, targets, self.group, self._bucket_bytes // 4, self._bucket_bytes).wait()
+            move = execute_reallocation(
+                plan, sources, targets, self.group, self._bucket_bytes // 4, self._bucket_bytes, label=LABEL
+            )
+            move.wait()
         self._sample(*sources.values())
+        self.peak_bytes += move.peak_bytes
         del sources
         self._give_up(list(self._train))
 
@@ -307,7 +295,7 @@ class HybridEngine:
     def _sample(self, *buffers: Tensor) -> None:
         """Note the bytes of all live storages that hold parameter values on the device."""
         flights = () if self._flight is None else self._flight.alive
-        training = (_local_tensor(parameter) for parameter in self._parameters().values())
+        training = (local_part(parameter) for parameter in self._parameters().values())
         self.peak_bytes = max(
             self.peak_bytes, held_bytes([*training, *self._generation.values(), *self._whole.values(), *flights, *buffers])
         )
@@ -325,7 +313,7 @@ class HybridEngine:
             values = parameter.new_empty(self._shards[name].shape)
         else:
             storage.allocate()
-            values = _local_tensor(parameter)
+            values = local_part(parameter)
         for piece in home.pieces:
             values[piece.source_box.local_slices].copy_(self._generation[piece.target].data[piece.target_box.local_slices])
         if storage is None:
@@ -353,14 +341,3 @@ def materialise(module: nn.Module, device: torch.device) -> dict[str, nn.Paramet
                     fresh[parameter] = nn.Parameter(torch.empty(0, dtype=parameter.dtype, device=device), requires_grad=False)
                 part._parameters[key] = fresh[parameter]
     return dict(module.named_parameters())
-
-
-def _local_tensor(parameter: Tensor) -> Tensor:
-    return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
-
-
-def _exchange(group: Group, text: str) -> list[str]:
-    """Every member's text, in group order. Collective over the group: every rank of it must call, in program order."""
-    parts = group.gather_bytes(text.encode(), LABEL)
-    merged = None if parts is None else json.dumps([part.decode() for part in parts]).encode()
-    return json.loads(group.broadcast_bytes(merged, LABEL))

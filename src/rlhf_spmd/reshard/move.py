@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 from rlhf_spmd.parallel.collectives import Group
 from rlhf_spmd.reshard.reallocation import Part, RankPlan
 
-LABEL = "reshard"
+LABEL = "loan"  # weights on loan, which may move beside a transition
 
 
 class _Message(NamedTuple):
@@ -40,14 +40,18 @@ class _Message(NamedTuple):
 
 
 class Move:
-    """A reallocation that has been started. Until :meth:`wait` the source tensors must not change, nor the targets be read."""
+    """A reallocation that has been started. Until :meth:`wait` the source tensors must not change, nor the targets be read.
+
+    ``peak_bytes``: the most that buffers held so far, beside the tensors.
+    """
 
     def __init__(
-        self, messages: Sequence[_Message], tensors: Mapping[bool, Mapping[str, Tensor]], group: Group, limit: int
+        self, messages: Sequence[_Message], tensors: Mapping[bool, Mapping[str, Tensor]], group: Group, limit: int, label: str
     ) -> None:
         """``tensors[True]``: what is sent from, ``tensors[False]``: what is received into. ``limit``: elements in flight."""
-        self._todo, self._tensors, self._group, self._limit = deque(messages), tensors, group, limit
+        self._todo, self._tensors, self._group, self._limit, self._label = deque(messages), tensors, group, limit, label
         self._running: deque[tuple[_Message, Tensor, dist.Work | None]] = deque()
+        self._buffered = self.peak_bytes = 0
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         on_gpu = any(tensor.is_cuda for side in tensors.values() for tensor in side.values())
@@ -68,23 +72,28 @@ class Move:
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
 
-    def proceed(self) -> None:
-        """Go on while this rank does something else, in which the sources stay as they are; :meth:`wait` ends it."""
+    def proceed(self, on_error: Callable[[BaseException], object] | None = None) -> None:
+        """Go on while this rank does something else, in which the sources stay as they are; :meth:`wait` ends it.
+
+        ``on_error`` is told of a failure at once, in another thread; :meth:`wait` raises it.
+        """
         if self._stream is not None:
             self._finish()  # only the stream waits
         elif self._todo and self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="reshard", daemon=True)
+            self._thread = threading.Thread(target=self._run, args=(on_error,), name="reshard", daemon=True)
             self._thread.start()
 
     def _beside(self) -> contextlib.AbstractContextManager[object]:
         """On a GPU a stream of its own, so that waiting for a peer does not hold up this rank's computation."""
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
-    def _run(self) -> None:
+    def _run(self, on_error: Callable[[BaseException], object] | None) -> None:
         try:
             self._finish()
         except BaseException as error:  # the thread's boundary: wait() raises it
             self._error = error
+            if on_error is not None:
+                on_error(error)
 
     def _finish(self) -> None:
         with self._beside():
@@ -92,8 +101,10 @@ class Move:
                 message, flat, work = self._running.popleft()
                 if work is not None:
                     work.wait()
-                if not message.sends and not self._in_place(message):
-                    _copy(message, self._places(message), flat)
+                if not self._in_place(message):
+                    if not message.sends:
+                        _copy(message, self._places(message), flat)
+                    self._buffered -= flat.nbytes
                 del flat
                 self._start_some()
 
@@ -105,10 +116,13 @@ class Move:
             used += message.numel
             places, in_place = self._places(message), self._in_place(message)
             flat = places[0].view(-1) if in_place else places[0].new_empty(message.numel)
-            if message.sends and not in_place:
-                _copy(message, places, flat)
+            if not in_place:
+                self._buffered += flat.nbytes
+                self.peak_bytes = max(self.peak_bytes, self._buffered)
+                if message.sends:
+                    _copy(message, places, flat)
             transfer = self._group.isend if message.sends else self._group.irecv
-            self._running.append((message, flat, transfer(flat, message.peer, LABEL)))
+            self._running.append((message, flat, transfer(flat, message.peer, self._label)))
 
     def _places(self, message: _Message) -> list[Tensor]:
         tensors = self._tensors[message.sends]
@@ -135,11 +149,12 @@ def execute_reallocation(
     group: Group,
     bucket_bytes: int = 32 << 20,
     in_flight_bytes: int = 256 << 20,
+    label: str = LABEL,
 ) -> Move:
     """Start this rank's part of a plan: from ``sources`` (its parameters on the source side) into ``targets``; {} where it has none.
 
     Collective over ``group``, which holds all ranks of both sides: every rank of it must call with its part of one plan, the same
-    ``bucket_bytes``, and moves of one group in program order. All tensors have one dtype.
+    ``bucket_bytes``, and moves of one group in program order. All tensors have one dtype. Bytes are counted under ``label``.
     """
     given = [*sources.values(), *targets.values()]
     dtypes = {tensor.dtype for tensor in given}
@@ -153,7 +168,7 @@ def execute_reallocation(
         for peer, all_parts in ((group.ranks.index(rank), parts) for rank, parts in by_rank.items())
         for bucket, parts in enumerate(_buckets(all_parts, max(bucket_bytes // itemsize, 1)))
     ]
-    return Move(sorted(messages), {True: sources, False: targets}, group, in_flight_bytes // itemsize)
+    return Move(sorted(messages), {True: sources, False: targets}, group, in_flight_bytes // itemsize, label)
 
 
 def _buckets(parts: Iterable[Part], limit: int) -> Iterator[list[Part]]:
@@ -185,10 +200,13 @@ class Storages:
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        distinct = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
-        self._storages = list(distinct.values())
+        self.follow(tensors)
         self._sizes = [storage.nbytes() for storage in self._storages]
         self._host: list[Tensor] = []
+
+    def follow(self, tensors: Iterable[Tensor]) -> None:
+        """The same tensors, some of which may have got other storages of the same sizes."""
+        self._storages = list({tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}.values())
 
     @property
     def nbytes(self) -> int:
@@ -220,6 +238,11 @@ class Storages:
         for host, storage, size in zip(self._host, self._storages, self._sizes, strict=True):
             storage.resize_(size)
             _bytes(storage).copy_(host, non_blocking=True)
+
+    def on_host(self, tensor: Tensor) -> Tensor:
+        """Where the values of one of the tensors lie after :meth:`offload`: writing there changes what :meth:`reload` brings."""
+        (host,) = (h for h, s in zip(self._host, self._storages, strict=True) if s._cdata == tensor.untyped_storage()._cdata)
+        return host.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:

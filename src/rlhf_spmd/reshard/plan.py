@@ -2,17 +2,15 @@
 
 A gather group is ranks that all need the same tensors, which their training shards make up together: everything that one of
 them sends goes to all others. Parts that every member holds already (norms that are replicated over tp) are copied locally and
-not sent. Which group, which tensors and what besends of the training shard is an engine's choice, see ``engines``.
+not sent. Which group, which tensors and what becomes of the training shard is an engine's choice, see ``engines``.
 """
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 from rlhf_spmd.parallel.boxes import Box, ParamShard, cover, shard_rows, zero_rows
 
@@ -21,6 +19,7 @@ REMEDY = "generation.pp must divide layout.pp, generation.tp layout.tp, and layo
 LARGE = 1 << 14  # elements from which a piece is worth a message of its own
 
 Shards = Mapping[str, ParamShard]
+ShardsAt = Callable[[int, int], Shards]  # (pp, tp) coordinate in a layout -> the shards there, before ZeRO cuts out its rows
 
 
 @dataclass(frozen=True)
@@ -145,21 +144,6 @@ def plan_homes(train: Shards, generation: Shards) -> dict[str, Home]:
     return homes
 
 
-def shards_to_json(shards: Shards) -> str:
-    return json.dumps({name: asdict(shard) for name, shard in shards.items()})
-
-
-def shards_from_json(text: str) -> dict[str, ParamShard]:
-    def box(fields: Mapping[str, Any]) -> Box:
-        numbers = {key: tuple(fields[key]) for key in ("shape", "start", "size", "local")}
-        return Box(name=fields["name"], **numbers)
-
-    return {
-        name: ParamShard(tuple(row["shape"]), tuple(box(fields) for fields in row["boxes"]), tuple(row["replicated"]))
-        for name, row in json.loads(text).items()
-    }
-
-
 def by_tensor(shards: Shards) -> dict[str, list[tuple[str, Box]]]:
     """Global tensor name -> (local parameter, box)."""
     index: dict[str, list[tuple[str, Box]]] = {}
@@ -175,9 +159,9 @@ def _fill(target: str, shard: ParamShard, holders: Sequence[Mapping[str, list[tu
     copies: list[Piece] = []
     for box in shard.boxes:
         held = [holder.get(box.name, []) for holder in holders]
-        alone = [cover(box, [candidate for _, candidate in boxes]) for boxes in held]
-        if not any(missing for _, missing in alone):
-            copies += [Piece(held[me][i][0], source, target, place) for i, source, place in alone[me][0]]
+        if not any(cover(box, [candidate for _, candidate in boxes])[1] for boxes in held):
+            taken, _ = cover(box, [candidate for _, candidate in held[me]])
+            copies += [Piece(held[me][i][0], source, target, place) for i, source, place in taken]
             continue
         everyone = [(member, parameter, candidate) for member, boxes in enumerate(held) for parameter, candidate in boxes]
         taken, missing = cover(box, [candidate for _, _, candidate in everyone])

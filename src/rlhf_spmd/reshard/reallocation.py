@@ -17,7 +17,8 @@ from itertools import product
 from typing import NamedTuple
 
 from rlhf_spmd.parallel.boxes import Box, zero_rows
-from rlhf_spmd.reshard.plan import Shards
+from rlhf_spmd.parallel.layout import GenerationLayout, Layout
+from rlhf_spmd.reshard.plan import Shards, ShardsAt
 
 HostOf = Callable[[int], Hashable]
 Index = tuple[int, ...]  # one number per tensor dim
@@ -33,6 +34,16 @@ class Holding:
     ranks: tuple[int, ...]
     shards: Shards
     split: bool = False
+
+
+def holdings(layout: Layout | GenerationLayout, shards: ShardsAt, ranks: Sequence[int]) -> list[Holding]:
+    """What each rank of a pool holds of a model in a layout."""
+    split = isinstance(layout, Layout) and layout.zero > 0 and layout.dp > 1
+    return [
+        Holding(tuple(ranks[layout.index(pp, dp, tp)] for dp in range(layout.dp)), shards(pp, tp), split)
+        for pp in range(layout.pp)
+        for tp in range(layout.tp)
+    ]
 
 
 class Part(NamedTuple):

@@ -102,11 +102,9 @@ def config_section(config: Mapping[str, str], text: str) -> str:
 
 
 def flatten_config(text: str) -> dict[str, str]:
-    """Dotted keys of a YAML text; empty where no YAML parser is installed or the text is no mapping."""
-    try:
-        import yaml
-    except ImportError:
-        return {}
+    """Dotted keys of a YAML text; empty where the text is no mapping."""
+    import yaml
+
     try:
         tree = yaml.safe_load(text)
     except yaml.YAMLError:

@@ -32,8 +32,8 @@ EXIT_CODES = {
 }
 
 
-def create_run_dir(path: str | os.PathLike[str], config_text: str | None = None) -> Path:
-    """Make the directory (parents too) and write the resolved configuration into it. One rank calls it.
+def create_run_dir(path: str | os.PathLike[str]) -> Path:
+    """Make the directory, parents too. One rank calls it.
 
     Raises ValueError where the path is not a directory that can be written to.
     """
@@ -42,8 +42,6 @@ def create_run_dir(path: str | os.PathLike[str], config_text: str | None = None)
         run_dir.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=run_dir):
             pass
-        if config_text is not None:
-            atomic_write_text(run_dir / CONFIG_FILE, config_text)
     except OSError as error:
         reason = f"run.dir={run_dir}: cannot write there ({error.strerror or error})"
         raise ValueError(f"{reason}; give a directory that this user can write to") from error
@@ -53,7 +51,7 @@ def create_run_dir(path: str | os.PathLike[str], config_text: str | None = None)
 def atomic_write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
     """Readers see the old file or the whole new one, also after a crash or on a full disk (write, fsync, rename)."""
     target = Path(path)
-    descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(data)
@@ -97,31 +95,15 @@ class ExitStatus:
     """
 
     class_: str
-    code: int
+    message: str = ""
     rank: int | None = None
     call: str | None = None
     step: int | None = None
     last_checkpoint: str | None = None
-    message: str = ""
 
-    def __post_init__(self) -> None:
-        if EXIT_CODES.get(self.class_) != self.code:
-            raise ValueError(f"exit status class {self.class_!r} with code {self.code}: the classes and codes are {EXIT_CODES}")
-
-    @classmethod
-    def of(
-        cls,
-        class_: str,
-        message: str = "",
-        rank: int | None = None,
-        call: str | None = None,
-        step: int | None = None,
-        last_checkpoint: str | None = None,
-    ) -> ExitStatus:
-        """The status of a class, with the code that belongs to it. ValueError for an unknown class."""
-        if class_ not in EXIT_CODES:
-            raise ValueError(f"unknown exit class {class_!r}; available: {', '.join(EXIT_CODES)}")
-        return cls(class_, EXIT_CODES[class_], rank, call, step, last_checkpoint, message)
+    @property
+    def code(self) -> int:
+        return EXIT_CODES[self.class_]
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -147,7 +129,7 @@ def read_exit_status(run_dir: str | os.PathLike[str]) -> ExitStatus | None:
     if not isinstance(value, dict) or value.get("class") not in EXIT_CODES:
         return None
     keys = ("rank", "call", "step", "last_checkpoint")
-    return ExitStatus.of(value["class"], str(value.get("message") or ""), **{key: value.get(key) for key in keys})
+    return ExitStatus(value["class"], str(value.get("message") or ""), **{key: value.get(key) for key in keys})
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:

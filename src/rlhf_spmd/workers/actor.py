@@ -10,23 +10,23 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from rlhf_spmd.controller import MICRO_DP, THREE_D, GroupShape, ResourcePool, register
+from rlhf_spmd.controller import MICRO_DP, THREE_D, MethodSpec, register
 from rlhf_spmd.data.batch import Batch, Field, decode_json, ragged
 from rlhf_spmd.data.tokenizer import decoding
 from rlhf_spmd.generation.backends import choose_backend
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.generation.episodes import Environments
 from rlhf_spmd.generation.generator import Generator
-from rlhf_spmd.generation.sequence import Completion, Request
+from rlhf_spmd.generation.progress import Completion
+from rlhf_spmd.generation.sequence import Request
 from rlhf_spmd.models.decoder import Decoder
-from rlhf_spmd.models.spec import ModelSpec
+from rlhf_spmd.models.sharding import plan_params
 from rlhf_spmd.parallel.collectives import Group
 from rlhf_spmd.parallel.layout import GenerationLayout
 from rlhf_spmd.parallel.mesh import build_group, build_mesh
 from rlhf_spmd.reshard import Engine, HybridEngine, choose_engine
-from rlhf_spmd.workers.config import RoleConfig
 from rlhf_spmd.workers.engine import Packed
-from rlhf_spmd.workers.model_worker import MASK, Build, ModelWorker, Totals, field_on, model_tokens, response_log_probs
+from rlhf_spmd.workers.model_worker import MASK, ModelWorker, Totals, field_on, model_tokens, response_log_probs
 from rlhf_spmd.workers.rollouts import HeldRollouts
 
 PolicyObjective = Callable[[dict[str, Tensor], Tensor, Totals], tuple[Tensor, dict[str, Tensor]]]
@@ -34,29 +34,24 @@ PolicyObjective = Callable[[dict[str, Tensor], Tensor, Totals], tuple[Tensor, di
 
 class ActorWorker(ModelWorker):
     trained = True
+    held_seed: int | None = None  # of the draws of the rows that are in flight; None: none ever were
     companions: ClassVar[Mapping[str, str]] = {
         "advance_rollouts": "generate_sequences",
         "rollout_state": "generate_sequences",
     }
 
-    def __init__(
-        self,
-        build: Build,
-        name: str,
-        pool: ResourcePool,
-        shape: GroupShape,
-        config: RoleConfig,
-        spec: ModelSpec | None,
-    ) -> None:
-        super().__init__(build, name, pool, shape, config, spec)
+    def build_more(self) -> None:
+        build, pool, shape = self.build, self.pool, self.shape
         if build.environment.cls is None:
             self.unused = frozenset({"row", "response_mask", "environment_reward"})
+        if not build.partial_rollouts:
+            self.unused |= {"rollout_versions"}
         if not self.serves("generate_sequences"):
             return
         layout = shape.generation or GenerationLayout(shape.layout, shape.layout.pp, shape.layout.tp)
         self.generation_mesh = build_mesh(build.world, pool.ranks, layout)
         # a twin generates in the layout that its weights come in, so there is nothing to choose
-        name = "zero_redundancy" if build.serves else config.generation.engine
+        name = "zero_redundancy" if build.serves else self.config.generation.engine
         engine = choose_engine(name, layout, lambda i: pool.ranks[i] // build.world.launch.local_size)
         # a channel of its own: the next bucket is on its way while the ranks' other groups compute
         gather = build_group(build.world, pool.ranks, lambda i: engine.gather_ranks(layout, i), "gather", channel="gather")
@@ -74,10 +69,10 @@ class ActorWorker(ModelWorker):
         decoder = Decoder(spec, "lm", mesh.pp_rank, layout.pp, mesh.tp, self.engine.dtype, meta, blocks=layout.blocks)
         decoder.requires_grad_(False)
         self.hybrid = HybridEngine(
-            self.engine.param_shards(),
+            self.shards(spec),
             self.engine.parameters,
             decoder,
-            decoder.shards,
+            lambda pp, tp: plan_params(spec, "lm", pp, layout.pp, tp, layout.tp, layout.blocks),
             gather,
             engine,
             layout,
@@ -93,20 +88,21 @@ class ActorWorker(ModelWorker):
 
     @register(
         MICRO_DP,
-        inputs=("prompt_ids", "row?"),
-        outputs=("response_ids", "rollout_log_probs", "response_mask?", "environment_reward?"),
+        inputs=("prompt_ids", "row?", "min_response_length?", "max_response_length?"),
+        outputs=("response_ids", "rollout_log_probs", "rollout_versions?", "response_mask?", "environment_reward?"),
         lengths_of="response_ids",
     )
     def generate_sequences(self, batch: Batch, sampling: SamplingConfig, number: int) -> tuple[Batch, dict[str, float]]:
         """``response_ids``: ragged int64, stop token included; ``rollout_log_probs``: ragged, at the sampling temperature.
 
+        Where rows may cross steps, ``rollout_versions``: ragged int64, the step whose weights drew the token.
         With an environment also ``response_mask``: ragged bool, false for its tokens, whose log-probs are 0; and
         ``environment_reward`` float64 [rows].
         ``number`` is the step, one of the things (with seed, row id and position) that a sample depends on.
         Collective over the pool: every rank of it must call, in program order.
         """
         requests = _requests(batch, sampling)
-        if self.held.seed == sampling.seed:  # advance_rollouts has made these rows
+        if self.held_seed == sampling.seed:  # advance_rollouts has made these rows
             completions = self.held.take([request.row_id for request in requests])
             stale = torch.cat([completion.versions for completion in completions]) < number
             report = {"rollout/stale_fraction": float(stale.double().mean())}
@@ -120,9 +116,11 @@ class ActorWorker(ModelWorker):
         responses = ragged([c.token_ids for c in completions], torch.int64)
         log_probs = ragged([c.log_probs for c in completions])
         fields, told = _episodes(completions)
+        if self.build.partial_rollouts:
+            fields["rollout_versions"] = ragged([c.versions for c in completions])
         return batch.with_fields(response_ids=responses, rollout_log_probs=log_probs, **fields), report | told
 
-    @register(MICRO_DP, inputs=("prompt_ids",))
+    @register(MICRO_DP, inputs=("prompt_ids", "min_response_length?", "max_response_length?"))
     def advance_rollouts(self, batch: Batch, sampling: SamplingConfig, number: int, num_groups: int) -> dict[str, Any]:
         """Generate for these new rows and those held until this replica has ``num_groups`` whole groups: ``groups`` names those.
         ``generate_sequences`` then gives the rows of such groups at once.
@@ -150,6 +148,13 @@ class ActorWorker(ModelWorker):
         rows = dict(zip(batch.row_ids.tolist(), decode_json(batch["row"]), strict=True))
         return Environments(self.build.environment, rows, self.build.tokenizer)
 
+    def needs_weights(self, spec: MethodSpec, args: Sequence[Any]) -> bool:
+        seed = next((value.seed for value in args if isinstance(value, SamplingConfig)), None)
+        if spec.name == "advance_rollouts":
+            self.held_seed = seed
+        # rows that are held are only handed out
+        return super().needs_weights(spec, args) and not (spec.name == "generate_sequences" and self.held_seed == seed)
+
     @contextmanager
     def _generating(self) -> Iterator[None]:
         """Collective over the pool: every rank of it must call, in program order."""
@@ -166,16 +171,20 @@ class ActorWorker(ModelWorker):
         self.controller.tick()
 
     def _generation_report(self) -> dict[str, float]:
-        stats = self.generator.stats
+        """Of the last call of the generator, also into the trace, where idle are waits for other stages and replicas."""
+        stats, span = self.generator.stats, self.controller.span
+        idle = stats.seconds - stats.busy_seconds + stats.stage_seconds
+        if span is not None:
+            span.args |= {"busy_seconds": round(stats.seconds - idle, 6), "idle_seconds": round(idle, 6)}
+        counts = ("steps", "prompt_tokens", "preemptions", "moved_rows", "draft_tokens", "accepted_tokens")
         return {
             "generation/seconds": stats.busy_seconds,
             "generation/seconds_max": stats.seconds,
-            "generation/moved_rows": float(stats.moved_rows),
-            "generation/accepted_tokens": float(stats.accepted_tokens),
-            "reshard/peak_bytes": float(self.hybrid.peak_bytes),
-            "generation/steps": float(stats.steps),
+            "generation/stage_idle_fraction": stats.stage_seconds / max(stats.busy_seconds, 1e-9),
             "generation/prefix_hit_tokens": float(stats.hit_tokens),
-            "generation/preemptions": float(stats.preemptions),
+            "generation/prefix_hit_rate": stats.hit_tokens / max(stats.prompt_tokens, 1),
+            "reshard/peak_bytes": float(self.hybrid.peak_bytes),
+            **{f"generation/{name}": float(getattr(stats, name)) for name in counts},
         }
 
     @register(
@@ -186,11 +195,7 @@ class ActorWorker(ModelWorker):
     )
     def compute_log_prob(self, batch: Batch) -> tuple[Batch | None, dict[str, float]]:
         """``old_log_probs``: ragged [response tokens], from a training forward; and their distance from the generator's."""
-
-        def head(decoder: Decoder, hidden: Tensor, micro: Packed) -> Tensor:
-            return response_log_probs(decoder, hidden, micro, self.build.temperature)[0]
-
-        result = self.infer(batch, head)
+        result = self.log_probs(batch, self.build.temperature)
         report = {}
         if result is not None and "rollout_log_probs" in batch:
             difference = (result.values - batch["rollout_log_probs"].values).abs()
@@ -248,9 +253,14 @@ def _episodes(completions: Sequence[Completion]) -> tuple[dict[str, Field], dict
 
 
 def _requests(batch: Batch, sampling: SamplingConfig) -> list[Request]:
-    assert sampling.max_response_length is not None
+    """A row's own limits count up to the common one; 0: it has none."""
+    limit = sampling.max_response_length
+    assert limit is not None
+    columns = [batch.row_ids, batch.group_ids]
+    for name in ("max_response_length", "min_response_length"):
+        columns.append(batch[name] if name in batch else torch.zeros(len(batch), dtype=torch.int64))
     prompts = batch["prompt_ids"].rows() if len(batch) else []
     return [
-        Request(int(row), int(group), ids.tolist(), sampling.max_response_length)
-        for row, group, ids in zip(batch.row_ids, batch.group_ids, prompts, strict=True)
+        Request(row, group, ids.tolist(), min(most or limit, limit), least)
+        for row, group, most, least, ids in zip(*(column.tolist() for column in columns), prompts, strict=True)
     ]

@@ -25,46 +25,55 @@ class CallConfig:
 
 
 @dataclass(frozen=True)
-class RoleConfig:
-    """One model role. ``path`` is a Hugging Face directory; critic and reference take the actor's if they name none;
-    with ``random_init`` only its configuration and tokenizer are read and the weights are drawn from ``run.seed``.
+class ComputeConfig:
+    """``dtype`` auto: bfloat16 on GPUs, float32 on CPUs. ``attention``: "cpp" (kernels compiled at first use, on CPUs), "torch", or
+    "auto", which is the first of these that can be had."""
 
-    ``pool`` is a name in ``placement.pools``. ``dtype`` auto: bfloat16 on GPUs, float32 on CPUs; with bfloat16 parameters
-    ``optim.master_weights`` keeps float32 copies beside the optimizer states. ``generation`` counts for the actor only.
-    ``activation_checkpointing``: none, selective or full; ``activation_offload``: what is kept for the backward pass lies in host
-    memory. Both: see ``Decoder.keep_activations``. ``attention``: "cpp" (kernels compiled at first use, on CPUs), "torch", or
-    "auto", which is the first of these that can be had. ``offload``: between the role's calls its weights rest in host memory, pinned
-    on GPUs; only for roles that are not trained.
-    """
-
-    path: str | None = None
-    random_init: bool = False
-    pool: str | None = None
-    layout: LayoutConfig = field(default_factory=LayoutConfig)
     dtype: str = "auto"
-    activation_checkpointing: str = "none"
-    activation_offload: bool = False
     attention: str = "auto"
-    optim: OptimConfig = field(default_factory=OptimConfig)
-    generation: GenerationConfig = field(default_factory=GenerationConfig)
-    calls: dict[str, CallConfig] = field(default_factory=dict)
-    offload: bool = False
 
     def check(self, where: str) -> None:
         if self.dtype not in (*DTYPES, "auto"):
             raise ValueError(f"{where}.dtype={self.dtype!r} is not known; allowed: auto, {', '.join(DTYPES)}")
         if self.attention not in ATTENTION:
             raise ValueError(f"{where}.attention={self.attention!r} is not known; allowed: {', '.join(ATTENTION)}")
-        if self.activation_checkpointing not in CHECKPOINTING:
-            raise ValueError(
-                f"{where}.activation_checkpointing={self.activation_checkpointing!r} is not known; "
-                f"allowed: {', '.join(CHECKPOINTING)}"
-            )
 
     def torch_dtype(self, device: torch.device) -> torch.dtype:
         if self.dtype == "auto":
             return torch.bfloat16 if device.type == "cuda" else torch.float32
         return DTYPES[self.dtype]
+
+
+@dataclass(frozen=True)
+class RoleConfig(ComputeConfig):
+    """One model role. ``path`` is a Hugging Face directory; critic and reference take the actor's if they name none;
+    with ``random_init`` only its configuration and tokenizer are read and the weights are drawn from ``run.seed``.
+
+    ``pool`` is a name in ``placement.pools``. With bfloat16 parameters ``optim.master_weights`` keeps float32 copies beside the
+    optimizer states. ``generation`` counts for the actor only.
+    ``activation_checkpointing``: none, selective or full; ``activation_offload``: what is kept for the backward pass lies in host
+    memory. Both: see ``Decoder.keep_activations``. ``offload``: between the role's calls its weights rest in host memory, pinned on
+    GPUs; what the optimizer keeps has ``optim.offload``.
+    """
+
+    path: str | None = None
+    random_init: bool = False
+    pool: str | None = None
+    layout: LayoutConfig = field(default_factory=LayoutConfig)
+    activation_checkpointing: str = "none"
+    activation_offload: bool = False
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    generation: GenerationConfig = field(default_factory=GenerationConfig)
+    calls: dict[str, CallConfig] = field(default_factory=dict)
+    offload: bool = False
+
+    def check(self, where: str) -> None:
+        super().check(where)
+        if self.activation_checkpointing not in CHECKPOINTING:
+            raise ValueError(
+                f"{where}.activation_checkpointing={self.activation_checkpointing!r} is not known; "
+                f"allowed: {', '.join(CHECKPOINTING)}"
+            )
 
 
 @dataclass(frozen=True)

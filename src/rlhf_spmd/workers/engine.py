@@ -28,7 +28,7 @@ from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.sharding import plan_params
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.models.weights import init_random, load_pretrained
-from rlhf_spmd.parallel.boxes import ParamShard, shard_rows, zero_rows
+from rlhf_spmd.parallel.boxes import ParamShard, zero_shards
 from rlhf_spmd.parallel.data_parallel import owned_boxes, partial_boxes, squared_norm, sum_in_buckets, sum_partial
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import Mesh
@@ -103,7 +103,7 @@ class TrainEngine:
             if fill and path is None:
                 init_random(chunk, seed)
             elif fill and path is not None:
-                load_pretrained(chunk, path, seed, missing_head_ok=new_head)
+                load_pretrained(chunk, path, missing_head_ok=new_head)
             chunk.keep_activations(activation_checkpointing, activation_offload)
             chunk.requires_grad_(optim is not None)
         wide = accumulation_dtype(dtype)
@@ -141,10 +141,7 @@ class TrainEngine:
 
     def _rows_of(self, plan: dict[str, ParamShard]) -> dict[str, ParamShard]:
         """The plan cut down to the rows that ZeRO leaves on this rank."""
-        if not self.zero:
-            return plan
-        dp = self.mesh.dp
-        return {name: shard_rows(shard, *zero_rows(shard.shape[0], dp.rank, dp.size)) for name, shard in plan.items()}
+        return zero_shards(plan, self.mesh.dp.rank, self.mesh.dp.size) if self.zero else plan
 
     def _accumulate_wide(self) -> None:
         """Sum gradients of half-precision parameters over micro-batches in fp32."""
@@ -303,16 +300,17 @@ class TrainEngine:
             end = "embed.weight" if self.mesh.first_stage else "head.weight"
             (tied,) = (name for name in grads if name.endswith(end))
             self.mesh.ends.all_reduce(grads[tied], "tied_gradients")
-        return grads if self.zero else sum_in_buckets(grads, self.mesh.dp, "gradients")
+        if not self.zero:
+            sum_in_buckets(grads, self.mesh.dp, "gradients")
+        return grads
 
     def _gradient(self, name: str, param: nn.Parameter) -> Tensor:
         wide = self._wide_grads.get(name)
         if wide is not None:
             return wide
-        local = local_part(param)
-        assert local is not None
-        grad = local_part(param.grad)
-        return torch.zeros_like(local, dtype=accumulation_dtype(self.dtype)) if grad is None else grad
+        if param.grad is None:
+            return torch.zeros_like(local_part(param), dtype=accumulation_dtype(self.dtype))
+        return local_part(param.grad)
 
     @torch.no_grad()
     def _gradient_norm(self, grads: Mapping[str, Tensor]) -> float:
@@ -339,15 +337,9 @@ class TrainEngine:
 
     @torch.no_grad()
     def local_tensors(self) -> dict[str, Tensor]:
-        """Parameter name -> this rank's local shard: the storage itself. After writing into it, call :meth:`mark_loaded`."""
+        """Parameter name -> this rank's local shard: the storage itself."""
         self.reshard()
-        return {name: tensor for name, param in self._params.items() if (tensor := local_part(param)) is not None}
-
-    def mark_loaded(self) -> None:
-        """The local tensors were overwritten in place: refresh what was derived from them."""
-        self.reshard()
-        if self.optimizer is not None:
-            self.optimizer.refresh_masters(self.local_tensors())
+        return {name: local_part(param) for name, param in self._params.items()}
 
     def reshard(self) -> None:
         """Let go of gathered parameters, so that the local shards are all that there is. No communication."""

@@ -9,26 +9,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rlhf_spmd.models.spec import ModelSpec
-from rlhf_spmd.parallel.layout import Layout
-from rlhf_spmd.reshard import Holding, Move, Storages, execute_reallocation, plan_reallocation
-from rlhf_spmd.workers.engine import rank_shards
+from rlhf_spmd.parallel.program import fail_beside
+from rlhf_spmd.reshard import Move, Storages, execute_reallocation, holdings, plan_reallocation
 
 if TYPE_CHECKING:
     from rlhf_spmd.workers.model_worker import ModelWorker
-
-
-def holdings(spec: ModelSpec, head: str, layout: Layout, ranks: tuple[int, ...]) -> list[Holding]:
-    """What each rank of a pool holds of a model in a layout, under the parameter names of its engine."""
-    return [
-        Holding(
-            tuple(ranks[layout.index(pp, dp, tp)] for dp in range(layout.dp)),
-            rank_shards(spec, head, layout, pp, tp),
-            split=layout.zero > 0 and layout.dp > 1,
-        )
-        for pp in range(layout.pp)
-        for tp in range(layout.tp)
-    ]
 
 
 class Loan:
@@ -46,7 +31,7 @@ class Loan:
         self._group = world.group(ranks, "loan", channel=f"{home.name}.{method}")
         self._move: Move | None = None
         if self._group is not None:
-            here, there = (holdings(spec, home.head, worker.shape.layout, worker.pool.ranks) for worker in (home, twin))
+            here, there = (holdings(at.shape.layout, at.shards(spec), at.pool.ranks) for at in (home, twin))
             self._plan = plan_reallocation(here, there, lambda rank: rank // world.launch.local_size, world.rank)
         if twin.member:
             self._storages = Storages(twin.engine.local_tensors().values())
@@ -63,15 +48,17 @@ class Loan:
             targets = self.twin.engine.local_tensors()
         resting = self.home.resting
         if resting is not None:
-            resting.reload()
+            resting.wake()
         sources = self.home.engine.local_tensors() if self.home.member else {}
         self._move = execute_reallocation(self._plan, sources, targets, self._group)
         if self.twin.member or resting is not None:
             self.settle()
         else:
-            self._move.proceed()
+            board = self.home.controller.board
+            call = board.call if board else (0, "", "")
+            self._move.proceed(None if board is None else lambda error: fail_beside(board, error, call))
         if resting is not None:
-            resting.offload()
+            resting.rest()
 
     def settle(self) -> None:
         """Wait until this rank has sent and received what it had to: the home's weights may change then."""

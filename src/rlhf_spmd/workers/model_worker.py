@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -17,13 +18,14 @@ from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import token_log_probs
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.objectives.kl import KLControlConfig
+from rlhf_spmd.parallel.boxes import ParamShard
 from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.parallel.world import World
-from rlhf_spmd.reshard import Storages
 from rlhf_spmd.rewards.config import RewardConfig
 from rlhf_spmd.workers.config import BatchLimits, RoleConfig
-from rlhf_spmd.workers.engine import Packed, TrainEngine
+from rlhf_spmd.workers.engine import Packed, TrainEngine, rank_shards
 from rlhf_spmd.workers.loan import Loan
+from rlhf_spmd.workers.resting import Resting
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class Build:
     """What every role is built from, besides its own configuration.
 
     ``temperature``: of sampling, and so of log-probs. ``num_samples``: scored rows that come back as text, for people to read.
-    ``exact_rollouts``: generation's log-probs are training's, bit for bit.
+    ``exact_rollouts``: generation's log-probs are training's, bit for bit. ``partial_rollouts``: rows may cross steps.
     ``serves``: the worker is a twin that serves this method, with weights on loan and without an optimizer.
     """
 
@@ -56,6 +58,7 @@ class Build:
     tokenizer: Any = None
     num_samples: int = 0
     exact_rollouts: bool = False
+    partial_rollouts: bool = False
     serves: str | None = None
 
 
@@ -77,7 +80,7 @@ class ModelWorker(Worker):
         super().__init__(build.controller, name, pool, shape)
         self.build, self.config, self.spec = build, config, spec
         self.loan: Loan | None = None  # of a twin
-        self.resting: Storages | None = None  # weights that are in host memory between calls
+        self.resting: Resting | None = None  # weights that are in host memory between calls
         self.mesh = build_mesh(build.world, pool.ranks, shape.layout)
         self.device = build.world.device
         if self.member and spec is not None:
@@ -98,8 +101,19 @@ class ModelWorker(Worker):
                 fill=build.serves is None,
             )
             if config.offload and build.serves is None:
-                self.resting = Storages(self.engine.local_tensors().values())
-                self.resting.offload()
+                self.resting = Resting(self.engine)
+        self.build_more()
+
+    def build_more(self) -> None:
+        """What a subclass needs besides, at the end of construction: called on every rank of the world, in program order."""
+
+    def shards(self, spec: ModelSpec) -> Callable[[int, int], dict[str, ParamShard]]:
+        """(pp, tp) coordinate of the role's layout -> the parameters of a rank there, before ZeRO cuts out its rows."""
+        return functools.partial(rank_shards, spec, self.head, self.shape.layout)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Between calls, on members: the local shards, on the device or in host memory. Writing there changes the weights."""
+        return self.engine.local_tensors() if self.resting is None else self.resting.tensors()
 
     def serves(self, method: str) -> bool:
         """Whether calls of ``method`` run here: on the twin if the configuration gives them a pool or layout of their own."""
@@ -110,24 +124,28 @@ class ModelWorker(Worker):
         self.twins[method] = twin
         twin.loan = Loan(self, twin, method)
 
-    def enter(self, spec: MethodSpec) -> None:
-        """A twin takes the weights for calls on rows; a home may go on when its weights have left."""
+    def needs_weights(self, spec: MethodSpec, args: Sequence[Any]) -> bool:
+        """Whether a call computes with the weights: those on rows do. The same on every rank."""
+        return bool(spec.inputs)
+
+    def enter(self, spec: MethodSpec, args: Sequence[Any]) -> None:
+        """A twin takes the weights for calls that need them; a home may go on when its weights have left."""
         for twin in self.twins.values():
             assert isinstance(twin, ModelWorker) and twin.loan is not None
             twin.loan.settle()
-        if self.loan is not None and spec.inputs:
+        self._holds = self.needs_weights(spec, args)
+        if self.loan is not None and self._holds:
             with self.controller.timeline.span(f"{self.name}.reallocate", category="reshard"):
                 self.loan.take()
-        elif self.resting is not None and spec.inputs:
+        elif self.resting is not None and self._holds:
             with self.controller.timeline.span(f"{self.name}.reload", category="reshard"):
-                self.resting.reload()
+                self.resting.wake()
 
-    def leave(self, spec: MethodSpec) -> None:
-        if self.loan is not None and spec.inputs:
+    def leave(self) -> None:
+        if self.loan is not None and self._holds:
             self.loan.give_back()
-        elif self.resting is not None and spec.inputs:
-            self.engine.reshard()
-            self.resting.offload()
+        elif self.resting is not None and self._holds:
+            self.resting.rest()
 
     def micro_batches(self, batch: Batch) -> tuple[list[list[int]], list[Packed], Totals]:
         """Cut rows into packed micro-batches, as many on every data-parallel rank.
@@ -169,6 +187,10 @@ class ModelWorker(Worker):
         lengths = model_tokens(batch) if lengths is None else lengths
         result = Ragged(values, lengths[order]).take(torch.argsort(order))
         return result.spread(batch[MASK]) if spreads else result
+
+    def log_probs(self, batch: Batch, temperature: float) -> Ragged | None:
+        """Log-probability of every response token of the model, by :meth:`infer`."""
+        return self.infer(batch, lambda decoder, hidden, micro: response_log_probs(decoder, hidden, micro, temperature)[0])
 
     def train(
         self, batch: Batch, loss: Callable[[Decoder, Tensor, Packed, Totals], tuple[Tensor, dict[str, Tensor]]]

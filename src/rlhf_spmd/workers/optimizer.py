@@ -170,15 +170,3 @@ class Optimizer:
         The tensors themselves: writing into them in place loads the optimizer (with ``step_count``).
         """
         return self._states
-
-    @torch.no_grad()
-    def load_state_tensors(self, states: Mapping[str, Mapping[str, Tensor]], step_count: int) -> None:
-        """Copy states of the same names and shapes. Raises ValueError naming the first that is missing or differs."""
-        for name, state in self._states.items():
-            for key, tensor in state.items():
-                given = states.get(name, {}).get(key)
-                if given is None or given.shape != tensor.shape:
-                    found = "is missing" if given is None else f"has shape {list(given.shape)}"
-                    raise ValueError(f"optimizer state {key} of {name} {found}, expected shape {list(tensor.shape)}")
-                tensor.copy_(given)
-        self.step_count = step_count

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from rlhf_spmd.controller import THREE_D, register
 from rlhf_spmd.data.batch import Batch
-from rlhf_spmd.models.decoder import Decoder
-from rlhf_spmd.workers.engine import Packed
-from rlhf_spmd.workers.model_worker import ModelWorker, response_log_probs
+from rlhf_spmd.workers.model_worker import ModelWorker
 
 
 class ReferenceWorker(ModelWorker):
     @register(THREE_D, inputs=("prompt_ids", "response_ids", "response_mask?"), outputs=("ref_log_prob",), split_groups=True)
     def compute_ref_log_prob(self, batch: Batch) -> Batch | None:
         """``ref_log_prob``: ragged [response tokens], at the sampling temperature."""
-
-        def head(decoder: Decoder, hidden: Tensor, micro: Packed) -> Tensor:
-            return response_log_probs(decoder, hidden, micro, self.build.temperature)[0]
-
-        result = self.infer(batch, head)
+        result = self.log_probs(batch, self.build.temperature)
         return batch.with_fields(ref_log_prob=result) if result is not None else None

@@ -7,16 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_spmd.controller import THREE_D, GroupShape, ResourcePool, register
+from rlhf_spmd.controller import THREE_D, register
 from rlhf_spmd.data.batch import Batch, decode_json
 from rlhf_spmd.data.tokenizer import decode
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import values
-from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.rewards.runner import RewardRunner, check_failure_rate
-from rlhf_spmd.workers.config import RoleConfig
 from rlhf_spmd.workers.engine import Packed
-from rlhf_spmd.workers.model_worker import Build, ModelWorker, model_tokens
+from rlhf_spmd.workers.model_worker import ModelWorker, model_tokens
 
 
 class RewardWorker(ModelWorker):
@@ -25,23 +23,16 @@ class RewardWorker(ModelWorker):
     head = "value"
     model_of = None
 
-    def __init__(
-        self,
-        build: Build,
-        name: str,
-        pool: ResourcePool,
-        shape: GroupShape,
-        config: RoleConfig,
-        spec: ModelSpec | None,
-    ) -> None:
-        super().__init__(build, name, pool, shape, config, spec)
-        self.reward = build.reward
+    def build_more(self) -> None:
+        self.reward = self.build.reward
         one_for_each_replica = self.member and self.mesh.last_stage and self.mesh.tp_rank == 0
         self.answers = one_for_each_replica and self.serves("compute_reward")
         self.runner = RewardRunner(self.reward) if self.answers and self.reward.function is not None else None
 
     @register(
-        THREE_D, inputs=("prompt_ids", "response_ids", "row", "response_mask?", "environment_reward?"), outputs=("scores",)
+        THREE_D,
+        inputs=("prompt_ids", "response_ids", "row", "response_mask?", "environment_reward?", "rollout_versions?"),
+        outputs=("scores",),
     )
     def compute_reward(self, batch: Batch) -> tuple[Batch | None, dict[str, Any]]:
         """``scores`` [rows]: weight * function + model_weight * model + environment.weight * environment's reward;
@@ -65,6 +56,10 @@ class RewardWorker(ModelWorker):
             {"row_id": int(batch.row_ids[i]), "prompt": texts[i][0], "response": texts[i][1], "score": float(scores[i])}
             for i in range(min(self.build.num_samples, len(texts)))
         ]
+        if "rollout_versions" in batch:
+            for sample, versions in zip(report["samples"], batch["rollout_versions"].rows(), strict=False):
+                if versions.min() < versions.max():
+                    sample |= {"version_min": int(versions.min()), "version_max": int(versions.max())}
         return (batch.with_fields(scores=scores) if self.mesh.last_stage and len(batch) else None), report
 
     def _statistics(self, batch: Batch, scores: Tensor, report: dict[str, Any]) -> dict[str, float]:

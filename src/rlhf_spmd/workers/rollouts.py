@@ -10,12 +10,13 @@ import torch
 
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.generation.generator import GenerationStats, Generator
-from rlhf_spmd.generation.sequence import Completion, Progress, Request
+from rlhf_spmd.generation.progress import Completion, Progress
+from rlhf_spmd.generation.sequence import Request
 from rlhf_spmd.generation.until import Until
 
 
 class HeldRollouts:
-    """The same on every rank of the replica. ``seed``: of the draws of the rows held here; None: no row was ever held.
+    """The same on every rank of the replica.
 
     ``groups``: row ids of each group in flight; ``ended``: the completions among them; the others are the generator's ``kept``.
     ``saved``: rows of a checkpoint, by id, which go on where they stood when they are asked for again.
@@ -23,7 +24,6 @@ class HeldRollouts:
 
     def __init__(self, generator: Generator) -> None:
         self.generator = generator
-        self.seed: int | None = None
         self.groups: dict[int, list[int]] = {}
         self.ended: dict[int, Completion] = {}
         self.saved: dict[int, dict[str, Any]] = {}
@@ -44,7 +44,6 @@ class HeldRollouts:
 
         Collective over the replica: every rank of it must call, in program order, with the same arguments.
         """
-        self.seed = sampling.seed
         fresh = [request for request in requests if not self._restore(request)]
         for request in requests:
             self.groups.setdefault(request.group_id, []).append(request.row_id)

@@ -29,11 +29,7 @@ class SftWorker(ActorWorker):
     @register(THREE_D, inputs=("prompt_ids", "response_ids"), split_groups=True)
     def compute_loss(self, batch: Batch) -> dict[str, float]:
         """Sum of the negative log-likelihood over this replica's response tokens (nats), and their number."""
-
-        def head(decoder: Decoder, hidden: Tensor, micro: Packed) -> Tensor:
-            return response_log_probs(decoder, hidden, micro, 1.0)[0]
-
-        log_probs = self.infer(batch, head)
+        log_probs = self.log_probs(batch, 1.0)
         if log_probs is None:
             return {"sum": 0.0, "tokens": 0}
         return {"sum": -float(log_probs.values.double().sum()), "tokens": len(log_probs.values)}

@@ -1,0 +1,122 @@
+"""What the data sets share: where their rows come from, and rows as token ids, without those that are too long."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+
+from rlhf_spmd.data.batch import Batch, Field, ragged
+from rlhf_spmd.data.encoding import EncodingConfig, PackedIds, pack_ids
+from rlhf_spmd.data.files import DataError, Row, read_rows
+
+
+@dataclass(frozen=True)
+class RowsConfig(EncodingConfig):
+    """``path``: a file, a glob pattern, a directory or a ``datasets`` name (with ``split``, ``subset``)."""
+
+    path: str = ""
+    split: str = "train"
+    subset: str | None = None
+    prompt_key: str = "prompt"
+
+    def check(self, where: str) -> None:
+        super().check(where)
+        if not self.path:
+            raise ValueError(f"{where}.path must be given: a jsonl or parquet file, or the name of a data set")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if type(value) is int and field.name != "seed" and value < 1:
+                raise ValueError(f"{where}.{field.name}={value} must be at least 1")
+
+    def read(self) -> list[Row]:
+        """All rows. Raises DataError."""
+        return read_rows(self.path, self.split, self.subset)
+
+
+@dataclass(frozen=True)
+class DatasetConfig(RowsConfig):
+    """Rows for training, and for validation those of ``val_path``. Batch sizes count rows.
+
+    ``val_batch_size``: null = all rows at once. ``seed``: of the training order; null = ``run.seed``.
+    """
+
+    val_path: str | None = None
+    val_split: str = "test"
+    train_batch_size: int = 64
+    val_batch_size: int | None = None
+    train_max_samples: int | None = None
+    val_max_samples: int | None = None
+    shuffle: bool = True
+    seed: int | None = None
+
+    def read(self, validation: bool = False) -> list[Row]:
+        """The training rows, or the validation rows. Raises DataError."""
+        if not validation:
+            return read_rows(self.path, self.split, self.subset, self.train_max_samples)
+        assert self.val_path is not None, "there are no validation rows without val_path"
+        return read_rows(self.val_path, self.val_split, self.subset, self.val_max_samples)
+
+
+class TokenDataset:
+    """``batch(indices, row_ids)`` has one field (Ragged int64) for each of ``columns``.
+
+    ``num_overlong`` rows are dropped, which have more than the limit's tokens, all columns together; ``kept``: the numbers of the
+    others. ``limit`` and ``drop`` are keys of ``data`` with their values; without ``drop`` a long row raises.
+    """
+
+    noun = "rows"
+
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        columns: Mapping[str, Sequence[Sequence[int]]],
+        limit: tuple[str, int],
+        drop: tuple[str, bool],
+    ) -> None:
+        lengths = [sum(map(len, entries)) for entries in zip(*columns.values(), strict=True)]
+        self.kept = [i for i, length in enumerate(lengths) if length <= limit[1]]
+        self.num_overlong = len(rows) - len(self.kept)
+        if self.num_overlong and not drop[1]:
+            first = next(i for i, length in enumerate(lengths) if length > limit[1])
+            raise DataError(
+                f"{rows[first].where}: {lengths[first]} tokens are more than data.{limit[0]}={limit[1]}; raise it, or set "
+                f"data.{drop[0]}=true ({self.num_overlong} of {len(rows)} {self.noun} are too long)"
+            )
+        if not self.kept:
+            raise DataError(
+                f"all {len(rows)} {self.noun} are longer than data.{limit[0]}={limit[1]} tokens (the shortest has {min(lengths)})"
+            )
+        self.columns: dict[str, PackedIds] = {
+            name: pack_ids([entries[i] for i in self.kept]) for name, entries in columns.items()
+        }
+        digest = hashlib.sha256()
+        for packed in self.columns.values():
+            digest.update(packed.offsets.tobytes())
+            digest.update(packed.values.tobytes())
+        self.fingerprint = f"{len(self)}-{digest.hexdigest()[:16]}"
+
+    def __len__(self) -> int:
+        return len(self.kept)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """int64 [rows]: tokens, all columns together."""
+        total: np.ndarray = np.sum([packed.lengths for packed in self.columns.values()], axis=0)
+        return total
+
+    def batch(self, indices: Sequence[int], row_ids: Sequence[int]) -> Batch:
+        """Rows by index; each row is its own group."""
+        ids = torch.tensor(list(row_ids), dtype=torch.int64)
+        found: dict[str, Field] = {
+            name: ragged([torch.from_numpy(packed[i]) for i in indices], torch.int64) for name, packed in self.columns.items()
+        }
+        return Batch(ids, ids.clone(), found)
+
+    def summary(self) -> str:
+        lengths = self.lengths
+        dropped = f", {self.num_overlong} over-long ones dropped" if self.num_overlong else ""
+        return f"{len(self)} {self.noun} of {lengths.min()} to {lengths.max()} tokens (mean {lengths.mean():.1f}){dropped}"

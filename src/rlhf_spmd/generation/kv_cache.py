@@ -1,0 +1,123 @@
+"""The paged KV cache, and what reads and writes it.
+
+Shape legend: B rows or tiles, H KV heads of this rank, P pages per tile, L = P * page_size keys, D head_dim, T tokens of the
+step, N pages in the cache.
+
+The C++ kernels read pages as they lie. For torch the keys and values of a layer lie as [2, H, N, page_size, D], so that one
+gather of whole pages yields [2, H, B, L, D]: what the matrix products want, without another copy. Each gather goes to one persistent
+buffer (a fresh one costs a page fault per 4 KB).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rlhf_spmd import kernels
+from rlhf_spmd.generation.scheduler import Work
+from rlhf_spmd.models.decoder import Attention
+
+
+@dataclass(frozen=True)
+class Backend:
+    """An attention over the pages of a cache, see ``backends``.
+
+    - over: the attention context of a step: (work in the order in which its tokens are packed, the cache, this rank's query heads).
+    - decoding: the same for one token of each row, told by device tensors alone, without a look of the host at their values:
+      (``positions`` int64 [B] of the tokens, ``table`` int32 [B, P] of the rows' pages, the cache, this rank's query heads).
+    - capturable: ``decoding`` can be captured as a CUDA graph.
+    - kernels: the C++ kernels, where pages have their form; None: torch's form.
+    """
+
+    over: Callable[[Sequence[Work], KVCache, int], Attention]
+    decoding: Callable[[Tensor, Tensor, KVCache, int], Attention]
+    capturable: bool = False
+    kernels: kernels.Kernels | None = None
+
+
+class KVCache:
+    """``pages`` [layers, 2, H, N, elements of a page]: for the torch attention page_size * D, zeros at first, since unused slots
+    are read and masked, so they must be finite; for the C++ kernels as ``kernels/attention.cpp`` says.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        kv_heads: int,
+        head_dim: int,
+        num_pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        backend: Backend,
+    ) -> None:
+        self.kv_heads, self.head_dim = kv_heads, head_dim
+        self.num_pages, self.page_size = num_pages, page_size
+        self.backend, self.kernels = backend, backend.kernels
+        shape = num_layers, 2, kv_heads, num_pages
+        if self.kernels is None:
+            self.pages = torch.zeros(*shape, page_size * head_dim, dtype=dtype, device=device)
+        else:
+            self.pages = torch.empty(*shape, kernels.page_elements(page_size, head_dim), dtype=dtype, device=device)
+        self._buffer = self.pages.new_empty(0)
+        self._waiting: tuple[Tensor, Tensor] | None = None  # pages in host memory: their numbers, what lies in them
+
+    @staticmethod
+    def page_bytes(num_layers: int, kv_heads: int, head_dim: int, page_size: int, dtype: torch.dtype) -> int:
+        return num_layers * 2 * kv_heads * kernels.page_elements(page_size, head_dim) * dtype.itemsize
+
+    def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
+        """(source, destination) pages, in all layers."""
+        source, destination = torch.tensor(copies, device=self.pages.device).unbind(1)
+        self.pages[:, :, :, destination] = self.pages[:, :, :, source]
+
+    def offload(self, used: Sequence[int]) -> None:
+        """Give the memory back; what lies in the pages ``used`` waits in host memory, pinned where the cache is on a GPU."""
+        index = torch.tensor(used, dtype=torch.int64, device=self.pages.device)
+        shape = *self.pages.shape[:3], len(used), self.pages.shape[4]
+        host = torch.empty(shape, dtype=self.pages.dtype, pin_memory=self.pages.is_cuda)
+        for layer, pages in zip(host, self.pages, strict=True):
+            layer.copy_(pages.index_select(2, index))
+        self._waiting = index, host
+        self._buffer = self.pages.new_empty(0)
+        self.pages.untyped_storage().resize_(0)
+
+    def reload(self) -> None:
+        """The opposite of :meth:`offload`, if it was called. On a GPU the pages may then lie elsewhere."""
+        if self._waiting is None:
+            return
+        (index, host), self._waiting = self._waiting, None
+        self.pages.untyped_storage().resize_(self.pages.numel() * self.pages.element_size())
+        if self.kernels is None:
+            self.pages.zero_()
+        for layer, pages in zip(host, self.pages, strict=True):
+            pages.index_copy_(2, index, layer.to(pages.device))
+
+    def spread(self, index: Tensor, stride: int) -> Tensor:
+        """An index into one (key or value, head) block of ``stride`` entries -> the same in all 2 * H blocks of a layer."""
+        blocks = torch.arange(2 * self.kv_heads, device=index.device) * stride
+        return (blocks[:, None] + index.reshape(1, -1)).reshape(-1)
+
+    def slots_of(self, positions: Tensor, table: Tensor) -> Tensor:
+        """page * page_size + offset [B] of one position [B] per line of ``table`` [B, P]."""
+        page = table.gather(1, torch.div(positions, self.page_size, rounding_mode="floor")[:, None])[:, 0]
+        return page.long() * self.page_size + positions % self.page_size
+
+    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """k and v [T, H, D] to ``slots`` = spread(page * page_size + offset, N * page_size)."""
+        rows = torch.stack([k, v]).transpose(1, 2).reshape(-1, self.head_dim)
+        self.pages[layer].view(-1, self.head_dim).index_copy_(0, slots, rows)
+
+    def gather(self, layer: int, index: Tensor, num_tiles: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [H, B, L, D] of ``index`` = spread(pages [B, P], N); valid until the next gather."""
+        pages = self.pages[layer].view(-1, self.page_size * self.head_dim)
+        size = len(index) * pages.shape[1]
+        if self._buffer.numel() < size:
+            self._buffer = pages.new_empty(size + size // 4)
+        out = self._buffer[:size].view(len(index), -1)
+        torch.index_select(pages, 0, index, out=out)
+        keys, values = out.view(2, self.kv_heads, num_tiles, -1, self.head_dim).unbind(0)
+        return keys, values

@@ -1,0 +1,152 @@
+"""What a run directory says of runs that were started again, and what rows may ask for themselves."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+import tasks
+from ranks import run_ranks
+from rlhf_spmd.data.files import DataError
+from rlhf_spmd.parallel.world import Launch, World
+from rlhf_spmd.sft import prepare as prepare_sft
+from rlhf_spmd.train import prepare
+from test_ppo_layouts import layout
+
+
+def train(run_dir: Path, steps: int, *more: str) -> None:
+    """In this process, a single rank."""
+    torch.set_num_threads(1)
+    world = World(Launch(), torch.device("cpu"), torch.distributed.HashStore(), 60.0)
+    tasks.train_here(world, str(tasks.task() / "ppo.json"), tasks.settings(run_dir, steps, *more))
+
+
+def test_config_yaml_is_the_record_of_what_ran(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir, config = tmp_path / "run", tmp_path / "run" / "config.yaml"
+    train(run_dir, 1)
+    first = config.read_text()
+    assert yaml.safe_load(first)["run"]["steps"] == 1
+    assert "other settings" not in capsys.readouterr().err
+
+    train(run_dir, 1, "algorithm.gamma=0.5")
+    said = capsys.readouterr().err
+    assert "nothing to do: step 1 of 1 is done; raise run.steps or give another run.dir\n" in said
+    with pytest.raises(ValueError, match=r"^run\.resume=never, but run\.dir=.* holds step_1; give another run\.dir$"):
+        train(run_dir, 2, "algorithm.gamma=0.5", "run.resume=never")
+    assert config.read_text() == first
+    capsys.readouterr()
+
+    train(run_dir, 2, "algorithm.gamma=0.5")
+    lines = [line for line in capsys.readouterr().err.splitlines() if "other settings" in line]
+    assert lines == [f"other settings than in {config}: run.steps=2 (was 1), algorithm.gamma=0.5 (was 0.99)"]
+    assert yaml.safe_load(config.read_text())["algorithm"]["gamma"] == 0.5
+
+    train(tmp_path / "other", 2, f"run.resume={run_dir / 'checkpoints' / 'step_1'}", "algorithm.gamma=0.7")
+    assert f"other settings than in {config}: algorithm.gamma=0.7 (was 0.5)\n" in capsys.readouterr().err
+
+
+def test_an_algorithm_need_not_return_the_call_that_counts_tokens(tmp_path: Path) -> None:
+    train(tmp_path, 1, "algorithm.name=outside.unreported")
+    row = tasks.read_run(tmp_path).raw[0]
+    assert row["actor/grad_norm"] > 0 and "critic/vf_loss" in row and row["timing_s/step"] > 0
+    assert {key for key in row if key.startswith(("perf/", "response_length/"))} == set()
+
+
+def test_paths_of_models_may_begin_with_the_home_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tasks.task()))
+    paths = [f"models.{role}.path=~/{role}" for role in ("actor", "critic", "reference")]
+    ready = prepare(str(tasks.task() / "ppo.json"), tasks.settings(tmp_path, 1, *paths), 1)
+    assert [ready.plans[role].config.path for role in ("actor", "critic")] == [
+        str(tasks.task() / r) for r in ("actor", "critic")
+    ]
+    overrides = ["model.path=~/actor", f"data.path={tasks.task() / 'train.jsonl'}", "data.response_key=prompt"]
+    overrides.append("data.train_batch_size=4")
+    assert prepare_sft(None, overrides, 1).plans["actor"].config.path == str(tasks.task() / "actor")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["run.test_freq=2"], r"^run\.test_freq=2 needs data\.val_path or val_prompts\.path$"),
+        (["val_prompts.path=@", "reward.function=gsm8k"], r"^val_prompts\.path is given, but run\.test_freq=0 never validates"),
+        (["val_prompts.path=@", "val_prompts.shuffle=false"], r"^unknown key 'val_prompts\.shuffle'"),
+        (["val_prompts.path=@", "val_prompts.val_path=x"], r"^unknown key 'val_prompts\.val_path'"),
+        (["val_prompts.max_prompt_length=9"], r"^val_prompts\.path must be given"),
+        (["model.path=Qwen/Qwen2.5-0.5B"], r"^model\.path=Qwen/Qwen2\.5-0\.5B is not a directory; .* `hf download NAME"),
+        (
+            ["val_prompts.path=@", "val_prompts.max_prompt_length=60", "reward.function=gsm8k", "run.test_freq=1"],
+            r"^val_prompts\.max_prompt_length \+ val_prompts\.max_response_length = 572 tokens, but models\.actor has a context of 64",
+        ),
+    ],
+)
+def test_sft_refuses_what_it_would_have_to_ignore(overrides: list[str], message: str) -> None:
+    data = str(tasks.task() / "train.jsonl")
+    common = [f"model.path={tasks.task() / 'actor'}", f"data.path={data}", "data.response_key=prompt"]
+    with pytest.raises(ValueError, match=message):
+        prepare_sft(None, [*common, *(text.replace("@", data) for text in overrides)], 1)
+
+
+# -- limits of a row's own
+
+LIMITS: list[dict[str, int]] = [{}, {"max_response_length": 3}, {"min_response_length": 9}, {"max_response_length": 5}]
+
+
+def limited(path: Path) -> str:
+    """Prompts of the shared task, every fourth with no limit, a minimum, one or another maximum."""
+    rows = [json.loads(line) for line in (tasks.task() / "train.jsonl").read_text().splitlines()]
+    rows = [{**row, "kind": i % 4, **LIMITS[i % 4]} for i, row in enumerate(rows)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return f"data.path={path}"
+
+
+def lengths_of(run_dir: Path, prompts: dict[str, int]) -> dict[int, set[int]]:
+    """Kind of row -> lengths of its responses, stop token included where the limit did not end it (then it is not counted)."""
+    samples = [json.loads(line) for line in (run_dir / "rollouts.jsonl").read_text().splitlines()]
+    found: dict[int, set[int]] = {}
+    for sample in samples:
+        found.setdefault(prompts[sample["prompt"]], set()).add(len(sample["response"]))
+    return found
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        (),
+        (*layout("actor", tp=2), *layout("generation", tp=2)),
+        ("data.gen_batch_size=16", "models.actor.generation.max_num_seqs=8"),
+    ],
+    ids=["dp2", "tp2", "several steps"],
+)
+def test_training_honours_limits_of_rows(tmp_path: Path, more: tuple[str, ...]) -> None:
+    data = limited(tmp_path / "limited.jsonl")
+    prompts = {row["prompt"]: row["kind"] for row in map(json.loads, (tmp_path / "limited.jsonl").read_text().splitlines())}
+    overrides = tasks.settings(tmp_path / "run", 3, data, "sampling.logit_bias={0: 1.0}", *more)
+    run_ranks(2, tasks.train_here, str(tasks.task() / "ppo.json"), overrides)
+    found = lengths_of(tmp_path / "run", prompts)
+    assert max(found[1]) == 3 and max(found[3]) == 5 and max(found[0]) > 5
+    assert min(found[2]) >= 9 and min(found[0]) < 9
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"max_response_length": 13}, r"a\.jsonl:2: max_response_length=13 must be at most data\.max_response_length=12"),
+        ({"max_response_length": 0}, r"a\.jsonl:2: max_response_length=0 must be a whole number of at least 1"),
+        ({"max_response_length": "3"}, r"a\.jsonl:2: max_response_length='3' must be a whole number of at least 1"),
+        ({"min_response_length": 13}, r"a\.jsonl:2: min_response_length=13 must be at most data's max_response_length=12"),
+        (
+            {"max_response_length": 3, "min_response_length": 4},
+            r"a\.jsonl:2: min_response_length=4 must be at most the row's max_response_length=3",
+        ),
+    ],
+)
+def test_limits_of_rows_are_checked(tmp_path: Path, row: dict[str, Any], message: str) -> None:
+    rows = [{"prompt": "12"}, {"prompt": "34", **row}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+    with pytest.raises(DataError, match=message):
+        prepare(str(tasks.task() / "ppo.json"), tasks.settings(tmp_path, 1, f"data.path={tmp_path / 'a.jsonl'}"), 1)
