@@ -24,11 +24,11 @@ def test_rollout_compares_every_option_with_itself_turned_off(tmp_path: Path) ->
 def test_memory_stays_over_many_cycles(tmp_path: Path) -> None:
     """Two ranks; the figures of 1,000 cycles are in docs/benchmarks.md. One KV page a cycle would be 4 KiB. Some 170 cycles pass
     until all that is kept by design is there."""
-    sizes = ("--cycles", "280", "--settled", "190", "--samples", "14", "--ranks", "2")
+    sizes = ("--cycles", "230", "--settled", "180", "--samples", "23", "--ranks", "2")
     report, printed = run_script("cycles.py", tmp_path / "cycles.json", *sizes)
     assert len(report["rows"]) == 2
     for row in report["rows"]:
         for key in ("storages", "storage_bytes"):
             least, most = row[key]
             assert 0 < least == most and str(least) in printed
-        assert abs(row["heap_kib_per_cycle"]) < 1.0
+        assert abs(row["heap_kib_per_cycle"]) < 2.0

@@ -16,23 +16,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rlhf_spmd.generation.config import GenerationConfig, SamplingConfig
-    from rlhf_spmd.generation.generator import GenerationStats, Generator
-    from rlhf_spmd.generation.progress import Completion
-    from rlhf_spmd.generation.sequence import Request
-    from rlhf_spmd.generation.stopping import StopStrings
-    from rlhf_spmd.generation.until import Until
+    from rlhf_spmd.generation.config import GenerationConfig as GenerationConfig
+    from rlhf_spmd.generation.config import SamplingConfig as SamplingConfig
+    from rlhf_spmd.generation.generator import GenerationStats as GenerationStats
+    from rlhf_spmd.generation.generator import Generator as Generator
+    from rlhf_spmd.generation.progress import Completion as Completion
+    from rlhf_spmd.generation.sequence import Request as Request
+    from rlhf_spmd.generation.stopping import StopStrings as StopStrings
+    from rlhf_spmd.generation.until import Until as Until
 
-__all__ = [
-    "Completion",
-    "GenerationConfig",
-    "GenerationStats",
-    "Generator",
-    "Request",
-    "SamplingConfig",
-    "StopStrings",
-    "Until",
-]
 _MODULES = {
     "config": ("GenerationConfig", "SamplingConfig"),
     "generator": ("GenerationStats", "Generator"),

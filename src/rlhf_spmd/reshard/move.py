@@ -12,6 +12,7 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -55,7 +56,8 @@ class Move:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         on_gpu = any(tensor.is_cuda for side in tensors.values() for tensor in side.values())
-        self._stream = torch.cuda.Stream() if on_gpu else None
+        self._stream = _move_stream() if on_gpu else None
+        self._spare: list[Tensor] = []
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
         with self._beside():
@@ -103,26 +105,33 @@ class Move:
                     work.wait()
                 if not self._in_place(message):
                     if not message.sends:
-                        _copy(message, self._places(message), flat)
+                        _copy(message, self._places(message), flat[: message.numel])
                     self._buffered -= flat.nbytes
+                    if self._stream is not None:
+                        self._spare.append(flat)
                 del flat
                 self._start_some()
 
     def _start_some(self) -> None:
         """Start the next messages, in order, as far as the limit allows; if nothing is running, one in any case."""
-        used = sum(flat.numel() for _, flat, _ in self._running)
+        used = sum(message.numel for message, _, _ in self._running)
         while self._todo and (not self._running or used + self._todo[0].numel <= self._limit):
             message = self._todo.popleft()
             used += message.numel
             places, in_place = self._places(message), self._in_place(message)
-            flat = places[0].view(-1) if in_place else places[0].new_empty(message.numel)
+            flat = places[0].view(-1) if in_place else self._buffer(places[0], message.numel)
             if not in_place:
                 self._buffered += flat.nbytes
                 self.peak_bytes = max(self.peak_bytes, self._buffered)
                 if message.sends:
-                    _copy(message, places, flat)
+                    _copy(message, places, flat[: message.numel])
             transfer = self._group.isend if message.sends else self._group.irecv
-            self._running.append((message, flat, transfer(flat, message.peer, self._label)))
+            self._running.append((message, flat, transfer(flat[: message.numel], message.peer, self._label)))
+
+    def _buffer(self, like: Tensor, numel: int) -> Tensor:
+        """On a GPU one that is done with, in the order of the stream; the allocator would hold it back until NCCL has let go."""
+        at = next((i for i, buffer in enumerate(self._spare) if buffer.numel() >= numel), None)
+        return like.new_empty(numel) if at is None else self._spare.pop(at)
 
     def _places(self, message: _Message) -> list[Tensor]:
         tensors = self._tensors[message.sends]
@@ -131,6 +140,12 @@ class Move:
     def _in_place(self, message: _Message) -> bool:
         """Whether the message lies in one piece in this rank's memory and needs no buffer."""
         return len(message.parts) == 1 and self._places(message)[0].is_contiguous()
+
+
+@cache
+def _move_stream() -> torch.cuda.Stream:
+    """One for all moves of the process: torch's allocator keeps the blocks of each stream for itself."""
+    return torch.cuda.Stream()
 
 
 @torch.no_grad()
