@@ -5,6 +5,9 @@ The name is chosen when a program starts, the :class:`Backend` built when its ge
 
 from __future__ import annotations
 
+import os
+import shutil
+from functools import cache
 from importlib.util import find_spec
 
 import torch
@@ -28,8 +31,23 @@ def unavailable(backend: str, device: torch.device, dtype: torch.dtype | None = 
         return f"it needs a CUDA device, here is {device.type}"
     if dtype is not None and device.type == "cuda" and torch.cuda.get_device_capability(device) < MIN_CAPABILITY:
         return f"it needs a GPU of compute capability {MIN_CAPABILITY}, here {torch.cuda.get_device_capability(device)}"
+    if device.type == "cuda" and (why := _broken(backend)):
+        return why
     if dtype == torch.float64 or (backend == "flash_attn" and dtype == torch.float32):
         return f"it does not compute {dtype}"
+    return None
+
+
+@cache
+def _broken(backend: str) -> str | None:
+    """Why an installed package does not work on this machine, or None."""
+    if backend == "triton":
+        compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or shutil.which("cc")
+        return None if compiler else "triton needs a C compiler (gcc, clang, or the one that CC names)"
+    try:
+        from flash_attn import flash_attn_with_kvcache  # noqa: F401
+    except ImportError as error:  # built for another torch, or too old
+        return f"flash_attn cannot be imported: {str(error).splitlines()[0]}"
     return None
 
 

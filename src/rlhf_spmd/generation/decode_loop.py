@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlhf_spmd.generation.kv_cache import on_device
 from rlhf_spmd.generation.runner import Runner
 from rlhf_spmd.generation.sampler import row_keys, sample, uniform_on_device
 from rlhf_spmd.generation.scheduler import Step, Work
@@ -84,9 +85,9 @@ class DecodeLoop:
         table = np.zeros((size, width), dtype=np.int32)
         for line, row in zip(table, padded, strict=True):
             line[: len(row.pages)] = row.pages
-        self.state[:, :size] = torch.from_numpy(np.concatenate([state, keys[None]]))
-        self.table[:size, :width] = torch.from_numpy(table)
-        places = torch.from_numpy(index * runner.width + state[0]).to(runner.device)
+        self.state[:, :size] = on_device(np.concatenate([state, keys[None]]), runner.device)
+        self.table[:size, :width] = on_device(table, runner.device)
+        places = on_device(index * runner.width + state[0], runner.device)
         self.ids[:size] = runner.tokens.index_select(0, places)
         self.number.zero_()
         for _ in range(steps):
@@ -116,9 +117,9 @@ class DecodeLoop:
 
         def places(width: int, firsts: Sequence[int]) -> Tensor:
             at = np.array([row.index for row in rows]) * width + np.array(firsts) + numbers[:, None]
-            return torch.from_numpy(at.reshape(-1)[real]).to(runner.device)
+            return on_device(at.reshape(-1)[real], runner.device)
 
-        chosen = torch.from_numpy(np.flatnonzero(real)).to(runner.device)
+        chosen = on_device(np.flatnonzero(real), runner.device)
         tokens = self.drawn[: len(numbers), : len(rows)].reshape(-1).index_select(0, chosen)
         runner.tokens.index_copy_(0, places(runner.width, [row.length for row in rows]), tokens)
         at = places(runner.log_probs.shape[2], [row.num_new for row in rows])

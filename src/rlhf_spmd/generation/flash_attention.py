@@ -12,7 +12,7 @@ import torch
 from flash_attn import flash_attn_with_kvcache
 from torch import Tensor
 
-from rlhf_spmd.generation.kv_cache import KVCache
+from rlhf_spmd.generation.kv_cache import KVCache, on_device
 from rlhf_spmd.generation.scheduler import Work
 from rlhf_spmd.generation.step_pages import place
 from rlhf_spmd.models.spec import AttentionRule
@@ -30,11 +30,11 @@ class FlashAttention:
     def over(cls, work: Sequence[Work], cache: KVCache, num_heads: int) -> FlashAttention:
         """``work`` in the order in which its tokens are packed."""
         step, parts = place(work, cache), []
-        lengths = torch.from_numpy(step.starts + step.counts).to(step.table)
+        lengths = on_device((step.starts + step.counts).astype(np.int32), step.table.device)
         groups = [np.flatnonzero(step.counts == 1), *np.flatnonzero(step.counts > 1)[:, None]]
         for lines in (group for group in groups if len(group)):
             tokens = step.firsts[lines, None] + np.arange(step.counts[lines[0]])
-            parts.append((torch.from_numpy(tokens).to(step.table.device), lengths[lines], step.table[lines]))
+            parts.append((on_device(tokens, step.table.device), lengths[lines], step.table[lines]))
         return cls(cache, step.positions, step.slots, parts)
 
     @classmethod

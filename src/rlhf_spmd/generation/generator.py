@@ -6,11 +6,12 @@ replica passes the same requests and gets the same completions.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -32,6 +33,16 @@ from rlhf_spmd.generation.stopping import Decode, Ends, StopStrings
 from rlhf_spmd.generation.until import Until, Watch
 from rlhf_spmd.models.decoder import Block, Decoder
 from rlhf_spmd.parallel.mesh import Mesh
+
+_log = logging.getLogger(__name__)
+
+
+@cache
+def _say_not_captured(rank: int) -> None:
+    if rank == 0:
+        _log.warning(
+            "enforce_eager=false: no CUDA graphs with attention=torch, top_p below 1, experts or tp above 1; steps run without"
+        )
 
 
 class Generator:
@@ -169,7 +180,10 @@ class Generator:
         if not wanted or not DecodeLoop.serves(runner):
             return None
         longest, most = max(map(limit_of, progress)) - 1, min(len(progress), config.max_num_seqs)
-        return DecodeLoop(runner, config.steps_per_sync, most, longest, not config.enforce_eager)
+        loop = DecodeLoop(runner, config.steps_per_sync, most, longest, not config.enforce_eager)
+        if not (config.enforce_eager or loop.graphs):
+            _say_not_captured(self.mesh.replica.rank)
+        return loop
 
     def _episodes(self, runs: Sequence[LaneRun], call: _Call) -> AbstractContextManager[Episodes | None]:
         return Episodes(call.environments, runs, self.mesh.replica, call.tick) if call.environments else nullcontext()

@@ -12,13 +12,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rlhf_spmd import kernels
 from rlhf_spmd.generation.scheduler import Work
 from rlhf_spmd.models.decoder import Attention
+
+
+def on_device(values: NDArray[Any], device: torch.device) -> Tensor:
+    """On a GPU by way of pinned memory: from other memory the host would wait for all work that was started before."""
+    tensor = torch.from_numpy(values)
+    if device.type == "cuda" and values.size:
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 @dataclass(frozen=True)
@@ -71,7 +82,7 @@ class KVCache:
 
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
         """(source, destination) pages, in all layers."""
-        source, destination = torch.tensor(copies, device=self.pages.device).unbind(1)
+        source, destination = on_device(np.array(copies, dtype=np.int64), self.pages.device).unbind(1)
         self.pages[:, :, :, destination] = self.pages[:, :, :, source]
 
     def offload(self, used: Sequence[int]) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rlhf_spmd import kernels
-from rlhf_spmd.generation.kv_cache import KVCache
+from rlhf_spmd.generation.kv_cache import KVCache, on_device
 from rlhf_spmd.generation.scheduler import Work
 from rlhf_spmd.generation.step_pages import place
 from rlhf_spmd.models.attention import KEY_BLOCK, attend_dense, attend_exact, visible
@@ -97,13 +97,13 @@ class _Bucket:
         queries = np.where(valid, bounds[:, :1] + offsets, 0)
         positions = np.where(valid, bounds[:, 1:2] + offsets, 0)
         device = cache.pages.device
-        self.pages = cache.spread(torch.from_numpy(table).to(device), cache.num_pages)
-        self.index = torch.from_numpy(queries.reshape(-1)).to(device)
+        self.pages = cache.spread(on_device(table, device), cache.num_pages)
+        self.index = on_device(queries.reshape(-1), device)
         self.padded = not valid.all()
         if self.padded:
-            self.valid = torch.from_numpy(np.flatnonzero(valid)).to(device)
+            self.valid = on_device(np.flatnonzero(valid), device)
             self.target = self.index[self.valid]
-        self.positions = torch.from_numpy(positions).to(device)
+        self.positions = on_device(positions, device)
         self.keys = torch.arange(num_pages * cache.page_size, device=device)
         self.group_size = group_size
         self._allowed: dict[int | None, Tensor] = {}  # by window

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rlhf_spmd.generation.config import SamplingConfig
-from rlhf_spmd.generation.kv_cache import KVCache
+from rlhf_spmd.generation.kv_cache import KVCache, on_device
 from rlhf_spmd.generation.logit_rules import LogitRules
 from rlhf_spmd.generation.progress import Progress
 from rlhf_spmd.generation.sampler import sample, uniform
@@ -85,7 +85,7 @@ class Runner:
             sampled = [row for first in sampled for row in _ahead(first)]
         if not sampled:
             return
-        self._places = torch.tensor([row.index * self.width + row.length for row in sampled], device=self.device)
+        self._places = on_device(np.array([row.index * self.width + row.length for row in sampled]), self.device)
         if self.decoder.is_last:
             self._drawn = self._draw(self._last_tokens(hidden, step.work), sampled)
             self.stages.send_tokens(self._drawn)
@@ -130,7 +130,7 @@ class Runner:
         num_tokens = len(attention.positions)
         if self.decoder.is_first:
             lines = np.repeat([item.row.index for item in work], [item.num_tokens for item in work])
-            places = torch.from_numpy(lines * self.width).to(self.device) + attention.positions
+            places = on_device(lines * self.width, self.device) + attention.positions
             inputs = self.tokens.index_select(0, places)
         else:
             inputs = torch.empty(num_tokens, self.decoder.spec.hidden_size, dtype=self.decoder.dtype, device=self.device)
@@ -144,8 +144,9 @@ class Runner:
         """Guesses are inputs like tokens that were drawn; those that fail are overwritten."""
         drafts = [(item.row.index * self.width + item.row.length, item.row.draft) for item in work if item.row.draft]
         places = [place + i for place, draft in drafts for i in range(len(draft))]
-        tokens = torch.tensor([token for _, draft in drafts for token in draft], dtype=torch.int64, device=self.device)
-        self.tokens.index_copy_(0, torch.tensor(places, dtype=torch.int64, device=self.device), tokens)
+        tokens = [token for _, draft in drafts for token in draft]
+        where, what = (on_device(np.array(values, dtype=np.int64), self.device) for values in (places, tokens))
+        self.tokens.index_copy_(0, where, what)
 
     def _last_tokens(self, hidden: Tensor, work: Sequence[Work]) -> Tensor:
         """The hidden states that a token is drawn from."""
@@ -156,7 +157,7 @@ class Runner:
         if self.speculates:
             counts = [1 + len(item.row.draft) for item in work if item.samples]
             chosen = np.concatenate([np.arange(end - n + 1, end + 1) for end, n in zip(chosen, counts, strict=True)])
-        return hidden.index_select(0, torch.from_numpy(chosen).to(self.device))
+        return hidden.index_select(0, on_device(chosen, self.device))
 
     def _draw(self, hidden: Tensor, rows: Sequence[Row]) -> Tensor:
         """Token ids [rows]; notes their log-probs. Collective over tp: every rank of it must call, in program order."""
@@ -168,10 +169,10 @@ class Runner:
         scores = whole = gather_logits(self.decoder, logits)
         if self.draws.rules is not None:
             scores = self.draws.rules.apply(whole, rows, self.tokens.view(-1, self.width))
-        drawn = sample(scores, self.draws.sampling, torch.from_numpy(draws).to(self.device))
+        drawn = sample(scores, self.draws.sampling, on_device(draws, self.device))
         if drawn.is_cuda:  # its cumulative sums may differ between ranks in the last bit, and then the schedules would
             self.mesh.tp.broadcast(drawn, 0, "generation:tokens")
-        places = torch.from_numpy(index * self.log_probs.shape[2] + position).to(self.device)
+        places = on_device(index * self.log_probs.shape[2] + position, self.device)
         for kept, temperature in zip(self.log_probs, self.temperatures, strict=True):
             kept.view(-1).index_copy_(0, places, log_probs_of(self.decoder, logits, drawn, temperature))
         if self.top_ids.numel():

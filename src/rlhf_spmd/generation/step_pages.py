@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rlhf_spmd.generation.kv_cache import KVCache
+from rlhf_spmd.generation.kv_cache import KVCache, on_device
 from rlhf_spmd.generation.scheduler import Work
 
 Index = NDArray[np.int64]
@@ -38,5 +37,5 @@ def place(work: Sequence[Work], cache: KVCache) -> StepPages:
     lines = np.repeat(np.arange(len(work)), counts)
     positions = np.arange(len(lines)) + np.repeat(starts - firsts, counts)
     slots = table[lines, positions // cache.page_size] * np.int64(cache.page_size) + positions % cache.page_size
-    first, second, third = (torch.from_numpy(array).to(cache.pages.device) for array in (positions, slots, table))
+    first, second, third = (on_device(array, cache.pages.device) for array in (positions, slots, table))
     return StepPages(first, second, third, firsts, starts, counts)

@@ -16,12 +16,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlhf_spmd.generation.kv_cache import KVCache
+from rlhf_spmd.generation.kv_cache import KVCache, on_device
 from rlhf_spmd.generation.scheduler import Work
 from rlhf_spmd.generation.step_pages import place
 from rlhf_spmd.models.spec import AttentionRule
@@ -214,7 +215,7 @@ class TritonAttention:
         for line, (first, start, count) in enumerate(rows):
             for done in range(0, count, width):
                 tiles[count > 1].append((first + done, start + done, min(width, count - done), line))
-        singles, chunks = (torch.tensor(some, dtype=torch.int32, device=cache.pages.device) for some in tiles)
+        singles, chunks = (on_device(np.array(some, dtype=np.int32), cache.pages.device) for some in tiles)
         longest = max((start + 1 for _, start, _, _ in tiles[0]), default=1)
         return cls(cache, num_heads, step.positions, step.slots, step.table, singles, chunks, longest)
 
