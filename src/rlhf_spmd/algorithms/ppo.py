@@ -97,7 +97,8 @@ def step(models: Any, prompts: Reference, config: PPOConfig, sampling: SamplingC
     rollout = models.actor.generate_sequences(prompts, sampling, number)
     batch = prompts.union(rollout)
     scored = models.reward.compute_reward(batch)
-    known = models.actor.exact_rollouts and number > config.critic_warmup  # update_actor reports how exact
+    # where generation's log-probs are a training forward's, bit for bit, update_actor reports the difference
+    known = models.actor.exact_rollouts and number > config.critic_warmup
     old = rollout.rename(rollout_log_probs="old_log_probs") if known else models.actor.compute_log_prob(batch)
     valued = models.critic.compute_values(batch)
     batch = batch.union(scored).union(old).union(valued)

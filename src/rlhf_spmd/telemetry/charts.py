@@ -108,9 +108,7 @@ def stacked_bars(
     return f'<svg class="chart wide" viewBox="0 0 {width} {height}" role="img">' + "".join(parts) + "</svg>"
 
 
-def axes(
-    x: Scale, y: Scale, width: int, height: int, x_labels: dict[float, str] | None = None, x_unit: str = "", y_unit: str = ""
-) -> str:
+def axes(x: Scale, y: Scale, width: int, height: int, x_labels: dict[float, str] | None = None, y_unit: str = "") -> str:
     """Grid lines and tick labels. ``x_labels``: positions and texts, instead of round numbers."""
     parts = []
     y_ticks = ticks(y.low, y.high, 5)
@@ -118,12 +116,10 @@ def axes(
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{width - RIGHT}" y1="{y(value):.1f}" y2="{y(value):.1f}"/>')
         parts.append(f'<text class="tick" x="{LEFT - 6}" y="{y(value) + 3.5:.1f}" text-anchor="end">{text}{y_unit}</text>')
     if x_labels is None:
-        x_ticks = [tick for tick in ticks(x.low, x.high, 6) if x_unit or float(tick).is_integer()]
+        x_ticks = [tick for tick in ticks(x.low, x.high, 6) if float(tick).is_integer()]
         x_labels = dict(zip(x_ticks, tick_labels(x_ticks), strict=True))
     for position, text in x_labels.items():
-        parts.append(
-            f'<text class="tick" x="{x(position):.1f}" y="{height - 7}" text-anchor="middle">{escape(text)}{x_unit}</text>'
-        )
+        parts.append(f'<text class="tick" x="{x(position):.1f}" y="{height - 7}" text-anchor="middle">{escape(text)}</text>')
     parts.append(f'<line class="axis" x1="{LEFT}" x2="{width - RIGHT}" y1="{height - BOTTOM}" y2="{height - BOTTOM}"/>')
     return "".join(parts)
 
