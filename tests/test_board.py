@@ -5,9 +5,12 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from rlhf_spmd.checkpoint.files import hash_tensor
 from rlhf_spmd.parallel.board import Board
+from rlhf_spmd.parallel.collectives import RECORDER
 from rlhf_spmd.parallel.watch import Beat, Limits, Watch, group_places
 from rlhf_spmd.parallel.world import Launch
 
@@ -157,3 +160,25 @@ def test_a_call_costs_the_main_thread_less_than_two_microseconds():
             board.leave_call()
         times.append((time.perf_counter() - start) / 1000)
     assert min(times) < 2e-6
+
+
+def test_every_sign_of_life_goes_into_the_heartbeat():
+    """Calls, ticks of long calls, collectives and pieces of files: while any of them goes on, no rank stands still."""
+    (board,) = boards(1)
+
+    def progress() -> int:
+        board._publish()
+        return Beat.decode(board._store.get("board/beat/0")).progress
+
+    signs = [
+        lambda: board.enter_call(1, "actor.update_actor", "ppo.py:40"),
+        board.tick,
+        board.leave_call,
+        lambda: board.set_step(2),
+        lambda: RECORDER.note("all_reduce", "world", 4),
+        lambda: hash_tensor(torch.zeros(4)),
+    ]
+    for sign in signs:
+        before = progress()
+        sign()
+        assert progress() > before

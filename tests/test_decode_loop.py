@@ -81,8 +81,8 @@ def test_tokens_and_log_probs_keep_their_bits(
         assert generator.stats.steps < stepwise.stats.steps or changes["max_num_seqs"] == 3
 
 
-def test_a_row_of_one_token_leaves_the_pages_of_its_prompt_as_they_were(path: str) -> None:
-    """It has no next position to go to while the others do, and a preempted row of the prompt comes back to those pages."""
+def test_rows_of_a_single_page(path: str) -> None:
+    """The table of pages then has one column, a slice with gaps; rows of one token stand still while others go on."""
     limits = [1, 10, 30, 1, 1, 1, 30, 30, 1, 1, 40, 10, 1]
     requests = [Request(i, 0, [3, 4, 5, 6, 7], limit) for i, limit in enumerate(limits)]
 

@@ -275,3 +275,18 @@ def test_the_schedulers_half_imports_no_torch() -> None:
     names = ", ".join(("sequence", "block_manager", "scheduler"))
     code = f"import sys; from rlhf_spmd.generation import {names}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": "src"}, cwd=ROOT).returncode == 0
+
+
+def test_a_row_that_comes_back_computes_the_last_token_of_its_prompt_anew() -> None:
+    """As a fresh one does: in a cached page that nobody holds, a row of one token may have written over that position."""
+    scheduler, contents = Scheduler(Limits(page_size=4, num_pages=8, max_num_seqs=4, max_num_batched_tokens=64)), Interner(4)
+    prompt = [1, 2, 3, 4, 5, 6]
+    first, second = (Row(i, 6, 20, contents.contents(prompt), 0) for i in range(2))
+    scheduler.add(first)
+    step = scheduler.schedule()
+    first.length, first.stopped = 7, True
+    scheduler.complete(step)
+    second.length = 9  # it was preempted with three tokens
+    scheduler.add(second)
+    (work,) = scheduler.schedule().work
+    assert (work.start, work.num_tokens) == (5, 4) and scheduler.num_hit_tokens == 5

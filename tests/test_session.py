@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +14,11 @@ import yaml
 
 import tasks
 from ranks import run_ranks
+from rlhf_spmd import session
+from rlhf_spmd.controller import Controller
 from rlhf_spmd.data.files import DataError
 from rlhf_spmd.parallel.world import Launch, World
+from rlhf_spmd.session import Session
 from rlhf_spmd.sft import prepare as prepare_sft
 from rlhf_spmd.train import prepare
 from test_ppo_layouts import layout
@@ -48,6 +53,44 @@ def test_config_yaml_is_the_record_of_what_ran(tmp_path: Path, capsys: pytest.Ca
 
     train(tmp_path / "other", 2, f"run.resume={run_dir / 'checkpoints' / 'step_1'}", "algorithm.gamma=0.7")
     assert f"other settings than in {config}: algorithm.gamma=0.7 (was 0.5)\n" in capsys.readouterr().err
+
+
+def test_while_only_the_critic_learns_the_rollout_is_compared_all_the_same(tmp_path: Path) -> None:
+    train(tmp_path, 2, "algorithm.critic_warmup=1")
+    warm, whole = tasks.read_run(tmp_path).raw
+    assert "actor/pg_loss" not in warm and "actor/pg_loss" in whole
+    assert warm["rollout/log_prob_diff_max"] == whole["rollout/log_prob_diff_max"] == 0.0
+
+
+def export_slowly(world: World, fails: bool) -> int:
+    """How often a rank asks while rank 0 writes."""
+
+    def write(*arguments: object) -> None:
+        time.sleep(0.3)
+        if fails:
+            raise OSError("disk full")
+
+    controller, asked = Controller(world.all), []
+    decide = controller.decide
+    controller.decide = lambda wish: asked.append(wish) or decide(wish)  # type: ignore[method-assign,func-returns-value]
+    board, prepared = SimpleNamespace(last_checkpoint="x"), SimpleNamespace(plans={})
+    here = SimpleNamespace(controller=controller, world=world, board=board, context=SimpleNamespace(prepared=prepared))
+    here.is_first, here.run_dir = world.rank == 0, Path()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(session, "export_hugging_face", write)
+        patch.setattr(session, "model_directory", lambda plans, role: "")
+        Session._export(here)  # type: ignore[arg-type]
+    return len(asked)
+
+
+def test_nobody_waits_for_an_export_in_one_collective() -> None:
+    """It may take longer than a collective may: the others ask again and again."""
+    assert all(asked > 3 for asked in run_ranks(2, export_slowly, False))
+
+
+def test_an_export_that_fails_raises() -> None:
+    with pytest.raises(AssertionError, match="disk full"):
+        run_ranks(1, export_slowly, True)
 
 
 def test_an_algorithm_need_not_return_the_call_that_counts_tokens(tmp_path: Path) -> None:

@@ -10,11 +10,8 @@ from __future__ import annotations
 
 import argparse
 import cProfile
-import json
 import os
-import platform
 import pstats
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -23,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from measure import device_facts, machine_facts, on_ranks, save
 
 from rlhf_spmd.controller import DP, ONE_TO_ALL, THREE_D, Controller, GroupShape, ResourcePool, Worker, register
 from rlhf_spmd.data.batch import Batch, ragged
@@ -194,8 +192,7 @@ def main() -> None:
     parser.add_argument("--profile", metavar="TEXT", help="rank 0's CPU profile of the cases whose name has TEXT, on stderr")
     args = parser.parse_args()
     if "RANK" not in os.environ:
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.ranks}"]
-        sys.exit(subprocess.run([*launcher, *sys.argv], env={**os.environ, "OMP_NUM_THREADS": "1"}).returncode)
+        sys.exit(on_ranks(args.ranks, *sys.argv))
     launch = read_launch()
     store = connect_store(launch)
     board = Board(launch, store)
@@ -205,10 +202,8 @@ def main() -> None:
     board.finish(store)
     if launch.rank == 0:
         print(table(bench.results))
-        if args.out:
-            machine = {"python": platform.python_version(), "torch": torch.__version__, "cores": os.cpu_count()}
-            report = {"bench": "control", "ranks": launch.size, "machine": machine, "cases": bench.results}
-            args.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        machine = machine_facts() | device_facts("cpu")
+        save({"bench": "control", "ranks": launch.size, "machine": machine, "cases": bench.results}, args.out)
     torch.distributed.destroy_process_group()
 
 

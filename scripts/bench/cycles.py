@@ -20,7 +20,6 @@ import gc
 import json
 import os
 import random
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import machine_facts, memory_mib, table
+from measure import machine_facts, memory_mib, on_ranks, table
 from torch import Tensor
 
 from rlhf_spmd.generation import GenerationConfig, Generator, Request, SamplingConfig, Until
@@ -176,9 +175,7 @@ def main() -> None:
     if "RANK" not in os.environ:
         with tempfile.TemporaryDirectory() as directory:
             write_random_model(Path(directory) / "model", MODEL, seed=1)
-            launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.ranks}"]
-            command = [*launcher, *sys.argv, "--model", f"{directory}/model"]
-            sys.exit(subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}).returncode)
+            sys.exit(on_ranks(args.ranks, *sys.argv, "--model", f"{directory}/model"))
     launch = read_launch()
     world = init_world(launch, connect_store(launch), device=torch.device("cpu"))
     mine = json.dumps(run(world, args.model, args.cycles, args.samples, args.settled or args.cycles // 5)).encode()

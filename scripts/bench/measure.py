@@ -10,6 +10,7 @@ import platform
 import resource
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -139,6 +140,12 @@ def rounded(share: float) -> float:
 
 def median(values: Sequence[float]) -> float:
     return statistics.median(values)
+
+
+def on_ranks(ranks: int, *command: str) -> int:
+    """Run a script with its arguments under torchrun, one thread per rank; its exit status."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    return subprocess.run([*launcher, *command], env={**os.environ, "OMP_NUM_THREADS": "1"}).returncode
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int) -> str:

@@ -13,11 +13,8 @@ ragged each micro-batch has its own number of tokens, its passes take as long as
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import statistics
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -25,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measure import device_facts, machine_facts, on_ranks, save
 from torch import Tensor
 
 from rlhf_spmd.parallel.layout import Layout
@@ -154,18 +152,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write the figures there as JSON")
     args = parser.parse_args()
     if "RANK" not in os.environ:
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.ranks}"]
-        sys.exit(subprocess.run([*launcher, *sys.argv], env={**os.environ, "OMP_NUM_THREADS": "1"}).returncode)
+        sys.exit(on_ranks(args.ranks, *sys.argv))
     launch = read_launch()
     world = init_world(launch, connect_store(launch), device=torch.device("cpu"))
     rows = [measure(case, world, args.forward_ms / 1e3, args.repeats) for case in cases(launch.size)]
     if launch.rank == 0:
         found = [row for row in rows if row is not None]
         print(table(found))
-        if args.out:
-            machine = {"python": platform.python_version(), "torch": torch.__version__, "cores": os.cpu_count()}
-            report = {"bench": "pipeline", "ranks": launch.size, "machine": machine, "cases": found}
-            args.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        machine = machine_facts() | device_facts("cpu")
+        save({"bench": "pipeline", "ranks": launch.size, "machine": machine, "cases": found}, args.out)
     torch.distributed.destroy_process_group()
 
 

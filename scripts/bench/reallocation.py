@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,7 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from measure import MIB, machine_facts, median, table
+from measure import MIB, machine_facts, median, on_ranks, table
 
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.parallel.boxes import ParamShard, zero_shards
@@ -200,9 +199,8 @@ def main() -> None:
     facts = machine_facts() | {"torch": torch.__version__}
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "rows.json"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", __file__]
-        command += ["--repeats", str(args.repeats), "--out", str(out)]
-        subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True)
+        if code := on_ranks(4, __file__, "--repeats", str(args.repeats), "--out", str(out)):
+            sys.exit(code)
         rows = json.loads(out.read_text(encoding="utf-8"))
     heads = ["17.8 M parameters", "received MiB", "lacks", "pairs", "buffers MiB", "ms", "plain sends ms", "of plain"]
     print(table(heads, [row_cells(row) for row in rows], 1))

@@ -16,7 +16,6 @@ import argparse
 import json
 import math
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -29,7 +28,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from measure import MIB, machine_facts, median, table
+from measure import MIB, machine_facts, median, on_ranks, table
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -426,9 +425,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         for ranks in args.ranks:
             out = Path(scratch) / f"{ranks}.json"
-            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", __file__]
-            command += ["--repeats", str(args.repeats), "--bucket-mib", str(args.bucket_mib), "--out", str(out)]
-            subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True)
+            sizes = "--repeats", str(args.repeats), "--bucket-mib", str(args.bucket_mib)
+            if code := on_ranks(ranks, __file__, *sizes, "--out", str(out)):
+                sys.exit(code)
             rows += json.loads(out.read_text(encoding="utf-8"))
     print(table(HEADS, [row_cells(row) for row in rows], 3))
     passes = [(row["layout"], str(row["ranks"]), *row["first_pass_s"]) for row in rows if row["first_pass_s"]]

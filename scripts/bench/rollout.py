@@ -20,7 +20,6 @@ import argparse
 import json
 import os
 import random
-import subprocess
 import sys
 import tempfile
 import time
@@ -29,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import machine_facts, table
+from measure import machine_facts, on_ranks, table
 from torch import Tensor
 
 from rlhf_spmd.data.balance import partition_by_tokens
@@ -223,9 +222,7 @@ def main() -> None:
             if args.model == "tiny":
                 config |= {"num_attention_heads": 4, "num_key_value_heads": 2}
             write_random_model(Path(directory) / "model", config, seed=1)
-            launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-            command = [*launcher, *sys.argv, "--path", f"{directory}/model"]
-            sys.exit(subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}).returncode)
+            sys.exit(on_ranks(2, *sys.argv, "--path", f"{directory}/model"))
     launch = read_launch()
     world = init_world(launch, connect_store(launch), device=torch.device("cpu"))
     bench = Bench(world, args.path, args.scale, args.repeats)

@@ -21,15 +21,7 @@ from rlhf_spmd.parallel.program import ProgramContext
 from rlhf_spmd.planner.placement import PlacementConfig
 from rlhf_spmd.reports import reference_values, validate_prompts
 from rlhf_spmd.rewards.config import RewardConfig
-from rlhf_spmd.roles import (
-    RolePlan,
-    build_models,
-    check_sampling,
-    check_vocabulary,
-    model_directory,
-    plan_roles,
-    with_limit,
-)
+from rlhf_spmd.roles import RolePlan, build_models, check_sampling, check_vocabulary, model_directory, plan_roles, with_limit
 from rlhf_spmd.session import RunConfig, Session, run_session_program, start_controller
 from rlhf_spmd.telemetry.logger import LoggerConfig
 from rlhf_spmd.workers.arithmetic import RoleClass

@@ -26,15 +26,7 @@ from rlhf_spmd.parallel.world import World
 from rlhf_spmd.planner.placement import PlacementConfig
 from rlhf_spmd.reports import reference_values, validate_prompts
 from rlhf_spmd.rewards.config import RewardConfig
-from rlhf_spmd.roles import (
-    RolePlan,
-    build_models,
-    check_sampling,
-    check_vocabulary,
-    model_directory,
-    plan_roles,
-    with_limit,
-)
+from rlhf_spmd.roles import RolePlan, build_models, check_sampling, check_vocabulary, model_directory, plan_roles, with_limit
 from rlhf_spmd.rollouts import PromptQueue, build_queue
 from rlhf_spmd.session import RunConfig, Session, run_session_program, start_controller
 from rlhf_spmd.telemetry.logger import LoggerConfig

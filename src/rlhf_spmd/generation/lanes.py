@@ -31,11 +31,10 @@ from rlhf_spmd.generation.until import Watch
 @dataclass
 class GenerationStats:
     """Counts of one call on this replica. ``prompt_tokens``: of rows that began, or came back after a preemption; ``hit_tokens``: of
-    these, found in the cache. ``prefill_tokens``: computed tokens
-    beyond one per drawn token (prompts, and what preemption made to be computed again). ``num_pages``: size of the cache.
-    ``draft_tokens``: guessed and computed, of which ``accepted_tokens`` came true.
-    ``moved_rows``: that left for other replicas. ``seconds``: of the call; ``busy_seconds``: those without waits for other replicas;
-    ``stage_seconds``: of these, the waits of this rank's host for other pipeline stages. ``steps``: of all ``lanes``."""
+    these, found in the cache. ``prefill_tokens``: computed tokens beyond one per drawn token (prompts, and what preemption made to
+    be computed again). ``num_pages``: size of the cache. ``draft_tokens``: guessed and computed, of which ``accepted_tokens`` came
+    true. ``moved_rows``: that left for other replicas. ``seconds``: of the call; ``busy_seconds``: those without waits for other
+    replicas; ``stage_seconds``: of these, the waits of this rank's host for other pipeline stages. ``steps``: of all ``lanes``."""
 
     steps: int = 0
     prefill_tokens: int = 0

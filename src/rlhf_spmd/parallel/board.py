@@ -58,7 +58,6 @@ class Board:
         self._chain = 0
         self._keys: dict[tuple[str, str], bytes] = {}
         self._inside = False
-        self._ticks = 0
         self._state = "starting"
         self._beats = 0
         self._logged = -1
@@ -80,20 +79,20 @@ class Board:
         self._log[self._num_calls % HISTORY] = (seq, name, site, self._chain)
         self._num_calls += 1
         self._inside = True
-        self._ticks += 1
+        RECORDER.tick()
 
     def leave_call(self) -> None:
         self._inside = False
-        self._ticks += 1
+        RECORDER.tick()
 
     def set_step(self, step: int) -> None:
         self.step = step
         self._state = "running"
-        self._ticks += 1
+        RECORDER.tick()
 
     def tick(self) -> None:
         """Says that a long call without collectives is still going on."""
-        self._ticks += 1
+        RECORDER.tick()
 
     @property
     def call(self) -> tuple[int, str, str]:
@@ -123,7 +122,7 @@ class Board:
         ``store`` is the main thread's connection: it blocks. Collective over the world: every rank of it must call.
         """
         self._inside, self._state = False, "ended"
-        self._ticks += 1
+        RECORDER.tick()
         if self.launch.size > 1:
             if store.add("board/ended", 1) == self.launch.size:
                 store.set("board/all_ended", "1")
@@ -238,7 +237,7 @@ class Board:
             name=name,
             site=site,
             inside=self._inside,
-            progress=self._ticks + RECORDER.sequence + RECORDER.ticks,
+            progress=RECORDER.sequence + RECORDER.ticks,
             pid=os.getpid(),
             host=socket.gethostname(),
             calls=tuple((entry[0], entry[3]) for entry in recent),

@@ -34,7 +34,7 @@ class FlightRecorder:
             self.entries.append((self.sequence, operation, group, num_bytes, time.time()))
 
     def tick(self) -> None:
-        """Says that a long piece of work without collectives is still going on."""
+        """Counts a sign of life beside the collectives: a call that begins or ends, a piece of a long one, of a file."""
         self.ticks += 1
 
     def count(self, label: str, sent: int, received: int) -> None:
