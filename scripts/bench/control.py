@@ -24,7 +24,7 @@ from measure import device_facts, machine_facts, on_ranks, save
 
 from rlhf_spmd.controller import DP, ONE_TO_ALL, THREE_D, Controller, GroupShape, ResourcePool, Worker, register
 from rlhf_spmd.data.batch import Batch, ragged
-from rlhf_spmd.parallel.board import Board
+from rlhf_spmd.parallel.board import Board, end_process
 from rlhf_spmd.parallel.collectives import wait_all
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.world import World, connect_store, init_world, read_launch
@@ -204,7 +204,7 @@ def main() -> None:
         print(table(bench.results))
         machine = machine_facts() | device_facts("cpu")
         save({"bench": "control", "ranks": launch.size, "machine": machine, "cases": bench.results}, args.out)
-    torch.distributed.destroy_process_group()
+    end_process(0)
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ from rlhf_spmd.models.heads import token_log_probs
 from rlhf_spmd.models.sharding import ParamShard, plan_params
 from rlhf_spmd.models.spec import read_spec
 from rlhf_spmd.models.weights import write_random_model
+from rlhf_spmd.parallel.board import end_process
 from rlhf_spmd.parallel.layout import Layout, generation_layout
 from rlhf_spmd.parallel.mesh import build_group, build_mesh
 from rlhf_spmd.parallel.world import World, connect_store, init_world, read_launch
@@ -188,7 +189,7 @@ def main() -> None:
         if args.out:
             report = {"bench": "cycles", "machine": machine_facts(), "torch": torch.__version__, "rows": rows}
             args.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    torch.distributed.destroy_process_group()
+    end_process(0)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ import torch
 from measure import device_facts, machine_facts, on_ranks, save
 from torch import Tensor
 
+from rlhf_spmd.parallel.board import end_process
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import Mesh, build_mesh
 from rlhf_spmd.parallel.pipeline import Action, connect_stages, run_pipeline, schedule_1f1b, schedule_forward
@@ -161,7 +162,7 @@ def main() -> None:
         print(table(found))
         machine = machine_facts() | device_facts("cpu")
         save({"bench": "pipeline", "ranks": launch.size, "machine": machine, "cases": found}, args.out)
-    torch.distributed.destroy_process_group()
+    end_process(0)
 
 
 if __name__ == "__main__":

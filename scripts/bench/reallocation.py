@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from measure import MIB, machine_facts, median, on_ranks, table
 
 from rlhf_spmd.models.spec import ModelSpec
+from rlhf_spmd.parallel.board import end_process
 from rlhf_spmd.parallel.boxes import ParamShard, zero_shards
 from rlhf_spmd.parallel.collectives import RECORDER, wait_all
 from rlhf_spmd.parallel.layout import Layout
@@ -130,7 +130,7 @@ def run_rank(out: Path, repeats: int) -> None:
     if world.rank == 0:
         out.write_text(json.dumps(rows), encoding="utf-8")
     world.all.barrier("bench")
-    dist.destroy_process_group()
+    end_process(0)
 
 
 def plan_row(source: Layout, target: Layout) -> dict[str, Any]:

@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from measure import MIB, machine_facts, median, on_ranks, table
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -37,6 +36,7 @@ from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.sharding import plan_params
 from rlhf_spmd.models.spec import ModelSpec
+from rlhf_spmd.parallel.board import end_process
 from rlhf_spmd.parallel.boxes import ParamShard
 from rlhf_spmd.parallel.collectives import Group
 from rlhf_spmd.parallel.layout import GenerationLayout, Layout, generation_layout
@@ -255,7 +255,7 @@ def run_ranks(out: Path, repeats: int, bucket_bytes: int) -> None:
     if world.rank == 0:
         out.write_text(json.dumps(rows), encoding="utf-8")
     world.all.barrier("bench")
-    dist.destroy_process_group()
+    end_process(0)
 
 
 HEADS = ["layout", "ranks", "engine", "formula MB", "counted MB", "replicated", "formula peak", "counted peak", "buckets", "ms"]

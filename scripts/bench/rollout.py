@@ -38,6 +38,7 @@ from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import token_log_probs
 from rlhf_spmd.models.spec import read_spec
 from rlhf_spmd.models.weights import load_pretrained, write_random_model
+from rlhf_spmd.parallel.board import end_process
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import Mesh, build_mesh
 from rlhf_spmd.parallel.world import World, connect_store, init_world, read_launch
@@ -235,7 +236,7 @@ def main() -> None:
         if args.out:
             report = {"bench": "rollout", "machine": machine_facts(), "torch": torch.__version__, "cases": bench.cases}
             args.out.write_text(json.dumps({**report, "model": args.model}, indent=2) + "\n", encoding="utf-8")
-    torch.distributed.destroy_process_group()
+    end_process(0)
 
 
 if __name__ == "__main__":

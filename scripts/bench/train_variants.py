@@ -271,7 +271,9 @@ def main() -> None:
     if figures is not None:
         Path(sys.argv[2]).write_text(json.dumps(figures), encoding="utf-8")
     if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+        from rlhf_spmd.parallel.board import end_process
+
+        end_process(0)
 
 
 if __name__ == "__main__":

@@ -359,7 +359,8 @@ def announce(line: str, details: str = "") -> None:
 
 
 def end_process(code: int) -> NoReturn:
-    """Ends the process at once: a process group whose peers are gone can block Python's own way out."""
+    """Ends the process at once. Python's own way out can be blocked by a process group whose peers are gone, and is aborted where
+    a thread of gloo still lets go of a tensor, for which it needs the interpreter."""
     flusher = threading.Thread(target=_flush, daemon=True)  # a reader of the pipe that has stopped would block it
     flusher.start()
     flusher.join(timeout=1.0)

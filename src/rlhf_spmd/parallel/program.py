@@ -111,6 +111,8 @@ def run_program(
             _fail(board, error, saves_on_signal)
     if owns_group:
         dist.destroy_process_group()
+        if launch.size > 1:
+            end_process(EXIT_CODES["done"])
 
 
 def classify(error: BaseException) -> str:
