@@ -74,6 +74,26 @@ def test_ranks_may_run_ahead_of_each_other_and_divergence_is_still_found(ahead):
     assert message is not None and "as call 250" in message and "odd.one" in message
 
 
+def test_a_call_that_a_beat_names_is_in_the_log_by_then():
+    """Rank 0 may look between the two messages of a heartbeat: it must have the words of the call it judges."""
+    looked_after: list[str] = []
+
+    class Store(dist.HashStore):
+        def set(self, key: str, value: str) -> None:
+            super().set(key, value)
+            if key.endswith("/1"):
+                finding = pair[0]._look(watch)
+                looked_after.append(f"{key}: {finding.call if finding else 'nothing'}")
+
+    store, watch = Store(), Watch(0, range(2), Limits())
+    pair = [Board(Launch(rank, 2, rank, 2), store) for rank in range(2)]
+    pair[0].enter_call(1, "reward.compute_reward", "ppo.py:33")
+    pair[0]._publish()
+    pair[1].enter_call(1, "critic.compute_values", "ppo.py:31")
+    pair[1]._publish()
+    assert looked_after == ["board/log/1: nothing", "board/beat/1: critic.compute_values"]
+
+
 def test_a_rank_that_ended_while_another_entered_a_further_call():
     watch = Watch(0, range(2), Limits())
     beats = {0: beat(0, seq=41, name="actor.update_actor"), 1: beat(1, seq=40, name="x.y", state="ended")}

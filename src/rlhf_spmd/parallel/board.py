@@ -242,10 +242,10 @@ class Board:
             host=socket.gethostname(),
             calls=tuple((entry[0], entry[3]) for entry in recent),
         )
-        self._store.set(f"board/beat/{rank}", beat.encode())
-        if num_calls != self._logged:
+        if num_calls != self._logged:  # before the beat: who reads of a call in a beat finds its words in the log
             self._store.set(f"board/log/{rank}", json.dumps([entry[:3] for entry in recent]))
             self._logged = num_calls
+        self._store.set(f"board/beat/{rank}", beat.encode())
         if self._suspect:
             self._store.set("board/suspect", "1")
 
