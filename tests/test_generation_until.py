@@ -229,14 +229,13 @@ def test_pages_wait_and_are_the_same_again(path: str, kv_cache: str) -> None:
         pool = generator._cached.lanes[0].cache if generator._cached is not None else None
         if pool is None:
             break
-        whole, used = live_bytes(), len(generator._cached.lanes[0].scheduler.pages.used)
+        size, whole, used = pool.pages.nbytes, live_bytes(), len(generator._cached.lanes[0].scheduler.pages.used)
         generator.make_room()
         given_back = whole - live_bytes()
         if kv_cache == "keep":
             assert given_back == 0
         else:  # all of the pool but the pages of rows in flight, and what the torch attention gathers into
-            least = pool.pages.numel() * pool.pages.element_size() * (300 - used) // 300 - 8 * used
-            assert least <= given_back and used < 150
+            assert size * (300 - used) // 300 - 8 * used <= given_back and used < 150
         found += generator.generate_until([], PENALISED, 3, 5, Until(steps=1), version=1)
         computed += generator.stats.prefill_tokens + generator.stats.decode_tokens
     assert_same(sorted(found, key=lambda c: c.row_id), wanted)

@@ -7,7 +7,7 @@ import math
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -223,6 +223,37 @@ def test_logit_statistics(found: kernels.Kernels) -> None:
     )
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gradients_of_small_operations_against_fp64(found: kernels.Kernels, dtype: torch.dtype, threads: int) -> None:
+    x, weight, gates = draw((37, 3, 50), dtype, 2), draw((50,), dtype, seed=1), draw((800, 166), dtype, 5, seed=2)
+    cases: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Tensor]] = {
+        "norm": (lambda a, w: rms_norm(a, w, 1e-5), x[:, 1:]),
+        "norm plus one": (lambda a, w: rms_norm(a, w, 1e-5, True), x[:, 0]),
+        "silu": (lambda a, w: swiglu(a) * w[0], gates),
+        "gelu": (lambda a, w: geglu(a) * w[0], gates),
+    }
+    bound = 1e-6 if dtype == torch.float32 else 1e-2
+    for name, (operation, value) in cases.items():
+        ours, wide = ([p.to(kind).clone().requires_grad_() for p in (value, weight)] for kind in (dtype, torch.float64))
+        grad = draw(tuple(operation(*ours).shape), dtype, seed=4)
+        operation(*ours).backward(grad)
+        operation(*wide).backward(grad.double())
+        for a, b in zip(ours, wide, strict=True):
+            assert (a.grad - b.grad).norm() <= bound * b.grad.norm(), name
+
+
+def test_logit_gradients(found: kernels.Kernels, threads: int) -> None:
+    logits, labels, grads = draw((150, 1034), torch.float32, 9), torch.arange(150) * 6, draw((150,), torch.float32, seed=1)
+    logits[0, 520:600] = -math.inf
+    wide = logits.double().requires_grad_()
+    (torch.log_softmax(wide, -1).gather(1, labels[:, None])[:, 0] * grads).sum().backward()
+    log_z = torch.logsumexp(logits, -1)
+    for first, last in ((0, 517), (517, 1034)):  # two ranks' slices
+        part = logits[:, first:last].contiguous()
+        found.logit_gradients(part, labels, first, log_z, grads)
+        torch.testing.assert_close(part.double(), wide.grad[:, first:last], atol=1e-5, rtol=1e-5)
+
+
 def test_argmax_takes_the_first_of_equal_ones(found: kernels.Kernels) -> None:
     logits = draw((33, 1030), torch.float32, 3)
     logits[3, 1029] = logits[4, 0] = logits[5, 600] = 50.0
@@ -311,7 +342,7 @@ def test_processes_share_one_build(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         )
         for _ in range(3)
     ]
-    paths = {run.communicate(timeout=120)[0] for run in runs}
+    paths = {run.communicate(timeout=600)[0] for run in runs}
     assert len(paths) == 1 and all(run.returncode == 0 for run in runs)
     assert sorted(path.suffix for path in tmp_path.iterdir()) == ["", ".so"]
     broken = tmp_path / "broken.cpp"

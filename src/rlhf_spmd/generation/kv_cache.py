@@ -10,6 +10,9 @@ buffer (a fresh one costs a page fault per 4 KB).
 
 from __future__ import annotations
 
+import contextlib
+import math
+import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -50,8 +53,8 @@ class Backend:
 
 
 class KVCache:
-    """``pages`` [layers, 2, H, N, elements of a page]: for the torch attention page_size * D, zeros at first, since unused slots
-    are read and masked, so they must be finite; for the C++ kernels as ``kernels/attention.cpp`` says.
+    """``pages`` [layers, 2, H, N, elements of a page], zeros at first, since unused slots are read and masked, so they must be
+    finite: for the torch attention page_size * D elements, for the C++ kernels as ``kernels/attention.cpp`` says.
     """
 
     def __init__(
@@ -68,13 +71,21 @@ class KVCache:
         self.kv_heads, self.head_dim = kv_heads, head_dim
         self.num_pages, self.page_size = num_pages, page_size
         self.backend, self.kernels = backend, backend.kernels
-        shape = num_layers, 2, kv_heads, num_pages
-        if self.kernels is None:
-            self.pages = torch.zeros(*shape, page_size * head_dim, dtype=dtype, device=device)
-        else:
-            self.pages = torch.empty(*shape, kernels.page_elements(page_size, head_dim), dtype=dtype, device=device)
+        elements = page_size * head_dim if self.kernels is None else kernels.page_elements(page_size, head_dim)
+        self._shape = num_layers, 2, kv_heads, num_pages, elements
+        self.pages = self._zeros(dtype, device)
         self._buffer = self.pages.new_empty(0)
         self._waiting: tuple[Tensor, Tensor] | None = None  # pages in host memory: their numbers, what lies in them
+
+    def _zeros(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """On CPUs in large pages, where the system has them: a page of the cache is but a few of the small ones, far from the next
+        one, and decoding reads all of them once per token."""
+        if device.type != "cpu" or not hasattr(mmap, "MADV_HUGEPAGE"):
+            return torch.zeros(self._shape, dtype=dtype, device=device)
+        memory = mmap.mmap(-1, math.prod(self._shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE)
+        with contextlib.suppress(OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        return torch.frombuffer(memory, dtype=dtype).view(self._shape)
 
     @staticmethod
     def page_bytes(num_layers: int, kv_heads: int, head_dim: int, page_size: int, dtype: torch.dtype) -> int:
@@ -93,17 +104,14 @@ class KVCache:
         for layer, pages in zip(host, self.pages, strict=True):
             layer.copy_(pages.index_select(2, index))
         self._waiting = index, host
-        self._buffer = self.pages.new_empty(0)
-        self.pages.untyped_storage().resize_(0)
+        self.pages = self._buffer = self.pages.new_empty(0)
 
     def reload(self) -> None:
-        """The opposite of :meth:`offload`, if it was called. On a GPU the pages may then lie elsewhere."""
+        """The opposite of :meth:`offload`, if it was called. The pages may then lie elsewhere."""
         if self._waiting is None:
             return
         (index, host), self._waiting = self._waiting, None
-        self.pages.untyped_storage().resize_(self.pages.numel() * self.pages.element_size())
-        if self.kernels is None:
-            self.pages.zero_()
+        self.pages = self._zeros(self.pages.dtype, self.pages.device)
         for layer, pages in zip(host, self.pages, strict=True):
             pages.index_copy_(2, index, layer.to(pages.device))
 

@@ -55,6 +55,48 @@ template <class T> void gated(const T* gate_up, i64 rows, i64 n, int gelu, T* ou
     }
 }
 
+// grad [rows, n] of the result -> out [rows, 2 n], the gradients of gate and up
+template <class T> void gated_gradients(const T* gate_up, const T* grad, i64 rows, i64 n, int gelu, T* out, int threads) {
+  in_team(threads, rows, 8, [&](i64 row) {
+    for (i64 at = 0; at < n; at += W) {
+      const T* from = gate_up + row * 2 * n + at;
+      const vf x = load_upto(from, n - at), up = load_upto(from + n, n - at), d = load_upto(grad + row * n + at, n - at);
+      vf share, slope;  // the activation is x * share
+      if (gelu) {
+        const vf u = 0.797884561f * fma(x * x * x, set1(0.044715f), x), size = u < 0.0f ? -u : u;
+        const vf rest = 1.0f / (exp(2.0f * (size > 20.0f ? set1(20.0f) : size)) + 1.0f);  // (1 - tanh(size)) / 2, not rounded off
+        share = u < 0.0f ? rest : 1.0f - rest;
+        slope = share + 2.0f * x * rest * (1.0f - rest) * 0.797884561f * (1.0f + 0.134145f * x * x);
+      } else {
+        share = 1.0f / (1.0f + exp(-x > 80.0f ? set1(80.0f) : -x));
+        slope = share * (1.0f + x * (1.0f - share));
+      }
+      store_upto(out + row * 2 * n + at, d * up * slope, n - at);
+      store_upto(out + row * 2 * n + n + at, d * x * share, n - at);
+    }
+  });
+}
+
+template <class T>
+void norm_gradients(const T* x, const float* scales, i64 rows, i64 n, const T* weight, int plus_one, const T* grad, T* out,
+                    float* grad_weight) {
+  memset(grad_weight, 0, n * 4);
+  for (i64 row = 0; row < rows; row++) {
+    const T *from = x + row * n, *d = grad + row * n;
+    const float scale = scales[row];
+    auto weighted = [&](i64 at) { return load_upto(d + at, n - at) * (load_upto(weight + at, n - at) + (plus_one ? 1.0f : 0.0f)); };
+    vf along = {};
+    for (i64 at = 0; at < n; at += W) {
+      const vf normal = load_upto(from + at, n - at) * scale;
+      along = fma(weighted(at), normal, along);
+      store_upto(grad_weight + at, fma(load_upto(d + at, n - at), normal, load_upto(grad_weight + at, n - at)), n - at);
+    }
+    const float mean = sum(along) / (float)n * scale;
+    for (i64 at = 0; at < n; at += W)
+      store_upto(out + row * n + at, (weighted(at) - load_upto(from + at, n - at) * mean) * scale, n - at);
+  }
+}
+
 // logits beyond n count as minus infinity
 inline vf part_of(const float* logits, i64 at, i64 n) {
   if (at + W <= n) return load(logits + at);
@@ -140,6 +182,31 @@ void rotate(int half, const void* x, i64 tokens, i64 stride, i64 heads, i64 half
 void gated_linear(int half, const void* gate_up, i64 rows, i64 n, int gelu, void* out) {
   if (half) gated((const bf16*)gate_up, rows, n, gelu, (bf16*)out);
   else gated((const float*)gate_up, rows, n, gelu, (float*)out);
+}
+
+// Gradients of rms_norm (x and grad contiguous, [rows, n]) from its scales: of x -> out, of the weight -> grad_weight [n].
+void rms_norm_backward(int half, const void* x, const float* scales, i64 rows, i64 n, const void* weight, int plus_one,
+                       const void* grad, void* out, float* grad_weight) {
+  if (half)
+    norm_gradients((const bf16*)x, scales, rows, n, (const bf16*)weight, plus_one, (const bf16*)grad, (bf16*)out, grad_weight);
+  else norm_gradients((const float*)x, scales, rows, n, (const float*)weight, plus_one, (const float*)grad, (float*)out, grad_weight);
+}
+
+// Gradients of gated_linear: grad [rows, n] -> out [rows, 2 n].
+void gated_linear_backward(int half, const void* gate_up, const void* grad, i64 rows, i64 n, int gelu, void* out, int threads) {
+  threads = team_for(rows * n, threads);
+  if (half) gated_gradients((const bf16*)gate_up, (const bf16*)grad, rows, n, gelu, (bf16*)out, threads);
+  else gated_gradients((const float*)gate_up, (const float*)grad, rows, n, gelu, (float*)out, threads);
+}
+
+// Logits [rows, n] -> in their place the gradients of log-probs of labels (as below) times grads [rows]; log_z: log-sum-exp of all
+void logit_gradients(float* logits, i64 rows, i64 n, const i64* labels, i64 first, const float* log_z, const float* grads, int threads) {
+  in_team(team_for(rows * n, threads), rows, 8, [&](i64 row) {
+    float* l = logits + row * n;
+    for (i64 at = 0; at < n; at += W) store_upto(l + at, exp(load_upto(l + at, n - at) - log_z[row]) * -grads[row], n - at);
+    const i64 label = labels[row] - first;
+    if (label >= 0 && label < n) l[label] += grads[row];
+  });
 }
 
 // Of each row of logits [rows, n]: largest (l'), sum of exp(l - l'), the label's logit (0 where labels[row] - first lies outside),

@@ -29,8 +29,11 @@ _SIGNATURES = {
     "attend_paged": _ATTENTION + "plpp lll ffl pi",
     "rms_norm": "ip llll pif plp",
     "rotate": "ip llll ppp l",
+    "rms_norm_backward": "ipp ll pi ppp",
     "gated_linear": "ip lli p",
+    "gated_linear_backward": "ipp lli pi",
     "logit_statistics": "p llp li pi",
+    "logit_gradients": "p llp lpp i",
     "argmax": "p ll pi",
     "draw": "p ll f ppi",
     "block_forward": "p",
@@ -192,6 +195,17 @@ class Kernels:
         self._c.rms_norm(half, x.data_ptr(), x.shape[0], x.stride(0), inner, n, weight.data_ptr(), plus_one, eps, *results)
         return out, scales
 
+    def rms_norm_backward(
+        self, x: Tensor, scales: Tensor, weight: Tensor, plus_one: bool, grad: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Gradients of x and of the weight (fp32) from :meth:`rms_norm`'s input and factors and the gradient of its result."""
+        x, grad = x.contiguous(), grad.contiguous()
+        out, grad_weight = torch.empty_like(x), torch.empty(x.shape[-1], dtype=torch.float32)
+        sizes = scales.numel(), x.shape[-1], weight.data_ptr(), plus_one
+        results = grad.data_ptr(), out.data_ptr(), grad_weight.data_ptr()
+        self._c.rms_norm_backward(x.dtype == torch.bfloat16, x.data_ptr(), scales.data_ptr(), *sizes, *results)
+        return out, grad_weight
+
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotary embedding of x [T, heads, D], half-split; cos and sin [T, 1, D / 2] in x's dtype."""
         x = _heads(x)
@@ -209,6 +223,14 @@ class Kernels:
         rows, n = gate_up.shape[0], gate_up.shape[1] // 2
         out = torch.empty(rows, n, dtype=gate_up.dtype)
         self._c.gated_linear(gate_up.dtype == torch.bfloat16, gate_up.data_ptr(), rows, n, gelu, out.data_ptr())
+        return out
+
+    def gated_linear_backward(self, gate_up: Tensor, grad: Tensor, gelu: bool) -> Tensor:
+        """The gradient of [gate; up] from that of :meth:`gated_linear`'s result."""
+        gate_up, grad = gate_up.contiguous(), grad.contiguous()
+        out, half = torch.empty_like(gate_up), grad.dtype == torch.bfloat16
+        settings = gelu, out.data_ptr(), torch.get_num_threads()
+        self._c.gated_linear_backward(half, gate_up.data_ptr(), grad.data_ptr(), *grad.shape, *settings)
         return out
 
     def block(
@@ -251,6 +273,14 @@ class Kernels:
         settings = first, entropy, out.data_ptr(), torch.get_num_threads()
         self._c.logit_statistics(logits.data_ptr(), *logits.shape, labels.data_ptr(), *settings)
         return out
+
+    def logit_gradients(self, logits: Tensor, labels: Tensor, first: int, log_z: Tensor, grads: Tensor) -> None:
+        """Overwrites fp32 logits [T, n] of the vocabulary from ``first`` on with the gradients of log-probs of ``labels`` times
+        ``grads`` [T], where ``log_z`` [T] are the log-sum-exps over the whole vocabulary."""
+        assert logits.is_contiguous() and logits.dtype == torch.float32, "gradients are of contiguous fp32 logits"
+        labels, log_z, grads = labels.contiguous(), log_z.contiguous(), grads.contiguous()
+        numbers = log_z.data_ptr(), grads.data_ptr(), torch.get_num_threads()
+        self._c.logit_gradients(logits.data_ptr(), *logits.shape, labels.data_ptr(), first, *numbers)
 
     def argmax(self, logits: Tensor) -> Tensor:
         """Where the largest of fp32 logits [T, n] is, the first of equal ones: int64 [T]."""

@@ -132,7 +132,9 @@ class Block(nn.Module):
     def _mix(self, recomputed: bool, qkv: Tensor, cos: Tensor, sin: Tensor, attention: Attention, num_tokens: int) -> Tensor:
         """The attention, and this rank's part of its output matrix: [R, (Hq + 2 Hkv) * D] -> [R, hidden], to be summed."""
         q, k, v = self._heads(qkv, cos, sin)
-        mixed = attention.attend(self.index, q[:num_tokens], k[:num_tokens], v[:num_tokens], self.rule)
+        if num_tokens < qkv.shape[0]:  # also a slice of all rows would be a copy in the backward pass
+            q, k, v = (x[:num_tokens] for x in (q, k, v))
+        mixed = attention.attend(self.index, q, k, v, self.rule)
         return multiply(pad_rows(mixed.flatten(1), qkv.shape[0]), self.out.weight, recomputed=recomputed)
 
     def _activate(self, recomputed: bool, gate_up: Tensor) -> Tensor:

@@ -128,17 +128,19 @@ class _TokenLogProbs(torch.autograd.Function):
             grad_log_probs = torch.zeros_like(log_z)
         wide = weight.to(log_z.dtype) if hidden.device.type == "cpu" else weight
         grad_hidden = torch.empty_like(hidden, dtype=log_z.dtype)
-        grad_weight = torch.zeros_like(weight, dtype=log_z.dtype) if ctx.needs_input_grad[1] else None
+        grad_weight = None
         for rows in _chunks(hidden.shape[0], chunk_rows):
             logits = ctx.kept.pop(rows.start, None)
             if logits is None:
                 logits = _scaled(hidden[rows], weight, softcap, temperature)
             slope = None if softcap is None else 1 - (logits * (temperature / softcap)).square_()
             entropy = None if grad_entropy is None else (entropies[rows, None], grad_entropy[rows, None])
-            grad = _logit_gradients(logits, labels[rows] - first, log_z[rows, None], grad_log_probs[rows, None], entropy)
+            grad = _logit_gradients(logits, labels[rows], first, log_z[rows, None], grad_log_probs[rows, None], entropy)
             grad = _tempered(grad if slope is None else grad.mul_(slope), temperature).to(wide.dtype)
             grad_hidden[rows] = torch.mm(grad, wide).to(log_z.dtype)
-            if grad_weight is not None and grad_weight.dtype == grad.dtype:
+            if grad_weight is None and ctx.needs_input_grad[1]:
+                grad_weight = torch.mm(grad.t(), hidden[rows].to(grad.dtype)).to(log_z.dtype)
+            elif grad_weight is not None and grad_weight.dtype == grad.dtype:
                 grad_weight.addmm_(grad.t(), hidden[rows].to(grad.dtype))
             elif grad_weight is not None:
                 grad_weight += torch.mm(grad.t(), hidden[rows])
@@ -150,10 +152,15 @@ class _TokenLogProbs(torch.autograd.Function):
 
 
 def _logit_gradients(
-    logits: Tensor, local: Tensor, log_z: Tensor, grad_log_probs: Tensor, entropy: tuple[Tensor, Tensor] | None
+    logits: Tensor, labels: Tensor, first: int, log_z: Tensor, grad_log_probs: Tensor, entropy: tuple[Tensor, Tensor] | None
 ) -> Tensor:
     """Gradients of this rank's scaled logits [T, V_local], which are overwritten; the other numbers are [T, 1], but for
-    ``local`` [T], where the labels lie in the slice. ``entropy``: the entropies and their gradients."""
+    ``labels`` [T], of which the slice's first is ``first``. ``entropy``: the entropies and their gradients."""
+    found = kernels.ready(logits)
+    if found is not None and entropy is None:
+        found.logit_gradients(logits, labels, first, log_z, grad_log_probs)
+        return logits
+    local = labels - first
     log_p = logits.sub_(log_z)
     if entropy is None:
         grad = log_p.exp_().neg_().mul_(grad_log_probs)

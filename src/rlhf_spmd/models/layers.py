@@ -96,6 +96,10 @@ class _RMSNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, weight, scale = ctx.saved_tensors
+        found = kernels.ready(x)
+        if found is not None:
+            grad_x, wide = found.rms_norm_backward(x, scale, weight, ctx.plus_one, grad)
+            return grad_x, wide.to(weight.dtype), None, None
         normal = x.to(scale.dtype) * scale
         grad = grad.to(scale.dtype)
         grad_weight = None
@@ -133,6 +137,9 @@ class _GatedLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (gate_up,) = ctx.saved_tensors
+        found = kernels.ready(gate_up)
+        if found is not None:
+            return found.gated_linear_backward(gate_up, grad, ctx.gelu), None
         gate, up = gate_up.chunk(2, -1)
         grads = torch.empty_like(gate_up)
         grad_gate, grad_up = grads.chunk(2, -1)

@@ -100,7 +100,8 @@ def squared_norm(grads: Mapping[str, Tensor], owned: Mapping[str, ParamShard]) -
         boxes = owned[name].boxes
         whole = sum(box.numel for box in boxes) == grad.numel()
         parts = [grad] if whole else [grad[box.local_slices] for box in boxes]
-        pieces = [piece for part in parts for piece in part.reshape(-1).split(BUCKET_ELEMENTS) if piece.numel()]
-        norms += [torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in pieces]  # on GPUs by way of a copy
+        size = 1 << 16 if grad.device.type == "cpu" else BUCKET_ELEMENTS  # by way of a copy, which on CPUs stays in the cache
+        pieces = [piece for part in parts for piece in part.reshape(-1).split(size) if piece.numel()]
+        norms += [torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in pieces]
     device = next(iter(grads.values())).device
     return torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64, device=device)
