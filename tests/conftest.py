@@ -4,8 +4,14 @@ import os
 import sys
 from pathlib import Path
 
+import hypothesis
 import pytest
 
+# the same examples in every run, and no judging of how long a busy machine takes for one
+hypothesis.settings.register_profile(
+    "steady", derandomize=True, database=None, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("steady")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 if not os.path.exists("/dev/nvidiactl") or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton: its kernels on CPU tensors

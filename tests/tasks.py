@@ -159,12 +159,16 @@ def one_node(ranks: int) -> tuple[str, ...]:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Below the ports that the system gives to connections, so that none of them takes it before the program that is told it."""
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = random.SystemRandom().randrange(10_000, first if first > 20_000 else 65_536)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
-def finish(process: subprocess.Popen[str], run_dir: Path, timeout_s: float = 240.0) -> int:
+def finish(process: subprocess.Popen[str], run_dir: Path, timeout_s: float = 600.0) -> int:
     """Waits for a torchrun; kills it and all its ranks if it takes too long."""
     try:
         return process.wait(timeout_s)
@@ -198,7 +202,7 @@ def ranks_of(process: subprocess.Popen[str]) -> list[int]:
         return []
 
 
-def await_steps(process: subprocess.Popen[str], run_dir: Path, steps: int, timeout_s: float = 240.0) -> None:
+def await_steps(process: subprocess.Popen[str], run_dir: Path, steps: int, timeout_s: float = 600.0) -> None:
     """Returns when ``steps`` steps are in metrics.jsonl."""
     deadline = time.monotonic() + timeout_s
     path = run_dir / "metrics.jsonl"
@@ -230,7 +234,7 @@ class Run:
 def read_run(run_dir: Path) -> Run:
     import torch
 
-    from rlhf_spmd.checkpoint import read_manifest
+    from rlhf_spmd.checkpoint.directory import read_manifest
     from rlhf_spmd.checkpoint.load import read_pieces
     from rlhf_spmd.checkpoint.manifest import DTYPES
 

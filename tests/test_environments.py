@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import random
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, ClassVar
 
 import pytest
@@ -20,6 +22,7 @@ from rlhf_spmd import generate as program
 from rlhf_spmd.data.tokenizer import decoding, load_tokenizer
 from rlhf_spmd.environments.calculator import Calculator, calculate
 from rlhf_spmd.environments.config import EnvironmentConfig
+from rlhf_spmd.environments.runner import Answer, EnvironmentRunner
 from rlhf_spmd.generation import Completion, GenerationConfig, Request, SamplingConfig
 from rlhf_spmd.generation.episodes import Environments
 from rlhf_spmd.parallel.layout import Layout
@@ -212,7 +215,7 @@ def test_log_probs_are_those_of_training_and_none_of_the_environment(ahead: int,
 
 def test_other_rows_go_on_while_one_waits(plain: list[Any]) -> None:
     mesh, path = alone()[1], str(tasks.task() / "actor")
-    found = environments(cls="test_environments:Waiting", timeout_s=20.0)
+    found = environments(cls="test_environments:Waiting", timeout_s=300.0)
     generator = Generator(load(path, mesh), mesh, SMALL, read_eos_ids(path), decoding(found.tokenizer))
     Waiting.generators[:], Waiting.drawn[:] = [generator], []
     rows = {row: {**values, **({"waits": True} if row == 5 else {})} for row, values in found.rows.items()}
@@ -230,6 +233,33 @@ def test_max_turns() -> None:
     assert all(row[4] == "stop" or len(row[0]) > 20 for row in rows)
 
 
+def test_a_rows_next_call_may_begin_before_the_last_ones_thread_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Answers(SimpleQueue):  # type: ignore[type-arg]
+        def put(self, answer: Answer) -> None:
+            super().put(answer)
+            given.append(answer)
+            if len(given) == 1:  # another thread takes the next call and is done with it at once
+                runner.step(answer.row_id, "ab")
+                limit = time.monotonic() + 60
+                while len(given) < 2 and time.monotonic() < limit:
+                    time.sleep(1e-3)
+
+    given: list[Answer] = []
+    failures: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", failures.append)
+    others = set(threading.enumerate())
+    runner = EnvironmentRunner(EnvironmentConfig(cls="test_environments:Parrot", num_workers=2), {0: {"prompt": "a"}, 1: {}})
+    runner._answers = Answers()
+    runner.reset(0)
+    found: list[Answer] = []
+    while len(found) < 2:
+        found += runner.answers(wait=True)
+    runner.close()
+    for thread in set(threading.enumerate()) - others:
+        thread.join(60)
+    assert not failures
+
+
 @pytest.mark.parametrize(
     ("how", "message"),
     [
@@ -237,12 +267,13 @@ def test_max_turns() -> None:
         ("reset", r"failed in reset\(\): KeyError: 'no such game'"),
         ("pair", r"it must return \(observation, reward, done\), not \('', 0.0\)"),
         ("nan", r"the reward must be a finite number, not nan"),
-        ("sleep", r"has not returned within environment.timeout_s=0.3"),
+        ("sleep", r"has not returned within environment.timeout_s=2.0"),
         ("long", r"reset\(\) of row \d+ observes 99 tokens, but max_response_length=\d+, which they count to, must leave one"),
     ],
 )
 def test_a_failing_environment_ends_the_call(how: str, message: str) -> None:
-    settings = {"cls": "test_environments:Broken", "args": {"how": how}, "timeout_s": 0.3}
+    timeout_s = 2.0 if how == "sleep" else 300.0
+    settings = {"cls": "test_environments:Broken", "args": {"how": how}, "timeout_s": timeout_s}
     with pytest.raises(RuntimeError, match=message) as caught:
         generate(alone()[0], str(tasks.task() / "actor"), Layout(), SMALL, settings)
     assert type(caught.value).exit_class == "reward"  # type: ignore[attr-defined]
@@ -274,7 +305,7 @@ def one_step(world: World, overrides: tuple[str, ...]) -> tuple[dict[str, Any], 
     from rlhf_spmd.algorithms import ppo
     from rlhf_spmd.controller import Controller
     from rlhf_spmd.data.batch import Batch, Ragged, encode_json, ragged
-    from rlhf_spmd.reports import reference_values
+    from rlhf_spmd.reports import merge_values
     from rlhf_spmd.roles import build_models
     from rlhf_spmd.workers.config import BatchLimits
     from rlhf_spmd.workers.model_worker import Build
@@ -321,7 +352,7 @@ def one_step(world: World, overrides: tuple[str, ...]) -> tuple[dict[str, Any], 
         assert production.data is not None
         field = production.data[there]
         seen[name] = [row.tolist() for row in field.rows()] if isinstance(field, Ragged) else field.tolist()
-    metrics, _ = reference_values(controller, [calls[0], calls[1], calls[5], *updates])
+    metrics, _ = merge_values(controller.get(calls[0], calls[1], calls[5], *updates))
     return seen, metrics
 
 

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,49 +13,50 @@ from pathlib import Path
 import pytest
 
 from rlhf_spmd.parallel.program import Preempted, ProgramContext, ProgramSettings, classify, lost_connection, run_program
+from tasks import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAM = ROOT / "tests" / "programs" / "failing.py"
+START_LIMIT_S = 300.0  # until all ranks are in their loop, on a busy machine
 
 
 @dataclass
 class Ended:
-    """A finished torchrun: what its ranks wrote, their exit codes, exit_status.json and the time from the failure on."""
+    """A finished torchrun: what its ranks wrote, their exit codes, exit_status.json; seconds from the failure and from the verdict
+    on it until the end (or until an earlier job of the same test had ended, if that was later)."""
 
     run_dir: Path
     ours: list[str]
     codes: dict[int, int]
     status: dict[str, object]
     seconds: float
+    after_verdict: float
 
 
 def start(run_dir: Path, kind: str, ranks: int, *arguments: str) -> subprocess.Popen[str]:
     run_dir.mkdir()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", str(port)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", str(free_port())]
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     command += [str(PROGRAM), str(run_dir), kind, *arguments]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def wait(process: subprocess.Popen[str], run_dir: Path, since: float) -> Ended:
-    _, errors = process.communicate(timeout=90)
-    seconds = time.monotonic() - since
+def wait(process: subprocess.Popen[str], run_dir: Path) -> Ended:
+    _, errors = process.communicate(timeout=600)
+    now, status_file = time.time(), run_dir / "exit_status.json"
     # torchrun's warnings stand between the ranks' lines and its report behind them; the report names each rank's exit code
     ranks_part = re.split(r"^E\d{4} ", errors, maxsplit=1, flags=re.M)[0]
-    ours = [line for line in ranks_part.splitlines() if not re.match(r"W\d{4} ", line)]
+    ours = [line for line in ranks_part.splitlines() if not re.match(r"\[?W\d{4} ", line)]
     codes = {int(r): int(c) for r, c in re.findall(r"rank\s+: (\d+).*?\n\s+exitcode\s+: (-?\d+)", errors)}
-    status_file = run_dir / "exit_status.json"
-    return Ended(run_dir, ours, codes, json.loads(status_file.read_text()) if status_file.exists() else {}, seconds)
+    assert status_file.exists() and (run_dir / "failed").exists(), errors
+    seconds = [now - file.stat().st_mtime for file in (run_dir / "failed", status_file)]
+    return Ended(run_dir, ours, codes, json.loads(status_file.read_text()), *seconds)
 
 
 def run_together(directory: Path, **ranks: int) -> dict[str, Ended]:
     """One job per kind of failure, side by side: most of their time is start-up and waiting."""
-    since = time.monotonic()
     processes = {kind: start(directory / kind, kind, count) for kind, count in ranks.items()}
-    return {kind: wait(process, directory / kind, since) for kind, process in processes.items()}
+    return {kind: wait(process, directory / kind) for kind, process in processes.items()}
 
 
 @pytest.fixture(scope="module")
@@ -71,14 +71,14 @@ def failed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
 
 def stepping(*run_dirs: Path) -> None:
     """Returns when the jobs of kind ``run`` are in their loop."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + START_LIMIT_S
     while not all((run_dir / "stepped").exists() for run_dir in run_dirs):
         assert time.monotonic() < deadline, "the programs did not reach their first step"
         time.sleep(0.1)
 
 
 def pids(run_dir: Path, ranks: int) -> list[int]:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + START_LIMIT_S
     while len(found := [p.read_text() for p in sorted(run_dir.glob("pid_*"))]) < ranks or not all(found):
         assert time.monotonic() < deadline, "the ranks did not start"
         time.sleep(0.1)
@@ -134,7 +134,7 @@ def test_ranks_that_branch_differently_are_told_apart(failed):
     assert text.startswith("call order differs: rank ") and "as call 5" in text
     assert "critic.compute_values (ppo.py:31)" in text and "reward.compute_reward (ppo.py:33)" in text
     assert set(ended.codes.values()) == {5}
-    assert ended.seconds < 50  # start-up included; the ranks sleep for 60 s
+    assert ended.seconds < 50  # the ranks sleep for 60 s
     assert "failing.py" in (ended.run_dir / "logs" / "rank_0.stack").read_text()
 
 
@@ -153,15 +153,16 @@ def test_killed_rank_0_is_named_as_well_and_a_stopped_one_is_killed(tmp_path):
     victims = pids(tmp_path / "first", 2)[0], pids(tmp_path / "second", 2)[1]
     stepping(tmp_path / "first", tmp_path / "second")
     time.sleep(1.0)  # two heartbeats
-    since = time.monotonic()
-    os.kill(victims[0], signal.SIGKILL)
-    os.kill(victims[1], signal.SIGSTOP)
-    killed, stopped = wait(first, tmp_path / "first", since), wait(second, tmp_path / "second", since)
+    for victim, name, number in zip(victims, ("first", "second"), (signal.SIGKILL, signal.SIGSTOP), strict=True):
+        (tmp_path / name / "failed").touch()
+        os.kill(victim, number)
+    killed, stopped = wait(first, tmp_path / "first"), wait(second, tmp_path / "second")
     assert len(killed.ours) == 1 and killed.ours[0].startswith("rank 0 stopped answering")
     assert killed.codes == {0: -9, 1: 5} and killed.status["rank"] == 0
     assert len(stopped.ours) == 1 and stopped.ours[0].startswith("rank 1 stopped answering")
     assert stopped.codes == {0: 5, 1: -9} and stopped.status["rank"] == 1
-    assert max(killed.seconds, stopped.seconds) < 30  # well under torchrun's own 30 s wait for a stopped process
+    assert max(killed.after_verdict, stopped.after_verdict) < 28  # torchrun waits 30 s for a stopped process
+    assert max(killed.seconds, stopped.seconds) < 60
     assert all(gone(pid) for pid in victims)
 
 
@@ -174,10 +175,10 @@ def test_sigterm_to_torchrun_saves_and_a_kill_of_torchrun_leaves_no_orphan(tmp_p
     orphaned.kill()
     since = time.monotonic()
     while not all(gone(pid) for pid in ranks):
-        assert time.monotonic() - since < 10, "ranks live on without torchrun"
+        assert time.monotonic() - since < 60, "ranks live on without torchrun"
         time.sleep(0.1)
-    orphaned.communicate()
-    saving.communicate(timeout=60)
+    assert "lost the store" not in orphaned.communicate()[1]  # the kernel ended them, before the board saw why
+    saving.communicate(timeout=300)
     status = json.loads((tmp_path / "saving" / "exit_status.json").read_text())
     assert (status["class"], status["code"]) == ("preempted", 75)
     assert status["last_checkpoint"] == f"step_{status['step']}"
@@ -189,14 +190,16 @@ def body_of(kind: str):
         if kind == "sigterm":
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(5)
-        if kind == "nan":
+        if kind.startswith("nan"):
             raise FloatingPointError("loss is nan")
 
     return body
 
 
-@pytest.mark.parametrize(("kind", "code"), [("done", 0), ("nan", 6), ("sigterm", 75)])
+@pytest.mark.parametrize(("kind", "code"), [("done", 0), ("nan", 6), ("sigterm", 75), ("nan, full disk", 6)])
 def test_a_single_process_needs_no_torchrun(tmp_path, kind, code):
+    if "full disk" in kind:
+        (tmp_path / "logs" / "rank_0.err").mkdir(parents=True)  # nothing can be written there
     handler = signal.getsignal(signal.SIGTERM)
     if code:
         with pytest.raises(SystemExit) as ending:

@@ -83,7 +83,7 @@ def ended(directory: Path) -> dict[str, Ended]:
     tasks.task()
     plan = {
         "killed before the first checkpoint": ("kill", 1, MOMENTS.uniform(0.0, 0.5)),
-        "killed": ("kill", MOMENTS.randint(2, 4), MOMENTS.uniform(0.0, 1.0)),
+        "killed": ("kill", 3, MOMENTS.uniform(0.0, 1.0)),
         "SIGTERM to torchrun": ("agent", 2, MOMENTS.uniform(0.0, 0.8)),
         "SIGTERM to a rank": ("rank", 3, MOMENTS.uniform(0.0, 0.8)),
     }

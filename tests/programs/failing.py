@@ -1,6 +1,6 @@
 """A program for test_program.py: a few fake calls with a collective each, and one kind of failure on one rank.
 
-Usage: failing.py RUN_DIR KIND [LOST_S]. Every rank writes its process id to RUN_DIR/pid_N.
+Usage: failing.py RUN_DIR KIND [LOST_S]. Every rank writes its process id to RUN_DIR/pid_N; RUN_DIR/failed appears with the failure.
 """
 
 import os
@@ -25,6 +25,8 @@ class NoDisk(RuntimeError):
 def prepare() -> dict[str, int]:
     rank = os.environ.get("RANK", "0")
     (RUN_DIR / f"pid_{rank}").write_text(str(os.getpid()))
+    if KIND.startswith("bad"):
+        failed()
     if KIND == "bad_config":
         raise ValueError("data.train_batch_size = 7: dp(2) does not divide it; use 6 or 8")
     if KIND == "bad_data_on_one" and rank == "1":
@@ -47,6 +49,7 @@ def body(context: ProgramContext[dict[str, int]]) -> None:
             if step == 2 and line == 32 and world.rank == world.size - 1:
                 fail()
             if KIND in ("diverge", "end_early") and step == 2 and line > 30:
+                failed()
                 time.sleep(60)  # nothing hangs, the board alone finds it
             world.all.all_reduce(torch.ones(4), "sum")
             board.leave_call()
@@ -59,7 +62,12 @@ def body(context: ProgramContext[dict[str, int]]) -> None:
             time.sleep(0.1)
 
 
+def failed() -> None:
+    (RUN_DIR / "failed").touch()
+
+
 def fail() -> None:
+    failed()
     if KIND == "raise":
         raise KeyError("no such column")
     if KIND == "checkpoint":

@@ -102,8 +102,8 @@ class EnvironmentRunner:
                 answer = self._failure(row_id, f"failed in {method}(): {type(error).__name__}: {error}"[:2000])
             if time.monotonic() - began > self._config.timeout_s:
                 answer = self._failure(row_id, f"took longer than environment.timeout_s={self._config.timeout_s}")
+            del self._started[row_id]  # before the answer is there, to which the row's next call, in another thread, is due
             self._answers.put(answer)
-            del self._started[row_id]
 
     def _answer(self, row_id: int, text: str | None) -> Answer:
         if text is None:

@@ -18,6 +18,8 @@ import sys
 import threading
 import time
 import zlib
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -314,7 +316,7 @@ class Board:
         path = self.log_path("stack")
         if path is None:
             return
-        with path.open("a") as file:
+        with suppress(OSError), path.open("a") as file:  # a full disk must not keep this thread from ending the process
             file.write(f"rank {self.launch.rank} in {self.where}; last collectives: {RECORDER.dump()}\n")
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)
@@ -354,19 +356,25 @@ def one_line(text: str) -> str:
 
 def announce(line: str, details: str = "") -> None:
     """``details`` (a traceback) and one line on standard error, in one write so that ranks do not mix."""
-    sys.stderr.write(f"{details.rstrip()}\n{one_line(line)}\n" if details else f"{one_line(line)}\n")
-    sys.stderr.flush()
+    text = f"{details.rstrip()}\n{one_line(line)}\n" if details else f"{one_line(line)}\n"
+    _to_streams(lambda: sys.stderr.write(text), 5.0)
 
 
 def end_process(code: int) -> NoReturn:
     """Ends the process at once. Python's own way out can be blocked by a process group whose peers are gone, and is aborted where
     a thread of gloo still lets go of a tensor, for which it needs the interpreter."""
-    flusher = threading.Thread(target=_flush, daemon=True)  # a reader of the pipe that has stopped would block it
-    flusher.start()
-    flusher.join(timeout=1.0)
+    _to_streams(sys.stdout.flush, 1.0)
     os._exit(code)
 
 
-def _flush() -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
+def _to_streams(write: Callable[[], object], seconds: float) -> None:
+    """A reader of the pipe that has stopped blocks it for ``seconds`` at most, and one that is gone does not matter."""
+
+    def attempt() -> None:
+        with suppress(OSError, ValueError):
+            write()
+            sys.stderr.flush()
+
+    writer = threading.Thread(target=attempt, daemon=True)
+    writer.start()
+    writer.join(seconds)

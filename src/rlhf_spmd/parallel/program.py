@@ -72,8 +72,10 @@ def read_command_line(name: str, description: str | None, argv: Sequence[str] | 
     parser = argparse.ArgumentParser(prog=f"rlhf_spmd.{name}", description=description)
     parser.add_argument("--config", help="YAML file")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted keys of the configuration: layout.tp=2")
-    arguments = parser.parse_intermixed_args(argv)
-    return arguments.config, arguments.overrides
+    arguments, unknown = parser.parse_known_intermixed_args(
+        argv
+    )  # what is unknown is refused as an override, once for all ranks
+    return arguments.config, unknown + arguments.overrides
 
 
 def run_program(
@@ -162,7 +164,7 @@ def _agree_on_input(
 ) -> tuple[T, dist.Store]:
     """Runs ``prepare`` and waits until it has succeeded on every rank. The first rank that fails prints for the job.
 
-    Costs every rank a few store messages; nobody leaves before the others know (10 s), so that each exits with the code.
+    Costs every rank a few store messages; nobody leaves before the others know (30 s), so that each exits with the code.
     """
     prepared: T | None = None
     refusal: tuple[str, str, str] | None = None  # class, line, traceback
@@ -206,7 +208,7 @@ def _await_input_verdict(launch: Launch, store: dist.Store, timeout_s: float) ->
     if launch.size > 1:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it when the first rank leaves; the code must stay ours
     known = store.add("prepare/known", 1)
-    deadline = time.monotonic() + 10.0
+    deadline = time.monotonic() + 30.0
     while known < launch.size and time.monotonic() < deadline:
         time.sleep(0.05)
         known = store.add("prepare/known", 0)
@@ -284,14 +286,14 @@ def _fail(board: Board, error: BaseException, saves_on_signal: bool, call: tuple
     board.preempted = True  # so that a signal from here on changes nothing
     path = board.log_path("err")
     if path is not None:
-        with path.open("a") as file:
+        with suppress(OSError), path.open("a") as file:  # the disk may be full
             file.write(f"{text}last collectives: {RECORDER.dump()}\n")
     error_class = classify(error)
     if error_class == "config" and board.step:
         error_class = "error"  # the input was checked before the first step: this is a defect, and its traceback is shown
     # The error may be the consequence of another rank's, or of a script that the ranks do not agree on: where the board finds
     # that, it names the cause. A broken connection or a message for another call nearly always is one.
-    patience_s = 3 * board.limits.beat_s
+    patience_s = 6 * board.limits.beat_s
     if error_class == "hang" or (error_class == "error" and lost_connection(error)):
         error_class, patience_s = "hang", board.limits.verdict_s
     elif error_class == "preempted":

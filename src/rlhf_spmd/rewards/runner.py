@@ -31,7 +31,7 @@ GRACE_S = 0.05
 MAX_CHUNK = 256
 
 # Seconds to wait for the exit code of a worker that has closed its pipe.
-EXIT_LIMIT_S = 1.0
+EXIT_LIMIT_S = 10.0
 
 # The worker sees the same modules as the rank, however the rank's sys.path came about.
 _BOOT = """
