@@ -19,7 +19,8 @@ import tasks
 from rlhf_spmd.parallel.program import classify
 from rlhf_spmd.train import prepare
 
-LIMIT_S = 30.0
+LIMIT_S = 30.0  # of a CPU
+BUSY_LIMIT_S = 150.0  # of the clock, imports on a busy machine included: ranks that wait for each other do so for 300 s
 
 # overrides, number of ranks, parts of the line. Paths that start with ``@`` are made by MADE below.
 CONFIG = [
@@ -35,11 +36,14 @@ CONFIG = [
     (["run.test_freq=2"], 1, ["run.test_freq=2", "data.val_path"]),
     (["run.name"], 1, ["'run.name'", "key.subkey=value"]),
     (["run=3"], 1, ["run=3", "mapping"]),
+    (["run.seed=1", "run=3", "run.steps=2"], 1, ["'run=3'", "'run' is a section", "run.<key>="]),
+    (["run.steps.more=3"], 1, ["run.steps={'more': 3}", "an integer"]),
+    (["models.actor.optim.betas[0]=0.5"], 1, ["models.actor.optim.betas={'0': 0.5}", "a list, each entry a number"]),
     (["run.dir=${run.nmae}"], 1, ["run.dir", "run.nmae"]),
     (["sampling.temperature=-1"], 1, ["sampling.temperature=-1.0", "0.001"]),
     (["sampling.temperature=0"], 1, ["sampling.temperature=0", "above 0"]),
     (["sampling.top_p=2"], 1, ["sampling.top_p=2.0", "(0, 1]"]),
-    (["algorithm.gamma=1.5"], 1, ["algorithm.gamma=1.5", "between 0 and 1"]),
+    (["algorithm.gamma=1.5"], 1, ["algorithm.gamma=1.5", "at least 0 and at most 1"]),
     (["algorithm.clip_ratio_low=nan"], 1, ["algorithm.clip_ratio_low = nan", "[0, 1]"]),
     (["algorithm.cliprange_value=nan"], 1, ["algorithm.cliprange_value=nan", "at least 0"]),
     (["algorithm.adv_estimator=gea"], 1, ["algorithm.adv_estimator 'gea'", "did you mean 'gae'?"]),
@@ -50,8 +54,13 @@ CONFIG = [
     (["algorithm.name=outside.no_config"], 1, ["outside.no_config", "AlgorithmConfig"]),
     (["reward.function=gsm8"], 1, ["reward.function 'gsm8'", "did you mean 'gsm8k'?"]),
     (["reward.function=outside.rewards:oftn_fails"], 1, ["'outside.rewards:oftn_fails'", "often_fails"]),
+    (
+        ["reward.function=outside.rewards:one_argument"],
+        1,
+        ["reward.function='outside.rewards:one_argument'", "(prompt, response, row)"],
+    ),
     (["reward.function=null"], 1, ["reward.function", "reward.model"]),
-    (["reward.max_failure_rate=2"], 1, ["reward.max_failure_rate = 2.0", "[0, 1]"]),
+    (["reward.max_failure_rate=2"], 1, ["reward.max_failure_rate=2.0", "at least 0 and at most 1"]),
     (["logger.wandb=sometimes"], 1, ["logger.wandb='sometimes'", "online, offline, disabled"]),
     # layouts and pools
     (["models.actor.layout.dp=4"], 2, ["models.actor.layout", "= 4 ranks", "has 2"]),
@@ -104,6 +113,18 @@ CONFIG = [
     (["algorithm.ppo_mini_batch_size=1", "sampling.n=1"], 4, ["1 rows", "models.actor.layout.dp=4", "ppo_mini_batch_size"]),
     (["data.max_prompt_length=60"], 1, ["data.max_prompt_length", "= 72 tokens", "models.actor", "64"]),
     (["val_sampling.max_response_length=60"], 1, ["val_sampling.max_response_length = 72 tokens", "64"]),
+    (["sampling.min_response_length=13"], 1, ["sampling.min_response_length=13", "data.max_response_length=12"]),
+    (
+        ["models.actor.generation.num_pages=2", "models.actor.generation.page_size=8"],
+        1,
+        ["models.actor.generation.num_pages=2", "= 24 tokens", "need 3 pages of page_size=8"],
+    ),
+    (
+        ["models.actor.generation.enable_chunked_prefill=false"]
+        + [f"models.actor.generation.{key}=20" for key in ("max_num_batched_tokens", "max_num_seqs")],
+        1,
+        ["models.actor.generation.max_num_batched_tokens=20", "= 24 tokens", "enable_chunked_prefill=true"],
+    ),
     (["algorithm.ppo_max_token_len_per_gpu=9"], 1, ["= 24 tokens", "algorithm.ppo_max_token_len_per_gpu=9"]),
     # models
     (["models.actor.path=/nowhere/model"], 1, ["models.actor.path=/nowhere/model is not a directory", "hf download NAME"]),
@@ -122,6 +143,8 @@ DATA = [
     (["data.path=nowhere/train"], 1, ["'nowhere/train' is not a file or directory here"]),
     (["data.path=@broken.jsonl"], 1, ["@broken.jsonl:2: not valid JSON"]),
     (["data.path=@no_prompt.jsonl"], 1, ["@no_prompt.jsonl:1: no key 'prompt'", "data.prompt_key", "text"]),
+    (["data.path=@half.jsonl"], 1, ["@half.jsonl:1: not valid Unicode", "\\ud83d"]),
+    (["data.chat_template='{% if'", "data.apply_chat_template=true"], 1, ["data.chat_template, line 1: not valid Jinja"]),
     (["data.path=@lists.jsonl"], 1, ["@lists.jsonl:1", "must be a JSON object, not list"]),
     (["data.path=@empty.jsonl"], 1, ["@empty.jsonl' holds no rows"]),
     (["data.path=@one.jsonl"], 1, ["data.train_batch_size=8", "only 1 usable rows"]),
@@ -157,6 +180,7 @@ MADE: dict[str, bytes | Callable[[Path], object]] = {
     "file": b"",
     "broken.jsonl": b'{"prompt": "12"}\n{"prompt": \n',
     "no_prompt.jsonl": b'{"text": "12"}\n',
+    "half.jsonl": b'{"prompt": "12", "note": "\\ud83d"}\n',
     "lists.jsonl": b"[1]\n",
     "empty.jsonl": b"",
     "one.jsonl": b'{"prompt": "12"}\n',
@@ -195,12 +219,12 @@ def named(row: tuple[list[str], int, list[str]]) -> str:
 @pytest.mark.parametrize("row", [*CONFIG, *DATA], ids=named)
 def test_the_line_names_key_or_file_value_and_what_is_allowed(row: tuple[list[str], int, list[str]], made: Path) -> None:
     overrides, ranks, parts = row
-    since = time.monotonic()
+    since = time.process_time()
     with pytest.raises(ValueError, match=r"\A[^\n]+\Z") as refused:
         prepare(str(tasks.task() / "ppo.json"), place(overrides, made), ranks)
     assert [part for part in place(parts, made) if part not in str(refused.value)] == [], str(refused.value)
     assert classify(refused.value) == ("data" if row in DATA else "config")
-    assert time.monotonic() - since < LIMIT_S
+    assert time.process_time() - since < LIMIT_S
 
 
 @pytest.mark.parametrize(
@@ -221,6 +245,7 @@ def test_a_configuration_file_that_cannot_be_read(content: str | None, message: 
 
 COMMANDS = {  # code of exit_status.json, override, the line; the process exits with 2 for each
     "config": (2, "run.stepz=3", r"config error: unknown key 'run\.stepz'; did you mean 'run\.steps'\?.*"),
+    "flag": (2, "--stepz", r"config error: override '--stepz' is not of the form key\.subkey=value"),
     "data": (3, "data.path=@broken.jsonl", r"data error: \S*/broken\.jsonl:2: not valid JSON.*"),
     "weights": (2, "models.actor.path=@cut_weights", r"config error: \S*/cut_weights/model\.safetensors: cannot be read .*"),
 }
@@ -234,7 +259,7 @@ def test_the_command_prints_the_line_alone_and_exits_with_2(kind: str, made: Pat
     environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(tasks.ROOT / "src"), str(tasks.ROOT / "tests")))}
     since = time.monotonic()
     ended = subprocess.run([*command, *place([override], made)], env=environment, capture_output=True, text=True)
-    assert time.monotonic() - since < LIMIT_S
+    assert time.monotonic() - since < BUSY_LIMIT_S
     assert re.fullmatch(line + r"\n", ended.stderr), ended.stderr
     assert ended.stdout == ""
     status = json.loads((tmp_path / "exit_status.json").read_text())
@@ -246,11 +271,15 @@ def test_under_torchrun_the_line_comes_once_and_each_rank_has_the_code(tmp_path:
     process = tasks.start_torchrun(tmp_path, [f"run.dir={tmp_path}", "models.actor.layout.tp=4"], *tasks.one_node(2))
     assert tasks.finish(process, tmp_path) == 1
     output = (tmp_path / "output.txt").read_text()
-    said = [line for line in re.split(r"^E\d{4} ", output, maxsplit=1, flags=re.M)[0].splitlines() if line[:1] != "W"]
+    said = [
+        line
+        for line in re.split(r"^E\d{4} ", output, maxsplit=1, flags=re.M)[0].splitlines()
+        if not re.match(r"\[?W\d{4} ", line)
+    ]
     assert len(said) == 1, output
     assert re.match(
         r"config error: models\.actor\.layout on pool 'all': pp\(1\) \* tp\(4\) \* dp\(1\) = 4 ranks, .* 2;", said[0]
     )
     assert re.findall(r"exitcode\s+: (\d+)", output) == ["2", "2"]
     assert json.loads((tmp_path / "exit_status.json").read_text())["class"] == "config"
-    assert time.monotonic() - since < LIMIT_S
+    assert time.monotonic() - since < BUSY_LIMIT_S

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 def run_script(name: str, out: Path, *arguments: str) -> tuple[dict[str, Any], str]:
     env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(ROOT / "scripts" / "bench" / name), *arguments, "--out", str(out)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(out.read_text()), done.stdout
 

@@ -15,19 +15,11 @@ import torch
 from torch import Tensor
 
 from ranks import run_ranks
-from rlhf_spmd.checkpoint import (
-    CheckpointError,
-    RoleState,
-    committed,
-    files,
-    find_resumable,
-    load_checkpoint,
-    read_manifest,
-    save_checkpoint,
-    verify_checkpoint,
-)
-from rlhf_spmd.checkpoint.load import read_role
-from rlhf_spmd.checkpoint.manifest import held_boxes, plan_writes
+from rlhf_spmd.checkpoint import files
+from rlhf_spmd.checkpoint.directory import committed, read_manifest
+from rlhf_spmd.checkpoint.load import find_resumable, load_checkpoint, read_role, verify_checkpoint
+from rlhf_spmd.checkpoint.manifest import CheckpointError, held_boxes, plan_writes
+from rlhf_spmd.checkpoint.save import RoleState, save_checkpoint
 from rlhf_spmd.models.sharding import plan_params, tensor_shapes
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.parallel.boxes import Box, ParamShard, cover, shard_rows, zero_rows

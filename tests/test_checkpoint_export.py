@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_spmd.checkpoint import CheckpointError, RoleState, export_hugging_face, save_checkpoint
-from rlhf_spmd.checkpoint.export import plan_files
+from rlhf_spmd.checkpoint.export import export_hugging_face, plan_files
 from rlhf_spmd.checkpoint.files import Spec
+from rlhf_spmd.checkpoint.manifest import CheckpointError
+from rlhf_spmd.checkpoint.save import RoleState, save_checkpoint
 from rlhf_spmd.models.spec import read_spec
 from rlhf_spmd.parallel.collectives import solo
 from rlhf_spmd.parallel.layout import Layout

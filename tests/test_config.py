@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
-from rlhf_spmd.config import ConfigError, check_tree, find, load, resolve_function, to_dict, to_yaml
+from rlhf_spmd.config.load import check_tree, load, to_dict, to_yaml
+from rlhf_spmd.config.registry import find, resolve_function
+from rlhf_spmd.config.schema import ConfigError
 
 pytest.importorskip("omegaconf")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_spmd.algorithms.ppo import PPOConfig
-from rlhf_spmd.config import check_tree, load
+from rlhf_spmd.config.load import check_tree, load
 from rlhf_spmd.data.prompts import DataConfig
 from rlhf_spmd.generate import GenerateConfig
 from rlhf_spmd.score import ScoreConfig

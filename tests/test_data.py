@@ -14,8 +14,8 @@ from rlhf_spmd.data import sort_digits
 from rlhf_spmd.data.batch import decode_json
 from rlhf_spmd.data.files import DataError, read_rows
 from rlhf_spmd.data.loader import Loader, validation_batches
-from rlhf_spmd.data.prompts import DataConfig, PromptDataset, load_prompts
-from rlhf_spmd.data.sft import SftConfig, load_responses
+from rlhf_spmd.data.prompts import DataConfig, PromptDataset
+from rlhf_spmd.data.sft import ResponseDataset, SftConfig
 from rlhf_spmd.data.tokenizer import decode, load_tokenizer
 
 TEMPLATE = "{% for m in messages %}{{ m.content }} {% endfor %}{% if add_generation_prompt %}>{% endif %}"
@@ -34,11 +34,12 @@ def write(path: Path, *rows: Any) -> str:
 
 
 def prompts(tokenizer: Any, path: str, **options: Any) -> PromptDataset:
-    return load_prompts(DataConfig(path=path, **options), tokenizer)
+    config = DataConfig(path=path, **options)
+    return PromptDataset(config.read(), config, tokenizer)
 
 
 def ids_of(data: PromptDataset) -> list[Any]:
-    return [data.columns["prompt_ids"][i] for i in range(len(data))]
+    return data.columns["prompt_ids"].rows()
 
 
 def test_file_formats_agree(tmp_path: Path) -> None:
@@ -156,7 +157,7 @@ def test_chat_templates(tmp_path: Path, tokenizer: Any) -> None:
 def test_prompt_ids_need_no_tokenizer(tmp_path: Path) -> None:
     data = prompts(None, write(tmp_path / "a.jsonl", {"prompt_ids": [5, 700], "id": 4}))
     assert data.rows[0]["prompt"] == ""
-    assert data.columns["prompt_ids"][0].tolist() == [5, 700]
+    assert data.columns["prompt_ids"].rows()[0].tolist() == [5, 700]
     assert data.rows[0]["id"] == 4
     with pytest.raises(DataError, match="without a tokenizer a row must have 'prompt_ids'"):
         prompts(None, write(tmp_path / "b.jsonl", {"prompt": "5"}))
@@ -205,14 +206,16 @@ def test_loader_warns_of_changed_data(tmp_path: Path, tokenizer: Any) -> None:
 
 def test_validation_batches(tmp_path: Path, tokenizer: Any) -> None:
     path = write(tmp_path / "a.jsonl", *({"prompt": str(i)} for i in range(5)))
-    data = load_prompts(DataConfig(path="-", val_path=path, val_max_samples=5), tokenizer, validation=True)
+    config = DataConfig(path="-", val_path=path, val_max_samples=5)
+    data = PromptDataset(config.read(validation=True), config, tokenizer)
     assert [batch.row_ids.tolist() for batch in validation_batches(data, 2)] == [[0, 1], [2, 3], [4]]
     assert [len(batch) for batch in validation_batches(data)] == [5]
 
 
 def test_sft_pairs(tmp_path: Path, tokenizer: Any) -> None:
     def pairs(path: str, **options: Any) -> list[tuple[list[int], list[int]]]:
-        batch = next(validation_batches(load_responses(SftConfig(path=path, **options), tokenizer)))
+        config = SftConfig(path=path, **options)
+        batch = next(validation_batches(ResponseDataset(config.read(), config, tokenizer)))
         keys = ("prompt_ids", "response_ids")
         prompt, response = ([row.tolist() for row in batch[key].rows()] for key in keys)
         return list(zip(prompt, response, strict=True))
@@ -243,9 +246,9 @@ def test_sft_pairs(tmp_path: Path, tokenizer: Any) -> None:
     ("config", "message"),
     [
         (DataConfig(), r"data\.path must be given"),
-        (DataConfig(path="x", max_prompt_length=0), r"data\.max_prompt_length=0 must be at least 1"),
+        (DataConfig(path="x", max_prompt_length=0), r"data\.max_prompt_length=0: must be at least 1"),
         (DataConfig(path="x", apply_chat_template="yes"), r"data\.apply_chat_template='yes' must be auto, true or false"),
-        (SftConfig(path="x", max_length=1), r"data\.max_length=1 must be at least 2"),
+        (SftConfig(path="x", max_length=1), r"data\.max_length=1: must be at least 2"),
     ],
 )
 def test_config_checks(config: Any, message: str) -> None:

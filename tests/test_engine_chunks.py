@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ranks import run_ranks
-from rlhf_spmd.checkpoint import RoleState, load_checkpoint, save_checkpoint
+from rlhf_spmd.checkpoint.load import load_checkpoint
+from rlhf_spmd.checkpoint.save import RoleState, save_checkpoint
 from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel.collectives import RECORDER
 from rlhf_spmd.parallel.layout import Layout, LayoutConfig, resolve_layout

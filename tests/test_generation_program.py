@@ -10,7 +10,7 @@ import pytest
 
 from ranks import run_ranks
 from rlhf_spmd import generate as program
-from rlhf_spmd.config import ConfigError
+from rlhf_spmd.config.schema import ConfigError
 from rlhf_spmd.data.files import DataError
 from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel.world import Launch, World

@@ -15,8 +15,7 @@ import tasks
 from model_configs import CONFIGS
 from ranks import run_ranks
 from reshard_cases import Simulated, layout_of
-from rlhf_spmd.checkpoint import export_hugging_face
-from rlhf_spmd.checkpoint.export import export_config
+from rlhf_spmd.checkpoint.export import export_config, export_hugging_face
 from rlhf_spmd.checkpoint.files import Spec
 from rlhf_spmd.generation import SamplingConfig
 from rlhf_spmd.models.attention import PackedAttention

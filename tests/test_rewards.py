@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from rlhf_spmd.config.registry import available
 from rlhf_spmd.rewards import exact_match, gsm8k, happy_words, sort_digits, worker
-from rlhf_spmd.rewards.config import RewardConfig
-from rlhf_spmd.rewards.resolve import builtin_names, resolve_function
+from rlhf_spmd.rewards.config import RewardConfig, resolve_reward
 from rlhf_spmd.rewards.runner import RewardError, RewardRunner, check_failure_rate
 
 BY_ROW = "reward_functions:by_row"
@@ -92,7 +92,7 @@ def test_large_rows_do_not_block_on_full_pipes(patient):
 
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_calls_that_overrun_are_killed_and_the_others_go_on(num_workers):
-    with runner(timeout_s=0.5, num_workers=num_workers) as limited:
+    with runner(timeout_s=1.5, num_workers=num_workers) as limited:
         limited.score(rows(1))
         before = set(limited.worker_pids)
         start = time.monotonic()
@@ -100,17 +100,17 @@ def test_calls_that_overrun_are_killed_and_the_others_go_on(num_workers):
         seconds = time.monotonic() - start
         assert result.scores == [*map(float, range(20)), -9.0, *map(float, range(20)), -9.0, 5.0]
         assert (result.failures, result.timeouts) == (0, 2)
-        assert result.first_error == "row 20: no score within reward.timeout_s = 0.5"
-        assert 0.5 < seconds < 10
+        assert result.first_error == "row 20: no score within reward.timeout_s = 1.5"
+        assert 1.5 < seconds < 100  # the calls would take an hour
         assert len(limited.worker_pids) == num_workers and set(limited.worker_pids) != before
         assert all(_gone(pid) for pid in before - set(limited.worker_pids))
         # A call of its own: the time limit is not that of the step.
-        patience = limited.score(rows(*[{"value": 1, "sleep": 0.1}] * 10))
+        patience = limited.score(rows(*[{"value": 1, "sleep": 0.2}] * 10))
         assert patience.timeouts == 0 and patience.scores == [1.0] * 10
 
 
 def test_a_hanging_worker_that_does_not_read_cannot_block_the_rank():
-    with runner(timeout_s=0.4) as limited:
+    with runner(timeout_s=1.5) as limited:
         big = "y" * 500_000
         result = limited.score([("p", big, {"do": "sleep"}), *[("p", big, {"value": 1})] * 4])
         assert result.scores == [-9.0, 1.0, 1.0, 1.0, 1.0] and result.timeouts == 1
@@ -194,11 +194,11 @@ def test_a_function_that_no_longer_imports_ends_the_run(tmp_path, monkeypatch):
 
 
 def test_names():
-    assert builtin_names() == ["exact_match", "gsm8k", "happy_words", "sort_digits"]
-    assert resolve_function("gsm8k") is gsm8k.score
-    assert resolve_function("gsm8k:flexible") is gsm8k.flexible
-    assert resolve_function("rlhf_spmd.rewards.gsm8k:score") is gsm8k.score
-    assert resolve_function("rlhf_spmd.rewards.gsm8k") is gsm8k.score
+    assert available("rlhf_spmd.rewards", "score") == ["exact_match", "gsm8k", "happy_words", "sort_digits"]
+    assert resolve_reward("gsm8k") is gsm8k.score
+    assert resolve_reward("gsm8k:flexible") is gsm8k.flexible
+    assert resolve_reward("rlhf_spmd.rewards.gsm8k:score") is gsm8k.score
+    assert resolve_reward("rlhf_spmd.rewards.gsm8k") is gsm8k.score
 
 
 @pytest.mark.parametrize(
@@ -208,12 +208,12 @@ def test_names():
         ({"function": "no.such.module:f"}, r"reward.function 'no.such.module' cannot be imported"),
         ({"function": "reward_functions:by_rwo"}, r"no function 'by_rwo'; did you mean 'by_row'\?"),
         ({"function": "reward_functions:NOT_A_FUNCTION"}, r"NOT_A_FUNCTION is a int, not a function"),
-        ({"timeout_s": 0.0}, r"reward.timeout_s = 0.0"),
-        ({"timeout_s": math.inf}, r"reward.timeout_s = inf"),
-        ({"num_workers": 0}, r"reward.num_workers = 0"),
-        ({"default": math.nan}, r"reward.default = nan"),
-        ({"weight": math.inf}, r"reward.weight = inf"),
-        ({"max_failure_rate": 1.5}, r"reward.max_failure_rate = 1.5: must lie in \[0, 1\]"),
+        ({"timeout_s": 0.0}, r"reward.timeout_s=0.0: must be above 0"),
+        ({"timeout_s": math.inf}, r"reward.timeout_s=inf"),
+        ({"num_workers": 0}, r"reward.num_workers=0"),
+        ({"default": math.nan}, r"reward.default=nan: must be a finite number"),
+        ({"weight": math.inf}, r"reward.weight=inf"),
+        ({"max_failure_rate": 1.5}, r"reward.max_failure_rate=1.5: must be at least 0 and at most 1"),
     ],
 )
 def test_impossible_config(change, message):
@@ -312,7 +312,7 @@ def _gone(pid):
     return _state(pid) in ("", "Z")
 
 
-def _wait_until(condition, seconds=10.0):
+def _wait_until(condition, seconds=60.0):
     limit = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < limit, "still waiting after the limit"

@@ -103,6 +103,11 @@ def test_an_algorithm_need_not_return_the_call_that_counts_tokens(tmp_path: Path
     assert {key for key in row if key.startswith(("perf/", "response_length/"))} == set()
 
 
+def test_as_many_responses_are_kept_as_asked_for(tmp_path: Path) -> None:
+    train(tmp_path, 1, "run.log_samples=3")
+    assert [json.loads(line)["row_id"] for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()] == [0, 1, 2]
+
+
 def test_paths_of_models_may_begin_with_the_home_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tasks.task()))
     paths = [f"models.{role}.path=~/{role}" for role in ("actor", "critic", "reference")]

@@ -9,23 +9,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rlhf_spmd.telemetry import (
+from rlhf_spmd.telemetry.jsonl import JsonlLog, read_jsonl
+from rlhf_spmd.telemetry.logger import LoggerConfig, MetricLogger
+from rlhf_spmd.telemetry.progress import ProgressBar, format_seconds
+from rlhf_spmd.telemetry.run_dir import (
     EXIT_CODES,
     ExitStatus,
-    LoggerConfig,
-    MetricLogger,
-    ProgressBar,
-    RolloutWriter,
-    write_exit_status,
-)
-from rlhf_spmd.telemetry.jsonl import read_jsonl
-from rlhf_spmd.telemetry.progress import format_seconds
-from rlhf_spmd.telemetry.run_dir import (
     atomic_write_json,
     atomic_write_text,
     create_run_dir,
     list_checkpoints,
     read_exit_status,
+    write_exit_status,
 )
 
 
@@ -82,17 +77,17 @@ def test_a_new_run_puts_old_metrics_aside(tmp_path: Path) -> None:
     assert read_jsonl(tmp_path / "metrics.jsonl.before") == [{"step": 1, "a": 1.0}]
 
 
-def test_rollouts_are_bounded_per_step_and_cut_on_resume(tmp_path: Path) -> None:
-    writer = RolloutWriter(tmp_path, max_per_step=2)
+def test_samples_of_any_text_are_kept_and_cut_on_resume(tmp_path: Path) -> None:
+    path = tmp_path / "rollouts.jsonl"
+    log = JsonlLog(path, None)
     for step in (1, 2):
-        samples = [{"row_id": row, "prompt": "p", "response": "\ud800 héé\n", "score": float("nan")} for row in range(5)]
-        writer.write(step, samples)
-    writer.close()
-    rows = read_jsonl(tmp_path / "rollouts.jsonl")
+        log.append({"step": step, "row_id": row, "response": "\ud800 héé\n", "score": float("nan")} for row in range(2))
+    log.close()
+    rows = read_jsonl(path)
     assert [(row["step"], row["row_id"]) for row in rows] == [(1, 0), (1, 1), (2, 0), (2, 1)]
     assert rows[0]["score"] is None
-    RolloutWriter(tmp_path, resume_step=1).close()
-    assert [row["step"] for row in read_jsonl(tmp_path / "rollouts.jsonl")] == [1, 1]
+    JsonlLog(path, resume_step=1).close()
+    assert [row["step"] for row in read_jsonl(path)] == [1, 1]
 
 
 def test_atomic_write_leaves_the_old_file_when_it_fails(tmp_path: Path) -> None:

@@ -10,20 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_spmd.telemetry import (
-    ExitStatus,
-    LoggerConfig,
-    MetricLogger,
-    RolloutWriter,
-    Timeline,
-    charts,
-    timeline_chart,
-    write_exit_status,
-    write_trace,
-)
+from rlhf_spmd.telemetry import charts, timeline_chart
+from rlhf_spmd.telemetry.jsonl import JsonlLog
+from rlhf_spmd.telemetry.logger import LoggerConfig, MetricLogger
 from rlhf_spmd.telemetry.report import main, write_report
-from rlhf_spmd.telemetry.run_dir import atomic_write_text
+from rlhf_spmd.telemetry.run_dir import ROLLOUTS_FILE, ExitStatus, atomic_write_text, write_exit_status
 from rlhf_spmd.telemetry.summary import summarize
+from rlhf_spmd.telemetry.trace import Timeline, write_trace
 
 HOSTILE = '</script><script>alert("x")</script><img src=x onerror=alert(1)> & \u2028 ]]> <!--'
 MS = 1_000_000
@@ -71,7 +64,7 @@ class Page(HTMLParser):
 def fill(run_dir: Path, steps: int = 50) -> None:
     atomic_write_text(run_dir / "config.yaml", CONFIG)
     logger = MetricLogger(run_dir, LoggerConfig())
-    rollouts = RolloutWriter(run_dir)
+    rollouts = JsonlLog(run_dir / ROLLOUTS_FILE, None)
     timelines = [Timeline(rank, ("main",)) for rank in range(3)]
     for step in range(1, steps + 1):
         metrics = {
@@ -90,7 +83,7 @@ def fill(run_dir: Path, steps: int = 50) -> None:
             "timing_s/step": 1.0,
         }
         logger.log(step, metrics | ({"val/sort/accuracy": step / 60} if step % 10 == 0 else {}))
-        rollouts.write(step, [{"row_id": step, "prompt": HOSTILE, "response": HOSTILE, "score": 0.5, "note": HOSTILE}])
+        rollouts.append([{"step": step, "row_id": step, "prompt": HOSTILE, "response": HOSTILE, "score": 0.5, "note": HOSTILE}])
         for timeline in timelines:
             start = step * 1000 * MS
             timeline.add("actor.generate_sequences", "compute", step, start, start + 500 * MS, {"rows": 8})
@@ -171,11 +164,9 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_long_curves_keep_their_spikes() -> None:
-    values: list[float | None] = [0.0] * 10_000
-    values[5003] = 9.0
-    thinned = charts.thin(charts.Series("a", range(10_000), values))
-    assert len(thinned.steps) <= charts.MAX_POINTS
-    assert dict(zip(thinned.steps, thinned.values, strict=True))[5003] == 9.0
+    spike = charts.Point(5003, 9.0)
+    thinned = charts.thin([spike if step == spike.step else charts.Point(step, 0.0) for step in range(10_000)])
+    assert len(thinned) <= charts.MAX_POINTS and spike in thinned
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_spmd.telemetry import Timeline, merge_trace, write_trace
-from rlhf_spmd.telemetry.trace import now_ns
+from rlhf_spmd.telemetry.trace import Timeline, merge_trace, now_ns, write_trace
 
 MS = 1_000_000
 
@@ -22,13 +21,15 @@ def spans_of(trace: dict[str, Any]) -> list[dict[str, Any]]:
 def test_spans_measure_and_carry_their_arguments() -> None:
     timeline = Timeline(rank=0)
     timeline.begin_step(3)
-    with timeline.span("actor.update_actor", rows=64) as span:
+    before = time.monotonic()
+    with timeline.span("actor.update_actor", rows=64) as args:
         time.sleep(0.02)
-        span.args["bytes"] = 128
+        args["bytes"] = 128
+    longest = time.monotonic() - before + 0.01
     timeline.instant("checkpoint")
     event, mark = timeline.events()
     assert event.step == 3 and event.args == {"rows": 64, "bytes": 128} and mark.end_ns is None
-    assert event.end_ns is not None and 0.02 <= (event.end_ns - event.start_ns) / 1e9 < 0.2
+    assert event.end_ns is not None and 0.02 <= (event.end_ns - event.start_ns) / 1e9 < longest
     assert abs(event.start_ns - time.time_ns()) < 5e9, "the clock is the time of day"
 
 
@@ -75,7 +76,8 @@ def test_trace_file_is_a_chrome_trace_of_all_ranks(tmp_path: Path) -> None:
         timeline = Timeline(rank, pools=("a", "b"))
         timeline.add("actor.generate_sequences", "compute", 1, base + rank * MS, base + 10 * MS, {"call": 4})
         timeline.add("reshard", "compute", 1, base + rank * MS, base + 2 * MS, {"bytes": 99})  # nested, same start
-        timeline.instant("push", category="transfer", step=1)
+        timeline.begin_step(1)
+        timeline.instant("push", category="transfer")
         payloads.append(timeline.to_bytes())
     write_trace(tmp_path / "trace.json", payloads)
     trace = json.loads((tmp_path / "trace.json").read_text())

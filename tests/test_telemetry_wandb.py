@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_spmd.telemetry import LoggerConfig, MetricLogger
+from rlhf_spmd.telemetry.logger import LoggerConfig, MetricLogger
 from rlhf_spmd.telemetry.run_dir import METRICS_FILE
 
 pytest.importorskip("wandb")

@@ -80,7 +80,7 @@ def test_where_torch_computes_nothing_is_said_to_be_exact(tmp_path: Path) -> Non
     assert exact_rollouts(ready.config, ready.plans)
     with kernels.suspended():  # as without a compiler, auto is torch
         assert not exact_in_threads("auto", torch.float32, CPU)
-    with pytest.raises(ValueError, match=r"run.threads=0 must be at least 1"):
+    with pytest.raises(ValueError, match=r"run.threads=0: must be at least 1"):
         prepare(config, [*settings, "run.threads=0"], 1)
 
 

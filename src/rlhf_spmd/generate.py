@@ -10,12 +10,10 @@ with ``environment.cls`` also ``response_mask`` (1: the model's token, 0: the en
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from rlhf_spmd.data.balance import partition_by_tokens
@@ -30,7 +28,7 @@ from rlhf_spmd.generation.episodes import Environments
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.spec import ModelSpec, read_eos_ids
 from rlhf_spmd.models.weights import load_pretrained
-from rlhf_spmd.offline import OfflineConfig, read_input, run_offline_program
+from rlhf_spmd.offline import OfflineConfig, gather_records, read_input, run_offline_program, write_rows
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.parallel.world import Launch, World
@@ -82,10 +80,12 @@ def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> Prepa
     needed = has_text or bool(config.sampling.stop) or config.environment.cls is not None
     tokenizer = load_tokenizer(config.model.path, required=needed)
     config.sampling.check_ids(spec.vocab_size, () if config.sampling.ignore_eos else spec.eos_token_ids, "sampling")
-    prompts, _ = encode_prompts(rows, config.data, tokenizer, spec.vocab_size)
+    prompts = [prompt for prompt, _ in encode_prompts(rows, config.data, tokenizer, spec.vocab_size)]
     for row, prompt in zip(rows, prompts, strict=True):
         check_ids(prompt, spec.vocab_size, row.where, config.data.prompt_key)
     limits = [limits_of(row, len(prompt), config.sampling, spec) for row, prompt in zip(rows, prompts, strict=True)]
+    longest = max(len(prompt) + most for prompt, (_, most) in zip(prompts, limits, strict=True))
+    config.generation.check_row("generation", longest, f"the longest row may have {longest} tokens")
     ids = [row.values.get("id", index) for index, row in enumerate(rows)]
     return Prepared(config, spec, layout, tokenizer, ids, prompts, limits, [row.values for row in rows])
 
@@ -119,15 +119,16 @@ def generate(ready: Prepared, world: World, tick: Callable[[], None] = lambda: N
     world.all.barrier("generate:loaded")
     loaded = time.perf_counter()
     requests = replica_requests(ready, mesh.dp_rank)
-    environments = build_environments(ready, requests)
+    environments = None
+    if config.environment.cls is not None and requests:
+        rows = {request.row_id: ready.rows[request.group_id] for request in requests}
+        environments = Environments(config.environment, rows, ready.tokenizer)
     completions = generator.generate(requests, config.sampling, config.sampling.seed, 0, tick, environments)
-    is_leader = mesh.replica.rank == 0
-    payload = json.dumps([record(completion) for completion in completions]).encode() if is_leader else b""
-    parts = world.all.gather_bytes(payload, "generate:results")
-    if parts is None:
+    mine = [(completion.row_id, record(completion)) for completion in completions] if mesh.replica.rank == 0 else []
+    records = gather_records(world, mine, "generate:results")
+    if records is None:
         return
-    records = sorted((entry for part in parts if part for entry in json.loads(part)), key=lambda entry: int(entry[0]))
-    write_rows(ready, records)
+    write_rows(config.out, (output_row(ready, *entry) for entry in records))
     num_tokens = sum(len(made["response_ids"]) for _, made in records)
     seconds = time.perf_counter() - loaded
     print(
@@ -148,39 +149,24 @@ def replica_requests(ready: Prepared, replica: int) -> list[Request]:
     return requests
 
 
-def build_environments(ready: Prepared, requests: Sequence[Request]) -> Environments | None:
-    """None where the configuration names none, and for no rows."""
-    if ready.config.environment.cls is None or not requests:
-        return None
-    rows = {request.row_id: ready.rows[request.group_id] for request in requests}
-    return Environments(ready.config.environment, rows, ready.tokenizer)
-
-
-def record(completion: Completion) -> list[Any]:
-    """Row id, then the fields of an output row that only this rank has."""
-    row = {"response_ids": completion.token_ids, "log_probs": completion.log_probs_t1.tolist()}
-    entry: list[Any] = [completion.row_id, {**row, "finish_reason": completion.finish_reason}]
+def record(completion: Completion) -> dict[str, Any]:
+    """The fields of an output row that only this rank has."""
+    row: dict[str, Any] = {"response_ids": completion.token_ids, "log_probs": completion.log_probs_t1.tolist()}
+    row["finish_reason"] = completion.finish_reason
     if completion.top_log_probs is not None:
         pairs = zip(*(part.tolist() for part in completion.top_log_probs), strict=True)
-        entry[1]["top_log_probs"] = [list(zip(ids, values, strict=True)) for ids, values in pairs]
+        row["top_log_probs"] = [list(zip(ids, values, strict=True)) for ids, values in pairs]
     if completion.episode is not None:
         told = completion.episode
-        entry[1] |= {"response_mask": list(map(int, told.mask)), "environment_reward": told.reward, "num_turns": told.num_turns}
-    return entry
+        row |= {"response_mask": list(map(int, told.mask)), "environment_reward": told.reward, "num_turns": told.num_turns}
+    return row
 
 
-def write_rows(ready: Prepared, records: Sequence[Sequence[Any]]) -> None:
-    """``records`` (:func:`record`) of all rows in the order of their row ids."""
-    n = ready.config.sampling.n
-    out = Path(ready.config.out)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = out.with_name(out.name + ".tmp")
-    with unfinished.open("w", encoding="utf-8") as file:
-        for row_id, made in records:
-            text = response_text(ready, made["response_ids"], made["finish_reason"])
-            prompt = {"id": ready.ids[row_id // n], "prompt_ids": ready.prompts[row_id // n]}
-            file.write(json.dumps({**prompt, **made, "text": text}, ensure_ascii=False) + "\n")
-    unfinished.replace(out)
+def output_row(ready: Prepared, row_id: int, made: dict[str, Any]) -> dict[str, Any]:
+    """``made``: what :func:`record` gave."""
+    prompt = row_id // ready.config.sampling.n
+    text = response_text(ready, made["response_ids"], made["finish_reason"])
+    return {"id": ready.ids[prompt], "prompt_ids": ready.prompts[prompt], **made, "text": text}
 
 
 def response_text(ready: Prepared, token_ids: Sequence[int], finish_reason: str) -> str | None:

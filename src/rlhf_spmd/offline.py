@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import math
+import json
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rlhf_spmd.config import check_tree, load
+from rlhf_spmd.config.bounds import check_bounds
+from rlhf_spmd.config.load import check_tree, load
 from rlhf_spmd.data.dataset import RowsConfig
 from rlhf_spmd.data.files import Row
 from rlhf_spmd.models.sharding import check_layout
 from rlhf_spmd.models.spec import ModelSpec, local_directory, read_spec
 from rlhf_spmd.models.weights import check_pretrained
 from rlhf_spmd.parallel.layout import Layout, LayoutConfig, resolve_layout
-from rlhf_spmd.parallel.program import ProgramContext, ProgramSettings, read_command_line, run_program
+from rlhf_spmd.parallel.program import ProgramSettings, read_command_line, run_program
 from rlhf_spmd.parallel.world import Launch, World, read_launch
+from rlhf_spmd.telemetry.run_dir import atomic_write_text
 from rlhf_spmd.workers.config import ComputeConfig
 
 
@@ -41,10 +43,8 @@ class OfflineConfig:
     threads: int = 1
 
     def check(self, where: str) -> None:
-        if not 0 < self.timeout_s < math.inf:
-            raise ValueError(f"timeout_s={self.timeout_s} must be a number of seconds above 0")
-        if self.threads < 1:
-            raise ValueError(f"threads={self.threads} must be at least 1")
+        check_bounds(self, where, "timeout_s", above=0)
+        check_bounds(self, where, "threads", least=1)
 
 
 Config = TypeVar("Config", bound=OfflineConfig)
@@ -83,6 +83,21 @@ def check_out(out: Path, source: Path) -> None:
         raise ValueError(f"out={out}: cannot write in {out.parent}: {error.strerror or error}") from error
 
 
+def gather_records(world: World, records: Sequence[tuple[int, Any]], label: str) -> list[tuple[int, Any]] | None:
+    """On rank 0 all ranks' (row id, what was made for it, as JSON) in the order of the rows; None elsewhere.
+
+    Collective over the world: every rank of it must call, in program order.
+    """
+    parts = world.all.gather_bytes(json.dumps(records).encode(), label)
+    if parts is None:
+        return None
+    return sorted(((row_id, made) for part in parts for row_id, made in json.loads(part)), key=lambda record: record[0])
+
+
+def write_rows(out: str, rows: Iterable[Mapping[str, Any]]) -> None:
+    atomic_write_text(out, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+
+
 def run_offline_program(
     name: str,
     description: str | None,
@@ -92,12 +107,8 @@ def run_offline_program(
 ) -> None:
     """The command line: ``prepare(config file, overrides, launch)``, then ``work(prepared, world, tick)`` on all ranks."""
     config, overrides = read_command_line(name, description, argv)
-
-    def body(context: ProgramContext[Any]) -> None:
-        work(context.prepared, context.world, context.board.tick)
-
     run_program(
         lambda: prepare(config, overrides, read_launch()),
-        body,
+        lambda context: work(context.prepared, context.world, context.board.tick),
         lambda ready: ProgramSettings(timeout_s=ready.config.timeout_s, threads=ready.config.threads),
     )

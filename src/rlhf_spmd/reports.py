@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from rlhf_spmd.controller import Controller, Reference
+from rlhf_spmd.controller import Reference
 from rlhf_spmd.data.loader import validation_batches
 from rlhf_spmd.data.prompts import PromptDataset
 from rlhf_spmd.generation.config import SamplingConfig
@@ -43,29 +43,18 @@ def mean_extras(reports: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     return {name: total / count for name, (total, count) in sums.items()}
 
 
-def reference_values(controller: Controller, calls: list[Reference]) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """Collective over the world: every rank of it must call, in program order."""
-    return merge_values(controller.get(*calls))
-
-
 def validate_prompts(
-    controller: Controller,
-    actor: Any,
-    reward: Any,
-    prompts: PromptDataset,
-    batch_size: int | None,
-    sampling: SamplingConfig,
-    number: int,
+    models: Any, prompts: PromptDataset, batch_size: int | None, sampling: SamplingConfig, number: int
 ) -> dict[str, float]:
     """Mean score on the validation prompts, and means of what else the reward function returned.
 
     Collective over the world: every rank of it must call, in program order.
     """
 
-    def script(rows: Reference) -> Reference:
-        scored: Reference = reward.compute_reward(rows.union(actor.generate_sequences(rows, sampling, number)))
-        return scored
+    def script(rows: Reference) -> Any:
+        return models.reward.compute_reward(rows.union(models.actor.generate_sequences(rows, sampling, number)))
 
+    controller = models.actor.controller
     reports: list[dict[str, Any]] = []
     for batch in validation_batches(prompts, batch_size):
         scored = controller.run(script, controller.source(batch.repeat(sampling.n), "prompt_ids"))

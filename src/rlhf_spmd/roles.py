@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from rlhf_spmd.config.schema import nearest
-from rlhf_spmd.controller import Controller, GroupShape, ResourcePool
+from rlhf_spmd.controller import GroupShape, ResourcePool
 from rlhf_spmd.data.dataset import TokenDataset
 from rlhf_spmd.data.prompts import PromptsConfig
 from rlhf_spmd.generation.config import SamplingConfig
@@ -182,7 +182,7 @@ def check_vocabulary(data: TokenDataset, plans: Mapping[str, RolePlan]) -> None:
     """Raises ValueError if the tokenizer gave ids that the actor's model has not."""
     spec = plans["actor"].spec
     assert spec is not None
-    largest = max(int(ids.values.max(initial=0)) for ids in data.columns.values())
+    largest = max(int(ids.values.max()) for ids in data.columns.values())
     if largest >= spec.vocab_size:
         raise ValueError(
             f"the data have token id {largest}, but the model in '{plans['actor'].config.path}' has a vocabulary of "
@@ -208,6 +208,10 @@ def check_sampling(
     key = f"{section if sampling.max_response_length else where}.max_response_length"
     longest = data.max_prompt_length + (sampling.max_response_length or data.max_response_length)
     lengths = f"{where}.max_prompt_length + {key} = {longest} tokens"
+    if sampling.min_response_length > longest - data.max_prompt_length:
+        raise ValueError(
+            f"{section}.min_response_length={sampling.min_response_length} must be at most {key}={longest - data.max_prompt_length}"
+        )
     for role, plan in plans.items():
         if plan.spec is not None and longest > plan.spec.max_position_embeddings:
             raise ValueError(f"{lengths}, but models.{role} has a context of {plan.spec.max_position_embeddings}")
@@ -232,9 +236,3 @@ def model_directory(plans: Mapping[str, RolePlan], role: str) -> Path:
     path = plans[role].config.path
     assert path is not None, f"role {role} has no model"
     return Path(path)
-
-
-def pools_of(controller: Controller, plans: Mapping[str, RolePlan]) -> list[str]:
-    """Names of the pools that this rank is in, for the timeline."""
-    pools = [pool for plan in plans.values() for pool in (plan.pool, *(call.pool for call in plan.calls.values()))]
-    return sorted({pool.name for pool in pools if controller.rank in pool.ranks})

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlhf_spmd.checkpoint import CheckpointError
-from rlhf_spmd.controller import MICRO_DP, Controller, Reference
-from rlhf_spmd.controller.reference import Cut
+from rlhf_spmd.checkpoint.manifest import CheckpointError
+from rlhf_spmd.controller import MICRO_DP, Reference
+from rlhf_spmd.controller.reference import Cut, source
 from rlhf_spmd.data.balance import partition_by_tokens
 from rlhf_spmd.data.batch import Batch, concat
 from rlhf_spmd.data.loader import Loader
@@ -25,8 +25,8 @@ from rlhf_spmd.reports import merge_values
 class PromptQueue:
     """The loader's batches: every response ends in the step that began it."""
 
-    def __init__(self, controller: Controller, loader: Loader, sampling: SamplingConfig) -> None:
-        self.controller, self.loader, self.sampling = controller, loader, sampling
+    def __init__(self, actor: Any, loader: Loader, sampling: SamplingConfig) -> None:
+        self.actor, self.loader, self.sampling = actor, loader, sampling
 
     def next_batch(self, number: int) -> tuple[Batch, Reference, dict[str, float]]:
         """The rows of step ``number``, ``sampling.n`` of each prompt, a reference to them, and metrics.
@@ -34,7 +34,7 @@ class PromptQueue:
         Collective over the world: every rank of it must call, in program order.
         """
         rows = self.loader.next_batch().repeat(self.sampling.n)
-        return rows, self.controller.source(rows, "prompt_ids"), {}
+        return rows, source(rows, "prompt_ids"), {}
 
     def state_dict(self) -> dict[str, Any]:
         """Collective over the world: every rank of it must call, in program order."""
@@ -48,21 +48,19 @@ class PromptQueue:
             )
 
 
-def build_queue(
-    controller: Controller, actor: Any, loader: Loader, sampling: SamplingConfig, in_flight: int | None
-) -> PromptQueue:
+def build_queue(actor: Any, loader: Loader, sampling: SamplingConfig, in_flight: int | None) -> PromptQueue:
     """``actor`` generates; ``in_flight`` prompts at a time, null: the loader's batch size."""
     if in_flight is None or in_flight == loader.batch_size:
-        return PromptQueue(controller, loader, sampling)
-    return RolloutQueue(controller, actor, loader, sampling, in_flight)
+        return PromptQueue(actor, loader, sampling)
+    return RolloutQueue(actor, loader, sampling, in_flight)
 
 
 class RolloutQueue(PromptQueue):
     """The loader's batch size of prompts a step, out of ``in_flight``."""
 
-    def __init__(self, controller: Controller, actor: Any, loader: Loader, sampling: SamplingConfig, in_flight: int) -> None:
-        super().__init__(controller, loader, sampling)
-        self.actor, self.in_flight = actor, in_flight
+    def __init__(self, actor: Any, loader: Loader, sampling: SamplingConfig, in_flight: int) -> None:
+        super().__init__(actor, loader, sampling)
+        self.in_flight = in_flight
         self.cut = Cut(actor.serving("generate_sequences").members(MICRO_DP).num_parts, keep_groups=True, num_chunks=1)
         self.rows: Batch | None = None  # in flight, sampling.n of each prompt side by side
         self.homes = np.empty(0, dtype=np.int64)  # the replica of each
@@ -70,13 +68,15 @@ class RolloutQueue(PromptQueue):
 
     def next_batch(self, number: int) -> tuple[Batch, Reference, dict[str, float]]:
         """As the base's; the reference lies where the rows were generated."""
-        self._fill()
+        missing = self.in_flight - (0 if self.rows is None else len(self.rows) // self.sampling.n)
+        if missing > 0:
+            self._append(self.loader.next_batch(missing))
         assert self.rows is not None
         new = np.arange(len(self.rows) - self._num_new, len(self.rows))
         quota = self.loader.batch_size // self.cut.num_parts  # whole groups of each replica
         call = self.actor.advance_rollouts(self._source(new), self.sampling, number, quota)
         self._num_new = 0
-        reports = self.controller.get(call)[0]
+        reports = self.actor.controller.get(call)[0]
         metrics, _ = merge_values([reports])
         groups = [group for report in reports for group in report["groups"][:quota]]
         chosen = np.isin(self.rows.group_ids.numpy(), groups)
@@ -87,15 +87,11 @@ class RolloutQueue(PromptQueue):
 
     def state_dict(self) -> dict[str, Any]:
         """Collective over the world: every rank of it must call, in program order."""
-        held = self.controller.get(self.actor.rollout_state())[0]
+        held = self.actor.controller.get(self.actor.rollout_state())[0]
         groups = [] if self.rows is None else self.rows.group_ids[:: self.sampling.n].tolist()
         homes = self.homes[:: self.sampling.n].tolist()
-        return {
-            "groups": groups,
-            "homes": homes,
-            "num_parts": self.cut.num_parts,
-            "rows": [row for part in held for row in part],
-        }
+        rows = [row for part in held for row in part]
+        return {"groups": groups, "homes": homes, "num_parts": self.cut.num_parts, "rows": rows}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Local: no communication. Another number of replicas than then takes the rows by token count."""
@@ -103,11 +99,6 @@ class RolloutQueue(PromptQueue):
             self.actor.restore_rollouts(state["rows"])
             homes = np.array(state["homes"]) if state["num_parts"] == self.cut.num_parts else None
             self._append(self.loader.rows(state["groups"]), homes)
-
-    def _fill(self) -> None:
-        missing = self.in_flight - (0 if self.rows is None else len(self.rows) // self.sampling.n)
-        if missing > 0:
-            self._append(self.loader.next_batch(missing))
 
     def _append(self, prompts: Batch, homes: np.ndarray | None = None) -> None:
         """``homes``: of each prompt; None: balanced by tokens."""
@@ -122,4 +113,4 @@ class RolloutQueue(PromptQueue):
 
     def _source(self, index: np.ndarray) -> Reference:
         assert self.rows is not None
-        return self.controller.source(self.rows.take(torch.from_numpy(index)), "prompt_ids", {self.cut: self.homes[index]})
+        return source(self.rows.take(torch.from_numpy(index)), "prompt_ids", {self.cut: self.homes[index]})

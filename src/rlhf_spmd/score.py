@@ -8,7 +8,7 @@ The numbers come from the forward pass and the head that training uses.
 
 from __future__ import annotations
 
-import json
+import math
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -18,19 +18,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlhf_spmd.config.bounds import check_bounds
 from rlhf_spmd.data.balance import micro_batches_by_tokens, partition_by_tokens
-from rlhf_spmd.data.batch import Batch, Ragged, ragged
+from rlhf_spmd.data.batch import Batch, ragged
 from rlhf_spmd.data.encoding import check_ids
 from rlhf_spmd.data.files import DataError, Row
 from rlhf_spmd.data.sft import ID_KEYS, PairsConfig, encode_pairs, has_ids
 from rlhf_spmd.data.tokenizer import load_tokenizer
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.spec import ModelSpec
-from rlhf_spmd.offline import OfflineConfig, read_input, run_offline_program
+from rlhf_spmd.offline import OfflineConfig, gather_records, read_input, run_offline_program, write_rows
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.parallel.world import Launch, World
-from rlhf_spmd.telemetry.run_dir import atomic_write_text
 from rlhf_spmd.workers.engine import Packed, TrainEngine
 from rlhf_spmd.workers.model_worker import pack_rows, response_log_probs, sequence_lengths
 
@@ -44,8 +44,7 @@ class ScoreConfig(OfflineConfig):
 
     def check(self, where: str) -> None:
         super().check(where)
-        if self.max_token_len_per_gpu < 1:
-            raise ValueError(f"max_token_len_per_gpu={self.max_token_len_per_gpu} must be at least 1")
+        check_bounds(self, where, "max_token_len_per_gpu", least=1)
 
 
 @dataclass(frozen=True)
@@ -99,31 +98,28 @@ def score(ready: Prepared, world: World, tick: Callable[[], None] = lambda: None
     # before any rank computes: one that cannot load its weights must not leave the others in a collective for long
     world.all.barrier("score:loaded")
     loaded = time.perf_counter()
-    parts = partition_by_tokens(sequence_lengths(ready.batch), layout.dp)
-    values = score_rows(engine, ready.batch.take(parts[mesh.dp_rank]), config.max_token_len_per_gpu, tick)
-    leader = mesh.last_stage and mesh.tp_rank == 0
-    payload = values.double().numpy().tobytes() if leader and values is not None else b""
-    gathered = world.all.gather_bytes(payload, "score:results")
-    if gathered is None:
+    lengths = sequence_lengths(ready.batch)
+    mine = partition_by_tokens(lengths, layout.dp)[mesh.dp_rank]
+    records = score_rows(engine, ready.batch.take(mine), config.max_token_len_per_gpu, tick)
+    scored = gather_records(world, records if mesh.tp_rank == 0 else [], "score:results")
+    if scored is None:
         return
-    leaders = [layout.index(layout.pp - 1, replica, 0) for replica in range(layout.dp)]
-    everything = torch.frombuffer(bytearray(b"".join(gathered[rank] for rank in leaders)), dtype=torch.float64)
-    log_probs = in_order(everything, parts, ready.batch["response_ids"].lengths)
-    write_rows(ready, log_probs)
+    check_finite(ready, scored)
+    responses = ready.batch["response_ids"].rows()
+    write_rows(config.out, ({"id": ready.ids[i], "response_ids": responses[i].tolist(), "log_probs": x} for i, x in scored))
     seconds = time.perf_counter() - loaded
-    num_tokens = sum(sequence_lengths(ready.batch))
+    everything = [log_prob for _, row in scored for log_prob in row]
     print(
-        f"{len(ready.batch)} rows, {num_tokens} tokens in {seconds:.1f} s ({num_tokens / seconds:.0f} tokens/s; "
+        f"{len(scored)} rows, {sum(lengths)} tokens in {seconds:.1f} s ({sum(lengths) / seconds:.0f} tokens/s; "
         f"{loaded - started:.1f} s to load) on {layout}; {len(everything)} response tokens of mean log-prob "
-        f"{float(everything.mean()):.4f}: {config.out}",
+        f"{sum(everything) / len(everything):.4f}: {config.out}",
         file=sys.stderr,
     )
 
 
-def score_rows(engine: TrainEngine, batch: Batch, max_tokens: int, tick: Callable[[], None]) -> Tensor | None:
-    """Log-probs of the response tokens of all rows, one row after the other, on the CPU.
+def score_rows(engine: TrainEngine, batch: Batch, max_tokens: int, tick: Callable[[], None]) -> list[tuple[int, list[float]]]:
+    """Row ids, and the log-probs of the rows' response tokens; none off the last stage.
 
-    None off the last stage and where there are no rows.
     Collective over the pool: every rank of it must call, in program order.
     """
 
@@ -134,31 +130,24 @@ def score_rows(engine: TrainEngine, batch: Batch, max_tokens: int, tick: Callabl
     index = micro_batches_by_tokens(sequence_lengths(batch), max_tokens, where="max_token_len_per_gpu")
     # replicas may have different numbers of micro-batches: the engine evens them out where ZeRO needs that
     outputs = engine.forward([pack_rows(batch.take(rows), engine.device) for rows in index], head)
-    if not engine.mesh.last_stage or not len(batch):
-        return None
-    return in_order(torch.cat(outputs).cpu(), index, batch["response_ids"].lengths).values
+    if not engine.mesh.last_stage:
+        return []
+    records = []
+    for rows, values in zip(index, outputs, strict=True):
+        micro = batch.take(rows)
+        log_probs = values.cpu().split(micro["response_ids"].lengths.tolist())
+        records += [(row, x.tolist()) for row, x in zip(micro.row_ids.tolist(), log_probs, strict=True)]
+    return records
 
 
-def in_order(values: Tensor, parts: Sequence[Sequence[int]], lengths: Tensor) -> Ragged:
-    """Values of all rows, those of ``parts`` one after the other, as rows 0, 1, 2, ...; ``lengths`` [rows] counts them."""
-    order = torch.tensor([row for part in parts for row in part], dtype=torch.int64)
-    return Ragged(values, lengths[order]).take(torch.argsort(order))
-
-
-def write_rows(ready: Prepared, log_probs: Ragged) -> None:
-    """The file, on rank 0 only. Raises FloatingPointError that names the first row with a log-prob that is not finite."""
-    if not bool(log_probs.values.isfinite().all()):
-        first = next(i for i, row in enumerate(log_probs.rows()) if not bool(row.isfinite().all()))
-        raise FloatingPointError(
-            f"row {first} (id {ready.ids[first]!r}) has log-probs that are not finite; check the weights in "
-            f"{ready.config.model.path}, or set model.dtype=float32"
-        )
-    responses = ready.batch["response_ids"].rows()
-    lines = [
-        json.dumps({"id": name, "response_ids": response.tolist(), "log_probs": row.tolist()}, ensure_ascii=False)
-        for name, response, row in zip(ready.ids, responses, log_probs.rows(), strict=True)
-    ]
-    atomic_write_text(ready.config.out, "\n".join(lines) + "\n")
+def check_finite(ready: Prepared, scored: Sequence[tuple[int, list[float]]]) -> None:
+    """Raises FloatingPointError that names the first row with a log-prob that is not finite."""
+    for row, log_probs in scored:
+        if not all(map(math.isfinite, log_probs)):
+            raise FloatingPointError(
+                f"row {row} (id {ready.ids[row]!r}) has log-probs that are not finite; check the weights in "
+                f"{ready.config.model.path}, or set model.dtype=float32"
+            )
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -18,29 +18,34 @@ from typing import Any
 import torch
 import yaml
 
-from rlhf_spmd.checkpoint import (
-    RoleState,
-    export_hugging_face,
-    find_resumable,
-    load_checkpoint,
-    read_manifest,
-    save_checkpoint,
-)
-from rlhf_spmd.config import to_dict, to_yaml
+from rlhf_spmd.checkpoint.directory import read_manifest
+from rlhf_spmd.checkpoint.export import export_hugging_face
+from rlhf_spmd.checkpoint.load import find_resumable, load_checkpoint
+from rlhf_spmd.checkpoint.save import RoleState, save_checkpoint
+from rlhf_spmd.config.bounds import check_bounds
+from rlhf_spmd.config.load import to_dict, to_yaml
 from rlhf_spmd.controller import Controller
 from rlhf_spmd.parallel.collectives import RECORDER
 from rlhf_spmd.parallel.program import Preempted, ProgramContext, ProgramSettings, read_command_line, run_program
 from rlhf_spmd.parallel.world import read_launch
 from rlhf_spmd.reshard import LABELS
-from rlhf_spmd.roles import model_directory, pools_of
+from rlhf_spmd.roles import model_directory
+from rlhf_spmd.telemetry.jsonl import JsonlLog
 from rlhf_spmd.telemetry.logger import MetricLogger
 from rlhf_spmd.telemetry.progress import ProgressBar
 from rlhf_spmd.telemetry.report import write_report
 from rlhf_spmd.telemetry.report_sections import flatten_config
-from rlhf_spmd.telemetry.rollouts import RolloutWriter
-from rlhf_spmd.telemetry.run_dir import CONFIG_FILE, EXPORT_DIR, TRACE_FILE, ExitStatus, atomic_write_text, create_run_dir
+from rlhf_spmd.telemetry.run_dir import (
+    CONFIG_FILE,
+    EXPORT_DIR,
+    ROLLOUTS_FILE,
+    TRACE_FILE,
+    ExitStatus,
+    atomic_write_text,
+    create_run_dir,
+)
 from rlhf_spmd.telemetry.trace import Timeline, write_trace
-from rlhf_spmd.workers.flops import matmul_rate
+from rlhf_spmd.workers.flops import forward_flops, matmul_rate
 from rlhf_spmd.workers.model_worker import ModelWorker
 
 
@@ -68,12 +73,10 @@ class RunConfig:
     export: bool = True
 
     def check(self, where: str) -> None:
-        bounds = {"steps": 1, "save_freq": 0, "test_freq": 0, "keep_checkpoints": 2, "threads": 1, "log_samples": 0}
-        for key, least in bounds.items():
-            if getattr(self, key) < least:
-                raise ValueError(f"{where}.{key}={getattr(self, key)} must be at least {least}")
-        if not 0 < self.timeout_s < math.inf:
-            raise ValueError(f"{where}.timeout_s={self.timeout_s} must be above 0 seconds, and finite")
+        check_bounds(self, where, "steps", "threads", least=1)
+        check_bounds(self, where, "save_freq", "test_freq", "log_samples", least=0)
+        check_bounds(self, where, "keep_checkpoints", least=2)
+        check_bounds(self, where, "timeout_s", above=0)
         here = Path(self.dir).absolute()
         root = next(path for path in (here, *here.parents) if path.exists())
         if not (root.is_dir() and os.access(root, os.W_OK)):
@@ -103,13 +106,22 @@ def run_session_program(
 ) -> None:
     """The command line of ``train`` and ``sft``: ``prepare(config file, overrides, world size)``, then ``body`` on all ranks."""
     config, overrides = read_command_line(name, description, argv)
+
+    def checked() -> Any:
+        ready = prepare(config, overrides, read_launch().size)
+        create_run_dir(ready.config.run.dir)
+        return ready
+
     run_program(
-        lambda: prepare(config, overrides, read_launch().size),
+        checked,
         body,
         lambda ready: ProgramSettings(Path(ready.config.run.dir), ready.config.run.timeout_s, ready.config.run.threads),
         run_dir_hint(config, overrides),
         saves_on_signal=True,
     )
+
+
+Step = Callable[[int], tuple[dict[str, float], list[dict[str, Any]]]]  # number -> metrics and samples
 
 
 @dataclass
@@ -120,7 +132,6 @@ class Session:
     """
 
     context: ProgramContext[Any]
-    controller: Controller
     models: SimpleNamespace
     state: Callable[[], dict[str, Any]]
     restore: Callable[[dict[str, Any]], None]
@@ -130,6 +141,7 @@ class Session:
     def __post_init__(self) -> None:
         self.world, self.board, ready = self.context.world, self.context.board, self.context.prepared
         self.config: RunConfig = ready.config.run
+        self.controller: Controller = self.models.actor.controller
         self.run_dir = Path(self.config.dir)
         self.is_first = self.world.rank == 0
         workers = {role: worker for role, worker in vars(self.models).items() if isinstance(worker, ModelWorker)}
@@ -137,19 +149,12 @@ class Session:
         # FLOP/s of one rank, by which utilisation (perf/mfu) is measured
         self.peak_flops = matmul_rate(self.world.device, ready.plans["actor"].config.torch_dtype(self.world.device))
 
-    def run(
-        self,
-        one_step: Callable[[int], tuple[dict[str, float], list[dict[str, Any]]]],
-        validate: Callable[[int], dict[str, float]] | None = None,
-        stop: Callable[[dict[str, float]], bool] = lambda metrics: False,
-    ) -> None:
-        """All steps from where the run stands; ``one_step(number)`` gives metrics and samples, the same on every rank.
+    def run(self, one_step: Step, validate: Callable[[int], dict[str, float]], goal: float | None = None) -> None:
+        """All steps from where the run stands; what ``one_step`` and ``validate`` give is the same on every rank.
 
+        ``validate`` is called where ``run.test_freq`` says. The run ends when ``val/reward_mean`` has reached ``goal``.
         Collective over the world: every rank of it must call. Raises Preempted after saving if any rank was signalled.
         """
-        if self.is_first:
-            create_run_dir(self.run_dir)
-        self.world.all.barrier("control")
         self.started_at = self.resume()
         if self.finished_before or self.started_at >= self.config.steps:
             self.board.set_step(self.started_at)
@@ -164,34 +169,31 @@ class Session:
         if self.is_first:
             self._record_config()
         recorder = Recorder(self) if self.is_first else None
-        number = self.started_at
-        if validate is not None and self.config.test_freq and number == 0:
+        test_freq = self.config.test_freq
+        if test_freq and self.started_at == 0:
             first = validate(0)
             if recorder is not None:
                 recorder.progress.note("validation before training: " + ", ".join(f"{k} {v:.4f}" for k, v in first.items()))
                 recorder.log(0, first, [])
-        while number < self.config.steps:
-            number += 1
+        for number in range(self.started_at + 1, self.config.steps + 1):
             metrics, samples = self._timed(one_step, number)
-            stopped = stop(metrics)
-            ended = stopped or number == self.config.steps
-            if validate is not None and self.config.test_freq and (number % self.config.test_freq == 0 or ended):
+            if test_freq and (number % test_freq == 0 or number == self.config.steps):
                 metrics |= validate(number)
-                stopped = stopped or stop(metrics)
-                ended = ended or stopped
+            stopped = goal is not None and metrics.get("val/reward_mean", -math.inf) >= goal
+            ended = stopped or number == self.config.steps
             if recorder is not None:
                 recorder.log(number, metrics, samples)
             preempted = self.controller.decide(self.board.preempted)
             if ended or preempted or (self.config.save_freq and number % self.config.save_freq == 0):
                 self.save(number, stopped)
             if preempted and not ended:
-                self._close(recorder, ExitStatus("preempted", step=number, last_checkpoint=self.board.last_checkpoint))
+                self._close(recorder, "preempted", number)
                 raise Preempted(f"saved {self.board.last_checkpoint}; start again with run.resume=auto to go on")
             if ended:
                 break
         if self.config.export:
             self._export()
-        self._close(recorder, ExitStatus("done", step=number, last_checkpoint=self.board.last_checkpoint))
+        self._close(recorder, "done", number)
 
     def _record_config(self) -> None:
         """Write config.yaml, now that it is sure to run; say what is another than in the run that this one goes on with."""
@@ -206,9 +208,7 @@ class Session:
                 print(f"other settings than in {before}: {told}", file=sys.stderr)
         atomic_write_text(self.run_dir / CONFIG_FILE, text)
 
-    def _timed(
-        self, one_step: Callable[[int], tuple[dict[str, float], list[dict[str, Any]]]], number: int
-    ) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    def _timed(self, one_step: Step, number: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
         self.board.set_step(number)
         self.controller.timeline.begin_step(number)
         received = sum(RECORDER.received[label] for label in LABELS)
@@ -231,6 +231,17 @@ class Session:
             metrics["perf/tokens_per_s"] = metrics.pop("perf/total_tokens") / seconds
             metrics["perf/mfu"] = metrics.pop("perf/total_flops") / seconds / (self.peak_flops * self.world.size)
         return metrics, samples
+
+    def work(self, num_tokens: float, num_rows: int, epochs: int = 1) -> dict[str, float]:
+        """Metrics from which ``run`` makes tokens/s and utilisation: tokens, and FLOPs of the calls of the last script.
+
+        An update counts three forward passes in each of its ``epochs``: one, and backward twice that.
+        """
+        plans = self.context.prepared.plans
+        calls = [(plans[node.role].spec, node.method.startswith("update_")) for node in self.controller.graph.nodes]
+        passes = [(spec, 3.0 * epochs if is_update else 1.0) for spec, is_update in calls if spec is not None]
+        flops = sum(forward_flops(spec, num_tokens, num_tokens / num_rows) * count for spec, count in passes)
+        return {"perf/total_tokens": num_tokens, "perf/total_flops": flops}
 
     # Checkpoints
 
@@ -274,12 +285,12 @@ class Session:
             print(f"resumed from {path} (step {state['step']})", file=sys.stderr)
         return int(state["step"])
 
-    def _close(self, recorder: Recorder | None, status: ExitStatus) -> None:
+    def _close(self, recorder: Recorder | None, ended: str, number: int) -> None:
         payloads = self.world.all.gather_bytes(self.controller.timeline.to_bytes(), "control")
         if recorder is not None and payloads is not None:
             write_trace(self.run_dir / TRACE_FILE, payloads)
             recorder.close()
-            write_report(self.run_dir, status=status)
+            write_report(self.run_dir, status=ExitStatus(ended, step=number, last_checkpoint=self.board.last_checkpoint))
 
     def _export(self) -> None:
         """Rank 0 writes for as long as it takes; nobody waits for it in one collective, whose time is limited."""
@@ -305,13 +316,14 @@ class Recorder:
         resume = session.started_at or None
         config, whole = session.config, session.context.prepared.config
         self.metrics = MetricLogger(session.run_dir, whole.logger, config.name, to_dict(whole), resume)
-        self.rollouts = RolloutWriter(session.run_dir, config.log_samples, resume)
+        self.rollouts = JsonlLog(session.run_dir / ROLLOUTS_FILE, resume)
+        self.num_samples = config.log_samples
         self.progress = ProgressBar(config.steps, start_step=session.started_at)
 
     def log(self, number: int, metrics: dict[str, float], samples: list[dict[str, Any]]) -> None:
         self.metrics.log(number, {key: value for key, value in metrics.items() if key != "step"})
-        if samples:
-            self.rollouts.write(number, sorted(samples, key=lambda sample: int(sample["row_id"])))
+        shown = sorted(samples, key=lambda sample: int(sample["row_id"]))[: self.num_samples]
+        self.rollouts.append({"step": number, **sample} for sample in shown)
         if number:
             self.progress.update(number, metrics)
 
@@ -326,11 +338,11 @@ def start_controller(context: ProgramContext[Any]) -> Controller:
 
     It waits for the work of the present stream only: weights on loan are sent from another one while the script goes on.
     """
-    world = context.world
-    controller = Controller(world.all, context.board)
+    world, plans = context.world, context.prepared.plans.values()
+    pools = [pool for plan in plans for pool in (plan.pool, *(call.pool for call in plan.calls.values()))]
+    names = sorted({pool.name for pool in pools if world.rank in pool.ranks})
     synchronize = (lambda: torch.cuda.current_stream().synchronize()) if world.device.type == "cuda" else None
-    controller.timeline = Timeline(world.rank, pools_of(controller, context.prepared.plans), synchronize=synchronize)
-    return controller
+    return Controller(world.all, context.board, Timeline(world.rank, names, synchronize=synchronize))
 
 
 def role_state(worker: ModelWorker) -> RoleState:

@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rlhf_spmd.config import check_tree, load
+from rlhf_spmd.config.bounds import check_bounds
+from rlhf_spmd.config.load import check_tree, load
 from rlhf_spmd.data.files import Row, read_rows
 from rlhf_spmd.data.loader import build_loader, validation_batches
 from rlhf_spmd.data.prompts import PromptDataset, PromptsConfig
-from rlhf_spmd.data.sft import ResponseDataset, SftConfig, load_responses
+from rlhf_spmd.data.sft import ResponseDataset, SftConfig
 from rlhf_spmd.data.tokenizer import load_tokenizer
 from rlhf_spmd.environments.config import EnvironmentConfig
 from rlhf_spmd.generation.config import SamplingConfig
@@ -19,14 +20,13 @@ from rlhf_spmd.models.spec import local_directory
 from rlhf_spmd.objectives.losses import check_loss_agg_mode
 from rlhf_spmd.parallel.program import ProgramContext
 from rlhf_spmd.planner.placement import PlacementConfig
-from rlhf_spmd.reports import reference_values, validate_prompts
+from rlhf_spmd.reports import merge_values, validate_prompts
 from rlhf_spmd.rewards.config import RewardConfig
 from rlhf_spmd.roles import RolePlan, build_models, check_sampling, check_vocabulary, model_directory, plan_roles, with_limit
 from rlhf_spmd.session import RunConfig, Session, run_session_program, start_controller
 from rlhf_spmd.telemetry.logger import LoggerConfig
 from rlhf_spmd.workers.arithmetic import RoleClass
 from rlhf_spmd.workers.config import BatchLimits, RoleConfig
-from rlhf_spmd.workers.flops import call_passes, forward_flops
 from rlhf_spmd.workers.model_worker import Build
 from rlhf_spmd.workers.reward import RewardWorker
 from rlhf_spmd.workers.sft import SftWorker
@@ -46,8 +46,7 @@ class SftSettings:
             raise ValueError(
                 f"{where}.loss_agg_mode={self.loss_agg_mode!r} needs a response limit, which SFT has not; use another"
             )
-        if self.max_token_len_per_gpu < 1:
-            raise ValueError(f"{where}.max_token_len_per_gpu={self.max_token_len_per_gpu} must be at least 1")
+        check_bounds(self, where, "max_token_len_per_gpu", least=1)
 
 
 @dataclass(frozen=True)
@@ -93,6 +92,10 @@ def prepare(path: str | None, overrides: Sequence[str], world_size: int) -> Prep
     check_tree(config)
     if config.model.path is None:
         raise ValueError("model.path must be given: a Hugging Face model directory")
+    if config.model.pool is not None:
+        raise ValueError(f"model.pool={config.model.pool!r}: there is one model, on all ranks; leave it out")
+    if config.val_prompts is None and (config.reward.function or config.reward.model):
+        raise ValueError("reward scores responses to val_prompts; give val_prompts.path, or leave the reward out")
     roles: dict[str, RoleClass] = {"actor": SftWorker}
     if config.val_prompts is not None:
         roles["reward"] = RewardWorker
@@ -103,9 +106,10 @@ def prepare(path: str | None, overrides: Sequence[str], world_size: int) -> Prep
     config.environment.check_together("environment", config.run.timeout_s, config.model.generation.rebalance_steps)
     check_validation(config, plans)
     tokenizer = load_tokenizer(model_directory(plans, "actor"))
-    responses = load_responses(config.data, tokenizer)
+    responses = ResponseDataset(config.data.read(), config.data, tokenizer)
     build_loader(responses, config.data, config.run.seed)  # raises if there are too few rows
-    val_responses = load_responses(config.data, tokenizer, validation=True) if config.data.val_path else None
+    validation = config.data.read(validation=True) if config.data.val_path else None
+    val_responses = None if validation is None else ResponseDataset(validation, config.data, tokenizer)
     prompts = config.val_prompts
     val_prompts = None if prompts is None else PromptDataset(prompts.read(), prompts, tokenizer)
     check_vocabulary(responses, plans)
@@ -125,7 +129,8 @@ def check_validation(config: SftTrainConfig, plans: Mapping[str, RolePlan]) -> N
     if freq and config.val_prompts is None and config.data.val_path is None:
         raise ValueError(f"run.test_freq={freq} needs data.val_path or val_prompts.path")
     if config.val_prompts is not None:
-        check_sampling("val_sampling", config.val_sampling, "val_prompts", config.val_prompts, plans)
+        rows = check_sampling("val_sampling", config.val_sampling, "val_prompts", config.val_prompts, plans)
+        config.model.generation.check_row("model.generation", *rows)
 
 
 def check_sizes(config: SftTrainConfig, plan: RolePlan, datasets: Sequence[ResponseDataset | None]) -> None:
@@ -151,11 +156,10 @@ def sft(context: ProgramContext[Prepared]) -> None:
     ready, world = context.prepared, context.world
     config, plan = ready.config, ready.plans["actor"]
     controller = start_controller(context)
-    limits = BatchLimits(config.algorithm.max_token_len_per_gpu)
     build = Build(
         controller,
         world,
-        limits,
+        BatchLimits(config.algorithm.max_token_len_per_gpu),
         config.run.seed,
         total_updates={"actor": config.run.steps},
         reward=config.reward,
@@ -167,7 +171,6 @@ def sft(context: ProgramContext[Prepared]) -> None:
     loader = build_loader(ready.responses, config.data, config.run.seed)
     session = Session(
         context,
-        controller,
         models,
         state=lambda: {"loader": loader.state_dict()},
         restore=lambda state: loader.load_state_dict(state["loader"]),
@@ -181,11 +184,9 @@ def sft(context: ProgramContext[Prepared]) -> None:
         rows = loader.next_batch()
         source = controller.source(rows, "response_ids")
         call = controller.run(lambda: model.update_sft(source, config.algorithm.loss_agg_mode))
-        metrics, _ = reference_values(controller, [call])
-        tokens = int(rows["prompt_ids"].lengths.sum() + rows["response_ids"].lengths.sum())
-        assert plan.spec is not None
-        flops = call_passes("update_sft", 1) * forward_flops(plan.spec, tokens, tokens / len(rows))
-        return {**metrics, "data/epoch": loader.epochs, "perf/total_tokens": tokens, "perf/total_flops": flops}, []
+        metrics, _ = merge_values(controller.get(call))
+        num_tokens = int(rows["prompt_ids"].lengths.sum() + rows["response_ids"].lengths.sum())
+        return {**metrics, "data/epoch": loader.epochs, **session.work(num_tokens, len(rows))}, []
 
     def validate(number: int) -> dict[str, float]:
         found: dict[str, float] = {}
@@ -198,17 +199,10 @@ def sft(context: ProgramContext[Prepared]) -> None:
             found["val/loss"] = total / tokens
         if ready.val_prompts is not None and config.val_prompts is not None:
             sampling = with_limit(config.val_sampling, config.val_prompts, config.run.seed)
-            found |= validate_prompts(
-                controller, model, models.reward, ready.val_prompts, config.val_prompts.batch_size, sampling, number
-            )
+            found |= validate_prompts(models, ready.val_prompts, config.val_prompts.batch_size, sampling, number)
         return found
 
-    goal = config.algorithm.stop_at_reward
-    session.run(
-        one_step,
-        validate if ready.val_responses is not None or ready.val_prompts is not None else None,
-        stop=lambda metrics: goal is not None and metrics.get("val/reward_mean", -float("inf")) >= goal,
-    )
+    session.run(one_step, validate, goal=config.algorithm.stop_at_reward)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

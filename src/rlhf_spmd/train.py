@@ -11,11 +11,12 @@ from typing import Any
 import torch
 
 from rlhf_spmd.algorithms.base import AlgorithmConfig
-from rlhf_spmd.checkpoint import CheckpointError
-from rlhf_spmd.config import check_tree, find, load
+from rlhf_spmd.checkpoint.manifest import CheckpointError
+from rlhf_spmd.config.load import check_tree, load
+from rlhf_spmd.config.registry import find
 from rlhf_spmd.controller import Controller
 from rlhf_spmd.data.loader import Loader, build_loader
-from rlhf_spmd.data.prompts import DataConfig, PromptDataset, load_prompts
+from rlhf_spmd.data.prompts import DataConfig, PromptDataset
 from rlhf_spmd.data.tokenizer import load_tokenizer
 from rlhf_spmd.environments.config import EnvironmentConfig
 from rlhf_spmd.generation.backends import choose_backend
@@ -24,7 +25,7 @@ from rlhf_spmd.models.attention import choose_attention, exact_in_threads
 from rlhf_spmd.parallel.program import ProgramContext
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.planner.placement import PlacementConfig
-from rlhf_spmd.reports import reference_values, validate_prompts
+from rlhf_spmd.reports import merge_values, validate_prompts
 from rlhf_spmd.rewards.config import RewardConfig
 from rlhf_spmd.roles import RolePlan, build_models, check_sampling, check_vocabulary, model_directory, plan_roles, with_limit
 from rlhf_spmd.rollouts import PromptQueue, build_queue
@@ -32,7 +33,6 @@ from rlhf_spmd.session import RunConfig, Session, run_session_program, start_con
 from rlhf_spmd.telemetry.logger import LoggerConfig
 from rlhf_spmd.workers.arithmetic import ArithmeticWorker
 from rlhf_spmd.workers.config import RoleConfig
-from rlhf_spmd.workers.flops import call_passes, forward_flops
 from rlhf_spmd.workers.model_worker import Build, ModelWorker
 
 VALIDATION_SEED = 1_000_003  # validation draws other numbers than training
@@ -81,23 +81,19 @@ def read_config(path: str | None, overrides: Sequence[str]) -> tuple[TrainConfig
     def sections(raw: Mapping[str, Any]) -> dict[str, type]:
         algorithm = raw.get("algorithm") or {}
         name = str(algorithm.get("name", "ppo")) if isinstance(algorithm, Mapping) else str(algorithm)
-        chosen.append(find("algorithm", "rlhf_spmd.algorithms", name, exports="step"))
-        return {"algorithm": algorithm_config(chosen[0])}
+        module = find("algorithm", "rlhf_spmd.algorithms", name, exports="step")
+        chosen.append(module)
+        section = getattr(module, "Config", None)
+        if not (isinstance(section, type) and issubclass(section, AlgorithmConfig) and is_dataclass(section)):
+            raise ValueError(
+                f"algorithm '{module.__name__}': its Config must be a dataclass that derives from rlhf_spmd.algorithms.base."
+                f"AlgorithmConfig; it is {section!r}"
+            )
+        return {"algorithm": section}
 
     config = load(TrainConfig, path, overrides, sections)
     check_tree(config)
     return config, chosen[0]
-
-
-def algorithm_config(module: ModuleType) -> type[AlgorithmConfig]:
-    """The algorithm's ``Config``. Raises ValueError if it is not a dataclass that derives from AlgorithmConfig."""
-    config = getattr(module, "Config", None)
-    if not (isinstance(config, type) and issubclass(config, AlgorithmConfig) and is_dataclass(config)):
-        raise ValueError(
-            f"algorithm '{module.__name__}': its Config must be a dataclass that derives from rlhf_spmd.algorithms.base."
-            f"AlgorithmConfig; it is {config!r}"
-        )
-    return config
 
 
 def prepare(path: str | None, overrides: Sequence[str], world_size: int) -> Prepared:
@@ -118,8 +114,9 @@ def prepare(path: str | None, overrides: Sequence[str], world_size: int) -> Prep
     check_lengths(config, plans)
     exact_rollouts(config, plans)  # raises if it is demanded and cannot be
     tokenizer = load_tokenizer(model_directory(plans, "actor"))
-    prompts = load_prompts(config.data, tokenizer)
-    val_prompts = load_prompts(config.data, tokenizer, validation=True) if config.data.val_path else None
+    prompts = PromptDataset(config.data.read(), config.data, tokenizer)
+    validation = config.data.read(validation=True) if config.data.val_path else None
+    val_prompts = None if validation is None else PromptDataset(validation, config.data, tokenizer)
     if config.run.test_freq and val_prompts is None:
         raise ValueError(f"run.test_freq={config.run.test_freq} needs data.val_path")
     build_loader(prompts, config.data, config.run.seed)  # raises if there are too few prompts
@@ -168,6 +165,7 @@ def check_lengths(config: TrainConfig, plans: Mapping[str, RolePlan]) -> None:
     budget = config.algorithm.limits
     for section, sampling in {"sampling": config.sampling, "val_sampling": config.val_sampling}.items():
         longest, lengths = check_sampling(section, sampling, "data", config.data, plans)
+        plans["actor"].config.generation.check_row("models.actor.generation", longest, lengths)
         # validation's rows are cut into micro-batches by a reward model only
         is_cut = section == "sampling" or (config.data.val_path is not None and "reward" in plans and plans["reward"].spec)
         if is_cut and budget.rows is None and longest > budget.max_tokens:
@@ -232,10 +230,9 @@ def train(context: ProgramContext[Prepared]) -> None:
     )
     models = build_models(ready.plans, build)
     loader = build_loader(ready.prompts, config.data, config.run.seed)
-    queue = build_queue(controller, models.actor, loader, ready.sampling, config.data.gen_batch_size)
+    queue = build_queue(models.actor, loader, ready.sampling, config.data.gen_batch_size)
     session = Session(
         context,
-        controller,
         models,
         state=lambda: {"loader": loader.state_dict(), "roles": role_states(controller, models), "rollouts": queue.state_dict()},
         restore=lambda state: restore(state, loader, models, queue),
@@ -246,7 +243,7 @@ def train(context: ProgramContext[Prepared]) -> None:
     def one_step(number: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
         rows, prompts, generated = queue.next_batch(number)
         calls = controller.run(ready.algorithm.step, models, prompts, config.algorithm, ready.sampling, number)
-        metrics, samples = reference_values(controller, calls)
+        metrics, samples = merge_values(controller.get(*calls))
         metrics |= generated
         if metrics.get("generation/seconds_max"):
             idle = metrics["generation/idle_fraction"] = 1 - metrics["generation/seconds"] / metrics["generation/seconds_max"]
@@ -255,23 +252,14 @@ def train(context: ProgramContext[Prepared]) -> None:
         if "response_length/mean" in metrics:  # what compute_reward reports; an algorithm need not return that call
             responses = metrics["response_length/mean"] + metrics.get("rollout/environment_tokens_mean", 0.0)
             num_tokens = int(rows["prompt_ids"].lengths.sum()) + responses * len(rows)
-            metrics["perf/total_tokens"] = num_tokens
-            metrics["perf/total_flops"] = step_flops(num_tokens, num_tokens / len(rows))
+            metrics |= session.work(num_tokens, len(rows), config.algorithm.ppo_epochs)
         return metrics, samples
 
-    def step_flops(num_tokens: float, mean_length: float) -> float:
-        calls = [(ready.plans[node.role].spec, node.method) for node in controller.traced.nodes]
-        epochs = config.algorithm.ppo_epochs
-        return sum(forward_flops(s, num_tokens, mean_length) * call_passes(method, epochs) for s, method in calls if s)
-
     def validate(number: int) -> dict[str, float]:
-        assert ready.val_prompts is not None
-        batch_size = config.data.val_batch_size
-        return validate_prompts(
-            controller, models.actor, models.reward, ready.val_prompts, batch_size, ready.val_sampling, number
-        )
+        assert ready.val_prompts is not None, "run.test_freq was given without data.val_path"
+        return validate_prompts(models, ready.val_prompts, config.data.val_batch_size, ready.val_sampling, number)
 
-    session.run(one_step, validate if ready.val_prompts is not None else None)
+    session.run(one_step, validate)
 
 
 def role_states(controller: Controller, models: SimpleNamespace) -> dict[str, Any]:

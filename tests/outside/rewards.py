@@ -12,3 +12,7 @@ def often_fails(prompt: str, response: str, row: dict[str, Any]) -> float:
     if sum(map(ord, response)) % 2:
         raise RuntimeError("no opinion")
     return 1.0
+
+
+def one_argument(response: str) -> float:
+    return float(len(response))

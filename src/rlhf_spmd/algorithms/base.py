@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from rlhf_spmd.config.bounds import check_bounds
 from rlhf_spmd.objectives.kl import KLControlConfig
 from rlhf_spmd.workers.actor import ActorWorker
 from rlhf_spmd.workers.arithmetic import RoleClass
@@ -25,9 +26,7 @@ class AlgorithmConfig:
     ppo_micro_batch_size_per_gpu: int | None = None
 
     def check(self, where: str) -> None:
-        for key in ("ppo_mini_batch_size", "ppo_epochs", "ppo_max_token_len_per_gpu"):
-            if getattr(self, key) < 1:
-                raise ValueError(f"{where}.{key}={getattr(self, key)} must be at least 1")
+        check_bounds(self, where, "ppo_mini_batch_size", "ppo_epochs", "ppo_max_token_len_per_gpu", least=1)
         if not self.use_dynamic_bsz and (self.ppo_micro_batch_size_per_gpu or 0) < 1:
             raise ValueError(f"{where}.use_dynamic_bsz=false needs {where}.ppo_micro_batch_size_per_gpu, at least 1")
 

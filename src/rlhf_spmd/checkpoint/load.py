@@ -18,15 +18,7 @@ from rlhf_spmd.checkpoint.save import RoleState
 from rlhf_spmd.parallel.boxes import Box, cover
 from rlhf_spmd.parallel.collectives import Group
 
-
-@dataclass(frozen=True)
-class Copy:
-    """``tensor[target]`` receives a piece's ``[source]``."""
-
-    piece: Piece
-    source: Box
-    tensor: Tensor
-    target: Box
+Copy = tuple[Tensor, Box]  # a view of a local tensor, and the part of the piece that it receives
 
 
 @dataclass(frozen=True)
@@ -57,13 +49,13 @@ def read_pieces(directory: Path, pieces: Sequence[Piece]) -> Iterator[tuple[Piec
             raise CheckpointError(f"{path}: unreadable ({error})") from error
 
 
-def plan_reads(manifest: Manifest, role: str, target: RoleState) -> list[Copy]:
-    """What fills a rank's tensors. Pure.
+def plan_reads(manifest: Manifest, role: str, target: RoleState) -> dict[Piece, list[Copy]]:
+    """What fills a rank's tensors, by the piece that it comes from.
 
     Raises CheckpointError where a tensor is missing, incomplete, or of another shape or dtype.
     """
     where = f"checkpoint of step {manifest.step}, role '{role}'"
-    copies = []
+    copies: dict[Piece, list[Copy]] = {}
     for kind, tensors in target.kinds().items():
         pieces = manifest.pieces_of(role, kind) if tensors else {}
         for parameter, tensor in tensors.items():
@@ -82,20 +74,19 @@ def plan_reads(manifest: Manifest, role: str, target: RoleState) -> list[Copy]:
                     raise CheckpointError(
                         f"{where}: {kind} of {box.name} lacks the part {missing[0].start} + {missing[0].size}"
                     )
-                copies += [Copy(found[i], source, tensor, part) for i, source, part in taken]
+                for i, source, part in taken:
+                    copies.setdefault(found[i], []).append((tensor[part.local_slices], source))
     return copies
 
 
 def read_role(directory: Path, manifest: Manifest, role: str, target: RoleState) -> None:
     """Fill this rank's tensors in place. No communication. Raises CheckpointError."""
     target.check(role)
-    copies: dict[Piece, list[Copy]] = {}
-    for copy in plan_reads(manifest, role, target):
-        copies.setdefault(copy.piece, []).append(copy)
     with torch.no_grad():
+        copies = plan_reads(manifest, role, target)
         for piece, tensor in read_pieces(directory, list(copies)):
-            for copy in copies[piece]:
-                copy.tensor[copy.target.local_slices].copy_(tensor[copy.source.local_slices])
+            for local, source in copies[piece]:
+                local.copy_(tensor[source.local_slices])
 
 
 def load_checkpoint(directory: Path, role: str, target: RoleState, group: Group) -> None:

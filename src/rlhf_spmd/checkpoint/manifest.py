@@ -144,10 +144,6 @@ def piece_from_json(row: Mapping[str, Any]) -> Piece:
     return Piece(**text, **numbers)
 
 
-def box_key(box: Box) -> BoxKey:
-    return box.name, box.start, box.size
-
-
 def piece_key(kind: str, box: Box) -> str:
     """The name of a piece in its safetensors file, start and size after it: ``param/model.norm.weight@0+64``."""
     return f"{kind}/{box.name}@{','.join(map(str, box.start))}+{','.join(map(str, box.size))}"
@@ -159,7 +155,7 @@ def held_boxes(shards: Mapping[str, ParamShard]) -> dict[BoxKey, tuple[str, Box]
     for parameter, shard in shards.items():
         for box in shard.boxes:
             if box.numel:
-                found.setdefault(box_key(box), (parameter, box))
+                found.setdefault((box.name, box.start, box.size), (parameter, box))
     return found
 
 

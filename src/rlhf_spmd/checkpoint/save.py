@@ -80,7 +80,7 @@ def save_checkpoint(
         if not re.fullmatch(r"\w+", role):
             raise ValueError(f"role name {role!r} must consist of letters, digits and underscores")
         held.check(role)
-    run_dir = Path(run_dir)
+    run_dir, draft = Path(run_dir), draft_directory(run_dir, step)
     boxes = {role: held_boxes(held.shards) for role, held in roles.items()}
     writes = _assign(run_dir, step, {role: list(held) for role, held in boxes.items()}, group)
 
@@ -90,11 +90,11 @@ def save_checkpoint(
     try:
         for role, keys in writes.items():
             if keys:
-                file, size, pieces = _write_role(draft_directory(run_dir, step), role, roles[role], boxes[role], keys, group)
+                file, size, pieces = _write_role(draft, role, roles[role], boxes[role], keys, group)
                 files[file] = size
                 rows += [asdict(piece) for piece in pieces]
     except OSError as failure:
-        error = _explain(failure, draft_directory(run_dir, step))
+        error = _explain(failure, draft)
 
     outcomes = gather_json(group, [error, files, rows])
     if outcomes is not None:
@@ -102,7 +102,10 @@ def save_checkpoint(
         if error is None:
             all_files = {name: size for _, part, _ in outcomes for name, size in part.items()}
             merged = tuple(piece_from_json(row) for _, _, part in outcomes for row in part)
-            error = _try_commit(run_dir, Manifest(step, group.size, all_files, merged, dict(state)), keep)
+            try:
+                commit(run_dir, Manifest(step, group.size, all_files, merged, dict(state)), keep)
+            except (OSError, CheckpointError) as failure:
+                error = _explain(failure, draft)
         if error is not None:
             discard_draft(run_dir, step)
     return Path(broadcast_outcome(group, str(step_directory(run_dir, step)), error))
@@ -131,38 +134,28 @@ def _write_role(
     draft: Path, role: str, state: RoleState, boxes: dict[BoxKey, tuple[str, Box]], keys: list[BoxKey], group: Group
 ) -> tuple[str, int, list[Piece]]:
     """One file with this rank's pieces of one role, all kinds. Returns its name, size in bytes, and the pieces."""
-    views: dict[str, Tensor] = {}
-    found: dict[str, tuple[str, Box]] = {}
+    views: dict[Spec, Tensor] = {}
+    found: list[tuple[str, Box]] = []
     kinds = state.kinds()
-    for key in keys:
-        parameter, box = boxes[key]
+    for parameter, box in map(boxes.__getitem__, keys):
         for kind, tensors in kinds.items():
             if parameter in tensors:
-                name = piece_key(kind, box)
-                views[name], found[name] = tensors[parameter][box.local_slices], (kind, box)
-    specs = [Spec(name, view.dtype, tuple(view.shape)) for name, view in views.items()]
+                view = tensors[parameter][box.local_slices]
+                views[Spec(piece_key(kind, box), view.dtype, tuple(view.shape))] = view
+                found.append((kind, box))
     path = draft / f"{role}.rank_{group.ranks[group.rank]:05d}.safetensors"
     with torch.no_grad():
-        hashes = write_safetensors(path, specs, lambda spec: views[spec.key], {"format": "pt"})
-    pieces = []
-    for spec, digest in zip(specs, hashes, strict=True):
-        kind, box = found[spec.key]
-        dtype = DTYPE_NAMES[spec.dtype]
-        pieces.append(Piece(path.name, spec.key, role, kind, box.name, box.shape, box.start, box.size, dtype, digest))
+        hashes = write_safetensors(path, list(views), views.__getitem__, {"format": "pt"})
+    pieces = [
+        Piece(path.name, spec.key, role, kind, box.name, box.shape, box.start, box.size, DTYPE_NAMES[spec.dtype], digest)
+        for spec, (kind, box), digest in zip(views, found, hashes, strict=True)
+    ]
     return path.name, path.stat().st_size, pieces
 
 
-def _try_commit(run_dir: Path, manifest: Manifest, keep: int) -> str | None:
-    try:
-        commit(run_dir, manifest, keep)
-    except OSError as failure:
-        return _explain(failure, draft_directory(run_dir, manifest.step))
-    except CheckpointError as failure:
+def _explain(failure: OSError | CheckpointError, path: Path) -> str:
+    if isinstance(failure, CheckpointError):
         return str(failure)
-    return None
-
-
-def _explain(failure: OSError, path: Path) -> str:
     return (
         f"cannot write checkpoint {failure.filename or path}: {failure.strerror or failure}; "
         "the checkpoints before are intact; free space there or choose another run.dir"

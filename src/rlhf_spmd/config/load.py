@@ -10,40 +10,41 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
-from rlhf_spmd.config.schema import ConfigError, check_keys, check_required, describe, empty_sections, locate, type_at
+from omegaconf import DictConfig, OmegaConf, flag_override
+from omegaconf.errors import OmegaConfBaseException, ValidationError
+from yaml import MarkedYAMLError, YAMLError
 
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
+from rlhf_spmd.config.schema import ConfigError, check_keys, describe, fields_of, first_line, locate, type_at
 
 T = TypeVar("T")
-Sections = Callable[[Mapping[str, Any]], Mapping[str, type]]
-
-__all__ = ["ConfigError", "check_tree", "load", "to_dict", "to_yaml"]
 
 
-def load(schema: type[T], path: str | Path | None = None, overrides: Sequence[str] = (), sections: Sections | None = None) -> T:
+def load(
+    schema: type[T],
+    path: str | Path | None = None,
+    overrides: Sequence[str] = (),
+    sections: Callable[[Mapping[str, Any]], Mapping[str, type]] = lambda raw: {},
+) -> T:
     """A ``schema`` instance from a YAML file (or none) and overrides such as ``data.train_batch_size=64``.
 
     ``sections`` takes what was read, before interpolation, and returns for top-level keys the dataclass that describes them;
     it replaces the type of that field (usually ``Any``), so the result's ``.algorithm`` is an instance of that class.
     Raises ConfigError, one line, for a file that cannot be read, an unknown key, a wrong type or a missing required key.
     """
-    from omegaconf import OmegaConf
-
     raw = _merge_overrides(_read_file(path), overrides)
     plain = cast(dict[str, Any], OmegaConf.to_container(raw, resolve=False))
-    replaced: dict[str, type] = {}
-    if sections is not None:
-        try:
-            replaced = dict(sections(plain))
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
-    check_keys(schema, plain, replaced)
-    for key in empty_sections(schema, plain, replaced):
-        del raw[key]
-    return cast(T, _typed(schema, raw, plain, replaced))
+    try:
+        replaced = sections(plain)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    allowed = {**fields_of(schema), **replaced}
+    check_keys(allowed, plain)
+    for key, value in plain.items():
+        if value is None and dataclasses.is_dataclass(allowed[key]):
+            del raw[key]  # a section without content (``data:``) means the defaults, unless null is allowed there
+    return cast(T, _typed(schema, replaced, allowed, raw, plain))
 
 
 def check_tree(config: Any, where: str = "") -> None:
@@ -76,8 +77,6 @@ def to_dict(config: Any) -> Any:
 
 def to_yaml(config: Any) -> str:
     """The resolved configuration as YAML; :func:`load` makes an equal object of it."""
-    from omegaconf import OmegaConf
-
     return OmegaConf.to_yaml(OmegaConf.create(_escaped(to_dict(config))))
 
 
@@ -106,10 +105,6 @@ def _dataclasses(node: Any, where: str) -> Iterator[tuple[str, Any]]:
 
 def _read_file(path: str | Path | None) -> DictConfig:
     """Raises ConfigError naming the file, and the line where the YAML is broken."""
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-    from yaml import MarkedYAMLError, YAMLError
-
     if path is None:
         return OmegaConf.create({})
     file = Path(path)
@@ -122,57 +117,64 @@ def _read_file(path: str | Path | None) -> DictConfig:
         line = f":{mark.line + 1}" if mark is not None else ""
         raise ConfigError(f"config file '{file}'{line} is not valid YAML: {error.problem or error.context}") from error
     except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException) as error:
-        raise ConfigError(f"config file '{file}' cannot be read: {_first_line(error)}") from error
+        raise ConfigError(f"config file '{file}' cannot be read: {first_line(error)}") from error
     if not OmegaConf.is_dict(raw):
         raise ConfigError(f"config file '{file}' must hold a mapping (key: value), not a list")
-    return cast("DictConfig", raw)
+    return cast(DictConfig, raw)
 
 
 def _merge_overrides(raw: DictConfig, overrides: Sequence[str]) -> DictConfig:
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError
-
     for override in overrides:
         key, equals, _ = override.partition("=")
         if not equals or not key.strip() or key != key.strip():
             raise ConfigError(f"override '{override}' is not of the form key.subkey=value")
         try:
-            raw = cast("DictConfig", OmegaConf.merge(raw, OmegaConf.from_dotlist([override])))
+            given = OmegaConf.from_dotlist([override])
+            clash = _clash(OmegaConf.to_container(raw), OmegaConf.to_container(given), "")
+            raw = cast(DictConfig, OmegaConf.merge(raw, given))
         except (YAMLError, OmegaConfBaseException, ValueError, TypeError) as error:
-            raise ConfigError(f"override '{override}' cannot be read: {_first_line(error)}") from error
+            raise ConfigError(f"override '{override}' cannot be read: {first_line(error)}") from error
+        if clash:
+            raise ConfigError(
+                f"override '{override}': '{clash}' is a section and has no value of its own; set '{clash}.<key>=...'"
+            )
     return raw
 
 
-def _typed(schema: type, raw: DictConfig, plain: Mapping[str, Any], replaced: Mapping[str, type]) -> Any:
-    """OmegaConf's structured merge. Frozen dataclasses come as read-only nodes; the merge writes into our own copy."""
-    from omegaconf import OmegaConf, flag_override
-    from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException, ValidationError
+def _clash(before: Any, after: Any, where: str) -> str:
+    """The dotted key that is a section on one side and a value on the other; "" without one."""
+    if not (isinstance(before, dict) and isinstance(after, dict)):
+        values = [value for value in (before, after) if not isinstance(value, dict)]
+        return where if len(values) == 1 and values[0] is not None and "${" not in str(values[0]) else ""
+    shared = ((before[key], after[key], f"{where}.{key}" if where else str(key)) for key in after if key in before)
+    return next(filter(None, (_clash(*pair) for pair in shared)), "")
 
+
+def _typed(
+    schema: type, replaced: Mapping[str, type], allowed: Mapping[str, Any], raw: DictConfig, plain: Mapping[str, Any]
+) -> Any:
+    """OmegaConf's structured merge. Frozen dataclasses come as read-only nodes; the merge writes into our own copy."""
     try:
         target = OmegaConf.structured(schema)
         with flag_override(target, "readonly", False):
             for name, section in replaced.items():
                 target[name] = OmegaConf.structured(section)
         merged = OmegaConf.merge(target, raw)
-        check_required(schema, merged, replaced)
+        missing = {key: type_at(allowed, {}, key)[0] for key in sorted(OmegaConf.missing_keys(merged))}
+        if missing:
+            names = [f"'{key}'" + (f" ({describe(kind)})" if kind is not None else "") for key, kind in missing.items()]
+            raise ConfigError(f"{', '.join(names)} must be given")
         return OmegaConf.to_object(merged)
-    except MissingMandatoryValue as error:
-        raise ConfigError(f"'{error.full_key}' must be given") from error
     except ValidationError as error:
-        raise ConfigError(_wrong_type(schema, plain, replaced, error)) from error
+        raise ConfigError(_wrong_type(allowed, plain, error)) from error
     except OmegaConfBaseException as error:
         key = f"{error.full_key}: " if error.full_key else ""
-        raise ConfigError(f"{key}{_first_line(error)}") from error
+        raise ConfigError(f"{key}{first_line(error)}") from error
 
 
-def _wrong_type(schema: type, plain: Mapping[str, Any], replaced: Mapping[str, type], error: Any) -> str:
+def _wrong_type(allowed: Mapping[str, Any], plain: Mapping[str, Any], error: Any) -> str:
     key = locate(plain, str(error.full_key or ""))
-    annotation, value = type_at(schema, plain, replaced, key)
+    annotation, value = type_at(allowed, plain, key) if key else (None, None)
     if annotation is None:
-        return f"{key}: {_first_line(error)}" if key else _first_line(error)
+        return f"{key}: {first_line(error)}" if key else first_line(error)
     return f"{key}={value!r} must be {describe(annotation)}"
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

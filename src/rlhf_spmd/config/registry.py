@@ -9,7 +9,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from rlhf_spmd.config.schema import nearest
+from rlhf_spmd.config.schema import first_line, nearest
 
 
 def find(kind: str, package: str, name: str, exports: str) -> ModuleType:
@@ -41,6 +41,17 @@ def available(package: str, exports: str) -> list[str]:
     return [name for name in names if hasattr(importlib.import_module(f"{package}.{name}"), exports)]
 
 
+def resolve(kind: str, package: str, name: str, exports: str) -> Callable[..., Any]:
+    """The function or class that ``name`` stands for: a built-in (``gsm8k``, ``gsm8k:flexible``), or ``package.module:function``.
+
+    Without a function's name ``exports`` is meant. Raises ValueError that names ``kind``, the value and what exists.
+    """
+    module_name, _, function_name = name.partition(":")
+    if "." not in module_name and (not function_name or module_name in available(package, exports)):
+        module_name = find(kind, package, module_name, exports).__name__
+    return resolve_function(f"{module_name}:{function_name or exports}", kind)
+
+
 def resolve_function(name: str, kind: str = "function") -> Callable[..., Any]:
     """``package.module:function`` -> the function. Raises ValueError that names what is wrong with the name."""
     module_name, colon, function_name = name.partition(":")
@@ -63,6 +74,5 @@ def _import(kind: str, name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except (ImportError, SyntaxError, TypeError, ValueError) as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        reason = f"{type(error).__name__}: {reason}"
+        reason = f"{type(error).__name__}: {first_line(error)}"
         raise ValueError(f"{kind} '{name}' cannot be imported: {reason}; is it on PYTHONPATH?") from error

@@ -1,4 +1,4 @@
-"""What a dataclass schema allows: unknown keys with the nearest known one, required keys, types in words. Pure Python."""
+"""What a dataclass schema allows: unknown keys with the nearest known one, types in words. Pure Python."""
 
 from __future__ import annotations
 
@@ -18,50 +18,39 @@ class ConfigError(ValueError):
     """A mistake in the configuration; the message is one line for the user."""
 
 
-def check_keys(schema: type, raw: Mapping[str, Any], replaced: Mapping[str, type]) -> None:
-    """Raise ConfigError for the first key of ``raw`` that the schema does not know, or a scalar where a section must be."""
-    known = sorted(set(_known_keys(schema, raw, replaced)))
-    _check_node(schema, raw, "", replaced, known)
+def first_line(error: BaseException) -> str:
+    """What an exception says in its first line; its type's name where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def check_required(schema: type, merged: Any, replaced: Mapping[str, type]) -> None:
-    """Raise ConfigError for required keys (fields without a default) that nobody gave; all of them in one message."""
-    from omegaconf import OmegaConf
-
-    missing = sorted(OmegaConf.missing_keys(merged))
-    if missing:
-        names = []
-        for key in missing:
-            annotation, _ = type_at(schema, {}, replaced, key)
-            names.append(f"'{key}'" + (f" ({describe(annotation)})" if annotation is not None else ""))
-        raise ConfigError(f"{', '.join(names)} must be given")
+def fields_of(section: Any) -> dict[str, Any]:
+    """Key -> annotation of a dataclass."""
+    hints = typing.get_type_hints(section)
+    return {f.name: hints[f.name] for f in dataclasses.fields(section)}
 
 
-def type_at(schema: type, raw: Any, replaced: Mapping[str, type], key: str) -> tuple[Any, Any]:
+def check_keys(allowed: Mapping[str, Any], raw: Mapping[str, Any]) -> None:
+    """Raise ConfigError for the first key of ``raw`` that is not allowed, or a scalar where a section must be.
+
+    ``allowed``, here and below: the keys of the root, each with its annotation.
+    """
+    _check_section(allowed, raw, "", sorted(set(_known_keys(allowed, raw, ""))))
+
+
+def type_at(allowed: Mapping[str, Any], raw: Any, key: str) -> tuple[Any, Any]:
     """The annotation of a dotted key such as ``models.actor.optim.lr`` or ``stages[0].pp``, and its value in ``raw``."""
-    annotation: Any = schema
-    value = raw
-    for depth, part in enumerate(KEY_PART.findall(key)):
-        if dataclasses.is_dataclass(section := _section(annotation)):
-            hints = _fields(section, replaced if depth == 0 else {})
-            if part not in hints:
-                return None, value
-            annotation = hints[part]
-        else:
-            annotation = _element(annotation)
+    first, *rest = KEY_PART.findall(key)
+    annotation, value = allowed.get(first), _child(raw, first)
+    for part in rest:
+        section = _section(annotation)
+        annotation = _element(annotation) if section is None else fields_of(section).get(part)
         value = _child(value, part)
-    return (annotation if key else None), value
-
-
-def empty_sections(schema: type, raw: Mapping[str, Any], replaced: Mapping[str, type]) -> list[str]:
-    """Top-level sections written without content (``data:``): they mean the defaults, unless null is allowed there."""
-    hints = _fields(schema, replaced)
-    return [key for key, value in raw.items() if value is None and dataclasses.is_dataclass(hints[key])]
+    return annotation, value
 
 
 def locate(raw: Any, key: str) -> str:
     """The full dotted path of a leaf that OmegaConf knows by its last parts only (inside lists of dataclasses)."""
-    leaves = list(_leaves(raw, ""))
+    leaves = [leaf.removeprefix(".") for leaf in _leaves(raw, "")]
     if not key or key in leaves:
         return key
     return next((leaf for leaf in leaves if re.search(rf"[.\]]{re.escape(key)}$", leaf)), key)
@@ -79,7 +68,7 @@ def describe(annotation: Any) -> str:
     if get_origin(annotation) is Literal:
         return "one of " + ", ".join(str(value) for value in get_args(annotation))
     if dataclasses.is_dataclass(annotation):
-        return f"a mapping with the keys {_listed(_fields(annotation, {}))}"
+        return f"a mapping with the keys {_listed(fields_of(annotation))}"
     if isinstance(annotation, type) and hasattr(annotation, "__members__"):
         return "one of " + ", ".join(annotation.__members__)
     origin = get_origin(annotation) or annotation
@@ -96,32 +85,35 @@ def nearest(name: str, known: Sequence[str]) -> str:
     return f"; did you mean '{found[0]}'?" if found else ""
 
 
-def _check_node(annotation: Any, value: Any, where: str, replaced: Mapping[str, type], known: Sequence[str]) -> None:
-    if _is_interpolation(value) or (value is None and where):
-        return
+def _check_section(allowed: Mapping[str, Any], raw: Mapping[str, Any], where: str, known: Sequence[str]) -> None:
+    for key, child in raw.items():
+        if key not in allowed:
+            raise ConfigError(_unknown_key(where, str(key), list(allowed), known))
+        _check_value(allowed[key], child, _dotted(where, key), known)
+
+
+def _check_value(annotation: Any, value: Any, where: str, known: Sequence[str]) -> None:
     section = _section(annotation)
-    if dataclasses.is_dataclass(section):
-        if not isinstance(value, Mapping):
-            if not any(isinstance(value, option) for option in _options(annotation) if option in (str, int, float, bool)):
-                raise ConfigError(f"{where}={value!r} must be {describe(section)}")
-            return
-        hints = _fields(section, replaced)
-        for key, child in value.items():
-            dotted = f"{where}.{key}" if where else str(key)
-            if key not in hints:
-                raise ConfigError(_unknown_key(where, str(key), list(hints), known))
-            _check_node(hints[key], child, dotted, {}, known)
+    if value is None or (isinstance(value, str) and "${" in value):
+        return
+    if section is None:
+        kinds = {get_origin(option) or option for option in _options(annotation)}
+        fitting = (
+            {dict, Mapping} if isinstance(value, Mapping) else {list, tuple, Sequence} if isinstance(value, list) else kinds
+        )
+        if Any not in kinds and not kinds & fitting:
+            raise ConfigError(f"{where}={value!r} must be {describe(annotation)}")
+        for suffix, child in _entries(value):
+            _check_value(_element(annotation), child, where + suffix, known)
     elif isinstance(value, Mapping):
-        for key, child in value.items():
-            _check_node(_element(annotation), child, f"{where}.{key}", {}, known)
-    elif isinstance(value, list):
-        for index, child in enumerate(value):
-            _check_node(_element(annotation), child, f"{where}[{index}]", {}, known)
+        _check_section(fields_of(section), value, where, known)
+    elif not any(isinstance(value, option) for option in _options(annotation) if option in (str, int, float, bool)):
+        raise ConfigError(f"{where}={value!r} must be {describe(section)}")
 
 
 def _unknown_key(where: str, key: str, allowed: Sequence[str], known: Sequence[str]) -> str:
-    dotted = f"{where}.{key}" if where else key
-    inside = [f"{where}.{name}" if where else name for name in allowed]
+    dotted = _dotted(where, key)
+    inside = [_dotted(where, name) for name in allowed]
     same_name = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
     hint = nearest(dotted, inside) if difflib.get_close_matches(key, allowed, n=1, cutoff=0.6) else ""
     if not hint:
@@ -130,33 +122,40 @@ def _unknown_key(where: str, key: str, allowed: Sequence[str], known: Sequence[s
     return f"unknown key '{dotted}'{hint}{separator} allowed here: {_listed(sorted(allowed))}"
 
 
-def _known_keys(annotation: Any, value: Any, replaced: Mapping[str, type], where: str = "") -> Iterator[str]:
-    """Dotted names of the schema; inside a dict of dataclasses, under the names that ``value`` uses."""
-    if where:
-        yield where
+def _known_keys(allowed: Mapping[str, Any], raw: Any, where: str) -> Iterator[str]:
+    """Dotted names of the schema; inside a dict of dataclasses, under the names that ``raw`` uses."""
+    for key, annotation in allowed.items():
+        yield _dotted(where, key)
+        yield from _known_inside(annotation, _child(raw, key), _dotted(where, key))
+
+
+def _known_inside(annotation: Any, value: Any, where: str) -> Iterator[str]:
     section = _section(annotation)
-    if dataclasses.is_dataclass(section):
-        for name, hint in _fields(section, replaced).items():
-            yield from _known_keys(hint, _child(value, name), {}, f"{where}.{name}" if where else name)
+    if section is not None:
+        yield from _known_keys(fields_of(section), value, where)
     elif isinstance(value, Mapping):
-        for name, child in value.items():
-            yield from _known_keys(_element(annotation), child, {}, f"{where}.{name}")
+        for suffix, child in _entries(value):
+            yield where + suffix
+            yield from _known_inside(_element(annotation), child, where + suffix)
 
 
-def _fields(section: Any, replaced: Mapping[str, type]) -> dict[str, Any]:
-    hints = typing.get_type_hints(section)
-    return {f.name: replaced.get(f.name, hints[f.name]) for f in dataclasses.fields(section)}
+def _entries(value: Any) -> Iterator[tuple[str, Any]]:
+    """What is in a mapping (``.key``) or a list (``[index]``)."""
+    if isinstance(value, Mapping):
+        yield from ((f".{key}", child) for key, child in value.items())
+    elif isinstance(value, list):
+        yield from ((f"[{index}]", child) for index, child in enumerate(value))
 
 
 def _leaves(value: Any, where: str) -> Iterator[str]:
-    if isinstance(value, Mapping):
-        for key, child in value.items():
-            yield from _leaves(child, f"{where}.{key}" if where else str(key))
-    elif isinstance(value, list):
-        for index, child in enumerate(value):
-            yield from _leaves(child, f"{where}[{index}]")
-    else:
+    if not isinstance(value, (Mapping, list)):
         yield where
+    for suffix, child in _entries(value):
+        yield from _leaves(child, where + suffix)
+
+
+def _dotted(where: str, key: object) -> str:
+    return f"{where}.{key}" if where else str(key)
 
 
 def _options(annotation: Any) -> tuple[Any, ...]:
@@ -185,10 +184,6 @@ def _child(value: Any, part: str) -> Any:
     if isinstance(value, list) and part.isdigit() and int(part) < len(value):
         return value[int(part)]
     return None
-
-
-def _is_interpolation(value: Any) -> bool:
-    return isinstance(value, str) and "${" in value
 
 
 def _listed(names: Any) -> str:

@@ -8,20 +8,10 @@ Public names: Controller, Worker, ResourcePool, register, Protocol and the eight
 rows, ranks and layouts; it must not know models, losses or weights.
 """
 
-from rlhf_spmd.controller.controller import CallOrderError, Controller
-from rlhf_spmd.controller.graph import CallNode, Graph
+from rlhf_spmd.controller.controller import Controller
+from rlhf_spmd.controller.graph import Graph
 from rlhf_spmd.controller.pool import GroupShape, ResourcePool
-from rlhf_spmd.controller.protocols import (
-    ALL_TO_ALL,
-    DP,
-    MICRO_DP,
-    ONE_TO_ALL,
-    PP_AS_DP,
-    PP_ONLY,
-    RANK_ZERO,
-    THREE_D,
-    Protocol,
-)
+from rlhf_spmd.controller.protocols import ALL_TO_ALL, DP, MICRO_DP, ONE_TO_ALL, PP_AS_DP, PP_ONLY, RANK_ZERO, THREE_D, Protocol
 from rlhf_spmd.controller.reference import Reference
 from rlhf_spmd.controller.worker import MethodSpec, Worker, register
 
@@ -34,8 +24,6 @@ __all__ = [
     "PP_ONLY",
     "RANK_ZERO",
     "THREE_D",
-    "CallNode",
-    "CallOrderError",
     "Controller",
     "Graph",
     "GroupShape",

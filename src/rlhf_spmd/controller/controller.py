@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import json
 import sys
-from collections import Counter
+from collections import defaultdict, deque
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import numpy as np
 import torch
 
 from rlhf_spmd.controller.graph import CallNode, Graph
-from rlhf_spmd.controller.reference import Part, Production, Reference, RowSet, pick_rows, source
-from rlhf_spmd.controller.transport import LENGTHS, UNTRACED, CallOrderError, Transport, pack, unpack
+from rlhf_spmd.controller.reference import Part, Production, Reference, RowSet, Source, pick_rows, source
+from rlhf_spmd.controller.transport import LENGTHS, UNTRACED, Transport, pack, unpack
 from rlhf_spmd.controller.worker import MethodSpec, Worker
 from rlhf_spmd.data.batch import Batch, Field, concat
 from rlhf_spmd.parallel.board import Board
 from rlhf_spmd.parallel.collectives import Group
-from rlhf_spmd.telemetry.trace import Span, Timeline
-
-__all__ = ["CallOrderError", "Controller"]
+from rlhf_spmd.telemetry.trace import Argument, Timeline
 
 
 class Controller:
@@ -35,18 +34,16 @@ class Controller:
         self.rank = world.ranks[world.rank]
         self.board = board
         self.timeline = timeline or Timeline(self.rank)
-        self.span: Span | None = None  # of the last call that this rank took part in: a worker may add to its args
-        self.graph = Graph()  # of the script that runs now
-        self.traced = Graph()  # of the last one
+        self.span: dict[str, Argument] = {}  # arguments of the last call's span: a worker may add to them
+        self.graph = Graph()  # of the last script
         self._transport = Transport(world)
-        self._seq = 0
+        self._seq = 1  # for the board 0 is before the first call
         self._tracing = False
-        self._made: Counter[str] = Counter()  # calls of each name so far in this run: (name, occurrence) -> node
-        self._node_of: dict[tuple[str, int], int] = {}
+        self._nodes: dict[str, deque[int]] = defaultdict(deque)  # of the calls of each name that are still to come in this run
         self._calls: dict[int, tuple[Worker, MethodSpec]] = {}  # node -> what it calls
         self._consumers: dict[int, list[CallNode]] = {}  # node -> who reads what it makes
         self._productions: list[Production] = []
-        self._sent: dict[tuple[int, int], tuple[Production, Production, str]] = {}  # pushed and not yet consumed
+        self._sent: dict[tuple[int, int], tuple[Production, Production]] = {}  # pushed and not yet consumed
         self._lengths: dict[int, np.ndarray] = {}  # token counts learnt from headers, by production
 
     # The script's side
@@ -55,13 +52,10 @@ class Controller:
 
     def run(self, script: Callable[..., Any], *args: Any) -> Any:
         """Trace the script, run it, and settle every message. Collective over the world: every rank of it must call."""
-        self.graph = self.traced = self.trace(script, *args)
+        self.graph = self.trace(script, *args)
         self._consumers = self.graph.consumers()
-        self._made.clear()  # calls outside run() have been counted too
-        seen: Counter[str] = Counter()
         for node in self.graph.nodes:
-            self._node_of[node.name, seen[node.name]] = node.index
-            seen[node.name] += 1
+            self._nodes[node.name].append(node.index)
         result = script(*args)
         self.settle()
         return result
@@ -82,21 +76,15 @@ class Controller:
         Every rank of the world must call, in program order; it waits only for the ranks it exchanged data with.
         """
         for production in self._productions:
-            assert production.spec is not None
             if production.spec.lengths_of is not None and self.rank in self._readers(production):
                 self._learn(production)
-        for producer, consumer, name in self._sent.values():
+        for producer, consumer in self._sent.values():
             part = consumer.members.part_of.get(self.rank)
             if part is not None:
-                self._receive(producer, consumer, producer.parts_with(consumer.part(part)), name)
+                self._receive(producer, consumer, producer.parts_with(consumer.part(part)))
         self._transport.finish()
-        self._productions.clear()
-        self._sent.clear()
-        self._lengths.clear()
-        self._made.clear()
-        self._node_of.clear()
-        self._consumers.clear()
-        self.graph = Graph()
+        for kept in (self._productions, self._sent, self._lengths, self._nodes, self._consumers):
+            kept.clear()
 
     def get(self, *references: Reference) -> list[Any]:
         """For each call the list of its collected values, the same on every rank (empty while tracing).
@@ -106,22 +94,16 @@ class Controller:
         if self._tracing:
             return [[] for _ in references]
         self._enter("controller.get", sys._getframe(1))
-        mine: dict[int, dict[int, Any]] = {}
+        mine = []  # (which reference, position in its list, value)
         for i, reference in enumerate(references):
-            production = reference.call
-            assert production is not None and production.role is not None and production.spec is not None, (
-                "get() takes what a call returned"
-            )
-            role, protocol = production.role, production.spec.protocol
-            for position, index in enumerate(protocol.collect(role.shape)):
-                if role.pool.ranks[index] == self.rank:
-                    mine.setdefault(i, {})[position] = production.values
+            call = reference.call
+            assert call is not None, "get() takes what a call returned"
+            for position, index in enumerate(call.spec.protocol.collect(call.role.shape)):
+                if call.role.pool.ranks[index] == self.rank:
+                    mine.append((i, position, call.values))
         parts = self.world.gather_bytes(json.dumps(mine).encode(), "control")
-        merged: list[dict[int, Any]] = [{} for _ in references]
-        for part in parts or []:
-            for key, values in json.loads(part).items():
-                merged[int(key)].update({int(position): value for position, value in values.items()})
-        ordered = [[values[position] for position in sorted(values)] for values in merged]
+        found = sorted((entry for part in parts or [] for entry in json.loads(part)), key=lambda entry: entry[:2])
+        ordered = [[value for which, _, value in found if which == i] for i in range(len(references))]
         result: list[Any] = json.loads(self.world.broadcast_bytes(json.dumps(ordered).encode() if parts else None, "control"))
         self._leave()
         return result
@@ -140,12 +122,11 @@ class Controller:
 
     # The calls' side
 
-    def _enter(self, name: str, where: Any) -> int:
-        """Number a call and note it on the board, which compares the ranks' call logs. ``where``: a frame, or its file:line."""
+    def _enter(self, name: str, caller: FrameType) -> int:
+        """Number a call and note it on the board, which compares the ranks' call logs."""
         seq, self._seq = self._seq, self._seq + 1
         if self.board is not None:
-            site = where if isinstance(where, str) else f"{where.f_code.co_filename.rsplit('/', 1)[-1]}:{where.f_lineno}"
-            self.board.enter_call(seq, name, site)
+            self.board.enter_call(seq, name, _site(caller))
         return seq
 
     def tick(self) -> None:
@@ -158,97 +139,85 @@ class Controller:
             self.board.leave_call()
 
     def call(
-        self, role: Worker, spec: MethodSpec, batch: Reference | None, args: tuple[Any, ...], kwargs: dict[str, Any], site: str
+        self, role: Worker, spec: MethodSpec, batch: Any, args: tuple[Any, ...], kwargs: dict[str, Any], caller: FrameType
     ) -> Reference:
         """One call of a registered method; see :func:`rlhf_spmd.controller.worker.register`."""
         name = f"{role.name}.{spec.name}"
-        wanted: list[str] = []
-        if isinstance(batch, Reference):
-            wanted = spec.wanted(batch, name, role)
+        reference = batch if isinstance(batch, Reference) else Reference(None)
+        wanted = spec.wanted(batch, name, role) if reference is batch else []
         if self._tracing:
-            return self._record(role, spec, batch, wanted, site)
-        seq = self._enter(name, site)
-        production = self._production(role, spec, batch, seq, name)
-        if isinstance(batch, Reference):
-            self._send_inputs(production, batch, wanted, name)
+            return self._record(role, spec, reference, wanted, _site(caller))
+        seq = self._enter(name, caller)
+        node = self._nodes[name].popleft() if self._nodes[name] else UNTRACED
+        production = Production(seq, node, reference.rows, role, spec)
+        self._productions.append(production)
+        self._send_inputs(production, reference, wanted)
         role.enter(spec, [*args, *kwargs.values()])
         index = production.members.part_of.get(self.rank)
         if index is not None:
-            inputs = self._inputs(production, batch, wanted, index, name)
+            inputs = self._inputs(production, batch, wanted, index)
             with self.timeline.span(name, category="compute", call=seq) as self.span:
                 result = spec.body(role, *inputs, *args, **kwargs)
-            self._keep(production, result, index, name)
+            self._keep(production, result, index)
         role.leave()
-        reference = self._reference(production, spec)
-        self._push(production, reference)
+        made = self._reference(production)
+        self._push(production, made)
         self._leave()
-        return reference
+        return made
 
-    def _production(self, role: Worker, spec: MethodSpec, batch: Any, seq: int, name: str) -> Production:
-        node = self._node_of.get((name, self._made[name]), UNTRACED)
-        self._made[name] += 1
-        rows = batch.rows if isinstance(batch, Reference) else None
-        production = Production(seq, node, rows, role, spec)
-        self._productions.append(production)
-        return production
-
-    def _reference(self, production: Production, spec: MethodSpec) -> Reference:
-        rows = production.rows
-        assert production.role is not None, "a call has a role"
-        if rows is not None and spec.lengths_of is not None:
+    def _reference(self, production: Production) -> Reference:
+        rows, spec = production.rows, production.spec
+        if rows is None:
+            return Reference(None, call=production)
+        if spec.lengths_of is not None:
             rows = RowSet(rows.row_ids, rows.group_ids, lambda: self._learn(production), production.node)
-        fields = {name: (production, name) for name in spec.given(production.role)} if rows is not None else {}
-        return Reference(rows, fields, production)
+        return Reference(rows, {name: (production, name) for name in spec.given(production.role)}, production)
 
-    def _inputs(self, production: Production, batch: Any, wanted: list[str], index: int, name: str) -> list[Any]:
+    def _inputs(self, production: Production, batch: Any, wanted: list[str], index: int) -> list[Any]:
         """The body's first argument: this member's rows, in row order. ``index``: the part that it works on."""
-        assert production.role is not None and production.spec is not None
         if batch is None:
             return []
         if not isinstance(batch, Reference):
             per_member = production.spec.protocol.per_member
             return [batch[production.role.pool.ranks.index(self.rank)] if per_member else batch]
-        with self.timeline.span(f"{name}: inputs", category="wait", call=production.seq):
+        with self.timeline.span(f"{production.name}: inputs", category="wait", call=production.seq):
             part = production.part(index)
-            local = self._assemble(production, batch, wanted, part, name)
+            local = self._assemble(production, batch, wanted, part)
         if production.spec.mini_batches is None:
             return [local]
         num_chunks = production.cut.num_chunks
         bounds = np.searchsorted(part.positions, np.arange(1, num_chunks) * (len(part.rows) // num_chunks))
         return [local.split(np.diff([0, *bounds, len(part.positions)]).tolist())]
 
-    def _assemble(self, consumer: Production, batch: Reference, wanted: list[str], part: Part, name: str) -> Batch:
+    def _assemble(self, consumer: Production, batch: Reference, wanted: list[str], part: Part) -> Batch:
         fields: dict[str, Field] = {}
         if len(part.positions):  # a member without rows gets a batch without fields
             for producer, names in _by_producer(batch, wanted):
-                data = self._fetch(producer, consumer, part, list(names.values()), name)
+                data = self._fetch(producer, consumer, part, list(names.values()))
                 fields |= {new: data[old] for new, old in names.items()}
         return Batch(part.row_ids, part.group_ids, fields)
 
-    def _fetch(self, producer: Production, consumer: Production, part: Part, names: list[str], call: str) -> Batch:
+    def _fetch(self, producer: Source | Production, consumer: Production, part: Part, names: list[str]) -> Batch:
         """These rows of a production: out of this rank's own memory, the rest from their holders."""
-        pieces: list[Batch] = []
-        is_held = producer.role is None
-        if not is_held:
-            parts = producer.parts_with(part)
-            pieces = self._receive(producer, consumer, parts, call)
-            is_held = any(self.rank in producer.members.holders(index) for index in parts)
-        if is_held:
-            assert producer.data is not None, f"{call}: the data of call {producer.seq} are gone"
+        if isinstance(producer, Source):
+            return pick_rows(producer.data.select(names), part.row_ids)
+        parts = producer.parts_with(part)
+        pieces = self._receive(producer, consumer, parts)
+        if any(self.rank in producer.members.holders(index) for index in parts):
+            assert producer.data is not None, f"{consumer.name}: the data of call {producer.seq} are gone"
             pieces.append(producer.data.select(names))
         return pick_rows(pieces[0] if len(pieces) == 1 else concat(pieces), part.row_ids)
 
-    def _receive(self, producer: Production, consumer: Production, parts: list[int], call: str) -> list[Batch]:
+    def _receive(self, producer: Production, consumer: Production, parts: list[int]) -> list[Batch]:
         """Rows of these parts of a production, one batch from the first holder of each part that does not lie here."""
         holders = [producer.members.holders(index) for index in parts]
         sources = [ranks[0] for ranks in holders if self.rank not in ranks]
-        return [unpack(self._transport.receive(rank, producer.seq, consumer.node, call)) for rank in sources]
+        return [unpack(self._transport.receive(rank, producer.seq, consumer.node, consumer.name)) for rank in sources]
 
-    def _keep(self, production: Production, result: Any, index: int, name: str) -> None:
+    def _keep(self, production: Production, result: Any, index: int) -> None:
         data, production.values = result if isinstance(result, tuple) else (result, None)
         if isinstance(data, Batch):
-            assert production.role is not None and production.spec is not None and production.rows is not None
-            part = production.part(index)
+            part, name = production.part(index), production.name
             missing = set(production.spec.given(production.role)) - set(data.fields)
             is_holder = bool(missing) and self.rank in production.members.holders(index)
             assert not (is_holder and len(data)), f"{name} declares {sorted(missing)}, but did not return it"
@@ -260,16 +229,15 @@ class Controller:
 
     # Moving data
 
-    def _send_inputs(self, consumer: Production, batch: Reference, wanted: list[str], name: str) -> None:
+    def _send_inputs(self, consumer: Production, batch: Reference, wanted: list[str]) -> None:
         """Send what was not pushed: calls outside run(), or a branch that the trace did not foresee."""
         for producer, fields in _by_producer(batch, wanted):
             pushed = self._sent.pop((producer.seq, consumer.node), None)
-            if producer.role is not None and pushed is None:
-                self._send(producer, consumer, list(fields.values()), name)
+            if isinstance(producer, Production) and pushed is None:
+                self._send(producer, consumer, list(fields.values()))
 
     def _push(self, producer: Production, reference: Reference) -> None:
         """Send the results of a call to the consumers that the graph names."""
-        assert producer.spec is not None
         if producer.rows is None:
             return
         if producer.spec.lengths_of is not None:
@@ -279,11 +247,11 @@ class Controller:
             if rows is None:
                 continue  # placed by lengths that a later call sets: sent when that call's results are consumed
             consumer = Production(-1, node.index, rows, *self._calls[node.index])
-            fields = [node.names[name] for name, made_by in node.inputs.items() if made_by == producer.node]
-            self._send(producer, consumer, fields, node.name)
-            self._sent[producer.seq, node.index] = (producer, consumer, node.name)
+            fields = [name for made_by, name in node.inputs.values() if made_by == producer.node]
+            self._send(producer, consumer, fields)
+            self._sent[producer.seq, node.index] = (producer, consumer)
 
-    def _send(self, producer: Production, consumer: Production, names: list[str], name: str) -> None:
+    def _send(self, producer: Production, consumer: Production, names: list[str]) -> None:
         """This rank's part of moving a production to a consumer: rows it is the first holder of, to members that lack them."""
         index = producer.members.part_of.get(self.rank)
         if producer.data is None or index is None:
@@ -298,7 +266,7 @@ class Controller:
                 row_ids = mine.row_ids[torch.from_numpy(consumer.placement()[mine.positions] == wanted)]
                 payload = pack(pick_rows(producer.data.select(names), row_ids))
                 for rank in ranks:
-                    self._transport.send(payload, rank, producer.seq, consumer.node, name)
+                    self._transport.send(payload, rank, producer.seq, consumer.node, consumer.name)
 
     # Row lengths
 
@@ -313,7 +281,7 @@ class Controller:
                 self._transport.send(counts.view(torch.uint8), rank, producer.seq, LENGTHS, "lengths")
 
     def _own_lengths(self, producer: Production, index: int) -> np.ndarray:
-        assert producer.rows is not None and producer.spec is not None and producer.data is not None
+        assert producer.rows is not None and producer.data is not None
         before: np.ndarray = producer.rows.tokens()[producer.part(index).positions]
         return before + producer.data[producer.spec.lengths_of or ""].lengths.numpy()
 
@@ -337,23 +305,25 @@ class Controller:
             self._lengths[producer.seq] = counts
         return self._lengths[producer.seq]
 
-    def _record(self, role: Worker, spec: MethodSpec, batch: Any, wanted: list[str], site: str) -> Reference:
+    def _record(self, role: Worker, spec: MethodSpec, batch: Reference, wanted: list[str], site: str) -> Reference:
         index = len(self.graph.nodes)
         assert index < UNTRACED, "more than a thousand calls in one step"
-        reference = batch if isinstance(batch, Reference) else Reference(None)
-        inputs = {name: reference.fields[name][0].node for name in wanted}
-        names = {name: reference.fields[name][1] for name in wanted}
-        lengths_from = reference.rows.lengths_from if reference.rows else -1
-        node = CallNode(index, role.name, spec.name, site, inputs, names, spec.given(role), role.pool.ranks, lengths_from)
+        inputs = {name: (producer.node, original) for name in wanted for producer, original in [batch.fields[name]]}
+        lengths_from = batch.rows.lengths_from if batch.rows else -1
+        node = CallNode(index, role.name, spec.name, site, inputs, spec.given(role), role.pool.ranks, lengths_from)
         self.graph.nodes.append(node)
         self._calls[index] = (role, spec)
-        return self._reference(Production(-1, index, reference.rows, role, spec), spec)
+        return self._reference(Production(-1, index, batch.rows, role, spec))
 
 
-def _by_producer(batch: Reference, wanted: list[str]) -> list[tuple[Production, dict[str, str]]]:
+def _site(caller: FrameType) -> str:
+    return f"{caller.f_code.co_filename.rsplit('/', 1)[-1]}:{caller.f_lineno}"
+
+
+def _by_producer(batch: Reference, wanted: list[str]) -> list[tuple[Source | Production, dict[str, str]]]:
     """The wanted fields by the call that made them, in program order: name here -> name there."""
-    found: dict[int, tuple[Production, dict[str, str]]] = {}
+    found: dict[int, tuple[Source | Production, dict[str, str]]] = {}
     for name in wanted:
-        production, original = batch.fields[name]
-        found.setdefault(id(production), (production, {}))[1][name] = original
+        producer, original = batch.fields[name]
+        found.setdefault(id(producer), (producer, {}))[1][name] = original
     return sorted(found.values(), key=lambda item: item[0].seq)

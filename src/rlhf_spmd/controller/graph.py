@@ -7,21 +7,18 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class CallNode:
-    """One model function call. ``inputs`` maps each input field to the node that makes it (-1: a source such as the loader).
-
-    ``names`` maps each input field to its name at the producer (they differ after ``rename``). ``lengths_from`` is the node
-    whose output set the rows' token counts (-1: the loader).
-    """
+    """One model function call. ``inputs`` maps each input field to the node that makes it (-1: a source such as the loader)
+    and its name there (another after ``rename``). ``lengths_from`` is the node whose output set the rows' token counts (-1: the
+    loader)."""
 
     index: int
     role: str
     method: str
     site: str
-    inputs: dict[str, int]
-    names: dict[str, str]
+    inputs: dict[str, tuple[int, str]]
     outputs: tuple[str, ...]
     ranks: tuple[int, ...]
-    lengths_from: int = -1
+    lengths_from: int
 
     @property
     def name(self) -> str:
@@ -36,7 +33,7 @@ class Graph:
         """(producer node, consumer node, fields), in program order."""
         found: dict[tuple[int, int], list[str]] = {}
         for node in self.nodes:
-            for name, producer in node.inputs.items():
+            for name, (producer, _) in node.inputs.items():
                 if producer >= 0:
                     found.setdefault((producer, node.index), []).append(name)
         return [(a, b, tuple(sorted(fields))) for (a, b), fields in sorted(found.items())]

@@ -31,3 +31,8 @@ class GroupShape:
     @property
     def size(self) -> int:
         return self.layout.size
+
+    @property
+    def generating(self) -> GenerationLayout:
+        """The generation layout; without one, the replicas of the training layout generate as they are."""
+        return self.generation or GenerationLayout(self.layout, self.layout.pp, self.layout.tp)

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 from rlhf_spmd.controller.pool import GroupShape, ResourcePool
-from rlhf_spmd.parallel.layout import GenerationLayout
+from rlhf_spmd.parallel.layout import Grid
 
 
 @dataclass(frozen=True)
@@ -33,46 +34,26 @@ class Protocol:
 
 
 class Members:
-    """A protocol on a role's pool, in global ranks. Answers are kept: a script asks for the same ones in every step."""
+    """A protocol on a role's pool, in global ranks. Answers are kept: a script asks for the same ones in every step.
+
+    ``part_of``: the part of each rank that runs. ``workers(part)``: the ranks that work on its rows. ``holders(part)``: those that
+    hold them after the call; the first is the one that others fetch from.
+    """
 
     def __init__(self, protocol: Protocol, shape: GroupShape, pool: ResourcePool) -> None:
-        self._protocol, self._shape, self._pool = protocol, shape, pool
         self.num_parts = protocol.parts(shape)
-        self.part_of = {
-            rank: part for index, rank in enumerate(pool.ranks) if (part := protocol.distribute(shape, index)) is not None
-        }  # of the ranks that run
-        self._holders: dict[int, list[int]] = {}
-        self._workers: dict[int, list[int]] = {}
-        for rank, part in self.part_of.items():
-            self._workers.setdefault(part, []).append(rank)
-
-    def workers(self, part: int) -> list[int]:
-        """Ranks that work on the rows of ``part``."""
-        return self._workers.get(part, [])
-
-    def holders(self, part: int) -> list[int]:
-        """Ranks that hold the rows of ``part`` after the call; the first is the one that others fetch from."""
-        if part not in self._holders:
-            self._holders[part] = [self._pool.ranks[i] for i in self._protocol.holders(self._shape, part)]
-        return self._holders[part]
+        parts = {rank: protocol.distribute(shape, index) for index, rank in enumerate(pool.ranks)}
+        self.part_of = {rank: part for rank, part in parts.items() if part is not None}
+        self.workers: Callable[[int], list[int]] = cache(lambda part: [rank for rank, its in parts.items() if its == part])
+        self.holders: Callable[[int], list[int]] = cache(lambda part: [pool.ranks[i] for i in protocol.holders(shape, part)])
 
 
 def _everyone(shape: GroupShape) -> list[int]:
     return list(range(shape.size))
 
 
-def _last_stage(shape: GroupShape, dp: int) -> list[int]:
-    layout = shape.layout
+def _last_stage(layout: Grid, dp: int) -> list[int]:
     return [layout.index(layout.pp - 1, dp, tp) for tp in range(layout.tp)]
-
-
-def _generation(shape: GroupShape) -> GenerationLayout:
-    return shape.generation or GenerationLayout(shape.layout, shape.layout.pp, shape.layout.tp)
-
-
-def _generation_last_stage(shape: GroupShape, part: int) -> list[int]:
-    layout = _generation(shape)
-    return [layout.index(layout.pp - 1, part, tp) for tp in range(layout.tp)]
 
 
 ONE_TO_ALL = Protocol(  # the same input everywhere, results from everyone: building models, checkpoints
@@ -105,15 +86,15 @@ THREE_D = Protocol(  # split over dp, the same rows on a replica's pp * tp ranks
     "THREE_D",
     parts=lambda shape: shape.layout.dp,
     distribute=lambda shape, index: shape.layout.coordinate(index)[1],
-    collect=lambda shape: [_last_stage(shape, dp)[0] for dp in range(shape.layout.dp)],
-    replicas=_last_stage,
+    collect=lambda shape: [_last_stage(shape.layout, dp)[0] for dp in range(shape.layout.dp)],
+    replicas=lambda shape, part: _last_stage(shape.layout, part),
 )
 MICRO_DP = Protocol(  # the generation layout of the hybrid engine: d_g * d replicas of p_g * t_g ranks
     "MICRO_DP",
-    parts=lambda shape: _generation(shape).dp,
-    distribute=lambda shape, index: _generation(shape).coordinate(index)[1],
-    collect=lambda shape: [_generation_last_stage(shape, part)[0] for part in range(_generation(shape).dp)],
-    replicas=_generation_last_stage,
+    parts=lambda shape: shape.generating.dp,
+    distribute=lambda shape, index: shape.generating.coordinate(index)[1],
+    collect=lambda shape: [_last_stage(shape.generating, dp)[0] for dp in range(shape.generating.dp)],
+    replicas=lambda shape, part: _last_stage(shape.generating, part),
 )
 PP_ONLY = Protocol(  # the same input everywhere, one result per pipeline stage (dp 0, tp 0): looking at weight names
     "PP_ONLY",

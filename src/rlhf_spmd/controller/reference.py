@@ -67,7 +67,14 @@ class RowSet:
         if cut not in self._placements:
             if len(self) % cut.num_chunks:
                 raise ValueError(f"{len(self)} rows cannot be cut into {cut.num_chunks} mini-batches of equal size")
-            self._placements[cut] = self._place(cut)
+            placement = np.zeros(len(self), dtype=np.int64)
+            if cut.num_parts > 1:
+                tokens = self.tokens()
+                for chunk in np.split(np.arange(len(self)), cut.num_chunks):
+                    groups = self.group_ids[chunk].tolist() if cut.keep_groups else None
+                    for part, rows in enumerate(partition_by_tokens(tokens[chunk].tolist(), cut.num_parts, groups)):
+                        placement[chunk[rows]] = part
+            self._placements[cut] = placement
         return self._placements[cut]
 
     def part(self, cut: Cut, index: int) -> Part:
@@ -77,41 +84,41 @@ class RowSet:
             self._parts[cut, index] = Part(self, cut, index, positions, *ids)
         return self._parts[cut, index]
 
-    def _place(self, cut: Cut) -> np.ndarray:
-        placement = np.zeros(len(self), dtype=np.int64)
-        if cut.num_parts == 1:
-            return placement
-        tokens = self.tokens()
-        for chunk in np.split(np.arange(len(self)), cut.num_chunks):
-            groups = self.group_ids[chunk].tolist() if cut.keep_groups else None
-            for part, rows in enumerate(partition_by_tokens(tokens[chunk].tolist(), cut.num_parts, groups)):
-                placement[chunk[rows]] = part
-        return placement
+
+@dataclass(eq=False)
+class Source:
+    """Data that every rank holds whole, before all calls."""
+
+    data: Batch
+    seq: int = -1
+    node: int = -1
 
 
 @dataclass(eq=False)
 class Production:
     """One call's results: where they lie and, on the ranks that hold them, the data.
 
-    ``seq`` is the call's number, the same on every rank. ``role`` is None for a source, which every rank holds whole.
+    ``seq`` is the call's number, the same on every rank; ``node`` is where it stands in the graph. ``rows`` None: a call without.
     """
 
     seq: int
     node: int
     rows: RowSet | None
-    role: Worker | None = None
-    spec: MethodSpec | None = None
+    role: Worker
+    spec: MethodSpec
     data: Batch | None = None
     values: Any = None
 
+    @property
+    def name(self) -> str:
+        return f"{self.role.name}.{self.spec.name}"
+
     @cached_property
     def members(self) -> Members:
-        assert self.role is not None and self.spec is not None, "a source has no members"
         return self.role.members(self.spec.protocol)
 
     @cached_property
     def cut(self) -> Cut:
-        assert self.role is not None and self.spec is not None, "a source is not cut"
         num_chunks = self.spec.mini_batches(self.role) if self.spec.mini_batches else 1
         return Cut(self.members.num_parts, not self.spec.split_groups, num_chunks)
 
@@ -140,7 +147,7 @@ class Reference:
     """A future: fields of rows, and which call makes each. Operations are those of a batch and cost nothing."""
 
     rows: RowSet | None
-    fields: Mapping[str, tuple[Production, str]] = field(default_factory=dict)  # name -> (production, its name there)
+    fields: Mapping[str, tuple[Source | Production, str]] = field(default_factory=dict)  # name -> (who made it, its name there)
     call: Production | None = None  # the call that returned this, for Controller.get
 
     def __contains__(self, name: str) -> bool:
@@ -171,8 +178,8 @@ def source(batch: Batch, token_field: str | None = None, placements: Mapping[Cut
     """
     lengths = batch[token_field].lengths.numpy() if token_field else np.ones(len(batch), dtype=np.int64)
     rows = RowSet(batch.row_ids.numpy(), batch.group_ids.numpy(), lambda: lengths, _placements=dict(placements or {}))
-    production = Production(seq=-1, node=-1, rows=rows, data=batch)
-    return Reference(rows, {name: (production, name) for name in batch.fields}, production)
+    made = Source(batch)
+    return Reference(rows, {name: (made, name) for name in batch.fields})
 
 
 def pick_rows(batch: Batch, row_ids: Tensor) -> Batch:

@@ -1,6 +1,6 @@
 """Rank to rank: rows of a batch as flat bytes, without pickle, sent when they are made and received when they are needed.
 
-A message is a header of four int64 (production, consumer fingerprint, payload bytes, consumer node) and a payload that
+A message is a header of four int64 (production, consumer node, hash of its name, payload bytes) and a payload that
 describes itself. Messages between two ranks carry the tag of (production, consumer), so that the order in which a rank consumes
 need not be the order in which others produce. Batch data are small beside weights (token ids, one number per token) and travel
 over gloo from host memory, on GPUs too.
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhf_spmd.data.batch import Batch, Field, Ragged
-from rlhf_spmd.parallel.collectives import Group
+from rlhf_spmd.parallel.collectives import Group, wait_all
 
 LENGTHS = 1023  # the node number under which row lengths travel
 UNTRACED = 1022  # the node number of calls that no trace foresaw
@@ -30,10 +30,6 @@ class CallOrderError(RuntimeError):
     """The ranks' scripts took different branches."""
 
     exit_class = "hang"
-
-
-def fingerprint(name: str) -> int:
-    return zlib.crc32(name.encode())
 
 
 def pack(batch: Batch) -> Tensor:
@@ -87,7 +83,7 @@ class Transport:
 
     def send(self, payload: Tensor, to: int, production: int, node: int, name: str) -> None:
         """Start sending uint8 ``payload`` to a global rank, for call ``name`` at graph node ``node``."""
-        header = torch.tensor([production, fingerprint(name), payload.numel(), node])
+        header = torch.tensor([production, node, zlib.crc32(name.encode()), payload.numel()])
         tag = _tag(production, node)
         for tensor in (header, payload):
             self._pending.append((self.world.isend(tensor, to, _LABEL, tag), tensor))
@@ -95,26 +91,20 @@ class Transport:
     def receive(self, source: int, production: int, node: int, name: str) -> Tensor:
         """uint8 payload from a global rank. Raises CallOrderError if it was sent for another call."""
         header, tag = torch.empty(4, dtype=torch.int64), _tag(production, node)
-        work = self.world.irecv(header, source, _LABEL, tag)
-        if work is not None:
-            work.wait()
-        got = header.tolist()
-        if got[:2] != [production, fingerprint(name)] or got[3] != node:
+        wait_all([self.world.irecv(header, source, _LABEL, tag)])
+        *got, num_bytes = header.tolist()
+        if got != [production, node, zlib.crc32(name.encode())]:
             raise CallOrderError(
-                f"call order differs: rank {source} sent the result of call {got[0]} to node {got[3]}, but {name} "
+                f"call order differs: rank {source} sent the result of call {got[0]} to node {got[1]}, but {name} "
                 f"(node {node}) expects call {production}; a script may branch only on replicated values"
             )
-        payload = torch.empty(got[2], dtype=torch.uint8)
-        work = self.world.irecv(payload, source, _LABEL, tag)
-        if work is not None:
-            work.wait()
+        payload = torch.empty(num_bytes, dtype=torch.uint8)
+        wait_all([self.world.irecv(payload, source, _LABEL, tag)])
         return payload
 
     def finish(self) -> None:
         """Wait until everything sent has been received."""
-        for work, _ in self._pending:
-            if work is not None:
-                work.wait()
+        wait_all([work for work, _ in self._pending])
         self._pending.clear()
 
 

@@ -70,16 +70,11 @@ class Worker:
         self.pool = pool
         self.shape = shape
         self.twins: dict[str, Worker] = {}
-        self._members: dict[Protocol, Members] = {}
+        self.members: Callable[[Protocol], Members] = functools.cache(lambda protocol: Members(protocol, shape, pool))
 
     @property
     def member(self) -> bool:
         return self.controller.rank in self.pool.ranks
-
-    def members(self, protocol: Protocol) -> Members:
-        if protocol not in self._members:
-            self._members[protocol] = Members(protocol, self.shape, self.pool)
-        return self._members[protocol]
 
     def serving(self, method: str) -> Worker:
         """The worker that calls of ``method`` run on: this one or a twin."""
@@ -115,9 +110,7 @@ def register(
 
         @functools.wraps(body)
         def call(self: Worker, batch: Reference | None = None, *args: Any, **kwargs: Any) -> Reference:
-            frame = sys._getframe(1)
-            site = f"{frame.f_code.co_filename.rsplit('/', 1)[-1]}:{frame.f_lineno}"
-            return self.controller.call(self.serving(spec.name), spec, batch, args, kwargs, site)
+            return self.controller.call(self.serving(spec.name), spec, batch, args, kwargs, sys._getframe(1))
 
         call.spec = spec  # type: ignore[attr-defined]
         return call

@@ -21,8 +21,7 @@ def partition_by_tokens(lengths: Sequence[int], num_parts: int, groups: Sequence
     row, or with ``groups`` (one id per row) all rows of one group, which then stay together. Fewer items than parts leave
     parts empty.
     """
-    if num_parts < 1:
-        raise ValueError(f"num_parts={num_parts} must be at least 1")
+    assert num_parts >= 1, f"{num_parts} parts"
     members = _members(len(lengths), groups)
     weights = [sum(lengths[row] for row in rows) for rows in members]
     parts = _swap_until_even(_largest_differencing(weights, num_parts, equal_counts=True), weights)
@@ -66,8 +65,7 @@ def micro_batches_by_count(
     lengths: Sequence[int], rows_per_micro_batch: int, num_micro_batches: int | None = None
 ) -> list[list[int]]:
     """Rows in order, ``rows_per_micro_batch`` at a time, the last one shorter; empty lists up to ``num_micro_batches``."""
-    if rows_per_micro_batch < 1:
-        raise ValueError(f"rows per micro-batch must be at least 1, not {rows_per_micro_batch}")
+    assert rows_per_micro_batch >= 1, f"{rows_per_micro_batch} rows per micro-batch"
     num_rows = len(lengths)
     bins = [list(range(i, min(i + rows_per_micro_batch, num_rows))) for i in range(0, num_rows, rows_per_micro_batch)]
     wanted = len(bins) if num_micro_batches is None else num_micro_batches

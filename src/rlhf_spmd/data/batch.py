@@ -6,7 +6,6 @@ other small objects travel as ragged bytes (JSON), so that a batch is tensors an
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -124,10 +123,7 @@ class Batch:
 
     def split(self, sizes: Sequence[int]) -> list[Batch]:
         """Consecutive runs of rows, ``sizes[i]`` rows in the i-th; their sum is the number of rows."""
-        bounds = [0]
-        for size in sizes:
-            bounds.append(bounds[-1] + size)
-        return [self.take(torch.arange(a, b)) for a, b in itertools.pairwise(bounds)]
+        return [self.take(index) for index in torch.arange(len(self)).split(list(sizes))]
 
     def repeat(self, n: int) -> Batch:
         """n rows for each row, side by side; they keep the group id and get the ids ``row_id * n + j``."""

@@ -6,11 +6,12 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
-import numpy as np
 import torch
+from torch import Tensor
 
-from rlhf_spmd.data.batch import Batch, Field, ragged
-from rlhf_spmd.data.encoding import EncodingConfig, PackedIds, pack_ids
+from rlhf_spmd.config.bounds import check_bounds
+from rlhf_spmd.data.batch import Batch, Field, Ragged, ragged
+from rlhf_spmd.data.encoding import EncodingConfig
 from rlhf_spmd.data.files import DataError, Row, read_rows
 
 
@@ -27,10 +28,8 @@ class RowsConfig(EncodingConfig):
         super().check(where)
         if not self.path:
             raise ValueError(f"{where}.path must be given: a jsonl or parquet file, or the name of a data set")
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if type(value) is int and field.name != "seed" and value < 1:
-                raise ValueError(f"{where}.{field.name}={value} must be at least 1")
+        counts = [field.name for field in fields(self) if type(getattr(self, field.name)) is int and field.name != "seed"]
+        check_bounds(self, where, *counts, least=1)
 
     def read(self) -> list[Row]:
         """All rows. Raises DataError."""
@@ -62,7 +61,7 @@ class DatasetConfig(RowsConfig):
 
 
 class TokenDataset:
-    """``batch(indices, row_ids)`` has one field (Ragged int64) for each of ``columns``.
+    """``batch(indices, row_ids)`` has one field (Ragged int64) for each of ``columns``, which holds them as int32.
 
     ``num_overlong`` rows are dropped, which have more than the limit's tokens, all columns together; ``kept``: the numbers of the
     others. ``limit`` and ``drop`` are keys of ``data`` with their values; without ``drop`` a long row raises.
@@ -90,33 +89,32 @@ class TokenDataset:
             raise DataError(
                 f"all {len(rows)} {self.noun} are longer than data.{limit[0]}={limit[1]} tokens (the shortest has {min(lengths)})"
             )
-        self.columns: dict[str, PackedIds] = {
-            name: pack_ids([entries[i] for i in self.kept]) for name, entries in columns.items()
-        }
+        self.columns = {name: ragged([entries[i] for i in self.kept], torch.int32) for name, entries in columns.items()}
         digest = hashlib.sha256()
-        for packed in self.columns.values():
-            digest.update(packed.offsets.tobytes())
-            digest.update(packed.values.tobytes())
+        for column in self.columns.values():
+            digest.update(column.offsets.numpy().tobytes())
+            digest.update(column.values.numpy().tobytes())
         self.fingerprint = f"{len(self)}-{digest.hexdigest()[:16]}"
 
     def __len__(self) -> int:
         return len(self.kept)
 
     @property
-    def lengths(self) -> np.ndarray:
+    def lengths(self) -> Tensor:
         """int64 [rows]: tokens, all columns together."""
-        total: np.ndarray = np.sum([packed.lengths for packed in self.columns.values()], axis=0)
-        return total
+        return torch.stack([column.lengths for column in self.columns.values()]).sum(0)
 
     def batch(self, indices: Sequence[int], row_ids: Sequence[int]) -> Batch:
         """Rows by index; each row is its own group."""
         ids = torch.tensor(list(row_ids), dtype=torch.int64)
-        found: dict[str, Field] = {
-            name: ragged([torch.from_numpy(packed[i]) for i in indices], torch.int64) for name, packed in self.columns.items()
-        }
-        return Batch(ids, ids.clone(), found)
+        fields: dict[str, Field] = {}
+        for name, column in self.columns.items():
+            taken = column.take(torch.tensor(list(indices), dtype=torch.int64))
+            fields[name] = Ragged(taken.values.long(), taken.lengths)
+        return Batch(ids, ids.clone(), fields)
 
     def summary(self) -> str:
         lengths = self.lengths
         dropped = f", {self.num_overlong} over-long ones dropped" if self.num_overlong else ""
-        return f"{len(self)} {self.noun} of {lengths.min()} to {lengths.max()} tokens (mean {lengths.mean():.1f}){dropped}"
+        shortest, longest, mean = int(lengths.min()), int(lengths.max()), float(lengths.double().mean())
+        return f"{len(self)} {self.noun} of {shortest} to {longest} tokens (mean {mean:.1f}){dropped}"

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from rlhf_spmd.config.schema import first_line
 from rlhf_spmd.data.files import DataError
 
 ENCODE_ROWS = 1024
@@ -32,32 +31,6 @@ class EncodingConfig:
             raise ValueError(f"{where}.apply_chat_template={self.apply_chat_template!r} must be auto, true or false")
         if self.system_prompt is not None and self.apply_chat_template is False:
             raise ValueError(f"{where}.system_prompt needs {where}.apply_chat_template=true (or auto, with chat messages)")
-
-
-@dataclass(frozen=True)
-class PackedIds:
-    """Token ids of many rows, compact: ``values`` int32 [sum of lengths], ``offsets`` int64 [rows + 1]."""
-
-    values: np.ndarray = field(repr=False)
-    offsets: np.ndarray = field(repr=False)
-
-    def __len__(self) -> int:
-        return len(self.offsets) - 1
-
-    def __getitem__(self, row: int) -> np.ndarray:
-        """int64 [length]"""
-        return self.values[self.offsets[row] : self.offsets[row + 1]].astype(np.int64)
-
-    @property
-    def lengths(self) -> np.ndarray:
-        return np.diff(self.offsets)
-
-
-def pack_ids(rows: Sequence[Sequence[int]]) -> PackedIds:
-    offsets = np.zeros(len(rows) + 1, dtype=np.int64)
-    np.cumsum([len(row) for row in rows], out=offsets[1:])
-    values = np.fromiter((token for row in rows for token in row), dtype=np.int32, count=int(offsets[-1]))
-    return PackedIds(values, offsets)
 
 
 class PromptEncoder:
@@ -86,18 +59,16 @@ class PromptEncoder:
             messages = [{"role": "system", "content": self.config.system_prompt}, *messages]
         return self._apply_template(messages, where), True
 
-    def encode(self, prompts: Sequence[Any], wheres: Sequence[str]) -> tuple[list[list[int]], list[str]]:
+    def encode(self, prompts: Sequence[Any], wheres: Sequence[str]) -> list[tuple[list[int], str]]:
         """Token ids and rendered text of each prompt; tokenised in batches."""
         rendered = [self.render(prompt, where) for prompt, where in zip(prompts, wheres, strict=True)]
-        ids: list[list[int]] = [[] for _ in rendered]
-        for special in (True, False):
-            rows = [i for i, (_, templated) in enumerate(rendered) if templated != special]
-            for row, tokens in zip(rows, self.tokenize([rendered[i][0] for i in rows], special), strict=True):
-                ids[row] = tokens
-        for row, tokens in enumerate(ids):
+        from_template = self.tokenize([text for text, templated in rendered if templated], special_tokens=False)
+        from_text = self.tokenize([text for text, templated in rendered if not templated], special_tokens=True)
+        encoded = [(next(from_template if templated else from_text), text) for text, templated in rendered]
+        for (tokens, _), where in zip(encoded, wheres, strict=True):
             if not tokens:
-                raise DataError(f"{wheres[row]}: the prompt has no tokens")
-        return ids, [text for text, _ in rendered]
+                raise DataError(f"{where}: the prompt has no tokens")
+        return encoded
 
     def tokenize(self, texts: Sequence[str], special_tokens: bool) -> Iterator[list[int]]:
         for start in range(0, len(texts), ENCODE_ROWS):
@@ -105,7 +76,7 @@ class PromptEncoder:
             yield from self.tokenizer(batch, add_special_tokens=special_tokens, truncation=False, verbose=False)["input_ids"]
 
     def _apply_template(self, messages: list[dict[str, Any]], where: str) -> str:
-        from jinja2 import TemplateError
+        from jinja2 import TemplateError, TemplateSyntaxError
 
         if self.template is None and not getattr(self.tokenizer, "chat_template", None):
             raise DataError(
@@ -116,9 +87,11 @@ class PromptEncoder:
             text = self.tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=True, chat_template=self.template
             )
+        except TemplateSyntaxError as error:
+            owner = "data.chat_template" if self.template else f"the chat template of tokenizer '{self.tokenizer.name_or_path}'"
+            raise DataError(f"{owner}, line {error.lineno}: not valid Jinja: {error.message}") from error
         except (TemplateError, ValueError, TypeError, KeyError) as error:
-            reason = (str(error) or type(error).__name__).splitlines()[0]
-            raise DataError(f"{where}: the chat template refuses these messages: {reason}") from error
+            raise DataError(f"{where}: the chat template refuses these messages: {first_line(error)}") from error
         return str(text)
 
 
@@ -144,8 +117,8 @@ def check_ids(ids: Any, vocab_size: int | None, where: str, key: str) -> list[in
         raise DataError(f"{where}: '{key}' must be a non-empty list of token ids")
     if min(ids) < 0 or (vocab_size is not None and max(ids) >= vocab_size):
         wrong = min(ids) if min(ids) < 0 else max(ids)
-        limit = f"less than the vocabulary size {vocab_size}" if vocab_size is not None else "at least 0"
-        raise DataError(f"{where}: token id {wrong} in '{key}' must be {limit if wrong >= 0 else 'at least 0'}")
+        limit = "at least 0" if wrong < 0 else f"less than the vocabulary size {vocab_size}"
+        raise DataError(f"{where}: token id {wrong} in '{key}' must be {limit}")
     return ids
 
 

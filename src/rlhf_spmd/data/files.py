@@ -5,14 +5,17 @@ from __future__ import annotations
 import glob
 import gzip
 import json
-import math
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
+
+from rlhf_spmd.config.schema import first_line
+from rlhf_spmd.telemetry.jsonl import json_value
 
 JSON_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".ndjson")
 PARQUET_SUFFIXES = (".parquet",)
@@ -47,31 +50,10 @@ def read_rows(path: str, split: str = "train", subset: str | None = None, limit:
     directory that ``datasets`` saved or loads, or the name of a data set on the hub (these two take ``split`` and ``subset``).
     Raises DataError.
     """
-    if not path:
-        raise DataError("data.path must be given: a jsonl or parquet file, or the name of a data set")
-    rows: list[Row] = []
-    for row in _rows(path, split, subset):
-        rows.append(row)
-        if limit is not None and len(rows) >= limit:
-            break
+    rows = list(islice(_rows(path, split, subset), limit))
     if not rows:
         raise DataError(f"'{path}' holds no rows")
     return rows
-
-
-def json_value(value: Any) -> Any:
-    """A value as JSON can hold it: nested dicts, lists, finite numbers, text, booleans, null; anything else as its text."""
-    if value is None or isinstance(value, (bool, int, str)):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): json_value(entry) for key, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [json_value(entry) for entry in value]
-    if hasattr(value, "tolist"):
-        return json_value(value.tolist())
-    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
 
 
 def _rows(path: str, split: str, subset: str | None) -> Iterable[Row]:
@@ -137,13 +119,20 @@ def _json_rows(file: Path) -> Iterable[Row]:
     except json.JSONDecodeError as error:
         raise DataError(f"{file}:{error.lineno}: not valid JSON: {error.msg}") from error
     for number, value in enumerate(values, 1):
-        where = f"{file}, entry {number}"
-        yield _row(value, where)
+        yield _row(value, f"{file}, entry {number}")
 
 
 def _parse(line: str, where: str) -> Any:
     try:
-        return json.loads(line)
+        value = json.loads(line)
+        if "\\u" in line:  # an escape may stand for half a character
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise DataError(
+            f"{where}: not valid Unicode: the escape \\u{ord(half):x} is half of a character (a lone surrogate)"
+        ) from error
     except json.JSONDecodeError as error:
         raise DataError(f"{where}: not valid JSON: {error.msg} at column {error.colno}") from error
     except RecursionError as error:
@@ -162,13 +151,11 @@ def _parquet_rows(file: Path) -> Iterable[Row]:
 
     try:
         with pyarrow.parquet.ParquetFile(file) as parquet:
-            number = 0
-            for batch in parquet.iter_batches(batch_size=1024):
-                for values in batch.to_pylist():
-                    number += 1
-                    yield _row(values, f"{file}, row {number}")
+            rows = chain.from_iterable(batch.to_pylist() for batch in parquet.iter_batches(batch_size=1024))
+            for number, values in enumerate(rows, 1):
+                yield _row(values, f"{file}, row {number}")
     except pyarrow.ArrowException as error:
-        raise DataError(f"data file '{file}' is not readable parquet: {str(error).splitlines()[0]}") from error
+        raise DataError(f"data file '{file}' is not readable parquet: {first_line(error)}") from error
 
 
 def _dataset_rows(path: str, split: str, subset: str | None) -> Iterable[Row]:
@@ -184,8 +171,8 @@ def _dataset_rows(path: str, split: str, subset: str | None) -> Iterable[Row]:
     try:
         loaded = datasets.load_from_disk(path) if saved else datasets.load_dataset(path, subset, split=split)
     except (DatasetsError, OSError, ValueError, RuntimeError) as error:
-        reason = (str(error.__cause__ or error) or type(error).__name__).splitlines()[0]
         where = "" if Path(path).exists() else f"'{path}' is not a file or directory here; "
+        reason = first_line(error.__cause__ or error)
         raise DataError(f"{where}data set '{path}' (split '{split}') cannot be loaded: {reason}") from error
     if isinstance(loaded, datasets.DatasetDict):
         if split not in loaded:

@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
 from rlhf_spmd.data.batch import Batch
-from rlhf_spmd.data.dataset import DatasetConfig
+from rlhf_spmd.data.dataset import DatasetConfig, TokenDataset
 from rlhf_spmd.data.files import DataError
 
 
-class Dataset(Protocol):
-    """What the loader needs; TokenDataset is one."""
-
-    @property
-    def fingerprint(self) -> str: ...
-    def __len__(self) -> int: ...
-    def batch(self, indices: Sequence[int], row_ids: Sequence[int]) -> Batch: ...
-
-
-def permutation(num_rows: int, seed: int, epoch: int) -> np.ndarray:
+@lru_cache(maxsize=2)
+def epoch_order(num_rows: int, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
     """int64 [num_rows]. Sorts raw Philox words: numpy guarantees their stream, but not that of ``Generator.permutation``."""
-    words = np.random.Philox(key=[seed % 2**64, epoch]).random_raw(num_rows)
+    if not shuffle:
+        return np.arange(num_rows)
+    words = np.random.Philox(key=np.array([seed % 2**64, epoch], dtype=np.uint64)).random_raw(num_rows)
     return np.argsort(words, kind="stable")
 
 
@@ -34,9 +29,7 @@ class Loader:
     Row ids count samples over the whole run, so they never repeat. The same on every rank; nothing is communicated.
     """
 
-    def __init__(self, dataset: Dataset, batch_size: int, shuffle: bool = True, seed: int = 0) -> None:
-        if batch_size < 1:
-            raise DataError(f"data.train_batch_size={batch_size} must be at least 1")
+    def __init__(self, dataset: TokenDataset, batch_size: int, shuffle: bool = True, seed: int = 0) -> None:
         if len(dataset) < batch_size:
             raise DataError(
                 f"data.train_batch_size={batch_size}, but the data have only {len(dataset)} usable rows; "
@@ -49,7 +42,6 @@ class Loader:
         self.epoch = 0
         self.index = 0
         self.samples = 0
-        self._order = (-1, np.empty(0, dtype=np.int64))
 
     def next_batch(self, size: int | None = None) -> Batch:
         """``size`` rows, ``batch_size`` by default; moves the cursor."""
@@ -58,7 +50,7 @@ class Loader:
         while len(indices) < size:
             if self.index == len(self.dataset):
                 self.epoch, self.index = self.epoch + 1, 0
-            taken = self._epoch_order()[self.index : self.index + size - len(indices)]
+            taken = self._order(self.epoch)[self.index : self.index + size - len(indices)]
             indices += taken.tolist()
             self.index += len(taken)
         row_ids = range(self.samples, self.samples + size)
@@ -67,10 +59,8 @@ class Loader:
 
     def rows(self, row_ids: Sequence[int]) -> Batch:
         """Rows that were given before, by id: the i-th sample of the run lies at i modulo the data's length in its epoch."""
-        rows = len(self.dataset)
-        places = [(row_id // rows, row_id % rows) for row_id in row_ids]
-        orders = {epoch: permutation(rows, self.seed, epoch) if self.shuffle else np.arange(rows) for epoch, _ in places}
-        return self.dataset.batch([int(orders[epoch][index]) for epoch, index in places], row_ids)
+        places = (divmod(row_id, len(self.dataset)) for row_id in row_ids)
+        return self.dataset.batch([int(self._order(epoch)[index]) for epoch, index in places], row_ids)
 
     @property
     def epochs(self) -> float:
@@ -98,24 +88,19 @@ class Loader:
         self.epoch, self.index, self.samples = int(state["epoch"]), int(state["index"]), int(state["samples"])
         self.seed = int(state["seed"])
         self.index = min(self.index, len(self.dataset))
-        self._order = (-1, self._order[1])
 
-    def _epoch_order(self) -> np.ndarray:
-        if self._order[0] != self.epoch:
-            rows = len(self.dataset)
-            order = permutation(rows, self.seed, self.epoch) if self.shuffle else np.arange(rows)
-            self._order = (self.epoch, order)
-        return self._order[1]
+    def _order(self, epoch: int) -> np.ndarray:
+        return epoch_order(len(self.dataset), self.seed, epoch, self.shuffle)
 
 
-def build_loader(dataset: Dataset, config: DatasetConfig, run_seed: int) -> Loader:
+def build_loader(dataset: TokenDataset, config: DatasetConfig, run_seed: int) -> Loader:
     """The training order that the configuration asks for. Raises DataError if there are too few rows."""
     return Loader(dataset, config.train_batch_size, config.shuffle, run_seed if config.seed is None else config.seed)
 
 
-def validation_batches(dataset: Dataset, batch_size: int | None = None) -> Iterator[Batch]:
+def validation_batches(dataset: TokenDataset, batch_size: int | None = None) -> Iterator[Batch]:
     """Every row once, in order, the last batch smaller; row ids are positions in the data set."""
     size = len(dataset) if batch_size is None else batch_size
     for start in range(0, len(dataset), size):
-        indices = range(start, min(start + size, len(dataset)))
-        yield dataset.batch(indices, indices)
+        rows = range(len(dataset))[start : start + size]
+        yield dataset.batch(rows, rows)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,11 +57,13 @@ class PromptDataset(TokenDataset):
     noun = "prompts"
 
     def __init__(self, rows: Sequence[Row], config: PromptsConfig, tokenizer: Any) -> None:
-        ids, texts = encode_prompts(rows, config, tokenizer, None if tokenizer is None else len(tokenizer))
+        encoded = encode_prompts(rows, config, tokenizer, None if tokenizer is None else len(tokenizer))
         longest, drop = config.max_prompt_length, config.filter_overlong_prompts
-        super().__init__(rows, {"prompt_ids": ids}, ("max_prompt_length", longest), ("filter_overlong_prompts", drop))
+        super().__init__(
+            rows, {"prompt_ids": [ids for ids, _ in encoded]}, ("max_prompt_length", longest), ("filter_overlong_prompts", drop)
+        )
         decode = (lambda tokens: "") if tokenizer is None else tokenizer.decode
-        self.rows = [_reward_row(rows[i], i, texts[i] or decode(ids[i]), config) for i in self.kept]
+        self.rows = [_reward_row(rows[i], i, encoded[i][1] or decode(encoded[i][0]), config) for i in self.kept]
         limits = torch.tensor([_limits_within(rows[i], config.max_response_length) for i in self.kept])
         self.limits = {key: column for key, column in zip(LIMITS, limits.T, strict=True) if bool(column.any())}
 
@@ -72,11 +74,6 @@ class PromptDataset(TokenDataset):
         return batch.with_fields(**batch.fields, row=encode_json(self.rows[i] for i in indices), **limits)
 
 
-def load_prompts(config: DataConfig, tokenizer: Any, validation: bool = False) -> PromptDataset:
-    """The training prompts, or the validation prompts of ``val_path``. Raises DataError."""
-    return PromptDataset(config.read(validation), config, tokenizer)
-
-
 def has_ids(row: Row, config: RowsConfig) -> bool:
     """Whether the row's ``prompt_ids`` are its prompt, for which no tokenizer is needed."""
     return config.prompt_key not in row.values and "prompt_ids" in row.values
@@ -84,36 +81,32 @@ def has_ids(row: Row, config: RowsConfig) -> bool:
 
 def encode_prompts(
     rows: Sequence[Row], config: RowsConfig, tokenizer: Any, vocab_size: int | None
-) -> tuple[list[list[int]], list[str]]:
+) -> list[tuple[list[int], str]]:
     """Token ids and text of each row's prompt: messages rendered, and without text where the row gives ids.
 
     Raises DataError, also for given ids beyond ``vocab_size``.
     """
-    ids: list[list[int]] = [[] for _ in rows]
-    texts = ["" for _ in rows]
-    texts_at: list[int] = []
-    for i, row in enumerate(rows):
-        if has_ids(row, config):
-            ids[i] = check_ids(row.values["prompt_ids"], vocab_size, row.where, "prompt_ids")
-        elif tokenizer is None:
-            raise DataError(f"{row.where}: without a tokenizer a row must have 'prompt_ids'")
-        else:
-            texts_at.append(i)
-    if texts_at:
-        prompts = [rows[i].get(config.prompt_key, "data.prompt_key") for i in texts_at]
-        encoded = PromptEncoder(tokenizer, config).encode(prompts, [rows[i].where for i in texts_at])
-        for i, tokens, text in zip(texts_at, *encoded, strict=True):
-            ids[i], texts[i] = tokens, text
-    return ids, texts
+    texts = [row for row in rows if not has_ids(row, config)]
+    encoded: Iterable[tuple[list[int], str]] = ()
+    if texts:
+        if tokenizer is None:
+            raise DataError(f"{texts[0].where}: without a tokenizer a row must have 'prompt_ids'")
+        prompts = [row.get(config.prompt_key, "data.prompt_key") for row in texts]
+        encoded = PromptEncoder(tokenizer, config).encode(prompts, [row.where for row in texts])
+    ready = iter(encoded)
+    return [
+        (check_ids(row.values["prompt_ids"], vocab_size, row.where, "prompt_ids"), "") if has_ids(row, config) else next(ready)
+        for row in rows
+    ]
 
 
 def response_limits(row: Row) -> list[int]:
     """The row's own ``min_response_length`` and ``max_response_length``, 0 where it has none. Raises DataError."""
     for key, least in LIMITS.items():
-        value = row.values.get(key)
-        if value is not None and (type(value) is not int or value < least):
+        value = row.values.get(key)  # a parquet column with nulls holds floats
+        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or value % 1 or value < least):
             raise DataError(f"{row.where}: {key}={value!r} must be a whole number of at least {least}")
-    return [row.values.get(key) or 0 for key in LIMITS]
+    return [int(row.values.get(key) or 0) for key in LIMITS]
 
 
 def _limits_within(row: Row, limit: int) -> list[int]:

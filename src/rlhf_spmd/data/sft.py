@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rlhf_spmd.config.bounds import check_bounds
 from rlhf_spmd.data.dataset import DatasetConfig, RowsConfig, TokenDataset
 from rlhf_spmd.data.encoding import PromptEncoder, check_ids, check_messages
 from rlhf_spmd.data.files import DataError, Row
@@ -35,8 +36,7 @@ class SftConfig(DatasetConfig, PairsConfig):
 
     def check(self, where: str) -> None:
         super().check(where)
-        if self.max_length < 2:
-            raise ValueError(f"{where}.max_length={self.max_length} must be at least 2")
+        check_bounds(self, where, "max_length", least=2)
 
 
 class ResponseDataset(TokenDataset):
@@ -50,11 +50,6 @@ class ResponseDataset(TokenDataset):
         pairs = encode_pairs(rows, config, tokenizer, vocab_size, config.append_eos, config.text_key)
         columns = dict(zip(ID_KEYS, zip(*pairs, strict=True), strict=True))
         super().__init__(rows, columns, ("max_length", config.max_length), ("filter_overlong", config.filter_overlong))
-
-
-def load_responses(config: SftConfig, tokenizer: Any, validation: bool = False) -> ResponseDataset:
-    """The training rows, or the validation rows of ``val_path``. Raises DataError."""
-    return ResponseDataset(config.read(validation), config, tokenizer)
 
 
 def has_ids(row: Row) -> bool:
@@ -99,10 +94,11 @@ def _encode(
     if text_key is not None:
         return _encode_texts(rows, text_key, encoder, end)
     pairs = [_prompt_and_response(row, config) for row in rows]
-    prompts, _ = encoder.encode([prompt for prompt, _ in pairs], [row.where for row in rows])
+    prompts = encoder.encode([prompt for prompt, _ in pairs], [row.where for row in rows])
     responses = encoder.tokenize([response for _, response in pairs], special_tokens=False)
     return [
-        (prompt, _not_empty([*response, *end], row)) for prompt, response, row in zip(prompts, responses, rows, strict=True)
+        (prompt, _not_empty([*response, *end], row))
+        for (prompt, _), response, row in zip(prompts, responses, rows, strict=True)
     ]
 
 

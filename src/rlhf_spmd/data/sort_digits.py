@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
@@ -42,18 +42,26 @@ LLAMA = {
 }
 
 
-def make_rows(split: str, num_rows: int, digits: tuple[int, int], rng: random.Random, seen: set[str]) -> list[dict[str, str]]:
-    """``num_rows`` tasks whose prompts are not in ``seen``; adds them to it."""
-    rows: list[dict[str, str]] = []
-    while len(rows) < num_rows:
-        task = "".join(rng.choice("0123456789") for _ in range(rng.randint(*digits)))
-        if task in seen:
-            continue
-        seen.add(task)
-        answer = "".join(sorted(task))
-        row = {"id": f"{split}-{len(rows)}", "prompt": f"{task}>", "answer": answer, "data_source": "sort_digits"}
-        rows.append({**row, "response": answer} if split == "sft" else row)
-    return rows
+def make_row(rng: random.Random, digits: tuple[int, int]) -> dict[str, str]:
+    task = "".join(rng.choice("0123456789") for _ in range(rng.randint(*digits)))
+    answer = "".join(sorted(task))
+    return {"prompt": f"{task}>", "answer": answer, "response": answer}
+
+
+def write_splits(
+    out: Path, source: str, make: Callable[[], dict[str, str]], num_sft: int, num_train: int, num_val: int
+) -> None:
+    """``out/{val,sft,train}.jsonl`` of rows that ``make`` makes; no prompt occurs twice, and only sft rows have their ``response``."""
+    seen: set[str] = set()
+    out.mkdir(parents=True, exist_ok=True)
+    for split, num_rows in (("val", num_val), ("sft", num_sft), ("train", num_train)):
+        with (out / f"{split}.jsonl").open("w", encoding="utf-8") as file:
+            for number in range(num_rows):
+                while (row := make())["prompt"] in seen:
+                    pass
+                seen.add(row["prompt"])
+                kept = {"id": f"{split}-{number}", "prompt": row["prompt"], "answer": row["answer"], "data_source": source}
+                file.write(json.dumps({**kept, "response": row["response"]} if split == "sft" else kept) + "\n")
 
 
 def write_tokenizer(directory: Path, vocabulary: Sequence[str] = VOCABULARY) -> None:
@@ -89,11 +97,7 @@ def write_task(
             f"{wanted} different tasks wanted, but only {possible} exist for {low} to {high} digits; ask for fewer"
         )
     rng = random.Random(f"sort_digits {seed}")
-    seen: set[str] = set()
-    out.mkdir(parents=True, exist_ok=True)
-    for split, num_rows in (("val", num_val), ("sft", num_sft), ("train", num_train)):
-        rows = make_rows(split, num_rows, digits, rng, seen)
-        (out / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_splits(out, "sort_digits", lambda: make_row(rng, digits), num_sft, num_train, num_val)
     write_tokenizer(out / "model")
     write_json(out / "model" / "config.json", LLAMA)
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from rlhf_spmd.config.schema import first_line
 from rlhf_spmd.data.files import DataError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
@@ -28,16 +29,14 @@ def load_tokenizer(path: str | Path, required: bool = True) -> Any:
     try:
         return AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise DataError(f"the tokenizer in '{path}' cannot be loaded: {type(error).__name__}: {reason}") from error
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise DataError(f"the tokenizer in '{path}' cannot be loaded: {reason}") from error
 
 
 def decode(tokenizer: Any, rows: Sequence[Sequence[int]], skip_special_tokens: bool = True) -> list[str]:
     """Text of each row of token ids; spaces are left as they are."""
-    return [
-        tokenizer.decode(list(map(int, ids)), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
-        for ids in rows
-    ]
+    options = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
+    return [tokenizer.decode(list(map(int, ids)), **options) for ids in rows]
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:

@@ -10,12 +10,11 @@ tokenizer and config.json of a Llama with 0.7 million parameters and no weights.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import string
 from pathlib import Path
 
-from rlhf_spmd.data.sort_digits import LLAMA, SPECIAL, write_json, write_tokenizer
+from rlhf_spmd.data.sort_digits import LLAMA, SPECIAL, write_json, write_splits, write_tokenizer
 
 VOCABULARY = (*SPECIAL, *string.digits, *string.ascii_lowercase, *" .<>=+-*#")
 NAMES = ("ann", "bob", "eve", "joe", "kim", "max", "sue", "tom")
@@ -41,23 +40,14 @@ def make_row(rng: random.Random) -> dict[str, str]:
 def write_task(out: Path, seed: int, num_sft: int = 20000, num_train: int = 8000, num_val: int = 256) -> None:
     """All files of the task under ``out``; the same seed and sizes give the same bytes."""
     rng = random.Random(f"word_problems {seed}")
-    seen: set[str] = set()
-    out.mkdir(parents=True, exist_ok=True)
-    for split, num_rows in (("val", num_val), ("sft", num_sft), ("train", num_train)):
-        with (out / f"{split}.jsonl").open("w", encoding="utf-8") as file:
-            for number in range(num_rows):
-                while (row := make_row(rng))["prompt"] in seen:
-                    pass
-                seen.add(row["prompt"])
-                kept = row if split == "sft" else {key: row[key] for key in ("prompt", "answer")}
-                file.write(json.dumps({"id": f"{split}-{number}", **kept, "data_source": "word_problems"}) + "\n")
+    write_splits(out, "word_problems", lambda: make_row(rng), num_sft, num_train, num_val)
     write_tokenizer(out / "model", VOCABULARY)
     small = {
-        "vocab_size": len(VOCABULARY),
         "hidden_size": 128,
         "intermediate_size": 384,
         "num_hidden_layers": 3,
         "head_dim": 16,
+        "vocab_size": len(VOCABULARY),
     }
     write_json(out / "model" / "config.json", {**LLAMA, **small})
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from rlhf_spmd.config import registry
+from rlhf_spmd.config.bounds import check_bounds
 from rlhf_spmd.environments.base import Environment
-
-_PACKAGE = "rlhf_spmd.environments"
 
 
 @dataclass(frozen=True)
@@ -31,14 +29,9 @@ class EnvironmentConfig:
 
     def check(self, where: str = "environment") -> None:
         """Raises ValueError naming the key and the value; imports the class's module to see that it is there."""
-        for key in ("max_turns", "num_workers"):
-            value = getattr(self, key)
-            if value is not None and value < 1:
-                raise ValueError(f"{where}.{key}={value}: must be at least 1")
-        if not (math.isfinite(self.timeout_s) and self.timeout_s > 0):
-            raise ValueError(f"{where}.timeout_s={self.timeout_s}: must be a finite number of seconds above 0")
-        if not math.isfinite(self.weight):
-            raise ValueError(f"{where}.weight={self.weight}: must be a finite number")
+        check_bounds(self, where, "max_turns", "num_workers", least=1)
+        check_bounds(self, where, "timeout_s", above=0)
+        check_bounds(self, where, "weight")
         if self.cls is None:
             if self.args:
                 raise ValueError(f"{where}.args={self.args}: there is no {where}.cls that takes them")
@@ -76,11 +69,5 @@ class EnvironmentConfig:
 
 
 def resolve_class(name: str, where: str = "environment.cls") -> Callable[..., Environment]:
-    """The class called ``name``: a built-in (``calculator``), or ``package.module:Class``.
-
-    Without a class's name ``environment`` is meant. Raises ValueError that names ``where``, the value and what exists.
-    """
-    module_name, _, class_name = name.partition(":")
-    if "." not in module_name and not class_name:
-        module_name = registry.find(where, _PACKAGE, module_name, "environment").__name__
-    return registry.resolve_function(f"{module_name}:{class_name or 'environment'}", where)
+    """The class called ``name``; see :func:`registry.resolve`."""
+    return registry.resolve(where, "rlhf_spmd.environments", name, "environment")

@@ -102,6 +102,21 @@ class GenerationConfig:
         if not self.enforce_eager and not torch.cuda.is_available():
             raise ValueError(f"{where}.enforce_eager=false: CUDA graphs need a CUDA device; allowed here is true")
 
+    def check_row(self, where: str, longest: int, words: str) -> None:
+        """Raises ValueError if a row of ``longest`` tokens, prompt and response, could never run; ``words`` say where it comes
+        from."""
+        pages = -(-(longest - 1) // self.page_size)
+        if self.num_pages is not None and pages > self.num_pages:
+            raise ValueError(
+                f"{where}.num_pages={self.num_pages}: {words}, which need {pages} pages of page_size={self.page_size}; raise it to at "
+                f"least {pages}, or leave it out"
+            )
+        if not self.enable_chunked_prefill and longest > self.max_num_batched_tokens:
+            raise ValueError(
+                f"{where}.max_num_batched_tokens={self.max_num_batched_tokens}: {words}; raise it, or set "
+                f"{where}.enable_chunked_prefill=true"
+            )
+
 
 @dataclass(frozen=True)
 class SamplingConfig:

@@ -10,7 +10,6 @@ Sources: GAE, Schulman et al. 2015 (arXiv 1506.02438, eq. 16); score on the last
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -48,19 +47,13 @@ def token_level_rewards(scores: Tensor, kl: Tensor | None, coef: float, lengths:
     return rewards
 
 
-@dataclass(frozen=True)
-class _TimeMajor:
+def _time_major(lengths: Tensor) -> tuple[Tensor, list[int]]:
     """Tokens ordered by distance from their row's end, longest rows first within one distance.
 
     The rows that still have a token at distance j are then a prefix of those at distance j - 1, so one backward step over all
-    rows is one operation on two slices, without padding.
+    rows is one operation on two slices, without padding. Returns int64 [T], where each packed token goes, and how many rows have
+    a token at distance 0, 1, ...
     """
-
-    place: Tensor  # int64 [T]: where the packed token goes
-    counts: list[int]  # rows that have a token at distance 0, 1, ...
-
-
-def _time_major(lengths: Tensor) -> _TimeMajor:
     longest = int(lengths.max()) if len(lengths) else 0
     rank = torch.empty_like(lengths)
     rank[torch.argsort(lengths, descending=True, stable=True)] = torch.arange(len(lengths))
@@ -68,7 +61,7 @@ def _time_major(lengths: Tensor) -> _TimeMajor:
     starts = torch.cumsum(counts, 0) - counts
     row_ends = torch.repeat_interleave(lengths.cumsum(0), lengths)
     distance = row_ends - 1 - torch.arange(len(row_ends))
-    return _TimeMajor(starts[distance] + torch.repeat_interleave(rank, lengths), counts.tolist())
+    return starts[distance] + torch.repeat_interleave(rank, lengths), counts.tolist()
 
 
 @torch.no_grad()
@@ -83,17 +76,17 @@ def gae(rewards: Tensor, values: Tensor, lengths: Tensor, gamma: float, lam: flo
     check_packed(values, lengths)
     dtype = torch.promote_types(torch.promote_types(rewards.dtype, values.dtype), torch.float32)
     rewards, values = rewards.to(dtype), values.to(dtype)
-    order = _time_major(lengths)
+    place, counts = _time_major(lengths)
+    place = place.to(values.device)
     last = (lengths[lengths > 0].cumsum(0) - 1).to(values.device)
     next_values = torch.cat([values[1:], values.new_zeros(min(1, len(values)))])
     next_values[last] = 0.0
-    place = order.place.to(values.device)
     running = torch.empty_like(values)
     running[place] = rewards + gamma * next_values - values
     start = 0
-    for distance, count in enumerate(order.counts):
+    for distance, count in enumerate(counts):
         if distance:
-            before = start - order.counts[distance - 1]
+            before = start - counts[distance - 1]
             running[start : start + count].add_(running[before : before + count], alpha=gamma * lam)
         start += count
     advantages = running[place]

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from rlhf_spmd.config.bounds import check_bounds
 
 KL_KINDS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 
@@ -79,31 +80,16 @@ class KLControlConfig:
         """Raises ValueError naming the key, the value and what is allowed."""
         if self.type not in ("fixed", "adaptive"):
             raise ValueError(f"unknown {where}.type {self.type!r}; available: adaptive, fixed")
-        if not (math.isfinite(self.kl_coef) and self.kl_coef >= 0):
-            raise ValueError(f"{where}.kl_coef = {self.kl_coef}: must be a finite number >= 0")
+        check_bounds(self, where, "kl_coef", least=0)
         if self.type == "adaptive":
             if self.kl_coef == 0:
                 raise ValueError(f"{where}.kl_coef = 0 with {where}.type = adaptive stays 0; start above 0 or set type=fixed")
-            if not (math.isfinite(self.target_kl) and self.target_kl > 0):
-                raise ValueError(f"{where}.target_kl = {self.target_kl}: must be a finite number > 0")
-            if self.horizon <= 0:
-                raise ValueError(f"{where}.horizon = {self.horizon}: must be > 0 (samples)")
+            check_bounds(self, where, "target_kl", "horizon", above=0)
 
 
-class KLController(Protocol):
-    """``value`` is the coefficient that the next step uses."""
-
-    value: float
-
-    def update(self, current_kl: float, n_steps: int) -> None: ...
-
-    def state_dict(self) -> dict[str, float]: ...
-
-    def load_state_dict(self, state: dict[str, float]) -> None: ...
-
-
-class FixedKLController:
-    """The coefficient of the config, for ever; a resumed run takes the config's value, not the checkpoint's."""
+class KLController:
+    """``value`` is the coefficient that the next step uses. This one keeps that of the config for ever, also of a resumed run:
+    a user who changes it between runs means it."""
 
     def __init__(self, kl_coef: float) -> None:
         self.value = float(kl_coef)
@@ -115,18 +101,18 @@ class FixedKLController:
         return {"kl_coef": self.value}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """The config's coefficient stands: a user who changes it between runs means it."""
+        """Take back what :meth:`state_dict` gave, where the coefficient has moved."""
 
 
-class AdaptiveKLController:
+class AdaptiveKLController(KLController):
     """value <- value * (1 + e * n_steps / horizon), e = clip(current_kl / target_kl - 1, -0.2, 0.2) (Ziegler et al. 2019)."""
 
     ERROR_LIMIT = 0.2
 
     def __init__(self, kl_coef: float, target_kl: float, horizon: int) -> None:
-        self.value = float(kl_coef)
-        self.target_kl = float(target_kl)
-        self.horizon = int(horizon)
+        super().__init__(kl_coef)
+        self.target_kl = target_kl
+        self.horizon = horizon
 
     def update(self, current_kl: float, n_steps: int) -> None:
         """Call once per step, with replicated numbers, so that every rank holds the same coefficient.
@@ -141,9 +127,6 @@ class AdaptiveKLController:
         # With more than 5 * horizon rows in a step the factor would reach zero or below and the coefficient never recover.
         self.value *= max(1.0 + error * n_steps / self.horizon, 1e-3)
 
-    def state_dict(self) -> dict[str, float]:
-        return {"kl_coef": self.value}
-
     def load_state_dict(self, state: dict[str, float]) -> None:
         self.value = float(state["kl_coef"])
 
@@ -152,5 +135,5 @@ def build_kl_controller(config: KLControlConfig) -> KLController:
     """Raises ValueError for an unknown type or impossible values."""
     config.check()
     if config.type == "fixed":
-        return FixedKLController(config.kl_coef)
+        return KLController(config.kl_coef)
     return AdaptiveKLController(config.kl_coef, config.target_kl, config.horizon)

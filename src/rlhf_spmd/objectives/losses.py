@@ -1,4 +1,4 @@
-"""PPO's policy and value losses, the SFT loss, and how per-token losses become one number.
+"""PPO's policy and value losses, and how per-token losses become one number.
 
 Losses come per token, [T]; :func:`aggregate` sums a micro-batch's tokens and divides by the *global* counts of the mini-batch,
 so the sum over micro-batches and ranks is the mini-batch's loss whatever the split. Its gradients must therefore be summed over
@@ -133,11 +133,6 @@ def aggregate(
     if max_length is None or max_length <= 0:
         raise ValueError(f"loss_agg_mode {mode!r} divides by the largest response length; got {max_length}, give one > 0")
     return loss.sum() / (num_rows * max_length)
-
-
-def sft_loss(log_prob: Tensor, lengths: Tensor, num_tokens: int | float, num_rows: int | float, mode: str) -> Tensor:
-    """Negative log-likelihood: -log_prob [T] (nats) through :func:`aggregate`, whose arguments these are."""
-    return aggregate(-log_prob, lengths, mode, num_tokens, num_rows)
 
 
 @torch.no_grad()

@@ -125,6 +125,10 @@ class Group:
         num_bytes = [sum(tensor.nbytes for _, tensor in messages) for messages in (sends, receives)]
         RECORDER.note(f"exchange:{label}", self.name, sum(num_bytes))
         RECORDER.count(label, *num_bytes)
+        pg = self.process_group
+        if pg is not None and not any(tensor.is_cuda for _, tensor in (*receives, *sends)):  # gloo does not batch them
+            works = [pg.recv([tensor], member, 0) for member, tensor in receives]
+            return works + [pg.send([tensor], member, 0) for member, tensor in sends]
         every = [(dist.irecv, message) for message in receives] + [(dist.isend, message) for message in sends]
         ops = [dist.P2POp(op, tensor, self.ranks[member], self.process_group) for op, (member, tensor) in every]
         return dist.batch_isend_irecv(ops) if ops else []
@@ -193,13 +197,15 @@ class Group:
         """Asynchronous send to group index ``to``; keep ``tensor`` alive until the work is done."""
         RECORDER.count(label, tensor.nbytes, 0)
         RECORDER.note(f"isend:{label}->{self.ranks[to]}", self.name, tensor.nbytes)
-        return dist.isend(tensor, self.ranks[to], self.process_group, tag)
+        assert self.process_group is not None, f"group {self.name} does not communicate"
+        return self.process_group.send([tensor], to, tag)
 
     def irecv(self, tensor: Tensor, source: int, label: str, tag: int = 0) -> dist.Work | None:
         """Asynchronous receive from group index ``source``."""
         RECORDER.count(label, 0, tensor.nbytes)
         RECORDER.note(f"irecv:{label}<-{self.ranks[source]}", self.name, tensor.nbytes)
-        return dist.irecv(tensor, self.ranks[source], self.process_group, tag)
+        assert self.process_group is not None, f"group {self.name} does not communicate"
+        return self.process_group.recv([tensor], source, tag)
 
     def _note(self, operation: str, label: str, tensor: Tensor, received: int) -> None:
         RECORDER.note(f"{operation}:{label}", self.name, tensor.nbytes)

@@ -10,6 +10,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
 
 
 @dataclass(frozen=True)
@@ -153,38 +156,30 @@ class GenerationLayout(Grid):
         """All generation replicas: d_g * d."""
         return self.train.size // (self.pp * self.tp)
 
-    @property
-    def _grid(self) -> Layout:
-        return Layout(self.pp, self.tp, self.dp)
-
-    def _split(self, index: int) -> tuple[int, int, int, int, int]:
-        """Pool index -> (generation stage, stage inside it, dp, generation tp, tp inside it)."""
-        pp, dp, tp = self.train.coordinate(index)
-        stages, slices = self.train.pp // self.pp, self.train.tp // self.tp
-        return pp // stages, pp % stages, dp, tp // slices, tp % slices
+    @cached_property
+    def _ranks(self) -> np.ndarray:
+        """Pool indices by coordinate, [p_g, d_g * d, t_g]."""
+        ranks, shape = np.arange(self.train.size), (self.pp, self.dp, self.tp)
+        if self.consecutive:
+            return ranks.reshape(shape)
+        stages, slices = self.train.pp // self.pp, self.train.tp // self.tp  # of training, in one of generation
+        return ranks.reshape(self.pp, stages, self.train.dp, self.tp, slices).transpose(0, 2, 1, 4, 3).reshape(shape)
 
     def coordinate(self, index: int) -> tuple[int, int, int]:
         """Pool index -> (p_g coordinate, replica in 0 .. d_g*d-1, t_g coordinate)."""
-        if self.consecutive:
-            return self._grid.coordinate(index)
-        stage, inner_stage, dp, tp, inner_tp = self._split(index)
-        micro = inner_stage * (self.train.tp // self.tp) + inner_tp
-        return stage, dp * self.micro_dp + micro, tp
+        pp, dp, tp = np.argwhere(self._ranks == index)[0].tolist()
+        return pp, dp, tp
 
     def index(self, pp: int, dp: int, tp: int) -> int:
         """Inverse of :meth:`coordinate`."""
-        if self.consecutive:
-            return self._grid.index(pp, dp, tp)
-        stages, slices = self.train.pp // self.pp, self.train.tp // self.tp
-        outer_dp, micro = divmod(dp, self.micro_dp)
-        inner_stage, inner_tp = divmod(micro, slices)
-        return self.train.index(pp * stages + inner_stage, outer_dp, tp * slices + inner_tp)
+        return int(self._ranks[pp, dp, tp])
 
     def micro_dp_group(self, index: int) -> list[int]:
         """Ranks whose training shards make up the generation shard of ``index``, in the order of their slices."""
-        stage, _, dp, tp, _ = self._split(index)
-        first = dp * self.micro_dp
-        return [self.index(stage, first + micro, tp) for micro in range(self.micro_dp)]
+        pp, dp, tp = self.coordinate(index)
+        first = dp // self.micro_dp * self.micro_dp
+        group: list[int] = self._ranks[pp, first : first + self.micro_dp, tp].tolist()
+        return group
 
 
 def generation_layout(train: Layout, pp: int, tp: int, consecutive: bool = False) -> GenerationLayout:

@@ -112,10 +112,7 @@ def _channels(mesh: Mesh) -> dict[str, Channel]:
     after: Link = (mesh.pp, stage + 1) if stage < last else (mesh.ring, 0)
     back_from: Link = (mesh.pp_back, stage + 1) if stage < last else (mesh.ring_back, 0)
     back_to: Link = (mesh.pp_back, stage - 1) if stage else (mesh.ring_back, 1)
-    return {
-        "F": Channel(before, after, "pipeline_forward", keep),
-        "B": Channel(back_from, back_to, "pipeline_backward", keep),
-    }
+    return {"F": Channel(before, after, "pipeline_forward", keep), "B": Channel(back_from, back_to, "pipeline_backward", keep)}
 
 
 def connect_stages(mesh: Mesh, device: torch.device) -> None:
@@ -126,18 +123,13 @@ def connect_stages(mesh: Mesh, device: torch.device) -> None:
     Collective over the pipeline group: every rank of it must call, in program order.
     """
     assert isinstance(mesh.layout, Layout), "a generation mesh has no training pipeline"
-    last, around = mesh.pp.size - 1, mesh.layout.vpp > 1
-    for (first, end), channel in zip([(0, last), (last, 0)], _channels(mesh).values(), strict=True):
-        starts, ends = mesh.pp.rank == first, mesh.pp.rank == end
-        if not starts:
-            channel.post(torch.zeros(1, device=device))
-            channel.take()
-        if around or not ends:
-            channel.send(torch.zeros(1, device=device))
-        if around and starts:
-            channel.post(torch.zeros(1, device=device))
-            channel.take()
-        channel.finish()
+    chunks = range(mesh.layout.vpp)
+
+    def token(action: Action, received: Tensor | None) -> Tensor:
+        return torch.zeros(1, device=device)
+
+    for actions in (_order("F", 1, mesh.pp.size, chunks), _order("B", 1, mesh.pp.size, reversed(chunks))):
+        run_pipeline(actions, mesh, [(1,)], torch.float32, device, token, token)
 
 
 def run_pipeline(

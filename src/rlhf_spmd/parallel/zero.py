@@ -80,15 +80,12 @@ class Zero:
                 if self._reductions.setdefault(id(param), reduction) is reduction and param.dtype != reduce_dtype:
                     reduction.readers += 1
 
-    @property
-    def root(self) -> FSDPModule:
-        return self._parts[-1]
-
     def before_backward(self, is_last: bool) -> None:
         """``is_last``: of the micro-batches whose gradients are summed."""
-        self.root.set_is_last_backward(is_last)
-        self.root.set_requires_gradient_sync(is_last or self.stage >= 2)
-        self.root.set_reshard_after_backward(is_last or self.stage == 3)
+        root = self._parts[-1]
+        root.set_is_last_backward(is_last)
+        root.set_requires_gradient_sync(is_last or self.stage >= 2)
+        root.set_reshard_after_backward(is_last or self.stage == 3)
 
     def reshard(self) -> None:
         """Let go of gathered parameters, so that the local shards are all that there is. No communication."""

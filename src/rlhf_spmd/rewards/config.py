@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import math
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-from rlhf_spmd.rewards.resolve import resolve_function
+from rlhf_spmd.config import registry
+from rlhf_spmd.config.bounds import check_bounds
 
 
 @dataclass(frozen=True)
@@ -29,14 +32,18 @@ class RewardConfig:
 
     def check(self, where: str = "reward") -> None:
         """Raises ValueError naming the key and the value; imports the function's module to see that it is there."""
-        for key in ("weight", "model_weight", "default"):
-            if not math.isfinite(getattr(self, key)):
-                raise ValueError(f"{where}.{key} = {getattr(self, key)}: must be a finite number")
-        if not (math.isfinite(self.timeout_s) and self.timeout_s > 0):
-            raise ValueError(f"{where}.timeout_s = {self.timeout_s}: must be a finite number of seconds > 0")
-        if self.num_workers < 1:
-            raise ValueError(f"{where}.num_workers = {self.num_workers}: must be >= 1 (processes per rank)")
-        if not 0.0 <= self.max_failure_rate <= 1.0:
-            raise ValueError(f"{where}.max_failure_rate = {self.max_failure_rate}: must lie in [0, 1]")
+        check_bounds(self, where, "weight", "model_weight", "default")
+        check_bounds(self, where, "timeout_s", above=0)
+        check_bounds(self, where, "num_workers", least=1)
+        check_bounds(self, where, "max_failure_rate", least=0, most=1)
         if self.function is not None:
-            resolve_function(self.function, f"{where}.function")
+            function = resolve_reward(self.function, f"{where}.function")
+            try:
+                inspect.signature(function).bind("prompt", "response", {})
+            except TypeError as error:
+                raise ValueError(f"{where}.function={self.function!r} must take (prompt, response, row): {error}") from error
+
+
+def resolve_reward(name: str, where: str = "reward.function") -> Callable[[str, str, dict[str, Any]], Any]:
+    """The function called ``name``; see :func:`registry.resolve`."""
+    return registry.resolve(where, "rlhf_spmd.rewards", name, "score")

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from rlhf_spmd.rewards.resolve import resolve_function
+from rlhf_spmd.rewards.config import resolve_reward
 
 _PR_SET_PDEATHSIG = 1
 
@@ -87,7 +87,7 @@ def main(function_name: str, request_fd: int, answer_fd: int, parent: int) -> No
     os.set_inheritable(answer_fd, False)
     with os.fdopen(request_fd, "rb") as requests, os.fdopen(answer_fd, "wb") as answers:
         try:
-            function = resolve_function(function_name)
+            function = resolve_reward(function_name)
         except ValueError as error:
             answers.write(json.dumps(["broken", str(error)]).encode() + b"\n")
             return

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
-from itertools import pairwise
+from itertools import groupby, pairwise
+from typing import NamedTuple
 
 Values = Sequence[float | None]
 
-WIDTH, HEIGHT, WIDE = 400, 190, 1180
+WIDTH, HEIGHT = 400, 190
+WIDE, WIDE_HEIGHT = 1180, 240
 LEFT, RIGHT, TOP, BOTTOM = 48, 10, 8, 24
 MAX_POINTS = 600
 SMOOTH_FROM = 40  # points; shorter curves are shown as they are
@@ -19,19 +21,13 @@ SMOOTH_PARTS = 30
 NUM_COLORS = 10  # css variables --c0 ... --c9; everything after that is grey
 
 
-@dataclass(frozen=True)
-class Series:
-    """One curve: ``steps`` rise; ``values`` None (or not finite) leaves a gap. ``low``/``high``: a band around it.
+class Point(NamedTuple):
+    """Of a curve. ``value`` None leaves a gap. ``band``: lower and upper edge around it. ``note``: shown while hovering only."""
 
-    ``extra``: further numbers by name, shown while hovering only.
-    """
-
-    name: str
-    steps: Sequence[int]
-    values: Values
-    low: Values | None = None
-    high: Values | None = None
-    extra: dict[str, Values] = field(default_factory=dict)
+    step: int
+    value: float | None
+    band: tuple[float, float] | None = None
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -47,51 +43,46 @@ class Scale:
         return self.start + (value - self.low) / ((self.high - self.low) or 1.0) * (self.end - self.start)
 
 
-def line_chart(series: Sequence[Series], width: int = WIDTH, height: int = HEIGHT) -> str:
-    """An ``<svg>`` with axes, one line per series and the points for the crosshair; "" where there is no finite value."""
-    shown = [thin(curve) for curve in series]
-    shown = [curve for curve in shown if _finite(curve.values)]
+def line_chart(curves: Mapping[str, Sequence[Point]]) -> str:
+    """An ``<svg>`` with axes, one line per named curve and the points for the crosshair; "" where there is no value."""
+    shown = {name: thin(points) for name, points in curves.items() if known(points)}
     if not shown:
         return ""
-    bounds = [value for curve in shown for part in (curve.values, curve.low, curve.high) for value in _finite(part or ())]
-    y = Scale(*_padded(min(bounds), max(bounds)), start=height - BOTTOM, end=TOP)
-    steps = [step for curve in shown for step in curve.steps]
-    x = Scale(min(steps), max(steps) if max(steps) > min(steps) else min(steps) + 1, start=LEFT, end=width - RIGHT)
-    parts = [axes(x, y, width, height)]
-    for index, curve in enumerate(shown):
+    points = [point for curve in shown.values() for point in curve]
+    bounds = [value for _, value in known(points)] + [edge for point in points for edge in point.band or ()]
+    y = Scale(*_padded(min(bounds), max(bounds)), start=HEIGHT - BOTTOM, end=TOP)
+    first, last = min(point.step for point in points), max(point.step for point in points)
+    x = Scale(first, max(last, first + 1), start=LEFT, end=WIDTH - RIGHT)
+    parts = [axes(x, y)]
+    hover = []
+    for index, (name, curve) in enumerate(shown.items()):
         parts.append(_draw_curve(curve, x, y, color(index)))
-    parts.append(f'<line class="cross" x1="0" x2="0" y1="{TOP}" y2="{height - BOTTOM}" visibility="hidden"/>')
-    points = json.dumps([_hover_points(curve, x, y, color(index)) for index, curve in enumerate(shown)], separators=(",", ":"))
-    opening = f'<svg class="chart" viewBox="0 0 {width} {height}" role="img" data-hover="{escape(points)}">'
-    return opening + "".join(parts) + "</svg>"
+        hover.append({"name": name, "color": color(index), **_hover_points(curve, x, y)})
+    parts.append(f'<line class="cross" x1="0" x2="0" y1="{TOP}" y2="{HEIGHT - BOTTOM}" visibility="hidden"/>')
+    data = escape(json.dumps(hover, separators=(",", ":")))
+    return f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" data-hover="{data}">{"".join(parts)}</svg>'
 
 
-def stacked_bars(
-    steps: Sequence[int],
-    phases: dict[str, Values],
-    totals: Values,
-    colors: dict[str, str],
-    width: int = WIDE,
-    height: int = 240,
-) -> str:
+def stacked_bars(steps: Sequence[int], phases: Mapping[str, Values], totals: Values, colors: dict[str, str]) -> str:
     """One bar per step (or per group of neighbouring steps, averaged), ``phases`` stacked from the bottom in their order.
 
     ``totals``: what the whole step took, drawn as a mark across its bar.
     """
     group = math.ceil(len(steps) / 120)
-    chunks = [range(first, min(first + group, len(steps))) for first in range(0, len(steps), group)]
-    bars = [{name: _mean([values[i] for i in chunk]) for name, values in phases.items()} for chunk in chunks]
-    wholes = [_mean([totals[i] for i in chunk]) for chunk in chunks]
+    chunks = [slice(first, first + group) for first in range(0, len(steps), group)]
+    bars = [{name: _mean(values[chunk]) for name, values in phases.items()} for chunk in chunks]
+    wholes = [_mean(totals[chunk]) for chunk in chunks]
     top = max((max(whole, sum(bar.values())) for whole, bar in zip(wholes, bars, strict=True)), default=0.0)
     if top <= 0:
         return ""
-    y = Scale(0.0, top * 1.05, start=height - BOTTOM, end=TOP)
-    pitch = (width - LEFT - RIGHT) / len(bars)
-    x = Scale(-0.5, len(bars) - 0.5, start=LEFT, end=width - RIGHT)
-    labels = {index: f"{steps[chunk[0]]}" for index, chunk in enumerate(chunks)}
-    parts = [axes(x, y, width, height, x_labels=_spread(labels, 12), y_unit=" s")]
+    y = Scale(0.0, top * 1.05, start=WIDE_HEIGHT - BOTTOM, end=TOP)
+    pitch = (WIDE - LEFT - RIGHT) / len(bars)
+    x = Scale(-0.5, len(bars) - 0.5, start=LEFT, end=WIDE - RIGHT)
+    labels: dict[float, str] = {index: f"{steps[chunks[index]][0]}" for index in range(0, len(bars), math.ceil(len(bars) / 12))}
+    parts = [axes(x, y, x_labels=labels, y_unit=" s")]
     for index, (chunk, bar, whole) in enumerate(zip(chunks, bars, wholes, strict=True)):
-        where = f"step {steps[chunk[0]]}" + (f" to {steps[chunk[-1]]}, means" if len(chunk) > 1 else "")
+        first, last = steps[chunk][0], steps[chunk][-1]
+        where = f"step {first}" + (f" to {last}, means" if last > first else "")
         where += f": {seconds_text(whole)}" if whole else ""
         left, right = x(index) - 0.42 * pitch, x(index) + 0.42 * pitch
         base = 0.0
@@ -105,22 +96,22 @@ def stacked_bars(
                 )
         if whole > 0:
             parts.append(f'<line class="total" x1="{left:.2f}" x2="{right:.2f}" y1="{y(whole):.2f}" y2="{y(whole):.2f}"/>')
-    return f'<svg class="chart wide" viewBox="0 0 {width} {height}" role="img">' + "".join(parts) + "</svg>"
+    return f'<svg class="chart wide" viewBox="0 0 {WIDE} {WIDE_HEIGHT}" role="img">' + "".join(parts) + "</svg>"
 
 
-def axes(x: Scale, y: Scale, width: int, height: int, x_labels: dict[float, str] | None = None, y_unit: str = "") -> str:
+def axes(x: Scale, y: Scale, x_labels: dict[float, str] | None = None, y_unit: str = "") -> str:
     """Grid lines and tick labels. ``x_labels``: positions and texts, instead of round numbers."""
     parts = []
     y_ticks = ticks(y.low, y.high, 5)
     for value, text in zip(y_ticks, tick_labels(y_ticks), strict=True):
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{width - RIGHT}" y1="{y(value):.1f}" y2="{y(value):.1f}"/>')
-        parts.append(f'<text class="tick" x="{LEFT - 6}" y="{y(value) + 3.5:.1f}" text-anchor="end">{text}{y_unit}</text>')
+        parts.append(f'<line class="grid" x1="{x.start}" x2="{x.end}" y1="{y(value):.1f}" y2="{y(value):.1f}"/>')
+        parts.append(f'<text class="tick" x="{x.start - 6}" y="{y(value) + 3.5:.1f}" text-anchor="end">{text}{y_unit}</text>')
     if x_labels is None:
         x_ticks = [tick for tick in ticks(x.low, x.high, 6) if float(tick).is_integer()]
         x_labels = dict(zip(x_ticks, tick_labels(x_ticks), strict=True))
     for position, text in x_labels.items():
-        parts.append(f'<text class="tick" x="{x(position):.1f}" y="{height - 7}" text-anchor="middle">{escape(text)}</text>')
-    parts.append(f'<line class="axis" x1="{LEFT}" x2="{width - RIGHT}" y1="{height - BOTTOM}" y2="{height - BOTTOM}"/>')
+        parts.append(f'<text class="tick" x="{x(position):.1f}" y="{y.start + 17}" text-anchor="middle">{escape(text)}</text>')
+    parts.append(f'<line class="axis" x1="{x.start}" x2="{x.end}" y1="{y.start}" y2="{y.start}"/>')
     return "".join(parts)
 
 
@@ -153,9 +144,9 @@ def tick_labels(values: Sequence[float]) -> list[str]:
     return [_fixed(value, gap) for value in values]
 
 
-def number_text(value: float | None, digits: int = 4) -> str:
+def number_text(value: float, digits: int = 4) -> str:
     """A number for reading, with this many significant digits."""
-    if value is None or not math.isfinite(value):
+    if not math.isfinite(value):
         return "n/a"
     if value == 0 or 1e-3 <= abs(value) < 1e5:
         decimals = max(0, digits - 1 - math.floor(math.log10(abs(value)))) if value else 0
@@ -168,97 +159,76 @@ def seconds_text(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else (f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} µs")
 
 
-def thin(curve: Series) -> Series:
+def thin(points: Sequence[Point]) -> Sequence[Point]:
     """At most MAX_POINTS points: of each stretch of neighbours the lowest and the highest, so that spikes stay visible."""
-    count = len(curve.steps)
-    if count <= MAX_POINTS:
-        return curve
-    stretch = math.ceil(2 * count / MAX_POINTS)
-    keep: list[int] = []
-    for first in range(0, count, stretch):
-        known = [i for i in range(first, min(first + stretch, count)) if _is_finite(curve.values[i])]
-        if known:
-            extremes = {min(known, key=lambda i: curve.values[i] or 0.0), max(known, key=lambda i: curve.values[i] or 0.0)}
-            keep += sorted(extremes)
-        else:
-            keep.append(first)
-
-    def at(values: Values | None) -> Values | None:
-        return None if values is None else [values[i] for i in keep]
-
-    steps = [curve.steps[i] for i in keep]
-    extra = {name: at(values) or [] for name, values in curve.extra.items()}
-    return Series(curve.name, steps, at(curve.values) or [], at(curve.low), at(curve.high), extra)
+    if len(points) <= MAX_POINTS:
+        return points
+    stretch = math.ceil(2 * len(points) / MAX_POINTS)
+    kept: list[Point] = []
+    for first in range(0, len(points), stretch):
+        part = points[first : first + stretch]
+        values = [point for point in part if point.value is not None] or part[:1]
+        kept += sorted({pick(values, key=lambda point: point.value or 0.0) for pick in (min, max)})
+    return kept
 
 
-def smooth(values: Values) -> list[float | None]:
+def smooth(points: Sequence[Point]) -> list[Point]:
     """Exponential average over 1 / SMOOTH_PARTS of the curve, unbiased at its start; gaps stay gaps."""
-    keep = 1 - 1 / max(2.0, len(values) / SMOOTH_PARTS)
+    keep = 1 - 1 / max(2.0, len(points) / SMOOTH_PARTS)
     total = weight = 0.0
-    result: list[float | None] = []
-    for value in values:
-        if value is None or not math.isfinite(value):
-            result.append(None)
-            continue
-        total, weight = keep * total + value, keep * weight + 1
-        result.append(total / weight)
+    result = []
+    for point in points:
+        if point.value is not None:
+            total, weight = keep * total + point.value, keep * weight + 1
+            point = Point(point.step, total / weight)
+        result.append(point)
     return result
 
 
-def _draw_curve(curve: Series, x: Scale, y: Scale, stroke: str) -> str:
-    parts = []
-    if curve.low is not None and curve.high is not None:
-        parts.append(_band(curve, x, y, stroke))
-    line = _path(curve.steps, curve.values, x, y)
-    if len(_finite(curve.values)) >= SMOOTH_FROM:
+def _draw_curve(points: Sequence[Point], x: Scale, y: Scale, stroke: str) -> str:
+    parts = [_band(points, x, y, stroke)]
+    line = _path(points, x, y)
+    if len(known(points)) >= SMOOTH_FROM:
         parts.append(f'<path class="raw" d="{line}" stroke="{stroke}"/>')
-        line = _path(curve.steps, smooth(curve.values), x, y)
+        line = _path(smooth(points), x, y)
     parts.append(f'<path class="line" d="{line}" stroke="{stroke}"/>')
-    alone = [i for i, value in enumerate(curve.values) if _is_finite(value) and not _has_neighbour(curve.values, i)]
-    for i in alone:
-        parts.append(f'<circle cx="{x(curve.steps[i]):.1f}" cy="{y(curve.values[i] or 0.0):.1f}" r="2.5" fill="{stroke}"/>')
+    for step, value in (run[0] for run in _runs(points) if len(run) == 1):
+        parts.append(f'<circle cx="{x(step):.1f}" cy="{y(value):.1f}" r="2.5" fill="{stroke}"/>')
     return "".join(parts)
 
 
-def _band(curve: Series, x: Scale, y: Scale, fill: str) -> str:
-    assert curve.low is not None and curve.high is not None, "a band has two edges"
-    rows = [
-        (step, low, high)
-        for step, low, high in zip(curve.steps, curve.low, curve.high, strict=True)
-        if low is not None and high is not None and math.isfinite(low) and math.isfinite(high)
-    ]
+def _band(points: Sequence[Point], x: Scale, y: Scale, fill: str) -> str:
+    rows = [(point.step, *point.band) for point in points if point.band]
     if len(rows) < 2:
         return ""
     edge = [f"{x(step):.1f},{y(high):.1f}" for step, _, high in rows] + [f"{x(s):.1f},{y(low):.1f}" for s, low, _ in rows[::-1]]
     return f'<polygon class="band" points="{" ".join(edge)}" fill="{fill}"/>'
 
 
-def _path(steps: Sequence[int], values: Values, x: Scale, y: Scale) -> str:
-    path, pen = [], "M"
-    for step, value in zip(steps, values, strict=True):
-        if value is None or not math.isfinite(value):
-            pen = "M"
-            continue
-        path.append(f"{pen}{x(step):.1f} {y(value):.1f}")
-        pen = "L"
-    return "".join(path)
+def _path(points: Sequence[Point], x: Scale, y: Scale) -> str:
+    return "".join("M" + "L".join(f"{x(step):.1f} {y(value):.1f}" for step, value in run) for run in _runs(points))
 
 
-def _hover_points(curve: Series, x: Scale, y: Scale, stroke: str) -> dict[str, object]:
-    """What the crosshair shows: pixel positions and texts of every finite point."""
-    rows = [
-        (step, value, [f"{name} {number_text(values[i])}" for name, values in curve.extra.items()])
-        for i, (step, value) in enumerate(zip(curve.steps, curve.values, strict=True))
-        if value is not None and math.isfinite(value)
-    ]
+def _hover_points(points: Sequence[Point], x: Scale, y: Scale) -> dict[str, object]:
+    """What the crosshair shows: pixel positions and texts of every known point."""
+    shown = known(points)
+    notes = [f", {point.note}" if point.note else "" for point in points if point.value is not None]
     return {
-        "name": curve.name,
-        "color": stroke,
-        "step": [step for step, _, _ in rows],
-        "x": [round(x(step), 1) for step, _, _ in rows],
-        "y": [round(y(value), 1) for _, value, _ in rows],
-        "text": [", ".join([number_text(value), *extra]) for _, value, extra in rows],
+        "step": [step for step, _ in shown],
+        "x": [round(x(step), 1) for step, _ in shown],
+        "y": [round(y(value), 1) for _, value in shown],
+        "text": [number_text(value) + note for (_, value), note in zip(shown, notes, strict=True)],
     }
+
+
+def known(points: Iterable[Point]) -> list[tuple[int, float]]:
+    """Step and value of each point that has one."""
+    return [(point.step, point.value) for point in points if point.value is not None]
+
+
+def _runs(points: Sequence[Point]) -> list[list[tuple[int, float]]]:
+    """Steps and values of the points between gaps."""
+    return [known(run) for is_gap, run in groupby(points, key=lambda point: point.value is None) if not is_gap]
 
 
 def _padded(low: float, high: float) -> tuple[float, float]:
@@ -278,23 +248,6 @@ def _fixed(value: float, gap: float) -> str:
     return f"{value:,.{decimals}f}"
 
 
-def _spread(labels: dict[int, str], count: int) -> dict[float, str]:
-    stride = math.ceil(len(labels) / count)
-    return {float(index): text for index, text in labels.items() if index % stride == 0}
-
-
 def _mean(values: Values) -> float:
-    finite = _finite(values)
-    return sum(finite) / len(finite) if finite else 0.0
-
-
-def _finite(values: Values) -> list[float]:
-    return [value for value in values if value is not None and math.isfinite(value)]
-
-
-def _is_finite(value: float | None) -> bool:
-    return value is not None and math.isfinite(value)
-
-
-def _has_neighbour(values: Values, index: int) -> bool:
-    return any(0 <= i < len(values) and _is_finite(values[i]) for i in (index - 1, index + 1))
+    numbers = [value for value in values if value is not None]
+    return sum(numbers) / len(numbers) if numbers else 0.0

@@ -29,7 +29,8 @@ class JsonlLog:
 
     def append(self, objects: Iterable[Mapping[str, Any]]) -> None:
         """Write and flush: what was appended is there after a kill of this process."""
-        self._file.write("".join(dump_line(value) for value in objects))
+        lines = (json.dumps(json_value(value), allow_nan=False, ensure_ascii=False) + "\n" for value in objects)
+        self._file.write("".join(lines))
         self._file.flush()
 
     def close(self) -> None:
@@ -57,23 +58,22 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return [value for value in parsed if isinstance(value, dict)]
 
 
-def dump_line(value: Mapping[str, Any]) -> str:
-    """One line of strict JSON: NaN and infinities become null, numbers of numpy and torch plain numbers."""
-    return json.dumps(_plain(value), allow_nan=False, ensure_ascii=False) + "\n"
+def json_value(value: Any) -> Any:
+    """A value as strict JSON can hold it: nested dicts, lists, text, booleans, null, finite numbers (others become null).
 
-
-def _plain(value: Any) -> Any:
-    if value is None or isinstance(value, (str, bool, int)):
+    Arrays and tensors become lists and numbers, anything else its text.
+    """
+    if value is None or isinstance(value, (bool, int, str)):
         return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): json_value(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [json_value(item) for item in value]
     if hasattr(value, "tolist"):  # numpy and torch, scalars and arrays
-        return _plain(value.tolist())
-    if isinstance(value, float) or hasattr(value, "__float__"):
-        return float(value) if math.isfinite(value) else None
-    return str(value)
+        return json_value(value.tolist())
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
 
 
 def _parse(line: bytes) -> Any:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlhf_spmd.config.bounds import check_bounds
 from rlhf_spmd.telemetry import wandb_follower
 from rlhf_spmd.telemetry.jsonl import JsonlLog, read_jsonl
 from rlhf_spmd.telemetry.run_dir import METRICS_FILE
@@ -42,8 +43,7 @@ class LoggerConfig:
             raise ValueError(f"{where}.wandb={self.wandb!r}: unknown; allowed: {', '.join(WANDB_MODES)}")
         if not self.project:
             raise ValueError(f"{where}.project is empty; give the name of a W&B project")
-        if not self.wandb_timeout_s > 0:
-            raise ValueError(f"{where}.wandb_timeout_s={self.wandb_timeout_s} must be above 0 seconds")
+        check_bounds(self, where, "wandb_timeout_s", above=0)
 
 
 class MetricLogger:
@@ -104,6 +104,8 @@ class _Follower:
         # a session of its own: Ctrl-C ends the run, and the run then ends W&B
         command = [sys.executable, "-P", wandb_follower.__file__]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
+        assert self._process.stdin is not None, "the follower is started with a pipe"
+        self._input = self._process.stdin
         self._send(json.dumps(order))
 
     def close(self, exit_code: int) -> None:
@@ -115,12 +117,10 @@ class _Follower:
             self._process.kill()
             self._process.wait()
             print("wandb: gave up on the upload; metrics.jsonl has every step", file=sys.stderr)
-        assert self._process.stdin is not None, "the follower was started with a pipe"
         with contextlib.suppress(OSError):  # the follower is gone: there is nobody left to tell
-            self._process.stdin.close()
+            self._input.close()
 
     def _send(self, line: str) -> None:
-        assert self._process.stdin is not None, "the follower was started with a pipe"
         with contextlib.suppress(OSError):  # it ended early, and has said why on standard error
-            self._process.stdin.write(line.encode() + b"\n")
-            self._process.stdin.flush()
+            self._input.write(line.encode() + b"\n")
+            self._input.flush()

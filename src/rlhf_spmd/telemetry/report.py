@@ -12,12 +12,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from importlib import resources
 from pathlib import Path
+from statistics import median_high
 from typing import Any
 
 from rlhf_spmd.telemetry import charts, timeline_chart
-from rlhf_spmd.telemetry.charts import Series, Values
+from rlhf_spmd.telemetry.charts import Point, Values
 from rlhf_spmd.telemetry.jsonl import read_jsonl
 from rlhf_spmd.telemetry.report_sections import (
     artifacts_section,
@@ -41,31 +41,26 @@ from rlhf_spmd.telemetry.run_dir import (
 )
 
 TIMING = "timing_s/"
+SPREAD = ("std", "min", "max")  # what may stand beside a mean
 AVERAGED_STEPS = 5  # what "first" and "last" mean in the tiles and in the summary
 
 
-@dataclass(frozen=True)
-class Panel:
-    """A chart of the report: metric names, drawn where at least one of them exists."""
+Panel = tuple[str, tuple[str, ...]]  # title of a chart, and its metrics: drawn where at least one of them exists
 
-    title: str
-    metrics: tuple[str, ...]
-
-
-PANELS = (
-    Panel("Reward", ("reward/mean",)),
-    Panel("Loss", ("actor/loss", "val/loss")),
-    Panel("KL to the reference", ("actor/kl",)),
-    Panel("Entropy", ("actor/entropy",)),
-    Panel("Response length", ("response_length/mean", "response_length/max")),
-    Panel("Critic explained variance", ("critic/explained_variance",)),
-    Panel("Value loss", ("critic/vf_loss",)),
-    Panel("Policy loss", ("actor/pg_loss",)),
-    Panel("KL of the update", ("actor/ppo_kl",)),
-    Panel("Clipped fraction", ("actor/clip_frac", "critic/clip_frac")),
-    Panel("Gradient norm", ("actor/grad_norm", "critic/grad_norm")),
-    Panel("Log-prob difference to training", ("rollout/log_prob_diff_max",)),
-    Panel("Tokens per second", ("perf/tokens_per_s",)),
+PANELS: tuple[Panel, ...] = (
+    ("Reward", ("reward/mean",)),
+    ("Loss", ("actor/loss", "val/loss")),
+    ("KL to the reference", ("actor/kl",)),
+    ("Entropy", ("actor/entropy",)),
+    ("Response length", ("response_length/mean", "response_length/max")),
+    ("Critic explained variance", ("critic/explained_variance",)),
+    ("Value loss", ("critic/vf_loss",)),
+    ("Policy loss", ("actor/pg_loss",)),
+    ("KL of the update", ("actor/ppo_kl",)),
+    ("Clipped fraction", ("actor/clip_frac", "critic/clip_frac")),
+    ("Gradient norm", ("actor/grad_norm", "critic/grad_norm")),
+    ("Log-prob difference to training", ("rollout/log_prob_diff_max",)),
+    ("Tokens per second", ("perf/tokens_per_s",)),
 )
 
 
@@ -80,10 +75,9 @@ class Run:
     config_text: str
     status: ExitStatus | None
 
-    def curve(self, name: str) -> tuple[list[int], list[float | None]]:
-        """Steps and values of a metric, where it was logged (null included)."""
-        rows = [row for row in self.metrics if name in row]
-        return [row["step"] for row in rows], [_number(row[name]) for row in rows]
+    def values(self, name: str) -> list[float]:
+        """The numbers of a metric, by rising step; steps that have none are left out."""
+        return [number for row in self.metrics if (number := _number(row.get(name))) is not None]
 
     def names(self) -> list[str]:
         """Every metric with at least one number, in the order of appearance."""
@@ -125,13 +119,15 @@ def render(run: Run) -> str:
     config = flatten_config(run.config_text)
     name = config.get("run.name") or run.directory.resolve().name
     drawn, busy = timeline_chart.from_trace(run.trace)
-    phases = _phases(run)
+    timed = [row for row in run.metrics if any(key.startswith(TIMING) for key in row)]  # not a validation before the first step
+    totals = [_number(row.get(TIMING + "step")) for row in timed]
+    phases = _phases(timed, totals)
     colors = _phase_colors(phases, busy)
     body = [
         _header(run, name, config),
         _tiles(run),
         _curves(run),
-        _phase_section(run, phases, colors),
+        _phase_section([row["step"] for row in timed], totals, phases, colors),
         _timeline_section(drawn, busy, colors),
         samples_section(run.rollouts),
         artifacts_section(run.directory),
@@ -149,13 +145,12 @@ def render(run: Run) -> str:
     )
 
 
-def first_and_last(values: Values, most: int = AVERAGED_STEPS) -> tuple[float, float, int]:
-    """Means of the first and of the last k finite values, and k (``most``, fewer in short runs; 0: no values)."""
-    finite = [value for value in values if value is not None]
-    k = min(most, max(1, len(finite) // 2)) if finite else 0
-    if not k:
+def first_and_last(values: Sequence[float], most: int = AVERAGED_STEPS) -> tuple[float, float, int]:
+    """Means of the first and of the last k values, and k (``most``, fewer in short runs; 0: no values)."""
+    if not values:
         return math.nan, math.nan, 0
-    return sum(finite[:k]) / k, sum(finite[-k:]) / k, k
+    k = min(most, max(1, len(values) // 2))
+    return sum(values[:k]) / k, sum(values[-k:]) / k, k
 
 
 def _header(run: Run, name: str, config: Mapping[str, str]) -> str:
@@ -177,30 +172,27 @@ def _header(run: Run, name: str, config: Mapping[str, str]) -> str:
 
 def _tiles(run: Run) -> str:
     tiles = []
-    main = ("Reward", "reward/mean") if "reward/mean" in run.names() else ("Loss", "actor/loss")
-    for title, metric in (main, ("Validation", _first_validation(run))):
-        first, last, k = first_and_last(run.curve(metric)[1], 1 if title == "Validation" else AVERAGED_STEPS)
+    main = ("Reward", "reward/mean") if run.values("reward/mean") else ("Loss", "actor/loss")
+    validation = next((name for name in run.names() if name.startswith("val/") and name != "val/loss"), "val/loss")
+    for title, metric in (main, ("Validation", validation)):
+        first, last, k = first_and_last(run.values(metric), 1 if title == "Validation" else AVERAGED_STEPS)
         if k > 0:
-            change = last - first
-            direction = "up" if change > 0 else "down"
-            note = f'<span class="{direction if title != "Loss" else ""}">{change:+.3g}</span>; first, last {k}'
+            direction = "" if title == "Loss" else "up" if last > first else "down"
+            note = f'<span class="{direction}">{last - first:+.3g}</span>; first, last {k}'
             value = f'{charts.number_text(first, 3)}<span class="arrow">→</span>{charts.number_text(last, 3)}'
             tiles.append((title, value, note))
-    explained = first_and_last(run.curve("critic/explained_variance")[1])
     for title, metric, unit in (
         ("KL to the reference", "actor/kl", ""),
         ("Response length", "response_length/mean", "tokens, "),
+        ("Explained variance", "critic/explained_variance", "critic, "),
     ):
-        _, last, k = first_and_last(run.curve(metric)[1])
+        _, last, k = first_and_last(run.values(metric))
         if k > 0:
             tiles.append((title, charts.number_text(last, 3), f"{unit}last {k} steps"))
-    if explained[2]:
-        tiles.append(("Explained variance", charts.number_text(explained[1], 3), f"critic, last {explained[2]} steps"))
     for title, metric, unit in (("Tokens per second", "perf/tokens_per_s", ""), ("Step time", TIMING + "step", " s")):
-        values = sorted(value for value in run.curve(metric)[1] if value is not None)
-        if values:
+        if values := run.values(metric):
             note = "median" if unit == "" else f"median; {charts.number_text(sum(values) / 60, 3)} min"
-            tiles.append((title, charts.number_text(values[len(values) // 2], 3 if unit else 4) + unit, note))
+            tiles.append((title, charts.number_text(median_high(values), 3 if unit else 4) + unit, note))
     drawn = [
         f'<div class="tile"><div class="name">{escape(title)}</div><div class="value">{value}</div>'
         f'<div class="note">{note}</div></div>'
@@ -211,96 +203,90 @@ def _tiles(run: Run) -> str:
 
 def _curves(run: Run) -> str:
     names = run.names()
-    validation = [Panel("Validation", (name,)) for name in names if name.startswith("val/") and name != "val/loss"]
+    validation = [("Validation", (name,)) for name in names if name.startswith("val/") and name != "val/loss"]
     panels = [*PANELS[:1], *validation, *PANELS[1:]]
-    shown = {name for panel in panels for name in panel.metrics} | {f"reward/{part}" for part in ("std", "min", "max")}
-    rest = [Panel(_title_of(name), (name,)) for name in names if name not in shown and not name.startswith(TIMING)]
-    drawn = [figure for panel in panels if (figure := _figure(run, panel))]
+    shown = {name for _, metrics in panels for name in metrics} | {f"reward/{part}" for part in SPREAD}
+    others = [name for name in names if name not in shown and not name.startswith(TIMING)]
+    drawn = [figure for title, metrics in panels if (figure := _figure(run, title, metrics))]
+    more = [_figure(run, name.replace("/", " ").replace("_", " ").capitalize(), (name,)) for name in others]
     if not drawn:
-        drawn, rest = [figure for panel in rest if (figure := _figure(run, panel))], []
+        drawn, more = more, []
     if not drawn:
         return '<h2>Curves</h2><p class="caption">No metrics yet.</p>'
     caption = "Bands: one standard deviation over the samples of a step."
     if len(run.metrics) >= charts.SMOOTH_FROM:
         window = max(2, round(len(run.metrics) / charts.SMOOTH_PARTS))
         caption += f" Bold: exponential average over about {window} steps; thin: the steps themselves."
-    more = "".join(_figure(run, panel) for panel in rest)
+    curves = f'<h2>Curves</h2><p class="caption">{caption}</p><div class="panels">{"".join(drawn)}</div>'
     if more:
-        more = f'<details><summary>{len(rest)} more metrics</summary><div class="panels">{more}</div></details>'
-    return f'<h2>Curves</h2><p class="caption">{caption}</p><div class="panels">{"".join(drawn)}</div>{more}'
+        curves += f'<details><summary>{len(more)} more metrics</summary><div class="panels">{"".join(more)}</div></details>'
+    return curves
 
 
-def _figure(run: Run, panel: Panel) -> str:
-    curves = [_series(run, name) for name in panel.metrics]
-    curves = [curve for curve in curves if any(value is not None for value in curve.values)]
-    svg = charts.line_chart(curves)
-    if not svg:
+def _figure(run: Run, title: str, metrics: Sequence[str]) -> str:
+    curves = {name: points for name in metrics if charts.known(points := _points(run, name))}
+    if not curves:
         return ""
-    finite = [value for value in curves[0].values if value is not None]
-    keys = legend({curve.name: charts.color(index) for index, curve in enumerate(curves)}) if len(curves) > 1 else ""
-    metric = f'<div class="metric">{escape(panel.metrics[0])}</div>' if len(curves) == 1 else ""
+    _, last = charts.known(next(iter(curves.values())))[-1]
+    if len(curves) > 1:
+        keys = legend({name: charts.color(index) for index, name in enumerate(curves)})
+    else:
+        keys = f'<div class="metric">{escape(metrics[0])}</div>'
     return (
-        f'<figure class="card"><figcaption><span class="title">{escape(panel.title)}</span>'
-        f'<span class="last">{charts.number_text(finite[-1])}</span></figcaption>{keys}{metric}{svg}</figure>'
+        f'<figure class="card"><figcaption><span class="title">{escape(title)}</span>'
+        f'<span class="last">{charts.number_text(last)}</span></figcaption>{keys}{charts.line_chart(curves)}</figure>'
     )
 
 
-def _series(run: Run, name: str) -> Series:
-    steps, values = run.curve(name)
+def _points(run: Run, name: str) -> list[Point]:
+    """A metric's curve; of a mean with its ``std``, ``min`` and ``max`` beside it."""
     prefix, _, last = name.rpartition("/")
-    if last != "mean":
-        return Series(name, steps, values)
-    rows = [row for row in run.metrics if name in row]
-    spread = {part: [_number(row.get(f"{prefix}/{part}")) for row in rows] for part in ("std", "min", "max")}
-    extra: dict[str, Values] = {part: found for part, found in spread.items() if any(value is not None for value in found)}
-    if "std" not in extra:
-        return Series(name, steps, values)
-    pairs = list(zip(values, spread["std"], spread["min"], spread["max"], strict=True))
-    low = [None if v is None or s is None else max(v - s, v - s if m is None else m) for v, s, m, _ in pairs]
-    high = [None if v is None or s is None else min(v + s, v + s if m is None else m) for v, s, _, m in pairs]
-    return Series(name, steps, values, low, high, extra)
+    points = []
+    for row in run.metrics:
+        if name not in row:
+            continue
+        value = _number(row[name])
+        std, low, high = (_number(row.get(f"{prefix}/{part}")) for part in SPREAD)
+        if last == "mean" and value is not None and std is not None:
+            band = (
+                (value - std if low is None else max(value - std, low)),
+                (value + std if high is None else min(value + std, high)),
+            )
+            known = ((part, number) for part, number in zip(SPREAD, (std, low, high), strict=True) if number is not None)
+            points.append(Point(row["step"], value, band, ", ".join(f"{part} {charts.number_text(n)}" for part, n in known)))
+        else:
+            points.append(Point(row["step"], value))
+    return points
 
 
-def _phases(run: Run) -> dict[str, list[float | None]]:
+def _phases(timed: Sequence[Mapping[str, Any]], totals: Values) -> dict[str, list[float | None]]:
     """Seconds by phase and step from ``timing_s/*``, the largest first; ``other`` is what of the step no phase accounts for."""
-    names = [name for name in run.names() if name.startswith(TIMING) and name != TIMING + "step"]
-    rows = _timed_rows(run)
-    columns: dict[str, list[float | None]] = {name[len(TIMING) :]: [_number(row.get(name)) for row in rows] for name in names}
-    order = sorted(columns, key=lambda name: -sum(value or 0.0 for value in columns[name]))
-    phases = {name: columns[name] for name in order}
-    if phases and any(TIMING + "step" in row for row in rows):
-        totals = [_number(row.get(TIMING + "step")) for row in rows]
-        known = [sum(column[i] or 0.0 for column in phases.values()) for i in range(len(totals))]
+    names = dict.fromkeys(name for row in timed for name in row if name.startswith(TIMING) and name != TIMING + "step")
+    columns = {name.removeprefix(TIMING): [_number(row.get(name)) for row in timed] for name in names}
+    phases = dict(sorted(columns.items(), key=lambda column: -_sum(column[1])))
+    if phases and any(total is not None for total in totals):
+        known = [_sum(row) for row in zip(*phases.values(), strict=True)]
         rest: list[float | None] = [max(0.0, (total or 0.0) - part) for total, part in zip(totals, known, strict=True)]
-        if sum(value or 0.0 for value in rest) > 0.01 * sum(value or 0.0 for value in totals):
+        if _sum(rest) > 0.01 * _sum(totals):
             phases["other"] = rest
     return phases
 
 
-def _timed_rows(run: Run) -> list[Mapping[str, Any]]:
-    """Steps with times; a validation before the first step has none."""
-    return [row for row in run.metrics if any(name.startswith(TIMING) for name in row)]
-
-
 def _phase_colors(phases: Mapping[str, Values], busy: Mapping[str, float]) -> dict[str, str]:
     """One colour per phase for bars and timeline, the largest phases first."""
-    seconds = {name: sum(value or 0.0 for value in values) for name, values in phases.items()}
-    by_bar = sorted((name for name in seconds if name != "other"), key=lambda name: -seconds[name])
+    by_bar = [name for name in phases if name != "other"]
     keys = dict.fromkeys([timeline_chart.phase_key(name) for name in by_bar])
     keys |= dict.fromkeys(sorted((key for key in busy if key != timeline_chart.WAITING), key=lambda key: -busy[key]))
     by_key = {key: charts.color(index) for index, key in enumerate(keys)} | {timeline_chart.WAITING: "var(--wait)"}
     return by_key | {name: by_key[timeline_chart.phase_key(name)] for name in by_bar} | {"other": "var(--other)"}
 
 
-def _phase_section(run: Run, phases: Mapping[str, Values], colors: dict[str, str]) -> str:
-    rows = _timed_rows(run)
-    steps = [row["step"] for row in rows]
-    totals = [_number(row.get(TIMING + "step")) for row in rows]
-    svg = charts.stacked_bars(steps, dict(phases), totals, colors) if phases else ""
+def _phase_section(steps: Sequence[int], totals: Values, phases: Mapping[str, Values], colors: dict[str, str]) -> str:
+    svg = charts.stacked_bars(steps, phases, totals, colors) if phases else ""
     if not svg:
         return ""
-    sums = {name: sum(value or 0.0 for value in values) for name, values in phases.items()}
-    shares = {f"{name} {sums[name] / (sum(sums.values()) or 1.0):.0%}": colors[name] for name in phases if sums[name] > 0}
+    sums = {name: _sum(values) for name, values in phases.items()}
+    shares = {f"{name} {sums[name] / sum(sums.values()):.0%}": colors[name] for name in phases if sums[name] > 0}
     caption = "Seconds of each phase; the mark is the whole step. Phases that run at the same time pile up above it."
     return (
         f'<h2>Time per step</h2><p class="caption">{caption}</p><figure class="card">{legend(shares)}'
@@ -323,14 +309,6 @@ def _timeline_section(drawn: timeline_chart.TimelineChart, busy: Mapping[str, fl
     )
 
 
-def _first_validation(run: Run) -> str:
-    return next((name for name in run.names() if name.startswith("val/") and name != "val/loss"), "val/loss")
-
-
-def _title_of(name: str) -> str:
-    return name.replace("/", " ").replace("_", " ").capitalize()
-
-
 def _number(value: Any) -> float | None:
     """A finite number, or None (null, text, NaN)."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
@@ -338,8 +316,12 @@ def _number(value: Any) -> float | None:
     return float(value)
 
 
+def _sum(values: Values) -> float:
+    return sum(value or 0.0 for value in values)
+
+
 def _packaged(name: str) -> str:
-    return resources.files("rlhf_spmd.telemetry").joinpath(name).read_text(encoding="utf-8")
+    return Path(__file__).with_name(name).read_text(encoding="utf-8")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -155,9 +155,6 @@ def _short(value: Any) -> str:
 
 
 def _size(directory: Path) -> str:
-    total = float(sum(path.stat().st_size for path in directory.rglob("*") if path.is_file()))
-    for unit in ("B", "kB", "MB", "GB"):
-        if total < 1000 or unit == "GB":
-            return f"{total:.0f} B" if unit == "B" else f"{total:.1f} {unit}"
-        total /= 1000
-    raise AssertionError("the last unit always returns")
+    total = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+    power = min((len(str(total)) - 1) // 3, 3)
+    return f"{total / 1000**power:.1f} {('B', 'kB', 'MB', 'GB')[power]}" if power else f"{total} B"

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 METRICS_FILE = "metrics.jsonl"
 ROLLOUTS_FILE = "rollouts.jsonl"
@@ -33,7 +34,7 @@ EXIT_CODES = {
 
 
 def create_run_dir(path: str | os.PathLike[str]) -> Path:
-    """Make the directory, parents too. One rank calls it.
+    """Make the directory, parents too, if it is not there.
 
     Raises ValueError where the path is not a directory that can be written to.
     """
@@ -51,16 +52,15 @@ def create_run_dir(path: str | os.PathLike[str]) -> Path:
 def atomic_write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
     """Readers see the old file or the whole new one, also after a crash or on a full disk (write, fsync, rename)."""
     target = Path(path)
-    descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
+    temporary = target.with_name(f".{target.name}.{uuid4().hex}.tmp")
     try:
-        with os.fdopen(descriptor, "wb") as file:
+        with temporary.open("xb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, 0o666 & ~_umask())  # mkstemp makes files private
-        os.replace(temporary, target)
+        temporary.replace(target)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
     fsync_directory(target.parent)
 
@@ -105,22 +105,12 @@ class ExitStatus:
     def code(self) -> int:
         return EXIT_CODES[self.class_]
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "class": self.class_,
-            "code": self.code,
-            "rank": self.rank,
-            "call": self.call,
-            "step": self.step,
-            "last_checkpoint": self.last_checkpoint,
-            "message": self.message,
-        }
-
 
 def write_exit_status(run_dir: str | os.PathLike[str], status: ExitStatus) -> None:
     """Write ``exit_status.json`` atomically; the directory is made if it is missing."""
     Path(run_dir).mkdir(parents=True, exist_ok=True)
-    atomic_write_json(Path(run_dir) / EXIT_STATUS_FILE, status.to_json())
+    told = {field.name: getattr(status, field.name) for field in fields(ExitStatus)}  # and not those of a subclass
+    atomic_write_json(Path(run_dir) / EXIT_STATUS_FILE, {"class": told.pop("class_"), "code": status.code, **told})
 
 
 def read_exit_status(run_dir: str | os.PathLike[str]) -> ExitStatus | None:
@@ -142,16 +132,7 @@ def read_json(path: str | os.PathLike[str]) -> Any:
 
 def list_checkpoints(run_dir: str | os.PathLike[str]) -> list[Path]:
     """``checkpoints/step_N`` directories by rising step."""
-    found = [(_step_of(path), path) for path in (Path(run_dir) / CHECKPOINTS_DIR).glob("step_*") if path.is_dir()]
-    return [path for step, path in sorted(found) if step >= 0]
-
-
-def _step_of(path: Path) -> int:
-    number = path.name.removeprefix("step_")
-    return int(number) if number.isdigit() else -1
-
-
-def _umask() -> int:
-    current = os.umask(0o077)
-    os.umask(current)
-    return current
+    named = {
+        path.name.removeprefix("step_"): path for path in (Path(run_dir) / CHECKPOINTS_DIR).glob("step_*") if path.is_dir()
+    }
+    return [named[number] for number in sorted(filter(str.isdigit, named), key=int)]

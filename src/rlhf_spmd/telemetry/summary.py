@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, TextIO
+from statistics import median_high
+from typing import Any
 
 from rlhf_spmd.telemetry.charts import number_text
 from rlhf_spmd.telemetry.progress import format_seconds
@@ -13,47 +14,42 @@ from rlhf_spmd.telemetry.report import AVERAGED_STEPS, Run, first_and_last, read
 from rlhf_spmd.telemetry.run_dir import EXPORT_DIR, REPORT_FILE, list_checkpoints
 
 LABEL_WIDTH = 20
+NUM_SAMPLES = 3  # of the first and of the last step
 
 
-def print_summary(run_dir: str | os.PathLike[str], num_samples: int = 3, stream: TextIO | None = None) -> None:
-    """Print :func:`summarize`."""
-    print(summarize(run_dir, num_samples), file=sys.stdout if stream is None else stream)
-
-
-def summarize(run_dir: str | os.PathLike[str], num_samples: int = 3) -> str:
+def summarize(run_dir: str | os.PathLike[str]) -> str:
     """The summary as text, from the files of the run directory; what is missing there is left out. ValueError: no directory."""
     run = read_run(run_dir)
     lines = [f"run {run.directory}" + (f": {run.status.class_}" if run.status else "")]
     if run.status is not None and run.status.class_ != "done" and run.status.message:
         lines.append(_row("message", run.status.message))
-    seconds = [value for value in run.curve("timing_s/step")[1] if value is not None]
     if run.metrics:
+        seconds = run.values("timing_s/step")
         took = f" in {format_seconds(sum(seconds))}" if seconds else ""
         lines.append(_row("steps", f"{len(run.metrics)}{took}"))
     validation = [name for name in run.names() if name.startswith("val/")]
     for label, name in [("reward", "reward/mean"), *((name, name) for name in validation)]:
-        first, last, k = first_and_last(run.curve(name)[1], 1 if name in validation else AVERAGED_STEPS)
+        first, last, k = first_and_last(run.values(name), 1 if name in validation else AVERAGED_STEPS)
         if k > 0:
             which = f"means of the first and the last {k} logged" if k > 1 else "first and last"
             lines.append(_row(label, f"{number_text(first)} -> {number_text(last)}  ({last - first:+.3f}; {which})"))
     for label, name in (("KL to reference", "actor/kl"), ("explained variance", "critic/explained_variance")):
-        first, last, k = first_and_last(run.curve(name)[1])
+        first, last, k = first_and_last(run.values(name))
         if k > 0:
             lines.append(_row(label, f"{number_text(first)} -> {number_text(last)}"))
-    rates = sorted(value for value in run.curve("perf/tokens_per_s")[1] if value is not None)
-    if rates:
-        lines.append(_row("tokens/s", f"{rates[len(rates) // 2]:,.0f} (median)"))
-    lines += _samples(run.rollouts, num_samples)
+    if rates := run.values("perf/tokens_per_s"):
+        lines.append(_row("tokens/s", f"{median_high(rates):,.0f} (median)"))
+    lines += _samples(run.rollouts)
     lines += _places(run)
     return "\n".join(lines)
 
 
-def _samples(rollouts: Sequence[Mapping[str, Any]], count: int) -> list[str]:
+def _samples(rollouts: Sequence[Mapping[str, Any]]) -> list[str]:
     steps = sorted({sample["step"] for sample in rollouts if isinstance(sample.get("step"), int)})
     lines = []
     for step in dict.fromkeys(steps[:1] + steps[-1:]):
         lines.append(f"  samples of step {step}")
-        for sample in [sample for sample in rollouts if sample.get("step") == step][:count]:
+        for sample in [sample for sample in rollouts if sample.get("step") == step][:NUM_SAMPLES]:
             score = sample.get("score")
             shown = number_text(score) if isinstance(score, (int, float)) else "?"
             lines.append(f"    [{shown}] {_one_line(sample.get('prompt'))} => {_one_line(sample.get('response'))}")
@@ -82,4 +78,4 @@ def _one_line(value: Any, limit: int = 100) -> str:
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit("usage: python -m rlhf_spmd.telemetry.summary RUN_DIR")
-    print_summary(sys.argv[1])
+    print(summarize(sys.argv[1]))

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import accumulate
 from typing import Any
 
-from rlhf_spmd.telemetry.charts import Scale, seconds_text, tick_labels, ticks
+from rlhf_spmd.telemetry.charts import WIDE, Scale, seconds_text, tick_labels, ticks
 
 LABEL_WIDTH, RIGHT, TOP, BOTTOM = 124, 12, 22, 26
 MAIN_HEIGHT, STRIP_HEIGHT, TRACK_GAP, ROW_GAP = 20, 7, 2, 9
-MAX_BOXES, MAX_ROWS = 5000, 32
+MAX_STEPS, MAX_BOXES, MAX_ROWS = 3, 5000, 32
+MAIN = "compute"  # the category of the main track; the others accompany it as strips
 WAITING = "waiting"  # the key of every span of the category "wait": one quiet colour, so that work stands out
 LABEL_LENGTH = 21  # characters that fit into LABEL_WIDTH
 
@@ -44,21 +46,22 @@ class TimelineChart:
     note: str = ""
 
 
-def draw(timeline: TimelineChart, colors: Mapping[str, str], width: int = 1180) -> str:
+def draw(timeline: TimelineChart, colors: Mapping[str, str]) -> str:
     """An ``<svg>``; "" where there is nothing to draw. Rows beyond MAX_ROWS are left out (the caller says so in ``note``)."""
     rows = timeline.rows[:MAX_ROWS]
     boxes = [box for row in rows for track in row.tracks for box in track]
     if not boxes:
         return ""
     end = max(box.end for box in boxes)
-    x = Scale(0.0, end or 1.0, start=LABEL_WIDTH, end=width - RIGHT)
+    x = Scale(0.0, end or 1.0, start=LABEL_WIDTH, end=WIDE - RIGHT)
     parts: list[str] = []
     top = float(TOP)
     for row in rows:
-        height = _row_height(row)
-        parts.append(f'<text class="rank" x="0" y="{top + MAIN_HEIGHT / 2 + 4:.1f}">{escape(_clipped(row.label))}</text>')
+        height = MAIN_HEIGHT + max(0, len(row.tracks) - 1) * (STRIP_HEIGHT + TRACK_GAP)
+        label = row.label if len(row.label) <= LABEL_LENGTH else row.label[: LABEL_LENGTH - 1] + "\u2026"
+        parts.append(f'<text class="rank" x="0" y="{top + MAIN_HEIGHT / 2 + 4:.1f}">{escape(label)}</text>')
         parts.append(
-            f'<rect class="lane" x="{LABEL_WIDTH}" y="{top:.1f}" width="{width - RIGHT - LABEL_WIDTH}" height="{height}"/>'
+            f'<rect class="lane" x="{LABEL_WIDTH}" y="{top:.1f}" width="{WIDE - RIGHT - LABEL_WIDTH}" height="{height}"/>'
         )
         offset = top
         for index, track in enumerate(row.tracks):
@@ -71,12 +74,12 @@ def draw(timeline: TimelineChart, colors: Mapping[str, str], width: int = 1180) 
     for time, text in timeline.marks:
         grid.append(f'<line class="mark" x1="{x(time):.1f}" x2="{x(time):.1f}" y1="{TOP - 8}" y2="{bottom:.1f}"/>')
         grid.append(f'<text class="tick" x="{x(time) + 4:.1f}" y="{TOP - 9}">{escape(text)}</text>')
-    opening = f'<svg class="chart wide timeline" viewBox="0 0 {width} {bottom + BOTTOM:.0f}" role="img">'
+    opening = f'<svg class="chart wide timeline" viewBox="0 0 {WIDE} {bottom + BOTTOM:.0f}" role="img">'
     return opening + "".join(grid) + "".join(parts) + "</svg>"
 
 
-def from_trace(trace: Mapping[str, Any], num_steps: int = 3) -> tuple[TimelineChart, dict[str, float]]:
-    """The last ``num_steps`` steps of a Chrome trace (fewer where those are too many boxes), and seconds by box key."""
+def from_trace(trace: Mapping[str, Any]) -> tuple[TimelineChart, dict[str, float]]:
+    """The last MAX_STEPS steps of a Chrome trace (fewer where those are too many boxes), and seconds by box key."""
     events = [event for event in trace.get("traceEvents", ()) if isinstance(event, dict)]
     spans = [event for event in events if event.get("ph") == "X" and {"ts", "dur", "pid", "name"} <= event.keys()]
     totals: dict[str, float] = defaultdict(float)
@@ -85,7 +88,7 @@ def from_trace(trace: Mapping[str, Any], num_steps: int = 3) -> tuple[TimelineCh
     steps = sorted({step for span in spans if isinstance(step := _step(span), int)})
     if not steps:
         return TimelineChart(()), dict(totals)
-    chosen = _choose_steps(spans, steps, num_steps)
+    chosen = _choose_steps(spans, steps)
     shown = sorted((span for span in spans if _step(span) in chosen), key=lambda span: (span["ts"], -span["dur"]))
     origin = shown[0]["ts"]
     starts: dict[int, float] = {}
@@ -117,15 +120,11 @@ def _rows(spans: Sequence[Mapping[str, Any]], names: Mapping[int, str], origin: 
         category = str(span.get("cat", ""))
         busy[category] += span["dur"]
         tracks[span["pid"]][category, span.get("tid", 0)].append(_box(span, origin))
-    # calls and computations are the main track; the categories that accompany them are strips
-    main = next((name for name in ("compute", "call") if name in busy), max(busy, key=lambda name: busy[name]))
-    order = [main, *sorted((name for name in busy if name != main), key=lambda name: -busy[name])]
     rows = []
-    for pid in sorted(tracks):
-        keys = sorted(tracks[pid], key=lambda key: (order.index(key[0]), key[1]))
-        if not any(category == main for category, _ in keys):
-            keys.insert(0, (main, 0))
-        rows.append(Row(names.get(pid, f"rank {pid}"), [tracks[pid].get(key, []) for key in keys]))
+    for pid, found in sorted(tracks.items()):
+        keys = sorted(found, key=lambda key: (key[0] != MAIN, -busy[key[0]], *key))
+        empty: list[list[Box]] = [] if keys[0][0] == MAIN else [[]]  # a rank that computed nothing has its main track too
+        rows.append(Row(names.get(pid, f"rank {pid}"), empty + [found[key] for key in keys]))
     return rows
 
 
@@ -169,27 +168,11 @@ def _time_axis(x: Scale, bottom: float) -> str:
     return "".join(parts)
 
 
-def _clipped(label: str) -> str:
-    return label if len(label) <= LABEL_LENGTH else label[: LABEL_LENGTH - 1] + "\u2026"
-
-
-def _row_height(row: Row) -> int:
-    strips = max(0, len(row.tracks) - 1)
-    return MAIN_HEIGHT + strips * (STRIP_HEIGHT + TRACK_GAP)
-
-
-def _choose_steps(spans: Sequence[Mapping[str, Any]], steps: Sequence[int], num_steps: int) -> set[int]:
-    counts: dict[int | None, int] = defaultdict(int)
-    for span in spans:
-        counts[_step(span)] += 1
-    chosen = {steps[-1]}
-    total = counts[steps[-1]]
-    for step in reversed(steps[-num_steps:-1]):
-        total += counts[step]
-        if total > MAX_BOXES:
-            break
-        chosen.add(step)
-    return chosen
+def _choose_steps(spans: Sequence[Mapping[str, Any]], steps: Sequence[int]) -> set[int]:
+    counts = Counter(map(_step, spans))
+    newest = steps[::-1][:MAX_STEPS]
+    totals = accumulate(counts[step] for step in newest)
+    return {step for step, total in zip(newest, totals, strict=True) if total <= MAX_BOXES} | {newest[0]}
 
 
 def _note(chosen: set[int], steps: Sequence[int], hidden: int, num_rows: int) -> str:

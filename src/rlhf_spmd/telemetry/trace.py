@@ -12,8 +12,8 @@ import os
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from types import TracebackType
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from rlhf_spmd.telemetry.run_dir import atomic_write_text
@@ -39,32 +39,6 @@ class Event(NamedTuple):
     args: dict[str, Argument]
 
 
-class Span:
-    """The context manager that ``Timeline.span`` returns. ``args`` may be filled while it is open."""
-
-    __slots__ = ("_start_ns", "_timeline", "args", "category", "name", "step")
-
-    def __init__(self, timeline: Timeline, name: str, category: str, step: int, args: dict[str, Argument]) -> None:
-        self._timeline = timeline
-        self._start_ns = 0
-        self.name = name
-        self.category = category
-        self.step = step
-        self.args = args
-
-    def __enter__(self) -> Span:
-        self._start_ns = now_ns()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        timeline = self._timeline
-        if kind is not None:
-            self.args["error"] = kind.__name__
-        elif timeline.synchronize is not None and self.category == "compute":
-            timeline.synchronize()
-        timeline.add(self.name, self.category, self.step, self._start_ns, now_ns(), self.args)
-
-
 class Timeline:
     """The recorder of one rank. ``pools`` names the resource pools that it is a member of.
 
@@ -73,11 +47,7 @@ class Timeline:
     """
 
     def __init__(
-        self,
-        rank: int = 0,
-        pools: Sequence[str] = (),
-        limit: int = 20_000,
-        synchronize: Callable[[], None] | None = None,
+        self, rank: int = 0, pools: Sequence[str] = (), limit: int = 20_000, synchronize: Callable[[], None] | None = None
     ) -> None:
         self.rank = rank
         self.pools = tuple(pools)
@@ -90,22 +60,33 @@ class Timeline:
         self._totals: dict[int, dict[str, int]] = {}
 
     def begin_step(self, step: int) -> None:
-        """Spans that name no step belong to this one from now on."""
+        """Spans belong to this step from now on."""
         self.step = step
 
-    def span(self, name: str, category: str = "compute", step: int | None = None, **args: Argument) -> Span:
-        """``with timeline.span("actor.update_actor", rows=64): ...``. Spans of one category are one row of the trace."""
-        return Span(self, name, category, self.step if step is None else step, args)
+    @contextmanager
+    def span(self, name: str, category: str = "compute", **args: Argument) -> Iterator[dict[str, Argument]]:
+        """``with timeline.span("actor.update_actor", rows=64) as args: ...``; ``args`` may be added to while it is open.
 
-    def instant(self, name: str, category: str = "mark", step: int | None = None, **args: Argument) -> None:
+        Spans of one category are one row of the trace.
+        """
+        step, start_ns = self.step, now_ns()
+        try:
+            yield args
+            if self.synchronize is not None and category == "compute":
+                self.synchronize()
+        except BaseException as error:
+            args["error"] = type(error).__name__
+            raise
+        finally:
+            self.add(name, category, step, start_ns, now_ns(), args)
+
+    def instant(self, name: str, category: str = "mark", **args: Argument) -> None:
         """A moment without length."""
-        self._keep(Event(name, category, self.step if step is None else step, now_ns(), None, args))
+        self._keep(Event(name, category, self.step, now_ns(), None, args))
 
     def add(self, name: str, category: str, step: int, start_ns: int, end_ns: int, args: dict[str, Argument]) -> None:
         """A span that was measured elsewhere (a send that completed later), on the clock of :func:`now_ns`."""
-        totals = self._totals.get(step)
-        if totals is None:
-            totals = self._totals[step] = {}
+        totals = self._totals.setdefault(step, {})
         totals[name] = totals.get(name, 0) + end_ns - start_ns
         self._keep(Event(name, category, step, start_ns, end_ns, args))
 
@@ -115,13 +96,9 @@ class Timeline:
             del self._totals[earlier]
         return {name: nanoseconds / 1e9 for name, nanoseconds in self._totals.get(step, {}).items()}
 
-    @property
-    def num_dropped(self) -> int:
-        return self._num_added - len(self._head) - len(self._tail)
-
     def events(self) -> list[Event]:
         """What was kept, in the order in which it ended. Where the middle is missing, the steps cut in two are left out."""
-        if not self.num_dropped or not self._head:
+        if self._num_added == len(self._head) + len(self._tail):
             return [*self._head, *self._tail]
         before, after = self._head[-1].step, self._tail[0].step
         head = [event for event in self._head if event.step != before]
@@ -131,12 +108,7 @@ class Timeline:
     def to_bytes(self) -> bytes:
         """For a gather to rank 0, and there for :func:`merge_trace`."""
         events = self.events()
-        payload = {
-            "rank": self.rank,
-            "pools": self.pools,
-            "dropped": self._num_added - len(events),
-            "events": events,
-        }
+        payload = {"rank": self.rank, "pools": self.pools, "dropped": self._num_added - len(events), "events": events}
         return zlib.compress(json.dumps(payload).encode(), level=1)
 
     def _keep(self, event: Event) -> None:
@@ -154,12 +126,9 @@ def merge_trace(payloads: Iterable[bytes]) -> dict[str, Any]:
     """
     ranks = sorted((json.loads(zlib.decompress(payload)) for payload in payloads), key=lambda rank: rank["rank"])
     origin_ns = min((event[3] for rank in ranks for event in rank["events"]), default=0)
-    trace: list[dict[str, Any]] = []
-    for rank in ranks:
-        trace += _rank_events(rank, origin_ns)
     return {
         "displayTimeUnit": "ms",
-        "traceEvents": trace,
+        "traceEvents": [event for rank in ranks for event in _rank_events(rank, origin_ns)],
         "otherData": {
             "start_unix_s": origin_ns / 1e9,
             "dropped_events": {str(rank["rank"]): rank["dropped"] for rank in ranks},

@@ -21,7 +21,7 @@ LOCAL_TIMEOUT_S = 30.0  # starting offline asks nobody: only a machine that is f
 
 def main() -> int:
     """The order comes as the first line of standard input, or after a restart as the argument."""
-    order = json.loads(sys.argv[1] if len(sys.argv) > 1 else _Lines(sys.stdin.fileno()).next(timeout_s=None) or "null")
+    order = json.loads(sys.argv[1] if len(sys.argv) > 1 else next_line(timeout_s=None) or "null")
     if order is None:
         return 0
     if len(sys.argv) == 1:
@@ -90,7 +90,6 @@ def run_id(run_dir: Path) -> str:
 def follow(run: Any, metrics: Path, offset: int) -> int:
     """Log every whole line from byte ``offset`` on until the training process says that it ended, or is gone."""
     parent = os.getppid()
-    orders = _Lines(sys.stdin.fileno())
     ended: str | None = None
     with metrics.open("rb") as file:
         file.seek(offset)
@@ -103,7 +102,7 @@ def follow(run: Any, metrics: Path, offset: int) -> int:
                 run.log({key: value for key, value in values.items() if value is not None}, step=values["step"])
             if ended is not None:
                 return int(json.loads(ended)["exit_code"]) if ended else 1
-            ended = orders.next(POLL_S)
+            ended = next_line(POLL_S)
             if ended is None and os.getppid() != parent:  # a forked child of the training process may hold the pipe open
                 ended = ""
 
@@ -112,20 +111,15 @@ def warn(message: str) -> None:
     print(f"wandb: {message}", file=sys.stderr, flush=True)
 
 
-class _Lines:
-    """Lines of a descriptor with a time limit. Unbuffered: a line is never read ahead of the one that is asked for."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-
-    def next(self, timeout_s: float | None) -> str | None:
-        """The next line, "" at the end of the stream, None when the time is over."""
-        if not select.select([self._descriptor], [], [], timeout_s)[0]:
-            return None
-        line = b""
-        while (byte := os.read(self._descriptor, 1)) not in (b"", b"\n"):
-            line += byte
-        return line.decode()
+def next_line(timeout_s: float | None) -> str | None:
+    """Of standard input: the next line, "" at its end, None when the time is over. Unbuffered: nothing is read ahead."""
+    descriptor = sys.stdin.fileno()
+    if not select.select([descriptor], [], [], timeout_s)[0]:
+        return None
+    line = b""
+    while (byte := os.read(descriptor, 1)) not in (b"", b"\n"):
+        line += byte
+    return line.decode()
 
 
 def _restart(order: dict[str, Any], teardown: Callable[[], object]) -> NoReturn:

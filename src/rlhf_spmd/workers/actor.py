@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -26,29 +26,25 @@ from rlhf_spmd.parallel.layout import GenerationLayout
 from rlhf_spmd.parallel.mesh import build_group, build_mesh
 from rlhf_spmd.reshard import Engine, HybridEngine, choose_engine
 from rlhf_spmd.workers.engine import Packed
-from rlhf_spmd.workers.model_worker import MASK, ModelWorker, Totals, field_on, model_tokens, response_log_probs
+from rlhf_spmd.workers.model_worker import MASK, ModelWorker, Objective, Totals, drawn, model_tokens, response_log_probs
 from rlhf_spmd.workers.rollouts import HeldRollouts
-
-PolicyObjective = Callable[[dict[str, Tensor], Tensor, Totals], tuple[Tensor, dict[str, Tensor]]]
 
 
 class ActorWorker(ModelWorker):
     trained = True
     held_seed: int | None = None  # of the draws of the rows that are in flight; None: none ever were
-    companions: ClassVar[Mapping[str, str]] = {
-        "advance_rollouts": "generate_sequences",
-        "rollout_state": "generate_sequences",
-    }
+    companions: ClassVar[Mapping[str, str]] = {"advance_rollouts": "generate_sequences", "rollout_state": "generate_sequences"}
 
     def build_more(self) -> None:
         build, pool, shape = self.build, self.pool, self.shape
+        self.exact_rollouts = build.exact_rollouts  # rollout_log_probs are what compute_log_prob would give, bit for bit
         if build.environment.cls is None:
             self.unused = frozenset({"row", "response_mask", "environment_reward"})
         if not build.partial_rollouts:
             self.unused |= {"rollout_versions"}
         if not self.serves("generate_sequences"):
             return
-        layout = shape.generation or GenerationLayout(shape.layout, shape.layout.pp, shape.layout.tp)
+        layout = shape.generating
         self.generation_mesh = build_mesh(build.world, pool.ranks, layout)
         # a twin generates in the layout that its weights come in, so there is nothing to choose
         name = "zero_redundancy" if build.serves else self.config.generation.engine
@@ -57,11 +53,6 @@ class ActorWorker(ModelWorker):
         gather = build_group(build.world, pool.ranks, lambda i: engine.gather_ranks(layout, i), "gather", channel="gather")
         if self.member:
             self._build_generator(engine, layout, gather)
-
-    @property
-    def exact_rollouts(self) -> bool:
-        """``rollout_log_probs`` are what :meth:`compute_log_prob` would give, bit for bit. The same on every rank."""
-        return self.build.exact_rollouts
 
     def _build_generator(self, engine: Engine, layout: GenerationLayout, gather: Group) -> None:
         mesh, spec, meta = self.generation_mesh, self.spec, torch.device("meta")
@@ -174,8 +165,7 @@ class ActorWorker(ModelWorker):
         """Of the last call of the generator, also into the trace, where idle are waits for other stages and replicas."""
         stats, span = self.generator.stats, self.controller.span
         idle = stats.seconds - stats.busy_seconds + stats.stage_seconds
-        if span is not None:
-            span.args |= {"busy_seconds": round(stats.seconds - idle, 6), "idle_seconds": round(idle, 6)}
+        span |= {"busy_seconds": round(stats.seconds - idle, 6), "idle_seconds": round(idle, 6)}
         counts = ("steps", "prompt_tokens", "preemptions", "moved_rows", "draft_tokens", "accepted_tokens")
         return {
             "generation/seconds": stats.busy_seconds,
@@ -208,7 +198,7 @@ class ActorWorker(ModelWorker):
         split_groups=True,
         mini_batches=lambda self: self.build.num_mini_batches,
     )
-    def update_actor(self, batches: list[Batch], objective: PolicyObjective, epochs: int) -> dict[str, float]:
+    def update_actor(self, batches: list[Batch], objective: Objective, epochs: int) -> dict[str, float]:
         """One optimizer step for each mini-batch and epoch; returns the mean statistics over them."""
 
         def loss(decoder: Decoder, hidden: Tensor, micro: Packed, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
@@ -217,7 +207,7 @@ class ActorWorker(ModelWorker):
             fields = {"log_probs": log_probs, "entropy": entropy}
             for name in ("old_log_probs", "advantages", "ref_log_prob"):
                 if name in micro.extra:
-                    fields[name] = field_on(micro, name, hidden.device)
+                    fields[name] = drawn(micro.extra, name).to(hidden.device)
             if not reports:
                 differences.append((log_probs.detach() - fields["old_log_probs"]).abs())
             return objective(fields, model_tokens(micro.extra), totals)

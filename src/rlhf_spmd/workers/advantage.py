@@ -13,7 +13,7 @@ from rlhf_spmd.objectives.advantages import AdvantageEstimator, moments, token_l
 from rlhf_spmd.objectives.kl import build_kl_controller, kl_penalty
 from rlhf_spmd.objectives.losses import explained_variance, explained_variance_sums
 from rlhf_spmd.workers.arithmetic import ArithmeticWorker
-from rlhf_spmd.workers.model_worker import MASK, Build, model_tokens
+from rlhf_spmd.workers.model_worker import MASK, Build, drawn, model_tokens
 
 
 @dataclass(frozen=True)
@@ -23,15 +23,6 @@ class AdvantageSettings:
     lam: float
     kl_penalty: str
     use_kl_in_reward: bool
-
-
-@dataclass(frozen=True)
-class _Local:
-    """This rank's rows: token tensors [T], and what is summed over the pool (float64 [13])."""
-
-    advantages: Tensor
-    returns: Tensor
-    sums: Tensor
 
 
 class AdvantageWorker(ArithmeticWorker):
@@ -63,41 +54,36 @@ class AdvantageWorker(ArithmeticWorker):
         The KL controller moves on the mean over rows of the row's mean KL per token (verl's meaning of ``target_kl``).
         Collective over the pool: every rank of it must call, in program order.
         """
-        local = self._local(batch, settings) if len(batch) else _NO_ROWS
-        sums = self.mesh.pool.all_reduce(local.sums.clone(), "control")
+        advantages, returns, sums = self._local(batch, settings)
+        self.mesh.pool.all_reduce(sums, "control")
         statistics = self._statistics(sums)
         if settings.use_kl_in_reward:
             self.kl_controller.update(statistics["actor/kl_per_row"], int(sums[0]))
         if not len(batch):
             return batch, statistics
         lengths = model_tokens(batch)
-        made = {"advantages": Ragged(whiten(local.advantages, sums[5:8]), lengths), "returns": Ragged(local.returns, lengths)}
+        made = {"advantages": Ragged(whiten(advantages, sums[5:8]), lengths), "returns": Ragged(returns, lengths)}
         if MASK in batch:
             made = {name: field.spread(batch[MASK]) for name, field in made.items()}
         return batch.with_fields(**made), statistics
 
-    def _local(self, batch: Batch, settings: AdvantageSettings) -> _Local:
+    def _local(self, batch: Batch, settings: AdvantageSettings) -> tuple[Tensor, Tensor, Tensor]:
+        """Of this rank's rows: advantages and returns [tokens], and what is summed over the pool, float64 [13]."""
+        if not len(batch):
+            return torch.empty(0), torch.empty(0), torch.zeros(13, dtype=torch.float64)
         lengths, scores = model_tokens(batch), batch["scores"]
-        values = _drawn(batch, "values")
+        values = drawn(batch, "values")
         kl = None
         if "ref_log_prob" in batch:
-            kl = kl_penalty(_drawn(batch, "old_log_probs"), _drawn(batch, "ref_log_prob"), settings.kl_penalty)
+            kl = kl_penalty(drawn(batch, "old_log_probs"), drawn(batch, "ref_log_prob"), settings.kl_penalty)
         in_reward = kl if settings.use_kl_in_reward else None
         rewards = token_level_rewards(scores, in_reward, self.kl_controller.value, lengths)
         advantages, returns = settings.estimator(rewards, values, lengths, settings.gamma, settings.lam)
         kl64 = (torch.zeros_like(advantages) if kl is None else kl).double()
         row_kl = torch.stack([row.mean() for row in kl64.split(lengths.tolist())])
-        head = torch.stack(
-            [
-                torch.tensor(float(len(batch)), dtype=torch.float64),
-                lengths.sum().double(),
-                kl64.sum(),
-                row_kl.sum(),
-                rewards.double().sum(),
-            ]
-        )
-        sums = torch.cat([head, moments(advantages), explained_variance_sums(values, returns)])
-        return _Local(advantages, returns, sums)
+        totals = [float(x.double().sum()) for x in (lengths, kl64, row_kl, rewards)]
+        head = torch.tensor([len(batch), *totals], dtype=torch.float64)
+        return advantages, returns, torch.cat([head, moments(advantages), explained_variance_sums(values, returns)])
 
     def _statistics(self, sums: Tensor) -> dict[str, float]:
         rows, tokens, kl, row_kl, token_reward, count, advantage, *_ = sums.tolist()
@@ -109,12 +95,3 @@ class AdvantageWorker(ArithmeticWorker):
             "critic/advantage_mean": advantage / count,
             "critic/explained_variance": explained_variance(sums[8:13]),
         }
-
-
-def _drawn(batch: Batch, name: str) -> Tensor:
-    """A field of the tokens that the model drew, packed."""
-    field: Ragged = batch[name]
-    return (field.where(batch[MASK]) if MASK in batch else field).values
-
-
-_NO_ROWS = _Local(torch.empty(0), torch.empty(0), torch.zeros(13, dtype=torch.float64))

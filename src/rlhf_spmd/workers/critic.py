@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import Tensor
 
 from rlhf_spmd.controller import THREE_D, register
@@ -11,9 +9,7 @@ from rlhf_spmd.data.batch import Batch
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import values
 from rlhf_spmd.workers.engine import Packed
-from rlhf_spmd.workers.model_worker import ModelWorker, Totals, field_on, model_tokens, response_positions
-
-ValueObjective = Callable[[dict[str, Tensor], Tensor, Totals], tuple[Tensor, dict[str, Tensor]]]
+from rlhf_spmd.workers.model_worker import ModelWorker, Objective, Totals, drawn, model_tokens, response_positions
 
 
 def response_values(decoder: Decoder, hidden: Tensor, micro: Packed) -> Tensor:
@@ -38,11 +34,11 @@ class CriticWorker(ModelWorker):
         split_groups=True,
         mini_batches=lambda self: self.build.num_mini_batches,
     )
-    def update_critic(self, batches: list[Batch], objective: ValueObjective, epochs: int) -> dict[str, float]:
+    def update_critic(self, batches: list[Batch], objective: Objective, epochs: int) -> dict[str, float]:
         """One optimizer step for each mini-batch and epoch; returns the mean statistics over them."""
 
         def loss(decoder: Decoder, hidden: Tensor, micro: Packed, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
-            old, returns = field_on(micro, "values", hidden.device), field_on(micro, "returns", hidden.device)
+            old, returns = (drawn(micro.extra, name).to(hidden.device) for name in ("values", "returns"))
             fields = {"values": response_values(decoder, hidden, micro), "old_values": old, "returns": returns}
             return objective(fields, model_tokens(micro.extra), totals)
 

@@ -29,11 +29,6 @@ def forward_flops(spec: ModelSpec, num_tokens: float, mean_length: float) -> flo
     return num_tokens * (2.0 * weights + 4.0 * attention_width * keys)
 
 
-def call_passes(method: str, epochs: int) -> float:
-    """How many forward passes a call is worth: an update counts 3 (forward, and backward twice that) per epoch."""
-    return 3.0 * epochs if method.startswith("update_") else 1.0
-
-
 def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
     """FLOP/s of square matrix products on this rank's device, the best of three: the peak that utilisation is measured by."""
     size = 8192 if device.type == "cuda" else 768

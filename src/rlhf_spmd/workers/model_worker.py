@@ -36,6 +36,10 @@ class Totals:
     rows: int
 
 
+# (fields by name, each [response tokens], response lengths [rows], totals) -> (loss, statistics), summed over micro-batches and ranks
+Objective = Callable[[dict[str, Tensor], Tensor, Totals], tuple[Tensor, dict[str, Tensor]]]
+
+
 @dataclass(frozen=True)
 class Build:
     """What every role is built from, besides its own configuration.
@@ -263,13 +267,11 @@ def response_log_probs(
     decoder: Decoder, hidden: Tensor, micro: Packed, temperature: float, entropy: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probability of every response token of the model, and the entropy of its distribution: [response tokens] each."""
-    labels = field_on(micro, "response_ids", hidden.device)
+    labels = drawn(micro.extra, "response_ids").to(hidden.device)
     return token_log_probs(decoder, hidden[response_positions(micro)], labels, temperature, entropy)
 
 
-def field_on(micro: Packed, name: str, device: torch.device) -> Tensor:
-    """Numbers per row, or per response token of the model."""
-    field = micro.extra[name]
-    if not isinstance(field, Ragged):
-        return field.to(device)
-    return (field.where(micro.extra[MASK]) if MASK in micro.extra else field).values.to(device)
+def drawn(batch: Batch, name: str) -> Tensor:
+    """A ragged field's entries for the response tokens of the model, packed."""
+    field: Ragged = batch[name]
+    return (field.where(batch[MASK]) if MASK in batch else field).values

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ class RewardWorker(ModelWorker):
         self.reward = self.build.reward
         one_for_each_replica = self.member and self.mesh.last_stage and self.mesh.tp_rank == 0
         self.answers = one_for_each_replica and self.serves("compute_reward")
+        self.told = False  # of the first call that failed
         self.runner = RewardRunner(self.reward) if self.answers and self.reward.function is not None else None
 
     @register(
@@ -68,15 +70,23 @@ class RewardWorker(ModelWorker):
         Raises RewardError on every rank of the pool if too many calls failed.
         """
         sums = torch.zeros(7, dtype=torch.float64)
-        largest = torch.full((4,), -torch.inf, dtype=torch.float64)
+        largest = torch.full((5,), -torch.inf, dtype=torch.float64)
         if self.answers and len(batch):
             counts = [report["calls"], report["failures"], report["timeouts"], len(batch)]
             x, lengths = scores.double(), model_tokens(batch).double()
             sums = torch.cat([torch.tensor(counts).double(), torch.stack([lengths.sum(), x.sum(), x.square().sum()])])
-            largest = torch.stack([x.max(), -x.min(), lengths.max(), -lengths.min()])
+            failing = torch.tensor(-self.mesh.pool.rank if report["first_error"] else -torch.inf, dtype=torch.float64)
+            largest = torch.stack([x.max(), -x.min(), lengths.max(), -lengths.min(), failing])
         calls, failures, timeouts, rows, tokens, score, squares = self.mesh.pool.all_reduce(sums, "control").tolist()
-        highest, lowest, longest, shortest = self.mesh.pool.all_reduce(largest, "control", "max").tolist()
+        highest, lowest, longest, shortest, first = self.mesh.pool.all_reduce(largest, "control", "max").tolist()
         check_failure_rate(self.reward, int(failures + timeouts), int(calls), report["first_error"])
+        if not self.told and -first == self.mesh.pool.rank:
+            print(
+                f"reward.function {self.reward.function!r} failed; such rows get reward.default={self.reward.default} and count in "
+                f"reward/failures or reward/timeouts: {report['first_error']}",
+                file=sys.stderr,
+            )
+        self.told = self.told or failures + timeouts > 0
         return {
             "reward/mean": score / rows,
             "reward/std": max(squares / rows - (score / rows) ** 2, 0.0) ** 0.5,
@@ -90,13 +100,16 @@ class RewardWorker(ModelWorker):
         }
 
     def _score_text(self, batch: Batch, scores: Tensor) -> tuple[dict[str, Any], list[tuple[str, str, dict[str, Any]]]]:
-        """Add the function's scores to ``scores`` in place, the same on all tp ranks of the last stage; report and texts on tp 0."""
+        """Add the function's scores to ``scores`` in place, the same on all tp ranks of the last stage; the report, and on tp 0
+        (prompt, response, row) of each row, without special tokens in the response."""
         report: dict[str, Any] = {"calls": 0, "failures": 0, "timeouts": 0, "first_error": None, "extras": {}}
         texts: list[tuple[str, str, dict[str, Any]]] = []
         if not self.mesh.last_stage or not len(batch):
             return report, texts
         if self.answers:
-            texts = self.texts(batch)
+            responses = decode(self.build.tokenizer, [ids.tolist() for ids in batch["response_ids"].rows()])
+            rows = decode_json(batch["row"])
+            texts = [(row["prompt"], response, row) for row, response in zip(rows, responses, strict=True)]
         if self.runner is not None:
             result = self.runner.score(texts)
             scores += self.reward.weight * torch.tensor(result.scores, dtype=scores.dtype)
@@ -105,12 +118,6 @@ class RewardWorker(ModelWorker):
         if self.reward.function is not None:
             self.mesh.tp.broadcast(scores, 0, "batch")
         return report, texts
-
-    def texts(self, batch: Batch) -> list[tuple[str, str, dict[str, Any]]]:
-        """(prompt, response, row) of each row; special tokens are left out of the response."""
-        rows = decode_json(batch["row"])
-        responses = decode(self.build.tokenizer, [ids.tolist() for ids in batch["response_ids"].rows()])
-        return [(row["prompt"], response, row) for row, response in zip(rows, responses, strict=True)]
 
 
 def last_token_value(decoder: Decoder, hidden: Tensor, micro: Packed) -> Tensor:

@@ -33,12 +33,7 @@ class HeldRollouts:
         return sorted(group for group, rows in self.groups.items() if all(row in self.ended for row in rows))
 
     def advance(
-        self,
-        requests: Sequence[Request],
-        sampling: SamplingConfig,
-        number: int,
-        num_groups: int,
-        tick: Callable[[], None],
+        self, requests: Sequence[Request], sampling: SamplingConfig, number: int, num_groups: int, tick: Callable[[], None]
     ) -> None:
         """Take in ``requests`` and generate until ``num_groups`` whole groups are here.
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from rlhf_spmd.controller import THREE_D, register
 from rlhf_spmd.data.batch import Batch
 from rlhf_spmd.models.decoder import Decoder
-from rlhf_spmd.objectives.losses import sft_loss
+from rlhf_spmd.objectives.losses import aggregate
 from rlhf_spmd.workers.actor import ActorWorker
 from rlhf_spmd.workers.engine import Packed
 from rlhf_spmd.workers.model_worker import Totals, response_log_probs
@@ -22,7 +22,8 @@ class SftWorker(ActorWorker):
 
         def loss(decoder: Decoder, hidden: Tensor, micro: Packed, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
             log_probs, _ = response_log_probs(decoder, hidden, micro, 1.0)
-            return sft_loss(log_probs, micro.extra["response_ids"].lengths, totals.tokens, totals.rows, loss_agg_mode), {}
+            lengths = micro.extra["response_ids"].lengths
+            return aggregate(-log_probs, lengths, loss_agg_mode, totals.tokens, totals.rows), {}
 
         return self.summarise([self.train(batch, loss)])
 
