@@ -7,6 +7,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import pairwise, product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,12 +17,13 @@ import torch
 from ranks import run_ranks
 from rlhf_spmd.models.sharding import check_layout, plan_params, tensor_shapes
 from rlhf_spmd.models.spec import ModelSpec
-from rlhf_spmd.parallel.boxes import ParamShard, shard_rows, zero_rows
+from rlhf_spmd.parallel.boxes import Box, ParamShard, shard_rows, zero_rows
 from rlhf_spmd.parallel.collectives import RECORDER
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.world import World
+from rlhf_spmd.reshard import Holding
 from rlhf_spmd.reshard.move import Storages, _buckets, execute_reallocation
-from rlhf_spmd.reshard.reallocation import Holding, Part, RankPlan, plan_reallocation, plan_traffic
+from rlhf_spmd.reshard.reallocation import Part, RankPlan, plan_reallocation, plan_traffic
 
 SPEC = ModelSpec("llama", 37, 8, 16, 5, 4, 2, 2, attention_bias=True)  # 37 tokens: no tp divides them; tp 4: KV heads twice
 SPECS = {
@@ -155,6 +158,79 @@ def test_random_pairs_of_layouts_there_and_back(name: str) -> None:
     assert min(kinds[kind] for kind in ("disjoint", "nested", "overlapping", "zero")) >= 5, kinds
 
 
+Line = tuple[str, tuple[int, ...], tuple[int, ...]]  # parameter, start, size
+
+
+def plain_plan(a: list[Holding], b: list[Holding], host_of: Callable[[int], int]) -> dict[tuple[int, int], list[Line]]:
+    """(source, target) -> what the target gets, in order: tensor after tensor, cell after cell, all ranks of a cell looked at."""
+    boxes: dict[str, tuple[list[Any], list[Any]]] = {}  # tensor -> of either side (rank, parameter, box)
+    for number, side in ((1, b), (0, a)):
+        for rank in (rank for holding in side for rank in holding.ranks):
+            for parameter, shard in shards_of(side, rank).items():
+                for box in shard.boxes:
+                    if number or box.name in boxes:
+                        boxes.setdefault(box.name, ([], []))[number].append((rank, parameter, box))
+    names = sorted(boxes, key=[box.name for h in b for shard in h.shards.values() for box in shard.boxes].index)
+    kinds: dict[Any, list[str]] = {}
+    for name in names:
+        key = [[(rank, box.shape, box.start, box.size, box.local) for rank, _, box in side] for side in boxes[name]]
+        rows = [
+            [(i, s.shape[0]) for i, h in enumerate(side) if h.split for s in h.shards.values() if name in map(name_of, s.boxes)]
+            for side in (a, b)
+        ]
+        kinds.setdefault(str((key, rows)), []).append(name)
+    turns = {name: i for i, name in enumerate(name for alike in kinds.values() for name in alike)}
+    plan: dict[tuple[int, int], list[Line]] = {}
+    for name in names:
+        dims = range(len(boxes[name][1][0][2].shape))
+        every = [box for side in boxes[name] for _, _, box in side]
+        cuts = [sorted({e for x in every for e in (x.start[d], x.start[d] + x.size[d])}) for d in dims]
+        cells = list(product(*(pairwise(edges) for edges in cuts)))
+        for cell in cells:
+            inside = [[held for held in side if _within(cell, held[2])] for side in boxes[name]]
+            sources, targets = ({rank: (parameter, box) for rank, parameter, box in side} for side in inside)
+            if not targets:
+                continue
+            of_region = [other for other in cells if _within(other, inside[0][0][2])]
+            pairs = [(rank, rank) for rank in sources.keys() & targets.keys()]
+            hosts = {host_of(rank) for rank in sources}
+            for host in (*hosts, None):
+                givers = sorted(rank for rank in sources if host in (host_of(rank), None))
+                takers = sorted(targets.keys() - sources.keys())
+                takers = [t for t in takers if (host_of(t) if host_of(t) in hosts else None) == host]
+                first = (turns[name] * len(of_region) + of_region.index(cell)) * (len(takers) % len(givers))
+                pairs += [(givers[(first + k) % len(givers)], taker) for k, taker in enumerate(takers)]
+            for giver, taker in pairs:
+                parameter, box = targets[taker]
+                start = tuple(low - s + at for (low, _), s, at in zip(cell, box.start, box.local, strict=True))
+                plan.setdefault((giver, taker), []).append((parameter, start, tuple(high - low for low, high in cell)))
+    return plan
+
+
+def name_of(box: Box) -> str:
+    return box.name
+
+
+def _within(cell: tuple[tuple[int, int], ...], box: Box) -> bool:
+    return all(s <= low and high <= s + n for (low, high), s, n in zip(cell, box.start, box.size, strict=True))
+
+
+def test_the_plan_is_the_plain_one() -> None:
+    """Who gives what to whom, in which order, against a plan that looks at every rank and every cell of every tensor."""
+    rng = random.Random(5)
+    for number in range(40):
+        spec, head = list(SPECS.values())[number % len(SPECS)]
+        world, per_host = rng.choice([4, 6, 9]), rng.choice([1, 2, 3, 4])
+        a, b = (holdings(spec, head, *random_layout(rng, spec, world)) for _ in range(2))
+        plain = plain_plan(a, b, lambda rank, n=per_host: rank // n)
+        for rank in range(world):
+            plan = plan_reallocation(a, b, lambda rank, n=per_host: rank // n, rank)
+            got = {(giver, rank): list(parts) for giver, parts in plan.receives.items()}
+            if plan.copies:
+                got[rank, rank] = [target for _, target in plan.copies]
+            assert got == {pair: parts for pair, parts in plain.items() if pair[1] == rank}
+
+
 def test_equal_sources_share_the_work() -> None:
     """Replicas that hold the same parameters send the same amount, up to one piece of each kind of tensor."""
     spec, head = SPECS["biases"]
@@ -228,7 +304,7 @@ def test_buckets_are_bounded_and_hold_everything_once() -> None:
         return [(part.parameter, part.start[0] + i) for i in range(part.size[0])]
 
     for limit in (1, 5, 7, 8, 20, 200, 10_000):
-        buckets = list(_buckets(parts, limit))
+        buckets = [bucket for _, bucket in _buckets(parts, limit)]
         assert all(sum(part.numel for part in bucket) <= max(limit, 7) for bucket in buckets)  # a row of c has 7
         assert sorted(row for bucket in buckets for part in bucket for row in rows(part)) == sorted(
             row for part in parts for row in rows(part)

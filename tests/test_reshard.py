@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Mapping
 from fractions import Fraction
 
 import pytest
@@ -10,8 +12,9 @@ import torch
 from reshard_cases import SPECS, Simulated, cases, filled, fits, layout_of
 from rlhf_spmd.models.sharding import plan_params
 from rlhf_spmd.models.spec import ModelSpec
+from rlhf_spmd.parallel.boxes import Box, ParamShard, zero_rows
 from rlhf_spmd.parallel.layout import GenerationLayout, Layout, generation_layout
-from rlhf_spmd.reshard import ENGINES, missing_elements, num_shards
+from rlhf_spmd.reshard import ENGINES, Holding, missing_elements, num_shards
 from rlhf_spmd.reshard.plan import plan_gather, plan_homes
 
 CASES = list(cases())
@@ -50,6 +53,49 @@ def check_plans(run: Simulated) -> None:
             assert torch.equal(rebuilt, run.values[index][name])
             if home.view is not None:
                 assert torch.equal(got[home.view[0]][home.view[1]], run.values[index][name])
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_the_first_that_holds_an_element_sends_it(part: int) -> None:
+    """Element by element, against all that every member holds: a part that all of them hold is copied, else its first holder sends
+    it, and in ``full_gather`` replicas answer for their rows."""
+    rng = random.Random(part)
+    for number in range(30):
+        name, train, pp, tp = rng.choice(CASES)
+        layout, (spec, head) = layout_of(name, train, pp, tp), list(SPECS.values())[number % len(SPECS)]
+        if not fits(spec, train, layout):
+            continue
+        run, index = Simulated(name, layout, spec, head, rng.choice([1, 3000, 1 << 30])), rng.randrange(train.size)
+        plan, group = run.plans[index], run.groups[index]
+        senders = {target: torch.full(shape, -2) for target, shape in plan.whole.items()}
+        senders = senders or {target: torch.full(shard.shape, -2) for target, shard in run.wanted[index].items()}
+        expected = {target: senders[target].clone() for bucket in plan.buckets for target in bucket.targets}
+        share = train.dp if name == "full_gather" and not train.zero else 1
+        held = [held_elements(run.train[rank], train.coordinate(rank)[1] % share, share) for rank in group]
+        for target, places in expected.items():
+            boxes = [Box(target, tuple(places.shape), (0,) * places.dim(), tuple(places.shape), (0,) * places.dim())]
+            for box in boxes if plan.whole else run.wanted[index][target].boxes:
+                empty = torch.zeros(box.shape, dtype=torch.bool)
+                holds = torch.stack([elements.get(box.name, empty)[box.global_slices] for elements in held])
+                places[box.local_slices] = -1 if holds.all() else holds.int().argmax(0)
+        for bucket in plan.buckets:
+            for member, pieces in [(-1, bucket.copies), *enumerate(bucket.sends)]:
+                for piece in pieces:
+                    senders[piece.target][piece.target_box.local_slices] = member
+        assert all(torch.equal(senders[target], places) for target, places in expected.items()), (name, layout)
+
+
+def held_elements(shards: Mapping[str, ParamShard], part: int, parts: int) -> dict[str, torch.Tensor]:
+    """Global tensor -> which of its elements these shards hold, only one of ``parts`` shares of their rows if not replicated."""
+    held: dict[str, torch.Tensor] = {}
+    for shard in shards.values():
+        first, last = zero_rows(shard.shape[0], part, 1 if shard.replicated else parts)
+        for box in shard.boxes:
+            rows = torch.arange(box.size[0]) + box.local[0]
+            mine = ((rows >= first) & (rows < last)) | bool(shard.replicated)
+            here = held.setdefault(box.name, torch.zeros(box.shape, dtype=torch.bool))[box.global_slices]
+            here |= mine.view(-1, *[1] * (here.dim() - 1))
+    return held
 
 
 @pytest.mark.parametrize("zero", [0, 3])
@@ -109,7 +155,7 @@ def test_what_does_not_fit() -> None:
     full = plan_params(spec, "lm", 0, 1, 0, 1)
     halves = [plan_params(spec, "lm", 0, 1, rank, 2) for rank in range(2)]
     with pytest.raises(ValueError, match=r"no training shard of its group holds model\.embed_tokens\.weight"):
-        plan_gather(halves[1:], full, 0)
+        plan_gather([Holding((0,), halves[1])], full, 0)
     with pytest.raises(ValueError, match=r"training parameter embed\.weight .* is not part of this rank's generation shard"):
         plan_homes(full, halves[0])
 

@@ -18,10 +18,10 @@ def test_two_ranks(tmp_path: Path) -> None:
     }
     for row in report["rows"]:
         assert row["exact"] and row["counted_bytes"] == row["formula_bytes"] > 0
-        assert row["formula_peak"] <= row["counted_peak"] <= row["formula_peak"] + 2 * row["bucket_bytes"]
+        assert row["formula_peak"] <= row["counted_peak"] <= row["formula_peak"] + row["bucket_bytes"]
         assert min(row["to_generation_s"], row["to_training_s"], row["all_gather_s"], row["full_tensor_s"]) > 0
         assert row["layout"] in printed and row["engine"] in printed
-    assert "9 of 9 rows" in printed
+    assert "9 of 9 rows; beyond the formula one bucket at most in 9" in printed
 
 
 def test_planning_alone(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from rlhf_spmd.parallel.mesh import build_group, build_mesh
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.reshard import ENGINES, HybridEngine, choose_engine
 from rlhf_spmd.reshard.execute import held_bytes
+from rlhf_spmd.reshard.gather import plan_route
 
 
 class Model:
@@ -118,7 +119,6 @@ def transitions(world: World, spec: ModelSpec, name: str, layout: GenerationLayo
         whole = 4 * sum(math.prod(shape) for shape in hybrid.plan.whole.values())
         held = whole + (generation if buffers == "keep" else 0) if whole else generation
         together = twice or (buffers == "keep" and hybrid.shared is None)
-        result["transient"] = hybrid.peak_bytes - held - (training if together else 0)
         result["address"].add(model.generation.layers[0].down.weight.data_ptr())
         if not layout.train.zero and not twice:
             for key, parameter in model.parameters().items():
@@ -127,34 +127,20 @@ def transitions(world: World, spec: ModelSpec, name: str, layout: GenerationLayo
         for key, parameter in model.parameters().items():
             assert id(parameter) == objects[key], "parameter objects stay: optimizers and FSDP hold them"
             assert torch.equal(local(parameter), before[key]) and local(parameter).is_contiguous(), key
+        result["transient"] = hybrid.peak_bytes - held - (training if together else 0)  # there and back
         kept = generation if buffers == "keep" and hybrid.shared is None else 0
         assert model.held() == training + kept
         with torch.no_grad():  # an update, the same in every layout
             for module in (model.decoder, reference):
                 for parameter in module.parameters():
                     local(parameter).mul_(1.5)
-    replaced = {} if together or whole else {key: local(p).untyped_storage().nbytes() for key, p in model.parameters().items()}
-    result["bound"] = in_flight(hybrid, replaced, bucket_bytes)
+    result["bound"] = hybrid.bucket_bytes
     result["planned"] = 4 * hybrid.plan.elements_received
     if layout.train.zero:  # FSDP still works on the storage that it got back
         inputs = torch.arange(12) % 50 if model.decoder.is_first else torch.ones(12, spec.hidden_size)
         out = model.decoder(inputs, PackedAttention([7, 5], torch.device("cpu")))
         out.square().sum().backward()
     return result
-
-
-def in_flight(hybrid: HybridEngine, replaced: dict[str, int], bucket_bytes: int) -> int:
-    """Two buckets at most are under way, in buffers as large as what they bring and send, beside the bytes of the training
-    parameters that they replace. Of a reallocation as much as may be in flight, and no more than all that it moves."""
-    plan = hybrid.plan
-    if plan.move is not None:
-        parts = [part for side in (plan.move.sends, plan.move.receives) for parts in side.values() for part in parts]
-        return min(bucket_bytes, 4 * sum(part.numel for part in parts))
-    each = [
-        4 * sum(bucket.sizes) + sum(replaced.get(name, 0) for name in names)
-        for bucket, names in zip(plan.buckets, hybrid._finished, strict=False)
-    ]
-    return max((sum(each[i : i + 2]) for i in range(len(each))), default=0)
 
 
 CASES = [  # training layout, p_g, t_g, engine or None for all
@@ -211,6 +197,31 @@ def test_replicated_kv_heads() -> None:
     assert run_ranks(4, replicated_kv_heads) == [4, 0, 4, 0]  # [q1; k; v] is one
 
 
+def ways_of_a_gpu(world: World, train: Layout) -> set[str]:
+    """The routes that a GPU takes, over gloo: whole parameters and flat buffers by one all-gather, the rest by messages."""
+    model = Model(world, SPECS["gqa"][0], "zero_redundancy", layout_of("zero_redundancy", train, 1, 1))
+    hybrid, (_, expected) = model.hybrid, whole_tensors(SPECS["gqa"][0])
+    shapes = {name: shard.shape for name, shard in hybrid._shards.items()}
+    limit = hybrid.bucket_bytes // 4
+    routes = [plan_route(b, hybrid.group, shapes, hybrid._shapes, False, limit, True) for b in hybrid.plan.buckets]
+    changes = [4 * (new.buffers - old.buffers) for new, old in zip(routes, hybrid._routes, strict=True)]
+    hybrid._routes, hybrid._beyond = routes, [n + change for n, change in zip(hybrid._beyond, changes, strict=True)]
+    before = {key: local(p).clone() for key, p in model.parameters().items()}
+    hybrid.to_generation()
+    check_weights(model.generation, expected())
+    assert hybrid.bytes_received == 4 * hybrid.plan.elements_received
+    assert hybrid.peak_bytes <= size(model.generation.parameters()) + hybrid.bucket_bytes
+    hybrid.to_training()
+    assert all(torch.equal(local(p), before[key]) for key, p in model.parameters().items())
+    return {"whole" if route.whole else "flat" if route.flat else "messages" for route in routes if any(route.bucket.sizes)}
+
+
+@pytest.mark.parametrize("train", [Layout(tp=4), Layout(pp=2, tp=2), Layout(dp=4, zero=3)], ids=str)
+def test_ways_of_a_gpu(train: Layout) -> None:
+    ways = run_ranks(4, ways_of_a_gpu, train)
+    assert ways[0] == ways[1] == ways[2] == ways[3] == ({"flat", "messages"} if train.pp > 1 else {"whole", "flat"})
+
+
 def generate_in_layout(world: World, spec: ModelSpec, name: str, layout: GenerationLayout, wait: bool) -> float:
     """Hidden states of a generation module against the single-rank forward, in fp64; distance relative to the largest."""
     model = Model(world, spec, name, layout, bucket_bytes=10_000, dtype=torch.float64)
@@ -229,6 +240,9 @@ def generate_in_layout(world: World, spec: ModelSpec, name: str, layout: Generat
         else:
             distance = 0.0
         hybrid.to_training()
+        held = 8 * sum(math.prod(shape) for shape in (hybrid.plan.whole or hybrid._shapes).values())
+        held += 0 if hybrid.plan.homes else model.held()
+        assert hybrid.peak_bytes <= held + hybrid.bucket_bytes, "beyond the formula is one bucket at most"
     return distance
 
 

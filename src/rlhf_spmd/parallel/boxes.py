@@ -6,12 +6,12 @@ holds. Loading, checkpoints, the hybrid engine and reallocation are all intersec
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Box:
+class Box(NamedTuple):
     """``name[start : start + size]`` of a global tensor of ``shape``, lying at ``local`` inside a local parameter.
 
     All tuples have one entry per tensor dim. ``local`` is the box's first element inside the local parameter.
@@ -56,17 +56,19 @@ def intersect(a: Box, b: Box) -> tuple[Box, Box] | None:
     """The common part of two boxes of one global tensor, as located in a's and in b's local parameter; None if disjoint."""
     if a.name != b.name:
         return None
-    start = tuple(max(x, y) for x, y in zip(a.start, b.start, strict=True))
-    stop = tuple(min(x + n, y + m) for x, n, y, m in zip(a.start, a.size, b.start, b.size, strict=True))
-    size = tuple(e - s for s, e in zip(start, stop, strict=True))
-    if any(n <= 0 for n in size):
+    start = tuple(map(max, a.start, b.start))
+    size = tuple([min(x + n, y + m) - s for x, n, y, m, s in zip(a.start, a.size, b.start, b.size, start, strict=True)])
+    if min(size, default=1) <= 0:
         return None
+    return _part(a, start, size), _part(b, start, size)
 
-    def cut(box: Box) -> Box:
-        local = tuple(at + s - o for at, s, o in zip(box.local, start, box.start, strict=True))
-        return replace(box, start=start, size=size, local=local)
 
-    return cut(a), cut(b)
+def _part(box: Box, start: tuple[int, ...], size: tuple[int, ...]) -> Box:
+    """The part of a box that is ``[start : start + size]`` of the global tensor."""
+    if size == box.size:
+        return box
+    local = tuple([at + s - o for at, s, o in zip(box.local, start, box.start, strict=True)])
+    return Box(box.name, box.shape, start, size, local)
 
 
 def zero_rows(num_rows: int, dp_rank: int, dp: int) -> tuple[int, int]:
@@ -75,41 +77,23 @@ def zero_rows(num_rows: int, dp_rank: int, dp: int) -> tuple[int, int]:
     return min(dp_rank * chunk, num_rows), min((dp_rank + 1) * chunk, num_rows)
 
 
+def box_rows(box: Box, first: int, last: int) -> Box | None:
+    """The part of a box that lies in rows [first, last) of its local parameter; None if there is none."""
+    offset = box.start[0] - box.local[0]
+    a, b = max(box.local[0], first), min(box.local[0] + box.size[0], last)
+    return narrow(box, 0, a + offset, b + offset) if a < b else None
+
+
 def shard_rows(shard: ParamShard, first: int, last: int) -> ParamShard:
     """The part of a local parameter's boxes that lies in its rows [first, last), located from row ``first`` on."""
-    boxes = []
-    for box in shard.boxes:
-        a, b = max(box.local[0], first), min(box.local[0] + box.size[0], last)
-        if a < b:
-            offset = a - box.local[0]
-            boxes.append(
-                replace(
-                    box,
-                    start=(box.start[0] + offset, *box.start[1:]),
-                    size=(b - a, *box.size[1:]),
-                    local=(a - first, *box.local[1:]),
-                )
-            )
-    return ParamShard((last - first, *shard.shape[1:]), tuple(boxes), shard.replicated)
+    parts = [part for box in shard.boxes if (part := box_rows(box, first, last))]
+    boxes = tuple(part._replace(local=(part.local[0] - first, *part.local[1:])) for part in parts)
+    return ParamShard((last - first, *shard.shape[1:]), boxes, shard.replicated)
 
 
 def zero_shards(shards: Mapping[str, ParamShard], dp_rank: int, dp: int) -> dict[str, ParamShard]:
     """What ZeRO leaves of a rank's parameters on one of ``dp`` replicas."""
     return {name: shard_rows(shard, *zero_rows(shard.shape[0], dp_rank, dp)) for name, shard in shards.items()}
-
-
-def subtract(a: Box, b: Box) -> list[Box]:
-    """What of ``a`` lies outside ``b``, as disjoint boxes located in a's local parameter: at most two per tensor dim."""
-    common = intersect(a, b)
-    if common is None:
-        return [a]
-    inner, rest, outer = common[0], [], a
-    for dim in range(len(a.shape)):
-        first, last = inner.start[dim], inner.start[dim] + inner.size[dim]
-        stop = outer.start[dim] + outer.size[dim]
-        rest += [_narrow(outer, dim, x, y) for x, y in ((outer.start[dim], first), (last, stop)) if x < y]
-        outer = _narrow(outer, dim, first, last)
-    return rest
 
 
 def cover(target: Box, sources: Sequence[Box]) -> tuple[list[tuple[int, Box, Box]], list[Box]]:
@@ -126,22 +110,24 @@ def cover(target: Box, sources: Sequence[Box]) -> tuple[list[tuple[int, Box, Box
                 rest.append(box)
             else:
                 taken.append((index, common[1], common[0]))
-                rest += subtract(box, source)
+                rest += _around(box, common[0])
         missing = rest
         if not missing:
             break
     return taken, missing
 
 
-def _narrow(box: Box, dim: int, first: int, last: int) -> Box:
+def _around(outer: Box, inner: Box) -> Iterator[Box]:
+    """What of a box lies outside a part of it, as disjoint boxes: at most two per tensor dim."""
+    for dim, (first, n) in enumerate(zip(inner.start, inner.size, strict=True)):
+        start, stop, last = outer.start[dim], outer.start[dim] + outer.size[dim], first + n
+        if start < first:
+            yield narrow(outer, dim, start, first)
+        if last < stop:
+            yield narrow(outer, dim, last, stop)
+        outer = narrow(outer, dim, first, last)
+
+
+def narrow(box: Box, dim: int, first: int, last: int) -> Box:
     """The part of a box with global indices [first, last) along ``dim``."""
-
-    def put(values: tuple[int, ...], value: int) -> tuple[int, ...]:
-        return (*values[:dim], value, *values[dim + 1 :])
-
-    return replace(
-        box,
-        start=put(box.start, first),
-        size=put(box.size, last - first),
-        local=put(box.local, box.local[dim] + first - box.start[dim]),
-    )
+    return _part(box, (*box.start[:dim], first, *box.start[dim + 1 :]), (*box.size[:dim], last - first, *box.size[dim + 1 :]))

@@ -11,7 +11,8 @@ from rlhf_spmd.reshard.execute import HybridEngine
 from rlhf_spmd.reshard.gather import LABEL
 from rlhf_spmd.reshard.move import LABEL as LOAN_LABEL
 from rlhf_spmd.reshard.move import Move, Storages, execute_reallocation
-from rlhf_spmd.reshard.reallocation import Holding, holdings, plan_reallocation, plan_traffic
+from rlhf_spmd.reshard.plan import Holding, holdings
+from rlhf_spmd.reshard.reallocation import plan_reallocation, plan_traffic
 
 LABELS = (LABEL, LOAN_LABEL)  # under which weights that move are counted
 

@@ -17,8 +17,8 @@ from typing import Protocol
 
 from rlhf_spmd.parallel.boxes import Box, ParamShard, cover, intersect, zero_shards
 from rlhf_spmd.parallel.layout import GenerationLayout, Layout
-from rlhf_spmd.reshard.plan import Bucket, Home, Piece, Shards, ShardsAt, by_tensor, own_share, plan_gather, plan_homes
-from rlhf_spmd.reshard.reallocation import RankPlan, holdings, plan_reallocation
+from rlhf_spmd.reshard.plan import Bucket, Holding, Home, Piece, Shards, ShardsAt, by_tensor, holdings, plan_gather, plan_homes
+from rlhf_spmd.reshard.reallocation import RankPlan, plan_reallocation
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class TransitionPlan:
         for name, home in self.homes.items():
             last[name] = max((made[piece.target] for piece in home.pieces), default=0)
         for i, bucket in enumerate(self.buckets):
-            for piece in (*bucket.sends[self.me], *bucket.copies):
+            for piece in (*bucket.sent_by(self.me), *bucket.copies):
                 last[piece.source] = max(last[piece.source], i)
         return [[name for name, at in last.items() if at == i] for i in range(len(self.buckets))]
 
@@ -99,8 +99,9 @@ class InPlace:
 
     def plan(self, layout: GenerationLayout, index: int, train: ShardsAt, wanted: ShardsAt, bucket: int) -> TransitionPlan:
         ranks = self.gather_ranks(layout, index)
-        me, held, mine = ranks.index(index), held_by(layout.train, train, ranks), generation_shards(layout, wanted, index)
-        return TransitionPlan(me, plan_gather(held, mine, me, bucket), plan_homes(held[me], mine))
+        me, mine = ranks.index(index), generation_shards(layout, wanted, index)
+        held, (own,) = holdings(layout.train, train, range(len(ranks)), ranks), held_by(layout.train, train, [index])
+        return TransitionPlan(me, plan_gather(held, mine, me, bucket), plan_homes(own, mine))
 
     def costs(self, layout: GenerationLayout) -> Costs:
         """(tp - t_g p_g) / (t_g p_g t p) received without ZeRO."""
@@ -121,11 +122,10 @@ class WholeModel:
 
     def plan(self, layout: GenerationLayout, index: int, train: ShardsAt, wanted: ShardsAt, bucket: int) -> TransitionPlan:
         ranks = self.gather_ranks(layout, index)
-        held = held_by(layout.train, train, ranks)
+        held = holdings(layout.train, train, range(len(ranks)), ranks)
         if self.everyone and not layout.train.zero:
-            replicas = [layout.train.coordinate(rank)[1] for rank in ranks]
-            held = [own_share(shards, dp, layout.train.dp) for shards, dp in zip(held, replicas, strict=True)]
-        boxes = {box.name: box.shape for shards in held for shard in shards.values() for box in shard.boxes}
+            held = [share for holding in held for share in _shares(holding)]
+        boxes = {box.name: box.shape for holding in held for shard in holding.shards.values() for box in shard.boxes}
         whole = {name: ParamShard(shape, (_everything(name, shape),)) for name, shape in boxes.items()}
         me = ranks.index(index)
         cuts = []
@@ -194,12 +194,21 @@ def num_shards(layout: GenerationLayout) -> int:
 
 def missing_elements(held: Shards, wanted: Shards) -> int:
     """Elements of ``wanted`` that lie outside ``held``: what a rank has to receive at least."""
-    index = by_tensor(held)
+    index = by_tensor([Holding((0,), held)])
     return sum(
-        box.numel - sum(common[0].numel for _, other in index.get(box.name, []) if (common := intersect(box, other)))
+        box.numel - sum(common[0].numel for other in index.get(box.name, []) if (common := intersect(box, other.box)))
         for shard in wanted.values()
         for box in shard.boxes
     )
+
+
+def _shares(holding: Holding) -> list[Holding]:
+    """Ranks with the same shards answer for some rows of each parameter. Those that are replicated beyond these ranks stay whole:
+    most ranks need not receive them at all."""
+    sides: tuple[dict[str, ParamShard], dict[str, ParamShard]] = {}, {}
+    for name, shard in holding.shards.items():
+        sides[not shard.replicated][name] = shard
+    return [Holding(holding.ranks, sides[0]), Holding(holding.ranks, sides[1], len(holding.ranks) > 1, whole=True)]
 
 
 def _everything(name: str, shape: tuple[int, ...]) -> Box:

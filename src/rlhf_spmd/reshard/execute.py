@@ -4,7 +4,8 @@ To generation, bucket by bucket: allocate what the bucket makes, gather, then gi
 the generation storage now. A training parameter that is one slice of a generation parameter becomes a view of it. Others give up
 their storage until they are restored: FSDP2 shards, whose storage belongs to FSDP (it is resized to nothing and back), and
 parameters that lie scattered in the generation shard. So with ``zero_redundancy`` no value is held twice, and the peak is the
-generation shard plus buckets. One bucket is on its way while the one before is put into place, so two are in memory.
+generation shard plus one bucket: so much at most are the buffers of all buckets on their way and the training parameters that
+these will replace, else the next one waits.
 
 While ``mode`` is "generation" the training parameters must not be written, and those without a view not be read.
 """
@@ -13,8 +14,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +27,9 @@ from rlhf_spmd.parallel.collectives import RECORDER, Group
 from rlhf_spmd.parallel.layout import GenerationLayout
 from rlhf_spmd.parallel.zero import local_part
 from rlhf_spmd.reshard.engines import Engine, held_by
-from rlhf_spmd.reshard.gather import LABEL, Flight, land_bucket, start_bucket
-from rlhf_spmd.reshard.move import Storages, execute_reallocation
-from rlhf_spmd.reshard.plan import Piece, ShardsAt
+from rlhf_spmd.reshard.gather import LABEL, Flight, Route, land_bucket, plan_route, start_bucket
+from rlhf_spmd.reshard.move import Schedule, Storages, execute_reallocation, schedule
+from rlhf_spmd.reshard.plan import Bucket, Piece, ShardsAt
 from rlhf_spmd.reshard.reallocation import RankPlan
 
 
@@ -43,7 +45,8 @@ class HybridEngine:
     (captured CUDA graphs stay valid). "offload": as free, and training shards that would be held beside the generation shard
     wait in host memory, pinned where the device is a GPU.
     After each transition: ``bytes_received``, ``bytes_sent`` and ``peak_bytes``, the most that live storages held (parameters
-    of both modules, buckets, whole tensors) after any bucket.
+    of both modules, buffers, whole tensors), there and back. It exceeds the engine's formula by the attribute ``bucket_bytes`` at
+    most: what the largest bucket makes.
     Construction does not communicate. Raises ValueError where the layouts do not fit.
     """
 
@@ -75,16 +78,25 @@ class HybridEngine:
         assert len(dtypes) == 1, f"generation parameters have one dtype, not {dtypes}"
         (self.dtype,) = dtypes
 
-        self._bucket_bytes, bucket = bucket_bytes, max(bucket_bytes // self.dtype.itemsize, 1)
-        self.plan = engine.plan(layout, index, train_shards, generation_shards, bucket)
+        limit = max(bucket_bytes // self.dtype.itemsize, 1)
+        self.plan = engine.plan(layout, index, train_shards, generation_shards, limit)
         self.shared = self._find_shared(train)
         self._finished = self.plan.finished(self._shards)
+        made = self.plan.whole or self._shapes
+        sizes = [sum(math.prod(made[target]) for target in bucket.targets) for bucket in self.plan.buckets]
+        if self.plan.move is not None:  # every rank's, since all cut alike
+            places = [generation_shards(pp, tp) for pp in range(layout.pp) for tp in range(layout.tp)]
+            sizes = [min(limit, math.prod(shard.shape)) for shards in places for shard in shards.values()]
+        self.bucket_bytes = max(sizes, default=0) * self.dtype.itemsize
+        self._routes = [self._plan_route(bucket, train, max(sizes)) for bucket in self.plan.buckets]
+        replaced = [sum(train[name].nbytes for name in names if self._replaced(name, train)) for names in self._finished]
+        self._beyond = [route.buffers * self.dtype.itemsize + n for route, n in zip(self._routes, replaced, strict=False)]
         self._whole: dict[str, Tensor] = {}
         self._away: set[str] = set()  # training parameters without storage of their own
         self._storages: dict[str, Storages] = {}  # of those that are no views then
         self._train: dict[str, Tensor] = {}  # while buckets are to come
         self._next = len(self.plan.buckets)  # the bucket to land next; all have landed
-        self._flight: Flight | None = None
+        self._flights: deque[Flight] = deque()  # of the next buckets
         self._hooks: list[RemovableHandle] = []
 
     def to_generation(self, wait: bool = True) -> None:
@@ -105,9 +117,10 @@ class HybridEngine:
             self._sample()
             return
         if self.plan.move is not None:
-            self._reallocate(self.plan.move)
+            self._reallocate()
             return
-        self._next, self._flight = 0, self._start(0)
+        self._next = 0
+        self._start_some()
         if wait or self.plan.cuts:
             self.finish()
         else:
@@ -119,10 +132,10 @@ class HybridEngine:
 
     @property
     def pending_bytes(self) -> int:
-        """What the device will hold more of when the buckets that are still to come have come."""
+        """What the device will hold more of while the buckets that are still to come are coming, and then."""
         making = sum(math.prod(self._shapes[name]) for name, here in self._generation.items() if not here.numel())
         leaving = sum(local.nbytes for name, local in self._train.items() if self._leaves(name, local.dtype))
-        return making * self.dtype.itemsize - leaving
+        return making * self.dtype.itemsize - leaving + self.bucket_bytes * bool(self._flights)
 
     @torch.no_grad()
     def to_training(self) -> None:
@@ -137,15 +150,16 @@ class HybridEngine:
             return  # one set of parameters, which both modules use
         homes = self.plan.homes
         uses = Counter(target for home in homes.values() for target in {piece.target for piece in home.pieces})
-        self._free(target for target in self._shapes if not uses[target])
+        held = self._sample() - self._free(target for target in self._shapes if not uses[target])
         parameters = self._parameters()
         for name in [name for names in self._finished for name in names]:
             if name in self._away:
-                self._restore(name, parameters[name])
+                held += self._restore(name, parameters[name])
+                self.peak_bytes = max(self.peak_bytes, held)
             if homes:
                 targets = {piece.target for piece in homes[name].pieces}
                 uses.subtract(targets)
-                self._free(target for target in targets if not uses[target])
+                held -= self._free(target for target in targets if not uses[target])
 
     # -- planning
 
@@ -170,6 +184,15 @@ class HybridEngine:
             shared[home.view[0]] = name
         return shared if len(shared) == len(self._shapes) == len(self._shards) else None
 
+    def _replaced(self, name: str, train: Mapping[str, Tensor]) -> bool:
+        return name in self.plan.homes and train[name].dtype == self.dtype
+
+    def _plan_route(self, bucket: Bucket, train: Mapping[str, Tensor], limit: int) -> Route:
+        shapes = {name: shard.shape for name, shard in self._shards.items()}
+        converted = any(tensor.dtype != self.dtype for tensor in train.values())
+        on_gpu = self._device.type == "cuda"
+        return plan_route(bucket, self.group, shapes, self.plan.whole or self._shapes, converted, limit, on_gpu)
+
     # -- to generation
 
     def _wait_in_modules(self) -> None:
@@ -189,37 +212,36 @@ class HybridEngine:
 
     @torch.no_grad()
     def _advance(self, upto: int) -> None:
-        """Put the buckets up to number ``upto`` into place, the following one under way."""
+        """Put the buckets up to number ``upto`` into place, the following ones under way."""
         while self._next <= upto:
-            flight, number = self._flight, self._next
-            assert flight is not None
+            land_bucket(self._flights[0], self._place)
+            self._flights.popleft()
             self._next += 1
-            last = self._next == len(self.plan.buckets)
-            self._flight = None if last else self._start(self._next)
-            land_bucket(flight, self._place)
-            self._sample(*flight.alive)
-            if last and self.plan.cuts:
+            if self._next == len(self.plan.buckets) and self.plan.cuts:
                 self._cut()
-            self._give_up(self._finished[number])
+            self._give_up(self._finished[self._next - 1])
+            self._start_some()
         if self._next == len(self.plan.buckets):
             assert not self._train, f"training parameters that no bucket finished: {list(self._train)}"
             while self._hooks:
                 self._hooks.pop().remove()
 
     @torch.no_grad()
-    def _start(self, number: int) -> Flight:
-        """Allocate what a bucket makes, start the transfers, and fill in this rank's own part meanwhile."""
-        bucket = self.plan.buckets[number]
-        for target in bucket.targets:
-            if target in self.plan.whole:
-                self._whole[target] = torch.empty(self.plan.whole[target], dtype=self.dtype, device=self._device)
-            else:
-                self._allocate(target)
-        with self._counted():
-            flight = start_bucket(bucket, self.group, self._source, self._place, self.dtype)
-        for piece in (*bucket.copies, *bucket.sends[self.plan.me]):
-            self._place(piece).copy_(self._source(piece))
-        return flight
+    def _start_some(self) -> None:
+        """Start the next buckets, in order, as far as all that is under way stays within one bucket; one in any case."""
+        for number in range(self._next + len(self._flights), len(self._routes)):
+            if self._flights and sum(self._beyond[self._next : number + 1]) > self.bucket_bytes:
+                return
+            for target in self.plan.buckets[number].targets:
+                if target in self.plan.whole:
+                    self._whole[target] = torch.empty(self.plan.whole[target], dtype=self.dtype, device=self._device)
+                else:
+                    self._allocate(target)
+            with self._counted():
+                made = self._whole or self._generation
+                flight = start_bucket(self._routes[number], self.group, self._source, self._place, made, self.dtype)
+            self._flights.append(flight)
+            self._sample()
 
     def _source(self, piece: Piece) -> Tensor:
         return self._train[piece.source][piece.source_box.local_slices]
@@ -234,6 +256,7 @@ class HybridEngine:
         uses = Counter(piece.source for piece in self.plan.cuts)
         for piece in self.plan.cuts:
             self._allocate(piece.target)
+            self._sample()
             self._place(piece).copy_(self._whole[piece.source][piece.source_box.local_slices])
             uses[piece.source] -= 1
             if not uses[piece.source]:
@@ -267,22 +290,25 @@ class HybridEngine:
             else:
                 storage.offload()
 
-    def _reallocate(self, plan: RankPlan) -> None:
+    @cached_property
+    def _schedule(self) -> Schedule:
+        plan, ranks = self.plan.move, self.group.ranks
+        assert plan is not None, "buckets have no schedule"
+        sends, receives = ({ranks[i]: parts for i, parts in side.items()} for side in (plan.sends, plan.receives))
+        return schedule(RankPlan(sends, receives, plan.copies), self.group, self.bucket_bytes // 2 // self.dtype.itemsize)
+
+    def _reallocate(self) -> None:
         for target in self._shapes:
             self._allocate(target)
-        sources = {name: tensor.to(self.dtype) for name, tensor in self._train.items()}
         targets = {name: parameter.data for name, parameter in self._generation.items()}
-        ranks = self.group.ranks
-        sends, receives = ({ranks[i]: parts for i, parts in side.items()} for side in (plan.sends, plan.receives))
-        plan = RankPlan(sends, receives, plan.copies)
         with self._counted():
+            size, label, dtype = self.bucket_bytes, LABEL, self.dtype
             move = execute_reallocation(
-                plan, sources, targets, self.group, self._bucket_bytes // 4, self._bucket_bytes, label=LABEL
+                self._schedule, self._train, targets, self.group, buffer_bytes=size, label=label, dtype=dtype
             )
             move.wait()
-        self._sample(*sources.values())
+        self._sample()
         self.peak_bytes += move.peak_bytes
-        del sources
         self._give_up(list(self._train))
 
     @contextlib.contextmanager
@@ -292,23 +318,24 @@ class HybridEngine:
         self.bytes_received += RECORDER.received[LABEL] - received
         self.bytes_sent += RECORDER.sent[LABEL] - sent
 
-    def _sample(self, *buffers: Tensor) -> None:
-        """Note the bytes of all live storages that hold parameter values on the device."""
-        flights = () if self._flight is None else self._flight.alive
-        training = (local_part(parameter) for parameter in self._parameters().values())
-        self.peak_bytes = max(
-            self.peak_bytes, held_bytes([*training, *self._generation.values(), *self._whole.values(), *flights, *buffers])
-        )
+    def _sample(self) -> int:
+        """Note and return the bytes of all live storages that hold parameter values on the device."""
+        flights = (tensor for flight in self._flights for tensor in flight.alive)
+        training = map(local_part, self._parameters().values())
+        held = held_bytes([*training, *self._generation.values(), *self._whole.values(), *flights])
+        self.peak_bytes = max(self.peak_bytes, held)
+        return held
 
     # -- to training
 
-    def _restore(self, name: str, parameter: Tensor) -> None:
+    def _restore(self, name: str, parameter: Tensor) -> int:
+        """Returns the bytes of the storage that the parameter has got."""
         self._away.remove(name)
         home, storage = self.plan.homes.get(name), self._storages.get(name)
         if home is None or parameter.dtype != self.dtype:
             assert storage is not None, f"{name} went nowhere"
             storage.reload()
-            return
+            return storage.nbytes
         if storage is None:
             values = parameter.new_empty(self._shards[name].shape)
         else:
@@ -318,16 +345,20 @@ class HybridEngine:
             values[piece.source_box.local_slices].copy_(self._generation[piece.target].data[piece.target_box.local_slices])
         if storage is None:
             parameter.data = values
+        return values.untyped_storage().nbytes()
 
-    def _free(self, targets: Iterable[str]) -> None:
-        if not self._keep:
-            for target in targets:
-                self._generation[target].data = self._generation[target].new_empty(0)
+    def _free(self, targets: Iterable[str]) -> int:
+        """Returns the bytes of what is freed."""
+        freed = 0
+        for target in () if self._keep else targets:
+            freed += self._generation[target].nbytes
+            self._generation[target].data = self._generation[target].new_empty(0)
+        return freed
 
 
 def held_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the storages that these tensors live in, each counted once."""
-    storages = [tensor.untyped_storage() for tensor in tensors]
+    storages = map(Tensor.untyped_storage, tensors)
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 

@@ -1,9 +1,9 @@
 """Reallocation at work: parts packed into flat buckets, sent and received without blocking; and host memory as a place to rest.
 
-What lies in one piece in memory travels without a buffer. Memory is bounded: at most ``in_flight_bytes`` of buckets lie on a rank
-at a time, beside the parameters. All ranks start and await their messages in one global order (distance between the ranks, bucket,
-sender), so the first message that is not done is always started at both ends: no order of arrival and no limit can lock ranks into
-waiting for each other.
+What lies in one piece in memory travels without a buffer. Memory is bounded: a rank has at most ``buffer_bytes`` of buffers at a
+time, beside the parameters, and uses them again and again. All ranks start and await their messages in one global order (distance
+between the ranks, bucket, sender), so the first message that is not done is always started at both ends: no order of arrival and no
+limit can lock ranks into waiting for each other.
 """
 
 from __future__ import annotations
@@ -23,6 +23,10 @@ from rlhf_spmd.parallel.collectives import Group
 from rlhf_spmd.reshard.reallocation import Part, RankPlan
 
 LABEL = "loan"  # weights on loan, which may move beside a transition
+ALONE = 1 << 16  # elements from which a part is worth a message of its own
+
+
+Place = tuple[str, tuple[slice, ...], int]  # parameter, where in it, elements
 
 
 class _Message(NamedTuple):
@@ -33,11 +37,15 @@ class _Message(NamedTuple):
     sender: int
     peer: int
     sends: bool
-    parts: list[Part]
+    numel: int
+    parts: list[Place]
 
-    @property
-    def numel(self) -> int:
-        return sum(part.numel for part in self.parts)
+
+class Schedule(NamedTuple):
+    """A rank's part of a plan, for any number of moves: messages in the order of their start, and what stays on the rank."""
+
+    messages: list[_Message]
+    copies: list[tuple[Place, Place]]
 
 
 class Move:
@@ -47,17 +55,28 @@ class Move:
     """
 
     def __init__(
-        self, messages: Sequence[_Message], tensors: Mapping[bool, Mapping[str, Tensor]], group: Group, limit: int, label: str
+        self,
+        messages: Sequence[_Message],
+        tensors: Mapping[bool, Mapping[str, Tensor]],
+        group: Group,
+        dtype: torch.dtype,
+        limits: tuple[int, int],
+        label: str,
     ) -> None:
-        """``tensors[True]``: what is sent from, ``tensors[False]``: what is received into. ``limit``: elements in flight."""
-        self._todo, self._tensors, self._group, self._limit, self._label = deque(messages), tensors, group, limit, label
-        self._running: deque[tuple[_Message, Tensor, dist.Work | None]] = deque()
-        self._buffered = self.peak_bytes = 0
+        """``tensors[True]``: what is sent from, ``tensors[False]``: what is received into. ``dtype``: what travels. ``limits``:
+        elements in flight, and in buffers."""
+        self._tensors, self._group, self._dtype, self._label = tensors, group, dtype, label
+        self._todo = deque((message, self._in_place(message)) for message in messages)
+        self._running: deque[tuple[_Message, Tensor | None, dist.Work | None]] = deque()  # with their buffers
+        self._in_flight, self._most = 0, limits[0]
+        self._size = max((message.numel for message, place in self._todo if place is None), default=1)
+        self._allowed = max(limits[1] // self._size, 1)  # as many buffers, each large enough for every message
+        self._free: list[Tensor] = []
+        self.peak_bytes = 0
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         on_gpu = any(tensor.is_cuda for side in tensors.values() for tensor in side.values())
         self._stream = _move_stream() if on_gpu else None
-        self._spare: list[Tensor] = []
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
         with self._beside():
@@ -100,46 +119,53 @@ class Move:
     def _finish(self) -> None:
         with self._beside():
             while self._running:
-                message, flat, work = self._running.popleft()
+                message, buffer, work = self._running.popleft()
                 if work is not None:
                     work.wait()
-                if not self._in_place(message):
+                self._in_flight -= message.numel
+                if buffer is not None:
                     if not message.sends:
-                        _copy(message, self._places(message), flat[: message.numel])
-                    self._buffered -= flat.nbytes
-                    if self._stream is not None:
-                        self._spare.append(flat)
-                del flat
+                        _copy(message, self._places(message), buffer[: message.numel])
+                    self._free.append(buffer)  # on a GPU used again in the order of the stream
+                del buffer
                 self._start_some()
+            self._free.clear()
 
     def _start_some(self) -> None:
-        """Start the next messages, in order, as far as the limit allows; if nothing is running, one in any case."""
-        used = sum(message.numel for message, _, _ in self._running)
-        while self._todo and (not self._running or used + self._todo[0].numel <= self._limit):
-            message = self._todo.popleft()
-            used += message.numel
-            places, in_place = self._places(message), self._in_place(message)
-            flat = places[0].view(-1) if in_place else self._buffer(places[0], message.numel)
-            if not in_place:
-                self._buffered += flat.nbytes
-                self.peak_bytes = max(self.peak_bytes, self._buffered)
+        """Start the next messages, in order, as far as the limits allow; if nothing is running, one in any case."""
+        while self._todo:
+            (message, flat), buffer = self._todo[0], None
+            if self._running and self._in_flight + message.numel > self._most:
+                return
+            if flat is None:
+                if not self._free and not self._allowed:
+                    return
+                buffer = self._free.pop() if self._free else self._another(message)
+                flat = buffer[: message.numel]
                 if message.sends:
-                    _copy(message, places, flat[: message.numel])
+                    _copy(message, self._places(message), flat)
+            self._todo.popleft()
+            self._in_flight += message.numel
             transfer = self._group.isend if message.sends else self._group.irecv
-            self._running.append((message, flat, transfer(flat[: message.numel], message.peer, self._label)))
+            self._running.append((message, buffer, transfer(flat, message.peer, self._label)))
 
-    def _buffer(self, like: Tensor, numel: int) -> Tensor:
-        """On a GPU one that is done with, in the order of the stream; the allocator would hold it back until NCCL has let go."""
-        at = next((i for i, buffer in enumerate(self._spare) if buffer.numel() >= numel), None)
-        return like.new_empty(numel) if at is None else self._spare.pop(at)
+    def _another(self, message: _Message) -> Tensor:
+        like = self._tensors[message.sends][message.parts[0][0]]
+        buffer = like.new_empty(self._size, dtype=self._dtype)
+        self._allowed -= 1
+        self.peak_bytes += buffer.nbytes
+        return buffer
 
     def _places(self, message: _Message) -> list[Tensor]:
         tensors = self._tensors[message.sends]
-        return [tensors[part.parameter].detach()[part.slices] for part in message.parts]
+        return [tensors[name].detach()[slices] for name, slices, _ in message.parts]
 
-    def _in_place(self, message: _Message) -> bool:
-        """Whether the message lies in one piece in this rank's memory and needs no buffer."""
-        return len(message.parts) == 1 and self._places(message)[0].is_contiguous()
+    def _in_place(self, message: _Message) -> Tensor | None:
+        """The message where it lies in one piece in this rank's memory, as it travels, and needs no buffer."""
+        if len(message.parts) > 1:
+            return None
+        (place,) = self._places(message)
+        return place.view(-1) if place.dtype == self._dtype and place.is_contiguous() else None
 
 
 @cache
@@ -151,60 +177,81 @@ def _move_stream() -> torch.cuda.Stream:
 @torch.no_grad()
 def _copy(message: _Message, places: Sequence[Tensor], flat: Tensor) -> None:
     """From the parts of a message into its flat buffer, or from there into the parts."""
-    for place, values in zip(places, flat.split([part.numel for part in message.parts]), strict=True):
+    for place, values in zip(places, flat.split([numel for _, _, numel in message.parts]), strict=True):
         values = values.view(place.shape)
         _ = values.copy_(place) if message.sends else place.copy_(values)
 
 
+def schedule(plan: RankPlan, group: Group, bucket_elements: int) -> Schedule:
+    """Every rank must pass the same ``bucket_elements``: the most that one message has. Pure."""
+
+    def place(part: Part) -> Place:
+        return part.parameter, part.slices, part.numel
+
+    me = group.rank
+    messages = [
+        _Message((peer - me if sends else me - peer) % group.size, bucket, me if sends else peer, peer, sends, numel, parts)
+        for sends, by_rank in ((True, plan.sends), (False, plan.receives))
+        for peer, all_parts in ((group.ranks.index(rank), parts) for rank, parts in by_rank.items())
+        for bucket, (numel, cut) in enumerate(_buckets(all_parts, max(bucket_elements, 1)))
+        for parts in [[place(part) for part in cut]]
+    ]
+    return Schedule(sorted(messages, key=lambda m: m[:3]), [(place(source), place(target)) for source, target in plan.copies])
+
+
 @torch.no_grad()
 def execute_reallocation(
-    plan: RankPlan,
+    plan: RankPlan | Schedule,
     sources: Mapping[str, Tensor],
     targets: Mapping[str, Tensor],
     group: Group,
     bucket_bytes: int = 32 << 20,
     in_flight_bytes: int = 256 << 20,
+    buffer_bytes: int | None = None,
     label: str = LABEL,
+    dtype: torch.dtype | None = None,
 ) -> Move:
     """Start this rank's part of a plan: from ``sources`` (its parameters on the source side) into ``targets``; {} where it has none.
 
     Collective over ``group``, which holds all ranks of both sides: every rank of it must call with its part of one plan, the same
-    ``bucket_bytes``, and moves of one group in program order. All tensors have one dtype. Bytes are counted under ``label``.
+    ``bucket_bytes`` (a schedule has its own), and moves of one group in program order. ``buffer_bytes``: the most that buffers
+    hold, by default ``in_flight_bytes``. ``dtype``: the targets', where sources have another one; else all tensors have one.
+    Bytes are counted under ``label``.
     """
     given = [*sources.values(), *targets.values()]
     dtypes = {tensor.dtype for tensor in given}
-    assert len(dtypes) <= 1, f"reallocation converts nothing, but there are {sorted(map(str, dtypes))}"
-    for source, target in plan.copies:
-        targets[target.parameter][target.slices].copy_(sources[source.parameter][source.slices])
-    itemsize, me = given[0].element_size() if given else 1, group.rank
-    messages = [
-        _Message((peer - me if sends else me - peer) % group.size, bucket, me if sends else peer, peer, sends, parts)
-        for sends, by_rank in ((True, plan.sends), (False, plan.receives))
-        for peer, all_parts in ((group.ranks.index(rank), parts) for rank, parts in by_rank.items())
-        for bucket, parts in enumerate(_buckets(all_parts, max(bucket_bytes // itemsize, 1)))
-    ]
-    return Move(sorted(messages), {True: sources, False: targets}, group, in_flight_bytes // itemsize, label)
+    assert len(dtypes) <= 1 or dtype, f"reallocation converts nothing, but there are {sorted(map(str, dtypes))}"
+    dtype = dtype or next(iter(dtypes), torch.float32)
+    sizes = [num_bytes // dtype.itemsize for num_bytes in (bucket_bytes, in_flight_bytes, buffer_bytes or in_flight_bytes)]
+    if isinstance(plan, RankPlan):
+        plan = schedule(plan, group, sizes[0])
+    move = Move(plan.messages, {True: sources, False: targets}, group, dtype, (sizes[1], sizes[2]), label)
+    for (source, here, _), (target, there, _) in plan.copies:  # while the first messages are on their way
+        targets[target][there].copy_(sources[source][here])
+    return move
 
 
-def _buckets(parts: Iterable[Part], limit: int) -> Iterator[list[Part]]:
-    """Runs of parts of at most ``limit`` elements. Large parts go by themselves, cut along their rows as far as a row is smaller:
-    where they are contiguous in memory they need no buffer."""
+def _buckets(parts: Iterable[Part], limit: int) -> Iterator[tuple[int, list[Part]]]:
+    """Runs of parts of at most half of ``limit`` elements. Large parts go by themselves, cut to ``limit`` along their rows as far as
+    a row is smaller: where they are contiguous in memory they need no buffer."""
     bucket: list[Part] = []
     used = 0
     for part in parts:
-        if part.numel > limit // 128:
-            rows = max(limit // (part.numel // part.size[0]), 1)
+        numel = part.numel
+        if numel >= min(ALONE, limit // 4 + 1):
+            rows = max(limit // (numel // part.size[0]), 1)
             for first in range(0, part.size[0], rows):
                 size = min(rows, part.size[0] - first), *part.size[1:]
-                yield [Part(part.parameter, (part.start[0] + first, *part.start[1:]), size)]
+                cut = Part(part.parameter, (part.start[0] + first, *part.start[1:]), size)
+                yield cut.numel, [cut]
             continue
-        if used + part.numel > limit:
-            yield bucket
+        if used and used + numel > limit // 2:
+            yield used, bucket
             bucket, used = [], 0
         bucket.append(part)
-        used += part.numel
+        used += numel
     if bucket:
-        yield bucket
+        yield used, bucket
 
 
 class Storages:

@@ -8,11 +8,13 @@ not sent. Which group, which tensors and what becomes of the training shard is a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
-from rlhf_spmd.parallel.boxes import Box, ParamShard, cover, shard_rows, zero_rows
+from rlhf_spmd.parallel.boxes import Box, ParamShard, box_rows, cover
+from rlhf_spmd.parallel.layout import GenerationLayout, Layout
 
 REMEDY = "generation.pp must divide layout.pp, generation.tp layout.tp, and layout.pp the number of layers"
 
@@ -23,7 +25,86 @@ ShardsAt = Callable[[int, int], Shards]  # (pp, tp) coordinate in a layout -> th
 
 
 @dataclass(frozen=True)
-class Piece:
+class Holding:
+    """``ranks`` that hold these parameters whole or, with ``split``, each its rows of every one (ZeRO: ``zero_rows``).
+
+    ``whole``: the ranks hold all of them, and each answers for its rows. On one side a rank holds no element of a tensor twice.
+    """
+
+    ranks: tuple[int, ...]
+    shards: Shards
+    split: bool = False
+    whole: bool = False
+
+
+def holdings(
+    layout: Layout | GenerationLayout, shards: ShardsAt, ranks: Sequence[int], group: Iterable[int] | None = None
+) -> list[Holding]:
+    """What each rank of a pool holds of a model in a layout; ``group``: of these pool indices, ``ranks`` in the same order."""
+    split = isinstance(layout, Layout) and layout.zero > 0 and layout.dp > 1
+    at: dict[tuple[int, int], list[int]] = {}
+    for index, rank in zip(range(len(ranks)) if group is None else group, ranks, strict=True):
+        pp, _, tp = layout.coordinate(index)
+        at.setdefault((pp, tp), []).append(rank)
+    return [Holding(tuple(held), shards(*coordinate), split) for coordinate, held in at.items()]
+
+
+class Held(NamedTuple):
+    """One box of a tensor in one holding: the parameter it lies in, and that parameter's rows (0 where they are not split)."""
+
+    holding: int
+    parameter: str
+    rows: int
+    box: Box
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """The same for tensors that lie alike."""
+        return self.holding, self.rows, self.box[1:]
+
+
+class Region(NamedTuple):
+    """A box as ``ranks`` hold it, rows split; ``number`` of the box it is of."""
+
+    number: int
+    ranks: tuple[int, ...]
+    box: Box
+
+
+def by_tensor(side: Sequence[Holding]) -> dict[str, list[Held]]:
+    """Global tensor name -> where it is held."""
+    index: dict[str, list[Held]] = {}
+    for number, holding in enumerate(side):
+        for parameter, shard in holding.shards.items():
+            rows = shard.shape[0] if holding.split else 0
+            for box in shard.boxes:
+                index.setdefault(box.name, []).append(Held(number, parameter, rows, box))
+    return index
+
+
+def regions(
+    side: Sequence[Holding], boxes: Sequence[Held], within: Box | None = None, rank: int | None = None
+) -> Iterator[Region]:
+    """The regions of some boxes of one tensor: of split ones only those with rows in ``within``, only those of ``rank``."""
+    for number, (holding, _, rows, box) in enumerate(boxes):
+        ranks, whole = side[holding].ranks, side[holding].whole
+        if rank is not None and rank not in ranks:
+            continue
+        if not rows:
+            yield Region(number, ranks, box)
+            continue
+        chunk, low, high = -(-rows // len(ranks)), box.local[0], box.local[0] + box.size[0]
+        if within is not None:
+            first = within.start[0] + low - box.start[0]
+            low, high = max(low, first), min(high, first + within.size[0])
+        for index in range(low // chunk, -(-high // chunk)) if rank is None else (ranks.index(rank),):
+            part = box_rows(box, index * chunk, (index + 1) * chunk)
+            if part is not None:
+                local = part.local if whole else (part.local[0] - index * chunk, *part.local[1:])
+                yield Region(number, ranks[index : index + 1], part._replace(local=local))
+
+
+class Piece(NamedTuple):
     """``training[source][source_box]`` and ``generation[target][target_box]`` are the same part of one global tensor."""
 
     source: str
@@ -32,26 +113,54 @@ class Piece:
     target_box: Box
 
 
+Spot = tuple[int, Box, Box]  # a piece of a parameter: the number of its source, the boxes in the source and in the parameter
+Made = tuple[str, Sequence[str], "Fill"]  # a parameter, the names of its sources, and how it is made of them
+
+
+class Fill(NamedTuple):
+    """How a parameter is made, and all that lie alike: what each member sends to all others, what this rank takes from its own
+    shards, and the number of the first source of all."""
+
+    sends: Mapping[int, Sequence[Spot]]
+    copies: Sequence[Spot]
+    first: int | None
+
+
 @dataclass(frozen=True)
 class Bucket:
-    """Parameters that are made together. sends: what each member sends to all others, in this order. copies: what this rank
-    takes from its own shards without communication.
-    """
+    """Parameters that are made together, by a group of ``members``."""
 
-    targets: tuple[str, ...]
-    sends: tuple[tuple[Piece, ...], ...]
-    copies: tuple[Piece, ...]
+    parts: tuple[Made, ...]
+    members: int
+
+    @cached_property
+    def targets(self) -> tuple[str, ...]:
+        return tuple(target for target, _, _ in self.parts)
+
+    def sent_by(self, member: int) -> tuple[Piece, ...]:
+        """What one member sends to all others, in this order."""
+        return self._pieces(lambda fill: fill.sends.get(member, ()))
+
+    @cached_property
+    def sends(self) -> tuple[tuple[Piece, ...], ...]:
+        return tuple(self.sent_by(member) for member in range(self.members))
+
+    @cached_property
+    def copies(self) -> tuple[Piece, ...]:
+        """What this rank takes from its own shards without communication."""
+        return self._pieces(lambda fill: fill.copies)
+
+    def _pieces(self, of: Callable[[Fill], Sequence[Spot]]) -> tuple[Piece, ...]:
+        return tuple(
+            Piece(names[source], source_box, target, target_box)
+            for target, names, fill in self.parts
+            for source, source_box, target_box in of(fill)
+        )
 
     @cached_property
     def sizes(self) -> list[int]:
         """Elements from each member."""
         return [elements(pieces) for pieces in self.sends]
-
-    @cached_property
-    def messages(self) -> list[list[tuple[Piece, ...]]]:
-        """What each member sends, cut into messages: a large piece is one, so that it can go from place to place without a copy;
-        the small ones are one together."""
-        return [_cut_messages(pieces) for pieces in self.sends]
 
 
 @dataclass(frozen=True)
@@ -70,16 +179,18 @@ def elements(pieces: Iterable[Piece]) -> int:
     return sum(piece.source_box.numel for piece in pieces)
 
 
-def _cut_messages(pieces: tuple[Piece, ...]) -> list[tuple[Piece, ...]]:
+def cut_messages(pieces: Iterable[Piece], large: int) -> list[tuple[Piece, ...]]:
+    """What a member sends as messages: a piece from ``large`` elements on is one, so that it can go from place to place without a
+    copy; the small ones are one together."""
     runs: list[Piece] = []
     for piece in pieces:
         if runs and _follows(runs[-1], piece):
             before = runs.pop()
-            piece = replace(before, source_box=_extend(before.source_box, piece), target_box=_extend(before.target_box, piece))
+            piece = before._replace(source_box=_extend(before.source_box, piece), target_box=_extend(before.target_box, piece))
         runs.append(piece)
-    large: list[tuple[Piece, ...]] = [(piece,) for piece in runs if piece.source_box.numel >= LARGE]
-    small = tuple(piece for piece in runs if piece.source_box.numel < LARGE)
-    return large + [small] * bool(small)
+    alone: list[tuple[Piece, ...]] = [(piece,) for piece in runs if piece.source_box.numel >= large]
+    small = tuple(piece for piece in runs if piece.source_box.numel < large)
+    return alone + [small] * bool(small)
 
 
 def _follows(a: Piece, b: Piece) -> bool:
@@ -93,25 +204,29 @@ def _follows(a: Piece, b: Piece) -> bool:
 
 
 def _extend(box: Box, by: Piece) -> Box:
-    return replace(box, size=(box.size[0] + by.source_box.size[0], *box.size[1:]))
+    return box._replace(size=(box.size[0] + by.source_box.size[0], *box.size[1:]))
 
 
-def plan_gather(train: Sequence[Shards], wanted: Shards, me: int, bucket_elements: int = 64 << 20) -> tuple[Bucket, ...]:
-    """``train``: the training shards of every member, in group order. ``wanted``: what all of them will hold.
+def plan_gather(train: Sequence[Holding], wanted: Shards, me: int, bucket_elements: int = 64 << 20) -> tuple[Bucket, ...]:
+    """``train``: the training shards of all members, whose ranks are places in the group. ``wanted``: what all will hold.
 
     A bucket is whole units: parameters that come from equally named training parameters, such as one layer's of each stage, so
-    that the members send equal amounts. It makes no more than ``bucket_elements`` nor than the largest unit, unless it is one.
+    that the members send equal amounts. It makes no more than ``bucket_elements`` nor than half the largest unit, unless it is one.
     Of members that share a part the first sends it. Raises ValueError where the members do not hold all that is wanted.
     """
-    holders = [by_tensor(shards) for shards in train]
-    units: dict[str, list[Bucket]] = {}
+    index, members = by_tensor(train), len({rank for holding in train for rank in holding.ranks})
+    fills: dict[tuple[object, ...], Fill] = {}  # of parameters that lie alike, those of equal layers: one
+    units: dict[str, list[Made]] = {}
     for target, shard in wanted.items():
-        bucket = _fill(target, shard, holders, me)
-        sources = [piece.source for pieces in (*bucket.sends, bucket.copies) for piece in pieces]
-        units.setdefault(sources[0] if sources else target, []).append(bucket)
-    sizes = [sum(math.prod(wanted[part.targets[0]].shape) for part in parts) for parts in units.values()]
-    limit = min(bucket_elements, max(sizes, default=0))
-    groups: list[list[Bucket]] = []
+        held = [index.get(box.name, []) for box in shard.boxes]
+        key = tuple((box[1:], *[source.key for source in some]) for box, some in zip(shard.boxes, held, strict=True))
+        if key not in fills:
+            fills[key] = _fill(target, shard, train, held, members, me)
+        sources, first = [source.parameter for some in held for source in some], fills[key].first
+        units.setdefault(target if first is None else sources[first], []).append((target, sources, fills[key]))
+    sizes = [sum(math.prod(wanted[target].shape) for target, _, _ in parts) for parts in units.values()]
+    limit = min(bucket_elements, max(sizes, default=0) // 2)
+    groups: list[list[Made]] = []
     used = limit + 1
     for parts, size in zip(units.values(), sizes, strict=True):
         if used + size > limit:
@@ -119,7 +234,7 @@ def plan_gather(train: Sequence[Shards], wanted: Shards, me: int, bucket_element
             used = 0
         groups[-1] += parts
         used += size
-    return tuple(_merge(group) for group in groups)
+    return tuple(Bucket(tuple(group), members) for group in groups)
 
 
 def plan_homes(train: Shards, generation: Shards) -> dict[str, Home]:
@@ -127,63 +242,47 @@ def plan_homes(train: Shards, generation: Shards) -> dict[str, Home]:
 
     Raises ValueError where a training parameter is not part of the generation shard.
     """
-    index = by_tensor(generation)
+    index = by_tensor([Holding((0,), generation)])
     homes = {}
     for name, shard in train.items():
         pieces = []
         for box in shard.boxes:
             candidates = index.get(box.name, [])
-            taken, missing = cover(box, [candidate for _, candidate in candidates])
+            taken, missing = cover(box, [candidate.box for candidate in candidates])
             if missing:
                 raise ValueError(
                     f"training parameter {name} ({box.name} from {missing[0].start}) is not part of this rank's generation "
                     f"shard; {REMEDY}"
                 )
-            pieces += [Piece(name, part, candidates[i][0], place) for i, place, part in taken]
+            pieces += [Piece(name, part, candidates[i].parameter, place) for i, place, part in taken]
         homes[name] = Home(_single_slice(shard, pieces), tuple(pieces))
     return homes
 
 
-def by_tensor(shards: Shards) -> dict[str, list[tuple[str, Box]]]:
-    """Global tensor name -> (local parameter, box)."""
-    index: dict[str, list[tuple[str, Box]]] = {}
-    for parameter, shard in shards.items():
-        for box in shard.boxes:
-            index.setdefault(box.name, []).append((parameter, box))
-    return index
-
-
-def _fill(target: str, shard: ParamShard, holders: Sequence[Mapping[str, list[tuple[str, Box]]]], me: int) -> Bucket:
-    """The pieces of one wanted parameter."""
-    sends: list[list[Piece]] = [[] for _ in holders]
-    copies: list[Piece] = []
-    for box in shard.boxes:
-        held = [holder.get(box.name, []) for holder in holders]
-        if not any(cover(box, [candidate for _, candidate in boxes])[1] for boxes in held):
-            taken, _ = cover(box, [candidate for _, candidate in held[me]])
-            copies += [Piece(held[me][i][0], source, target, place) for i, source, place in taken]
-            continue
-        everyone = [(member, parameter, candidate) for member, boxes in enumerate(held) for parameter, candidate in boxes]
-        taken, missing = cover(box, [candidate for _, _, candidate in everyone])
+def _fill(
+    target: str, shard: ParamShard, train: Sequence[Holding], held: Sequence[Sequence[Held]], members: int, me: int
+) -> Fill:
+    """The pieces of one wanted parameter; ``held``: where each of its boxes is."""
+    sends: dict[int, list[Spot]] = {}
+    copies: list[Spot] = []
+    base = 0
+    for box, some in zip(shard.boxes, held, strict=True):
+        whole = {source.holding for source in some if not source.rows}
+        alone = [n for n in whole if not cover(box, [source.box for source in some if source.holding == n])[1]]
+        everywhere = sum(len(train[n].ranks) for n in alone) == members
+        found = sorted(regions(train, some, box, me if everywhere else None), key=lambda region: region.ranks[0])
+        taken, missing = cover(box, [region.box for region in found])
         if missing:
             raise ValueError(
                 f"generation parameter {target}: no training shard of its group holds {box.name} from {missing[0].start} "
                 f"of size {missing[0].size}; {REMEDY}"
             )
         for i, source, place in taken:
-            member, parameter, _ = everyone[i]
-            sends[member].append(Piece(parameter, source, target, place))
-    return Bucket((target,), tuple(map(tuple, sends)), tuple(copies))
-
-
-def _merge(parts: Sequence[Bucket]) -> Bucket:
-    """Several buckets of one group as one."""
-
-    return Bucket(
-        tuple(target for part in parts for target in part.targets),
-        tuple(tuple(piece for part in parts for piece in part.sends[m]) for m in range(len(parts[0].sends))),
-        tuple(piece for part in parts for piece in part.copies),
-    )
+            number, ranks, _ = found[i]
+            (copies if everywhere else sends.setdefault(ranks[0], [])).append((base + number, source, place))
+        base += len(some)
+    spots = [*(sends[min(sends)] if sends else ()), *copies]
+    return Fill(sends, copies, spots[0][0] if spots else None)
 
 
 def _single_slice(shard: ParamShard, pieces: Sequence[Piece]) -> tuple[str, tuple[slice, ...]] | None:
@@ -194,19 +293,3 @@ def _single_slice(shard: ParamShard, pieces: Sequence[Piece]) -> tuple[str, tupl
         return None
     (offset,) = offsets
     return targets.pop(), tuple(slice(a, a + n) for a, n in zip(offset, shard.shape, strict=True))
-
-
-def own_share(shards: Shards, part: int, parts: int) -> dict[str, ParamShard]:
-    """What one of ``parts`` ranks with the same shards answers for: rows of each parameter, located in the whole parameter.
-
-    Parameters that are replicated beyond those ranks stay whole: most ranks need not receive them at all.
-    """
-    shares = {name: shard for name, shard in shards.items() if shard.replicated}
-    for name, shard in shards.items():
-        if name in shares:
-            continue
-        first, last = zero_rows(shard.shape[0], part, parts)
-        boxes = shard_rows(shard, first, last).boxes
-        back = tuple(replace(box, local=(box.local[0] + first, *box.local[1:])) for box in boxes)
-        shares[name] = ParamShard(shard.shape, back, shard.replicated)
-    return shares

@@ -5,45 +5,25 @@ into cells that every rank holds whole or not at all. A rank that needs a cell t
 own host, then another host; ranks that need the same cell take turns over equal sources, and what is left over of a round moves
 on from tensor to tensor. So nothing is received twice, and each rank derives its own part of the plan alone.
 
-Tensors that are held alike (those of equal layers) are cut once, and a rank looks only at cells that it holds or needs.
+Tensors that are held alike (those of equal layers) are cut once, a rank looks only at cells that it holds or needs, and the parts
+of single tensors are made when somebody goes through them.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import product
+from math import gcd, prod
 from typing import NamedTuple
 
-from rlhf_spmd.parallel.boxes import Box, zero_rows
-from rlhf_spmd.parallel.layout import GenerationLayout, Layout
-from rlhf_spmd.reshard.plan import Shards, ShardsAt
+from rlhf_spmd.parallel.boxes import Box, intersect
+from rlhf_spmd.reshard.plan import Held, Holding, Region, by_tensor, regions
 
 HostOf = Callable[[int], Hashable]
 Index = tuple[int, ...]  # one number per tensor dim
-
-
-@dataclass(frozen=True)
-class Holding:
-    """Global ``ranks`` that hold these parameters whole or, with ``split``, each its rows of every one (ZeRO: ``zero_rows``).
-
-    On one side a rank holds no element of a tensor twice.
-    """
-
-    ranks: tuple[int, ...]
-    shards: Shards
-    split: bool = False
-
-
-def holdings(layout: Layout | GenerationLayout, shards: ShardsAt, ranks: Sequence[int]) -> list[Holding]:
-    """What each rank of a pool holds of a model in a layout."""
-    split = isinstance(layout, Layout) and layout.zero > 0 and layout.dp > 1
-    return [
-        Holding(tuple(ranks[layout.index(pp, dp, tp)] for dp in range(layout.dp)), shards(pp, tp), split)
-        for pp in range(layout.pp)
-        for tp in range(layout.tp)
-    ]
 
 
 class Part(NamedTuple):
@@ -55,14 +35,27 @@ class Part(NamedTuple):
 
     @property
     def numel(self) -> int:
-        n = 1
-        for extent in self.size:
-            n *= extent
-        return n
+        return prod(self.size)
 
     @property
     def slices(self) -> tuple[slice, ...]:
         return tuple(slice(a, a + n) for a, n in zip(self.start, self.size, strict=True))
+
+
+@dataclass
+class Parts:
+    """Parts of one rank, tensor after tensor, which are made when one goes through them. Kept are ``cells`` of tensors that lie
+    alike: where it is, (position of the tensor, parameter) of each, start and size."""
+
+    cells: list[tuple[Index, Sequence[tuple[int, str]], Index, Index]] = field(default_factory=list)
+
+    def __iter__(self) -> Iterator[Part]:
+        parts = [(i, at, name, start, size) for at, names, start, size in self.cells for i, name in names]
+        return (Part(*part[2:]) for part in sorted(parts))
+
+    @property
+    def numel(self) -> int:
+        return sum(len(names) * prod(size) for _, names, _, size in self.cells)
 
 
 @dataclass(frozen=True)
@@ -73,13 +66,13 @@ class RankPlan:
     ``copies``: (source part, target part) that do not leave the rank.
     """
 
-    sends: dict[int, list[Part]] = field(default_factory=dict)
-    receives: dict[int, list[Part]] = field(default_factory=dict)
+    sends: dict[int, Parts] = field(default_factory=dict)
+    receives: dict[int, Parts] = field(default_factory=dict)
     copies: list[tuple[Part, Part]] = field(default_factory=list)
 
     @property
     def elements_received(self) -> int:
-        return sum(part.numel for parts in self.receives.values() for part in parts)
+        return sum(parts.numel for parts in self.receives.values())
 
 
 def plan_reallocation(source: Sequence[Holding], target: Sequence[Holding], host_of: HostOf, rank: int) -> RankPlan:
@@ -87,53 +80,38 @@ def plan_reallocation(source: Sequence[Holding], target: Sequence[Holding], host
 
     Every rank must pass the same holdings in the same order. Raises ValueError where the source lacks what this rank needs.
     """
-    plan = RankPlan()
-    sides = source, target
+    sides, books = (source, target), (defaultdict[int, Parts](Parts), defaultdict[int, Parts](Parts))
     mine = [{index for index, holding in enumerate(side) if rank in holding.ranks} for side in sides]
-    moves = []
-    turn = 0
+    choose, turn = _chooser(host_of), 0
     for alike in _alike(source, target):
-        if any(held.holding in mine[number] for number in (0, 1) for held in alike[0].sides[number]):
-            cells = _cut(alike[0], sides, host_of, rank)
-            for number, tensor in enumerate(alike):
-                for cell in cells:
-                    moves += [(tensor.position, cell.at, pair, tensor, cell) for pair in cell.pairs(turn + number, rank)]
+        names = {
+            (side, number): [(tensor.position, tensor.sides[side][number].parameter) for tensor in alike]
+            for side, boxes in enumerate(alike[0].sides)
+            for number, held in enumerate(boxes)
+            if held.holding in mine[side]
+        }
+        for cell in _cut(alike[0], sides, rank) if names else ():
+            for *pair, numbers in cell.pairs(choose, turn, len(alike), rank):
+                for side, book in enumerate(books):
+                    if pair[side] == rank:
+                        number, _, box = cell.own[side]
+                        start = tuple([at + a - b for at, a, b in zip(box.local, cell.start, box.start, strict=True)])
+                        book[pair[1 - side]].cells.append((cell.at, names[side, number][numbers], start, cell.size))
         turn += len(alike)
-    for _, _, (giver, taker), tensor, cell in sorted(moves, key=lambda move: move[:3]):
-        if giver == taker:
-            plan.copies.append((cell.part(tensor, 0, giver), cell.part(tensor, 1, taker)))
-        elif giver == rank:
-            plan.sends.setdefault(taker, []).append(cell.part(tensor, 0, giver))
-        else:
-            plan.receives.setdefault(giver, []).append(cell.part(tensor, 1, taker))
-    return plan
+    copies = zip(*[book.pop(rank, ()) for book in books], strict=True)
+    return RankPlan(dict(books[0]), dict(books[1]), list(copies))
 
 
 def plan_traffic(source: Sequence[Holding], target: Sequence[Holding], host_of: HostOf) -> Counter[tuple[int, int]]:
     """The whole plan as elements per (source rank, target rank); what stays on a rank is under (rank, rank)."""
     traffic: Counter[tuple[int, int]] = Counter()
-    turn = 0
+    choose, turn = _chooser(host_of), 0
     for alike in _alike(source, target):
-        for cell in _cut(alike[0], (source, target), host_of, None):
-            for number in range(len(alike)):
-                for pair in cell.pairs(turn + number, None):
-                    traffic[pair] += cell.numel
+        for cell in _cut(alike[0], (source, target), None):
+            for giver, taker, numbers in cell.pairs(choose, turn, len(alike), None):
+                traffic[giver, taker] += prod(cell.size) * len(alike[numbers])
         turn += len(alike)
     return traffic
-
-
-@dataclass(frozen=True)
-class _Held:
-    """One box of a tensor in one holding: the parameter it lies in, and that parameter's rows (0 where they are not split)."""
-
-    holding: int
-    parameter: str
-    rows: int
-    box: Box
-
-    @property
-    def key(self) -> tuple[object, ...]:
-        return self.holding, self.rows, self.box.shape, self.box.start, self.box.size, self.box.local
 
 
 @dataclass
@@ -141,143 +119,128 @@ class _Tensor:
     """A global tensor: its place in the target side's order, and the boxes of both sides."""
 
     position: int
-    sides: tuple[list[_Held], list[_Held]]
+    sides: tuple[list[Held], list[Held]]
 
 
 def _alike(source: Sequence[Holding], target: Sequence[Holding]) -> list[list[_Tensor]]:
     """The target's tensors, those that lie alike on both sides together, in order of first appearance."""
-    tensors: dict[str, _Tensor] = {}
-    for number, side in ((1, target), (0, source)):
-        for index, holding in enumerate(side):
-            for parameter, shard in holding.shards.items():
-                rows = shard.shape[0] if holding.split else 0
-                for box in shard.boxes:
-                    if number and box.name not in tensors:
-                        tensors[box.name] = _Tensor(len(tensors), ([], []))
-                    if box.name in tensors:
-                        tensors[box.name].sides[number].append(_Held(index, parameter, rows, box))
-    groups: dict[tuple[object, ...], list[_Tensor]] = {}
-    for tensor in tensors.values():
-        key = tuple(tuple(held.key for held in side) for side in tensor.sides)
-        groups.setdefault(key, []).append(tensor)
+    sources, groups = by_tensor(source), dict[tuple[object, ...], list[_Tensor]]()
+    for position, (name, held) in enumerate(by_tensor(target).items()):
+        tensor = _Tensor(position, (sources.get(name, []), held))
+        groups.setdefault(tuple(tuple(held.key for held in side) for side in tensor.sides), []).append(tensor)
     return list(groups.values())
 
 
-class _Region(NamedTuple):
-    """A box as ranks hold it, rows split: ``number`` of the box in its tensor, ``local`` index of ``start`` in the parameter."""
-
-    number: int
-    ranks: tuple[int, ...]
-    start: Index
-    stop: Index
-    local: Index
+Choices = list[tuple[list[int], list[int]]]  # (equal sources, ranks that take from them)
 
 
-def _regions(side: Sequence[Holding], boxes: Sequence[_Held]) -> Iterator[_Region]:
-    for number, held in enumerate(boxes):
-        box, ranks = held.box, side[held.holding].ranks
-        stop = tuple(a + n for a, n in zip(box.start, box.size, strict=True))
-        if not held.rows:
-            yield _Region(number, ranks, box.start, stop, box.local)
-            continue
-        for index, rank in enumerate(ranks):
-            low, high = zero_rows(held.rows, index, len(ranks))
-            first, last = max(low, box.local[0]), min(high, box.local[0] + box.size[0])
-            if first < last:
-                offset = box.start[0] - box.local[0]
-                start, end = (first + offset, *box.start[1:]), (last + offset, *stop[1:])
-                yield _Region(number, (rank,), start, end, (first - low, *box.local[1:]))
+def _chooser(host_of: HostOf) -> Callable[[frozenset[int], frozenset[int]], Choices]:
+    @cache
+    def by_host(ranks: frozenset[int]) -> dict[Hashable, list[int]]:
+        hosts: dict[Hashable, list[int]] = {}
+        for rank in sorted(ranks):
+            hosts.setdefault(host_of(rank), []).append(rank)
+        return hosts
+
+    @cache
+    def choose(sources: frozenset[int], targets: frozenset[int]) -> Choices:
+        on_host, takers = by_host(sources), dict[Hashable, list[int]]()
+        for rank in sorted(targets - sources):
+            host = host_of(rank)
+            takers.setdefault(host if host in on_host else None, []).append(rank)
+        return [(on_host.get(host) or sorted(sources), ranks) for host, ranks in takers.items()]
+
+    return choose
 
 
 @dataclass
 class _Cell:
-    """A part of a tensor that ranks hold whole or not at all. ``holders``: (source, target) rank -> the region it is in.
+    """A part of a tensor that ranks hold whole or not at all.
 
-    ``turn``, ``turns``: its number among the cells of its source region, and how many those are. ``choices``: (equal sources,
-    ranks that take from them).
+    ``regions``: of each side, by number, those that it is in; ``own``: side -> the region of the rank that plans. ``sources``,
+    ``targets``: the ranks that hold it. ``turn``, ``turns``: its number among the cells of its source region, and how many those are.
     """
 
     at: Index
     start: Index
     size: Index
+    regions: tuple[dict[int, Region], dict[int, Region]] = field(default_factory=lambda: ({}, {}))
+    own: dict[int, Region] = field(default_factory=dict)
+    sources: frozenset[int] = frozenset()
+    targets: frozenset[int] = frozenset()
     turn: int = 0
     turns: int = 1
-    holders: tuple[dict[int, _Region], dict[int, _Region]] = field(default_factory=lambda: ({}, {}))
-    choices: list[tuple[list[int], list[int]]] = field(default_factory=list)
 
-    @property
-    def numel(self) -> int:
-        return Part("", self.start, self.size).numel
-
-    def part(self, tensor: _Tensor, side: int, rank: int) -> Part:
-        region = self.holders[side][rank]
-        local = tuple(at + a - b for at, a, b in zip(region.local, self.start, region.start, strict=True))
-        return Part(tensor.sides[side][region.number].parameter, local, self.size)
-
-    def choose(self, host_of: HostOf) -> None:
-        sources, targets = self.holders
-        on_host: dict[Hashable, list[int]] = {}
-        for rank in sorted(sources):
-            on_host.setdefault(host_of(rank), []).append(rank)
-        takers: dict[Hashable, list[int]] = {}
-        for rank in sorted(targets.keys() - sources.keys()):
-            host = host_of(rank)
-            takers.setdefault(host if host in on_host else None, []).append(rank)
-        self.choices = [(on_host.get(host, sorted(sources)), ranks) for host, ranks in takers.items()]
-
-    def pairs(self, number: int, rank: int | None) -> Iterator[tuple[int, int]]:
-        """(source, target) of this cell in the ``number``-th tensor: those that ``rank`` is in, or all of them."""
-        for kept in self.holders[0].keys() & self.holders[1].keys() if rank is None else (rank,):
-            if all(kept in side for side in self.holders):
-                yield kept, kept
-        for givers, takers in self.choices:
+    def pairs(
+        self, choose: Callable[[frozenset[int], frozenset[int]], Choices], turn: int, count: int, rank: int | None
+    ) -> Iterator[tuple[int, int, slice]]:
+        """(source, target, in which of ``count`` tensors, the first of which is the ``turn``-th): those that ``rank`` is in, or all."""
+        for kept in self.sources & self.targets:
+            if rank in (kept, None):
+                yield kept, kept, slice(None)
+        if len(self.sources) == 1 and rank in self.targets - self.sources:
+            yield min(self.sources), rank, slice(None)
+            return
+        for givers, takers in choose(self.sources, self.targets):
             # only what does not go round evenly moves on, so that pairs stay the same where they can
-            first = (number * self.turns + self.turn) * (len(takers) % len(givers))
-            if rank is None:
-                yield from ((givers[(first + k) % len(givers)], taker) for k, taker in enumerate(takers))
-                continue
-            if rank in takers:
-                yield givers[(first + takers.index(rank)) % len(givers)], rank
-            if rank in givers:
-                offset = (givers.index(rank) - first) % len(givers)
-                yield from ((rank, taker) for taker in takers[offset :: len(givers)])
+            step = len(takers) % len(givers)
+            period = len(givers) // gcd(self.turns * step, len(givers))
+            for number in range(min(period, count)):
+                first, numbers = ((turn + number) * self.turns + self.turn) * step % len(givers), slice(number, None, period)
+                if rank is None:
+                    yield from ((givers[(first + k) % len(givers)], taker, numbers) for k, taker in enumerate(takers))
+                if rank in takers:
+                    yield givers[(first + takers.index(rank)) % len(givers)], rank, numbers
+                if rank in givers:
+                    offset = (givers.index(rank) - first) % len(givers)
+                    yield from ((rank, taker, numbers) for taker in takers[offset :: len(givers)])
 
 
-def _cut(tensor: _Tensor, sides: tuple[Sequence[Holding], Sequence[Holding]], host_of: HostOf, rank: int | None) -> list[_Cell]:
-    """The cells of a tensor, or only those that ``rank`` holds on one side or the other, with their choices of sources."""
-    regions = [list(_regions(side, boxes)) for side, boxes in zip(sides, tensor.sides, strict=True)]
-    every = [*regions[0], *regions[1]]
-    dims = range(len(every[0].start))
-    cuts = [sorted({edge for region in every for edge in (region.start[dim], region.stop[dim])}) for dim in dims]
+def _cut(tensor: _Tensor, sides: tuple[Sequence[Holding], Sequence[Holding]], rank: int | None) -> list[_Cell]:
+    """The cells of a tensor that the target side needs, or only those that ``rank`` holds on one side or the other."""
+    every = [edges for side, boxes in zip(sides, tensor.sides, strict=True) for edges in _edges(side, boxes)]
+    cuts = [sorted(set().union(*edges)) for edges in zip(*every, strict=True)]
     index = [{edge: i for i, edge in enumerate(edges)} for edges in cuts]
-    mine = [region for region in every if rank is None or rank in region.ranks]
+
+    def spans(box: Box) -> list[range]:
+        return [range(at[a], at[a + n]) for at, a, n in zip(index, box.start, box.size, strict=True)]
+
+    @cache
+    def together(ranks: tuple[tuple[int, ...], ...]) -> frozenset[int]:
+        union = frozenset().union(*ranks)
+        assert len(union) == sum(map(len, ranks)), "a rank holds a part of a tensor twice"
+        return union
+
     cells: dict[Index, _Cell] = {}
-    for side, held in enumerate(regions):
-        for region in held:
-            if rank is not None and not any(_overlap(region, other) for other in mine):
-                continue
-            spans = [range(index[dim][region.start[dim]], index[dim][region.stop[dim]]) for dim in dims]
-            inside = list(product(*spans))
-            for turn, at in enumerate(inside):
+    for number in (1,) if rank is None else (0, 1):
+        for own in regions(sides[number], tensor.sides[number], rank=rank):
+            for at in product(*spans(own.box)):
                 if at not in cells:
-                    start = tuple(cuts[dim][i] for dim, i in enumerate(at))
-                    size = tuple(cuts[dim][i + 1] - cuts[dim][i] for dim, i in enumerate(at))
-                    cells[at] = _Cell(at, start, size, turn, len(inside))
-                holders = cells[at].holders[side]
-                assert not any(held in holders for held in region.ranks), "a rank holds a part of a tensor twice"
-                holders.update(dict.fromkeys(region.ranks, region))
-    wanted = [cell for _, cell in sorted(cells.items()) if cell.holders[1] and (rank is None or _has(cell, rank))]
+                    start = tuple([edges[i] for edges, i in zip(cuts, at, strict=True)])
+                    cells[at] = _Cell(at, start, tuple([edges[i + 1] - edges[i] for edges, i in zip(cuts, at, strict=True)]))
+                cells[at].own[number] = own
+            for side, boxes in enumerate(tensor.sides):
+                for region in regions(sides[side], boxes, own.box):
+                    common = intersect(region.box, own.box)
+                    for at in product(*spans(common[0])) if common else ():
+                        cells[at].regions[side][region.number] = region
+    wanted = [cell for _, cell in sorted(cells.items()) if cell.regions[1]]
     for cell in wanted:
-        if not cell.holders[0]:
+        if not cell.regions[0]:
             name = tensor.sides[1][0].box.name
             raise ValueError(f"{name}: no rank of the source side holds the part from {cell.start} of size {cell.size}")
-        cell.choose(host_of)
+        cell.sources, cell.targets = (together(tuple([region.ranks for region in side.values()])) for side in cell.regions)
+        if len(cell.sources) > 1:
+            for i, span in zip(cell.at, spans(next(iter(cell.regions[0].values())).box), strict=True):
+                cell.turn, cell.turns = cell.turn * len(span) + i - span.start, cell.turns * len(span)
     return wanted
 
 
-def _has(cell: _Cell, rank: int) -> bool:
-    return rank in cell.holders[0] or rank in cell.holders[1]
-
-
-def _overlap(a: _Region, b: _Region) -> bool:
-    return all(x < n and y < m for x, m, y, n in zip(a.start, a.stop, b.start, b.stop, strict=True))
+def _edges(side: Sequence[Holding], boxes: Sequence[Held]) -> Iterator[list[set[int]]]:
+    """Of each box where it begins, ends, and passes from rank to rank, along each dim."""
+    for holding, _, rows, box in boxes:
+        edges = [{a, a + n} for a, n in zip(box.start, box.size, strict=True)]
+        if rows:
+            chunk = -(-rows // len(side[holding].ranks))
+            edges[0].update(range(box.start[0] + -box.local[0] % chunk, box.start[0] + box.size[0], chunk))
+        yield edges
