@@ -72,9 +72,8 @@ def read_command_line(name: str, description: str | None, argv: Sequence[str] | 
     parser = argparse.ArgumentParser(prog=f"rlhf_spmd.{name}", description=description)
     parser.add_argument("--config", help="YAML file")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted keys of the configuration: layout.tp=2")
-    arguments, unknown = parser.parse_known_intermixed_args(
-        argv
-    )  # what is unknown is refused as an override, once for all ranks
+    # what is unknown is refused as an override, once for all ranks
+    arguments, unknown = parser.parse_known_intermixed_args(argv)
     return arguments.config, unknown + arguments.overrides
 
 
