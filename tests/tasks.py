@@ -137,9 +137,11 @@ def train_here(world: World, config: str, overrides: Sequence[str]) -> None:
     """The training program's own two halves on a rank of tests/ranks.py; its process boundary has tests of its own."""
     from rlhf_spmd.parallel.board import Board
     from rlhf_spmd.parallel.program import ProgramContext
+    from rlhf_spmd.telemetry.run_dir import create_run_dir
     from rlhf_spmd.train import prepare, train
 
     prepared = prepare(config, overrides, world.size)
+    create_run_dir(prepared.config.run.dir)
     train(ProgramContext(world, Board(world.launch, world.store), prepared))
 
 

@@ -70,8 +70,11 @@ def sft_here(world: Any, overrides: list[str]) -> None:
     from rlhf_spmd.parallel.board import Board
     from rlhf_spmd.parallel.program import ProgramContext
     from rlhf_spmd.sft import prepare, sft
+    from rlhf_spmd.telemetry.run_dir import create_run_dir
 
-    sft(ProgramContext(world, Board(world.launch, world.store), prepare(None, overrides, world.size)))
+    prepared = prepare(None, overrides, world.size)
+    create_run_dir(prepared.config.run.dir)
+    sft(ProgramContext(world, Board(world.launch, world.store), prepared))
 
 
 def test_sft_learns_the_same_on_every_layout(tmp_path: Path) -> None:

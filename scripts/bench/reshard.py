@@ -377,8 +377,8 @@ def norms_received(plan: TransitionPlan) -> int:
 
 
 def planned_peak(plan: TransitionPlan, held: Shards, wanted: Shards) -> int:
-    """Elements of parameters when bucket after bucket has come, as execution counts them: what the buckets up to the one under way
-    make, and the training shards whose values no later bucket needs to send or has taken over yet."""
+    """Elements of parameters while bucket after bucket comes: what the buckets up to the one under way make, and the training shards
+    whose values it and later ones need. (Execution starts further ones as far as all stay within one bucket, see docs.)"""
     sizes = {name: math.prod(shape) for name, shape in plan.whole.items()} or {n: math.prod(s.shape) for n, s in wanted.items()}
     train = sum(math.prod(shard.shape) for shard in held.values())
     made = list(accumulate(sum(sizes[target] for target in bucket.targets) for bucket in plan.buckets))
@@ -387,7 +387,7 @@ def planned_peak(plan: TransitionPlan, held: Shards, wanted: Shards) -> int:
     left, most = train, 0
     finished = plan.finished(held)
     for number, names in enumerate(finished):
-        most = max(most, made[min(number + 1, len(made) - 1)] + left)
+        most = max(most, made[number] + left)
         left -= sum(math.prod(held[name].shape) for name in names)
     return most
 
