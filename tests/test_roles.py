@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -64,6 +66,22 @@ def test_actor_and_critic_work_at_the_same_time_on_pools_of_their_own(tmp_path: 
     overlapping = [min(a_end, c_end) - max(a, c) for _, a, a_end in actor for _, c, c_end in critic]
     # each step's two updates may; on a busy machine one can be over before the other has had its turn
     assert any(seconds > 0 for seconds in overlapping), "the two updates of a step must overlap"
+
+
+def said(world: Any, config: str, overrides: list[str]) -> str:
+    """What training writes to standard error on this rank."""
+    with contextlib.redirect_stderr(io.StringIO()) as stderr:
+        train_here(world, config, overrides)
+    return stderr.getvalue()
+
+
+def test_a_reward_that_fails_is_told_once_and_the_run_goes_on(tmp_path: Path) -> None:
+    overrides = settings(tmp_path, 3, "reward.function=outside.rewards:often_fails", "reward.default=-1")
+    lines = "".join(run_ranks(2, said, str(task() / "ppo.json"), overrides)).splitlines()
+    told = [line for line in lines if "often_fails" in line]
+    assert len(told) == 1 and "no opinion" in told[0] and "reward.default=-1.0" in told[0]
+    steps = read_run(tmp_path).metrics
+    assert [step["reward/min"] for step in steps] == [-1.0] * 3 and all(step["reward/failures"] > 0 for step in steps)
 
 
 def sft_here(world: Any, overrides: list[str]) -> None:
