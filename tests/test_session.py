@@ -104,7 +104,7 @@ def test_an_algorithm_need_not_return_the_call_that_counts_tokens(tmp_path: Path
 
 
 def test_as_many_responses_are_kept_as_asked_for(tmp_path: Path) -> None:
-    train(tmp_path, 1, "run.log_samples=3")
+    run_ranks(2, tasks.train_here, str(tasks.task() / "ppo.json"), tasks.settings(tmp_path, 1, "run.log_samples=3"))
     assert [json.loads(line)["row_id"] for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()] == [0, 1, 2]
 
 

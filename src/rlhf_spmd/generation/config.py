@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from rlhf_spmd.config.bounds import check_bounds
 from rlhf_spmd.generation.backends import BACKENDS, FLASH_PAGE, check_backend
 
 ENGINES = ("zero_redundancy", "full_gather", "naive_groups")
@@ -74,13 +75,18 @@ class GenerationConfig:
 
     def check(self, where: str) -> None:
         """Raises ValueError naming key, value and what is allowed. ``where``: the section, as ``models.actor.generation``."""
-        for key in ("pp", "tp", "page_size", "max_num_seqs", "max_num_batched_tokens", "steps_per_sync"):
-            if getattr(self, key) < 1:
-                raise ValueError(f"{where}.{key}={getattr(self, key)}: must be at least 1")
-        if self.num_pages is not None and self.num_pages < 1:
-            raise ValueError(f"{where}.num_pages={self.num_pages}: must be at least 1, or null (sized from free memory)")
-        if self.micro_batches is not None and self.micro_batches < 1:
-            raise ValueError(f"{where}.micro_batches={self.micro_batches}: must be at least 1, or null (pp)")
+        counts = (
+            "pp",
+            "tp",
+            "page_size",
+            "num_pages",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "steps_per_sync",
+            "micro_batches",
+        )
+        check_bounds(self, where, *counts, least=1)
+        check_bounds(self, where, "rebalance_steps", "speculative_tokens", least=0)
         for key, allowed in (("engine", ENGINES), ("buffers", BUFFERS), ("kv_cache", KV_CACHES), ("attention", BACKENDS)):
             if getattr(self, key) not in allowed:
                 raise ValueError(f"{where}.{key}={getattr(self, key)!r}: allowed are {', '.join(allowed)}")
@@ -89,9 +95,6 @@ class GenerationConfig:
             raise ValueError(
                 f"{where}.page_size={self.page_size}: flash_attn's pages are multiples of {FLASH_PAGE} tokens; set it to {FLASH_PAGE}"
             )
-        for key in ("rebalance_steps", "speculative_tokens"):
-            if getattr(self, key) < 0:
-                raise ValueError(f"{where}.{key}={getattr(self, key)}: must be at least 1; 0 turns it off")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ValueError(f"{where}.gpu_memory_utilization={self.gpu_memory_utilization}: must be in (0, 1]")
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -172,8 +175,7 @@ class SamplingConfig:
 
     def check(self, where: str) -> None:
         """Raises ValueError naming key, value and what is allowed. ``where``: the section, as ``sampling``."""
-        if self.n < 1:
-            raise ValueError(f"{where}.n={self.n}: must be at least 1")
+        check_bounds(self, where, "n", least=1)
         if self.temperature != 0.0 and not MIN_TEMPERATURE <= self.temperature < math.inf:
             raise ValueError(f"{where}.temperature={self.temperature}: must be 0 (greedy) or at least {MIN_TEMPERATURE}")
         if not 0.0 < self.top_p <= 1.0:
