@@ -41,7 +41,7 @@ REVERSED_DP = Protocol(
 class Toy(Worker):
     """Methods that return what they were given, so that a test sees who got what."""
 
-    @register(MICRO_DP, inputs=("prompt_ids",), outputs=("response_ids", "secret"), lengths_of="response_ids")
+    @register(MICRO_DP, inputs=("prompt_ids",), outputs=("response_ids", "secret"), kind="generate", lengths_of="response_ids")
     def generate(self, batch: Batch) -> Batch:
         """Response of row i: i % 5 + 1 tokens of value i."""
         if not len(batch):
@@ -57,11 +57,10 @@ class Toy(Worker):
             return batch
         return batch.with_fields(doubled=Ragged(batch["response_ids"].values * 2, batch["response_ids"].lengths))
 
-    @register(
-        THREE_D, inputs=("doubled", "response_ids", "prompt_ids", "tripled?"), split_groups=True, mini_batches=lambda self: 2
-    )
-    def update(self, batches: list[Batch]) -> list[Any]:
-        for batch in batches:
+    @register(THREE_D, inputs=("doubled", "response_ids", "prompt_ids", "tripled?"), kind="train")
+    def update(self, steps: list[list[Batch]], *, mini_batch_size: int | None = None, epochs: int = 1) -> list[Any]:
+        batches = [batch for (batch,) in steps]
+        for batch in filter(len, batches):
             assert torch.equal(batch["doubled"].values, batch["response_ids"].values * 2)
             assert "secret" not in batch
         return [batch.row_ids.tolist() for batch in batches]
@@ -82,19 +81,19 @@ class Toy(Worker):
     def backwards(self, batch: Batch) -> Any:
         return [self.controller.rank, batch.row_ids.tolist()]
 
-    @register(ONE_TO_ALL)
+    @register(ONE_TO_ALL, kind="control")
     def everyone(self, word: str) -> str:
         return f"{word}{self.controller.rank}"
 
-    @register(ALL_TO_ALL)
+    @register(ALL_TO_ALL, kind="control")
     def own(self, value: int) -> int:
         return value * 10
 
-    @register(RANK_ZERO)
+    @register(RANK_ZERO, kind="control")
     def first(self) -> int:
         return self.controller.rank
 
-    @register(PP_ONLY)
+    @register(PP_ONLY, kind="control")
     def stages(self) -> int:
         return self.controller.rank
 
@@ -132,12 +131,12 @@ def ppo_like(world: World, pools: dict[str, tuple[list[int], Layout]]) -> Any:
     def script(rows: Any) -> Any:
         batch = rows.union(toys["actor"].generate(rows))
         batch = batch.union(toys["critic"].double(batch))
-        return [toys["critic"].update(batch), toys["actor"].rows(batch), toys["actor"].update(batch)]
+        return [toys["critic"].update(batch, mini_batch_size=4), toys["actor"].rows(batch), toys["actor"].update(batch, mini_batch_size=4)]
 
     before = RECORDER.received["batch"]
-    calls = controller.run(script, controller.source(prompts(8, 2), "prompt_ids"))
+    calls = controller.run(script, controller.source(prompts(8, 2)))
     seen["received"] = RECORDER.received["batch"] - before
-    graph = controller.trace(script, controller.source(prompts(8, 2), "prompt_ids"))
+    graph = controller.trace(script, controller.source(prompts(8, 2)))
     return controller.get(*calls) if calls else None, seen, graph.to_json()
 
 
@@ -154,8 +153,10 @@ def test_every_row_reaches_every_consumer_once(placement: str) -> None:
     assert all(result[0] == results[0][0] for result in results), "get() must give every rank the same"
     critic_updates, actor_rows, actor_updates = results[0][0]
     for updates in (critic_updates, actor_updates):
-        for mini_batch, expected in ((0, range(8)), (1, range(8, 16))):
-            assert sorted(row for member in updates for row in member[mini_batch]) == list(expected)
+        first, second = (sorted(row for member in updates for row in member[mini_batch]) for mini_batch in (0, 1))
+        assert len(first) == len(second) == 8 and sorted(first + second) == list(range(16))
+        assert {row // 2 for row in first}.isdisjoint(row // 2 for row in second), "mini-batches are of whole groups"
+        assert first != list(range(8)), "groups are shuffled"
     assert sorted(row for member in actor_rows for row in member) == list(range(16))
     for member in actor_rows:  # groups of two rows stay together
         assert sorted(member) == sorted({2 * (row // 2) + j for row in member for j in range(2)})
@@ -186,7 +187,7 @@ def test_the_trace_is_the_dataflow_graph() -> None:
 def protocols(world: World) -> Any:
     controller, toys = build(world, a=([0, 1, 2, 3], Layout(2, 1, 2)), b=([1, 2], Layout(2, 1, 1)))
     a, b = toys["a"], toys["b"]
-    rows = controller.source(prompts(8, 1), "prompt_ids")
+    rows = controller.source(prompts(8, 1))
     echoed = a.dp(rows)
     calls = [
         a.everyone("r"),
@@ -226,7 +227,7 @@ def overlap(world: World) -> list[tuple[int, int]]:
         toys["a"].hold(rows, "overlap/consumed", "overlap/free")  # the producer is busy until the consumer has had what it made
         toys["b"].hold(rows.union(first), "overlap/made", "overlap/consumed")
 
-    controller.run(script, controller.source(prompts(4, 1), "prompt_ids"))
+    controller.run(script, controller.source(prompts(4, 1)))
     return [(e.start_ns, e.end_ns) for e in controller.timeline.events() if e.category == "compute" and e.end_ns]
 
 
@@ -242,7 +243,7 @@ def fewer_groups_than_replicas(world: World) -> Any:
         batch = rows.union(toys["a"].generate(rows))
         return toys["b"].rows(batch.union(toys["b"].double(batch)))
 
-    return controller.get(controller.run(script, controller.source(prompts(1, 2), "prompt_ids")))
+    return controller.get(controller.run(script, controller.source(prompts(1, 2))))
 
 
 def test_a_replica_without_rows_takes_part() -> None:
@@ -261,7 +262,7 @@ def branch_not_foreseen(world: World) -> Any:
         toy["traced"] = True
         return toys["b"].update(made) if take_it else toys["b"].rows(made)
 
-    call = controller.run(script, controller.source(prompts(4, 1), "prompt_ids"))
+    call = controller.run(script, controller.source(prompts(4, 1)))
     return controller.get(call)
 
 
@@ -276,4 +277,4 @@ def test_missing_field_is_named() -> None:
 
 def missing_field(world: World) -> None:
     controller, toys = build(world, a=([0, 1], Layout(1, 1, 2)))
-    toys["a"].rows(controller.source(prompts(2, 1), "prompt_ids"))
+    toys["a"].rows(controller.source(prompts(2, 1)))

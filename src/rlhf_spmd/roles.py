@@ -18,11 +18,14 @@ from rlhf_spmd.models.weights import check_pretrained
 from rlhf_spmd.parallel.layout import GenerationLayout, Layout, generation_layout, resolve_layout
 from rlhf_spmd.planner.placement import PlacementConfig, place_roles
 from rlhf_spmd.reshard import ENGINES
-from rlhf_spmd.rewards.config import RewardConfig
+from rlhf_spmd.rewards.config import RewardConfig, reward_key
 from rlhf_spmd.workers.actor import ActorWorker
 from rlhf_spmd.workers.arithmetic import ArithmeticWorker, RoleClass
 from rlhf_spmd.workers.config import RoleConfig
 from rlhf_spmd.workers.model_worker import Build, ModelWorker
+from rlhf_spmd.workers.reward import RewardWorker
+
+ARITHMETIC = "arithmetic"  # the role that every algorithm has
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,8 @@ class CallPlan:
 
 @dataclass(frozen=True)
 class RolePlan:
-    """A role, decided: ``spec`` is None for roles without a model. ``calls``: methods that run elsewhere than the role."""
+    """A role, decided: ``spec`` is None for roles without a model. ``calls``: methods that run elsewhere than the role. ``is_added``:
+    the configuration names it, not the algorithm."""
 
     worker: RoleClass
     config: RoleConfig
@@ -43,6 +47,7 @@ class RolePlan:
     shape: GroupShape
     spec: ModelSpec | None
     calls: Mapping[str, CallPlan] = field(default_factory=dict)
+    is_added: bool = False
 
     @property
     def generation(self) -> GenerationLayout | None:
@@ -54,55 +59,69 @@ class RolePlan:
 def plan_roles(
     models: Mapping[str, RoleConfig],
     roles: Mapping[str, RoleClass],
+    exported: str,
     placement: PlacementConfig,
-    reward: RewardConfig,
+    rewards: Mapping[str, RewardConfig],
     world_size: int,
     rewarded: bool = False,
 ) -> dict[str, RolePlan]:
-    """Every role with its pool, layout and model. ``roles``: name -> class, an actor among them. ``rewarded``: an environment
-    gives rewards too.
+    """Every role with its pool, layout and model. ``roles``: name -> class. ``exported``: the role whose model those take that name
+    none. ``rewards``: role -> settings; names that are no role of ``roles`` become rewards that add to the role "reward".
+    ``rewarded``: an environment gives rewards too, in the first reward role.
 
     Reads config.json files and the headers of weights. Raises ValueError that names the role, the value and what is allowed.
     """
+    declared = [role for role, worker in roles.items() if issubclass(worker, RewardWorker)]
+    for name in rewards:
+        hint = nearest(name, [role for role in declared if role != "reward"])
+        if name not in declared and ("reward" not in declared or name in roles or hint):
+            listed = ", ".join(declared) or "none"
+            raise ValueError(f"{reward_key(name)}: this algorithm has no such reward{hint or ';'} its rewards are {listed}")
     known = {role: worker for role, worker in roles.items() if issubclass(worker, ModelWorker)}
+    known |= {name: RewardWorker for name in rewards if name not in known}
     for role in models:
         if role not in known:
             hint = nearest(role, list(known)) or ";"
             raise ValueError(f"models.{role}: this algorithm has no such role{hint} its roles are {', '.join(known)}")
     configs = {role: models.get(role, RoleConfig()) for role in known}
-    if configs["actor"].path is None:
-        raise ValueError("models.actor.path must be given: a Hugging Face model directory")
+    own = configs[exported]
+    if own.path is None:
+        raise ValueError(f"models.{exported}.path must be given: a Hugging Face model directory")
     for role, worker in known.items():
-        if configs[role].path is None and worker.model_of is not None:
-            other = configs[worker.model_of]
-            configs[role] = replace(configs[role], path=other.path, random_init=configs[role].random_init or other.random_init)
-    if "reward" in configs:
-        configs["reward"] = _reward_model(configs["reward"], reward, rewarded)
+        if issubclass(worker, RewardWorker) and role != exported:
+            given = rewarded and role == next(iter(declared), role)
+            configs[role] = _reward_model(role, configs[role], rewards.get(role, RewardConfig()), given)
+        elif configs[role].path is None:
+            configs[role] = replace(configs[role], path=own.path, random_init=configs[role].random_init or own.random_init)
     named = {f"{role}.calls.{method}": call.pool for role, config in configs.items() for method, call in config.calls.items()}
     wanted = {role: config.pool for role, config in configs.items()} | {call: pool for call, pool in named.items() if pool}
     pools = place_roles(placement, wanted, world_size)
     plans = {role: _plan_role(role, known[role], config, pools[role]) for role, config in configs.items()}
     plans = {
-        role: replace(plan, calls={method: _plan_call(role, plan, method, pools) for method in plan.config.calls})
+        role: replace(
+            plan,
+            calls={method: _plan_call(role, plan, method, pools) for method in plan.config.calls},
+            is_added=role not in roles,
+        )
         for role, plan in plans.items()
     }
-    for role, role_class in roles.items():
+    last_trained = [role for role, plan in plans.items() if issubclass(plan.worker, ModelWorker) and plan.worker.trained][-1]
+    for role, role_class in {**roles, ARITHMETIC: ArithmeticWorker}.items():
         if issubclass(role_class, ArithmeticWorker):
-            pool = plans[next(home for home in (*role_class.home, "actor") if home in plans)].pool
+            pool = plans[next((home for home in role_class.home if home in plans), last_trained)].pool
             plans[role] = RolePlan(role_class, RoleConfig(), pool, GroupShape(Layout(dp=len(pool.ranks))), None)
-    _same_vocabulary(plans)
+    _same_vocabulary(plans, exported)
     return plans
 
 
-def _reward_model(config: RoleConfig, reward: RewardConfig, rewarded: bool) -> RoleConfig:
-    """The reward role with its model, which ``reward.model`` names as well as ``models.reward.path``."""
+def _reward_model(role: str, config: RoleConfig, reward: RewardConfig, rewarded: bool) -> RoleConfig:
+    """A reward role with its model, which ``rewards.<role>.model`` names as well as ``models.<role>.path``."""
+    key = reward_key(role)
     if reward.model is not None and config.path not in (None, reward.model):
-        raise ValueError(
-            f"reward.model={reward.model!r} and models.reward.path={config.path!r} name different models; give one"
-        )
+        raise ValueError(f"{key}.model={reward.model!r} and models.{role}.path={config.path!r} name different models; give one")
     path = reward.model or config.path
     if path is None and reward.function is None and not rewarded:
-        raise ValueError("there is no reward: give reward.function, a reward model as reward.model, or environment.cls")
+        raise ValueError(f"there is no {role}: give {key}.function, a reward model as {key}.model, or environment.cls")
     return replace(config, path=path)
 
 
@@ -147,7 +166,7 @@ def _plan_call(role: str, plan: RolePlan, method: str, pools: Mapping[str, Resou
     if plan.spec is None:
         raise ValueError(f"{where}: this role has no model whose weights could be reallocated; set models.{role}.pool")
     specs = {name: call.spec for name in dir(plan.worker) if hasattr(call := getattr(plan.worker, name), "spec")}
-    free = [name for name, spec in specs.items() if spec.outputs and not spec.mini_batches]
+    free = [name for name, spec in specs.items() if spec.kind in ("generate", "infer")]
     if method not in free:
         why = "stays on the role's own pool;" if method in specs else f"no such method{nearest(method, free) or ';'}"
         raise ValueError(f"{where}: {why} methods that may run elsewhere are {', '.join(free)}")
@@ -167,25 +186,25 @@ def _plan_call(role: str, plan: RolePlan, method: str, pools: Mapping[str, Resou
     return CallPlan(pool, GroupShape(layout, GenerationLayout(layout, layout.pp, layout.tp)))
 
 
-def _same_vocabulary(plans: Mapping[str, RolePlan]) -> None:
-    actor = plans["actor"].spec
-    assert actor is not None
+def _same_vocabulary(plans: Mapping[str, RolePlan], exported: str) -> None:
+    own = plans[exported].spec
+    assert own is not None
     for role, plan in plans.items():
-        if plan.spec is not None and plan.spec.vocab_size != actor.vocab_size:
+        if plan.spec is not None and plan.spec.vocab_size != own.vocab_size:
             raise ValueError(
-                f"models.{role}.path={plan.config.path!r} has a vocabulary of {plan.spec.vocab_size}, the actor's has "
-                f"{actor.vocab_size}; all roles read the same token ids"
+                f"models.{role}.path={plan.config.path!r} has a vocabulary of {plan.spec.vocab_size}, that of {exported} has "
+                f"{own.vocab_size}; all roles read the same token ids"
             )
 
 
-def check_vocabulary(data: TokenDataset, plans: Mapping[str, RolePlan]) -> None:
-    """Raises ValueError if the tokenizer gave ids that the actor's model has not."""
-    spec = plans["actor"].spec
+def check_vocabulary(data: TokenDataset, plan: RolePlan) -> None:
+    """Raises ValueError if the tokenizer gave ids that the model has not."""
+    spec = plan.spec
     assert spec is not None
     largest = max(int(ids.values.max()) for ids in data.columns.values())
     if largest >= spec.vocab_size:
         raise ValueError(
-            f"the data have token id {largest}, but the model in '{plans['actor'].config.path}' has a vocabulary of "
+            f"the data have token id {largest}, but the model in '{plan.config.path}' has a vocabulary of "
             f"{spec.vocab_size}: its tokenizer is larger than the model"
         )
 
@@ -198,13 +217,15 @@ def with_limit(sampling: SamplingConfig, data: PromptsConfig, seed: int) -> Samp
 def check_sampling(
     section: str, sampling: SamplingConfig, where: str, data: PromptsConfig, plans: Mapping[str, RolePlan]
 ) -> tuple[int, str]:
-    """What ``section`` says against the models' vocabulary and contexts; ``where``: the section of ``data``.
+    """What ``section`` says against the models' vocabulary and contexts, and the cache of those that generate; ``where``: the
+    section of ``data``.
 
     Returns the tokens of the longest row, and in words where they come from. Raises ValueError with both sides.
     """
-    actor = plans["actor"].spec
-    assert actor is not None, "an actor has a model"
-    sampling.check_ids(actor.vocab_size, () if sampling.ignore_eos else actor.eos_token_ids, section)
+    generating = {role: plan for role, plan in plans.items() if plan.generation is not None}
+    for plan in generating.values():
+        assert plan.spec is not None, "a role that generates has a model"
+        sampling.check_ids(plan.spec.vocab_size, () if sampling.ignore_eos else plan.spec.eos_token_ids, section)
     key = f"{section if sampling.max_response_length else where}.max_response_length"
     longest = data.max_prompt_length + (sampling.max_response_length or data.max_response_length)
     lengths = f"{where}.max_prompt_length + {key} = {longest} tokens"
@@ -215,12 +236,19 @@ def check_sampling(
     for role, plan in plans.items():
         if plan.spec is not None and longest > plan.spec.max_position_embeddings:
             raise ValueError(f"{lengths}, but models.{role} has a context of {plan.spec.max_position_embeddings}")
+    for role, plan in generating.items():
+        plan.config.generation.check_row(f"models.{role}.generation", longest, lengths)
     return longest, lengths
 
 
 def build_models(plans: Mapping[str, RolePlan], build: Build) -> SimpleNamespace:
-    """The role objects by name, the same on every rank. Collective over the world: every rank of it must call."""
-    return SimpleNamespace(**{role: _build_role(role, plan, build) for role, plan in plans.items()})
+    """The role objects by name, the same on every rank; ``rewards``, those whose scores add up; and the ``controller``.
+
+    Collective over the world: every rank of it must call.
+    """
+    roles = {role: _build_role(role, plan, build) for role, plan in plans.items()}
+    added = [role for role in build.rewards if role == "reward" or plans[role].is_added]
+    return SimpleNamespace(**roles, rewards=[roles[role] for role in added], controller=build.controller)
 
 
 def _build_role(role: str, plan: RolePlan, build: Build) -> ModelWorker | ArithmeticWorker:

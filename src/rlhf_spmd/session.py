@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import resource
@@ -20,16 +19,20 @@ import yaml
 
 from rlhf_spmd.checkpoint.directory import read_manifest
 from rlhf_spmd.checkpoint.export import export_hugging_face
-from rlhf_spmd.checkpoint.load import find_resumable, load_checkpoint
+from rlhf_spmd.checkpoint.load import find_resumable, load_checkpoint, read_pieces
+from rlhf_spmd.checkpoint.manifest import PARAM
 from rlhf_spmd.checkpoint.save import RoleState, save_checkpoint
 from rlhf_spmd.config.bounds import check_bounds
 from rlhf_spmd.config.load import to_dict, to_yaml
-from rlhf_spmd.controller import Controller
+from rlhf_spmd.controller import Controller, Reference, ordered_values
+from rlhf_spmd.data.batch import Batch, Ragged
+from rlhf_spmd.parallel.boxes import whole_shard
 from rlhf_spmd.parallel.collectives import RECORDER
 from rlhf_spmd.parallel.program import Preempted, ProgramContext, ProgramSettings, read_command_line, run_program
 from rlhf_spmd.parallel.world import read_launch
 from rlhf_spmd.reshard import LABELS
 from rlhf_spmd.roles import model_directory
+from rlhf_spmd.streams import merge_values
 from rlhf_spmd.telemetry.jsonl import JsonlLog
 from rlhf_spmd.telemetry.logger import MetricLogger
 from rlhf_spmd.telemetry.progress import ProgressBar
@@ -45,8 +48,11 @@ from rlhf_spmd.telemetry.run_dir import (
     create_run_dir,
 )
 from rlhf_spmd.telemetry.trace import Timeline, write_trace
+from rlhf_spmd.workers.actor import ActorWorker
 from rlhf_spmd.workers.flops import forward_flops, matmul_rate
 from rlhf_spmd.workers.model_worker import ModelWorker
+
+ROWS_IN_FLIGHT = "rows_in_flight"  # a checkpoint's name for the rows that generation goes on with
 
 
 @dataclass(frozen=True)
@@ -121,14 +127,14 @@ def run_session_program(
     )
 
 
-Step = Callable[[int], tuple[dict[str, float], list[dict[str, Any]]]]  # number -> metrics and samples
+Step = Callable[[int], tuple[list[Reference], list[Batch]]]  # number -> the calls whose values are its metrics, and its rows
 
 
 @dataclass
 class Session:
     """What a run carries besides its ``models``. ``state``/``restore``: what a checkpoint holds besides the trained roles.
 
-    ``context.prepared`` has ``config`` (with ``run`` and ``logger``) and ``plans``. The actor is exported.
+    ``context.prepared`` has ``config`` (with ``run`` and ``logger``), ``plans`` and the role that is ``exported``.
     """
 
     context: ProgramContext[Any]
@@ -141,16 +147,16 @@ class Session:
     def __post_init__(self) -> None:
         self.world, self.board, ready = self.context.world, self.context.board, self.context.prepared
         self.config: RunConfig = ready.config.run
-        self.controller: Controller = self.models.actor.controller
+        self.controller: Controller = self.models.controller
         self.run_dir = Path(self.config.dir)
         self.is_first = self.world.rank == 0
         workers = {role: worker for role, worker in vars(self.models).items() if isinstance(worker, ModelWorker)}
         self.trained = {role: worker for role, worker in workers.items() if worker.trained}
         # FLOP/s of one rank, by which utilisation (perf/mfu) is measured
-        self.peak_flops = matmul_rate(self.world.device, ready.plans["actor"].config.torch_dtype(self.world.device))
+        self.peak_flops = matmul_rate(self.world.device, ready.plans[ready.exported].config.torch_dtype(self.world.device))
 
     def run(self, one_step: Step, validate: Callable[[int], dict[str, float]], goal: float | None = None) -> None:
-        """All steps from where the run stands; what ``one_step`` and ``validate`` give is the same on every rank.
+        """All steps from where the run stands; what ``validate`` gives is the same on every rank.
 
         ``validate`` is called where ``run.test_freq`` says. The run ends when ``val/reward_mean`` has reached ``goal``.
         Collective over the world: every rank of it must call. Raises Preempted after saving if any rank was signalled.
@@ -176,14 +182,15 @@ class Session:
                 recorder.progress.note("validation before training: " + ", ".join(f"{k} {v:.4f}" for k, v in first.items()))
                 recorder.log(0, first, [])
         for number in range(self.started_at + 1, self.config.steps + 1):
-            metrics, samples = self._timed(one_step, number)
+            self._take(one_step, number)
+            preempted = self.controller.decide(self.board.preempted)
+            metrics, samples = self._collect(number) if self.is_first else ({}, [])
             if test_freq and (number % test_freq == 0 or number == self.config.steps):
                 metrics |= validate(number)
             stopped = goal is not None and metrics.get("val/reward_mean", -math.inf) >= goal
             ended = stopped or number == self.config.steps
             if recorder is not None:
                 recorder.log(number, metrics, samples)
-            preempted = self.controller.decide(self.board.preempted)
             if ended or preempted or (self.config.save_freq and number % self.config.save_freq == 0):
                 self.save(number, stopped)
             if preempted and not ended:
@@ -208,40 +215,54 @@ class Session:
                 print(f"other settings than in {before}: {told}", file=sys.stderr)
         atomic_write_text(self.run_dir / CONFIG_FILE, text)
 
-    def _timed(self, one_step: Step, number: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    def _take(self, one_step: Step, number: int) -> None:
+        """One step, and this rank's part of what is told of it, on its way to rank 0 while the rank goes on."""
         self.board.set_step(number)
         self.controller.timeline.begin_step(number)
         received = sum(RECORDER.received[label] for label in LABELS)
         start = time.perf_counter()
-        metrics, samples = one_step(number)
+        calls, rows = one_step(number)
         seconds = time.perf_counter() - start
         phases = self.controller.timeline.phase_totals(number)
-        own_phases = {key: value for key, value in phases.items() if ":" not in key}
+        own_phases: dict[str, float] = {}  # of a method the sum over roles
+        for name, value in phases.items():
+            if ":" not in name:
+                key = name.rsplit(".", 1)[-1]
+                own_phases[key] = own_phases.get(key, 0.0) + value
         received = sum(RECORDER.received[label] for label in LABELS) - received
-        mine = json.dumps([own_phases, peak_memory_gb(self.world.device), received]).encode()
-        parts = self.world.all.gather_bytes(mine, "control")
+        own = [seconds, own_phases, peak_memory_gb(self.world.device), received]
+        self.controller.send_report([self.controller.values(*calls), own])
+        self._step_size = sum(len(batch) for batch in rows), sum(token_count(batch) for batch in rows), len(calls)
+
+    def _collect(self, number: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """On rank 0: the step's metrics and samples, from all ranks' reports."""
+        num_rows, num_tokens, num_calls = self._step_size
+        values, parts = zip(*self.controller.receive_reports(), strict=True)
+        metrics, samples = merge_values(ordered_values(values, num_calls))
+        seconds = max(part[0] for part in parts)
         metrics = {"step": float(number), **metrics, "timing_s/step": seconds, "reshard/bytes": 0.0}
-        for phase_seconds, peak, num_bytes in map(json.loads, parts or []):
+        for _, phase_seconds, peak, num_bytes in parts:
             metrics["reshard/bytes"] = max(metrics["reshard/bytes"], float(num_bytes))
             for name, value in phase_seconds.items():
-                key = f"timing_s/{name.rsplit('.', 1)[-1]}"
-                metrics[key] = max(metrics.get(key, 0.0), value)
+                metrics[f"timing_s/{name}"] = max(metrics.get(f"timing_s/{name}", 0.0), value)
             metrics["memory/peak_gb"] = max(metrics.get("memory/peak_gb", 0.0), peak)
-        if "perf/total_tokens" in metrics:
-            metrics["perf/tokens_per_s"] = metrics.pop("perf/total_tokens") / seconds
-            metrics["perf/mfu"] = metrics.pop("perf/total_flops") / seconds / (self.peak_flops * self.world.size)
-        return metrics, samples
+        if metrics.get("generation/seconds_max"):
+            metrics["generation/idle_fraction"] = 1 - metrics["generation/seconds"] / metrics["generation/seconds_max"]
+        responses = metrics.get("response_length/mean", 0.0) + metrics.get("rollout/environment_tokens_mean", 0.0)
+        return metrics | self._work(num_rows, num_tokens + responses * num_rows, seconds), samples
 
-    def work(self, num_tokens: float, num_rows: int, epochs: int = 1) -> dict[str, float]:
-        """Metrics from which ``run`` makes tokens/s and utilisation: tokens, and FLOPs of the calls of the last script.
-
-        An update counts three forward passes in each of its ``epochs``: one, and backward twice that.
-        """
-        plans = self.context.prepared.plans
-        calls = [(plans[node.role].spec, node.method.startswith("update_")) for node in self.controller.graph.nodes]
-        passes = [(spec, 3.0 * epochs if is_update else 1.0) for spec, is_update in calls if spec is not None]
-        flops = sum(forward_flops(spec, num_tokens, num_tokens / num_rows) * count for spec, count in passes)
-        return {"perf/total_tokens": num_tokens, "perf/total_flops": flops}
+    def _work(self, num_rows: int, num_tokens: float, seconds: float) -> dict[str, float]:
+        """Tokens per second and utilisation, by the calls that the step made; an update counts three forward passes in each epoch:
+        one, and backward twice that."""
+        if not num_rows:
+            return {}
+        plans, mean = self.context.prepared.plans, num_tokens / num_rows
+        calls = [(plans[node.role].spec, node) for node in self.controller.taken if node.kind in ("generate", "infer", "train")]
+        passes = [
+            (spec, node.rows, 3.0 * node.epochs if node.kind == "train" else 1.0) for spec, node in calls if spec is not None
+        ]
+        flops = sum(forward_flops(spec, rows * mean, mean) * count for spec, rows, count in passes)
+        return {"perf/tokens_per_s": num_tokens / seconds, "perf/mfu": flops / seconds / (self.peak_flops * self.world.size)}
 
     # Checkpoints
 
@@ -252,8 +273,16 @@ class Session:
             steps = {role: values[0]["optimizer_steps"] for role, values in zip(self.trained, progress, strict=True)}
             state = {"step": number, "stopped": stopped, "optimizer_steps": steps, **self.state()}
             held = {role: role_state(worker) for role, worker in self.trained.items() if worker.member}
+            held |= self._rows_in_flight()
             path = save_checkpoint(self.run_dir, number, held, state, self.world.all, self.config.keep_checkpoints)
         self.board.last_checkpoint = str(path)
+
+    def _rows_in_flight(self) -> dict[str, RoleState]:
+        """Those that this rank answers for, saved by it: they go through no other rank."""
+        actors = [worker for worker in self.trained.values() if isinstance(worker, ActorWorker)]
+        tensors = {name: rows for worker in actors for name, rows in worker.rollout_state().items()}
+        shards = {name: whole_shard(name, tuple(x.shape)) for name, x in tensors.items()}
+        return {ROWS_IN_FLIGHT: RoleState(shards, tensors)} if tensors else {}
 
     def resume(self) -> int:
         """Load the checkpoint that ``run.resume`` asks for; returns its step, 0 for a new run.
@@ -279,6 +308,16 @@ class Session:
                 assert worker.engine.optimizer is not None
                 worker.engine.optimizer.step_count = int(state["optimizer_steps"][role])
         self.restore(dict(state))
+        manifest = read_manifest(path)
+        for worker in self.trained.values():
+            if isinstance(worker, ActorWorker) and ROWS_IN_FLIGHT in manifest.roles:
+                pieces = [
+                    p
+                    for name, its in manifest.pieces_of(ROWS_IN_FLIGHT, PARAM).items()
+                    for p in its
+                    if name.startswith(f"{worker.name}.")
+                ]
+                worker.restore_rollouts(rows for _, rows in read_pieces(path, pieces))
         self.finished_before = bool(state["stopped"])
         self.board.last_checkpoint = str(path)
         if self.is_first:
@@ -296,9 +335,10 @@ class Session:
         """Rank 0 writes for as long as it takes; nobody waits for it in one collective, whose time is limited."""
         if self.board.last_checkpoint is None:
             return
-        source = model_directory(self.context.prepared.plans, "actor")
+        role = self.context.prepared.exported
+        source = model_directory(self.context.prepared.plans, role)
         with ThreadPoolExecutor(1) as pool:
-            arguments = Path(self.board.last_checkpoint), "actor", source, self.run_dir / EXPORT_DIR
+            arguments = Path(self.board.last_checkpoint), role, source, self.run_dir / EXPORT_DIR
             written = pool.submit(export_hugging_face, *arguments) if self.is_first else None
             pause_s = 0.01
             while self.controller.decide(written is not None and not written.done()):
@@ -342,7 +382,14 @@ def start_controller(context: ProgramContext[Any]) -> Controller:
     pools = [pool for plan in plans for pool in (plan.pool, *(call.pool for call in plan.calls.values()))]
     names = sorted({pool.name for pool in pools if world.rank in pool.ranks})
     synchronize = (lambda: torch.cuda.current_stream().synchronize()) if world.device.type == "cuda" else None
-    return Controller(world.all, context.board, Timeline(world.rank, names, synchronize=synchronize))
+    timeline = Timeline(world.rank, names, synchronize=synchronize)
+    return Controller(world.all, context.board, timeline, context.prepared.config.run.seed)
+
+
+def token_count(batch: Batch) -> int:
+    """Of all token fields that the data gave."""
+    lengths = [x.lengths for name, x in batch.fields.items() if isinstance(x, Ragged) and name.endswith("_ids")]
+    return int(sum(int(x.sum()) for x in lengths))
 
 
 def role_state(worker: ModelWorker) -> RoleState:

@@ -1,10 +1,10 @@
-"""``torchrun ... -m rlhf_spmd.train --config configs/X.yaml key=value ...``: reinforcement learning, from configuration to export."""
+"""``torchrun ... -m rlhf_spmd.train --config configs/X.yaml key=value ...``: training, from configuration to export."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field, is_dataclass, replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -12,254 +12,233 @@ import torch
 
 from rlhf_spmd.algorithms.base import AlgorithmConfig
 from rlhf_spmd.checkpoint.manifest import CheckpointError
+from rlhf_spmd.checks import check_batches, check_lengths, check_rows, check_validation, exact_rollouts, in_flight
 from rlhf_spmd.config.load import check_tree, load
 from rlhf_spmd.config.registry import find
-from rlhf_spmd.controller import Controller
-from rlhf_spmd.data.loader import Loader, build_loader
-from rlhf_spmd.data.prompts import DataConfig, PromptDataset
+from rlhf_spmd.controller import Controller, Reference
+from rlhf_spmd.data.batch import Batch
+from rlhf_spmd.data.dataset import DatasetConfig, TokenDataset
+from rlhf_spmd.data.loader import build_loader
+from rlhf_spmd.data.prompts import DataConfig, PromptDataset, PromptsConfig
 from rlhf_spmd.data.tokenizer import load_tokenizer
 from rlhf_spmd.environments.config import EnvironmentConfig
 from rlhf_spmd.generation.backends import choose_backend
 from rlhf_spmd.generation.config import SamplingConfig
-from rlhf_spmd.models.attention import choose_attention, exact_in_threads
+from rlhf_spmd.models.attention import choose_attention
 from rlhf_spmd.parallel.program import ProgramContext
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.planner.placement import PlacementConfig
-from rlhf_spmd.reports import merge_values, validate_prompts
-from rlhf_spmd.rewards.config import RewardConfig
-from rlhf_spmd.roles import RolePlan, build_models, check_sampling, check_vocabulary, model_directory, plan_roles, with_limit
-from rlhf_spmd.rollouts import PromptQueue, build_queue
+from rlhf_spmd.rewards.config import RewardConfig, named_rewards, reward_key
+from rlhf_spmd.roles import RolePlan, build_models, check_vocabulary, model_directory, plan_roles
 from rlhf_spmd.session import RunConfig, Session, run_session_program, start_controller
+from rlhf_spmd.streams import Data, InFlightStream, RowStream
 from rlhf_spmd.telemetry.logger import LoggerConfig
-from rlhf_spmd.workers.arithmetic import ArithmeticWorker
+from rlhf_spmd.workers.arithmetic import ArithmeticWorker, RoleClass
 from rlhf_spmd.workers.config import RoleConfig
-from rlhf_spmd.workers.model_worker import Build, ModelWorker
+from rlhf_spmd.workers.model_worker import Build
+from rlhf_spmd.workers.reward import RewardWorker
 
 VALIDATION_SEED = 1_000_003  # validation draws other numbers than training
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """The whole configuration of ``train``. ``algorithm`` is the Config of the module that ``algorithm.name`` names."""
+    """The whole configuration of ``train``. ``algorithm`` is the Config of the module that ``algorithm.name`` names; ``data``, and
+    what other sections of data the algorithm has, are what its ``streams`` say. ``rewards``: by role; ``reward`` is the one of that
+    name."""
 
     run: RunConfig = field(default_factory=RunConfig)
-    algorithm: Any = None  # an AlgorithmConfig: the type of a field that is replaced must be Any
-    data: DataConfig = field(default_factory=DataConfig)
+    algorithm: Any = None  # the type of a field that is replaced must be Any
+    data: Any = None
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     val_sampling: SamplingConfig = field(default_factory=SamplingConfig)
     models: dict[str, RoleConfig] = field(default_factory=dict)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    rewards: dict[str, RewardConfig] = field(default_factory=dict)
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run that was checked: everything that is known before a process group exists."""
+    """A run that was checked: everything that is known before a process group exists. ``training`` and ``validation``: data sets
+    by stream."""
 
     config: TrainConfig
     algorithm: ModuleType
     plans: dict[str, RolePlan]
+    rewards: dict[str, RewardConfig]
     tokenizer: Any
-    prompts: PromptDataset
-    val_prompts: PromptDataset | None
+    training: dict[str, TokenDataset]
+    validation: dict[str, TokenDataset]
 
     @property
-    def sampling(self) -> SamplingConfig:
-        return with_limit(self.config.sampling, self.config.data, self.config.run.seed)
+    def exported(self) -> str:
+        name: str = self.config.algorithm.exported
+        return name
 
-    @property
-    def val_sampling(self) -> SamplingConfig:
-        return with_limit(self.config.val_sampling, self.config.data, self.config.run.seed + VALIDATION_SEED)
+    def sampling(self, validates: bool = False) -> SamplingConfig:
+        """As the run uses it: with the data's limit where it has none, and a seed of the run's."""
+        config = self.config
+        chosen, seed = (config.val_sampling, VALIDATION_SEED) if validates else (config.sampling, 0)
+        sections = [getattr(config, section.key) for section in config.algorithm.streams.values()]
+        limit = next((data.max_response_length for data in sections if isinstance(data, PromptsConfig)), None)
+        return replace(chosen, max_response_length=chosen.max_response_length or limit, seed=config.run.seed + seed)
 
 
-def read_config(path: str | None, overrides: Sequence[str]) -> tuple[TrainConfig, ModuleType]:
+def read_config(path: str | None, overrides: Sequence[str], default: str = "ppo") -> tuple[TrainConfig, ModuleType]:
     """The checked configuration and the algorithm's module. Raises ConfigError, one line."""
     chosen: list[ModuleType] = []
 
-    def sections(raw: Mapping[str, Any]) -> dict[str, type]:
+    def sections(raw: Mapping[str, Any]) -> dict[str, type | None]:
         algorithm = raw.get("algorithm") or {}
-        name = str(algorithm.get("name", "ppo")) if isinstance(algorithm, Mapping) else str(algorithm)
+        name = str(algorithm.get("name", default)) if isinstance(algorithm, Mapping) else str(algorithm)
         module = find("algorithm", "rlhf_spmd.algorithms", name, exports="step")
         chosen.append(module)
-        section = getattr(module, "Config", None)
-        if not (isinstance(section, type) and issubclass(section, AlgorithmConfig) and is_dataclass(section)):
+        config = getattr(module, "Config", None)
+        if not (isinstance(config, type) and issubclass(config, AlgorithmConfig) and is_dataclass(config)):
             raise ValueError(
                 f"algorithm '{module.__name__}': its Config must be a dataclass that derives from rlhf_spmd.algorithms.base."
-                f"AlgorithmConfig; it is {section!r}"
+                f"AlgorithmConfig; it is {config!r}"
             )
-        return {"algorithm": section}
+        streams = config.streams.values()
+        data = {s.key: None if s.optional and raw.get(s.key) is None else s.config for s in streams}
+        return {"algorithm": config, **data}
 
     config = load(TrainConfig, path, overrides, sections)
     check_tree(config)
     return config, chosen[0]
 
 
-def prepare(path: str | None, overrides: Sequence[str], world_size: int) -> Prepared:
+def prepare(path: str | None, overrides: Sequence[str], world_size: int, default: str = "ppo") -> Prepared:
     """Read and check configuration, models' configurations, tokenizer and data. Local: no communication.
 
     Raises ConfigError, ValueError or DataError, one line each.
     """
-    config, algorithm = read_config(path, overrides)
-    rewarded = config.environment.cls is not None
-    plans = plan_roles(config.models, config.algorithm.roles, config.placement, config.reward, world_size, rewarded)
-    config.environment.check_together(
-        "environment",
-        config.run.timeout_s,
-        plans["actor"].config.generation.rebalance_steps,
-        (config.data.gen_batch_size or 0) > config.data.train_batch_size,
-    )
+    config, module = read_config(path, overrides, default)
+    algorithm: AlgorithmConfig = config.algorithm
+    sections = {name: getattr(config, section.key) for name, section in algorithm.streams.items()}
+    sections = {name: data for name, data in sections.items() if data is not None}
+    rewards = named_rewards(config.reward, config.rewards)
+    roles = rewarded_roles(algorithm, sections, rewards)
+    has_environment = config.environment.cls is not None
+    plans = plan_roles(config.models, roles, algorithm.exported, config.placement, rewards, world_size, has_environment)
+    ahead = in_flight(config) is not None
+    for plan in plans.values():
+        if plan.generation is not None:
+            steps = plan.config.generation.rebalance_steps
+            config.environment.check_together("environment", config.run.timeout_s, steps, ahead)
     check_batches(config, plans)
-    check_lengths(config, plans)
+    check_lengths(config, algorithm, plans)
     exact_rollouts(config, plans)  # raises if it is demanded and cannot be
-    tokenizer = load_tokenizer(model_directory(plans, "actor"))
-    prompts = PromptDataset(config.data.read(), config.data, tokenizer)
-    validation = config.data.read(validation=True) if config.data.val_path else None
-    val_prompts = None if validation is None else PromptDataset(validation, config.data, tokenizer)
-    if config.run.test_freq and val_prompts is None:
-        raise ValueError(f"run.test_freq={config.run.test_freq} needs data.val_path")
-    build_loader(prompts, config.data, config.run.seed)  # raises if there are too few prompts
-    for dataset in (prompts, val_prompts):
-        if dataset is not None:
-            check_vocabulary(dataset, plans)
-    return Prepared(config, algorithm, plans, tokenizer, prompts, val_prompts)
+    tokenizer = load_tokenizer(model_directory(plans, algorithm.exported))
+    training, validation = read_data(config, sections, tokenizer, plans)
+    check_validation(config, algorithm, bool(validation), hasattr(module, "validate"))
+    scored = [
+        row for data in (*training.values(), *validation.values()) if isinstance(data, PromptDataset) for row in data.rows
+    ]
+    for name, reward in rewards.items():
+        reward.check_rows(reward_key(name), scored)
+    return Prepared(config, module, plans, rewards, tokenizer, training, validation)
 
 
-def check_batches(config: TrainConfig, plans: Mapping[str, RolePlan]) -> None:
-    """Batch sizes against each other and against the layouts. Raises ValueError with both sides and the remedy."""
-    prompts, mini = config.data.train_batch_size, config.algorithm.ppo_mini_batch_size
-    if prompts % min(mini, prompts):
-        raise ValueError(
-            f"algorithm.ppo_mini_batch_size={mini} must divide data.train_batch_size={prompts} (both count prompts)"
-        )
-    generation, kv_cache = plans["actor"].generation, plans["actor"].config.generation.kv_cache
-    if kv_cache != "free" and (config.data.gen_batch_size or 0) <= prompts:
-        raise ValueError(
-            f"models.actor.generation.kv_cache={kv_cache}: all responses end in their step and no pages are left to keep; set "
-            f"data.gen_batch_size above data.train_batch_size={prompts}, or leave it out"
-        )
-    if generation is not None and prompts % generation.dp:
-        raise ValueError(
-            f"rollout has {prompts} prompts in groups of sampling.n={config.sampling.n}; {generation.dp} generation replicas "
-            f"would split a group: use a data.train_batch_size divisible by {generation.dp}"
-        )
-    if generation is not None and (config.data.gen_batch_size or prompts) % generation.dp:
-        raise ValueError(
-            f"data.gen_batch_size={config.data.gen_batch_size} prompts in flight must be divisible by the {generation.dp} "
-            f"generation replicas"
-        )
-    rows = min(mini, prompts) * config.sampling.n
-    for role, plan in plans.items():
-        if issubclass(plan.worker, ModelWorker) and plan.worker.trained and rows < plan.shape.layout.dp:
-            raise ValueError(
-                f"a mini-batch has {min(mini, prompts)} prompts * sampling.n={config.sampling.n} = {rows} rows, fewer than "
-                f"models.{role}.layout.dp={plan.shape.layout.dp}; use a larger algorithm.ppo_mini_batch_size or a smaller dp"
-            )
-    if config.sampling.greedy:
-        raise ValueError("sampling.temperature=0: training needs samples; use a temperature above 0")
+def rewarded_roles(
+    algorithm: AlgorithmConfig, sections: Mapping[str, Any], rewards: Mapping[str, RewardConfig]
+) -> dict[str, RoleClass]:
+    """The algorithm's roles, without those that score responses where there are no prompts. Raises ValueError."""
+    if any(isinstance(data, PromptsConfig) for data in sections.values()):
+        return dict(algorithm.roles)
+    if rewards:
+        missing = next(iter(s.key for s in algorithm.streams.values() if issubclass(s.config, PromptsConfig)), None)
+        remedy = f"give {missing}.path, or leave the reward out" if missing else "leave it out"
+        raise ValueError(f"{reward_key(next(iter(rewards)))} scores responses to prompts, and there are none: {remedy}")
+    exported = algorithm.exported
+    return {role: kind for role, kind in algorithm.roles.items() if role == exported or not issubclass(kind, RewardWorker)}
 
 
-def check_lengths(config: TrainConfig, plans: Mapping[str, RolePlan]) -> None:
-    """What is sampled against the models and the token budget. Raises ValueError as :func:`check_batches`."""
-    budget = config.algorithm.limits
-    for section, sampling in {"sampling": config.sampling, "val_sampling": config.val_sampling}.items():
-        longest, lengths = check_sampling(section, sampling, "data", config.data, plans)
-        plans["actor"].config.generation.check_row("models.actor.generation", longest, lengths)
-        # validation's rows are cut into micro-batches by a reward model only
-        is_cut = section == "sampling" or (config.data.val_path is not None and "reward" in plans and plans["reward"].spec)
-        if is_cut and budget.rows is None and longest > budget.max_tokens:
-            raise ValueError(
-                f"{lengths}, more than algorithm.ppo_max_token_len_per_gpu={budget.max_tokens}: a micro-batch must hold a row; "
-                f"raise it, or lower the lengths"
-            )
-
-
-def exact_rollouts(config: TrainConfig, plans: Mapping[str, RolePlan]) -> bool:
-    """Whether the rollout's log-probs are a training forward's, bit for bit, so that no such forward is needed.
-
-    Raises ValueError where ``models.actor.generation.exact`` demands it and something stands against it.
-    """
-    actor, generation = plans["actor"], plans["actor"].generation
-    wanted = actor.config.generation.exact
-    if wanted is False or generation is None:
-        return False
-    against = None
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        against = "only the kernels for CPUs do not depend on the batch"
-    elif actor.config.dtype == "float64":
-        against = "in float64 generation's products are other ones than training's"
-    elif generation.tp != actor.shape.layout.tp:
-        against = f"generation has tp={generation.tp} and training tp={actor.shape.layout.tp}, and they add in another order"
-    elif actor.config.generation.attention not in ("auto", actor.config.attention):
-        against = f"models.actor.generation.attention={actor.config.generation.attention} is not models.actor.attention"
-    elif config.run.threads > 1 and not exact_in_threads(actor.config.attention, actor.config.torch_dtype(device), device):
-        against = f"with run.threads={config.run.threads} only the C++ kernels are exact, and torch computes some of it here"
-    elif (config.data.gen_batch_size or 0) > config.data.train_batch_size:
-        against = f"with data.gen_batch_size={config.data.gen_batch_size} tokens may come from weights of earlier steps"
-    if wanted and against:
-        raise ValueError(f"models.actor.generation.exact=true, but {against}; leave it out")
-    return against is None
+def read_data(
+    config: TrainConfig, sections: Mapping[str, Any], tokenizer: Any, plans: Mapping[str, RolePlan]
+) -> tuple[dict[str, TokenDataset], dict[str, TokenDataset]]:
+    """The training and the validation data of each stream, checked against models and token budget. Raises ValueError, DataError."""
+    algorithm: AlgorithmConfig = config.algorithm
+    training: dict[str, TokenDataset] = {}
+    validation: dict[str, TokenDataset] = {}
+    for name, data in sections.items():
+        if isinstance(data, DatasetConfig):
+            training[name] = data.tokenize(data.read(), tokenizer)
+            build_loader(training[name], data, config.run.seed)  # raises if there are too few rows
+            if data.val_path:
+                validation[name] = data.tokenize(data.read(validation=True), tokenizer)
+        else:
+            validation[name] = data.tokenize(data.read(), tokenizer)
+        for dataset in (found[name] for found in (training, validation) if name in found):
+            check_vocabulary(dataset, plans[algorithm.exported])
+            if not isinstance(data, PromptsConfig):
+                check_rows(algorithm.streams[name].key, data, dataset, algorithm, plans)
+    return training, validation
 
 
 def train(context: ProgramContext[Prepared]) -> None:
     """Build the models, run all steps, export. Collective over the world: every rank of it must call."""
     ready, world = context.prepared, context.world
-    config = ready.config
+    config, algorithm = ready.config, ready.config.algorithm
     controller = start_controller(context)
-    mini_batches = max(config.data.train_batch_size // config.algorithm.ppo_mini_batch_size, 1)
     build = Build(
         controller,
         world,
-        config.algorithm.limits,
+        algorithm.limits,
         config.run.seed,
-        num_mini_batches=mini_batches,
-        total_updates={
-            role: config.algorithm.training_steps(role, config.run.steps) * mini_batches * config.algorithm.ppo_epochs
-            for role in ready.plans
+        total_updates={role: algorithm.updates(role, config.run.steps, config.data.train_batch_size) for role in ready.plans},
+        temperature=ready.sampling().log_prob_temperature,
+        rewards={
+            role: ready.rewards.get(role, RewardConfig())
+            for role, plan in ready.plans.items()
+            if issubclass(plan.worker, RewardWorker)
         },
-        temperature=ready.sampling.log_prob_temperature,
-        kl_ctrl=config.algorithm.kl_ctrl,
-        reward=config.reward,
         environment=config.environment,
         tokenizer=ready.tokenizer,
         num_samples=config.run.log_samples,
         exact_rollouts=exact_rollouts(config, ready.plans),
-        partial_rollouts=(config.data.gen_batch_size or 0) > config.data.train_batch_size,
+        partial_rollouts=in_flight(config) is not None,
     )
     models = build_models(ready.plans, build)
-    loader = build_loader(ready.prompts, config.data, config.run.seed)
-    queue = build_queue(models.actor, loader, ready.sampling, config.data.gen_batch_size)
+    data = build_data(ready, controller)
     session = Session(
         context,
         models,
-        state=lambda: {"loader": loader.state_dict(), "roles": role_states(controller, models), "rollouts": queue.state_dict()},
-        restore=lambda state: restore(state, loader, models, queue),
+        state=lambda: {"data": data.state_dict(), "roles": role_states(controller, models)},
+        restore=lambda state: restore(state, data, models),
     )
     if session.is_first:
         print(describe(ready, world), file=sys.stderr)
 
-    def one_step(number: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        rows, prompts, generated = queue.next_batch(number)
-        calls = controller.run(ready.algorithm.step, models, prompts, config.algorithm, ready.sampling, number)
-        metrics, samples = merge_values(controller.get(*calls))
-        metrics |= generated
-        if metrics.get("generation/seconds_max"):
-            idle = metrics["generation/idle_fraction"] = 1 - metrics["generation/seconds"] / metrics["generation/seconds_max"]
-            controller.timeline.instant("generation", idle_fraction=round(idle, 4))
-        metrics["data/epoch"] = loader.epochs
-        if "response_length/mean" in metrics:  # what compute_reward reports; an algorithm need not return that call
-            responses = metrics["response_length/mean"] + metrics.get("rollout/environment_tokens_mean", 0.0)
-            num_tokens = int(rows["prompt_ids"].lengths.sum()) + responses * len(rows)
-            metrics |= session.work(num_tokens, len(rows), config.algorithm.ppo_epochs)
-        return metrics, samples
+    def one_step(number: int) -> tuple[list[Reference], list[Batch]]:
+        return data.run(lambda: ready.algorithm.step(models, data, algorithm, number))
 
     def validate(number: int) -> dict[str, float]:
-        assert ready.val_prompts is not None, "run.test_freq was given without data.val_path"
-        return validate_prompts(models, ready.val_prompts, config.data.val_batch_size, ready.val_sampling, number)
+        found: dict[str, float] = ready.algorithm.validate(models, data, algorithm, number)
+        return found
 
-    session.run(one_step, validate)
+    session.run(one_step, validate, goal=algorithm.goal)
+
+
+def build_data(ready: Prepared, controller: Controller) -> Data:
+    """What the algorithm's step finds in ``data``."""
+    config = ready.config
+    sections = {name: getattr(config, section.key) for name, section in config.algorithm.streams.items()}
+    replicas = [plan.generation.dp for plan in ready.plans.values() if plan.generation is not None]
+    streams: dict[str, RowStream] = {}
+    for name, dataset in ready.training.items():
+        section = sections[name]
+        loader = build_loader(dataset, section, config.run.seed)
+        ahead = in_flight(config) if section is config.data else None
+        if ahead is not None:
+            streams[name] = InFlightStream(loader, config.sampling.n, ahead, replicas[0])
+        else:
+            streams[name] = RowStream(loader, config.sampling.n if isinstance(section, DataConfig) else 1)
+    validation = {name: (dataset, sections[name].val_batch_size) for name, dataset in ready.validation.items()}
+    return Data(controller, streams, validation, ready.sampling(), ready.sampling(validates=True))
 
 
 def role_states(controller: Controller, models: SimpleNamespace) -> dict[str, Any]:
@@ -269,10 +248,9 @@ def role_states(controller: Controller, models: SimpleNamespace) -> dict[str, An
     return {role: values[0] for role, values in zip(workers, found, strict=True)}
 
 
-def restore(state: dict[str, Any], loader: Loader, models: SimpleNamespace, queue: PromptQueue) -> None:
+def restore(state: dict[str, Any], data: Data, models: SimpleNamespace) -> None:
     """What :class:`Session` saved as ``state``, back into place. Raises CheckpointError for a state that this run cannot take."""
-    loader.load_state_dict(state["loader"])
-    queue.load_state_dict(state.get("rollouts") or {})
+    data.load_state_dict(state["data"])
     for role, saved in state["roles"].items():
         if not hasattr(models, role):
             raise CheckpointError(f"the checkpoint has a state of role '{role}', which this algorithm has not")
@@ -281,15 +259,17 @@ def restore(state: dict[str, Any], loader: Loader, models: SimpleNamespace, queu
 
 def describe(ready: Prepared, world: World) -> str:
     """What is about to run, for people."""
+    rows = ", ".join(data.summary() for data in ready.training.values())
+    lines = [f"{ready.config.run.name}: {ready.config.algorithm.name} on {world.size} rank(s), {rows}"]
+    plan, device = ready.plans[ready.exported], world.device
+    dtype = plan.config.torch_dtype(device)
+    attention = choose_attention(plan.config.attention, dtype, device, f"models.{ready.exported}.attention")
+    line = f"  device {device.type}, attention {attention}"
+    if plan.generation is not None:
+        where = f"models.{ready.exported}.generation.attention"
+        line += f", of generation {choose_backend(plan.config.generation.attention, attention, dtype, device, where)}"
     on_cpu = f", float32 products '{torch.get_float32_matmul_precision()}', {torch.get_num_threads()} thread(s) per rank"
-    actor = ready.plans["actor"].config
-    dtype, device = actor.torch_dtype(world.device), world.device
-    attention = choose_attention(actor.attention, dtype, device, "models.actor.attention")
-    paged = choose_backend(actor.generation.attention, attention, dtype, device, "models.actor.generation.attention")
-    lines = [
-        f"{ready.config.run.name}: {ready.config.algorithm.name} on {world.size} rank(s), {ready.prompts.summary()}",
-        f"  device {world.device.type}, attention {attention}, of generation {paged}{on_cpu if device.type == 'cpu' else ''}",
-    ]
+    lines.append(line + (on_cpu if device.type == "cpu" else ""))
     for role, plan in ready.plans.items():
         where = f"  {role:<10} pool {plan.pool.name} {list(plan.pool.ranks)}, {plan.shape.layout}"
         if plan.shape.generation is not None:
@@ -301,9 +281,9 @@ def describe(ready: Prepared, world: World) -> str:
     return "\n".join(lines)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """The command line: ``--config FILE`` and overrides such as ``sampling.n=4``."""
-    run_session_program("train", __doc__, prepare, train, argv)
+def main(argv: Sequence[str] | None = None, name: str = "train", default: str = "ppo") -> None:
+    """The command line: ``--config FILE`` and overrides such as ``sampling.n=4``. ``default``: the algorithm where none is named."""
+    run_session_program(name, __doc__, lambda path, more, size: prepare(path, more, size, default), train, argv)
 
 
 if __name__ == "__main__":

@@ -1,24 +1,72 @@
-"""What every algorithm's configuration has: the roles it needs, and the knobs that roles and programs read."""
+"""What every algorithm's configuration says, the knobs of those that sample, and the parts that their steps share."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
 
 from rlhf_spmd.config.bounds import check_bounds
-from rlhf_spmd.objectives.kl import KLControlConfig
+from rlhf_spmd.controller import Reference
+from rlhf_spmd.data.batch import Field
+from rlhf_spmd.data.dataset import RowsConfig
+from rlhf_spmd.data.prompts import DataConfig
+from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.workers.actor import ActorWorker
-from rlhf_spmd.workers.arithmetic import RoleClass
+from rlhf_spmd.workers.arithmetic import RoleClass, Whole
 from rlhf_spmd.workers.config import BatchLimits
+from rlhf_spmd.workers.objective import Rows
 from rlhf_spmd.workers.reward import RewardWorker
 
 
 @dataclass(frozen=True)
+class Section:
+    """A stream of data: the top-level key of the configuration that describes it, and as what. ``optional``: null leaves it out."""
+
+    key: str
+    config: type[RowsConfig]
+    optional: bool = False
+
+
+@dataclass(frozen=True)
 class AlgorithmConfig:
-    """``algorithm``; the names are verl's. Batch sizes count prompts. An algorithm derives from it and adds its own knobs."""
+    """``algorithm``. An algorithm derives from it and adds its own knobs.
+
+    ``streams``: what the step finds in ``data``, by name. ``exported``: the role that the run is for; its directory has the tokenizer,
+    and roles that need a model and name none take its. ``min_samples``: the least ``sampling.n`` that makes sense.
+    """
 
     name: str = ""
-    kl_ctrl: KLControlConfig = field(default_factory=KLControlConfig)
+    streams: ClassVar[Mapping[str, Section]] = {"prompts": Section("data", DataConfig)}
+    exported: ClassVar[str] = "actor"
+    min_samples: ClassVar[int] = 1
+
+    @property
+    def roles(self) -> Mapping[str, RoleClass]:
+        """Role -> the class of its object in ``models``. Besides there is always ``models.arithmetic``."""
+        return {"actor": ActorWorker, "reward": RewardWorker}
+
+    @property
+    def limits(self) -> BatchLimits:
+        """How rows are cut into micro-batches."""
+        return BatchLimits()
+
+    def updates(self, role: str, steps: int, batch_size: int) -> int:
+        """Optimizer steps of a role in a run of ``steps`` steps with ``batch_size`` groups each: the length of its schedule."""
+        return steps
+
+    @property
+    def goal(self) -> float | None:
+        """The run ends when ``val/reward_mean`` has reached this."""
+        return None
+
+
+@dataclass(frozen=True)
+class RolloutConfig(AlgorithmConfig):
+    """Of algorithms that train on what the model samples; the names are verl's. Batch sizes count prompts."""
+
     ppo_mini_batch_size: int = 256
     ppo_epochs: int = 1
     use_dynamic_bsz: bool = True
@@ -31,14 +79,61 @@ class AlgorithmConfig:
             raise ValueError(f"{where}.use_dynamic_bsz=false needs {where}.ppo_micro_batch_size_per_gpu, at least 1")
 
     @property
-    def roles(self) -> Mapping[str, RoleClass]:
-        """Role -> the class of its object in ``models``. There is always an actor, the role that is exported."""
-        return {"actor": ActorWorker, "reward": RewardWorker}
-
-    def training_steps(self, role: str, steps: int) -> int:
-        """In how many of a run's ``steps`` a trained role is updated: the length of its learning-rate schedule."""
-        return steps
-
-    @property
     def limits(self) -> BatchLimits:
         return BatchLimits(self.ppo_max_token_len_per_gpu, None if self.use_dynamic_bsz else self.ppo_micro_batch_size_per_gpu)
+
+    def training_steps(self, role: str, steps: int) -> int:
+        """In how many of a run's ``steps`` a trained role is updated."""
+        return steps
+
+    def updates(self, role: str, steps: int, batch_size: int) -> int:
+        return self.training_steps(role, steps) * -(-batch_size // self.ppo_mini_batch_size) * self.ppo_epochs
+
+    @property
+    def schedule(self) -> dict[str, int]:
+        """What ``update`` is told of mini-batches and epochs."""
+        return {"mini_batch_size": self.ppo_mini_batch_size, "epochs": self.ppo_epochs}
+
+
+def sample(models: Any, data: Any, number: int) -> tuple[Reference, Reference]:
+    """The step's prompts with the actor's responses, and the call that made these.
+
+    With ``data.gen_batch_size`` more prompts are in flight than the step takes: those whose responses have ended first.
+    """
+    prompts = data.prompts.next()
+    rollout = models.actor.generate_sequences(prompts, data.sampling, number, data.prompts.num_groups)
+    if data.prompts.num_groups is not None:
+        reports = models.controller.get(rollout)[0]
+        ended = data.prompts.take_ended([group for report in reports for group in report["groups"]])
+        return prompts.union(rollout).take(ended), rollout
+    return prompts.union(rollout), rollout
+
+
+def score(models: Any, rows: Reference) -> tuple[Reference, list[Reference]]:
+    """``scores`` of responses, the sum of all rewards that add up (``models.rewards``), and the calls that made them."""
+    calls = [reward.compute_reward(rows) for reward in models.rewards]
+    if len(calls) == 1:
+        return calls[0].select("scores"), calls
+    names = tuple(f"{reward.name}_scores" for reward in models.rewards)
+    scored = [call.rename(scores=name).select(name) for call, name in zip(calls, names, strict=True)]
+    total = models.arithmetic.apply(rows.union(*scored), add_scores, reads=names, gives=("scores",))
+    return total, [*calls, total]
+
+
+def add_scores(fields: dict[str, Tensor], rows: Rows, whole: Whole) -> tuple[dict[str, Field], dict[str, float]]:
+    total = sum(field.double() for field in fields.values())
+    assert isinstance(total, Tensor)
+    sums = whole.sum(total.new_tensor([float(total.sum()), len(rows)]))
+    return {"scores": total}, {"reward/total_mean": float(sums[0] / sums[1])}
+
+
+def validate(models: Any, data: Any, config: Any, number: int, stream: str = "prompts") -> dict[str, float]:
+    """Mean score of the validation prompts' responses, and means of what else the reward functions returned.
+
+    Collective over the world: every rank of it must call, in program order.
+    """
+    return data.validate_rewards(stream, lambda rows, sampling: _answer_and_score(models, rows, sampling, number))
+
+
+def _answer_and_score(models: Any, rows: Reference, sampling: SamplingConfig, number: int) -> list[Reference]:
+    return score(models, rows.union(models.actor.generate_sequences(rows, sampling, number)))[1]

@@ -1,4 +1,4 @@
-"""The policy's side of algorithms that clip its ratio: their knobs, and the loss that ``update_actor`` takes."""
+"""The policy's side of algorithms that clip its ratio: their knobs, and the loss that the actor's update takes."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from rlhf_spmd.algorithms.base import AlgorithmConfig
+from rlhf_spmd.algorithms.base import RolloutConfig
 from rlhf_spmd.config.bounds import check_bounds
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.objectives.kl import check_kl_kind, kl_penalty
 from rlhf_spmd.objectives.losses import aggregate, check_clip_ratios, check_loss_agg_mode, policy_loss
-from rlhf_spmd.workers.model_worker import Objective, Totals
+from rlhf_spmd.workers.objective import Objective, Rows, Totals
 
 
 @dataclass(frozen=True)
-class PolicyConfig(AlgorithmConfig):
+class PolicyConfig(RolloutConfig):
     """``clip_ratio_low/high`` default to ``clip_ratio``."""
 
     use_kl_loss: bool = False
@@ -43,12 +43,14 @@ class PolicyConfig(AlgorithmConfig):
         return low, high
 
 
-def actor_objective(config: PolicyConfig, sampling: SamplingConfig) -> Objective:
+def clipped_policy(config: PolicyConfig, sampling: SamplingConfig) -> Objective:
     """Clipped policy loss, plus the KL loss and minus the entropy bonus if configured."""
 
-    def objective(fields: dict[str, Tensor], lengths: Tensor, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(fields: dict[str, Tensor], rows: Rows, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
         def total(per_token: Tensor) -> Tensor:
-            return aggregate(per_token, lengths, config.loss_agg_mode, totals.tokens, totals.rows, sampling.max_response_length)
+            return aggregate(
+                per_token, rows.lengths, config.loss_agg_mode, totals.tokens, totals.rows, sampling.max_response_length
+            )
 
         def mean(per_token: Tensor) -> Tensor:
             return per_token.detach().double().sum() / totals.tokens
@@ -57,16 +59,17 @@ def actor_objective(config: PolicyConfig, sampling: SamplingConfig) -> Objective
         per_token, stats = policy_loss(
             log_probs, fields["old_log_probs"], fields["advantages"], *config.clip_range, config.clip_ratio_c
         )
-        pg_loss = loss = total(per_token)
+        pg_loss = result = total(per_token)
         report = {"actor/pg_loss": pg_loss.detach().double()}
         report |= {"actor/clip_frac": mean(stats["clipped"]), "actor/clip_frac_dual": mean(stats["dual_clipped"])}
         report |= {"actor/ppo_kl": mean(stats["ppo_kl"]), "actor/entropy": mean(fields["entropy"])}
         if config.entropy_coeff:
-            loss = loss - config.entropy_coeff * total(fields["entropy"])
+            result = result - config.entropy_coeff * total(fields["entropy"])
         if config.use_kl_loss:
             kl_loss = total(kl_penalty(log_probs, fields["ref_log_prob"], config.kl_loss_type))
-            loss = loss + config.kl_loss_coef * kl_loss
+            result = result + config.kl_loss_coef * kl_loss
             report["actor/kl_loss"] = kl_loss.detach().double()
-        return loss, report
+        return result, report
 
-    return objective
+    reads = ("old_log_probs", "advantages", *(("ref_log_prob",) if config.use_kl_loss else ()))
+    return Objective(loss, reads, ("log_probs", "entropy"), sampling.log_prob_temperature)

@@ -25,12 +25,13 @@ def load(
     schema: type[T],
     path: str | Path | None = None,
     overrides: Sequence[str] = (),
-    sections: Callable[[Mapping[str, Any]], Mapping[str, type]] = lambda raw: {},
+    sections: Callable[[Mapping[str, Any]], Mapping[str, type | None]] = lambda raw: {},
 ) -> T:
     """A ``schema`` instance from a YAML file (or none) and overrides such as ``data.train_batch_size=64``.
 
-    ``sections`` takes what was read, before interpolation, and returns for top-level keys the dataclass that describes them;
-    it replaces the type of that field (usually ``Any``), so the result's ``.algorithm`` is an instance of that class.
+    ``sections`` takes what was read, before interpolation, and returns for top-level keys, which ``schema`` may have as ``Any``, the
+    dataclass that describes them, so that the result's ``.algorithm`` is an instance of it; None: there may be such a section, and
+    there is none.
     Raises ConfigError, one line, for a file that cannot be read, an unknown key, a wrong type or a missing required key.
     """
     raw = _merge_overrides(_read_file(path), overrides)
@@ -39,12 +40,15 @@ def load(
         replaced = sections(plain)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    allowed = {**fields_of(schema), **replaced}
+    more = [(key, Any, None) for key in replaced if key not in fields_of(schema)]
+    schema = dataclasses.make_dataclass(schema.__name__, more, bases=(schema,), frozen=True)
+    typed = {key: section for key, section in replaced.items() if section is not None}
+    allowed = {**fields_of(schema), **typed}
     check_keys(allowed, plain)
     for key, value in plain.items():
         if value is None and dataclasses.is_dataclass(allowed[key]):
             del raw[key]  # a section without content (``data:``) means the defaults, unless null is allowed there
-    return cast(T, _typed(schema, replaced, allowed, raw, plain))
+    return cast(T, _typed(schema, typed, allowed, raw, plain))
 
 
 def check_tree(config: Any, where: str = "") -> None:

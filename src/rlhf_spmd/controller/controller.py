@@ -1,50 +1,62 @@
-"""Single-controller semantics without a controller process: every rank derives who sends what to whom from the same script."""
+"""Single-controller semantics without a controller process: every rank derives who sends what to whom from the same script.
+
+What holds, and what the code below rests on:
+
+1. Every rank walks the same script and makes the same calls in the same order. A call has a number, ``seq``, for the whole run;
+   ranks that are in neither role only count it.
+2. A script is traced before it runs: the same function, whose calls only record nodes. ``node`` is a call's place in that graph.
+   Calls that the trace did not foresee (a loop's second round, calls outside :meth:`Controller.run`) have the node UNTRACED.
+3. Rows are found by id. No two references need the same rows in the same order; a row lies where the call that made a field put it.
+4. Data are pushed when they are made, to the consumers that the graph names, if the trace knew their rows. They are pulled, sent
+   when the consumer is called, if it did not: rows that a decision took, calls that were not foreseen, results of earlier scripts.
+   What was pushed and then not consumed as foreseen is received and dropped, on all ranks alike.
+5. Token counts that a call makes go in a small header to the ranks that need them to place rows: members of a consumer, and of
+   whoever sends to it. ``Production.told`` is the same on every rank.
+6. Data live as long as a reference to them. The end of a script only settles messages.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections import defaultdict, deque
-from collections.abc import Callable
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from rlhf_spmd.controller.delivery import Delivery, held_first, lengths_needed
 from rlhf_spmd.controller.graph import CallNode, Graph
-from rlhf_spmd.controller.reference import Part, Production, Reference, RowSet, Source, pick_rows, source
-from rlhf_spmd.controller.transport import LENGTHS, UNTRACED, Transport, pack, unpack
-from rlhf_spmd.controller.worker import MethodSpec, Worker
-from rlhf_spmd.data.batch import Batch, Field, concat
+from rlhf_spmd.controller.reference import Intake, Production, Reference, made_by, pick_rows, source
+from rlhf_spmd.controller.rows import Cut
+from rlhf_spmd.controller.transport import REPORTS, UNTRACED
+from rlhf_spmd.controller.worker import MethodSpec, Signature, Worker
+from rlhf_spmd.data.batch import Batch
 from rlhf_spmd.parallel.board import Board
 from rlhf_spmd.parallel.collectives import Group
 from rlhf_spmd.telemetry.trace import Argument, Timeline
 
 
 class Controller:
-    """Runs an algorithm's script on this rank.
+    """Runs an algorithm's script on this rank. ``seed`` shuffles mini-batches."""
 
-    Outside :meth:`run` calls may be made one by one (building, saving); inside it the script is traced first, so that results
-    are pushed to their consumers as soon as they exist.
-    """
-
-    def __init__(self, world: Group, board: Board | None = None, timeline: Timeline | None = None) -> None:
+    def __init__(self, world: Group, board: Board | None = None, timeline: Timeline | None = None, seed: int = 0) -> None:
         self.world = world
         self.rank = world.ranks[world.rank]
         self.board = board
         self.timeline = timeline or Timeline(self.rank)
+        self.seed = seed
         self.span: dict[str, Argument] = {}  # arguments of the last call's span: a worker may add to them
         self.graph = Graph()  # of the last script
-        self._transport = Transport(world)
+        self.taken: list[CallNode] = []  # the calls of the last script that it made
+        self._delivery = Delivery(world)
         self._seq = 1  # for the board 0 is before the first call
         self._tracing = False
-        self._nodes: dict[str, deque[int]] = defaultdict(deque)  # of the calls of each name that are still to come in this run
-        self._calls: dict[int, tuple[Worker, MethodSpec]] = {}  # node -> what it calls
-        self._consumers: dict[int, list[CallNode]] = {}  # node -> who reads what it makes
-        self._productions: list[Production] = []
-        self._sent: dict[tuple[int, int], tuple[Production, Production]] = {}  # pushed and not yet consumed
-        self._lengths: dict[int, np.ndarray] = {}  # token counts learnt from headers, by production
+        self._versions: Counter[str] = Counter()  # role -> calls so far that trained it
+        self._nodes: dict[str, deque[CallNode]] = defaultdict(deque)  # by name and site: the calls still to come in this script
 
     # The script's side
 
@@ -53,38 +65,31 @@ class Controller:
     def run(self, script: Callable[..., Any], *args: Any) -> Any:
         """Trace the script, run it, and settle every message. Collective over the world: every rank of it must call."""
         self.graph = self.trace(script, *args)
-        self._consumers = self.graph.consumers()
+        self.taken = []
+        self._delivery.begin(self.graph)
         for node in self.graph.nodes:
-            self._nodes[node.name].append(node.index)
+            self._nodes[f"{node.name} {node.site}"].append(node)
         result = script(*args)
         self.settle()
         return result
 
     def trace(self, script: Callable[..., Any], *args: Any) -> Graph:
         """The script's dataflow graph; nothing is computed and nothing moves."""
-        outer = self.graph
+        outer, versions = self.graph, self._versions.copy()
         self.graph, self._tracing = Graph(), True
         try:
             script(*args)
             return self.graph
         finally:
-            self.graph, self._tracing = outer, False
+            self.graph, self._versions, self._tracing = outer, versions, False
 
     def settle(self) -> None:
-        """End of a script: receive what was sent here and not used, wait for what was sent, forget all data.
+        """End of a script: receive what was sent here and not used, wait for what was sent.
 
         Every rank of the world must call, in program order; it waits only for the ranks it exchanged data with.
         """
-        for production in self._productions:
-            if production.spec.lengths_of is not None and self.rank in self._readers(production):
-                self._learn(production)
-        for producer, consumer in self._sent.values():
-            part = consumer.members.part_of.get(self.rank)
-            if part is not None:
-                self._receive(producer, consumer, producer.parts_with(consumer.part(part)))
-        self._transport.finish()
-        for kept in (self._productions, self._sent, self._lengths, self._nodes, self._consumers):
-            kept.clear()
+        self._delivery.settle()
+        self._nodes.clear()
 
     def get(self, *references: Reference) -> list[Any]:
         """For each call the list of its collected values, the same on every rank (empty while tracing).
@@ -93,20 +98,26 @@ class Controller:
         """
         if self._tracing:
             return [[] for _ in references]
-        self._enter("controller.get", sys._getframe(1))
-        mine = []  # (which reference, position in its list, value)
-        for i, reference in enumerate(references):
-            call = reference.call
-            assert call is not None, "get() takes what a call returned"
-            for position, index in enumerate(call.spec.protocol.collect(call.role.shape)):
-                if call.role.pool.ranks[index] == self.rank:
-                    mine.append((i, position, call.values))
-        parts = self.world.gather_bytes(json.dumps(mine).encode(), "control")
-        found = sorted((entry for part in parts or [] for entry in json.loads(part)), key=lambda entry: entry[:2])
-        ordered = [[value for which, _, value in found if which == i] for i in range(len(references))]
-        result: list[Any] = json.loads(self.world.broadcast_bytes(json.dumps(ordered).encode() if parts else None, "control"))
-        self._leave()
-        return result
+        return ordered_values(self._from_all("controller.get", self.values(*references)), len(references))
+
+    def get_field(self, reference: Reference, name: str) -> Tensor:
+        """A field with one number per row, float64 [rows], the same on every rank: what a script decides by. Ones while tracing.
+
+        Collective over the world: every rank of it must call, in program order.
+        """
+        found = torch.ones(len(reference), dtype=torch.float64)
+        if self._tracing:
+            return found
+        mine = []
+        for piece in reference.select(name).fields[name]:
+            data, at = held_first(piece, self.rank)
+            values = (
+                pick_rows(data, torch.from_numpy(piece.ids[at]))[piece.name] if len(at) and data is not None else torch.empty(0)
+            )
+            mine.append([piece.at[at].tolist(), values.double().tolist()])
+        for at, values in (entry for part in self._from_all("controller.get_field", mine) for entry in part):
+            found[at] = torch.tensor(values, dtype=torch.float64)
+        return found
 
     def decide(self, wish: bool) -> bool:
         """True on every rank if any rank wishes it: the only way to branch on what one rank knows.
@@ -117,6 +128,41 @@ class Controller:
             return False
         self._enter("controller.decide", sys._getframe(1))
         result = bool(self.world.all_reduce(torch.tensor([int(wish)]), "control", "max"))
+        self._leave()
+        return result
+
+    def send_report(self, report: Any) -> None:
+        """JSON for the first rank of the world, on its way while this rank goes on."""
+        self._delivery.send_report(json.dumps(report).encode())
+
+    def receive_reports(self) -> list[Any]:
+        """On the first rank: what each rank has sent, in rank order; waits for those that have yet to send."""
+        return [json.loads(report) for report in self._delivery.receive_reports()]
+
+    def learn(self, maker: Production) -> np.ndarray:
+        """Token counts int64 [rows] that a call made; waits for those made elsewhere. Only for ranks that are told."""
+        return self._delivery.learn(maker)
+
+    def version(self, role: str) -> int:
+        """Of a role's weights: the calls so far that trained it."""
+        return self._versions[role]
+
+    def values(self, *references: Reference) -> list[list[Any]]:
+        """This rank's share of what :meth:`get` collects: [which reference, position in its list, value] each, as JSON."""
+        mine = []
+        for i, call in enumerate(reference.call for reference in references):
+            assert call is not None, "get() takes what a call returned"
+            for position, index in enumerate(call.spec.protocol.collect(call.role.shape)):
+                if call.role.pool.ranks[index] == self.rank:
+                    mine.append([i, position, call.values])
+        return mine
+
+    def _from_all(self, name: str, mine: Any) -> list[Any]:
+        """Every rank's JSON, on every rank."""
+        self._enter(name, sys._getframe(2))
+        parts = self.world.gather_bytes(json.dumps(mine).encode(), "control")
+        whole = json.dumps([json.loads(part) for part in parts]).encode() if parts else None
+        result: list[Any] = json.loads(self.world.broadcast_bytes(whole, "control"))
         self._leave()
         return result
 
@@ -142,188 +188,130 @@ class Controller:
         self, role: Worker, spec: MethodSpec, batch: Any, args: tuple[Any, ...], kwargs: dict[str, Any], caller: FrameType
     ) -> Reference:
         """One call of a registered method; see :func:`rlhf_spmd.controller.worker.register`."""
-        name = f"{role.name}.{spec.name}"
-        reference = batch if isinstance(batch, Reference) else Reference(None)
-        wanted = spec.wanted(batch, name, role) if reference is batch else []
+        signature = spec.describe(role, *args, **kwargs)
+        production = self._plan(role, spec, signature, batch, (*args, *kwargs.values()))
+        if spec.kind == "train":
+            self._versions[role.name] += 1
         if self._tracing:
-            return self._record(role, spec, reference, wanted, _site(caller))
-        seq = self._enter(name, caller)
-        node = self._nodes[name].popleft() if self._nodes[name] else UNTRACED
-        production = Production(seq, node, reference.rows, role, spec)
-        self._productions.append(production)
-        self._send_inputs(production, reference, wanted)
-        role.enter(spec, [*args, *kwargs.values()])
+            self._record(production, signature, _site(caller))
+            return self._reference(production)
+        production.seq = self._enter(production.name, caller)
+        coming = self._nodes[f"{production.name} {_site(caller)}"]
+        if coming:
+            self.taken.append(coming[0])
+            production.node = coming.popleft().index
+        self._delivery.send_inputs(production)
+        role.enter(production)
         index = production.members.part_of.get(self.rank)
         if index is not None:
-            inputs = self._inputs(production, batch, wanted, index)
-            with self.timeline.span(name, category="compute", call=seq) as self.span:
+            inputs = self._inputs(production, batch, index)
+            with self.timeline.span(production.name, category="compute", call=production.seq) as self.span:
                 result = spec.body(role, *inputs, *args, **kwargs)
             self._keep(production, result, index)
-        role.leave()
-        made = self._reference(production)
-        self._push(production, made)
+        role.leave(production)
+        self._delivery.push(production)
+        for intake in production.intakes:
+            intake.fields = {}  # what came in is free to go when no reference needs it
         self._leave()
-        return made
+        return self._reference(production)
+
+    def _plan(self, role: Worker, spec: MethodSpec, signature: Signature, batch: Any, args: tuple[Any, ...]) -> Production:
+        name = f"{role.name}.{signature.name}"
+        batches = _references(batch)
+        assert len(batches) in (0, len(signature.streams)), (
+            f"{name}: {len(batches)} references for {len(signature.streams)} streams"
+        )
+        production = Production(-1, UNTRACED, role, spec, name, signature.outputs, [], args, self._versions[role.name])
+        num_chunks = 0
+        for reference, stream in zip(batches, signature.streams, strict=False):
+            rows = reference.rows
+            assert rows is not None, f"{name}: a reference without rows"
+            wanted = stream.wanted(reference, name, role.unused)
+            tokens = tuple(piece for token in spec.tokens if token in reference for piece in reference.fields[token])
+            num_chunks = num_chunks or max(1, -(-rows.num_groups // (signature.mini_batch_size or max(rows.num_groups, 1))))
+            if num_chunks > max(rows.num_groups, 1):
+                raise ValueError(f"{name}: {rows.num_groups} groups of rows cannot be cut into {num_chunks} mini-batches")
+            trains = (num_chunks, signature.epochs, self.seed) if spec.kind == "train" else ()
+            cut = Cut(production.members.num_parts, stream.keep_groups, *trains)
+            fields = {field: reference.fields[field] for field in wanted}
+            production.intakes.append(Intake(rows, fields, tokens, cut))
+        return production
 
     def _reference(self, production: Production) -> Reference:
-        rows, spec = production.rows, production.spec
-        if rows is None:
+        if production.rows is None:
             return Reference(None, call=production)
-        if spec.lengths_of is not None:
-            rows = RowSet(rows.row_ids, rows.group_ids, lambda: self._learn(production), production.node)
-        return Reference(rows, {name: (production, name) for name in spec.given(production.role)}, production)
+        return made_by(production, production.rows, production.outputs, production)
 
-    def _inputs(self, production: Production, batch: Any, wanted: list[str], index: int) -> list[Any]:
+    def _inputs(self, production: Production, batch: Any, index: int) -> list[Any]:
         """The body's first argument: this member's rows, in row order. ``index``: the part that it works on."""
         if batch is None:
             return []
-        if not isinstance(batch, Reference):
+        if not production.intakes:
             per_member = production.spec.protocol.per_member
             return [batch[production.role.pool.ranks.index(self.rank)] if per_member else batch]
         with self.timeline.span(f"{production.name}: inputs", category="wait", call=production.seq):
-            part = production.part(index)
-            local = self._assemble(production, batch, wanted, part)
-        if production.spec.mini_batches is None:
-            return [local]
-        num_chunks = production.cut.num_chunks
-        bounds = np.searchsorted(part.positions, np.arange(1, num_chunks) * (len(part.rows) // num_chunks))
-        return [local.split(np.diff([0, *bounds, len(part.positions)]).tolist())]
-
-    def _assemble(self, consumer: Production, batch: Reference, wanted: list[str], part: Part) -> Batch:
-        fields: dict[str, Field] = {}
-        if len(part.positions):  # a member without rows gets a batch without fields
-            for producer, names in _by_producer(batch, wanted):
-                data = self._fetch(producer, consumer, part, list(names.values()))
-                fields |= {new: data[old] for new, old in names.items()}
-        return Batch(part.row_ids, part.group_ids, fields)
-
-    def _fetch(self, producer: Source | Production, consumer: Production, part: Part, names: list[str]) -> Batch:
-        """These rows of a production: out of this rank's own memory, the rest from their holders."""
-        if isinstance(producer, Source):
-            return pick_rows(producer.data.select(names), part.row_ids)
-        parts = producer.parts_with(part)
-        pieces = self._receive(producer, consumer, parts)
-        if any(self.rank in producer.members.holders(index) for index in parts):
-            assert producer.data is not None, f"{consumer.name}: the data of call {producer.seq} are gone"
-            pieces.append(producer.data.select(names))
-        return pick_rows(pieces[0] if len(pieces) == 1 else concat(pieces), part.row_ids)
-
-    def _receive(self, producer: Production, consumer: Production, parts: list[int]) -> list[Batch]:
-        """Rows of these parts of a production, one batch from the first holder of each part that does not lie here."""
-        holders = [producer.members.holders(index) for index in parts]
-        sources = [ranks[0] for ranks in holders if self.rank not in ranks]
-        return [unpack(self._transport.receive(rank, producer.seq, consumer.node, consumer.name)) for rank in sources]
+            batches = [self._delivery.assemble(production, intake, index) for intake in production.intakes]
+        if production.spec.kind != "train":
+            return batches
+        updates = [intake.part(index).updates for intake in production.intakes]
+        steps = zip(*([part.take(at) for at in its] for part, its in zip(batches, updates, strict=True)), strict=True)
+        return [[list(step) for step in steps]]
 
     def _keep(self, production: Production, result: Any, index: int) -> None:
         data, production.values = result if isinstance(result, tuple) else (result, None)
         if isinstance(data, Batch):
-            part, name = production.part(index), production.name
-            missing = set(production.spec.given(production.role)) - set(data.fields)
+            part, name = production.intakes[0].part(index), production.name
+            missing = set(production.outputs) - set(data.fields)
             is_holder = bool(missing) and self.rank in production.members.holders(index)
             assert not (is_holder and len(data)), f"{name} declares {sorted(missing)}, but did not return it"
             same = data.row_ids is part.row_ids or torch.equal(data.row_ids, part.row_ids)
-            assert same, f"{name} returned other rows than it got"
+            some = production.spec.kind == "generate" and bool(torch.isin(data.row_ids, part.row_ids).all())
+            assert same or some, f"{name} returned other rows than it got"
             production.data = data
         elif data is not None:
             production.values = data
 
-    # Moving data
-
-    def _send_inputs(self, consumer: Production, batch: Reference, wanted: list[str]) -> None:
-        """Send what was not pushed: calls outside run(), or a branch that the trace did not foresee."""
-        for producer, fields in _by_producer(batch, wanted):
-            pushed = self._sent.pop((producer.seq, consumer.node), None)
-            if isinstance(producer, Production) and pushed is None:
-                self._send(producer, consumer, list(fields.values()))
-
-    def _push(self, producer: Production, reference: Reference) -> None:
-        """Send the results of a call to the consumers that the graph names."""
-        if producer.rows is None:
-            return
-        if producer.spec.lengths_of is not None:
-            self._send_lengths(producer)
-        for node in self._consumers.get(producer.node, ()):
-            rows = next((r for r in (reference.rows, producer.rows) if r and r.lengths_from == node.lengths_from), None)
-            if rows is None:
-                continue  # placed by lengths that a later call sets: sent when that call's results are consumed
-            consumer = Production(-1, node.index, rows, *self._calls[node.index])
-            fields = [name for made_by, name in node.inputs.values() if made_by == producer.node]
-            self._send(producer, consumer, fields)
-            self._sent[producer.seq, node.index] = (producer, consumer)
-
-    def _send(self, producer: Production, consumer: Production, names: list[str]) -> None:
-        """This rank's part of moving a production to a consumer: rows it is the first holder of, to members that lack them."""
-        index = producer.members.part_of.get(self.rank)
-        if producer.data is None or index is None:
-            return
-        holders = producer.members.holders(index)
-        if holders[0] != self.rank or all(rank in holders for rank in consumer.members.part_of):
-            return
-        mine = producer.part(index)
-        for wanted in consumer.parts_with(mine):
-            ranks = [rank for rank in consumer.members.workers(wanted) if rank not in holders]
-            if ranks:
-                row_ids = mine.row_ids[torch.from_numpy(consumer.placement()[mine.positions] == wanted)]
-                payload = pack(pick_rows(producer.data.select(names), row_ids))
-                for rank in ranks:
-                    self._transport.send(payload, rank, producer.seq, consumer.node, consumer.name)
-
-    # Row lengths
-
-    def _send_lengths(self, producer: Production) -> None:
-        """Tell the token counts of the rows that this rank made to every rank that will work on them."""
-        index = producer.members.part_of.get(self.rank)
-        if index is None or producer.members.holders(index)[0] != self.rank or not len(producer.part(index).positions):
-            return
-        counts = torch.from_numpy(self._own_lengths(producer, index))
-        for rank in self._readers(producer):
-            if rank != self.rank:
-                self._transport.send(counts.view(torch.uint8), rank, producer.seq, LENGTHS, "lengths")
-
-    def _own_lengths(self, producer: Production, index: int) -> np.ndarray:
-        assert producer.rows is not None and producer.data is not None
-        before: np.ndarray = producer.rows.tokens()[producer.part(index).positions]
-        return before + producer.data[producer.spec.lengths_of or ""].lengths.numpy()
-
-    def _readers(self, producer: Production) -> list[int]:
-        if producer.node < UNTRACED:
-            return self.graph.readers_of_lengths(producer.node)
-        return list(self.world.ranks)
-
-    def _learn(self, producer: Production) -> np.ndarray:
-        """Token counts int64 [rows] that ``producer`` set; waits for those made elsewhere."""
-        if producer.seq not in self._lengths:
-            assert producer.rows is not None
-            counts = np.zeros(len(producer.rows), dtype=np.int64)
-            for index in np.unique(producer.placement()).tolist():
-                first, positions = producer.members.holders(index)[0], producer.part(index).positions
-                if first == self.rank:
-                    counts[positions] = self._own_lengths(producer, index)
-                else:
-                    payload = self._transport.receive(first, producer.seq, LENGTHS, "lengths")
-                    counts[positions] = payload.view(torch.int64).numpy()
-            self._lengths[producer.seq] = counts
-        return self._lengths[producer.seq]
-
-    def _record(self, role: Worker, spec: MethodSpec, batch: Reference, wanted: list[str], site: str) -> Reference:
-        index = len(self.graph.nodes)
-        assert index < UNTRACED, "more than a thousand calls in one step"
-        inputs = {name: (producer.node, original) for name in wanted for producer, original in [batch.fields[name]]}
-        lengths_from = batch.rows.lengths_from if batch.rows else -1
-        node = CallNode(index, role.name, spec.name, site, inputs, spec.given(role), role.pool.ranks, lengths_from)
+    def _record(self, call: Production, signature: Signature, site: str) -> None:
+        call.node = len(self.graph.nodes)
+        assert call.node < REPORTS, "more than a thousand calls in one step"
+        inputs = tuple(
+            (name, piece.producer.node if piece.producer.seq < 0 else -1, piece.name)
+            for intake in call.intakes
+            for name, pieces in intake.fields.items()
+            for piece in pieces
+        )
+        num_rows = sum(len(intake.rows) for intake in call.intakes)
+        chunks = call.intakes[0].cut.num_chunks if call.intakes else 1
+        node = CallNode(
+            index=call.node,
+            role=call.role.name,
+            method=signature.name,
+            kind=call.spec.kind,
+            site=site,
+            inputs=inputs,
+            outputs=call.outputs,
+            ranks=call.role.pool.ranks,
+            rows=num_rows,
+            mini_batches=chunks,
+            epochs=signature.epochs,
+            call=call,
+            needs=lengths_needed(call),
+        )
         self.graph.nodes.append(node)
-        self._calls[index] = (role, spec)
-        return self._reference(Production(-1, index, batch.rows, role, spec))
+
+
+def ordered_values(parts: Sequence[Any], num_references: int) -> list[list[Any]]:
+    """All ranks' shares of values (:meth:`Controller.values`): for each reference the list in the order of its protocol."""
+    found = sorted((entry for part in parts for entry in part), key=lambda entry: entry[:2])
+    return [[value for which, _, value in found if which == i] for i in range(num_references)]
+
+
+def _references(batch: Any) -> list[Reference]:
+    if isinstance(batch, Reference):
+        return [batch]
+    several = isinstance(batch, (list, tuple)) and bool(batch) and all(isinstance(entry, Reference) for entry in batch)
+    return list(batch) if several else []
 
 
 def _site(caller: FrameType) -> str:
     return f"{caller.f_code.co_filename.rsplit('/', 1)[-1]}:{caller.f_lineno}"
-
-
-def _by_producer(batch: Reference, wanted: list[str]) -> list[tuple[Source | Production, dict[str, str]]]:
-    """The wanted fields by the call that made them, in program order: name here -> name there."""
-    found: dict[int, tuple[Source | Production, dict[str, str]]] = {}
-    for name in wanted:
-        producer, original = batch.fields[name]
-        found.setdefault(id(producer), (producer, {}))[1][name] = original
-    return sorted(found.values(), key=lambda item: item[0].seq)

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from rlhf_spmd.controller.reference import Production
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class CallNode:
-    """One model function call. ``inputs`` maps each input field to the node that makes it (-1: a source such as the loader)
-    and its name there (another after ``rename``). ``lengths_from`` is the node whose output set the rows' token counts (-1: the
-    loader)."""
+    """One model function call. ``kind``: what :func:`register` was told. ``inputs``: each field with the nodes that make it (-1: a
+    source such as the loader, or a call of an earlier script) and its name there (another after ``rename``). ``rows``,
+    ``mini_batches`` (optimizer steps per epoch) and ``epochs`` are those of the trace. ``call``: as it was traced; ``needs``:
+    the calls whose token counts it needs, and the ranks that must know them."""
 
     index: int
     role: str
     method: str
+    kind: str
     site: str
-    inputs: dict[str, tuple[int, str]]
+    inputs: tuple[tuple[str, int, str], ...]
     outputs: tuple[str, ...]
     ranks: tuple[int, ...]
-    lengths_from: int
+    rows: int
+    mini_batches: int
+    epochs: int
+    call: Production
+    needs: Mapping[Production, frozenset[int]]
 
     @property
     def name(self) -> str:
@@ -31,11 +40,11 @@ class Graph:
 
     def edges(self) -> list[tuple[int, int, tuple[str, ...]]]:
         """(producer node, consumer node, fields), in program order."""
-        found: dict[tuple[int, int], list[str]] = {}
+        found: dict[tuple[int, int], dict[str, None]] = {}
         for node in self.nodes:
-            for name, (producer, _) in node.inputs.items():
+            for name, producer, _ in node.inputs:
                 if producer >= 0:
-                    found.setdefault((producer, node.index), []).append(name)
+                    found.setdefault((producer, node.index), {})[name] = None
         return [(a, b, tuple(sorted(fields))) for (a, b), fields in sorted(found.items())]
 
     def consumers(self) -> dict[int, list[CallNode]]:
@@ -45,16 +54,16 @@ class Graph:
             found.setdefault(producer, []).append(self.nodes[consumer])
         return found
 
-    def readers_of_lengths(self, producer: int) -> list[int]:
-        """Global ranks that must know the lengths which ``producer`` made: members of every call on such rows."""
-        ranks = set(self.nodes[producer].ranks)
+    def readers_of_lengths(self) -> dict[int, frozenset[int]]:
+        """Node -> the global ranks that must know the token counts which it makes."""
+        found: dict[int, frozenset[int]] = {}
         for node in self.nodes:
-            if node.lengths_from == producer:
-                ranks.update(node.ranks)
-        return sorted(ranks)
+            for maker, ranks in node.needs.items():
+                if maker.seq < 0:  # of this trace; others have told theirs, or will when they are asked
+                    found[maker.node] = found.get(maker.node, frozenset()) | ranks
+        return found
 
     def to_json(self) -> dict[str, object]:
-        return {
-            "nodes": [{"call": n.name, "site": n.site, "outputs": list(n.outputs), "ranks": list(n.ranks)} for n in self.nodes],
-            "edges": [{"from": a, "to": b, "fields": list(fields)} for a, b, fields in self.edges()],
-        }
+        names = ("kind", "site", "outputs", "ranks", "rows", "mini_batches", "epochs")
+        nodes = [{"call": node.name, **{name: getattr(node, name) for name in names}} for node in self.nodes]
+        return {"nodes": nodes, "edges": [{"from": a, "to": b, "fields": list(fields)} for a, b, fields in self.edges()]}

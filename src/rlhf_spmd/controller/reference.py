@@ -1,14 +1,16 @@
 """References: what a call returns at once, on every rank, before anything is computed.
 
-A reference says which rows there are, which call makes each field, and so on which ranks the data lie. It is bookkeeping only:
-the data stay with the :class:`Production` on the ranks that made them.
+A reference is a set of row ids with fields; of each field it knows which call made which rows, and so on which ranks the data
+lie. It is bookkeeping only. The data stay with the :class:`Production`, on the ranks that made them, for as long as a reference
+to it lives: in a variable of the script until the step ends, or longer where the script keeps one (``data.kept``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,73 +18,14 @@ import torch
 from torch import Tensor
 
 from rlhf_spmd.controller.protocols import Members
-from rlhf_spmd.data.balance import partition_by_tokens
+from rlhf_spmd.controller.rows import Cut, Part, Placement, RowSet
 from rlhf_spmd.data.batch import Batch
 
 if TYPE_CHECKING:
     from rlhf_spmd.controller.worker import MethodSpec, Worker
 
-
-@dataclass(frozen=True)
-class Cut:
-    """How rows are cut: each of ``num_chunks`` equal runs of rows (mini-batches) is balanced over the parts by itself."""
-
-    num_parts: int
-    keep_groups: bool
-    num_chunks: int
-
-
-@dataclass(frozen=True, eq=False)
-class Part:
-    """The rows of one part of a cut: ascending ``positions`` in the row set, int64, and ids."""
-
-    rows: RowSet
-    cut: Cut
-    index: int
-    positions: np.ndarray
-    row_ids: Tensor
-    group_ids: Tensor
-
-
-@dataclass(eq=False)
-class RowSet:
-    """The rows of a batch, as every rank knows them: ids and groups. ``tokens()`` int64 [rows] balances them over ranks.
-
-    Token counts are known everywhere for what the loader gives. When a call makes rows longer (generation), only the ranks that
-    will work on those rows learn the new counts, from a header that the producers send.
-    """
-
-    row_ids: np.ndarray
-    group_ids: np.ndarray
-    tokens: Callable[[], np.ndarray]
-    lengths_from: int = -1  # graph node whose header sets the token counts
-    _placements: dict[Cut, np.ndarray] = field(default_factory=dict)
-    _parts: dict[tuple[Cut, int], Part] = field(default_factory=dict)
-
-    def __len__(self) -> int:
-        return len(self.row_ids)
-
-    def place(self, cut: Cut) -> np.ndarray:
-        """Part of each row, int64 [rows]. Raises ValueError if the rows cannot be cut into equal chunks."""
-        if cut not in self._placements:
-            if len(self) % cut.num_chunks:
-                raise ValueError(f"{len(self)} rows cannot be cut into {cut.num_chunks} mini-batches of equal size")
-            placement = np.zeros(len(self), dtype=np.int64)
-            if cut.num_parts > 1:
-                tokens = self.tokens()
-                for chunk in np.split(np.arange(len(self)), cut.num_chunks):
-                    groups = self.group_ids[chunk].tolist() if cut.keep_groups else None
-                    for part, rows in enumerate(partition_by_tokens(tokens[chunk].tolist(), cut.num_parts, groups)):
-                        placement[chunk[rows]] = part
-            self._placements[cut] = placement
-        return self._placements[cut]
-
-    def part(self, cut: Cut, index: int) -> Part:
-        if (cut, index) not in self._parts:
-            positions = np.flatnonzero(self.place(cut) == index)
-            ids = torch.from_numpy(self.row_ids[positions]), torch.from_numpy(self.group_ids[positions])
-            self._parts[cut, index] = Part(self, cut, index, positions, *ids)
-        return self._parts[cut, index]
+COPY_STRIDE = 1 << 48  # between the id of a row and that of its copy
+_serial = count()
 
 
 @dataclass(eq=False)
@@ -92,94 +35,273 @@ class Source:
     data: Batch
     seq: int = -1
     node: int = -1
+    serial: int = field(default_factory=_serial.__next__)
+
+    def lengths(self, name: str, ids: np.ndarray) -> np.ndarray:
+        return _at(self.data.row_ids.numpy(), self.data[name].lengths.numpy(), ids)
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """Rows of a field that one source or call made: ``at`` int64, their positions here; ``ids`` int64, their row ids there."""
+
+    producer: Source | Production
+    name: str
+    at: np.ndarray
+    ids: np.ndarray
+
+    def same(self, other: Piece) -> bool:
+        """Whether it is the same data, whatever it is called here."""
+        mine, theirs = (self.producer, self.name), (other.producer, other.name)
+        return mine == theirs and np.array_equal(self.at, other.at) and np.array_equal(self.ids, other.ids)
+
+
+@dataclass(eq=False)
+class Intake:
+    """What a call takes of one reference: ``fields`` (name here -> pieces) of ``rows``, cut by ``cut`` and balanced by the lengths
+    of the token fields ``tokens``."""
+
+    rows: RowSet
+    fields: Mapping[str, tuple[Piece, ...]]
+    tokens: tuple[Piece, ...]
+    cut: Cut
+
+    @cached_property
+    def placement(self) -> Placement:
+        """May wait for token counts that other ranks make."""
+        return self.rows.place(self.cut, self.counted, self._count)
+
+    @cached_property
+    def counted(self) -> Hashable:
+        return tuple((piece.producer.serial, piece.name, len(piece.at)) for piece in self.tokens)
+
+    def _count(self) -> np.ndarray:
+        total = np.zeros(len(self.rows), dtype=np.int64)
+        for piece in self.tokens:
+            total[piece.at] += piece.producer.lengths(piece.name, piece.ids)
+        return total if self.tokens else total + 1
+
+    def part(self, index: int) -> Part:
+        return self.placement.part(index)
+
+    def shares(self) -> list[tuple[Piece, dict[str, str]]]:
+        """What comes from each call (or source) for the same rows, in program order: a piece, and name here -> name there."""
+        found: list[tuple[Piece, dict[str, str]]] = []
+        for name, pieces in self.fields.items():
+            for piece in pieces:
+                for known, names in found:
+                    if known.producer is piece.producer and known.at is piece.at and known.ids is piece.ids:
+                        names[name] = piece.name
+                        break
+                else:
+                    found.append((piece, {name: piece.name}))
+        return sorted(found, key=lambda share: share[0].producer.seq)
+
+    def token_makers(self) -> list[Production]:
+        """The calls whose token counts this cut needs."""
+        return [piece.producer for piece in self.tokens if isinstance(piece.producer, Production)] if self._balances else []
+
+    @property
+    def _balances(self) -> bool:
+        return self.cut.num_parts > 1 and self.cut not in self.rows.given
 
 
 @dataclass(eq=False)
 class Production:
-    """One call's results: where they lie and, on the ranks that hold them, the data.
+    """One call: what it takes, its results, where they lie and, on the ranks that hold them, the data.
 
-    ``seq`` is the call's number, the same on every rank; ``node`` is where it stands in the graph. ``rows`` None: a call without.
+    ``seq`` is the call's number in the run, the same on every rank (-1: of a trace); ``node`` its place in the graph of its script.
+    ``version``: of the role's weights, counted in calls that trained it. ``told``: the ranks to which its token counts were sent.
     """
 
     seq: int
     node: int
-    rows: RowSet | None
     role: Worker
     spec: MethodSpec
+    name: str
+    outputs: tuple[str, ...]
+    intakes: list[Intake]
+    args: tuple[Any, ...]
+    version: int
     data: Batch | None = None
     values: Any = None
-
-    @property
-    def name(self) -> str:
-        return f"{self.role.name}.{self.spec.name}"
+    told: set[int] = field(default_factory=set)
+    counts: np.ndarray | None = None  # token counts of its rows, once this rank knows them
+    serial: int = field(default_factory=_serial.__next__)
 
     @cached_property
     def members(self) -> Members:
         return self.role.members(self.spec.protocol)
 
-    @cached_property
-    def cut(self) -> Cut:
-        num_chunks = self.spec.mini_batches(self.role) if self.spec.mini_batches else 1
-        return Cut(self.members.num_parts, not self.spec.split_groups, num_chunks)
+    @property
+    def rows(self) -> RowSet | None:
+        return self.intakes[0].rows if self.intakes else None
 
-    def placement(self) -> np.ndarray:
-        """Part of each row under the call's protocol, int64 [rows]; may wait for the rows' lengths."""
-        assert self.rows is not None
-        return self.rows.place(self.cut)
+    def lengths(self, name: str, ids: np.ndarray) -> np.ndarray:
+        """Tokens in field ``name`` of the rows ``ids``; may wait for the ranks that made them."""
+        assert name == self.spec.lengths_of, (
+            f"{self.name} makes token field {name!r}, but declares lengths_of={self.spec.lengths_of!r}"
+        )
+        return _at(self.intakes[0].rows.row_ids, self.role.controller.learn(self), ids)
 
-    def part(self, index: int) -> Part:
-        """May wait for the rows' lengths, as :meth:`placement`."""
-        assert self.rows is not None
-        return self.rows.part(self.cut, index)
+    def parts_of(self, ids: np.ndarray) -> np.ndarray:
+        """The part of this call that made each of the rows ``ids``, int64."""
+        intake = self.intakes[0]
+        return _at(intake.rows.row_ids, intake.placement.parts[0], ids)
 
-    def parts_with(self, part: Part) -> list[int]:
-        """The parts of this call in which the rows of another call's part lie."""
-        if not len(part.positions):
-            return []  # nothing of it moves, whoever holds it
-        if part.rows is self.rows and part.cut == self.cut:
-            return [part.index]
-        found: list[int] = np.unique(self.placement()[part.positions]).tolist()
-        return found
+
+def _at(row_ids: np.ndarray, values: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """``values`` of the rows ``ids``, where ``row_ids`` ascend."""
+    if row_ids is ids:
+        return values
+    found = np.searchsorted(row_ids, ids)
+    assert np.array_equal(row_ids[np.minimum(found, len(row_ids) - 1)], ids), "rows that the call did not make"
+    return values[found]
 
 
 @dataclass(frozen=True, eq=False)
 class Reference:
-    """A future: fields of rows, and which call makes each. Operations are those of a batch and cost nothing."""
+    """A future: rows by id with fields. Operations cost nothing; none changes the reference that it is called on."""
 
     rows: RowSet | None
-    fields: Mapping[str, tuple[Source | Production, str]] = field(default_factory=dict)  # name -> (who made it, its name there)
+    fields: Mapping[str, tuple[Piece, ...]] = field(default_factory=dict)
     call: Production | None = None  # the call that returned this, for Controller.get
 
     def __contains__(self, name: str) -> bool:
         return name in self.fields
 
-    def union(self, other: Reference) -> Reference:
-        """Fields of both. The rows must be the same; those whose token counts are newer win."""
-        if self.rows is None or other.rows is None or not np.array_equal(self.rows.row_ids, other.rows.row_ids):
-            raise ValueError("union of references to different rows")
-        rows = self.rows if self.rows.lengths_from > other.rows.lengths_from else other.rows
-        return Reference(rows, {**self.fields, **other.fields}, other.call)
+    def __len__(self) -> int:
+        return 0 if self.rows is None else len(self.rows)
+
+    def union(self, *others: Reference) -> Reference:
+        """Fields of all. Raises ValueError if rows differ, or if one name stands for different data."""
+        rows, fields, call = self.rows, dict(self.fields), self.call
+        for other in others:
+            if rows is None or other.rows is None or not rows.same(other.rows):
+                raise ValueError(
+                    f"union of references to different rows: {len(self)} and {len(other)}; take() those of both first"
+                )
+            for name, pieces in other.fields.items():
+                if name in fields and not _same(fields[name], pieces):
+                    raise ValueError(f"union: both references have a field {name!r}; rename() one of them or select() fields")
+                fields[name] = pieces
+            call = other.call
+        return Reference(rows, fields, call)
 
     def select(self, *names: str) -> Reference:
-        missing = [name for name in names if name not in self.fields]
-        if missing:
-            raise ValueError(f"reference has no field {missing[0]!r}; it has {', '.join(sorted(self.fields))}")
+        """These fields only. Raises ValueError for one that is not there."""
+        self._check(names)
         return Reference(self.rows, {name: self.fields[name] for name in names}, self.call)
 
     def rename(self, **names: str) -> Reference:
-        """``rename(rollout_log_probs="old_log_probs")``: the same data under another name."""
-        return Reference(self.rows, {names.get(name, name): where for name, where in self.fields.items()}, self.call)
+        """``rename(scores="costs")``: the same data under another name. Raises ValueError for a name that is not there or taken."""
+        self._check(names)
+        renamed = [names.get(name, name) for name in self.fields]
+        taken = next((new for new in names.values() if renamed.count(new) > 1), None)
+        if taken is not None:
+            raise ValueError(f"rename: the reference would have two fields {taken!r}")
+        return Reference(self.rows, dict(zip(renamed, self.fields.values(), strict=True)), self.call)
+
+    def take(self, which: Reference | np.ndarray | Tensor | Sequence[int]) -> Reference:
+        """Some of the rows: those of another reference, where a mask is true (bool [rows]), or by id (int64).
+
+        Masks and ids must be the same on every rank (:meth:`Controller.get_field`). Raises ValueError for ids that are not there.
+        """
+        assert self.rows is not None, "take() of a reference without rows"
+        mine = self.rows
+        if isinstance(which, Reference):
+            ids, decided = which.rows.row_ids if which.rows else np.empty(0, np.int64), bool(which.rows and which.rows.decided)
+        else:
+            given = np.asarray(which)
+            assert given.dtype.kind in "bi", f"take() of {given.dtype}: it takes a mask or ids, such as get_field(...) > 0"
+            ids, decided = (mine.row_ids[given] if given.dtype == bool else np.unique(given).astype(np.int64)), True
+        at = np.searchsorted(mine.row_ids, ids)
+        if len(ids) and not (len(mine) and np.array_equal(mine.row_ids[np.minimum(at, len(mine) - 1)], ids)):
+            raise ValueError(f"take: of {len(ids)} rows some are not among the {len(mine)} of the reference")
+        return self._moved(at, ids, mine.decided or decided)
+
+    def firsts(self) -> Reference:
+        """The first row of each group."""
+        assert self.rows is not None
+        _, at = np.unique(self.rows.group_ids, return_index=True)
+        return self._moved(np.sort(at), self.rows.row_ids[np.sort(at)], self.rows.decided)
+
+    def repeat(self, n: int) -> Reference:
+        """n rows for each row, in its group, with the ids ``id * n + j``."""
+        assert self.rows is not None
+        ids = np.repeat(self.rows.row_ids, n) * n + np.tile(np.arange(n), len(self))
+        return self._moved(np.repeat(np.arange(len(self)), n), ids, self.rows.decided)
+
+    def copy(self, number: int = 1) -> Reference:
+        """The same rows as other rows, which can stand beside them: greedy answers beside drawn ones. Groups stay."""
+        assert self.rows is not None
+        return self._moved(np.arange(len(self)), self.rows.row_ids + number * COPY_STRIDE, self.rows.decided)
+
+    def concat(self, *others: Reference) -> Reference:
+        """The rows of all, with the fields that all have. Raises ValueError if a row is in two of them."""
+        parts = [self, *others]
+        sets = [part.rows for part in parts if part.rows is not None]
+        ids, groups = (np.concatenate([getattr(rows, name) for rows in sets]) for name in ("row_ids", "group_ids"))
+        order = np.argsort(ids, kind="stable")
+        if (np.diff(ids[order]) == 0).any():
+            raise ValueError("concat: a row is in two of the references; copy() makes other rows of the same")
+        rows = RowSet(ids[order], groups[order], any(part.decided for part in sets))
+        starts = np.cumsum([0, *(len(part) for part in parts)])
+        where = np.empty_like(order)
+        where[order] = np.arange(len(order))
+        fields: dict[str, list[Piece]] = {name: [] for name in self.fields if all(name in other for other in others)}
+        for part, start in zip(parts, starts, strict=False):
+            moved: dict[int, np.ndarray] = {}  # pieces for the same rows stay pieces for the same rows
+            for name, pieces in fields.items():
+                for piece in part.fields[name]:
+                    at = moved.setdefault(id(piece.at), where[start + piece.at])
+                    pieces.append(Piece(piece.producer, piece.name, at, piece.ids))
+        return Reference(rows, {name: tuple(pieces) for name, pieces in fields.items()})
+
+    def _moved(self, index: np.ndarray, ids: np.ndarray, decided: bool) -> Reference:
+        """The rows at ``index``, which may repeat, as rows ``ids``."""
+        assert self.rows is not None
+        if len(index) == len(self) and np.array_equal(ids, self.rows.row_ids):
+            rows = self.rows if decided == self.rows.decided else RowSet(ids, self.rows.group_ids, decided, self.rows.given)
+            return Reference(rows, self.fields, self.call)
+        moved: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
+
+        def move(piece: Piece) -> Piece:
+            key = id(piece.at), id(piece.ids)
+            if key not in moved:
+                line = np.full(len(self), -1)
+                line[piece.at] = np.arange(len(piece.at))
+                lines = line[index]
+                at = np.flatnonzero(lines >= 0)
+                moved[key] = at, piece.ids[lines[at]]
+            return Piece(piece.producer, piece.name, *moved[key])
+
+        fields = {name: tuple(piece for piece in map(move, pieces) if len(piece.at)) for name, pieces in self.fields.items()}
+        return Reference(RowSet(ids, self.rows.group_ids[index], decided), fields, self.call)
+
+    def _check(self, names: Iterable[str]) -> None:
+        missing = [name for name in names if name not in self.fields]
+        if missing:
+            raise ValueError(f"reference has no field {missing[0]!r}; it has {', '.join(sorted(self.fields)) or 'none'}")
 
 
-def source(batch: Batch, token_field: str | None = None, placements: Mapping[Cut, np.ndarray] | None = None) -> Reference:
-    """A batch that every rank holds whole (what the loader gives). ``token_field``: the ragged field that sets row lengths.
+def _same(one: tuple[Piece, ...], other: tuple[Piece, ...]) -> bool:
+    return one is other or (len(one) == len(other) and all(a.same(b) for a, b in zip(one, other, strict=True)))
+
+
+def made_by(producer: Source | Production, rows: RowSet, names: Iterable[str], call: Production | None = None) -> Reference:
+    """Fields that one call, or source, made for all of ``rows``."""
+    at = np.arange(len(rows))
+    return Reference(rows, {name: (Piece(producer, name, at, rows.row_ids),) for name in names}, call)
+
+
+def source(batch: Batch, placements: Mapping[Cut, np.ndarray] | None = None) -> Reference:
+    """A batch that every rank holds whole (what the loader gives), its rows with ascending ids.
 
     ``placements``: the part of each row for calls that cut the rows so; others are balanced by tokens.
     """
-    lengths = batch[token_field].lengths.numpy() if token_field else np.ones(len(batch), dtype=np.int64)
-    rows = RowSet(batch.row_ids.numpy(), batch.group_ids.numpy(), lambda: lengths, _placements=dict(placements or {}))
-    made = Source(batch)
-    return Reference(rows, {name: (made, name) for name in batch.fields})
+    rows = RowSet(batch.row_ids.numpy(), batch.group_ids.numpy(), given=dict(placements or {}))
+    return made_by(Source(batch), rows, batch.fields)
 
 
 def pick_rows(batch: Batch, row_ids: Tensor) -> Batch:

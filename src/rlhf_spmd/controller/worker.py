@@ -8,42 +8,35 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from rlhf_spmd.controller.pool import GroupShape, ResourcePool
 from rlhf_spmd.controller.protocols import Members, Protocol
-from rlhf_spmd.controller.reference import Reference
+from rlhf_spmd.controller.reference import Production, Reference
 
 if TYPE_CHECKING:
     from rlhf_spmd.controller.controller import Controller
 
+KINDS = ("generate", "infer", "train", "arithmetic", "control")
+TOKENS = ("prompt_ids", "response_ids")
+
 
 @dataclass(frozen=True)
-class MethodSpec:
-    """What ``@register`` declares. Input fields that end in ``?`` are sent if the reference has them, and outputs given, unless the
-    role has no use for them (:attr:`Worker.unused`)."""
+class Stream:
+    """What a call takes of one of its references. Inputs that end in ``?`` are sent if the reference has them. ``keep_groups``:
+    rows of one group go to one member."""
 
-    name: str
-    body: Callable[..., Any]
-    protocol: Protocol
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    split_groups: bool
-    lengths_of: str | None
-    mini_batches: Callable[[Any], int] | None
+    inputs: tuple[str, ...] = ()
+    keep_groups: bool = True
 
-    def given(self, role: Worker) -> tuple[str, ...]:
-        """The outputs of this role's calls."""
-        return tuple(name.removesuffix("?") for name in self.outputs if not (name.endswith("?") and name[:-1] in role.unused))
-
-    def wanted(self, batch: Reference, call: str, role: Worker) -> list[str]:
-        """The declared inputs that this reference has. Raises ValueError if a required one is missing."""
+    def wanted(self, batch: Reference, call: str, unused: frozenset[str]) -> list[str]:
+        """The inputs that this reference has. Raises ValueError if a required one is missing."""
         names = []
-        for name in self.inputs:
+        for name in dict.fromkeys(self.inputs):
             optional, name = name.endswith("?"), name.removesuffix("?")
-            if optional and name in role.unused:
+            if optional and name in unused:
                 continue
             if name in batch:
                 names.append(name)
@@ -52,15 +45,42 @@ class MethodSpec:
         return names
 
 
+@dataclass(frozen=True)
+class Signature:
+    """One call, as its method describes it from its arguments: a stream for each reference, and what comes out.
+
+    ``name``: of the call, in traces and metrics. Of training: ``mini_batch_size`` groups per optimizer step (None: all), and
+    ``epochs`` over them.
+    """
+
+    name: str
+    streams: tuple[Stream, ...]
+    outputs: tuple[str, ...] = ()
+    mini_batch_size: int | None = None
+    epochs: int = 1
+
+
+@dataclass(frozen=True)
+class MethodSpec:
+    """What ``@register`` declares."""
+
+    name: str
+    body: Callable[..., Any]
+    kind: str
+    protocol: Protocol
+    lengths_of: str | None
+    tokens: tuple[str, ...]
+    describe: Callable[..., Signature]  # (worker, *arguments after the batch) -> what this call is
+    known: Callable[[Any, Reference], Reference | None]
+
+
 class Worker:
     """A role on a pool. Subclasses build their part of the model if :attr:`member`; elsewhere they are the description.
 
-    ``twins``: method -> the same role on the pool and shape that calls of this method have for themselves. ``companions``:
-    further methods that a method's twin serves, as theirs -> that method. ``unused``: optional fields (declared with ``?``) that
-    this role neither takes nor gives, the same on every rank.
+    ``twins``: method -> the same role on the pool and shape that calls of this method have for themselves. ``unused``: optional
+    fields (declared with ``?``) that this role neither takes nor gives, the same on every rank.
     """
 
-    companions: ClassVar[Mapping[str, str]] = {}
     unused: frozenset[str] = frozenset()
 
     def __init__(self, controller: Controller, name: str, pool: ResourcePool, shape: GroupShape) -> None:
@@ -78,12 +98,12 @@ class Worker:
 
     def serving(self, method: str) -> Worker:
         """The worker that calls of ``method`` run on: this one or a twin."""
-        return self.twins.get(self.companions.get(method, method), self)
+        return self.twins.get(method, self)
 
-    def enter(self, spec: MethodSpec, args: Sequence[Any]) -> None:
-        """Before a call of this worker: called on every rank of the world, in program order. ``args``: those after the rows."""
+    def enter(self, call: Production) -> None:
+        """Before a call of this worker: called on every rank of the world, in program order."""
 
-    def leave(self) -> None:
+    def leave(self, call: Production) -> None:
         """After it, likewise."""
 
 
@@ -92,25 +112,40 @@ def register(
     inputs: tuple[str, ...] = (),
     outputs: tuple[str, ...] = (),
     *,
+    kind: str = "infer",
     split_groups: bool = False,
     lengths_of: str | None = None,
-    mini_batches: Callable[[Any], int] | None = None,
+    tokens: tuple[str, ...] = TOKENS,
+    describe: Callable[..., Signature] | None = None,
+    known: Callable[[Any, Reference], Reference | None] = lambda worker, batch: None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Reference]]:
     """Make a method of a :class:`Worker` a call.
 
     The body gets the batch of its rows with the declared ``inputs`` (ordered by row) and returns a Batch with the declared
     ``outputs`` for the same rows, or a JSON-able value for :meth:`Controller.get`, or both as a tuple.
-    ``split_groups``: rows of one prompt group may lie on different ranks. ``lengths_of``: the output whose rows set new token
-    counts. ``mini_batches(worker)``: the rows are cut into that many equal runs, each balanced over the ranks; the body gets
-    one batch for each, as a list.
+
+    ``kind``: generate (makes rows longer; it may return some of its rows only), infer (row by row, no change to the role), train
+    (changes weights), arithmetic (no model), control (no rows). The body of a train call gets a list, for each optimizer step
+    one batch per reference. ``split_groups``: rows of one group may lie on different ranks. ``lengths_of``: the output whose
+    rows set new token counts. ``tokens``: the token fields whose lengths balance the rows over members, where a reference has
+    them. ``describe(worker, *arguments)``: the :class:`Signature` of a call whose fields follow from its arguments.
     """
+    assert kind in KINDS, f"kind {kind!r}: allowed are {', '.join(KINDS)}"
 
     def decorate(body: Callable[..., Any]) -> Callable[..., Reference]:
-        spec = MethodSpec(body.__name__, body, protocol, inputs, outputs, split_groups, lengths_of, mini_batches)
+        name = body.__name__
+        stream = Stream(inputs, not split_groups)
+
+        def fixed(worker: Worker, *args: Any, mini_batch_size: int | None = None, epochs: int = 1, **kwargs: Any) -> Signature:
+            given = (o.removesuffix("?") for o in outputs if not (o.endswith("?") and o[:-1] in worker.unused))
+            return Signature(name, (stream,), tuple(given), mini_batch_size, epochs)
+
+        spec = MethodSpec(name, body, kind, protocol, lengths_of, tokens, describe or fixed, known)
 
         @functools.wraps(body)
-        def call(self: Worker, batch: Reference | None = None, *args: Any, **kwargs: Any) -> Reference:
-            return self.controller.call(self.serving(spec.name), spec, batch, args, kwargs, sys._getframe(1))
+        def call(self: Worker, batch: Reference | Sequence[Any] | None = None, *args: Any, **kwargs: Any) -> Reference:
+            found = known(self, batch) if isinstance(batch, Reference) else None
+            return found or self.controller.call(self.serving(name), spec, batch, args, kwargs, sys._getframe(1))
 
         call.spec = spec  # type: ignore[attr-defined]
         return call

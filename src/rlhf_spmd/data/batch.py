@@ -11,8 +11,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+
+_ALIGN = 16  # bytes: every tensor of a packed batch starts at a multiple, so that it is a view of what was received
+_PADDING = torch.zeros(_ALIGN, dtype=torch.uint8)
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,7 +111,7 @@ class Batch:
         """The same rows with these fields only (what a worker's method returns)."""
         return Batch(self.row_ids, self.group_ids, fields)
 
-    def take(self, index: Tensor | Sequence[int]) -> Batch:
+    def take(self, index: Tensor | np.ndarray | Sequence[int]) -> Batch:
         """Rows by position, in that order."""
         index = torch.as_tensor(index, dtype=torch.int64)
         fields = {k: f.take(index) if isinstance(f, Ragged) else f[index.to(f.device)] for k, f in self.fields.items()}
@@ -144,3 +148,45 @@ def concat(batches: Sequence[Batch]) -> Batch:
         else:
             fields[name] = torch.cat(parts)
     return Batch(torch.cat([b.row_ids for b in batches]), torch.cat([b.group_ids for b in batches]), fields)
+
+
+def pack(batch: Batch) -> Tensor:
+    """Batch -> uint8 [bytes]: 8 bytes of length, a JSON description, then the tensors one after the other, aligned."""
+    parts: list[Tensor] = [batch.row_ids, batch.group_ids]
+    description = []
+    for name, field in batch.fields.items():
+        values = field.values if isinstance(field, Ragged) else field
+        if isinstance(field, Ragged):
+            parts.append(field.lengths)
+        parts.append(values.detach().cpu().contiguous())
+        description.append([name, isinstance(field, Ragged), str(values.dtype).removeprefix("torch."), list(values.shape)])
+    head = json.dumps([len(batch), description]).encode()
+    flat = [torch.frombuffer(bytearray(len(head).to_bytes(8, "little") + head), dtype=torch.uint8)]
+    flat += [part.reshape(-1).view(torch.uint8) for part in parts]
+    return torch.cat([piece for part in flat for piece in (part, _PADDING[: -len(part) % _ALIGN])])
+
+
+def unpack(data: Tensor) -> Batch:
+    """Inverse of :func:`pack`; the tensors are views of ``data``."""
+    head_size = int.from_bytes(bytes(data[:8].numpy()), "little")
+    num_rows, description = json.loads(bytes(data[8 : 8 + head_size].numpy()))
+    at = _aligned(8 + head_size)
+
+    def take(dtype: torch.dtype, shape: list[int]) -> Tensor:
+        nonlocal at
+        num_bytes = int(np.prod(shape)) * dtype.itemsize
+        piece = data[at : at + num_bytes].view(dtype).view(shape)
+        at = _aligned(at + num_bytes)
+        return piece
+
+    row_ids, group_ids = take(torch.int64, [num_rows]), take(torch.int64, [num_rows])
+    fields: dict[str, Field] = {}
+    for name, is_ragged, dtype_name, shape in description:
+        lengths = take(torch.int64, [num_rows]) if is_ragged else None
+        values = take(getattr(torch, dtype_name), shape)
+        fields[name] = values if lengths is None else Ragged(values, lengths)
+    return Batch(row_ids, group_ids, fields)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGN) * _ALIGN

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,6 +35,10 @@ class RowsConfig(EncodingConfig):
     def read(self) -> list[Row]:
         """All rows. Raises DataError."""
         return read_rows(self.path, self.split, self.subset)
+
+    def tokenize(self, rows: Sequence[Row], tokenizer: Any) -> TokenDataset:
+        """The rows as this kind of data has them."""
+        raise AssertionError(f"{type(self).__name__} does not say what its rows are")
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 from rlhf_spmd.data.batch import Batch, encode_json
 from rlhf_spmd.data.dataset import DatasetConfig, RowsConfig, TokenDataset
 from rlhf_spmd.data.encoding import PromptEncoder, check_ids
-from rlhf_spmd.data.files import DataError, Row
+from rlhf_spmd.data.files import DataError, Row, read_rows
 
 LIMITS = {"min_response_length": 0, "max_response_length": 1}  # columns of a row's own limits: the least that each may be
 
@@ -24,6 +24,20 @@ class PromptsConfig(RowsConfig):
     max_prompt_length: int = 512
     max_response_length: int = 512
     filter_overlong_prompts: bool = True
+
+    def tokenize(self, rows: Sequence[Row], tokenizer: Any) -> PromptDataset:
+        return PromptDataset(rows, self, tokenizer)
+
+
+@dataclass(frozen=True)
+class ValidationPromptsConfig(PromptsConfig):
+    """``val_prompts``: prompts to validate by. ``max_samples``: only so many rows are read. ``val_batch_size``: null = all at once."""
+
+    max_samples: int | None = None
+    val_batch_size: int | None = None
+
+    def read(self) -> list[Row]:
+        return read_rows(self.path, self.split, self.subset, self.max_samples)
 
 
 @dataclass(frozen=True)

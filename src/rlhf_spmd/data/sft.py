@@ -38,6 +38,9 @@ class SftConfig(DatasetConfig, PairsConfig):
         super().check(where)
         check_bounds(self, where, "max_length", least=2)
 
+    def tokenize(self, rows: Sequence[Row], tokenizer: Any) -> ResponseDataset:
+        return ResponseDataset(rows, self, tokenizer)
+
 
 class ResponseDataset(TokenDataset):
     """``batch(indices, row_ids)`` has ``prompt_ids`` and ``response_ids`` (Ragged int64, no row empty in either).

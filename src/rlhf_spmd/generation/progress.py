@@ -75,6 +75,13 @@ class Progress:
             self.request.row_id, self.token_ids, *whole[:2], self.finish_reason, whole.versions, top, self.episode
         )
 
+    def drawn(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probs, the same at temperature 1, and versions of the tokens so far, [tokens] each; float32 where there are none."""
+        if not self.parts:
+            return torch.empty(0), torch.empty(0), torch.empty(0, dtype=torch.int64)
+        log_probs, log_probs_t1, versions, *_ = map(torch.cat, zip(*self.parts, strict=True))
+        return log_probs, log_probs_t1, versions
+
     def to_json(self) -> dict[str, Any]:
         """All but the request, exactly."""
         parts = [[tensor.tolist() for tensor in part] for part in self.parts]

@@ -9,14 +9,11 @@ Sources: GAE, Schulman et al. 2015 (arXiv 1506.02438, eq. 16); score on the last
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-from rlhf_spmd.config.schema import nearest
-
 WHITEN_EPSILON = 1e-8
+GROUP_EPSILON = 1e-6  # as in verl: far below the spread of scores that differ
 
 
 def check_packed(values: Tensor, lengths: Tensor) -> None:
@@ -93,17 +90,33 @@ def gae(rewards: Tensor, values: Tensor, lengths: Tensor, gamma: float, lam: flo
     return advantages, advantages + values
 
 
-AdvantageEstimator = Callable[[Tensor, Tensor, Tensor, float, float], tuple[Tensor, Tensor]]
+@torch.no_grad()
+def group_advantages(scores: Tensor, group_ids: Tensor, by_std: bool) -> Tensor:
+    """A row's score minus the mean of its group, and with ``by_std`` over the group's standard deviation (unbiased) + 1e-6.
 
-ADVANTAGE_ESTIMATORS: dict[str, AdvantageEstimator] = {"gae": gae}
+    GRPO (arXiv 2402.03300, section 4.1.2) and, without ``by_std``, Dr. GRPO (arXiv 2503.20783). ``scores`` [rows], ``group_ids`` int64
+    [rows]; whole groups. Returns [rows] in the dtype of ``scores``, at least float32: 0 to the bit where all scores of a group
+    are equal.
+    """
+    dtype = torch.promote_types(scores.dtype, torch.float32)
+    if not len(scores):
+        return scores.to(dtype)
+    _, index, counts = torch.unique(group_ids, return_inverse=True, return_counts=True)
+    first = torch.full_like(counts, len(scores)).scatter_reduce_(0, index, torch.arange(len(scores)), "amin")
+    wide = scores.double()
+    shifted = wide - wide[first][index]  # the mean of equal numbers need not be that number
+    centered = shifted - (torch.zeros_like(wide[first]).index_add_(0, index, shifted) / counts)[index]
+    if by_std:
+        variance = torch.zeros_like(wide[first]).index_add_(0, index, centered.square()) / (counts - 1).clamp(min=1)
+        centered = centered / (variance.sqrt()[index] + GROUP_EPSILON)
+    return centered.to(dtype)
 
 
-def advantage_estimator(name: str, where: str = "adv_estimator") -> AdvantageEstimator:
-    """The function behind ``adv_estimator``; ValueError listing what exists for an unknown name."""
-    if name not in ADVANTAGE_ESTIMATORS:
-        known = sorted(ADVANTAGE_ESTIMATORS)
-        raise ValueError(f"unknown {where} {name!r}{nearest(name, known) or ';'} available: {', '.join(known)}")
-    return ADVANTAGE_ESTIMATORS[name]
+@torch.no_grad()
+def row_means(x: Tensor, lengths: Tensor) -> Tensor:
+    """The mean of each row's tokens, [rows] of ``x`` [T]; 0 for a row without."""
+    row = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    return x.new_zeros(len(lengths)).index_add_(0, row, x) / lengths.clamp(min=1)
 
 
 @torch.no_grad()

@@ -52,6 +52,12 @@ class ParamShard:
     replicated: tuple[str, ...] = ()
 
 
+def whole_shard(name: str, shape: tuple[int, ...]) -> ParamShard:
+    """A tensor that one rank holds as it is."""
+    start = (0,) * len(shape)
+    return ParamShard(shape, (Box(name, shape, start, shape, start),))
+
+
 def intersect(a: Box, b: Box) -> tuple[Box, Box] | None:
     """The common part of two boxes of one global tensor, as located in a's and in b's local parameter; None if disjoint."""
     if a.name != b.name:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlhf_spmd.controller import MICRO_DP, THREE_D, MethodSpec, register
-from rlhf_spmd.data.batch import Batch, Field, decode_json, ragged
+from rlhf_spmd.controller import MICRO_DP, THREE_D, Production, Reference, register
+from rlhf_spmd.data.batch import Batch, Field, concat, decode_json, pack, ragged, unpack
 from rlhf_spmd.data.tokenizer import decoding
 from rlhf_spmd.generation.backends import choose_backend
 from rlhf_spmd.generation.config import SamplingConfig
@@ -25,19 +25,16 @@ from rlhf_spmd.parallel.collectives import Group
 from rlhf_spmd.parallel.layout import GenerationLayout
 from rlhf_spmd.parallel.mesh import build_group, build_mesh
 from rlhf_spmd.reshard import Engine, HybridEngine, choose_engine
-from rlhf_spmd.workers.engine import Packed
-from rlhf_spmd.workers.model_worker import MASK, ModelWorker, Objective, Totals, drawn, model_tokens, response_log_probs
+from rlhf_spmd.workers.model_worker import ModelWorker
+from rlhf_spmd.workers.objective import MASK, ROW_INPUTS, log_prob_differences
 from rlhf_spmd.workers.rollouts import HeldRollouts
 
 
 class ActorWorker(ModelWorker):
     trained = True
-    held_seed: int | None = None  # of the draws of the rows that are in flight; None: none ever were
-    companions: ClassVar[Mapping[str, str]] = {"advance_rollouts": "generate_sequences", "rollout_state": "generate_sequences"}
 
     def build_more(self) -> None:
         build, pool, shape = self.build, self.pool, self.shape
-        self.exact_rollouts = build.exact_rollouts  # rollout_log_probs are what compute_log_prob would give, bit for bit
         if build.environment.cls is None:
             self.unused = frozenset({"row", "response_mask", "environment_reward"})
         if not build.partial_rollouts:
@@ -53,6 +50,19 @@ class ActorWorker(ModelWorker):
         gather = build_group(build.world, pool.ranks, lambda i: engine.gather_ranks(layout, i), "gather", channel="gather")
         if self.member:
             self._build_generator(engine, layout, gather)
+
+    def enter(self, call: Production) -> None:
+        super().enter(call)
+        old = call.intakes[0].fields.get("old_log_probs", ()) if call.intakes else ()
+        self.checks_rollouts = any(self._is_exact(piece.producer, call.version) for piece in old)
+
+    def _is_exact(self, maker: Any, version: int) -> bool:
+        """Whether the log-probs of a generation are what a training forward of these weights gives, bit for bit."""
+        if not (self.build.exact_rollouts and isinstance(maker, Production) and maker.spec.kind == "generate"):
+            return False
+        sampling = next(value for value in maker.args if isinstance(value, SamplingConfig))
+        is_current = maker.role.name == self.name and maker.version == version
+        return is_current and sampling.log_prob_temperature == self.build.temperature
 
     def _build_generator(self, engine: Engine, layout: GenerationLayout, gather: Group) -> None:
         mesh, spec, meta = self.generation_mesh, self.spec, torch.device("meta")
@@ -81,57 +91,44 @@ class ActorWorker(ModelWorker):
         MICRO_DP,
         inputs=("prompt_ids", "row?", "min_response_length?", "max_response_length?"),
         outputs=("response_ids", "rollout_log_probs", "rollout_versions?", "response_mask?", "environment_reward?"),
+        kind="generate",
         lengths_of="response_ids",
+        tokens=("prompt_ids",),
     )
-    def generate_sequences(self, batch: Batch, sampling: SamplingConfig, number: int) -> tuple[Batch, dict[str, float]]:
+    def generate_sequences(
+        self, batch: Batch, sampling: SamplingConfig, number: int, num_groups: int | None = None
+    ) -> tuple[Batch, dict[str, Any]]:
         """``response_ids``: ragged int64, stop token included; ``rollout_log_probs``: ragged, at the sampling temperature.
 
         Where rows may cross steps, ``rollout_versions``: ragged int64, the step whose weights drew the token.
         With an environment also ``response_mask``: ragged bool, false for its tokens, whose log-probs are 0; and
         ``environment_reward`` float64 [rows].
         ``number`` is the step, one of the things (with seed, row id and position) that a sample depends on.
+        With ``num_groups`` the call ends when each replica has that many whole groups, and makes only their rows: ``groups``
+        names them. The others are held as far as they have come, and go on when they are asked for again.
         Collective over the pool: every rank of it must call, in program order.
         """
         requests = _requests(batch, sampling)
-        if self.held_seed == sampling.seed:  # advance_rollouts has made these rows
-            completions = self.held.take([request.row_id for request in requests])
-            stale = torch.cat([completion.versions for completion in completions]) < number
-            report = {"rollout/stale_fraction": float(stale.double().mean())}
-        else:
-            with self._generating():
+        with self._generating():
+            if num_groups is None:
                 environments = self._environments(batch)
                 completions = self.generator.generate(requests, sampling, sampling.seed, number, self._tick, environments)
-            report = self._generation_report()
+                report: dict[str, Any] = {}
+            else:
+                completions, groups = self.held.advance(requests, sampling, number, num_groups, self._tick)
+                stale = sum(int((completion.versions < number).sum()) for completion in completions)
+                drawn = sum(len(completion.token_ids) for completion in completions)
+                report = {"groups": groups, "rollout/stale_fraction": [stale, drawn]}
+        report |= self._generation_report()
         if not completions:
-            return batch, report
+            return Batch(batch.row_ids[:0], batch.group_ids[:0], {}) if len(batch) else batch, report
         responses = ragged([c.token_ids for c in completions], torch.int64)
         log_probs = ragged([c.log_probs for c in completions])
         fields, told = _episodes(completions)
         if self.build.partial_rollouts:
             fields["rollout_versions"] = ragged([c.versions for c in completions])
-        return batch.with_fields(response_ids=responses, rollout_log_probs=log_probs, **fields), report | told
-
-    @register(MICRO_DP, inputs=("prompt_ids", "min_response_length?", "max_response_length?"))
-    def advance_rollouts(self, batch: Batch, sampling: SamplingConfig, number: int, num_groups: int) -> dict[str, Any]:
-        """Generate for these new rows and those held until this replica has ``num_groups`` whole groups: ``groups`` names those.
-        ``generate_sequences`` then gives the rows of such groups at once.
-
-        Collective over the pool: every rank of it must call, in program order.
-        """
-        with self._generating():
-            self.held.advance(_requests(batch, sampling), sampling, number, num_groups, self._tick)
-        return {"groups": self.held.whole_groups(), **self._generation_report()}
-
-    @register(MICRO_DP)
-    def rollout_state(self) -> list[tuple[int, dict[str, Any]]]:
-        """What a checkpoint must know of the rows that this replica holds."""
-        return self.held.state()
-
-    def restore_rollouts(self, rows: Iterable[tuple[int, dict[str, Any]]]) -> None:
-        worker = self.serving("generate_sequences")
-        assert isinstance(worker, ActorWorker)
-        if worker.member:
-            worker.held.saved = dict(rows)
+        made = batch if len(completions) == len(batch) else batch.reorder(torch.tensor([c.row_id for c in completions]))
+        return made.with_fields(response_ids=responses, rollout_log_probs=log_probs, **fields), report | told
 
     def _environments(self, batch: Batch) -> Environments | None:
         if self.build.environment.cls is None or not len(batch):
@@ -139,12 +136,22 @@ class ActorWorker(ModelWorker):
         rows = dict(zip(batch.row_ids.tolist(), decode_json(batch["row"]), strict=True))
         return Environments(self.build.environment, rows, self.build.tokenizer)
 
-    def needs_weights(self, spec: MethodSpec, args: Sequence[Any]) -> bool:
-        seed = next((value.seed for value in args if isinstance(value, SamplingConfig)), None)
-        if spec.name == "advance_rollouts":
-            self.held_seed = seed
-        # rows that are held are only handed out
-        return super().needs_weights(spec, args) and not (spec.name == "generate_sequences" and self.held_seed == seed)
+    def rollout_state(self) -> dict[str, Tensor]:
+        """Of a replica's first rank: the rows in flight here, as one tensor of bytes, for a checkpoint; {} elsewhere."""
+        worker = self.serving("generate_sequences")
+        assert isinstance(worker, ActorWorker)
+        members = worker.members(MICRO_DP)
+        index = members.part_of.get(self.controller.rank)
+        if index is None or members.holders(index)[0] != self.controller.rank or not worker.build.partial_rollouts:
+            return {}
+        return {f"{self.name}.{index}": pack(worker.held.state())}
+
+    def restore_rollouts(self, states: Iterable[Tensor]) -> None:
+        """The rows that were in flight on all replicas; each goes on with those that it is asked for."""
+        worker = self.serving("generate_sequences")
+        assert isinstance(worker, ActorWorker)
+        if worker.member:
+            worker.held.saved = concat([unpack(state) for state in states])
 
     @contextmanager
     def _generating(self) -> Iterator[None]:
@@ -161,7 +168,7 @@ class ActorWorker(ModelWorker):
         self.hybrid.finish()
         self.controller.tick()
 
-    def _generation_report(self) -> dict[str, float]:
+    def _generation_report(self) -> dict[str, Any]:
         """Of the last call of the generator, also into the trace, where idle are waits for other stages and replicas."""
         stats, span = self.generator.stats, self.controller.span
         idle = stats.seconds - stats.busy_seconds + stats.stage_seconds
@@ -170,64 +177,49 @@ class ActorWorker(ModelWorker):
         return {
             "generation/seconds": stats.busy_seconds,
             "generation/seconds_max": stats.seconds,
-            "generation/stage_idle_fraction": stats.stage_seconds / max(stats.busy_seconds, 1e-9),
+            "generation/stage_idle_fraction": [stats.stage_seconds, stats.busy_seconds],
             "generation/prefix_hit_tokens": float(stats.hit_tokens),
-            "generation/prefix_hit_rate": stats.hit_tokens / max(stats.prompt_tokens, 1),
+            "generation/prefix_hit_rate": [stats.hit_tokens, stats.prompt_tokens],
             "reshard/peak_bytes": float(self.hybrid.peak_bytes),
             **{f"generation/{name}": float(getattr(stats, name)) for name in counts},
         }
 
+    def _known_log_probs(self, batch: Reference) -> Reference | None:
+        """The rollout's own, where a training forward would give the same bits; the next update compares them with its own."""
+        made, version = batch.fields.get("rollout_log_probs", ()), self.controller.version(self.name)
+        if not made or not all(self._is_exact(piece.producer, version) for piece in made):
+            return None
+        return batch.select("rollout_log_probs").rename(rollout_log_probs="old_log_probs")
+
     @register(
         THREE_D,
-        inputs=("prompt_ids", "response_ids", "response_mask?", "rollout_log_probs?"),
+        inputs=(*ROW_INPUTS, "rollout_log_probs?"),
         outputs=("old_log_probs",),
         split_groups=True,
+        known=_known_log_probs,
     )
-    def compute_log_prob(self, batch: Batch) -> tuple[Batch | None, dict[str, float]]:
-        """``old_log_probs``: ragged [response tokens], from a training forward; and their distance from the generator's."""
+    def compute_log_prob(self, batch: Batch) -> tuple[Batch | None, dict[str, Any]]:
+        """``old_log_probs``: ragged [response tokens], from a training forward; and their distance from the generator's.
+
+        Nothing is computed where generation on these weights is exact: its log-probs are the result then.
+        """
         result = self.log_probs(batch, self.build.temperature)
         report = {}
         if result is not None and "rollout_log_probs" in batch:
             difference = (result.values - batch["rollout_log_probs"].values).abs()
-            report = _differences(difference[batch[MASK].values] if MASK in batch else difference)
+            report = log_prob_differences(difference[batch[MASK].values] if MASK in batch else difference)
         return (batch.with_fields(old_log_probs=result) if result is not None else None), report
 
-    @register(
-        THREE_D,
-        inputs=("prompt_ids", "response_ids", "response_mask?", "old_log_probs", "advantages", "ref_log_prob?"),
-        split_groups=True,
-        mini_batches=lambda self: self.build.num_mini_batches,
-    )
-    def update_actor(self, batches: list[Batch], objective: Objective, epochs: int) -> dict[str, float]:
-        """One optimizer step for each mini-batch and epoch; returns the mean statistics over them."""
-
-        def loss(decoder: Decoder, hidden: Tensor, micro: Packed, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
-            log_probs, entropy = response_log_probs(decoder, hidden, micro, self.build.temperature, entropy=True)
-            assert entropy is not None
-            fields = {"log_probs": log_probs, "entropy": entropy}
-            for name in ("old_log_probs", "advantages", "ref_log_prob"):
-                if name in micro.extra:
-                    fields[name] = drawn(micro.extra, name).to(hidden.device)
-            if not reports:
-                differences.append((log_probs.detach() - fields["old_log_probs"]).abs())
-            return objective(fields, model_tokens(micro.extra), totals)
-
-        reports: list[dict[str, float]] = []
-        differences: list[Tensor] = []  # before the first update, from the log-probs of the same weights
-        for batch in batches * epochs:
-            reports.append(self.train(batch, loss))
-        report = self.summarise(reports, first=("actor/ppo_kl",))
-        if self.exact_rollouts and differences:
-            report |= _differences(torch.cat(differences))
-        return report
+    @register(THREE_D, inputs=ROW_INPUTS, split_groups=True)
+    def compute_loss(self, batch: Batch) -> dict[str, float]:
+        """Sum of the negative log-likelihood over this replica's response tokens (nats), and their number."""
+        log_probs = self.log_probs(batch, 1.0)
+        if log_probs is None:
+            return {"sum": 0.0, "tokens": 0}
+        return {"sum": -float(log_probs.values.double().sum()), "tokens": len(log_probs.values)}
 
 
-def _differences(difference: Tensor) -> dict[str, float]:
-    """Of generation's log-probs from training's."""
-    return {"rollout/log_prob_diff_max": float(difference.max()), "rollout/log_prob_diff_mean": float(difference.mean())}
-
-
-def _episodes(completions: Sequence[Completion]) -> tuple[dict[str, Field], dict[str, float]]:
+def _episodes(completions: Sequence[Completion]) -> tuple[dict[str, Field], dict[str, Any]]:
     """Fields and metrics of rows that environments have extended; empty without."""
     episodes = [completion.episode for completion in completions if completion.episode is not None]
     if not episodes:
@@ -235,9 +227,9 @@ def _episodes(completions: Sequence[Completion]) -> tuple[dict[str, Field], dict
     mask = ragged([episode.mask for episode in episodes], torch.bool)
     rewards = torch.tensor([episode.reward for episode in episodes], dtype=torch.float64)
     report = {
-        "rollout/num_turns_mean": sum(episode.num_turns for episode in episodes) / len(episodes),
-        "rollout/environment_tokens_mean": float((~mask.values).sum()) / len(episodes),
-        "rollout/environment_reward_mean": float(rewards.mean()),
+        "rollout/num_turns_mean": [sum(episode.num_turns for episode in episodes), len(episodes)],
+        "rollout/environment_tokens_mean": [int((~mask.values).sum()), len(episodes)],
+        "rollout/environment_reward_mean": [float(rewards.sum()), len(episodes)],
     }
     return {MASK: mask, "environment_reward": rewards}, report
 

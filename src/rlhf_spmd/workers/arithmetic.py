@@ -2,32 +2,82 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from rlhf_spmd.controller import RANK_ZERO, GroupShape, ResourcePool, Worker, register
+import torch
+from torch import Tensor
+
+from rlhf_spmd.controller import DP, RANK_ZERO, GroupShape, ResourcePool, Signature, Stream, Worker, register
+from rlhf_spmd.data.batch import Batch, Field
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.workers.model_worker import Build, ModelWorker
+from rlhf_spmd.workers.objective import MASK, Rows, take_field
+
+
+@dataclass(frozen=True)
+class Whole:
+    """What arithmetic knows beyond its own rows. ``sum`` and ``max``: of a tensor over all ranks, every one of which must call.
+    ``state``: JSON, of the role; the same on every rank, and part of checkpoints."""
+
+    sum: Callable[[Tensor], Tensor]
+    max: Callable[[Tensor], Tensor]
+    state: dict[str, Any]
+
+
+# (fields by name, [tokens] or [rows] each; rows; the whole batch) -> fields that it makes, and metrics that are the same on every rank.
+# A rank without rows is called too, with empty tensors. ``Rows.per_token`` makes a field per token, a tensor [rows] is one per row.
+Function = Callable[[dict[str, Tensor], Rows, Whole], tuple[dict[str, Field], dict[str, float]]]
 
 
 class ArithmeticWorker(Worker):
-    """Every rank of the pool is a data-parallel rank. ``home``: the role lives on the pool of the first of these that there is."""
+    """Every rank of the pool is a data-parallel rank. ``home``: the role lives on the pool of the first of these that there is; by
+    default on that of the last role that is trained."""
 
-    home: ClassVar[tuple[str, ...]] = ("actor",)
+    home: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, build: Build, name: str, pool: ResourcePool) -> None:
         layout = Layout(dp=len(pool.ranks))
         super().__init__(build.controller, name, pool, GroupShape(layout))
         self.mesh = build_mesh(build.world, pool.ranks, layout)
+        self.state: dict[str, Any] = {}
+
+    @register(
+        DP,
+        kind="arithmetic",
+        describe=lambda self, function, reads, gives=(), keep_groups=False: Signature(
+            function.__name__, (Stream((*reads, "response_ids?", f"{MASK}?"), keep_groups),), tuple(gives)
+        ),
+    )
+    def apply(
+        self,
+        batch: Batch,
+        function: Function,
+        reads: tuple[str, ...],
+        gives: tuple[str, ...] = (),
+        keep_groups: bool = False,
+    ) -> tuple[Batch, dict[str, float]]:
+        """Compute fields of rows from other fields by a function of the script, whose name the call takes.
+
+        Collective over the pool: every rank of it must call, in program order.
+        """
+        fields = {name: take_field(batch, name, torch.device("cpu")) for name in reads}
+        pool = self.mesh.pool
+        whole = Whole(lambda x: pool.all_reduce(x, "control"), lambda x: pool.all_reduce(x, "control", "max"), self.state)
+        made, metrics = function(fields, Rows.of(batch), whole)
+        return (batch.with_fields(**made) if len(batch) else batch), metrics
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint must hold of this role, as JSON; the same on every rank of the pool."""
-        return {}
+        return self.state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what :meth:`state_dict` gave. Every rank of the world calls it."""
+        self.state.update(state)
 
-    @register(RANK_ZERO)
+    @register(RANK_ZERO, kind="control")
     def progress(self) -> dict[str, Any]:
         """:meth:`state_dict`, for checkpoints."""
         return self.state_dict()

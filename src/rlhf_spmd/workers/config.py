@@ -78,7 +78,8 @@ class RoleConfig(ComputeConfig):
 
 @dataclass(frozen=True)
 class BatchLimits:
-    """How a role cuts its rows into micro-batches: by token budget, or by a fixed number of rows."""
+    """How a role cuts its rows into micro-batches: by token budget, or by a fixed number of rows. ``where``: the setting's name."""
 
     max_tokens: int = 16384
     rows: int | None = None
+    where: str = "algorithm.ppo_max_token_len_per_gpu"

@@ -10,14 +10,23 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from rlhf_spmd.controller import RANK_ZERO, Controller, GroupShape, MethodSpec, ResourcePool, Worker, register
+from rlhf_spmd.controller import (
+    RANK_ZERO,
+    THREE_D,
+    Controller,
+    GroupShape,
+    Production,
+    ResourcePool,
+    Signature,
+    Stream,
+    Worker,
+    register,
+)
 from rlhf_spmd.data.balance import micro_batches_by_count, micro_batches_by_tokens
-from rlhf_spmd.data.batch import Batch, Ragged, ragged
+from rlhf_spmd.data.batch import Batch, Ragged
 from rlhf_spmd.environments.config import EnvironmentConfig
 from rlhf_spmd.models.decoder import Decoder
-from rlhf_spmd.models.heads import token_log_probs
 from rlhf_spmd.models.spec import ModelSpec
-from rlhf_spmd.objectives.kl import KLControlConfig
 from rlhf_spmd.parallel.boxes import ParamShard
 from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.parallel.world import World
@@ -25,19 +34,22 @@ from rlhf_spmd.rewards.config import RewardConfig
 from rlhf_spmd.workers.config import BatchLimits, RoleConfig
 from rlhf_spmd.workers.engine import Packed, TrainEngine, rank_shards
 from rlhf_spmd.workers.loan import Loan
+from rlhf_spmd.workers.objective import (
+    MASK,
+    ROW_INPUTS,
+    Objective,
+    Rows,
+    Totals,
+    as_objectives,
+    log_prob_differences,
+    model_outputs,
+    model_tokens,
+    pack_rows,
+    response_log_probs,
+    sequence_lengths,
+    take_field,
+)
 from rlhf_spmd.workers.resting import Resting
-
-
-@dataclass(frozen=True)
-class Totals:
-    """Counts of a mini-batch over all data-parallel ranks: what its loss is divided by."""
-
-    tokens: int
-    rows: int
-
-
-# (fields by name, each [response tokens], response lengths [rows], totals) -> (loss, statistics), summed over micro-batches and ranks
-Objective = Callable[[dict[str, Tensor], Tensor, Totals], tuple[Tensor, dict[str, Tensor]]]
 
 
 @dataclass(frozen=True)
@@ -53,11 +65,9 @@ class Build:
     world: World
     limits: BatchLimits
     seed: int
-    num_mini_batches: int = 1
     total_updates: Mapping[str, int] = field(default_factory=dict)  # role -> optimizer steps of the whole run
     temperature: float = 1.0
-    kl_ctrl: KLControlConfig = field(default_factory=KLControlConfig)
-    reward: RewardConfig = field(default_factory=RewardConfig)
+    rewards: Mapping[str, RewardConfig] = field(default_factory=dict)  # by role
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     tokenizer: Any = None
     num_samples: int = 0
@@ -69,14 +79,13 @@ class Build:
 class ModelWorker(Worker):
     """A role with a model. On ranks outside the pool, and without a ``spec``, it is the description only: no ``engine``.
 
-    ``head``: lm or value; ``new_head``: a value head that the model's directory has not starts at zero. ``model_of``: the role
-    whose model it takes where its configuration names none; None: it may have none.
+    ``head``: lm or value; ``new_head``: a value head that the model's directory has not starts at zero.
     """
 
     head: ClassVar[str] = "lm"
     trained: ClassVar[bool] = False
     new_head: ClassVar[bool] = False
-    model_of: ClassVar[str | None] = "actor"
+    checks_rollouts = False  # whether the next update is to compare the rollout's log-probs with its own
 
     def __init__(
         self, build: Build, name: str, pool: ResourcePool, shape: GroupShape, config: RoleConfig, spec: ModelSpec | None
@@ -128,16 +137,12 @@ class ModelWorker(Worker):
         self.twins[method] = twin
         twin.loan = Loan(self, twin, method)
 
-    def needs_weights(self, spec: MethodSpec, args: Sequence[Any]) -> bool:
-        """Whether a call computes with the weights: those on rows do. The same on every rank."""
-        return bool(spec.inputs)
-
-    def enter(self, spec: MethodSpec, args: Sequence[Any]) -> None:
+    def enter(self, call: Production) -> None:
         """A twin takes the weights for calls that need them; a home may go on when its weights have left."""
         for twin in self.twins.values():
             assert isinstance(twin, ModelWorker) and twin.loan is not None
             twin.loan.settle()
-        self._holds = self.needs_weights(spec, args)
+        self._holds = call.spec.kind in ("generate", "infer", "train")
         if self.loan is not None and self._holds:
             with self.controller.timeline.span(f"{self.name}.reallocate", category="reshard"):
                 self.loan.take()
@@ -145,33 +150,41 @@ class ModelWorker(Worker):
             with self.controller.timeline.span(f"{self.name}.reload", category="reshard"):
                 self.resting.wake()
 
-    def leave(self) -> None:
+    def leave(self, call: Production) -> None:
         if self.loan is not None and self._holds:
             self.loan.give_back()
         elif self.resting is not None and self._holds:
             self.resting.rest()
 
-    def micro_batches(self, batch: Batch) -> tuple[list[list[int]], list[Packed], Totals]:
-        """Cut rows into packed micro-batches, as many on every data-parallel rank.
+    def micro_batches(self, batch: Batch, keep_groups: bool = False) -> tuple[list[list[int]], list[Packed], Totals]:
+        """Cut rows, or with ``keep_groups`` groups of rows, into packed micro-batches, as many on every data-parallel rank.
 
         Returns the row positions of each micro-batch, the micro-batches, and the mini-batch's global counts.
         Collective over mesh.dp: every rank of it must call, in program order.
         """
+        items = [[row] for row in range(len(batch))]
+        if keep_groups and len(batch):
+            order, sizes = torch.argsort(batch.group_ids, stable=True), torch.unique(batch.group_ids, return_counts=True)[1]
+            items = [rows.tolist() for rows in order.split(sizes.tolist())]
         lengths = sequence_lengths(batch)
-        index = self._cut(lengths, None)
+        weights = [sum(lengths[row] for row in item) for item in items]
+        most = max(map(len, items), default=1)
+        index = self._cut(weights, most, None)
         response_tokens = int(model_tokens(batch).sum()) if len(batch) else 0
         counts = torch.stack(self.mesh.dp.all_gather(torch.tensor([len(index), response_tokens, len(batch)]), "control"))
         agreed = int(counts[:, 0].max())
         if agreed > len(index):
-            index = self._cut(lengths, agreed)
+            index = self._cut(weights, most, agreed)
         totals = Totals(int(counts[:, 1].sum()), int(counts[:, 2].sum()))
-        return index, [pack_rows(batch.take(rows), self.device) for rows in index], totals
+        rows_of = [sorted(row for item in chosen for row in items[item]) for chosen in index]
+        return rows_of, [pack_rows(batch.take(rows), self.device) for rows in rows_of], totals
 
-    def _cut(self, lengths: list[int], number: int | None) -> list[list[int]]:
+    def _cut(self, weights: list[int], most: int, number: int | None) -> list[list[int]]:
+        """``most``: rows of the largest item."""
         limits = self.build.limits
         if limits.rows is not None:
-            return micro_batches_by_count(lengths, limits.rows, number)
-        return micro_batches_by_tokens(lengths, limits.max_tokens, number)
+            return micro_batches_by_count(weights, max(limits.rows // most, 1), number)
+        return micro_batches_by_tokens(weights, limits.max_tokens, number, limits.where)
 
     def infer(
         self, batch: Batch, head: Callable[[Decoder, Tensor, Packed], Tensor], lengths: Tensor | None = None
@@ -196,16 +209,63 @@ class ModelWorker(Worker):
         """Log-probability of every response token of the model, by :meth:`infer`."""
         return self.infer(batch, lambda decoder, hidden, micro: response_log_probs(decoder, hidden, micro, temperature)[0])
 
-    def train(
-        self, batch: Batch, loss: Callable[[Decoder, Tensor, Packed, Totals], tuple[Tensor, dict[str, Tensor]]]
+    @register(
+        THREE_D,
+        kind="train",
+        describe=lambda self, objective, *, mini_batch_size=None, epochs=1: Signature(
+            f"update_{self.name}",
+            tuple(Stream((*ROW_INPUTS, *one.reads), one.keep_groups) for one in as_objectives(objective)),
+            mini_batch_size=mini_batch_size,
+            epochs=epochs,
+        ),
+    )
+    def update(
+        self,
+        steps: list[list[Batch]],
+        objective: Objective | Sequence[Objective],
+        *,
+        mini_batch_size: int | None = None,
+        epochs: int = 1,
     ) -> dict[str, float]:
-        """One optimizer step on a mini-batch. ``loss`` returns this micro-batch's share of the mini-batch's loss and of its statistics.
+        """Learn: one optimizer step for each mini-batch of ``mini_batch_size`` groups (prompts; None: all of them) and epoch.
 
-        Returns the statistics summed over micro-batches and data-parallel ranks (empty off the last stage), with grad_norm and lr.
+        With several references and as many objectives, the losses of each mini-batch are added up into one step; the first
+        one's groups say how many mini-batches there are. Returns the mean statistics over the steps.
         Collective over the pool: every rank of it must call, in program order.
         """
-        _, packed, totals = self.micro_batches(batch)
-        stats = self.engine.forward_backward(packed, lambda decoder, hidden, micro: loss(decoder, hidden, micro, totals))
+        objectives = as_objectives(objective)
+        differences: list[Tensor] = []  # before the first update, from the log-probs of the same weights
+        checked = differences if self.checks_rollouts else None
+        reports = []
+        for batches in steps:
+            reports.append(self._step(batches, objectives, checked))
+            checked = None
+        report = self.summarise(reports, first=(f"{self.name}/ppo_kl",))
+        return report | log_prob_differences(torch.cat(differences)) if differences else report
+
+    def _step(
+        self, batches: Sequence[Batch], objectives: Sequence[Objective], differences: list[Tensor] | None
+    ) -> dict[str, float]:
+        """One optimizer step. Returns the statistics summed over micro-batches and data-parallel ranks (empty off the last stage),
+        with grad_norm and lr. ``differences`` receives those of the rollout's log-probs from these, where they should be none."""
+        stats: dict[str, Tensor] = {}
+
+        def losses(objective: Objective, totals: Totals) -> Callable[..., tuple[Tensor, dict[str, Tensor]]]:
+            def loss(decoder: Decoder, hidden: Tensor, micro: Packed) -> tuple[Tensor, dict[str, Tensor]]:
+                fields = model_outputs(objective, decoder, hidden, micro)
+                fields |= {name: take_field(micro.extra, name, hidden.device) for name in objective.reads}
+                if differences is not None and "old_log_probs" in fields:
+                    differences.append((fields["log_probs"].detach() - fields["old_log_probs"]).abs())
+                value, told = objective.loss(fields, Rows.of(micro.extra), totals)
+                return value * objective.weight, told
+
+            return loss
+
+        for batch, objective in zip(batches, objectives, strict=True):
+            _, packed, totals = self.micro_batches(batch, objective.keep_groups)
+            if totals.rows:  # of a stream that is shorter than the others this mini-batch may have none
+                for name, value in self.engine.forward_backward(packed, losses(objective, totals)).items():
+                    stats[name] = stats[name] + value if name in stats else value
         summed: dict[str, float] = {}
         if self.mesh.last_stage:
             names = sorted(stats)
@@ -219,59 +279,11 @@ class ModelWorker(Worker):
         named = [
             {name if "/" in name else f"{self.name}/{name}": value for name, value in report.items()} for report in reports
         ]
-        result = {name: sum(report[name] for report in named) / len(named) for name in named[0]}
+        having = {name: [report[name] for report in named if name in report] for name in named[0]}
+        result = {name: sum(values) / len(values) for name, values in having.items()}
         return result | {f"{name}_first": named[0][name] for name in first if name in named[0]}
 
-    @register(RANK_ZERO)
+    @register(RANK_ZERO, kind="control")
     def progress(self) -> dict[str, int]:
         """What a checkpoint must know of this role besides its tensors."""
         return {"optimizer_steps": self.engine.optimizer.step_count if self.engine.optimizer else 0}
-
-
-def sequence_lengths(batch: Batch) -> list[int]:
-    if not len(batch):
-        return []
-    total: Tensor = batch["prompt_ids"].lengths + batch["response_ids"].lengths
-    return total.tolist()
-
-
-def pack_rows(batch: Batch, device: torch.device) -> Packed:
-    """Prompt and response of each row, one after the other, on ``device``; the other fields stay with the rows."""
-    if not len(batch):
-        return Packed(torch.empty(0, dtype=torch.int64, device=device), torch.empty(0, dtype=torch.int64), batch)
-    prompts, responses = batch["prompt_ids"].rows(), batch["response_ids"].rows()
-    whole = ragged([part for pair in zip(prompts, responses, strict=True) for part in pair], torch.int64)
-    return Packed(whole.values.to(device), batch["prompt_ids"].lengths + batch["response_ids"].lengths, batch)
-
-
-MASK = "response_mask"  # bool, ragged: false for the tokens of an environment, which were not drawn
-
-
-def model_tokens(batch: Batch) -> Tensor:
-    """Response tokens of each row that the model drew, int64 [rows]: all, or with an environment those of its mask."""
-    counts: Tensor = batch[MASK].counts() if MASK in batch else batch["response_ids"].lengths
-    return counts
-
-
-def response_positions(micro: Packed) -> Tensor:
-    """Positions in the packed tokens whose hidden state predicts each response token of the model, int64 [response tokens]."""
-    responses: Tensor = micro.extra["response_ids"].lengths
-    ends = micro.lengths.cumsum(0)
-    first = ends - responses - 1
-    within = torch.arange(int(responses.sum())) - torch.repeat_interleave(responses.cumsum(0) - responses, responses)
-    positions = torch.repeat_interleave(first, responses) + within
-    return (positions[micro.extra[MASK].values] if MASK in micro.extra else positions).to(micro.tokens.device)
-
-
-def response_log_probs(
-    decoder: Decoder, hidden: Tensor, micro: Packed, temperature: float, entropy: bool = False
-) -> tuple[Tensor, Tensor | None]:
-    """Log-probability of every response token of the model, and the entropy of its distribution: [response tokens] each."""
-    labels = drawn(micro.extra, "response_ids").to(hidden.device)
-    return token_log_probs(decoder, hidden[response_positions(micro)], labels, temperature, entropy)
-
-
-def drawn(batch: Batch, name: str) -> Tensor:
-    """A ragged field's entries for the response tokens of the model, packed."""
-    field: Ragged = batch[name]
-    return (field.where(batch[MASK]) if MASK in batch else field).values

@@ -3,81 +3,94 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
-from typing import Any
+from typing import Literal
 
 import torch
 
+from rlhf_spmd.data.batch import Batch, Field, ragged
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.generation.generator import GenerationStats, Generator
-from rlhf_spmd.generation.progress import Completion, Progress
+from rlhf_spmd.generation.progress import Completion, Drawn, Progress
 from rlhf_spmd.generation.sequence import Request
 from rlhf_spmd.generation.until import Until
+
+REASONS: tuple[Literal["stop", "length"] | None, ...] = (None, "stop", "length")
+NOTED = ("log_probs", "log_probs_t1", "versions")
 
 
 class HeldRollouts:
     """The same on every rank of the replica.
 
     ``groups``: row ids of each group in flight; ``ended``: the completions among them; the others are the generator's ``kept``.
-    ``saved``: rows of a checkpoint, by id, which go on where they stood when they are asked for again.
+    ``saved``: rows of a checkpoint, which go on where they stood when they are asked for again.
     """
 
     def __init__(self, generator: Generator) -> None:
         self.generator = generator
         self.groups: dict[int, list[int]] = {}
         self.ended: dict[int, Completion] = {}
-        self.saved: dict[int, dict[str, Any]] = {}
-
-    def whole_groups(self) -> list[int]:
-        """Groups all of whose rows have ended, the oldest first."""
-        return sorted(group for group, rows in self.groups.items() if all(row in self.ended for row in rows))
+        self.saved: Batch | None = None
 
     def advance(
         self, requests: Sequence[Request], sampling: SamplingConfig, number: int, num_groups: int, tick: Callable[[], None]
-    ) -> None:
-        """Take in ``requests`` and generate until ``num_groups`` whole groups are here.
+    ) -> tuple[list[Completion], list[int]]:
+        """Generate for ``requests``, of which some may be held already, until ``num_groups`` whole groups have ended; the oldest
+        of these, whose rows are held no longer, and the groups' ids.
 
         Collective over the replica: every rank of it must call, in program order, with the same arguments.
         """
-        fresh = [request for request in requests if not self._restore(request)]
-        for request in requests:
+        held = {row for rows in self.groups.values() for row in rows}
+        new = [request for request in requests if request.row_id not in held]
+        fresh = self._restore(new, sampling.logprobs or 0)
+        for request in new:
             self.groups.setdefault(request.group_id, []).append(request.row_id)
-        num_whole = len(self.whole_groups())
+        num_whole = len(self._whole())
         fraction = (num_groups - num_whole) / max(len(self.groups) - num_whole, 1)
         if fraction <= 0:  # what ended together with the last step's rows is enough
             self.generator.kept += [Progress(request, number) for request in fresh]
             self.generator.stats = GenerationStats()
-            return
-        until = Until(fraction=fraction)
-        ended = self.generator.generate_until(fresh, sampling, sampling.seed, number, until, number, tick)
-        self.generator.make_room()  # the weights change before the next call
-        self.ended |= {completion.row_id: completion for completion in ended}
-
-    def take(self, row_ids: Sequence[int]) -> list[Completion]:
-        """The completions of rows that have ended; they are held no longer."""
-        taken = set(row_ids)
-        self.groups = {group: rows for group, rows in self.groups.items() if taken.isdisjoint(rows)}
-        return [self.ended.pop(row) for row in row_ids]
-
-    def state(self) -> list[tuple[int, dict[str, Any]]]:
-        """(row id, what :meth:`advance` goes on with) of every row here, for JSON."""
-        kept = [(row.request.row_id, row.to_json()) for row in self.generator.kept]
-        return kept + [(row, _completion_state(completion)) for row, completion in self.ended.items()]
-
-    def _restore(self, request: Request) -> bool:
-        state = self.saved.pop(request.row_id, None)
-        if state is None:
-            return False
-        dtype = torch.float64 if self.generator.decoder.dtype == torch.float64 else torch.float32
-        if "parts" in state:
-            self.generator.kept.append(Progress.from_json(request, state, dtype))
         else:
-            tensors = {name: torch.tensor(state[name], dtype=dtype) for name in ("log_probs", "log_probs_t1")}
-            versions = torch.tensor(state["versions"], dtype=torch.int64)
-            self.ended[request.row_id] = Completion(**{**state, **tensors, "versions": versions})
-        return True
+            until = Until(fraction=fraction)
+            ended = self.generator.generate_until(fresh, sampling, sampling.seed, number, until, number, tick)
+            self.generator.make_room()  # the weights change before the next call
+            self.ended |= {completion.row_id: completion for completion in ended}
+        taken = self._whole()[:num_groups]
+        rows = sorted(row for group in taken for row in self.groups.pop(group))
+        return [self.ended.pop(row) for row in rows], taken
 
+    def _whole(self) -> list[int]:
+        """Groups all of whose rows have ended, the oldest first."""
+        return sorted(group for group, rows in self.groups.items() if all(row in self.ended for row in rows))
 
-def _completion_state(completion: Completion) -> dict[str, Any]:
-    state = {key: value.tolist() if torch.is_tensor(value) else value for key, value in asdict(completion).items()}
-    return {**state, "top_log_probs": None}  # nothing in training reads them
+    def state(self) -> Batch:
+        """The rows that :meth:`advance` goes on with, as far as they have come, for a checkpoint."""
+        rows = {row.request.row_id: (row.step, row.finish_reason, row.token_ids, *row.drawn()) for row in self.generator.kept}
+        for row, c in self.ended.items():
+            rows[row] = 0, c.finish_reason, c.token_ids, c.log_probs, c.log_probs_t1, c.versions
+        row_ids = torch.tensor(sorted(rows), dtype=torch.int64)
+        steps, reasons, tokens, *noted = zip(*(rows[row] for row in sorted(rows)), strict=True) if rows else [()] * 6
+        numbers = {"step": steps, "reason": [REASONS.index(reason) for reason in reasons]}
+        fields: dict[str, Field] = {name: torch.tensor(column, dtype=torch.int64) for name, column in numbers.items()}
+        columns = zip(("token_ids", *NOTED), (tokens, *noted), (torch.int64, None, None, torch.int64), strict=True)
+        return Batch(row_ids, row_ids, fields | {name: ragged(column, dtype) for name, column, dtype in columns})
+
+    def _restore(self, requests: Sequence[Request], num_top: int) -> list[Request]:
+        """Take back those that a checkpoint has; returns the others. ``num_top``: likeliest tokens noted for each token."""
+        if self.saved is None:
+            return list(requests)
+        saved, self.saved = self.saved, None
+        at = {row: i for i, row in enumerate(saved.row_ids.tolist())}
+        columns = {name: saved[name].rows() for name in ("token_ids", *NOTED)}
+        for request in requests:
+            if request.row_id not in at:
+                continue
+            i = at[request.row_id]
+            tokens, reason = columns["token_ids"][i].tolist(), REASONS[int(saved["reason"][i])]
+            log_probs, log_probs_t1, versions = (columns[name][i] for name in NOTED)
+            if reason is not None:
+                self.ended[request.row_id] = Completion(request.row_id, tokens, log_probs, log_probs_t1, reason, versions)
+            else:
+                top = log_probs.new_zeros(len(tokens), num_top)  # nothing in training reads them
+                parts = [Drawn(log_probs, log_probs_t1, versions, top.long(), top)] if tokens else []
+                self.generator.kept.append(Progress(request, int(saved["step"][i]), tokens, parts))
+        return [request for request in requests if request.row_id not in at]

@@ -1,0 +1,79 @@
+"""Supervised fine-tuning: the likelihood of given responses; validated by their loss, and by a reward of what the model answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from rlhf_spmd.algorithms.base import AlgorithmConfig, Section
+from rlhf_spmd.algorithms.base import validate as validate_rewards
+from rlhf_spmd.config.bounds import check_bounds
+from rlhf_spmd.controller import Reference
+from rlhf_spmd.data.prompts import ValidationPromptsConfig
+from rlhf_spmd.data.sft import SftConfig as SftDataConfig
+from rlhf_spmd.objectives.losses import aggregate, check_loss_agg_mode
+from rlhf_spmd.workers.config import BatchLimits
+from rlhf_spmd.workers.objective import Objective, Rows, Totals
+
+
+@dataclass(frozen=True)
+class SftConfig(AlgorithmConfig):
+    """``stop_at_reward``: end when ``val/reward_mean`` has reached this (needs ``val_prompts`` and a reward)."""
+
+    name: str = "sft"
+    loss_agg_mode: str = "token-mean"
+    max_token_len_per_gpu: int = 16384
+    stop_at_reward: float | None = None
+    streams: ClassVar[Mapping[str, Section]] = {
+        "responses": Section("data", SftDataConfig),
+        "val_prompts": Section("val_prompts", ValidationPromptsConfig, optional=True),
+    }
+
+    def check(self, where: str) -> None:
+        check_loss_agg_mode(self.loss_agg_mode, f"{where}.loss_agg_mode")
+        if self.loss_agg_mode == "seq-mean-token-sum-norm":
+            raise ValueError(
+                f"{where}.loss_agg_mode={self.loss_agg_mode!r} needs a response limit, which SFT has not; use another"
+            )
+        check_bounds(self, where, "max_token_len_per_gpu", least=1)
+
+    @property
+    def limits(self) -> BatchLimits:
+        return BatchLimits(self.max_token_len_per_gpu, where="algorithm.max_token_len_per_gpu")
+
+    @property
+    def goal(self) -> float | None:
+        return self.stop_at_reward
+
+
+def step(models: Any, data: Any, config: SftConfig, number: int) -> list[Reference]:
+    """One optimizer step on the negative log-likelihood of the responses."""
+    return [models.actor.update(data.responses.next(), likelihood(config.loss_agg_mode))]
+
+
+def likelihood(loss_agg_mode: str) -> Objective:
+    """Negative log-likelihood of responses, nats per token."""
+
+    def loss(fields: dict[str, Tensor], rows: Rows, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
+        return aggregate(-fields["log_probs"], rows.lengths, loss_agg_mode, totals.tokens, totals.rows), {}
+
+    return Objective(loss)
+
+
+def validate(models: Any, data: Any, config: SftConfig, number: int) -> dict[str, float]:
+    """The loss of the validation responses, and the reward of answers to the validation prompts, whichever there are."""
+    found: dict[str, float] = {}
+    if "responses" in data.validation:
+        total, tokens = 0.0, 0
+        for part in data.validate_rows("responses", lambda rows: models.actor.compute_loss(rows)):
+            total, tokens = total + part["sum"], tokens + part["tokens"]
+        found["val/loss"] = total / tokens
+    if "val_prompts" in data.validation:
+        found |= validate_rewards(models, data, config, number, "val_prompts")
+    return found
+
+
+Config = SftConfig

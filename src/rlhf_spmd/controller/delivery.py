@@ -1,0 +1,291 @@
+"""How data get from call to call: who sends which rows to whom, when, and the token counts that say where rows go.
+
+Every rank does the same bookkeeping in the same order, and its own part of the sending. The rules are at the head of
+``controller.py`` (3 to 6).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlhf_spmd.controller.graph import CallNode, Graph
+from rlhf_spmd.controller.reference import Intake, Piece, Production, Source, pick_rows
+from rlhf_spmd.controller.transport import LENGTHS, REPORTS, Transport
+from rlhf_spmd.data.batch import Batch, Field, concat, pack, unpack
+from rlhf_spmd.parallel.collectives import Group
+
+Share = tuple[Intake, Piece, dict[str, str]]  # of a consumer: what one producer makes for the same rows, as name here -> there
+
+
+class Delivery:
+    """This rank's part of moving rows between the calls of a script."""
+
+    def __init__(self, world: Group) -> None:
+        self.world = world
+        self.rank = world.ranks[world.rank]
+        self._transport = Transport(world)
+        self._consumers: dict[int, list[CallNode]] = {}  # node -> who reads what it makes
+        self._readers: dict[int, frozenset[int]] = {}  # node -> the ranks that must know the token counts which it makes
+        self._made: dict[int, Production] = {}  # node -> the call that took its place
+        self._makers: list[Production] = []  # of token counts, in this script
+        self._pushed: dict[tuple[int, int], tuple[Production, list[Share]]] = {}  # (call, node): sent ahead, not yet consumed
+        self._own_report = b""
+
+    def begin(self, graph: Graph) -> None:
+        """Of a script that was traced as ``graph``."""
+        self._consumers, self._readers = graph.consumers(), graph.readers_of_lengths()
+
+    def settle(self) -> None:
+        """Receive what was sent here and not used, wait for what was sent."""
+        for maker in self._makers:
+            if self.rank in maker.told:
+                self.learn(maker)
+        for key in list(self._pushed):
+            self._drop(*key)
+        self._transport.finish()
+        for kept in (self._consumers, self._readers, self._made, self._makers):
+            kept.clear()
+
+    def send_report(self, report: bytes) -> None:
+        first = self.world.ranks[0]
+        if self.rank == first:
+            self._own_report = report
+        else:
+            self._transport.send(torch.frombuffer(bytearray(report), dtype=torch.uint8), first, 0, REPORTS, "report")
+
+    def receive_reports(self) -> list[bytes]:
+        others = [self._transport.receive(rank, 0, REPORTS, "report") for rank in self.world.ranks[1:]]
+        return [self._own_report, *(bytes(payload.numpy()) for payload in others)]
+
+    # What comes in
+
+    def assemble(self, consumer: Production, intake: Intake, index: int) -> Batch:
+        """The fields of one part's rows, out of this rank's memory and what others have sent."""
+        part = intake.part(index)
+        if not len(part.positions):  # a member without rows gets a batch without fields
+            return Batch(part.row_ids, part.group_ids, {})
+        found: dict[str, list[tuple[np.ndarray, Batch]]] = defaultdict(list)
+        for piece, names in intake.shares():
+            inside, ids = _within(piece, part.positions, len(intake.rows))
+            if len(ids):
+                data = self._fetch(piece.producer, consumer, ids, list(names.values()))
+                for here, there in names.items():
+                    found[here].append((inside, data.select([there])))
+        fields = {name: _joined(name, pieces, len(part.positions)) for name, pieces in found.items()}
+        return Batch(part.row_ids, part.group_ids, fields)
+
+    def _fetch(self, producer: Source | Production, consumer: Production, ids: np.ndarray, names: list[str]) -> Batch:
+        """These rows of a production: out of this rank's own memory, the rest from their holders."""
+        row_ids = torch.from_numpy(ids)
+        if isinstance(producer, Source):
+            return pick_rows(producer.data.select(names), row_ids)
+        parts = np.unique(producer.parts_of(ids)).tolist()
+        pieces = self._receive(producer, consumer, parts)
+        if any(self.rank in producer.members.holders(index) for index in parts):
+            assert producer.data is not None, f"{consumer.name}: {producer.name} has made no data here"
+            pieces.append(producer.data.select(names))
+        return pick_rows(pieces[0] if len(pieces) == 1 else concat(pieces), row_ids)
+
+    def _receive(self, producer: Production, consumer: Production, parts: Iterable[int]) -> list[Batch]:
+        """Rows of these parts of a production, one batch from the first holder of each part that does not lie here."""
+        holders = [producer.members.holders(index) for index in parts]
+        sources = [ranks[0] for ranks in holders if self.rank not in ranks]
+        return [unpack(self._transport.receive(rank, producer.seq, consumer.node, consumer.name)) for rank in sources]
+
+    # What goes out
+
+    def send_inputs(self, consumer: Production) -> None:
+        """See that the inputs of a call get to it: those that were not pushed for just these rows are sent."""
+        self._made[consumer.node] = consumer
+        for maker, ranks in lengths_needed(consumer).items():
+            self._tell(maker, ranks)
+        by_producer: dict[int, tuple[Production, list[Share]]] = {}
+        for intake in consumer.intakes:
+            for piece, names in intake.shares():
+                if isinstance(piece.producer, Production):
+                    by_producer.setdefault(piece.producer.seq, (piece.producer, []))[1].append((intake, piece, names))
+        for seq, (producer, shares) in sorted(by_producer.items()):
+            key = seq, consumer.node
+            if key in self._pushed:
+                if _alike(self._pushed[key][1], shares):
+                    del self._pushed[key]
+                    continue
+                self._drop(*key)
+            for share in shares:
+                self._send(producer, consumer, share)
+
+    def push(self, producer: Production) -> None:
+        """Send the results of a call to the consumers that the graph names, where the trace knew their rows."""
+        if producer.rows is None:
+            return
+        if producer.spec.lengths_of is not None:
+            self._makers.append(producer)
+            self._tell(producer, self._readers.get(producer.node, frozenset()))
+        for node in self._consumers.get(producer.node, ()):
+            foreseen = node.call
+            intakes = [self._real(intake) for intake in foreseen.intakes]
+            if any(intake is None for intake in intakes):
+                continue  # its rows are decided later, or placed by token counts that a later call makes
+            consumer = Production(-1, node.index, foreseen.role, foreseen.spec, foreseen.name, (), [], (), 0)
+            shares = [
+                (intake, Piece(producer, piece.name, piece.at, piece.ids), names)
+                for intake in intakes
+                if intake is not None
+                for piece, names in intake.shares()
+                if isinstance(piece.producer, Production) and piece.producer.seq < 0 and piece.producer.node == producer.node
+            ]
+            for share in shares:
+                self._send(producer, consumer, share)
+            self._pushed[producer.seq, node.index] = consumer, shares
+
+    def _real(self, intake: Intake) -> Intake | None:
+        """A traced call's intake with the calls that now make its token counts; None where it cannot be known yet."""
+        if intake.rows.decided:
+            return None
+        tokens = []
+        for piece in intake.tokens:
+            maker = piece.producer
+            if isinstance(maker, Production) and maker.seq < 0:
+                if maker.node not in self._made:
+                    return None
+                piece = Piece(self._made[maker.node], piece.name, piece.at, piece.ids)
+            tokens.append(piece)
+        return Intake(intake.rows, intake.fields, tuple(tokens), intake.cut)
+
+    def _send(self, producer: Production, consumer: Production, share: Share) -> None:
+        """This rank's part of moving rows to a consumer: those it is the first holder of, to members that lack them."""
+        intake, piece, names = share
+        index = producer.members.part_of.get(self.rank)
+        if index is None:
+            return
+        holders = producer.members.holders(index)
+        if holders[0] != self.rank or all(rank in holders for rank in consumer.members.part_of):
+            return
+        mine = producer.parts_of(piece.ids) == index
+        theirs = intake.placement.parts[:, piece.at]
+        for wanted in np.unique(theirs[:, mine]).tolist():
+            ranks = [rank for rank in consumer.members.workers(wanted) if rank not in holders]
+            if ranks:
+                row_ids = np.unique(piece.ids[mine & (theirs == wanted).any(0)])
+                assert producer.data is not None, f"{producer.name} has made no data here"
+                payload = pack(pick_rows(producer.data.select(dict.fromkeys(names.values())), torch.from_numpy(row_ids)))
+                for rank in ranks:
+                    self._transport.send(payload, rank, producer.seq, consumer.node, consumer.name)
+
+    def _drop(self, seq: int, node: int) -> None:
+        """Receive what was pushed for a call that came otherwise than foreseen, or did not come."""
+        consumer, shares = self._pushed.pop((seq, node))
+        index = consumer.members.part_of.get(self.rank)
+        if index is None:
+            return
+        for intake, piece, _ in shares:
+            _, ids = _within(piece, intake.part(index).positions, len(intake.rows))
+            assert isinstance(piece.producer, Production)
+            self._receive(piece.producer, consumer, np.unique(piece.producer.parts_of(ids)).tolist() if len(ids) else [])
+
+    # Token counts
+
+    def _tell(self, maker: Production, ranks: Iterable[int]) -> None:
+        """Send the token counts of the rows that this rank made to those of ``ranks`` that have not been told."""
+        new = set(ranks) - maker.told
+        maker.told |= new
+        index = maker.members.part_of.get(self.rank)
+        if not new or index is None or maker.members.holders(index)[0] != self.rank:
+            return
+        if len(maker.intakes[0].part(index).positions):
+            counts = torch.from_numpy(self._own_lengths(maker, index))
+            for rank in sorted(new - {self.rank}):
+                self._transport.send(counts.view(torch.uint8), rank, maker.seq, LENGTHS, "lengths")
+
+    def _own_lengths(self, maker: Production, index: int) -> np.ndarray:
+        """Of each row of the part; 0 for rows that have not come out."""
+        assert maker.data is not None, f"{maker.name} has made no data here"
+        part = maker.intakes[0].part(index)
+        if not len(maker.data):
+            return np.zeros(len(part.positions), dtype=np.int64)
+        lengths: Tensor = maker.data[maker.spec.lengths_of or ""].lengths
+        if len(lengths) == len(part.positions):
+            return lengths.numpy()
+        counts = torch.zeros(len(part.positions), dtype=torch.int64)
+        counts[torch.searchsorted(part.row_ids, maker.data.row_ids)] = lengths
+        return counts.numpy()
+
+    def learn(self, maker: Production) -> np.ndarray:
+        """Token counts int64 [rows] that a call made; waits for those made elsewhere. Only for ranks that are told."""
+        if maker.counts is None:
+            assert self.rank in maker.told, f"rank {self.rank} is not told the token counts of {maker.name}"
+            counts = np.zeros(len(maker.intakes[0].rows), dtype=np.int64)
+            for index in np.unique(maker.intakes[0].placement.parts).tolist():
+                first, positions = maker.members.holders(index)[0], maker.intakes[0].part(index).positions
+                if first == self.rank:
+                    counts[positions] = self._own_lengths(maker, index)
+                else:
+                    payload = self._transport.receive(first, maker.seq, LENGTHS, "lengths")
+                    counts[positions] = payload.view(torch.int64).numpy()
+            maker.counts = counts
+        return maker.counts
+
+
+def lengths_needed(consumer: Production) -> dict[Production, frozenset[int]]:
+    """The calls whose token counts a call's placement needs, and the ranks that need them: members, and those that send to them.
+
+    Members also need those by which the senders' own rows were placed.
+    """
+    found: dict[Production, frozenset[int]] = {}
+    members = frozenset(consumer.role.pool.ranks)
+    makers = [maker for intake in consumer.intakes for maker in intake.token_makers()]
+    pieces = [piece for intake in consumer.intakes for piece, _ in intake.shares()]
+    senders = list(dict.fromkeys(piece.producer for piece in pieces if isinstance(piece.producer, Production)))
+    everyone = members.union(*(sender.role.pool.ranks for sender in senders))
+    for maker in makers:
+        found[maker] = everyone
+    for sender in senders:
+        for maker in sender.intakes[0].token_makers():
+            found[maker] = found.get(maker, frozenset()) | members
+    return found
+
+
+def _alike(foreseen: list[Share], shares: list[Share]) -> bool:
+    """Whether what was pushed is what the call takes: the same rows and fields, cut alike."""
+    return len(foreseen) == len(shares) and all(
+        a.rows.same(b.rows)
+        and (a.cut, a.counted, [*mine.values()]) == (b.cut, b.counted, [*theirs.values()])
+        and one.same(other)
+        for (a, one, mine), (b, other, theirs) in zip(foreseen, shares, strict=True)
+    )
+
+
+def _within(piece: Piece, positions: np.ndarray, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """Of the rows at these ascending positions, out of ``num_rows``: which the piece has, and their ids there; int64 both."""
+    if len(piece.at) == num_rows:  # it has all
+        return np.arange(len(positions)), piece.ids[positions] if len(positions) < num_rows else piece.ids
+    inside = np.flatnonzero(np.isin(positions, piece.at, assume_unique=True))
+    return inside, piece.ids[np.searchsorted(piece.at, positions[inside])]
+
+
+def _joined(name: str, pieces: list[tuple[np.ndarray, Batch]], num_rows: int) -> Field:
+    """One field of all rows, out of what several calls made for some of them each."""
+    (order, whole), *_ = pieces
+    if len(pieces) > 1:
+        order = np.concatenate([at for at, _ in pieces])
+        renamed = [Batch(b.row_ids, b.group_ids, {name: next(iter(b.fields.values()))}) for _, b in pieces]
+        whole = concat(renamed).take(torch.from_numpy(np.argsort(order)))
+    assert len(order) == num_rows, f"field {name!r} is there for {len(order)} of {num_rows} rows"
+    field: Field = next(iter(whole.fields.values()))
+    return field
+
+
+def held_first(piece: Piece, rank: int) -> tuple[Batch | None, np.ndarray]:
+    """The rows of a piece for which this rank answers: data, and which of the piece's rows (int64)."""
+    producer = piece.producer
+    if isinstance(producer, Source):
+        return producer.data, np.arange(len(piece.ids))  # every rank has them all
+    index = producer.members.part_of.get(rank)
+    if index is None or producer.members.holders(index)[0] != rank:
+        return None, np.empty(0, dtype=np.int64)
+    return producer.data, np.flatnonzero(producer.parts_of(piece.ids) == index)

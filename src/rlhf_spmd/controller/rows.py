@@ -1,0 +1,134 @@
+"""Which rows there are, and how a call cuts them over the members of its role: pure, the same on every rank.
+
+Rows are found by id. A cut deals whole groups or single rows to parts that hold about as many tokens; of a call that trains it
+first makes mini-batches, of whole groups shuffled from the seed, so that a mini-batch has the same rows in every layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlhf_spmd.data.balance import partition_by_tokens
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Into ``num_parts``. ``keep_groups``: the rows of a group go to one part. Of training: into ``num_chunks`` mini-batches of
+    about as many groups each, dealt anew in each of ``epochs``, in an order that follows from (``seed``, epoch, group id)."""
+
+    num_parts: int
+    keep_groups: bool = True
+    num_chunks: int = 1
+    epochs: int = 1
+    seed: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """The rows that one part works on: ascending ``positions`` in the row set, int64, and their ids. ``updates``: for each epoch
+    and mini-batch, which of these rows it has."""
+
+    positions: np.ndarray
+    row_ids: Tensor
+    group_ids: Tensor
+    updates: list[np.ndarray]
+
+
+@dataclass(eq=False)
+class Placement:
+    """Where the rows of a cut went: ``parts`` and ``chunks`` int64 [epochs, rows]; one epoch stands for all that are alike."""
+
+    rows: RowSet
+    cut: Cut
+    parts: np.ndarray
+    chunks: np.ndarray
+    _parts: dict[int, Part] = field(default_factory=dict)
+
+    def part(self, index: int) -> Part:
+        if index not in self._parts:
+            mine = self.parts == index
+            positions = np.flatnonzero(mine.any(0))
+            updates = [
+                np.flatnonzero((mine[epoch] & (self.chunks[epoch] == chunk))[positions])
+                for epoch in range(len(mine))
+                for chunk in range(self.cut.num_chunks)
+            ]
+            ids, groups = (torch.from_numpy(x[positions]) for x in (self.rows.row_ids, self.rows.group_ids))
+            self._parts[index] = Part(positions, ids, groups, updates * (self.cut.epochs // len(mine)))
+        return self._parts[index]
+
+
+@dataclass(eq=False)
+class RowSet:
+    """``row_ids`` int64 [rows], ascending, and ``group_ids``. ``decided``: which rows these are was decided by what ranks
+    computed, so that a trace cannot know them. ``given``: the part of each row for calls that cut the rows so."""
+
+    row_ids: np.ndarray
+    group_ids: np.ndarray
+    decided: bool = False
+    given: dict[Cut, np.ndarray] = field(default_factory=dict)
+    _placements: dict[Hashable, Placement] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        assert (np.diff(self.row_ids) > 0).all(), "row ids ascend without repeats"
+
+    def __len__(self) -> int:
+        return len(self.row_ids)
+
+    @cached_property
+    def num_groups(self) -> int:
+        return len(np.unique(self.group_ids))
+
+    def same(self, other: RowSet) -> bool:
+        return self is other or np.array_equal(self.row_ids, other.row_ids)
+
+    def place(self, cut: Cut, counted: Hashable, tokens: Callable[[], np.ndarray]) -> Placement:
+        """``tokens()`` int64 [rows]: what balances the parts; ``counted`` says in short which counts these are."""
+        key = cut, counted
+        if key not in self._placements:
+            if cut in self.given:
+                parts, chunks = self.given[cut][None], np.zeros((1, len(self)), dtype=np.int64)
+            else:
+                parts, chunks = place_rows(cut, self.group_ids, tokens() if cut.num_parts > 1 else np.ones_like(self.row_ids))
+            self._placements[key] = Placement(self, cut, parts, chunks)
+        return self._placements[key]
+
+
+def place_rows(cut: Cut, group_ids: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Part and mini-batch of each row, int64 [epochs, rows] both; [1, rows] where all epochs are alike."""
+    epochs = cut.epochs if cut.num_chunks > 1 else 1
+    chunks = np.zeros((epochs, len(tokens)), dtype=np.int64)
+    if cut.num_chunks > 1:
+        found, group_of = np.unique(group_ids, return_inverse=True)
+        bounds = np.arange(len(found)) * cut.num_chunks // max(len(found), 1)  # runs of as many groups, or one more
+        for epoch in range(epochs):
+            order = np.argsort(_scrambled(found, cut.seed, epoch), kind="stable")
+            chunk_of = np.empty_like(bounds)
+            chunk_of[order] = bounds
+            chunks[epoch] = chunk_of[group_of]
+    parts = np.zeros_like(chunks)
+    if cut.num_parts > 1:
+        for epoch in range(epochs):
+            for chunk in range(cut.num_chunks):
+                rows = np.flatnonzero(chunks[epoch] == chunk)
+                groups = group_ids[rows] if cut.keep_groups else None
+                parts[epoch, rows] = partition_by_tokens(tokens[rows], cut.num_parts, groups)
+    return parts, chunks
+
+
+def _scrambled(ids: np.ndarray, seed: int, epoch: int) -> np.ndarray:
+    """uint64 per id, which depends on nothing but (seed, epoch, id): three rounds of SplitMix64 (Steele et al. 2014)."""
+    words = np.zeros(len(ids), dtype=np.uint64)
+    with np.errstate(over="ignore"):
+        for value in (np.uint64(seed % 2**64), np.uint64(epoch), ids.astype(np.uint64)):
+            words = (words ^ value) + np.uint64(0x9E3779B97F4A7C15)
+            words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+            words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+            words ^= words >> np.uint64(31)
+    return words

@@ -1,0 +1,170 @@
+"""What roles learn from and compute with, row by row: the rows of a micro-batch, objectives, and what objectives take of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf_spmd.data.batch import Batch, Ragged, ragged
+from rlhf_spmd.models.decoder import Decoder
+from rlhf_spmd.models.heads import token_log_probs, values
+from rlhf_spmd.workers.engine import Packed
+
+MASK = "response_mask"  # bool, ragged: false for the tokens of an environment, which were not drawn
+ROW_INPUTS = ("prompt_ids", "response_ids", f"{MASK}?")  # what a model reads of a row
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Counts of a mini-batch over all data-parallel ranks: what its loss is divided by. ``tokens``: of responses."""
+
+    tokens: int
+    rows: int
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """The rows that an objective or arithmetic works on, as int64 [rows] on the CPU. ``lengths``: response tokens of the model, so
+    those of environments are left out as if they were not there; fields per token are packed likewise, [sum(lengths)]."""
+
+    row_ids: Tensor
+    group_ids: Tensor
+    lengths: Tensor
+    mask: Ragged | None = None
+
+    @staticmethod
+    def of(batch: Batch) -> Rows:
+        has_tokens = len(batch) > 0 and "response_ids" in batch
+        lengths = model_tokens(batch) if has_tokens else torch.zeros(len(batch), dtype=torch.int64)
+        return Rows(batch.row_ids, batch.group_ids, lengths, batch[MASK] if has_tokens and MASK in batch else None)
+
+    def __len__(self) -> int:
+        return len(self.row_ids)
+
+    def per_token(self, values: Tensor) -> Ragged:
+        """``values`` [sum(lengths)] as a field of responses; the tokens of environments get 0."""
+        field = Ragged(values, self.lengths)
+        return field if self.mask is None else field.spread(self.mask)
+
+    def spread(self, per_row: Tensor) -> Tensor:
+        """A number of each row [rows] for each of its tokens, [sum(lengths)]."""
+        return torch.repeat_interleave(per_row, self.lengths.to(per_row.device))
+
+
+# (fields by name, [tokens] or [rows] each; rows; counts) -> loss and statistics, to be summed over micro-batches and ranks
+Loss = Callable[[dict[str, Tensor], Rows, Totals], tuple[Tensor, dict[str, Tensor]]]
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A loss, and what it is computed from.
+
+    ``reads``: fields of the batch, per token or per row. ``model``: what the forward pass gives, of
+    ``log_probs``, ``entropy`` and ``values`` [tokens], at ``temperature``, and ``row_values`` [rows], the value head at a row's last
+    token. ``keep_groups``: the rows of one group come in one micro-batch. ``weight``: of the loss, among several.
+    """
+
+    loss: Loss
+    reads: tuple[str, ...] = ()
+    model: tuple[str, ...] = ("log_probs",)
+    temperature: float = 1.0
+    keep_groups: bool = False
+    weight: float = 1.0
+
+
+def as_objectives(given: Objective | Sequence[Objective]) -> list[Objective]:
+    return [given] if isinstance(given, Objective) else list(given)
+
+
+def model_outputs(objective: Objective, decoder: Decoder, hidden: Tensor, micro: Packed) -> dict[str, Tensor]:
+    """What ``objective.model`` names."""
+    found: dict[str, Tensor] = {}
+    if "log_probs" in objective.model or "entropy" in objective.model:
+        log_probs, entropy = response_log_probs(decoder, hidden, micro, objective.temperature, "entropy" in objective.model)
+        found = {"log_probs": log_probs} | ({} if entropy is None else {"entropy": entropy})
+    if "values" in objective.model:
+        found["values"] = response_values(decoder, hidden, micro)
+    if "row_values" in objective.model:
+        found["row_values"] = last_token_value(decoder, hidden, micro)
+    return found
+
+
+def take_field(batch: Batch, name: str, device: torch.device) -> Tensor:
+    """A field for objectives: of the model's response tokens, packed, or per row."""
+    if not len(batch):
+        return torch.empty(0, device=device)
+    field = batch[name]
+    return (drawn(batch, name) if isinstance(field, Ragged) else field).to(device)
+
+
+def sequence_lengths(batch: Batch) -> list[int]:
+    if not len(batch):
+        return []
+    total: Tensor = batch["prompt_ids"].lengths + batch["response_ids"].lengths
+    return total.tolist()
+
+
+def pack_rows(batch: Batch, device: torch.device) -> Packed:
+    """Prompt and response of each row, one after the other, on ``device``; the other fields stay with the rows."""
+    if not len(batch):
+        return Packed(torch.empty(0, dtype=torch.int64, device=device), torch.empty(0, dtype=torch.int64), batch)
+    prompts, responses = batch["prompt_ids"].rows(), batch["response_ids"].rows()
+    whole = ragged([part for pair in zip(prompts, responses, strict=True) for part in pair], torch.int64)
+    return Packed(whole.values.to(device), batch["prompt_ids"].lengths + batch["response_ids"].lengths, batch)
+
+
+def model_tokens(batch: Batch) -> Tensor:
+    """Response tokens of each row that the model drew, int64 [rows]: all, or with an environment those of its mask."""
+    counts: Tensor = batch[MASK].counts() if MASK in batch else batch["response_ids"].lengths
+    return counts
+
+
+def response_positions(micro: Packed) -> Tensor:
+    """Positions in the packed tokens whose hidden state predicts each response token of the model, int64 [response tokens]."""
+    if not len(micro.lengths):
+        return torch.empty(0, dtype=torch.int64, device=micro.tokens.device)
+    responses: Tensor = micro.extra["response_ids"].lengths
+    ends = micro.lengths.cumsum(0)
+    first = ends - responses - 1
+    within = torch.arange(int(responses.sum())) - torch.repeat_interleave(responses.cumsum(0) - responses, responses)
+    positions = torch.repeat_interleave(first, responses) + within
+    return (positions[micro.extra[MASK].values] if MASK in micro.extra else positions).to(micro.tokens.device)
+
+
+def response_log_probs(
+    decoder: Decoder, hidden: Tensor, micro: Packed, temperature: float, entropy: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probability of every response token of the model, and the entropy of its distribution: [response tokens] each."""
+    labels = drawn(micro.extra, "response_ids").to(hidden.device, torch.int64)
+    return token_log_probs(decoder, hidden[response_positions(micro)], labels, temperature, entropy)
+
+
+def response_values(decoder: Decoder, hidden: Tensor, micro: Packed) -> Tensor:
+    """Value of the state before each response token of the model, [response tokens]."""
+    return values(decoder, hidden[response_positions(micro)])
+
+
+def last_token_value(decoder: Decoder, hidden: Tensor, micro: Packed) -> Tensor:
+    """The value head on each row's last token, [rows]."""
+    ends = (micro.lengths.cumsum(0) - 1).to(hidden.device)
+    return values(decoder, hidden[ends])
+
+
+def drawn(batch: Batch, name: str) -> Tensor:
+    """A ragged field's entries for the response tokens of the model, packed; none of a batch without rows."""
+    if not len(batch):
+        return torch.empty(0)
+    field: Ragged = batch[name]
+    return (field.where(batch[MASK]) if MASK in batch else field).values
+
+
+def log_prob_differences(difference: Tensor) -> dict[str, Any]:
+    """Of generation's log-probs from training's, |difference| [tokens] of this rank's rows."""
+    if not len(difference):
+        return {}
+    mean = [float(difference.double().sum()), len(difference)]
+    return {"rollout/log_prob_diff_max": float(difference.max()), "rollout/log_prob_diff_mean": mean}
