@@ -29,12 +29,12 @@ def merge_values(calls: Iterable[list[Any]]) -> tuple[dict[str, float], list[dic
             else:
                 metrics[key] = values[0] if len(set(values)) == 1 else sum(values) / len(values)
         samples += [sample for report in reports for sample in report.get("samples", [])]
-        metrics |= {f"reward/{name}": mean for name, mean in mean_extras(reports).items()}
+        metrics |= mean_extras(reports)
     return metrics, samples
 
 
 def mean_extras(reports: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """Means over all rows of the other numbers that a reward function returned beside the score."""
+    """Means over all rows of the other numbers that a reward function returned beside the score: ``<role>/extra/<name>``."""
     sums: dict[str, list[float]] = {}
     for report in reports:
         for name, (total, count) in report.get("extras", {}).items():
@@ -59,5 +59,6 @@ def validate_prompts(
     for batch in validation_batches(prompts, batch_size):
         scored = controller.run(script, controller.source(batch.repeat(sampling.n), "prompt_ids"))
         reports += controller.get(scored)[0]
-    mean = sum(report["score_sum"] for report in reports) / sum(report["rows"] for report in reports)
-    return {"val/reward_mean": mean, **{f"val/{name}": value for name, value in mean_extras(reports).items()}}
+    rows = sum(report["rows"] for report in reports)
+    mean = {"val/reward_mean": sum(report["score_sum"] for report in reports) / rows} if rows else {}
+    return {**mean, **{f"val/{name}": value for name, value in mean_extras(reports).items()}}

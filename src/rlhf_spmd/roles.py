@@ -18,11 +18,12 @@ from rlhf_spmd.models.weights import check_pretrained
 from rlhf_spmd.parallel.layout import GenerationLayout, Layout, generation_layout, resolve_layout
 from rlhf_spmd.planner.placement import PlacementConfig, place_roles
 from rlhf_spmd.reshard import ENGINES
-from rlhf_spmd.rewards.config import RewardConfig
+from rlhf_spmd.rewards.config import RewardConfig, reward_key
 from rlhf_spmd.workers.actor import ActorWorker
 from rlhf_spmd.workers.arithmetic import ArithmeticWorker, RoleClass
 from rlhf_spmd.workers.config import RoleConfig
 from rlhf_spmd.workers.model_worker import Build, ModelWorker
+from rlhf_spmd.workers.reward import RewardWorker
 
 
 @dataclass(frozen=True)
@@ -55,12 +56,12 @@ def plan_roles(
     models: Mapping[str, RoleConfig],
     roles: Mapping[str, RoleClass],
     placement: PlacementConfig,
-    reward: RewardConfig,
+    rewards: Mapping[str, RewardConfig],
     world_size: int,
     rewarded: bool = False,
 ) -> dict[str, RolePlan]:
-    """Every role with its pool, layout and model. ``roles``: name -> class, an actor among them. ``rewarded``: an environment
-    gives rewards too.
+    """Every role with its pool, layout and model. ``roles``: name -> class, an actor among them. ``rewards``: role -> settings.
+    ``rewarded``: an environment gives rewards too, in the first reward role.
 
     Reads config.json files and the headers of weights. Raises ValueError that names the role, the value and what is allowed.
     """
@@ -76,8 +77,15 @@ def plan_roles(
         if configs[role].path is None and worker.model_of is not None:
             other = configs[worker.model_of]
             configs[role] = replace(configs[role], path=other.path, random_init=configs[role].random_init or other.random_init)
-    if "reward" in configs:
-        configs["reward"] = _reward_model(configs["reward"], reward, rewarded)
+    reward_roles = [role for role, worker in known.items() if issubclass(worker, RewardWorker)]
+    for name in rewards:
+        if name not in reward_roles:
+            hint = nearest(name, reward_roles) or ";"
+            listed = ", ".join(reward_roles) or "none"
+            raise ValueError(f"{reward_key(name)}: this algorithm has no such reward{hint} its rewards are {listed}")
+    for role in reward_roles:
+        rewarded_too = rewarded and role == reward_roles[0]
+        configs[role] = _reward_model(role, configs[role], rewards.get(role, RewardConfig()), rewarded_too)
     named = {f"{role}.calls.{method}": call.pool for role, config in configs.items() for method, call in config.calls.items()}
     wanted = {role: config.pool for role, config in configs.items()} | {call: pool for call, pool in named.items() if pool}
     pools = place_roles(placement, wanted, world_size)
@@ -94,15 +102,14 @@ def plan_roles(
     return plans
 
 
-def _reward_model(config: RoleConfig, reward: RewardConfig, rewarded: bool) -> RoleConfig:
-    """The reward role with its model, which ``reward.model`` names as well as ``models.reward.path``."""
+def _reward_model(role: str, config: RoleConfig, reward: RewardConfig, rewarded: bool) -> RoleConfig:
+    """A reward role with its model, which ``rewards.<role>.model`` names as well as ``models.<role>.path``."""
+    key = reward_key(role)
     if reward.model is not None and config.path not in (None, reward.model):
-        raise ValueError(
-            f"reward.model={reward.model!r} and models.reward.path={config.path!r} name different models; give one"
-        )
+        raise ValueError(f"{key}.model={reward.model!r} and models.{role}.path={config.path!r} name different models; give one")
     path = reward.model or config.path
     if path is None and reward.function is None and not rewarded:
-        raise ValueError("there is no reward: give reward.function, a reward model as reward.model, or environment.cls")
+        raise ValueError(f"there is no {role}: give {key}.function, a reward model as {key}.model, or environment.cls")
     return replace(config, path=path)
 
 

@@ -21,7 +21,7 @@ from rlhf_spmd.objectives.losses import check_loss_agg_mode
 from rlhf_spmd.parallel.program import ProgramContext
 from rlhf_spmd.planner.placement import PlacementConfig
 from rlhf_spmd.reports import merge_values, validate_prompts
-from rlhf_spmd.rewards.config import RewardConfig
+from rlhf_spmd.rewards.config import RewardConfig, named_rewards
 from rlhf_spmd.roles import RolePlan, build_models, check_sampling, check_vocabulary, model_directory, plan_roles, with_limit
 from rlhf_spmd.session import RunConfig, Session, run_session_program, start_controller
 from rlhf_spmd.telemetry.logger import LoggerConfig
@@ -100,9 +100,8 @@ def prepare(path: str | None, overrides: Sequence[str], world_size: int) -> Prep
     if config.val_prompts is not None:
         roles["reward"] = RewardWorker
     model = replace(config.model, path=local_directory(config.model.path, "model.path"))
-    plans = plan_roles(
-        {"actor": model}, roles, PlacementConfig(), config.reward, world_size, config.environment.cls is not None
-    )
+    rewards = named_rewards(config.reward, {}) if config.val_prompts is not None else {}
+    plans = plan_roles({"actor": model}, roles, PlacementConfig(), rewards, world_size, config.environment.cls is not None)
     config.environment.check_together("environment", config.run.timeout_s, config.model.generation.rebalance_steps)
     check_validation(config, plans)
     tokenizer = load_tokenizer(model_directory(plans, "actor"))
@@ -112,6 +111,8 @@ def prepare(path: str | None, overrides: Sequence[str], world_size: int) -> Prep
     val_responses = None if validation is None else ResponseDataset(validation, config.data, tokenizer)
     prompts = config.val_prompts
     val_prompts = None if prompts is None else PromptDataset(prompts.read(), prompts, tokenizer)
+    if val_prompts is not None:
+        config.reward.check_rows("reward", val_prompts.rows)
     check_vocabulary(responses, plans)
     check_sizes(config, plans["actor"], [responses, val_responses])
     return Prepared(config, plans, tokenizer, responses, val_responses, val_prompts)
@@ -162,7 +163,7 @@ def sft(context: ProgramContext[Prepared]) -> None:
         BatchLimits(config.algorithm.max_token_len_per_gpu),
         config.run.seed,
         total_updates={"actor": config.run.steps},
-        reward=config.reward,
+        rewards={"reward": config.reward},
         environment=config.environment,
         tokenizer=ready.tokenizer,
     )

@@ -26,7 +26,7 @@ from rlhf_spmd.parallel.program import ProgramContext
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.planner.placement import PlacementConfig
 from rlhf_spmd.reports import merge_values, validate_prompts
-from rlhf_spmd.rewards.config import RewardConfig
+from rlhf_spmd.rewards.config import RewardConfig, named_rewards, reward_key
 from rlhf_spmd.roles import RolePlan, build_models, check_sampling, check_vocabulary, model_directory, plan_roles, with_limit
 from rlhf_spmd.rollouts import PromptQueue, build_queue
 from rlhf_spmd.session import RunConfig, Session, run_session_program, start_controller
@@ -34,13 +34,15 @@ from rlhf_spmd.telemetry.logger import LoggerConfig
 from rlhf_spmd.workers.arithmetic import ArithmeticWorker
 from rlhf_spmd.workers.config import RoleConfig
 from rlhf_spmd.workers.model_worker import Build, ModelWorker
+from rlhf_spmd.workers.reward import RewardWorker
 
 VALIDATION_SEED = 1_000_003  # validation draws other numbers than training
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """The whole configuration of ``train``. ``algorithm`` is the Config of the module that ``algorithm.name`` names."""
+    """The whole configuration of ``train``. ``algorithm`` is the Config of the module that ``algorithm.name`` names. ``rewards``: by
+    role; ``reward`` is the one of that name."""
 
     run: RunConfig = field(default_factory=RunConfig)
     algorithm: Any = None  # an AlgorithmConfig: the type of a field that is replaced must be Any
@@ -50,6 +52,7 @@ class TrainConfig:
     models: dict[str, RoleConfig] = field(default_factory=dict)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    rewards: dict[str, RewardConfig] = field(default_factory=dict)
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
 
@@ -103,7 +106,8 @@ def prepare(path: str | None, overrides: Sequence[str], world_size: int) -> Prep
     """
     config, algorithm = read_config(path, overrides)
     rewarded = config.environment.cls is not None
-    plans = plan_roles(config.models, config.algorithm.roles, config.placement, config.reward, world_size, rewarded)
+    rewards = named_rewards(config.reward, config.rewards)
+    plans = plan_roles(config.models, config.algorithm.roles, config.placement, rewards, world_size, rewarded)
     config.environment.check_together(
         "environment",
         config.run.timeout_s,
@@ -123,6 +127,8 @@ def prepare(path: str | None, overrides: Sequence[str], world_size: int) -> Prep
     for dataset in (prompts, val_prompts):
         if dataset is not None:
             check_vocabulary(dataset, plans)
+    for name, reward in rewards.items():
+        reward.check_rows(reward_key(name), prompts.rows + (val_prompts.rows if val_prompts else []))
     return Prepared(config, algorithm, plans, tokenizer, prompts, val_prompts)
 
 
@@ -221,7 +227,11 @@ def train(context: ProgramContext[Prepared]) -> None:
         },
         temperature=ready.sampling.log_prob_temperature,
         kl_ctrl=config.algorithm.kl_ctrl,
-        reward=config.reward,
+        rewards={
+            role: named_rewards(config.reward, config.rewards).get(role, RewardConfig())
+            for role, plan in ready.plans.items()
+            if issubclass(plan.worker, RewardWorker)
+        },
         environment=config.environment,
         tokenizer=ready.tokenizer,
         num_samples=config.run.log_samples,

@@ -2,7 +2,8 @@
 
 The workers are plain programs, started with exec: they share nothing with the rank but two pipes, so neither the rank's
 threads, nor its device, nor its ``__main__`` come along, and a call that hangs (also inside C code) ends with the worker.
-A worker is sent many rows at once and answers one by one; a call's time runs from the answer before it.
+A worker is sent many calls at once and answers one by one; a call's time runs from the answer before it. A call is one row, of
+a batched function the rows of this rank, or with several workers an equal share of them for each.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
+from rlhf_spmd.rewards.binding import Row
 from rlhf_spmd.rewards.config import RewardConfig
 
 # Seconds for a worker to start and import the function's module.
@@ -27,7 +29,7 @@ START_LIMIT_S = 120.0
 # Seconds beyond the time limit before a silent worker is killed. The worker measures each call itself, and by its clock an
 # overrun counts exactly; this only covers the way of the answer.
 GRACE_S = 0.05
-# Rows sent to a worker at a time, at most: bounds what has to be sent again when it is killed.
+# Calls sent to a worker at a time, at most: bounds what has to be sent again when it is killed.
 MAX_CHUNK = 256
 
 # Seconds to wait for the exit code of a worker that has closed its pipe.
@@ -38,10 +40,8 @@ _BOOT = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
 from rlhf_spmd.rewards.worker import main
-main(sys.argv[2], *map(int, sys.argv[3:]))
+main(sys.argv[2], sys.argv[3], *map(int, sys.argv[4:]))
 """
-
-Row = tuple[str, str, dict[str, Any]]
 
 
 class RewardError(RuntimeError):
@@ -54,21 +54,17 @@ class RewardError(RuntimeError):
 class RewardResult:
     """What the calls of one :meth:`RewardRunner.score` gave, in the order of the rows.
 
-    ``scores``: the function's scores, ``default`` where a call failed, without weights. ``extras``: one dict per row, the
-    other numeric entries of what the function returned. ``failures``: calls that raised, returned no finite score, or ended
-    their worker; ``timeouts``: calls that overran (not in ``failures``). ``first_error``: message of the failed call with the
-    lowest row, None without one.
+    ``scores``: the function's scores, ``default`` where a call failed, None where the function does not apply, without weights.
+    ``extras``: one dict per row, the other numeric entries of what the function returned. ``failures``: rows whose call raised,
+    returned no finite score, or ended its worker; ``timeouts``: rows whose call overran (not in ``failures``). ``first_error``:
+    message of the lowest row that failed, None without one.
     """
 
-    scores: list[float]
+    scores: list[float | None]
     extras: list[dict[str, float]]
     failures: int = 0
     timeouts: int = 0
     first_error: str | None = None
-
-    @property
-    def calls(self) -> int:
-        return len(self.scores)
 
     def extra_sums(self) -> dict[str, tuple[float, int]]:
         """For each extra: its sum over rows and the number of rows that have it, so that a mean over ranks can be taken."""
@@ -80,15 +76,17 @@ class RewardResult:
         return sums
 
 
-def check_failure_rate(config: RewardConfig, failed: int, calls: int, first_error: str | None = None) -> None:
-    """Raises RewardError if more than ``max_failure_rate`` of a step's calls failed.
+def check_failures(config: RewardConfig, where: str, failed: int, calls: int, first_error: str, first_step: bool) -> None:
+    """Raises RewardError if more than ``max_failure_rate`` of a step's rows failed, or all of the first step's.
 
     ``failed`` (failures and time-outs) and ``calls`` are summed over ranks, so that every rank comes to the same end.
     """
-    if calls and failed / calls > config.max_failure_rate:
+    everything = first_step and failed == calls
+    if failed and (everything or failed / calls > config.max_failure_rate):
+        limit = "" if everything else f", more than {where}.max_failure_rate = {config.max_failure_rate}"
+        step = "the first step" if everything else "this step"
         raise RewardError(
-            f"reward.function {config.function!r} failed in {failed} of {calls} calls of this step, more than "
-            f"reward.max_failure_rate = {config.max_failure_rate}; first error: {first_error or 'on another rank'}"
+            f"{where}.function {config.function!r} failed in {failed} of {calls} calls of {step}{limit}; first error: {first_error}"
         )
 
 
@@ -111,10 +109,11 @@ class _Worker:
         return bool(self.pending) or not self.ready
 
 
-def _start_worker(function: str) -> _Worker:
+def _start_worker(function: str, where: str) -> _Worker:
     request_out, request_in = os.pipe()
     answer_out, answer_in = os.pipe()
-    command = [sys.executable, "-c", _BOOT, json.dumps(sys.path), function, str(request_out), str(answer_in), str(os.getpid())]
+    command = [sys.executable, "-c", _BOOT, json.dumps(sys.path), function, where]
+    command += map(str, (request_out, answer_in, os.getpid()))
     # Fixed string hashing: a function that walks over a set gives the same score in every worker and after a resume.
     environment = {**os.environ, "PYTHONHASHSEED": "0"}
     try:
@@ -129,7 +128,7 @@ def _start_worker(function: str) -> _Worker:
     except OSError as error:
         os.close(request_in)
         os.close(answer_out)
-        raise RewardError(f"cannot start a worker for reward.function {function!r}: {error}") from error
+        raise RewardError(f"cannot start a worker for {where}.function {function!r}: {error}") from error
     finally:
         os.close(request_out)
         os.close(answer_in)
@@ -153,14 +152,16 @@ class RewardRunner:
     """Scores rows with ``config.function`` in ``config.num_workers`` processes, which start at once and stay until ``close``.
 
     Use it from one thread, which must last as long as the runner: Linux kills the workers when the thread that started them
-    ends. Raises ValueError for a config that does not pass its check or has no function.
+    ends. ``where``: key of the reward's configuration, for messages.
+    Raises ValueError for a config that does not pass its check or has no function.
     """
 
-    def __init__(self, config: RewardConfig) -> None:
-        config.check()
+    def __init__(self, config: RewardConfig, where: str = "reward") -> None:
+        config.check(where)
         if config.function is None:
-            raise ValueError("reward.function is not set: there is nothing for the reward's worker processes to call")
-        self.config = config
+            raise ValueError(f"{where}.function is not set: there is nothing for the reward's worker processes to call")
+        self.config, self.where = config, where
+        self.bound = config.bind(where)
         self._function = config.function
         self._selector = selectors.DefaultSelector()
         self._workers: list[_Worker] = []
@@ -195,7 +196,7 @@ class RewardRunner:
         cannot carry, RewardError if a worker does not start; the runner is closed then.
         """
         assert self._workers, "the reward runner is closed"
-        step = _Step(self.config, len(rows))
+        step = _Step(self.config, self.where, self._calls(len(rows)), len(rows))
         try:
             self._run(step, rows)
         except BaseException:
@@ -204,8 +205,13 @@ class RewardRunner:
             raise
         return step.result()
 
+    def _calls(self, num_rows: int) -> list[range]:
+        """The rows of each call."""
+        size = -(-num_rows // len(self._workers)) if self.bound.batched else 1
+        return [range(first, min(first + size, num_rows)) for first in range(0, num_rows, size or 1)]
+
     def _run(self, step: _Step, rows: Sequence[Row]) -> None:
-        waiting = deque(range(len(rows)))
+        waiting = deque(range(len(step.calls)))
         # What happened since the last step: a worker became ready, or died idle (which is no call's failure).
         for worker in list(self._workers):
             self._receive(worker, step, waiting)
@@ -213,7 +219,7 @@ class RewardRunner:
             # A worker that dies while it is fed is replaced below, and its successor fed in the next round.
             for worker in self._workers:
                 if worker.ready and len(worker.pending) <= 1 and waiting:
-                    self._send(worker, rows, waiting)
+                    self._send(worker, step, rows, waiting)
             deadline = min(worker.deadline for worker in self._workers if worker.busy)
             answered = set()
             for key, mask in self._selector.select(max(0.0, deadline - time.monotonic())):
@@ -229,7 +235,7 @@ class RewardRunner:
                     self._overrun(worker, step, waiting)
 
     def _add_worker(self) -> None:
-        worker = _start_worker(self._function)
+        worker = _start_worker(self._function, self.where)
         self._workers.append(worker)
         self._selector.register(worker.answer_fd, selectors.EVENT_READ, worker)
 
@@ -251,26 +257,26 @@ class RewardRunner:
         self._remove_worker(worker)
         self._add_worker()
 
-    def _send(self, worker: _Worker, rows: Sequence[Row], waiting: deque[int]) -> None:
+    def _send(self, worker: _Worker, step: _Step, rows: Sequence[Row], waiting: deque[int]) -> None:
         # Guided self-scheduling: large chunks first, so that cheap calls run without round trips; small ones last, so that
         # the workers end together.
         size = max(1, min(MAX_CHUNK, -(-len(waiting) // (2 * len(self._workers)))))
-        lines, indices = [], []
-        for _ in range(min(size, len(waiting))):
-            index = waiting.popleft()
-            try:
-                lines.append(json.dumps([index, *rows[index]]))
-            except (TypeError, ValueError) as error:
-                raise ValueError(f"row {index} for reward.function {self._function!r} is not JSON: {error}") from error
-            indices.append(index)
+        calls = [waiting.popleft() for _ in range(min(size, len(waiting)))]
+        lines = [f"[{call}, [{', '.join(self._as_json(rows, index) for index in step.calls[call])}]]" for call in calls]
         if not worker.pending:
             worker.deadline = time.monotonic() + self.config.timeout_s + GRACE_S
-        worker.pending.extend(indices)
+        worker.pending.extend(calls)
         was_empty = not worker.outgoing
         worker.outgoing = memoryview(bytes(worker.outgoing) + ("\n".join(lines) + "\n").encode())
         if was_empty:
             self._selector.register(worker.request_fd, selectors.EVENT_WRITE, worker)
         self._flush(worker)
+
+    def _as_json(self, rows: Sequence[Row], index: int) -> str:
+        try:
+            return json.dumps(rows[index])
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"row {index} for {self.where}.function {self._function!r} is not JSON: {error}") from error
 
     def _flush(self, worker: _Worker) -> None:
         """Write what the pipe takes; never blocks, since a hanging worker does not read."""
@@ -303,59 +309,61 @@ class RewardRunner:
             if answer[0] == "ready":
                 worker.ready = True
                 continue
-            index = worker.pending.popleft()
-            assert index == answer[0], f"a reward worker answered row {answer[0]}, row {index} was due"
+            call = worker.pending.popleft()
+            assert call == answer[0], f"a reward worker answered call {answer[0]}, call {call} was due"
             step.take(*answer)
         worker.deadline = time.monotonic() + self.config.timeout_s + GRACE_S
 
     def _died(self, worker: _Worker, step: _Step, waiting: deque[int]) -> None:
         how = _how_it_ended(worker.process.pid)
         if not worker.ready:
-            raise RewardError(f"a worker for reward.function {self._function!r} ended before it was ready ({how})")
+            raise RewardError(f"a worker for {self.where}.function {self._function!r} ended before it was ready ({how})")
         if worker.pending:
             step.fail(worker.pending.popleft(), f"the worker process ended during the call ({how})")
         self._replace_worker(worker, waiting)
 
     def _overrun(self, worker: _Worker, step: _Step, waiting: deque[int]) -> None:
         if not worker.ready:
-            raise RewardError(f"a worker for reward.function {self._function!r} was not ready after {START_LIMIT_S:.0f} s")
+            raise RewardError(
+                f"a worker for {self.where}.function {self._function!r} was not ready after {START_LIMIT_S:.0f} s"
+            )
         step.time_out(worker.pending.popleft())
         self._replace_worker(worker, waiting)
 
 
 class _Step:
-    """The results of one call of ``score`` while they come in."""
+    """The results of one call of ``score`` while they come in. ``calls``: the rows of each call of the function."""
 
-    def __init__(self, config: RewardConfig, num_rows: int) -> None:
-        self._config = config
-        self._scores = [config.default] * num_rows
+    def __init__(self, config: RewardConfig, where: str, calls: list[range], num_rows: int) -> None:
+        self._config, self._where, self.calls = config, where, calls
+        self._scores: list[float | None] = [config.default] * num_rows
         self._extras: list[dict[str, float]] = [{} for _ in range(num_rows)]
         self._errors: dict[int, str] = {}
-        self._failures = 0
         self._timeouts = 0
-        self.unanswered = num_rows
+        self.unanswered = len(calls)
 
-    def take(self, index: int, seconds: float, score: float | str, extras: dict[str, float] | None = None) -> None:
+    def take(self, call: int, seconds: float, results: list[Any] | str) -> None:
         if seconds > self._config.timeout_s:
-            self.time_out(index)
-        elif isinstance(score, str):
-            self.fail(index, score)
+            self.time_out(call)
+        elif isinstance(results, str):
+            self.fail(call, results)
         else:
-            self._scores[index] = score
-            self._extras[index] = extras or {}
             self.unanswered -= 1
+            for index, result in zip(self.calls[call], results, strict=True):
+                if isinstance(result, str):
+                    self._errors[index] = result
+                else:
+                    self._scores[index], self._extras[index] = result
 
-    def fail(self, index: int, message: str) -> None:
-        self._failures += 1
-        self._errors[index] = message
+    def fail(self, call: int, message: str) -> None:
+        self._errors |= dict.fromkeys(self.calls[call], message)
         self.unanswered -= 1
 
-    def time_out(self, index: int) -> None:
-        self._timeouts += 1
-        self._errors[index] = f"no score within reward.timeout_s = {self._config.timeout_s}"
-        self.unanswered -= 1
+    def time_out(self, call: int) -> None:
+        self._timeouts += len(self.calls[call])
+        self.fail(call, f"no score within {self._where}.timeout_s = {self._config.timeout_s}")
 
     def result(self) -> RewardResult:
         first = min(self._errors, default=None)
         message = None if first is None else f"row {first}: {self._errors[first]}"
-        return RewardResult(self._scores, self._extras, self._failures, self._timeouts, message)
+        return RewardResult(self._scores, self._extras, len(self._errors) - self._timeouts, self._timeouts, message)

@@ -1,7 +1,8 @@
 """A process that calls one reward function again and again.
 
-Protocol: lines of JSON over two pipes. In: ``[index, prompt, response, row]``. Out: once ``["ready"]`` or
-``["broken", message]``, then for every line, in order, ``[index, seconds, score, extras]`` or ``[index, seconds, message]``.
+Protocol: lines of JSON over two pipes. In: ``[call, rows]``, each row ``[prompt, response, columns]``. Out: once ``["ready"]`` or
+``["broken", message]``, then for every line, in order, ``[call, seconds, results]``: for each row ``[score, extras]`` or a message,
+or one message in place of the list.
 The next call starts as soon as the answer to the one before is written, so an answer is also the report that the next call has
 started. Standard input is empty, and what the function prints goes to standard error: neither can disturb the pipes.
 """
@@ -15,10 +16,10 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
-from rlhf_spmd.rewards.config import resolve_reward
+from rlhf_spmd.rewards.binding import BoundReward
+from rlhf_spmd.rewards.config import FLOAT32_MAX, RewardConfig
 
 _PR_SET_PDEATHSIG = 1
 
@@ -38,13 +39,15 @@ def _number(value: Any) -> float:
     number = float(value)
     if not math.isfinite(number):
         raise ValueError(f"{number} is not finite")
+    if abs(number) > FLOAT32_MAX:
+        raise ValueError(f"{number} is not finite in float32")
     return number
 
 
 def read_result(value: Any) -> tuple[float, dict[str, float]]:
-    """What a reward function returned -> score, extras. Entries beside ``score`` that are not finite numbers are left out.
+    """What a reward function returned -> score, extras. Entries beside ``score`` that are not finite in float32 are left out.
 
-    Raises TypeError, KeyError or ValueError where there is no finite score.
+    Raises TypeError, KeyError, ValueError or OverflowError where there is no such score.
     """
     if not isinstance(value, dict):
         return _number(value), {}
@@ -56,28 +59,42 @@ def read_result(value: Any) -> tuple[float, dict[str, float]]:
             continue
         try:
             extras[str(key)] = _number(entry)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError, RuntimeError):  # the last is a tensor's of several elements
             continue
     return _number(value["score"]), extras
 
 
-def _serve(function: Callable[[str, str, dict[str, Any]], Any], requests: Any, answers: Any) -> None:
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:2000]
+
+
+def _read(value: Any, batched: bool) -> tuple[float | None, dict[str, float]] | str:
+    """A row's result as the protocol has it. None, in a list, says that the function does not apply to the row."""
+    try:
+        return (None, {}) if batched and value is None else read_result(value)
+    except Exception as error:  # the process boundary: the value's class is the user's too
+        return _said(error)
+
+
+def _serve(bound: BoundReward, requests: Any, answers: Any) -> None:
+    worker = os.getpid()
     for line in requests:
-        index, prompt, response, row = json.loads(line)
+        call, rows = json.loads(line)
         start = time.monotonic()
-        answer: list[Any]
+        results: Any
         try:
-            score, extras = read_result(function(prompt, response, row))
-            answer = [index, time.monotonic() - start, score, extras]
+            results = [_read(value, bound.batched) for value in bound.call(rows)]
         # The process boundary: whatever the user's function raises, sys.exit() included, is that call's failure.
         except BaseException as error:
-            answer = [index, time.monotonic() - start, f"{type(error).__name__}: {error}"[:2000]]
-        answers.write(json.dumps(answer).encode() + b"\n")
+            results = _said(error)
+        if os.getpid() != worker:  # the function forked and came back twice: the answer is its parent's
+            os._exit(0)
+        answers.write(json.dumps([call, time.monotonic() - start, results]).encode() + b"\n")
         answers.flush()
 
 
-def main(function_name: str, request_fd: int, answer_fd: int, parent: int) -> None:
-    """Runs until the request pipe is closed or the parent dies."""
+def main(function_name: str, where: str, request_fd: int, answer_fd: int, parent: int) -> None:
+    """Runs until the request pipe is closed or the parent dies. ``where``: key of the reward's configuration, for messages."""
     _die_with_parent(parent)
     # A scheduler signals the whole job at once, but the rank decides when its workers end. A handler, unlike SIG_IGN, is not
     # inherited by programs that a reward function starts.
@@ -85,12 +102,14 @@ def main(function_name: str, request_fd: int, answer_fd: int, parent: int) -> No
         signal.signal(number, lambda *_: None)
     os.set_inheritable(request_fd, False)
     os.set_inheritable(answer_fd, False)
+    # What a function forks must not hold the pipe open: its end tells the rank that this process has died.
+    os.register_at_fork(after_in_child=lambda: os.close(answer_fd))
     with os.fdopen(request_fd, "rb") as requests, os.fdopen(answer_fd, "wb") as answers:
         try:
-            function = resolve_reward(function_name)
+            bound = RewardConfig(function_name).bind(where)
         except ValueError as error:
             answers.write(json.dumps(["broken", str(error)]).encode() + b"\n")
             return
         answers.write(b'["ready"]\n')
         answers.flush()
-        _serve(function, requests, answers)
+        _serve(bound, requests, answers)

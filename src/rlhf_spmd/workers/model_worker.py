@@ -57,7 +57,7 @@ class Build:
     total_updates: Mapping[str, int] = field(default_factory=dict)  # role -> optimizer steps of the whole run
     temperature: float = 1.0
     kl_ctrl: KLControlConfig = field(default_factory=KLControlConfig)
-    reward: RewardConfig = field(default_factory=RewardConfig)
+    rewards: Mapping[str, RewardConfig] = field(default_factory=dict)  # role -> its settings, of every reward role
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     tokenizer: Any = None
     num_samples: int = 0
