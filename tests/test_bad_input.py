@@ -55,11 +55,14 @@ CONFIG = [
     (["reward.function=gsm8"], 1, ["reward.function 'gsm8'", "did you mean 'gsm8k'?"]),
     (["reward.function=outside.rewards:oftn_fails"], 1, ["'outside.rewards:oftn_fails'", "often_fails"]),
     (
-        ["reward.function=outside.rewards:one_argument"],
+        ["reward.function=outside.rewards:unknown_arguments"],
         1,
-        ["reward.function='outside.rewards:one_argument'", "(prompt, response, row)"],
+        ["reward.function='outside.rewards:unknown_arguments' takes (text, question): no row has", "prompt, response, row;"],
     ),
     (["reward.function=null"], 1, ["reward.function", "reward.model"]),
+    (["reward.data_sources=[sums]"], 1, ["reward.data_sources", "'sums'", "None"]),
+    (["rewards.cost.function=gsm8k"], 1, ["rewards.cost: this algorithm has no such reward", "its rewards are reward"]),
+    (["rewards.reward.function=gsm8k"], 1, ["reward and rewards.reward", "give one"]),
     (["reward.max_failure_rate=2"], 1, ["reward.max_failure_rate=2.0", "at least 0 and at most 1"]),
     (["logger.wandb=sometimes"], 1, ["logger.wandb='sometimes'", "online, offline, disabled"]),
     # layouts and pools

@@ -16,6 +16,7 @@ from rlhf_spmd.data.batch import Batch, ragged
 from rlhf_spmd.parallel.collectives import RECORDER
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.reshard import missing_elements
+from rlhf_spmd.rewards.config import RewardConfig
 from rlhf_spmd.roles import build_models
 from rlhf_spmd.train import prepare
 from rlhf_spmd.workers.config import BatchLimits
@@ -122,7 +123,8 @@ def test_rollouts_across_steps_and_a_resumed_run(directory: Path) -> None:
 def build(world: World, *overrides: str) -> tuple[Controller, Any]:
     ready = prepare(str(tasks.task() / "ppo.json"), tasks.settings(Path("unused"), 1, *overrides), world.size)
     controller = Controller(world.all)
-    return controller, build_models(ready.plans, Build(controller, world, BatchLimits(), seed=0, tokenizer=ready.tokenizer))
+    settings = Build(controller, world, BatchLimits(), seed=0, rewards={"reward": RewardConfig()}, tokenizer=ready.tokenizer)
+    return controller, build_models(ready.plans, settings)
 
 
 def rows() -> Batch:

@@ -319,7 +319,7 @@ def one_step(world: World, overrides: tuple[str, ...]) -> tuple[dict[str, Any], 
         BatchLimits(max_tokens=100),
         seed=0,
         kl_ctrl=config.kl_ctrl,
-        reward=ready.config.reward,
+        rewards={"reward": ready.config.reward},
         environment=ready.config.environment,
         tokenizer=ready.tokenizer,
     )

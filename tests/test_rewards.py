@@ -15,7 +15,7 @@ import pytest
 from rlhf_spmd.config.registry import available
 from rlhf_spmd.rewards import exact_match, gsm8k, happy_words, sort_digits, worker
 from rlhf_spmd.rewards.config import RewardConfig, resolve_reward
-from rlhf_spmd.rewards.runner import RewardError, RewardRunner, check_failure_rate
+from rlhf_spmd.rewards.runner import RewardError, RewardRunner, check_failures
 
 BY_ROW = "reward_functions:by_row"
 SOLUTIONS = Path(__file__).parents[2] / "shared" / "data" / "gsm8k" / "model_solutions.jsonl.gz"
@@ -47,7 +47,7 @@ def test_results_come_in_the_order_of_the_rows(patient):
     slow_first = [{"value": v, "sleep": 0.2 if i == 0 else 0} for i, v in enumerate(values)]
     result = patient.score(rows(*slow_first))
     assert result.scores == values
-    assert (result.failures, result.timeouts, result.first_error, result.calls) == (0, 0, None, 300)
+    assert (result.failures, result.timeouts, result.first_error) == (0, 0, None)
     assert patient.score([]).scores == []
 
 
@@ -174,12 +174,118 @@ def test_a_row_that_is_not_json_is_named():
 
 def test_too_many_failures_end_the_run():
     config = RewardConfig(function=BY_ROW, max_failure_rate=0.25)
-    check_failure_rate(config, 1, 4)
+    check_failures(config, "reward", 1, 4, "row 0: x", first_step=True)
+    message = r"reward.function .* failed in 2 of 4 calls of this step.*reward.max_failure_rate = 0.25; first error: row 0: x"
+    with pytest.raises(RewardError, match=message):
+        check_failures(config, "reward", 2, 4, "row 0: x", first_step=False)
+    patient = RewardConfig(function=BY_ROW)
+    check_failures(patient, "reward", 4, 4, "row 0: x", first_step=False)
+    check_failures(patient, "reward", 3, 4, "row 0: x", first_step=True)
     with pytest.raises(
-        RewardError, match=r"failed in 2 of 4 calls of this step.*max_failure_rate = 0.25; first error: row 0: x"
+        RewardError, match=r"rewards.cost.function .* failed in 4 of 4 calls of the first step; first error: row 0"
     ):
-        check_failure_rate(config, 2, 4, "row 0: x")
-    check_failure_rate(RewardConfig(function=BY_ROW), 4, 4)
+        check_failures(patient, "rewards.cost", 4, 4, "row 0: x", first_step=True)
+
+
+VERL_ROW = {"answer": None, "data_source": "sums", "reward_model": {"ground_truth": "7"}, "extra_info": {"index": 3}}
+CHAT = {"messages": [{"role": "user", "content": "hi"}], "answer": None}
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "expected"),
+    [
+        ("by_name", [("p", "7", {"answer": "7"}), ("p", "8", {"answer": "7", "weight": 2.0})], [0.5, 0.0]),
+        ("by_columns", [("p", "7", {"answer": "7"}), ("p", "8", {"answer": "7"})], [1.0, 0.0]),
+        ("verl", [("p", "7", VERL_ROW), ("p", "8", VERL_ROW)], [1.0, 0.0]),
+        (
+            "verl",
+            [("p", "7", {"answer": "7", "data_source": None}), ("p", "7", {"answer": "9", "data_source": None})],
+            [1.0, 0.0],
+        ),
+        (
+            "trl",
+            [("p", "7", {"answer": "7", "data_source": None}), ("q", "7", {"answer": "9", "data_source": None})],
+            [1.0, 0.0],
+        ),
+        (
+            "trl_columns",
+            [("p", "pq", {"solution": "q", "completion_ids": [1, 2]}), ("p", "r", {"solution": None, "completion_ids": [1]})],
+            [3.0, None],
+        ),
+        ("trl_chat", [("<hi>", "hi", CHAT), ("<hi>", "ho", CHAT)], [1.0, 0.0]),
+        # messages that end in an answer are a column of the data, not the prompt
+        (
+            "trl_one_bad",
+            [("p", "5", {"messages": [{"role": "user", "content": "p"}, {"role": "assistant", "content": "a"}]})],
+            [5.0],
+        ),
+        ("trl_short", [("p", "a", {}), ("p", "b", {})], [-9.0, -9.0]),
+        ("trl_one_bad", [("p", "a", {}), ("p", "5", {})], [-9.0, 5.0]),
+    ],
+)
+def test_arguments_are_bound_by_name(name, given, expected):
+    with RewardRunner(RewardConfig(function=f"reward_functions:{name}", default=-9.0)) as shared:
+        result = shared.score(given)
+    assert result.scores == expected, result.first_error
+    assert result.failures == expected.count(-9.0)
+    if given[0][2] is VERL_ROW:
+        assert result.extras == [{"index": 3.0}] * 2
+
+
+def test_a_batched_function_gets_a_share_of_the_rows_from_each_worker():
+    with RewardRunner(RewardConfig(function="reward_functions:trl_one_bad", num_workers=2)) as shared:
+        result = shared.score([("p", str(i), {}) for i in range(7)])
+        assert result.scores == [float(i) for i in range(7)]
+        assert shared.score([]).scores == []
+    config = RewardConfig(function="reward_functions:trl_short", num_workers=2)
+    with RewardRunner(config) as shared:
+        assert "1 scores were returned for 2 completions" in shared.score([("p", "a", {})] * 4).first_error
+
+
+def test_what_cannot_be_bound_is_refused_in_one_line():
+    allowed = "Arguments may be prompt, response, row; or verl's data_source, solution_str, ground_truth, extra_info; or TRL's"
+    with pytest.raises(ValueError, match=r"\A[^\n]+\Z") as refused:
+        RewardConfig(function="reward_functions:positional").check()
+    line = "reward.function='reward_functions:positional' takes (prompt, response, row): prompt cannot be given by name. "
+    assert str(refused.value).startswith(line + allowed)
+    rows = [{"answer": "7", "data_source": "sums"}, {"answer": "7", "data_source": "sums", "y": 1}]
+    with pytest.raises(ValueError, match=r"\A[^\n]+\Z") as refused:
+        RewardConfig(function="reward_functions:of_numbers").check_rows("rewards.cost", rows)
+    line = "rewards.cost.function='reward_functions:of_numbers' takes (x, y, z): no row has x, z; the columns are answer, "
+    assert str(refused.value).startswith(line + "data_source, y. " + allowed)
+    for name in ("verl", "by_name", "by_columns", "trl", "trl_chat"):
+        RewardConfig(function=f"reward_functions:{name}", data_sources=["sums"]).check_rows("reward", rows)
+    unanswered = [{"answer": None, "data_source": None, "id": 0}]
+    for name, argument in (("verl", "ground_truth"), ("by_name", "answer")):
+        with pytest.raises(ValueError, match=f"no row has {argument}; the columns are answer, data_source, id"):
+            RewardConfig(function=f"reward_functions:{name}").check_rows("reward", unanswered)
+    with pytest.raises(ValueError, match=r"reward.data_sources: no row has the data_source 'smus'; there are sums$"):
+        RewardConfig(data_sources=["sums", "smus"]).check_rows("reward", rows)
+
+
+def test_a_row_lacks_a_column_that_others_have(patient):
+    with RewardRunner(RewardConfig(function="reward_functions:by_name", default=-9.0)) as shared:
+        result = shared.score([("p", "7", {"answer": "7"}), ("p", "7", {"answer": None})])
+    assert (
+        result.scores == [0.5, -9.0]
+        and result.first_error == "row 1: ValueError: the row has no 'answer', which the function takes"
+    )
+
+
+def test_numbers_beyond_float32(patient):
+    powers = [{"do": "power", "value": exponent} for exponent in (39, 400, 38)]
+    result = patient.score(rows(*powers, "huge"))
+    assert result.scores == [-9.0, -9.0, 1e38, 1.0] and result.failures == 2
+    assert result.first_error == "row 0: ValueError: 1e+39 is not finite in float32"
+    assert result.extras[3] == {"small": 2.0}
+
+
+def test_a_call_that_forks_and_dies_fails_at_once(patient):
+    started = time.monotonic()
+    result = patient.score(rows(1, "fork", 2, "twice", "twice", 3))
+    assert time.monotonic() - started < patient.config.timeout_s / 2
+    assert result.scores == [1.0, -9.0, 2.0, 1.0, 1.0, 3.0] and (result.failures, result.timeouts) == (1, 0)
+    assert result.first_error == "row 1: the worker process ended during the call (exit code 7)"
 
 
 def test_a_function_that_no_longer_imports_ends_the_run(tmp_path, monkeypatch):
@@ -199,6 +305,7 @@ def test_names():
     assert resolve_reward("gsm8k:flexible") is gsm8k.flexible
     assert resolve_reward("rlhf_spmd.rewards.gsm8k:score") is gsm8k.score
     assert resolve_reward("rlhf_spmd.rewards.gsm8k") is gsm8k.score
+    assert resolve_reward("outside.verl_reward").__name__ == "compute_score"
 
 
 @pytest.mark.parametrize(
@@ -213,6 +320,8 @@ def test_names():
         ({"num_workers": 0}, r"reward.num_workers=0"),
         ({"default": math.nan}, r"reward.default=nan: must be a finite number"),
         ({"weight": math.inf}, r"reward.weight=inf"),
+        ({"default": 1e39}, r"reward.default=1e\+39: must be at least -3.4\d*e\+38 and at most 3.4"),
+        ({"data_sources": []}, r"reward.data_sources=\[\] scores no row"),
         ({"max_failure_rate": 1.5}, r"reward.max_failure_rate=1.5: must be at least 0 and at most 1"),
     ],
 )

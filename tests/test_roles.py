@@ -11,8 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+import ranks
+from outside.rewards import share_of_even_digits
 from ranks import run_ranks
-from tasks import VOCABULARY, read_run, settings, task, token_ids, train_here
+from rlhf_spmd.rewards.runner import RewardError
+from rlhf_spmd.train import prepare
+from tasks import VOCABULARY, even_share, read_run, settings, task, token_ids, train_here
 
 
 def test_a_reward_model_scores_as_transformers_does(tmp_path: Path) -> None:
@@ -24,8 +28,6 @@ def test_a_reward_model_scores_as_transformers_does(tmp_path: Path) -> None:
     run_ranks(4, train_here, str(task() / "ppo.json"), overrides)
 
     from transformers import AutoModelForSequenceClassification
-
-    from tasks import even_share
 
     reference = AutoModelForSequenceClassification.from_pretrained(model, num_labels=1)
     samples = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
@@ -41,8 +43,6 @@ def test_a_reward_model_scores_as_transformers_does(tmp_path: Path) -> None:
 
 
 def test_a_reward_model_without_a_head_is_refused(tmp_path: Path) -> None:
-    from rlhf_spmd.train import prepare
-
     overrides = settings(tmp_path, 1, f"reward.model={task() / 'actor'}")
     with pytest.raises(ValueError, match=r"score\.weight"):
         prepare(str(task() / "ppo.json"), overrides, 1)
@@ -81,7 +81,58 @@ def test_a_reward_that_fails_is_told_once_and_the_run_goes_on(tmp_path: Path) ->
     told = [line for line in lines if "often_fails" in line]
     assert len(told) == 1 and "no opinion" in told[0] and "reward.default=-1.0" in told[0]
     steps = read_run(tmp_path).metrics
-    assert [step["reward/min"] for step in steps] == [-1.0] * 3 and all(step["reward/failures"] > 0 for step in steps)
+    assert [step["reward/min"] for step in steps] == [-1.0] * 3
+    for step in steps:
+        assert 0 < step["reward/failures"] < 16 and step["reward/mean"] == 1.0 - 2.0 * step["reward/failures"] / 16
+        assert (step["reward/extra/mean"], step["reward/extra/failures"]) == (7.0, 99.0)
+
+
+def ends_with(world: Any, config: str, overrides: list[str]) -> str:
+    """What the reward's error says on this rank."""
+    with pytest.raises(RewardError) as error:
+        train_here(world, config, overrides)
+    return str(error.value)
+
+
+def test_a_reward_that_fails_in_every_call_of_the_first_step_ends_the_run(tmp_path: Path) -> None:
+    """On every rank with the error, which only the first of a replica's tp ranks has seen."""
+    overrides = settings(tmp_path, 2, "reward.function=outside.rewards:always_fails", "models.reward.layout.tp=2")
+    found = run_ranks(2, ends_with, str(task() / "ppo.json"), overrides)
+    ranks.close_pool(2)  # its ranks ended inside a step
+    line = "reward.function 'outside.rewards:always_fails' failed in 16 of 16 calls of the first step; first error: row 0: TypeError: "
+    assert found == [f"{line}NoneType is not a number"] * 2
+
+
+def test_two_named_rewards_side_by_side(tmp_path: Path) -> None:
+    """Each with its own rows, weight and metrics; means are over rows, of which the replicas have unequal numbers."""
+    config = json.loads((task() / "ppo.json").read_text())
+    del config["models"]["critic"], config["models"]["reference"]
+    config["algorithm"] = {"name": "outside.two_rewards", "ppo_mini_batch_size": 4}
+    prompts = [{"prompt": str(i) * 3, "data_source": "odd" if i in (2, 5, 6) else "even"} for i in range(8)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
+    config["data"]["path"] = str(tmp_path / "data.jsonl")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    file, run_dir = str(tmp_path / "config.json"), tmp_path / "run"
+    overrides = settings(run_dir, 1, "rewards.cost.weight=-2", "rewards.cost.data_sources=[odd]")
+    with pytest.raises(ValueError, match=r"there is no cost: give rewards.cost.function, a reward model as rewards.cost.model"):
+        prepare(file, overrides, 2)
+    run_ranks(2, train_here, file, [*overrides, "rewards.cost.function=outside.rewards:priced"])
+
+    samples = [json.loads(line) for line in (run_dir / "rollouts.jsonl").read_text().splitlines()]
+    assert len(samples) == 16, "the texts are reported once"
+    scores = [even_share("", sample["response"], {}) for sample in samples]
+    assert [sample["score"] for sample in samples] == pytest.approx(scores, abs=1e-6)
+    odd = [sample["response"] for sample in samples if sample["prompt"][0] in "256"]
+    shares = [-2 * share_of_even_digits("", response, {}) for response in odd]
+    (metrics,) = read_run(run_dir).metrics
+    expected = {"reward/mean": sum(scores) / 16, "cost/mean": sum(shares) / 6, "cost/max": max(shares), "cost/min": min(shares)}
+    expected |= {
+        "reward/failures": 0,
+        "cost/failures": 0,
+        "cost/extra/length": sum(map(len, odd)) / 6,
+    }
+    expected["response_length/mean"] = sum(len(token_ids(sample["response"])) for sample in samples) / 16
+    assert {key: metrics.get(key) for key in expected} == pytest.approx(expected, abs=1e-6)
 
 
 def sft_here(world: Any, overrides: list[str]) -> None:

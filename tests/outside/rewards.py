@@ -7,12 +7,20 @@ def share_of_even_digits(prompt: str, response: str, row: dict[str, Any]) -> flo
     return sum(character in "02468" for character in response) / max(len(response), 1)
 
 
-def often_fails(prompt: str, response: str, row: dict[str, Any]) -> float:
-    """Raises for about half of the responses."""
+def often_fails(prompt: str, response: str, row: dict[str, Any]) -> dict[str, float]:
+    """Raises for about half of the responses, and gives names to its own numbers that the trainer has too."""
     if sum(map(ord, response)) % 2:
         raise RuntimeError("no opinion")
-    return 1.0
+    return {"score": 1.0, "mean": 7.0, "failures": 99.0}
 
 
-def one_argument(response: str) -> float:
-    return float(len(response))
+def always_fails(prompt: str, response: str, row: dict[str, Any]) -> None:
+    """Returns nothing, as a function does whose author forgot to."""
+
+
+def priced(response: str) -> dict[str, float]:
+    return {"score": share_of_even_digits("", response, {}), "length": float(len(response))}
+
+
+def unknown_arguments(text: str, question: str) -> float:
+    return float(len(text))
