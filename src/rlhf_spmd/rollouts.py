@@ -103,9 +103,7 @@ class RolloutQueue(PromptQueue):
     def _append(self, prompts: Batch, homes: np.ndarray | None = None) -> None:
         """``homes``: of each prompt; None: balanced by tokens."""
         if homes is None:
-            homes = np.empty(len(prompts), dtype=np.int64)
-            for part, index in enumerate(partition_by_tokens(prompts["prompt_ids"].lengths.tolist(), self.cut.num_parts)):
-                homes[index] = part
+            homes = partition_by_tokens(prompts["prompt_ids"].lengths.numpy(), self.cut.num_parts)
         rows = prompts.repeat(self.sampling.n)
         self._num_new += len(rows)
         self.rows = rows if self.rows is None else concat([self.rows, rows])

@@ -71,9 +71,8 @@ class RowSet:
             if cut.num_parts > 1:
                 tokens = self.tokens()
                 for chunk in np.split(np.arange(len(self)), cut.num_chunks):
-                    groups = self.group_ids[chunk].tolist() if cut.keep_groups else None
-                    for part, rows in enumerate(partition_by_tokens(tokens[chunk].tolist(), cut.num_parts, groups)):
-                        placement[chunk[rows]] = part
+                    groups = self.group_ids[chunk] if cut.keep_groups else None
+                    placement[chunk] = partition_by_tokens(tokens[chunk], cut.num_parts, groups)
             self._placements[cut] = placement
         return self._placements[cut]
 
