@@ -21,6 +21,7 @@ pytest.importorskip("omegaconf")
 @dataclass(frozen=True)
 class Optim:
     lr: float = 1e-6
+    name: str = "adamw"
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,9 @@ class Main:
     models: dict[str, Role] = field(default_factory=dict)
     pools: dict[str, list[int]] = field(default_factory=dict)
     rewards: list[Optim] = field(default_factory=list)
+    bias: dict[int, float] = field(default_factory=dict)
+    shuffle: bool = True
+    warm: Optim = field(default_factory=lambda: Optim(lr=0.5, name="${data.path}"))
 
 
 def sections(raw: Mapping[str, Any]) -> dict[str, type]:
@@ -87,8 +91,8 @@ def test_file_then_overrides(tmp_path: Path) -> None:
         ),
         ("train_batch_size=3", "unknown key 'train_batch_size'; did you mean 'data.train_batch_size'? allowed here: "),
         ("models.a.pth=1", "unknown key 'models.a.pth'; did you mean 'models.a.path'?"),
-        ("models.a.optim.lrr=1", "unknown key 'models.a.optim.lrr'; did you mean 'models.a.optim.lr'? allowed here: lr"),
-        ("zzz=1", "unknown key 'zzz'; allowed here: algorithm, data, models, pools, rewards"),
+        ("models.a.optim.lrr=1", "unknown key 'models.a.optim.lrr'; did you mean 'models.a.optim.lr'? allowed here: lr, name"),
+        ("zzz=1", "unknown key 'zzz'; allowed here: algorithm, bias, data, models, pools, rewards, shuffle, warm"),
         ("rewards=[{lrs: 1}]", "unknown key 'rewards[0].lrs'; did you mean 'rewards[0].lr'?"),
         ("data.train_batch_size=abc", "data.train_batch_size='abc' must be an integer"),
         ("data.train_batch_size=1.5", "data.train_batch_size=1.5 must be an integer"),
@@ -97,6 +101,14 @@ def test_file_then_overrides(tmp_path: Path) -> None:
         ("pools.b=[0,x]", "pools.b[1]='x' must be an integer"),
         ("pools.b=3", "pools.b=3 must be a list, each entry an integer"),
         ("models.a=3", "models.a=3 must be a mapping with the keys path, optim, schedule, chat"),
+        ("bias.x=1", "bias.x='x' must be an integer"),
+        ("bias.5=null", "bias.5=None must be a number"),
+        ("pools=3", "pools=3 must be a mapping, each value a list, each entry an integer"),
+        ("shuffle=maybe", "shuffle='maybe' must be true or false"),
+        ("shuffle=2", "shuffle=2 must be true or false"),
+        ("algorithm.clip_ratio=true", "algorithm.clip_ratio=True must be a number"),
+        ("data.path=[a]", "data.path=['a'] must be text"),
+        ("data.train_batch_size=${data.path}", "data.train_batch_size='train.jsonl' must be an integer"),
         ("models.a.optim.lr=1", "'models.a.path' (text) must be given"),
         ("data.path=${data.zzz}", "data.path: Interpolation key 'data.zzz' not found"),
         ("algorithm.name=grop", "unknown algorithm 'grop'"),
@@ -109,6 +121,21 @@ def test_mistakes_are_one_line(override: str, message: str) -> None:
         load(Main, None, [override], sections)
     assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)
+
+
+def test_values_are_read_as_their_types_and_interpolations_see_the_defaults() -> None:
+    overrides = [
+        "bias.5=1",
+        "shuffle='off'",
+        "pools={1: ['3']}",
+        "data.path=7",
+        "warm.lr='1e-3'",
+        "models.a.path=${models.a.chat}",
+    ]
+    config = load(Main, None, overrides, sections)
+    assert (config.bias, config.shuffle, config.pools, config.data.path) == ({5: 1.0}, False, {"1": [3]}, "7")
+    assert isinstance(config.bias[5], float)
+    assert config.warm == Optim(1e-3, "7") and config.models["a"].path == "auto"
 
 
 @pytest.mark.parametrize(
@@ -137,7 +164,8 @@ def test_missing_file(tmp_path: Path) -> None:
 def test_empty_sections_mean_defaults(tmp_path: Path) -> None:
     file = tmp_path / "x.yaml"
     file.write_text("data:\nalgorithm:\n")
-    assert load(Main, file, [], sections) == Main(algorithm=PPO())
+    config = load(Main, file, [], sections)
+    assert (config.data, config.algorithm) == (Data(), PPO())
 
 
 def test_check_tree_walks_everything() -> None:
@@ -155,7 +183,7 @@ def test_yaml_round_trip(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(to_yaml(config))
     assert load(Main, file, [], sections) == config
-    assert json.loads(json.dumps(to_dict(config)))["models"]["a"]["optim"] == {"lr": 1e-6}
+    assert json.loads(json.dumps(to_dict(config)))["models"]["a"]["optim"] == {"lr": 1e-6, "name": "adamw"}
 
 
 def test_find_by_name_and_by_dotted_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

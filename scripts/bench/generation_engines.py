@@ -55,8 +55,8 @@ def start_ours(case: dict[str, Any]) -> Generate:
 
     def generate(rows: Rows) -> list[list[int]]:
         world.all.barrier("bench")
-        share = partition_by_tokens([len(prompt) + n for prompt, n in rows], world.size)[world.rank]
-        mine = [Request(i, i, *rows[i]) for i in share]
+        parts = partition_by_tokens([len(prompt) + n for prompt, n in rows], world.size)
+        mine = [Request(i, i, *rows[i]) for i in range(len(rows)) if parts[i] == world.rank]
         made = {done.row_id: done.token_ids for done in generator.generate(mine, sampling, 0, 0)}
         world.all.barrier("bench")
         return [made.get(i, []) for i in range(len(rows))]

@@ -27,6 +27,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from measure import machine_facts, on_ranks, table
 from torch import Tensor
@@ -134,8 +135,9 @@ class Bench:
         rows: list[Row] = [
             (self.prompt(self.rng.randint(8, 48)), 8 + int(self.count(192) * self.rng.random() ** 3)) for _ in range(160)
         ]
+        parts = partition_by_tokens([len(prompt) for prompt, _ in rows], 2)
         shares = {
-            "dealt out": partition_by_tokens([len(prompt) for prompt, _ in rows], 2),
+            "dealt out": [np.flatnonzero(parts == part).tolist() for part in (0, 1)],
             "long ones together": [sorted(range(160), key=lambda i: -rows[i][1])[half : half + 80] for half in (0, 80)],
         }
         for name, share in shares.items():

@@ -140,7 +140,8 @@ def build_ours(case: dict[str, Any], rows: list[list[int]]) -> Step:
         assert engine.optimizer is not None and layout.size == 1, "drawn weights are those of one rank"
         fill(engine.chunks[0])
         engine.optimizer.refresh_masters(engine.local_tensors())
-    mine = partition_by_tokens([len(row) for row in rows], layout.dp)[mesh.dp_rank]
+    parts = partition_by_tokens([len(row) for row in rows], layout.dp)
+    mine = [i for i in range(len(rows)) if parts[i] == mesh.dp_rank]
     lengths = [len(rows[i]) for i in mine]
     number = torch.tensor([len(micro_batches_by_tokens(lengths, case["micro_tokens"]))])
     agreed = int(mesh.dp.all_reduce(number, "control", "max"))

@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from rlhf_spmd.data.balance import partition_by_tokens
 from rlhf_spmd.data.encoding import check_ids
 from rlhf_spmd.data.files import DataError, Row
@@ -143,7 +145,7 @@ def replica_requests(ready: Prepared, replica: int) -> list[Request]:
     n = ready.config.sampling.n
     longest = [len(prompt) + n * limit for prompt, (_, limit) in zip(ready.prompts, ready.limits, strict=True)]
     requests = []
-    for index in partition_by_tokens(longest, ready.layout.dp)[replica]:
+    for index in np.flatnonzero(partition_by_tokens(longest, ready.layout.dp) == replica).tolist():
         least, most = ready.limits[index]
         requests += [Request(index * n + j, index, ready.prompts[index], most, least) for j in range(n)]
     return requests

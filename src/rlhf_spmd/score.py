@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -99,7 +100,7 @@ def score(ready: Prepared, world: World, tick: Callable[[], None] = lambda: None
     world.all.barrier("score:loaded")
     loaded = time.perf_counter()
     lengths = sequence_lengths(ready.batch)
-    mine = partition_by_tokens(lengths, layout.dp)[mesh.dp_rank]
+    mine = np.flatnonzero(partition_by_tokens(lengths, layout.dp) == mesh.dp_rank).tolist()
     records = score_rows(engine, ready.batch.take(mine), config.max_token_len_per_gpu, tick)
     scored = gather_records(world, records if mesh.tp_rank == 0 else [], "score:results")
     if scored is None:

@@ -1,17 +1,23 @@
-"""What a dataclass schema allows: unknown keys with the nearest known one, types in words. Pure Python."""
+"""Plain values (mappings, lists, scalars) into dataclasses, strictly: types in words, unknown keys with the nearest known one.
+
+Pure Python. A field is a dataclass, ``int``, ``float``, ``bool``, ``str``, ``Any``, a ``list`` or ``dict`` of these, or a union.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-import re
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, Union, get_args, get_origin
+from dataclasses import dataclass, field
+from typing import Any, Union, get_args, get_origin
 
-KEY_PART = re.compile(r"[^.\[\]]+")
 SHOWN_KEYS = 40
+UNSET = "???"  # OmegaConf's word for a value that must be given
+WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "text", type(None): "null", Any: "any value"}
+READABLE = {int: (int, str), float: (float, int, str), str: (str, int, float, bool), bool: (bool, int, str)}
+SWITCH = {**dict.fromkeys(("true", "yes", "on", "1"), True), **dict.fromkeys(("false", "no", "off", "0"), False)}
 
 
 class ConfigError(ValueError):
@@ -23,37 +29,10 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def fields_of(section: Any) -> dict[str, Any]:
-    """Key -> annotation of a dataclass."""
-    hints = typing.get_type_hints(section)
-    return {f.name: hints[f.name] for f in dataclasses.fields(section)}
-
-
-def check_keys(allowed: Mapping[str, Any], raw: Mapping[str, Any]) -> None:
-    """Raise ConfigError for the first key of ``raw`` that is not allowed, or a scalar where a section must be.
-
-    ``allowed``, here and below: the keys of the root, each with its annotation.
-    """
-    _check_section(allowed, raw, "", sorted(set(_known_keys(allowed, raw, ""))))
-
-
-def type_at(allowed: Mapping[str, Any], raw: Any, key: str) -> tuple[Any, Any]:
-    """The annotation of a dotted key such as ``models.actor.optim.lr`` or ``stages[0].pp``, and its value in ``raw``."""
-    first, *rest = KEY_PART.findall(key)
-    annotation, value = allowed.get(first), _child(raw, first)
-    for part in rest:
-        section = _section(annotation)
-        annotation = _element(annotation) if section is None else fields_of(section).get(part)
-        value = _child(value, part)
-    return annotation, value
-
-
-def locate(raw: Any, key: str) -> str:
-    """The full dotted path of a leaf that OmegaConf knows by its last parts only (inside lists of dataclasses)."""
-    leaves = [leaf.removeprefix(".") for leaf in _leaves(raw, "")]
-    if not key or key in leaves:
-        return key
-    return next((leaf for leaf in leaves if re.search(rf"[.\]]{re.escape(key)}$", leaf)), key)
+def nearest(name: str, known: Sequence[str]) -> str:
+    """``; did you mean 'x'?`` or the empty string."""
+    found = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    return f"; did you mean '{found[0]}'?" if found else ""
 
 
 def describe(annotation: Any) -> str:
@@ -61,97 +40,97 @@ def describe(annotation: Any) -> str:
     options = _options(annotation)
     if len(options) > 1:
         return " or ".join(describe(option) for option in options)
-    annotation = options[0]
-    words = {int: "an integer", float: "a number", bool: "true or false", str: "text", type(None): "null"}
-    if annotation in words:
-        return words[annotation]
-    if get_origin(annotation) is Literal:
-        return "one of " + ", ".join(str(value) for value in get_args(annotation))
     if dataclasses.is_dataclass(annotation):
-        return f"a mapping with the keys {_listed(fields_of(annotation))}"
-    if isinstance(annotation, type) and hasattr(annotation, "__members__"):
-        return "one of " + ", ".join(annotation.__members__)
-    origin = get_origin(annotation) or annotation
-    if origin in (list, tuple, Sequence):
-        return f"a list, each entry {describe(_element(annotation))}"
-    if origin in (dict, Mapping):
-        return f"a mapping, each value {describe(_element(annotation))}"
-    return "any value" if annotation is Any else str(getattr(annotation, "__name__", annotation))
+        return f"a mapping with the keys {_listed([f.name for f in dataclasses.fields(annotation)])}"
+    if get_args(annotation):
+        element = describe(get_args(annotation)[-1])
+        return f"a list, each entry {element}" if get_origin(annotation) is list else f"a mapping, each value {element}"
+    return WORDS.get(annotation, str(annotation))
 
 
-def nearest(name: str, known: Sequence[str]) -> str:
-    """``; did you mean 'x'?`` or the empty string."""
-    found = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    return f"; did you mean '{found[0]}'?" if found else ""
+@dataclass
+class Reader:
+    """Makes a ``schema`` instance of ``plain`` values; the root's fields ``replaced`` have other types than it says.
 
+    With ``interpolated`` text with ``${`` stands for a value that is not known yet, of any type.
+    """
 
-def _check_section(allowed: Mapping[str, Any], raw: Mapping[str, Any], where: str, known: Sequence[str]) -> None:
-    for key, child in raw.items():
-        if key not in allowed:
-            raise ConfigError(_unknown_key(where, str(key), list(allowed), known))
-        _check_value(allowed[key], child, _dotted(where, key), known)
+    schema: Any
+    replaced: Mapping[str, Any]
+    plain: Mapping[str, Any]
+    interpolated: bool
+    missing: dict[str, Any] = field(default_factory=dict)
 
+    def read(self) -> Any:
+        """Raises ConfigError for the first value that does not fit, then for all that are missing."""
+        result = self._section(self.schema, self.plain, "", None)
+        if self.missing:
+            names = [f"'{key}' ({describe(self.missing[key])})" for key in sorted(self.missing)]
+            raise ConfigError(f"{', '.join(names)} must be given")
+        return result
 
-def _check_value(annotation: Any, value: Any, where: str, known: Sequence[str]) -> None:
-    section = _section(annotation)
-    if value is None or (isinstance(value, str) and "${" in value):
-        return
-    if section is None:
-        kinds = {get_origin(option) or option for option in _options(annotation)}
-        fitting = (
-            {dict, Mapping} if isinstance(value, Mapping) else {list, tuple, Sequence} if isinstance(value, list) else kinds
-        )
-        if Any not in kinds and not kinds & fitting:
-            raise ConfigError(f"{where}={value!r} must be {describe(annotation)}")
-        for suffix, child in _entries(value):
-            _check_value(_element(annotation), child, where + suffix, known)
-    elif isinstance(value, Mapping):
-        _check_section(fields_of(section), value, where, known)
-    elif not any(isinstance(value, option) for option in _options(annotation) if option in (str, int, float, bool)):
-        raise ConfigError(f"{where}={value!r} must be {describe(section)}")
+    def _fields(self, section: Any) -> dict[str, Any]:
+        hints = {**typing.get_type_hints(section), **(self.replaced if section is self.schema else {})}
+        return {f.name: hints[f.name] for f in dataclasses.fields(section)}
 
+    def _section(self, section: Any, value: Mapping[str, Any], where: str, default: Any) -> Any:
+        """``default``: an instance that the value's keys go over, if there is one."""
+        hints = self._fields(section)
+        unknown = [str(key) for key in value if key not in hints]
+        if unknown:
+            raise ConfigError(self._unknown_key(where, unknown[0], list(hints)))
+        made = {}
+        for f in dataclasses.fields(section):
+            dotted = _dotted(where, f.name)
+            made[f.name] = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
+            made[f.name] = getattr(default, f.name, made[f.name])
+            if value.get(f.name, UNSET) != UNSET:
+                made[f.name] = self._value(hints[f.name], value[f.name], dotted, made[f.name])
+            elif made[f.name] is dataclasses.MISSING:
+                self.missing[dotted] = hints[f.name]
+        return section(**made)
 
-def _unknown_key(where: str, key: str, allowed: Sequence[str], known: Sequence[str]) -> str:
-    dotted = _dotted(where, key)
-    inside = [_dotted(where, name) for name in allowed]
-    same_name = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
-    hint = nearest(dotted, inside) if difflib.get_close_matches(key, allowed, n=1, cutoff=0.6) else ""
-    if not hint:
-        hint = f"; did you mean '{same_name[0]}'?" if same_name else nearest(dotted, known)
-    separator = "" if hint else ";"
-    return f"unknown key '{dotted}'{hint}{separator} allowed here: {_listed(sorted(allowed))}"
+    def _value(self, annotation: Any, value: Any, where: str, default: Any = None) -> Any:
+        options = {get_origin(option) or option: option for option in _options(annotation)}
+        section = _dataclass(annotation)
+        if Any in options or (value is None and type(None) in options):
+            return value
+        if self.interpolated and isinstance(value, str) and "${" in value:
+            return value
+        if section is not None and isinstance(value, Mapping):
+            return self._section(section, value, where, default)
+        if isinstance(value, Mapping) and dict in options:
+            of_key, of_value = get_args(options[dict])
+            dotted = {key: _dotted(where, key) for key in value}
+            return {self._value(of_key, key, dotted[key]): self._value(of_value, value[key], dotted[key]) for key in value}
+        if isinstance(value, list) and list in options:
+            (element,) = get_args(options[list])
+            return [self._value(element, child, f"{where}[{index}]") for index, child in enumerate(value)]
+        scalars = [option for option in options if option in READABLE]
+        if type(value) in scalars:
+            return value
+        try:
+            if len(scalars) == 1 and type(value) in READABLE[scalars[0]]:
+                return SWITCH[str(value).lower()] if scalars[0] is bool else scalars[0](value)
+        except (ValueError, KeyError):
+            pass
+        raise ConfigError(f"{where}={value!r} must be {describe(annotation)}")
 
+    def _unknown_key(self, where: str, key: str, allowed: Sequence[str]) -> str:
+        known = sorted(set(self._known(self.schema, self.plain, "")))
+        same_name = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
+        hint = nearest(_dotted(where, key), [_dotted(where, name) for name in allowed]) if nearest(key, allowed) else ""
+        if not hint:
+            hint = f"; did you mean '{same_name[0]}'?" if same_name else nearest(_dotted(where, key), known)
+        return f"unknown key '{_dotted(where, key)}'{hint or ';'} allowed here: {_listed(sorted(allowed))}"
 
-def _known_keys(allowed: Mapping[str, Any], raw: Any, where: str) -> Iterator[str]:
-    """Dotted names of the schema; inside a dict of dataclasses, under the names that ``raw`` uses."""
-    for key, annotation in allowed.items():
-        yield _dotted(where, key)
-        yield from _known_inside(annotation, _child(raw, key), _dotted(where, key))
-
-
-def _known_inside(annotation: Any, value: Any, where: str) -> Iterator[str]:
-    section = _section(annotation)
-    if section is not None:
-        yield from _known_keys(fields_of(section), value, where)
-    elif isinstance(value, Mapping):
-        for suffix, child in _entries(value):
-            yield where + suffix
-            yield from _known_inside(_element(annotation), child, where + suffix)
-
-
-def _entries(value: Any) -> Iterator[tuple[str, Any]]:
-    """What is in a mapping (``.key``) or a list (``[index]``)."""
-    if isinstance(value, Mapping):
-        yield from ((f".{key}", child) for key, child in value.items())
-    elif isinstance(value, list):
-        yield from ((f"[{index}]", child) for index, child in enumerate(value))
-
-
-def _leaves(value: Any, where: str) -> Iterator[str]:
-    if not isinstance(value, (Mapping, list)):
-        yield where
-    for suffix, child in _entries(value):
-        yield from _leaves(child, where + suffix)
+    def _known(self, annotation: Any, value: Any, where: str) -> Iterator[str]:
+        """Dotted names of the schema; inside a dict of dataclasses, under the names that ``value`` uses."""
+        section, given = _dataclass(annotation), value if isinstance(value, Mapping) else {}
+        entries = dict.fromkeys(given, (get_args(annotation) or [Any])[-1]) if section is None else self._fields(section)
+        for key, inner in entries.items():
+            yield _dotted(where, key)
+            yield from self._known(inner, given.get(key), _dotted(where, key))
 
 
 def _dotted(where: str, key: object) -> str:
@@ -159,33 +138,14 @@ def _dotted(where: str, key: object) -> str:
 
 
 def _options(annotation: Any) -> tuple[Any, ...]:
-    if get_origin(annotation) in (Union, types.UnionType):
-        return get_args(annotation)
-    return (annotation,)
+    return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
 
 
-def _section(annotation: Any) -> Any:
+def _dataclass(annotation: Any) -> Any:
     """The dataclass of ``X``, ``X | None``; None where there is none."""
     return next((option for option in _options(annotation) if dataclasses.is_dataclass(option)), None)
 
 
-def _element(annotation: Any) -> Any:
-    """The type of the entries of a list, tuple or dict annotation."""
-    for option in _options(annotation):
-        args = [arg for arg in get_args(option) if arg is not Ellipsis]
-        if args and get_origin(option) is not Literal:
-            return args[-1]
-    return Any
-
-
-def _child(value: Any, part: str) -> Any:
-    if isinstance(value, Mapping):
-        return value.get(part)
-    if isinstance(value, list) and part.isdigit() and int(part) < len(value):
-        return value[int(part)]
-    return None
-
-
-def _listed(names: Any) -> str:
-    names = list(names)
-    return ", ".join(names[:SHOWN_KEYS]) + (f" and {len(names) - SHOWN_KEYS} more" if len(names) > SHOWN_KEYS else "")
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - SHOWN_KEYS} more" if len(names) > SHOWN_KEYS else ""
+    return ", ".join(names[:SHOWN_KEYS]) + more
