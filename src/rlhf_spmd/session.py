@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import resource
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +33,7 @@ from rlhf_spmd.reshard import LABELS
 from rlhf_spmd.roles import model_directory
 from rlhf_spmd.telemetry.jsonl import JsonlLog
 from rlhf_spmd.telemetry.logger import MetricLogger
-from rlhf_spmd.telemetry.progress import ProgressBar
+from rlhf_spmd.telemetry.progress import Progress
 from rlhf_spmd.telemetry.report import write_report
 from rlhf_spmd.telemetry.report_sections import flatten_config
 from rlhf_spmd.telemetry.run_dir import (
@@ -42,18 +43,22 @@ from rlhf_spmd.telemetry.run_dir import (
     TRACE_FILE,
     ExitStatus,
     atomic_write_text,
-    create_run_dir,
 )
+from rlhf_spmd.telemetry.summary import places
 from rlhf_spmd.telemetry.trace import Timeline, write_trace
 from rlhf_spmd.workers.flops import forward_flops, matmul_rate
 from rlhf_spmd.workers.model_worker import ModelWorker
+
+RESUME = ("auto", "force", "never")
+EXPERIMENT = re.compile(r"algorithm\.name|models\.\w+\.path|model\.path|data\.path")  # keys that make it another experiment
 
 
 @dataclass(frozen=True)
 class RunConfig:
     """``run``. ``save_freq``, ``test_freq``: steps between checkpoints and validations; 0: only at the end, or never.
 
-    ``resume``: auto (from the newest good checkpoint in ``dir``, if there is one), never, or a checkpoint directory.
+    ``resume``: auto (from the newest good checkpoint in ``dir``, if there is one, and if it is of the same algorithm, models and
+    data), force (of whatever it is), never, or a checkpoint directory.
     ``keep_checkpoints``: how many stay, at least 2. ``timeout_s``: how long ranks wait for each other before the run ends.
     ``threads``: of a rank on CPUs; on GPUs it is not read. ``log_samples``: rollouts written per step. ``export``: write a Hugging
     Face directory at the end.
@@ -81,8 +86,8 @@ class RunConfig:
         root = next(path for path in (here, *here.parents) if path.exists())
         if not (root.is_dir() and os.access(root, os.W_OK)):
             raise ValueError(f"{where}.dir={self.dir}: {root} is not a directory that this user can write to; give another one")
-        if self.resume not in ("auto", "never") and not Path(self.resume).is_dir():
-            raise ValueError(f"{where}.resume={self.resume!r} is neither auto nor never nor a checkpoint directory")
+        if self.resume not in RESUME and not Path(self.resume).is_dir():
+            raise ValueError(f"{where}.resume={self.resume!r} is none of {', '.join(RESUME)}, and no checkpoint directory")
 
 
 def run_dir_hint(path: str | None, overrides: Sequence[str]) -> Path | None:
@@ -102,18 +107,16 @@ def run_session_program(
     description: str | None,
     prepare: Callable[[str | None, Sequence[str], int], Any],
     body: Callable[[ProgramContext[Any]], None],
+    keys: Callable[[], Iterable[str]],
     argv: Sequence[str] | None,
 ) -> None:
-    """The command line of ``train`` and ``sft``: ``prepare(config file, overrides, world size)``, then ``body`` on all ranks."""
-    config, overrides = read_command_line(name, description, argv)
+    """The command line of ``train`` and ``sft``: ``prepare(config file, overrides, world size)``, then ``body`` on all ranks.
 
-    def checked() -> Any:
-        ready = prepare(config, overrides, read_launch().size)
-        create_run_dir(ready.config.run.dir)
-        return ready
-
+    ``keys``: lines about the configuration's keys, for ``--help``.
+    """
+    config, overrides = read_command_line(name, description, keys, argv)
     run_program(
-        checked,
+        lambda: prepare(config, overrides, read_launch().size),
         body,
         lambda ready: ProgramSettings(Path(ready.config.run.dir), ready.config.run.timeout_s, ready.config.run.threads),
         run_dir_hint(config, overrides),
@@ -167,13 +170,12 @@ class Session:
                 self._export()  # the run was ended between its last checkpoint and its export
             return
         if self.is_first:
-            self._record_config()
+            atomic_write_text(self.run_dir / CONFIG_FILE, to_yaml(self.context.prepared.config))
         recorder = Recorder(self) if self.is_first else None
         test_freq = self.config.test_freq
         if test_freq and self.started_at == 0:
             first = validate(0)
             if recorder is not None:
-                recorder.progress.note("validation before training: " + ", ".join(f"{k} {v:.4f}" for k, v in first.items()))
                 recorder.log(0, first, [])
         for number in range(self.started_at + 1, self.config.steps + 1):
             metrics, samples = self._timed(one_step, number)
@@ -194,19 +196,6 @@ class Session:
         if self.config.export:
             self._export()
         self._close(recorder, "done", number)
-
-    def _record_config(self) -> None:
-        """Write config.yaml, now that it is sure to run; say what is another than in the run that this one goes on with."""
-        text = to_yaml(self.context.prepared.config)
-        if self.board.last_checkpoint is not None:
-            before = Path(self.board.last_checkpoint).resolve().parents[1] / CONFIG_FILE
-            old = flatten_config(before.read_text(encoding="utf-8")) if before.is_file() else {}
-            new = flatten_config(text)
-            changed = [key for key in {**old, **new} if old.get(key) != new.get(key) and key not in ("run.dir", "run.resume")]
-            if old and changed:
-                told = ", ".join(f"{key}={new.get(key, '(none)')} (was {old.get(key, '(none)')})" for key in changed)
-                print(f"other settings than in {before}: {told}", file=sys.stderr)
-        atomic_write_text(self.run_dir / CONFIG_FILE, text)
 
     def _timed(self, one_step: Step, number: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
         self.board.set_step(number)
@@ -259,20 +248,21 @@ class Session:
         """Load the checkpoint that ``run.resume`` asks for; returns its step, 0 for a new run.
 
         Collective over the world: every rank of it must call. Raises CheckpointError, and ValueError where a new run would
-        mix with the checkpoints of an older one.
+        mix with the checkpoints of an older one, or go on with those of another experiment.
         """
         found = find_resumable(self.run_dir, self.world.all)
         if self.config.resume == "never" and found.directory is not None:
             raise ValueError(
                 f"run.resume=never, but run.dir={self.config.dir} holds {found.directory.name}; give another run.dir"
             )
-        path = found.directory if self.config.resume in ("auto", "never") else Path(self.config.resume)
+        path = found.directory if self.config.resume in RESUME else Path(self.config.resume)
         if self.is_first:
             for warning in found.warnings:
                 print(f"warning: {warning}", file=sys.stderr)
         if path is None:
             return 0
         state = read_manifest(path).state
+        self._compare(path, state)
         for role, worker in self.trained.items():
             if worker.member:
                 load_checkpoint(path, role, role_state(worker), worker.mesh.pool)
@@ -285,12 +275,37 @@ class Session:
             print(f"resumed from {path} (step {state['step']})", file=sys.stderr)
         return int(state["step"])
 
+    def _compare(self, path: Path, saved: dict[str, Any]) -> None:
+        """Say what is another than in the run whose checkpoint ``path`` is; raise ValueError where that is another experiment.
+
+        Collective over the world: every rank of it must call.
+        """
+        file = path.resolve().parents[1] / CONFIG_FILE
+        new = flatten_config(to_yaml(self.context.prepared.config))
+        old = flatten_config(file.read_text(encoding="utf-8")) if file.is_file() else new
+        pairs = {key: (new.get(key, "null"), old.get(key, "null")) for key in {**old, **new}}
+        keys = [key for key, (is_now, was) in pairs.items() if is_now != was and key not in ("run.dir", "run.resume")]
+        changed = {key: f"{key}={pairs[key][0]} (was {pairs[key][1]})" for key in keys}
+        then, now = (state["loader"]["fingerprint"] for state in (saved, self.state()))
+        other = [
+            text for key, text in changed.items() if EXPERIMENT.fullmatch(key) and len(set(map(full_path, pairs[key]))) > 1
+        ]
+        if then != now:
+            other.append(f"the prompts or pairs in data.path are {now} (were {then})")
+        if other and self.config.resume == "auto":
+            raise ValueError(
+                f"{path} is of another experiment: {', '.join(other)}; give another run.dir, or run.resume=force to go on with it"
+            )
+        if changed and self.is_first:
+            print(f"other settings than in {file}: {', '.join(changed.values())}", file=sys.stderr)
+
     def _close(self, recorder: Recorder | None, ended: str, number: int) -> None:
         payloads = self.world.all.gather_bytes(self.controller.timeline.to_bytes(), "control")
         if recorder is not None and payloads is not None:
             write_trace(self.run_dir / TRACE_FILE, payloads)
             recorder.close()
             write_report(self.run_dir, status=ExitStatus(ended, step=number, last_checkpoint=self.board.last_checkpoint))
+            print(*places(self.run_dir), sep="\n", file=sys.stderr)
 
     def _export(self) -> None:
         """Rank 0 writes for as long as it takes; nobody waits for it in one collective, whose time is limited."""
@@ -310,7 +325,7 @@ class Session:
 
 
 class Recorder:
-    """Rank 0's side of a session: metrics, samples, progress bar."""
+    """Rank 0's side of a session: metrics, samples, progress."""
 
     def __init__(self, session: Session) -> None:
         resume = session.started_at or None
@@ -318,14 +333,13 @@ class Recorder:
         self.metrics = MetricLogger(session.run_dir, whole.logger, config.name, to_dict(whole), resume)
         self.rollouts = JsonlLog(session.run_dir / ROLLOUTS_FILE, resume)
         self.num_samples = config.log_samples
-        self.progress = ProgressBar(config.steps, start_step=session.started_at)
+        self.progress = Progress(config.steps, start_step=session.started_at)
 
     def log(self, number: int, metrics: dict[str, float], samples: list[dict[str, Any]]) -> None:
         self.metrics.log(number, {key: value for key, value in metrics.items() if key != "step"})
         shown = sorted(samples, key=lambda sample: int(sample["row_id"]))[: self.num_samples]
         self.rollouts.append({"step": number, **sample} for sample in shown)
-        if number:
-            self.progress.update(number, metrics)
+        self.progress.update(number, metrics)
 
     def close(self) -> None:
         self.progress.close()
@@ -343,6 +357,11 @@ def start_controller(context: ProgramContext[Any]) -> Controller:
     names = sorted({pool.name for pool in pools if world.rank in pool.ranks})
     synchronize = (lambda: torch.cuda.current_stream().synchronize()) if world.device.type == "cuda" else None
     return Controller(world.all, context.board, Timeline(world.rank, names, synchronize=synchronize))
+
+
+def full_path(text: str) -> Path:
+    """One form of what names the same file in several ways."""
+    return Path(text).expanduser().resolve()
 
 
 def role_state(worker: ModelWorker) -> RoleState:

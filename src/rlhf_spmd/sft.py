@@ -1,4 +1,7 @@
-"""``torchrun ... -m rlhf_spmd.sft --config configs/X.yaml key=value ...``: supervised fine-tuning, on the same engine as ``train``."""
+"""Supervised fine-tuning, on the same engine as ``train``. After ``scripts/quickstart.sh``, which makes data and a model:
+
+torchrun --nproc-per-node 2 -m rlhf_spmd.sft --config configs/quickstart_sft.yaml run.dir=runs/mine model.optim.lr=5e-4
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rlhf_spmd.config.bounds import check_bounds
+from rlhf_spmd.config.keys import list_keys
 from rlhf_spmd.config.load import check_tree, load
 from rlhf_spmd.data.files import Row, read_rows
 from rlhf_spmd.data.loader import build_loader, validation_batches
@@ -207,7 +211,7 @@ def sft(context: ProgramContext[Prepared]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line: ``--config FILE`` and overrides such as ``model.optim.lr=1e-3``."""
-    run_session_program("sft", __doc__, prepare, sft, argv)
+    run_session_program("sft", __doc__, prepare, sft, lambda: list_keys(SftTrainConfig, {}), argv)
 
 
 if __name__ == "__main__":

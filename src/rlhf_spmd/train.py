@@ -1,9 +1,12 @@
-"""``torchrun ... -m rlhf_spmd.train --config configs/X.yaml key=value ...``: reinforcement learning, from configuration to export."""
+"""Reinforcement learning, from configuration to export. After ``scripts/quickstart.sh``, which makes data and a model:
+
+torchrun --nproc-per-node 2 -m rlhf_spmd.train --config configs/quickstart_ppo.yaml run.dir=runs/mine sampling.n=8
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -12,6 +15,7 @@ import torch
 
 from rlhf_spmd.algorithms.base import AlgorithmConfig
 from rlhf_spmd.checkpoint.manifest import CheckpointError
+from rlhf_spmd.config.keys import list_keys
 from rlhf_spmd.config.load import check_tree, load
 from rlhf_spmd.config.registry import find
 from rlhf_spmd.controller import Controller
@@ -303,7 +307,12 @@ def describe(ready: Prepared, world: World) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line: ``--config FILE`` and overrides such as ``sampling.n=4``."""
-    run_session_program("train", __doc__, prepare, train, argv)
+
+    def keys() -> Iterator[str]:
+        """Of the algorithm those of the default one."""
+        return list_keys(TrainConfig, {"algorithm": find("algorithm", "rlhf_spmd.algorithms", "ppo", exports="step").Config})
+
+    run_session_program("train", __doc__, prepare, train, keys, argv)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,34 @@
+"""Every key of a configuration with its type and default, for people."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, get_args, get_origin
+
+from rlhf_spmd.config.schema import describe, fields_of
+
+
+def list_keys(schema: type, replaced: Mapping[str, type], where: str = "") -> Iterator[str]:
+    """``run.steps = 100 (an integer)`` for every key below the dataclass ``schema``, in its order.
+
+    ``replaced``: for keys of ``schema`` the dataclass that describes them in place of their annotation. Entries of a mapping to
+    dataclasses are called ``<name>``.
+    """
+    annotations = {**fields_of(schema), **replaced}
+    for field in dataclasses.fields(schema):
+        annotation, key = annotations[field.name], f"{where}{field.name}"
+        section = next((part for part in (annotation, *get_args(annotation)) if dataclasses.is_dataclass(part)), None)
+        if isinstance(section, type):
+            yield from list_keys(section, {}, f"{key}.<name>." if get_origin(annotation) is dict else f"{key}.")
+        else:
+            yield f"{key} {_default(field)} ({describe(annotation)})"
+
+
+def _default(field: dataclasses.Field[Any]) -> str:
+    if field.default is not dataclasses.MISSING:
+        return f"= {json.dumps(field.default, default=str)}"
+    if field.default_factory is not dataclasses.MISSING:
+        return f"= {json.dumps(field.default_factory(), default=str)}"
+    return "must be given"
