@@ -131,7 +131,11 @@ def ppo_like(world: World, pools: dict[str, tuple[list[int], Layout]]) -> Any:
     def script(rows: Any) -> Any:
         batch = rows.union(toys["actor"].generate(rows))
         batch = batch.union(toys["critic"].double(batch))
-        return [toys["critic"].update(batch, mini_batch_size=4), toys["actor"].rows(batch), toys["actor"].update(batch, mini_batch_size=4)]
+        return [
+            toys["critic"].update(batch, mini_batch_size=4),
+            toys["actor"].rows(batch),
+            toys["actor"].update(batch, mini_batch_size=4),
+        ]
 
     before = RECORDER.received["batch"]
     calls = controller.run(script, controller.source(prompts(8, 2)))

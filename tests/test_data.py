@@ -109,6 +109,30 @@ def test_missing_files_are_not_looked_up_on_the_network(path: str) -> None:
         read_rows(path)
 
 
+def test_keys_with_dots_reach_into_columns(tmp_path: Path, tokenizer: Any) -> None:
+    """Rows as verl writes them, in jsonl and in parquet (nested structs)."""
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    rows = [{"input": {"text": f"{n}>"}, "reward_model": {"ground_truth": str(n), "style": "rule"}} for n in (1, 2)]
+    files = [write(tmp_path / "a.jsonl", *rows), str(tmp_path / "a.parquet")]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), files[1])
+    for file in files:
+        data = prompts(tokenizer, file, prompt_key="input.text", answer_key="reward_model.ground_truth")
+        seen = decode_json(data.batch([1], [0])["row"])[0]
+        assert (seen["prompt"], seen["answer"], seen["reward_model"]) == ("2>", "2", rows[1]["reward_model"])
+        config = SftConfig(path=file, prompt_key="input.text", response_key="reward_model.ground_truth", append_eos=False)
+        assert ResponseDataset(config.read(), config, tokenizer).columns["response_ids"].rows()[1].tolist() == [6]
+    path = write(tmp_path / "b.jsonl", {"a.b": "1>", "a": {"b": "2>"}})
+    assert decode_json(prompts(tokenizer, path, prompt_key="a.b").batch([0], [0])["row"])[0]["prompt"] == "1>"
+
+
+@pytest.mark.parametrize("key", ["answr", "reward_model.truth", "prompt.text"])
+def test_an_answer_key_that_a_row_lacks_is_refused(tmp_path: Path, tokenizer: Any, key: str) -> None:
+    rows = [{"prompt": "1>", key: "1"}, {"prompt": "2>", "reward_model": {"ground_truth": "2"}}]
+    message = rf"a\.jsonl:2: no key '{key}' \(data\.answer_key={key}\); this row has: prompt, reward_model\.ground_truth$"
+    with pytest.raises(DataError, match=message):
+        prompts(tokenizer, write(tmp_path / "a.jsonl", *rows), answer_key=key)
+
+
 def test_text_prompts(tmp_path: Path, tokenizer: Any) -> None:
     path = write(
         tmp_path / "a.jsonl",

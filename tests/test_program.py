@@ -34,11 +34,13 @@ class Ended:
 
 
 def start(run_dir: Path, kind: str, ranks: int, *arguments: str) -> subprocess.Popen[str]:
-    run_dir.mkdir()
+    run_dir.mkdir(exist_ok=True)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", str(free_port())]
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     command += [str(PROGRAM), str(run_dir), kind, *arguments]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
 
 
 def wait(process: subprocess.Popen[str], run_dir: Path) -> Ended:
@@ -146,6 +148,10 @@ def test_a_killed_rank_is_named_by_a_survivor(failed):
     assert ended.seconds < 60
 
 
+def test_the_run_directory_is_given_up_in_every_ending(refused, failed):
+    assert [name for name, ended in (refused | failed).items() if (ended.run_dir / "run.lock").exists()] == []
+
+
 def test_killed_rank_0_is_named_as_well_and_a_stopped_one_is_killed(tmp_path):
     """Two jobs side by side: one loses the rank that watches the others, in the other a rank is stopped."""
     first = start(tmp_path / "first", "run", 2, "5")
@@ -184,9 +190,53 @@ def test_sigterm_to_torchrun_saves_and_a_kill_of_torchrun_leaves_no_orphan(tmp_p
     assert status["last_checkpoint"] == f"step_{status['step']}"
 
 
+def status_of(run_dir: Path) -> dict[str, object]:
+    return json.loads((run_dir / "exit_status.json").read_text())
+
+
+def test_the_first_interrupt_saves_and_the_second_ends_at_once(tmp_path):
+    """Ctrl-C, as a terminal gives it to the process group of torchrun."""
+    once, twice = start(tmp_path / "once", "run", 2), start(tmp_path / "twice", "save_slowly", 2)
+    stepping(tmp_path / "once", tmp_path / "twice")
+    for process in (once, twice):
+        os.killpg(process.pid, signal.SIGINT)
+    errors = once.communicate(timeout=300)[1]
+    assert errors.count("interrupted: the run saves after this step and ends; again: it ends at once\n") == 1
+    status = status_of(tmp_path / "once")
+    assert (status["class"], status["code"], status["last_checkpoint"]) == ("preempted", 75, f"step_{status['step']}")
+    while not (tmp_path / "twice" / "failed").exists():  # it saves, for two minutes
+        time.sleep(0.1)
+    time.sleep(1.5)
+    assert twice.poll() is None
+    os.killpg(twice.pid, signal.SIGINT)
+    since = time.monotonic()
+    twice.communicate(timeout=300)
+    assert time.monotonic() - since < 25  # torchrun itself would kill after 30 s
+    status = status_of(tmp_path / "twice")
+    assert status["class"] == "error" and str(status["message"]).startswith("interrupted in ")
+
+
+def test_another_job_in_the_same_run_directory_is_refused(tmp_path):
+    first = start(tmp_path / "run", "run", 2)
+    stepping(tmp_path / "run")
+    (tmp_path / "run" / "exit_status.json").write_text("{}")
+    (owner,) = pids(tmp_path / "run", 2)[:1]
+    second, broken = start(tmp_path / "run", "run_too", 2), start(tmp_path / "run", "bad_config", 2)
+    said = [process.communicate(timeout=300)[1] for process in (second, broken)]
+    line = rf"config error: run\.dir={tmp_path}/run is in use by process {owner} on \S+; wait for its end, or give another run\.dir .*"
+    assert len(re.findall(line, said[0])) == 1
+    assert [re.findall(r"exitcode\s+: (-?\d+)", errors) for errors in said] == [["2", "2"], ["2", "2"]]
+    assert (tmp_path / "run" / "exit_status.json").read_text() == "{}", "a refused job wrote over the other's"
+    first.send_signal(signal.SIGTERM)
+    first.communicate(timeout=300)
+    assert status_of(tmp_path / "run")["class"] == "preempted"
+    assert not (tmp_path / "run" / "run.lock").exists()
+
+
 def body_of(kind: str):
     def body(context: ProgramContext[None]) -> None:
         context.board.set_step(1)
+        assert (context.board.run_dir / "run.lock").exists()
         if kind == "sigterm":
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(5)
@@ -209,6 +259,7 @@ def test_a_single_process_needs_no_torchrun(tmp_path, kind, code):
         run_program(lambda: None, body_of(kind), lambda _: ProgramSettings(tmp_path))
     status = json.loads((tmp_path / "exit_status.json").read_text())
     assert (status["code"], status["step"]) == (code, 1)
+    assert not (tmp_path / "run.lock").exists()
     assert signal.getsignal(signal.SIGTERM) is handler
 
 

@@ -68,7 +68,10 @@ def end(run_dir: Path, how: str, after: int, moment: float) -> Ended:
         if how == "kill":
             tasks.kill(process)
         else:
-            os.kill(process.pid if how == "agent" else tasks.ranks_of(process)[1], signal.SIGTERM)
+            if how == "ctrl-c":
+                os.killpg(process.pid, signal.SIGINT)
+            else:
+                os.kill(process.pid if how == "agent" else tasks.ranks_of(process)[1], signal.SIGTERM)
             assert tasks.finish(process, run_dir) != 0
     except BaseException:
         tasks.kill(process)
@@ -85,6 +88,7 @@ def ended(directory: Path) -> dict[str, Ended]:
         "killed before the first checkpoint": ("kill", 1, MOMENTS.uniform(0.0, 0.5)),
         "killed": ("kill", 3, MOMENTS.uniform(0.0, 1.0)),
         "SIGTERM to torchrun": ("agent", 2, MOMENTS.uniform(0.0, 0.8)),
+        "Ctrl-C": ("ctrl-c", 2, MOMENTS.uniform(0.0, 0.8)),
         "SIGTERM to a rank": ("rank", 3, MOMENTS.uniform(0.0, 0.8)),
     }
     with ThreadPoolExecutor(len(plan)) as threads:
@@ -122,7 +126,7 @@ def test_a_killed_run_goes_on_bit_for_bit(uninterrupted, ended):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["SIGTERM to torchrun", "SIGTERM to a rank"])
+@pytest.mark.parametrize("name", ["SIGTERM to torchrun", "SIGTERM to a rank", "Ctrl-C"])
 def test_a_preempted_run_saves_and_goes_on_bit_for_bit(uninterrupted, ended, name):
     was = ended[name]
     assert 0 < was.steps < STEPS

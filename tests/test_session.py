@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +21,7 @@ from rlhf_spmd.data.files import DataError
 from rlhf_spmd.parallel.world import Launch, World
 from rlhf_spmd.session import Session
 from rlhf_spmd.sft import prepare as prepare_sft
-from rlhf_spmd.train import prepare
+from rlhf_spmd.train import main, prepare
 from test_ppo_layouts import layout
 
 
@@ -53,6 +54,55 @@ def test_config_yaml_is_the_record_of_what_ran(tmp_path: Path, capsys: pytest.Ca
 
     train(tmp_path / "other", 2, f"run.resume={run_dir / 'checkpoints' / 'step_1'}", "algorithm.gamma=0.7")
     assert f"other settings than in {config}: algorithm.gamma=0.7 (was 0.5)\n" in capsys.readouterr().err
+
+
+def test_a_run_of_another_experiment_is_not_gone_on_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Another algorithm, model or data set, and other rows in the same file; a path in another form is the same path."""
+    run_dir, data = tmp_path / "run", tmp_path / "data.jsonl"
+    rows = (tasks.task() / "train.jsonl").read_text()
+    data.write_text(rows)
+    train(run_dir, 1, f"data.path={data}")
+    config, step_1 = (run_dir / "config.yaml").read_text(), run_dir / "checkpoints" / "step_1"
+    other = {
+        "algorithm.name=outside.unreported": "algorithm.name=outside.unreported (was ppo)",
+        f"models.critic.path={tasks.task() / 'actor'}": rf"models.critic.path={tasks.task()}/actor (was {tasks.task()}/critic)",
+        f"data.path={tasks.task() / 'train.jsonl'}": f"data.path={tasks.task() / 'train.jsonl'} (was {data})",
+    }
+    remedy = "; give another run.dir, or run.resume=force to go on with it"
+    for override, told in other.items():
+        with pytest.raises(ValueError, match="^" + re.escape(f"{step_1} is of another experiment: {told}{remedy}") + "$"):
+            train(run_dir, 2, f"data.path={data}", override)
+    data.write_text(rows + json.dumps({"prompt": "abc"}) + "\n")
+    with pytest.raises(
+        ValueError, match=r"another experiment: the prompts or pairs in data\.path are 21-\w+ \(were 20-\w+\); give"
+    ):
+        train(run_dir, 2, f"data.path={data}")
+    assert (run_dir / "config.yaml").read_text() == config and not step_1.with_name("step_2").exists()
+    capsys.readouterr()
+
+    with pytest.raises(SystemExit) as ending:  # as a person meets it
+        main(["--config", str(tasks.task() / "ppo.json"), *tasks.settings(run_dir, 2, f"data.path={data}")])
+    said = capsys.readouterr().err.splitlines()
+    assert ending.value.code == 2 and said[-1].startswith(f"config error: {step_1} is of another experiment: the prompts")
+    assert json.loads((run_dir / "exit_status.json").read_text())["class"] == "config"
+
+    data.write_text(rows)
+    train(run_dir, 2, f"data.path={tmp_path}/./data.jsonl", "reward.function=tasks:even_share", "reward.weight=2.0")
+    assert "reward.weight=2.0 (was 1.0)" in capsys.readouterr().err
+    train(run_dir, 3, f"data.path={tasks.task() / 'train.jsonl'}", "run.resume=force")
+    assert f"data.path={tasks.task() / 'train.jsonl'} (was " in capsys.readouterr().err
+
+
+def test_a_log_tells_steps_validations_and_where_things_lie(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    validation = [f"data.val_path={tasks.task() / 'train.jsonl'}", "run.test_freq=2", "run.export=true"]
+    train(tmp_path, 2, *validation)
+    said = capsys.readouterr().err
+    for number in (1, 2):
+        line = rf"^step {number}/2  reward -?\d\.\d+  KL -?\d\.\d+  [\d,]+ tokens/s  \d+\.\d\d s/step  \d\d:\d\d left$"
+        assert len(re.findall(line, said, flags=re.M)) == 1, said
+    assert re.findall(r"^validation after step (\d): val/reward_mean -?\d\.\d{4}$", said, flags=re.M) == ["0", "2"]
+    places = [("report", "report.html"), ("export", "export"), ("checkpoint", "checkpoints/step_2")]
+    assert said.splitlines()[-3:] == [f"  {name:<20}{tmp_path / path}" for name, path in places]
 
 
 def test_while_only_the_critic_learns_the_rollout_is_compared_all_the_same(tmp_path: Path) -> None:

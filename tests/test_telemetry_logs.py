@@ -1,17 +1,24 @@
-"""The files that a run writes line by line, its directory, its exit status, the progress bar."""
+"""The files that a run writes line by line, its directory and who owns it, its exit status, its progress."""
 
 from __future__ import annotations
 
 import io
 import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from rlhf_spmd.telemetry import run_lock
 from rlhf_spmd.telemetry.jsonl import JsonlLog, read_jsonl
 from rlhf_spmd.telemetry.logger import LoggerConfig, MetricLogger
-from rlhf_spmd.telemetry.progress import ProgressBar, format_seconds
+from rlhf_spmd.telemetry.progress import Progress
 from rlhf_spmd.telemetry.run_dir import (
     EXIT_CODES,
     ExitStatus,
@@ -138,29 +145,147 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_progress_bar_is_one_line_on_a_terminal_and_nothing_elsewhere() -> None:
-    metrics = {"reward/mean": 0.5, "actor/kl": 0.0123, "perf/tokens_per_s": 12345.6}
-    terminal, pipe = Terminal(), io.StringIO()
-    for stream in (terminal, pipe):
-        bar = ProgressBar(4, stream)
-        bar.update(1, metrics)
-        bar.update(2, {"reward/mean": float("nan")})
-        bar.close()
-        bar.close()
-    assert pipe.getvalue() == ""
-    ProgressBar(4, pipe).note("resumed")
-    assert pipe.getvalue() == "resumed\n"
-    first, second = terminal.getvalue().rstrip("\n").split("\r")[1:]
-    assert all(part in first for part in ("step 1/4", "reward 0.500", "KL 0.0123", "tokens/s 12,346"))
-    assert "step 2/4" in second and "reward nan" in second
-    assert terminal.getvalue().count("\n") == 1
+STEP = {"reward/mean": 0.5, "actor/kl": 0.0123, "perf/tokens_per_s": 12345.6, "timing_s/step": 2.0}
 
 
-def test_time_left_follows_the_recent_pace(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [100.0]
+def test_a_log_has_one_line_per_step_and_per_validation() -> None:
+    log = io.StringIO()
+    progress = Progress(4, log)
+    progress.update(0, {"val/reward_mean": 0.25})
+    progress.update(1, STEP)
+    progress.update(2, {"actor/loss": float("nan"), "val/loss": 1.5, "val/reward_mean": 0.75})
+    progress.close()
+    progress.close()
+    first, *steps = log.getvalue().splitlines()
+    assert first == "validation after step 0: val/reward_mean 0.2500"
+    assert steps[0] == "step 1/4  reward 0.500  KL 0.0123  12,346 tokens/s  2.00 s/step  00:00 left"
+    assert steps[1:] == [
+        "validation after step 2: val/loss 1.5000, val/reward_mean 0.7500",
+        "step 2/4  loss nan  00:00 left",
+    ]
+
+
+def test_a_terminal_has_a_bar_and_a_line_per_validation(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    progress = Progress(4, terminal)
+    monkeypatch.setattr(progress._bar, "mininterval", 0.0)
+    progress.update(1, STEP)
+    progress.update(2, {"actor/loss": 1.25, "val/loss": 1.5})
+    progress.close()
+    shown = terminal.getvalue().split("\r")
+    assert any("1/4" in part and "reward 0.500, KL 0.0123, 12,346 tokens/s" in part for part in shown)
+    assert any("2/4" in part and "loss 1.2500" in part for part in shown)
+    assert "validation after step 2: val/loss 1.5000\n" in terminal.getvalue()
+    assert terminal.getvalue().count("\n") == 2
+
+
+def test_time_left_follows_the_pace_since_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, log = [100.0], io.StringIO()
     monkeypatch.setattr("rlhf_spmd.telemetry.progress.time.monotonic", lambda: now[0])
-    bar = ProgressBar(10, Terminal(), start_step=4)  # resumed at step 4
+    progress = Progress(1000, log, start_step=4)  # resumed at step 4
     now[0] += 6.0
-    bar.update(6, {})
-    assert bar.seconds_left(6) == pytest.approx(12.0)
-    assert [format_seconds(seconds) for seconds in (9.4, 754, 7384)] == ["0:09", "12:34", "2:03:04"]
+    progress.update(6, {})
+    assert log.getvalue() == "step 6/1000  49:42 left\n"
+
+
+# -- who owns a run directory
+
+
+HERE = run_lock.this_process()
+
+
+def owned(run_dir: Path, **changes: Any) -> None:
+    (run_dir / run_lock.LOCK_FILE).write_text(json.dumps({**asdict(HERE), **changes}))
+
+
+@pytest.fixture
+def ended() -> int:
+    """The number of a process that has ended."""
+    process = subprocess.Popen(["true"])
+    process.wait()
+    return process.pid
+
+
+def test_a_run_directory_has_one_owner_until_it_is_released(tmp_path: Path) -> None:
+    script = f"from rlhf_spmd.telemetry import run_lock; run_lock.take({str(tmp_path)!r})"
+    run_lock.take(tmp_path)
+    assert run_lock.other_owner(tmp_path) is None
+    other = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    line = f"run.dir={tmp_path} is in use by process {HERE.pid} on {HERE.host}; wait for its end, or give another run.dir"
+    assert other.stderr.splitlines()[-1] == f"ValueError: {line}"
+    run_lock.release()
+    assert subprocess.run([sys.executable, "-c", script]).returncode == 0
+    assert not (tmp_path / run_lock.LOCK_FILE).exists()
+
+
+def test_of_jobs_that_start_at_once_one_is_the_owner(tmp_path: Path) -> None:
+    owned(tmp_path, started="another process has its number")
+    script = f"""
+import sys
+from rlhf_spmd.telemetry import run_lock
+print("ready", flush=True), sys.stdin.readline()
+try:
+    run_lock.take({str(tmp_path)!r}), print("owner", flush=True), sys.stdin.readline()
+except ValueError:
+    print("refused", flush=True)
+"""
+    command, pipe = [sys.executable, "-c", script], subprocess.PIPE
+    jobs = [subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, bufsize=1) for _ in range(4)]
+    ready = [job.stdout.readline() for job in jobs if job.stdout]
+    for job in jobs:
+        assert job.stdin is not None
+        job.stdin.write("\n")
+    said = [job.stdout.readline() for job in jobs if job.stdout]
+    for job in jobs:
+        job.communicate()
+    assert ready == 4 * ["ready\n"]
+    assert sorted(said) == ["owner\n", "refused\n", "refused\n", "refused\n"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "age_s", "held"),
+    [
+        ({"pid": 1, "started": run_lock._started(1), "job": "SLURM job 17"}, 0, "SLURM job 17, process 1 on"),
+        ({"pid": 1, "started": run_lock._started(1), "job": "SLURM job 17"}, 9999, "SLURM job 17"),  # suspended, but there
+        ({"pid": 1, "started": "a thousand years ago"}, 0, None),  # another process has its number
+        ({"host": "far", "machine": "other"}, 200, f"process {HERE.pid} on far"),
+        ({"host": "far", "machine": "other"}, 400, None),
+    ],
+)
+def test_an_owner_that_is_gone_is_followed(tmp_path: Path, changes: dict[str, Any], age_s: float, held: str | None) -> None:
+    owned(tmp_path, **changes)
+    touched = (tmp_path / run_lock.LOCK_FILE).stat().st_mtime - age_s
+    os.utime(tmp_path / run_lock.LOCK_FILE, (touched, touched))
+    assert held is None or held in str(run_lock.other_owner(tmp_path))
+    if held is None:
+        run_lock.take(tmp_path)
+        run_lock.release()
+        assert not (tmp_path / run_lock.LOCK_FILE).exists()
+    else:
+        with pytest.raises(ValueError, match=held):
+            run_lock.take(tmp_path)
+        assert json.loads((tmp_path / run_lock.LOCK_FILE).read_text())["pid"] == changes.get("pid", HERE.pid)
+
+
+def test_a_dead_owner_and_an_earlier_start_of_the_same_slurm_job_are_followed(
+    tmp_path: Path, ended: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owned(tmp_path, pid=ended, started="12345")
+    run_lock.take(tmp_path)
+    run_lock.release()
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    for restarts, held in (("0", True), ("1", False)):
+        monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
+        owned(tmp_path, host="far", machine="other", job="SLURM job 17", requeues=0)
+        assert (run_lock.other_owner(tmp_path) is not None) is held
+
+
+def test_an_owner_touches_its_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_lock, "TOUCH_S", 0.01)
+    run_lock.take(tmp_path)
+    os.utime(tmp_path / run_lock.LOCK_FILE, (0, 0))
+    deadline = time.monotonic() + 60
+    while (tmp_path / run_lock.LOCK_FILE).stat().st_mtime == 0:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    run_lock.release()

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
+import subprocess
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -207,12 +210,20 @@ def test_the_timeline_is_bounded() -> None:
     assert totals == {"call": pytest.approx(9000 * 0.5e-6)}
 
 
+def test_the_summary_of_no_run_is_one_line(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "rlhf_spmd.telemetry.summary", str(tmp_path / "none")]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent / "src")}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr == f"run directory {tmp_path / 'none'} does not exist; give the run.dir of a run\n"
+
+
 def test_summary_compares_start_and_end(tmp_path: Path) -> None:
     fill(tmp_path)
     write_report(tmp_path)
     text = summarize(tmp_path)
     assert re.search(r"reward +0\.03 -> 0\.48 +\(\+0\.450; means of the first and the last 5 logged\)", text)
-    assert "val/sort/accuracy" in text and "steps               50 in 0:50" in text
+    assert "val/sort/accuracy" in text and "steps               50 in 00:50" in text
     assert "samples of step 1\n" in text and "samples of step 50\n" in text and "[0.5]" in text
     assert str(tmp_path / "report.html") in text and "step_40" in text and "export" not in text
     assert summarize(tmp_path / "checkpoints").startswith("run ")

@@ -1,4 +1,7 @@
-"""``torchrun ... -m rlhf_spmd.generate model.path=DIR data.path=IN.jsonl out=OUT.jsonl layout.tp=2 sampling.n=4``: responses.
+"""Responses to prompts, ``sampling.n`` to each. After ``scripts/quickstart.sh``, which makes a model and prompts:
+
+torchrun --nproc-per-node 2 -m rlhf_spmd.generate model.path=runs/quickstart/ppo/export \\
+    data.path=runs/quickstart/task/val.jsonl out=answers.jsonl
 
 In: one row per prompt with ``prompt`` (text or chat messages) or ``prompt_ids``, optional ``id`` (else the row's number),
 ``max_response_length`` (else ``sampling.max_response_length``, else what the context leaves) and ``min_response_length``.
@@ -183,7 +186,7 @@ def response_text(ready: Prepared, token_ids: Sequence[int], finish_reason: str)
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line: overrides, and ``--config FILE`` if there are many."""
-    run_offline_program("generate", __doc__, prepare, generate, argv)
+    run_offline_program("generate", __doc__, GenerateConfig, prepare, generate, argv)
 
 
 if __name__ == "__main__":

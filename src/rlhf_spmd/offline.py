@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rlhf_spmd.config.bounds import check_bounds
+from rlhf_spmd.config.keys import list_keys
 from rlhf_spmd.config.load import check_tree, load
 from rlhf_spmd.data.dataset import RowsConfig
 from rlhf_spmd.data.files import Row
@@ -101,12 +102,13 @@ def write_rows(out: str, rows: Iterable[Mapping[str, Any]]) -> None:
 def run_offline_program(
     name: str,
     description: str | None,
+    schema: type[OfflineConfig],
     prepare: Callable[[str | None, Sequence[str], Launch], Any],
     work: Callable[[Any, World, Callable[[], None]], None],
     argv: Sequence[str] | None,
 ) -> None:
     """The command line: ``prepare(config file, overrides, launch)``, then ``work(prepared, world, tick)`` on all ranks."""
-    config, overrides = read_command_line(name, description, argv)
+    config, overrides = read_command_line(name, description, lambda: list_keys(schema, {}), argv)
     run_program(
         lambda: prepare(config, overrides, read_launch()),
         lambda context: work(context.prepared, context.world, context.board.tick),

@@ -1,4 +1,7 @@
-"""``torchrun ... -m rlhf_spmd.score model.path=DIR data.path=IN.jsonl out=OUT.jsonl layout.tp=2 ...``: log-probs of responses.
+"""Log-probs of responses. After ``scripts/quickstart.sh``, which makes a model and pairs:
+
+torchrun --nproc-per-node 2 -m rlhf_spmd.score model.path=runs/quickstart/ppo/export \\
+    data.path=runs/quickstart/task/sft.jsonl out=scores.jsonl
 
 In: one row per response with ``prompt_ids`` and ``response_ids``, or with ``prompt`` (text or chat messages) and ``response``
 (text); optional ``id`` (else the row's number). Nothing is appended to a response.
@@ -153,7 +156,7 @@ def check_finite(ready: Prepared, scored: Sequence[tuple[int, list[float]]]) -> 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line: overrides, and ``--config FILE`` if there are many."""
-    run_offline_program("score", __doc__, prepare, score, argv)
+    run_offline_program("score", __doc__, ScoreConfig, prepare, score, argv)
 
 
 if __name__ == "__main__":

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-import resource
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,47 +18,41 @@ import yaml
 
 from rlhf_spmd.checkpoint.directory import read_manifest
 from rlhf_spmd.checkpoint.export import export_hugging_face
-from rlhf_spmd.checkpoint.load import find_resumable, load_checkpoint, read_pieces
-from rlhf_spmd.checkpoint.manifest import PARAM
-from rlhf_spmd.checkpoint.save import RoleState, save_checkpoint
+from rlhf_spmd.checkpoint.load import find_resumable, load_checkpoint
+from rlhf_spmd.checkpoint.save import save_checkpoint
 from rlhf_spmd.config.bounds import check_bounds
-from rlhf_spmd.config.load import to_dict, to_yaml
-from rlhf_spmd.controller import Controller, Reference, ordered_values
-from rlhf_spmd.data.batch import Batch, Ragged
-from rlhf_spmd.parallel.boxes import whole_shard
+from rlhf_spmd.config.load import to_yaml
+from rlhf_spmd.controller import Controller, Reference
+from rlhf_spmd.data.batch import Batch
 from rlhf_spmd.parallel.collectives import RECORDER
 from rlhf_spmd.parallel.program import Preempted, ProgramContext, ProgramSettings, read_command_line, run_program
 from rlhf_spmd.parallel.world import read_launch
+from rlhf_spmd.recorder import Recorder, StepSize, merge_reports, peak_memory_gb, token_count
 from rlhf_spmd.reshard import LABELS
+from rlhf_spmd.restart import compare_runs, restore_rows_in_flight, role_state, rows_in_flight
 from rlhf_spmd.roles import model_directory
-from rlhf_spmd.streams import merge_values
-from rlhf_spmd.telemetry.jsonl import JsonlLog
-from rlhf_spmd.telemetry.logger import MetricLogger
-from rlhf_spmd.telemetry.progress import ProgressBar
 from rlhf_spmd.telemetry.report import write_report
-from rlhf_spmd.telemetry.report_sections import flatten_config
 from rlhf_spmd.telemetry.run_dir import (
     CONFIG_FILE,
     EXPORT_DIR,
-    ROLLOUTS_FILE,
     TRACE_FILE,
     ExitStatus,
     atomic_write_text,
-    create_run_dir,
 )
+from rlhf_spmd.telemetry.summary import places
 from rlhf_spmd.telemetry.trace import Timeline, write_trace
-from rlhf_spmd.workers.actor import ActorWorker
 from rlhf_spmd.workers.flops import forward_flops, matmul_rate
 from rlhf_spmd.workers.model_worker import ModelWorker
 
-ROWS_IN_FLIGHT = "rows_in_flight"  # a checkpoint's name for the rows that generation goes on with
+RESUME = ("auto", "force", "never")
 
 
 @dataclass(frozen=True)
 class RunConfig:
     """``run``. ``save_freq``, ``test_freq``: steps between checkpoints and validations; 0: only at the end, or never.
 
-    ``resume``: auto (from the newest good checkpoint in ``dir``, if there is one), never, or a checkpoint directory.
+    ``resume``: auto (from the newest good checkpoint in ``dir``, if there is one, and if it is of the same algorithm, models and
+    data), force (of whatever it is), never, or a checkpoint directory.
     ``keep_checkpoints``: how many stay, at least 2. ``timeout_s``: how long ranks wait for each other before the run ends.
     ``threads``: of a rank on CPUs; on GPUs it is not read. ``log_samples``: rollouts written per step. ``export``: write a Hugging
     Face directory at the end.
@@ -87,8 +80,8 @@ class RunConfig:
         root = next(path for path in (here, *here.parents) if path.exists())
         if not (root.is_dir() and os.access(root, os.W_OK)):
             raise ValueError(f"{where}.dir={self.dir}: {root} is not a directory that this user can write to; give another one")
-        if self.resume not in ("auto", "never") and not Path(self.resume).is_dir():
-            raise ValueError(f"{where}.resume={self.resume!r} is neither auto nor never nor a checkpoint directory")
+        if self.resume not in RESUME and not Path(self.resume).is_dir():
+            raise ValueError(f"{where}.resume={self.resume!r} is none of {', '.join(RESUME)}, and no checkpoint directory")
 
 
 def run_dir_hint(path: str | None, overrides: Sequence[str]) -> Path | None:
@@ -108,18 +101,16 @@ def run_session_program(
     description: str | None,
     prepare: Callable[[str | None, Sequence[str], int], Any],
     body: Callable[[ProgramContext[Any]], None],
+    keys: Callable[[], Iterable[str]],
     argv: Sequence[str] | None,
 ) -> None:
-    """The command line of ``train`` and ``sft``: ``prepare(config file, overrides, world size)``, then ``body`` on all ranks."""
-    config, overrides = read_command_line(name, description, argv)
+    """The command line of ``train`` and ``sft``: ``prepare(config file, overrides, world size)``, then ``body`` on all ranks.
 
-    def checked() -> Any:
-        ready = prepare(config, overrides, read_launch().size)
-        create_run_dir(ready.config.run.dir)
-        return ready
-
+    ``keys``: lines about the configuration's keys, for ``--help``.
+    """
+    config, overrides = read_command_line(name, description, keys, argv)
     run_program(
-        checked,
+        lambda: prepare(config, overrides, read_launch().size),
         body,
         lambda ready: ProgramSettings(Path(ready.config.run.dir), ready.config.run.timeout_s, ready.config.run.threads),
         run_dir_hint(config, overrides),
@@ -173,18 +164,18 @@ class Session:
                 self._export()  # the run was ended between its last checkpoint and its export
             return
         if self.is_first:
-            self._record_config()
-        recorder = Recorder(self) if self.is_first else None
+            atomic_write_text(self.run_dir / CONFIG_FILE, to_yaml(self.context.prepared.config))
+        recorder = Recorder(self.run_dir, self.context.prepared.config, self.started_at) if self.is_first else None
         test_freq = self.config.test_freq
         if test_freq and self.started_at == 0:
             first = validate(0)
             if recorder is not None:
-                recorder.progress.note("validation before training: " + ", ".join(f"{k} {v:.4f}" for k, v in first.items()))
                 recorder.log(0, first, [])
         for number in range(self.started_at + 1, self.config.steps + 1):
             self._take(one_step, number)
             preempted = self.controller.decide(self.board.preempted)
-            metrics, samples = self._collect(number) if self.is_first else ({}, [])
+            reports = self.controller.receive_reports() if self.is_first else []
+            metrics, samples = merge_reports(number, self._size, reports, self._utilisation) if self.is_first else ({}, [])
             if test_freq and (number % test_freq == 0 or number == self.config.steps):
                 metrics |= validate(number)
             stopped = goal is not None and metrics.get("val/reward_mean", -math.inf) >= goal
@@ -201,19 +192,6 @@ class Session:
         if self.config.export:
             self._export()
         self._close(recorder, "done", number)
-
-    def _record_config(self) -> None:
-        """Write config.yaml, now that it is sure to run; say what is another than in the run that this one goes on with."""
-        text = to_yaml(self.context.prepared.config)
-        if self.board.last_checkpoint is not None:
-            before = Path(self.board.last_checkpoint).resolve().parents[1] / CONFIG_FILE
-            old = flatten_config(before.read_text(encoding="utf-8")) if before.is_file() else {}
-            new = flatten_config(text)
-            changed = [key for key in {**old, **new} if old.get(key) != new.get(key) and key not in ("run.dir", "run.resume")]
-            if old and changed:
-                told = ", ".join(f"{key}={new.get(key, '(none)')} (was {old.get(key, '(none)')})" for key in changed)
-                print(f"other settings than in {before}: {told}", file=sys.stderr)
-        atomic_write_text(self.run_dir / CONFIG_FILE, text)
 
     def _take(self, one_step: Step, number: int) -> None:
         """One step, and this rank's part of what is told of it, on its way to rank 0 while the rank goes on."""
@@ -232,37 +210,18 @@ class Session:
         received = sum(RECORDER.received[label] for label in LABELS) - received
         own = [seconds, own_phases, peak_memory_gb(self.world.device), received]
         self.controller.send_report([self.controller.values(*calls), own])
-        self._step_size = sum(len(batch) for batch in rows), sum(token_count(batch) for batch in rows), len(calls)
+        self._size = StepSize(sum(map(len, rows)), sum(map(token_count, rows)), len(calls))
 
-    def _collect(self, number: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """On rank 0: the step's metrics and samples, from all ranks' reports."""
-        num_rows, num_tokens, num_calls = self._step_size
-        values, parts = zip(*self.controller.receive_reports(), strict=True)
-        metrics, samples = merge_values(ordered_values(values, num_calls))
-        seconds = max(part[0] for part in parts)
-        metrics = {"step": float(number), **metrics, "timing_s/step": seconds, "reshard/bytes": 0.0}
-        for _, phase_seconds, peak, num_bytes in parts:
-            metrics["reshard/bytes"] = max(metrics["reshard/bytes"], float(num_bytes))
-            for name, value in phase_seconds.items():
-                metrics[f"timing_s/{name}"] = max(metrics.get(f"timing_s/{name}", 0.0), value)
-            metrics["memory/peak_gb"] = max(metrics.get("memory/peak_gb", 0.0), peak)
-        if metrics.get("generation/seconds_max"):
-            metrics["generation/idle_fraction"] = 1 - metrics["generation/seconds"] / metrics["generation/seconds_max"]
-        responses = metrics.get("response_length/mean", 0.0) + metrics.get("rollout/environment_tokens_mean", 0.0)
-        return metrics | self._work(num_rows, num_tokens + responses * num_rows, seconds), samples
-
-    def _work(self, num_rows: int, num_tokens: float, seconds: float) -> dict[str, float]:
-        """Tokens per second and utilisation, by the calls that the step made; an update counts three forward passes in each epoch:
-        one, and backward twice that."""
-        if not num_rows:
-            return {}
+    def _utilisation(self, num_rows: int, num_tokens: float, seconds: float) -> float:
+        """Of all devices, by the calls that the step made; an update counts three forward passes in each epoch: one, and backward
+        twice that."""
         plans, mean = self.context.prepared.plans, num_tokens / num_rows
         calls = [(plans[node.role].spec, node) for node in self.controller.taken if node.kind in ("generate", "infer", "train")]
         passes = [
             (spec, node.rows, 3.0 * node.epochs if node.kind == "train" else 1.0) for spec, node in calls if spec is not None
         ]
         flops = sum(forward_flops(spec, rows * mean, mean) * count for spec, rows, count in passes)
-        return {"perf/tokens_per_s": num_tokens / seconds, "perf/mfu": flops / seconds / (self.peak_flops * self.world.size)}
+        return flops / seconds / (self.peak_flops * self.world.size)
 
     # Checkpoints
 
@@ -273,51 +232,38 @@ class Session:
             steps = {role: values[0]["optimizer_steps"] for role, values in zip(self.trained, progress, strict=True)}
             state = {"step": number, "stopped": stopped, "optimizer_steps": steps, **self.state()}
             held = {role: role_state(worker) for role, worker in self.trained.items() if worker.member}
-            held |= self._rows_in_flight()
+            held |= rows_in_flight(self.trained)
             path = save_checkpoint(self.run_dir, number, held, state, self.world.all, self.config.keep_checkpoints)
         self.board.last_checkpoint = str(path)
-
-    def _rows_in_flight(self) -> dict[str, RoleState]:
-        """Those that this rank answers for, saved by it: they go through no other rank."""
-        actors = [worker for worker in self.trained.values() if isinstance(worker, ActorWorker)]
-        tensors = {name: rows for worker in actors for name, rows in worker.rollout_state().items()}
-        shards = {name: whole_shard(name, tuple(x.shape)) for name, x in tensors.items()}
-        return {ROWS_IN_FLIGHT: RoleState(shards, tensors)} if tensors else {}
 
     def resume(self) -> int:
         """Load the checkpoint that ``run.resume`` asks for; returns its step, 0 for a new run.
 
         Collective over the world: every rank of it must call. Raises CheckpointError, and ValueError where a new run would
-        mix with the checkpoints of an older one.
+        mix with the checkpoints of an older one, or go on with those of another experiment.
         """
         found = find_resumable(self.run_dir, self.world.all)
         if self.config.resume == "never" and found.directory is not None:
             raise ValueError(
                 f"run.resume=never, but run.dir={self.config.dir} holds {found.directory.name}; give another run.dir"
             )
-        path = found.directory if self.config.resume in ("auto", "never") else Path(self.config.resume)
+        path = found.directory if self.config.resume in RESUME else Path(self.config.resume)
         if self.is_first:
             for warning in found.warnings:
                 print(f"warning: {warning}", file=sys.stderr)
         if path is None:
             return 0
         state = read_manifest(path).state
+        told = compare_runs(path, self.context.prepared.config, state, self.state())
+        if told and self.is_first:
+            print(told, file=sys.stderr)
         for role, worker in self.trained.items():
             if worker.member:
                 load_checkpoint(path, role, role_state(worker), worker.mesh.pool)
                 assert worker.engine.optimizer is not None
                 worker.engine.optimizer.step_count = int(state["optimizer_steps"][role])
         self.restore(dict(state))
-        manifest = read_manifest(path)
-        for worker in self.trained.values():
-            if isinstance(worker, ActorWorker) and ROWS_IN_FLIGHT in manifest.roles:
-                pieces = [
-                    p
-                    for name, its in manifest.pieces_of(ROWS_IN_FLIGHT, PARAM).items()
-                    for p in its
-                    if name.startswith(f"{worker.name}.")
-                ]
-                worker.restore_rollouts(rows for _, rows in read_pieces(path, pieces))
+        restore_rows_in_flight(path, self.trained)
         self.finished_before = bool(state["stopped"])
         self.board.last_checkpoint = str(path)
         if self.is_first:
@@ -330,6 +276,7 @@ class Session:
             write_trace(self.run_dir / TRACE_FILE, payloads)
             recorder.close()
             write_report(self.run_dir, status=ExitStatus(ended, step=number, last_checkpoint=self.board.last_checkpoint))
+            print(*places(self.run_dir), sep="\n", file=sys.stderr)
 
     def _export(self) -> None:
         """Rank 0 writes for as long as it takes; nobody waits for it in one collective, whose time is limited."""
@@ -349,30 +296,6 @@ class Session:
         self.world.all.barrier("control")
 
 
-class Recorder:
-    """Rank 0's side of a session: metrics, samples, progress bar."""
-
-    def __init__(self, session: Session) -> None:
-        resume = session.started_at or None
-        config, whole = session.config, session.context.prepared.config
-        self.metrics = MetricLogger(session.run_dir, whole.logger, config.name, to_dict(whole), resume)
-        self.rollouts = JsonlLog(session.run_dir / ROLLOUTS_FILE, resume)
-        self.num_samples = config.log_samples
-        self.progress = ProgressBar(config.steps, start_step=session.started_at)
-
-    def log(self, number: int, metrics: dict[str, float], samples: list[dict[str, Any]]) -> None:
-        self.metrics.log(number, {key: value for key, value in metrics.items() if key != "step"})
-        shown = sorted(samples, key=lambda sample: int(sample["row_id"]))[: self.num_samples]
-        self.rollouts.append({"step": number, **sample} for sample in shown)
-        if number:
-            self.progress.update(number, metrics)
-
-    def close(self) -> None:
-        self.progress.close()
-        self.rollouts.close()
-        self.metrics.close()
-
-
 def start_controller(context: ProgramContext[Any]) -> Controller:
     """A controller whose timeline has the pools that this rank is in; on GPUs the wait for the started work ends a timed span.
 
@@ -384,23 +307,3 @@ def start_controller(context: ProgramContext[Any]) -> Controller:
     synchronize = (lambda: torch.cuda.current_stream().synchronize()) if world.device.type == "cuda" else None
     timeline = Timeline(world.rank, names, synchronize=synchronize)
     return Controller(world.all, context.board, timeline, context.prepared.config.run.seed)
-
-
-def token_count(batch: Batch) -> int:
-    """Of all token fields that the data gave."""
-    lengths = [x.lengths for name, x in batch.fields.items() if isinstance(x, Ragged) and name.endswith("_ids")]
-    return int(sum(int(x.sum()) for x in lengths))
-
-
-def role_state(worker: ModelWorker) -> RoleState:
-    """What this rank holds of a trained role, by reference: saving reads it, loading writes it."""
-    engine = worker.engine
-    assert engine.optimizer is not None, f"{worker.name} is not trained"
-    return RoleState(engine.param_shards(), worker.weights(), engine.optimizer.state_tensors())
-
-
-def peak_memory_gb(device: torch.device) -> float:
-    """Peak memory so far: of the GPU's allocator, on CPUs the resident size of the process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

@@ -1,9 +1,12 @@
-"""``torchrun ... -m rlhf_spmd.train --config configs/X.yaml key=value ...``: training, from configuration to export."""
+"""Training, from configuration to export. After ``scripts/quickstart.sh``, which makes data and a model:
+
+torchrun --nproc-per-node 2 -m rlhf_spmd.train --config configs/quickstart_ppo.yaml run.dir=runs/mine sampling.n=8
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass, replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -13,6 +16,7 @@ import torch
 from rlhf_spmd.algorithms.base import AlgorithmConfig
 from rlhf_spmd.checkpoint.manifest import CheckpointError
 from rlhf_spmd.checks import check_batches, check_lengths, check_rows, check_validation, exact_rollouts, in_flight
+from rlhf_spmd.config.keys import list_keys
 from rlhf_spmd.config.load import check_tree, load
 from rlhf_spmd.config.registry import find
 from rlhf_spmd.controller import Controller, Reference
@@ -281,9 +285,15 @@ def describe(ready: Prepared, world: World) -> str:
     return "\n".join(lines)
 
 
-def main(argv: Sequence[str] | None = None, name: str = "train", default: str = "ppo") -> None:
+def main(argv: Sequence[str] | None = None, name: str = "train", about: str | None = __doc__, default: str = "ppo") -> None:
     """The command line: ``--config FILE`` and overrides such as ``sampling.n=4``. ``default``: the algorithm where none is named."""
-    run_session_program(name, __doc__, lambda path, more, size: prepare(path, more, size, default), train, argv)
+
+    def keys() -> Iterator[str]:
+        """Of the default algorithm."""
+        algorithm = find("algorithm", "rlhf_spmd.algorithms", default, exports="step").Config
+        return list_keys(TrainConfig, {"algorithm": algorithm, **{s.key: s.config for s in algorithm.streams.values()}})
+
+    run_session_program(name, about, lambda path, more, size: prepare(path, more, size, default), train, keys, argv)
 
 
 if __name__ == "__main__":

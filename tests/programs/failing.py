@@ -56,8 +56,11 @@ def body(context: ProgramContext[dict[str, int]]) -> None:
         flag = torch.tensor([float(board.preempted)])
         if world.all.all_reduce(flag, "preempted", "max") > 0:
             board.last_checkpoint = f"step_{step}"
+            if KIND == "save_slowly":
+                failed()
+                time.sleep(120)
             raise Preempted(f"saved step_{step}")
-        if KIND == "run":
+        if KIND in ("run", "save_slowly"):
             (RUN_DIR / "stepped").touch()
             time.sleep(0.1)
 

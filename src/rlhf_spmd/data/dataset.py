@@ -18,7 +18,8 @@ from rlhf_spmd.data.files import DataError, Row, read_rows
 
 @dataclass(frozen=True)
 class RowsConfig(EncodingConfig):
-    """``path``: a file, a glob pattern, a directory or a ``datasets`` name (with ``split``, ``subset``)."""
+    """``path``: a file, a glob pattern, a directory or a ``datasets`` name (with ``split``, ``subset``). A key is a column, or with
+    dots (``reward_model.ground_truth``) a value inside one."""
 
     path: str = ""
     split: str = "train"

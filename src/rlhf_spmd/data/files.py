@@ -36,11 +36,31 @@ class Row:
     where: str
 
     def get(self, key: str, setting: str) -> Any:
-        """The value of a required key; ``setting`` is the configuration key that names it."""
-        if key not in self.values:
-            keys = ", ".join(map(str, self.values)) or "none"
+        """The value of a required key, ``outer.inner`` of an object's; ``setting`` is the configuration key that names it."""
+        found = self._find(key)
+        if not found:
+            keys = ", ".join(_dotted(self.values)) or "none"
             raise DataError(f"{self.where}: no key '{key}' ({setting}={key}); this row has: {keys}")
-        return self.values[key]
+        return found[0]
+
+    def __contains__(self, key: str) -> bool:
+        return bool(self._find(key))
+
+    def _find(self, key: str) -> list[Any]:
+        """The value, or nothing. A column whose own name has the dots goes first."""
+        if key in self.values:
+            return [self.values[key]]
+        value: Any = self.values
+        for part in key.split("."):
+            if not isinstance(value, dict) or part not in value:
+                return []
+            value = value[part]
+        return [value]
+
+
+def _dotted(values: dict[str, Any]) -> Iterable[str]:
+    for key, value in values.items():
+        yield from (f"{key}.{inner}" for inner in _dotted(value)) if isinstance(value, dict) and value else [str(key)]
 
 
 def read_rows(path: str, split: str = "train", subset: str | None = None, limit: int | None = None) -> list[Row]:

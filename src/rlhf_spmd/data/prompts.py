@@ -18,7 +18,7 @@ LIMITS = {"min_response_length": 0, "max_response_length": 1}  # columns of a ro
 
 @dataclass(frozen=True)
 class PromptsConfig(RowsConfig):
-    """Prompts to answer. Lengths count tokens."""
+    """Prompts to answer. Lengths count tokens. Rows need not have an ``answer``; another ``answer_key`` they must have."""
 
     answer_key: str = "answer"
     max_prompt_length: int = 512
@@ -90,7 +90,7 @@ class PromptDataset(TokenDataset):
 
 def has_ids(row: Row, config: RowsConfig) -> bool:
     """Whether the row's ``prompt_ids`` are its prompt, for which no tokenizer is needed."""
-    return config.prompt_key not in row.values and "prompt_ids" in row.values
+    return config.prompt_key not in row and "prompt_ids" in row
 
 
 def encode_prompts(
@@ -135,10 +135,11 @@ def _limits_within(row: Row, limit: int) -> list[int]:
 
 def _reward_row(row: Row, index: int, rendered: str, config: PromptsConfig) -> dict[str, Any]:
     values = dict(row.values)
-    prompt = values.get(config.prompt_key)
+    prompt = row.get(config.prompt_key, "data.prompt_key") if config.prompt_key in row else None
+    answer = values.get("answer") if config.answer_key == "answer" else row.get(config.answer_key, "data.answer_key")
     if not isinstance(prompt, str):
         if prompt is not None:
             values["messages"] = prompt
         prompt = rendered
-    own = {"answer": values.get(config.answer_key), "data_source": values.get("data_source"), "id": values.get("id", index)}
+    own = {"answer": answer, "data_source": values.get("data_source"), "id": values.get("id", index)}
     return {**values, "prompt": prompt, **own}

@@ -117,7 +117,7 @@ def _encode_texts(rows: Sequence[Row], key: str, encoder: PromptEncoder, end: li
 
 def _prompt_and_response(row: Row, config: PairsConfig) -> tuple[Any, str]:
     prompt = row.get(config.prompt_key, "data.prompt_key")
-    if not isinstance(prompt, str) and config.response_key not in row.values:
+    if not isinstance(prompt, str) and config.response_key not in row:
         messages = check_messages(prompt, row.where)
         if messages[-1]["role"] != "assistant" or len(messages) < 2:
             raise DataError(

@@ -30,6 +30,7 @@ import torch.distributed as dist
 from rlhf_spmd.parallel.collectives import RECORDER
 from rlhf_spmd.parallel.watch import HISTORY, WINDOW, Beat, Finding, Limits, Watch, place
 from rlhf_spmd.parallel.world import Launch
+from rlhf_spmd.telemetry import run_lock
 from rlhf_spmd.telemetry.run_dir import ExitStatus, write_exit_status
 
 _CLIENT_TIMEOUT = timedelta(seconds=10)
@@ -50,6 +51,7 @@ class Board:
         self.launch = launch
         self.limits = limits or Limits()
         self.preempted = False
+        self.failing = False  # the main thread deals with an exception: signals change nothing
         self.run_dir: Path | None = None
         self.last_checkpoint: str | None = None
         self.step = 0
@@ -364,11 +366,12 @@ def end_process(code: int) -> NoReturn:
     """Ends the process at once. Python's own way out can be blocked by a process group whose peers are gone, and is aborted where
     a thread of gloo still lets go of a tensor, for which it needs the interpreter."""
     _to_streams(sys.stdout.flush, 1.0)
+    _to_streams(run_lock.release, 5.0)
     os._exit(code)
 
 
 def _to_streams(write: Callable[[], object], seconds: float) -> None:
-    """A reader of the pipe that has stopped blocks it for ``seconds`` at most, and one that is gone does not matter."""
+    """A reader of the pipe or a disk that has stopped blocks it for ``seconds`` at most, and one that is gone does not matter."""
 
     def attempt() -> None:
         with suppress(OSError, ValueError):

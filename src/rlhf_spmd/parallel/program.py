@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -33,17 +33,19 @@ from rlhf_spmd.parallel.board import Board, announce, end_process, one_line
 from rlhf_spmd.parallel.collectives import RECORDER
 from rlhf_spmd.parallel.watch import Limits, place
 from rlhf_spmd.parallel.world import Launch, World, connect_store, init_world, read_launch
-from rlhf_spmd.telemetry.run_dir import EXIT_CODES, EXIT_STATUS_FILE, ExitStatus, write_exit_status
+from rlhf_spmd.telemetry import run_lock
+from rlhf_spmd.telemetry.run_dir import EXIT_CODES, EXIT_STATUS_FILE, ExitStatus, create_run_dir, write_exit_status
 
 T = TypeVar("T")
 
 # what a broken connection to another rank looks like in an exception of gloo, nccl or the store
 _CONNECTION_WORDS = ("gloo", "nccl", "connection closed", "connection reset", "connection refused", "broken pipe", "timed out")
+SAME_PRESS_S = 1.0
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 
 class Preempted(Exception):
-    """The run was told to end (SIGTERM, SIGUSR1) and has saved; raised by the training loop on every rank."""
+    """The run was told to end (SIGTERM, SIGUSR1, Ctrl-C) and has saved; raised by the training loop on every rank."""
 
     exit_class = "preempted"
 
@@ -67,13 +69,28 @@ class ProgramContext(Generic[T]):
     prepared: T
 
 
-def read_command_line(name: str, description: str | None, argv: Sequence[str] | None) -> tuple[str | None, list[str]]:
-    """The configuration file, if there is one, and the overrides of a program's command line; None: this process's own."""
-    parser = argparse.ArgumentParser(prog=f"rlhf_spmd.{name}", description=description)
+def read_command_line(
+    name: str, description: str | None, keys: Callable[[], Iterable[str]], argv: Sequence[str] | None
+) -> tuple[str | None, list[str]]:
+    """The configuration file, if there is one, and the overrides of a program's command line; None: this process's own.
+
+    ``keys``: lines about the keys of the configuration, for ``--help``, which rank 0 prints.
+    """
+    parser = argparse.ArgumentParser(
+        prog=f"python -m rlhf_spmd.{name}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        add_help=False,
+    )
+    parser.add_argument("-h", "--help", action="store_true", help="print this and end")
     parser.add_argument("--config", help="YAML file")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted keys of the configuration: layout.tp=2")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted keys of the configuration, listed below")
     # what is unknown is refused as an override, once for all ranks
     arguments, unknown = parser.parse_known_intermixed_args(argv)
+    if arguments.help:
+        if read_launch().rank == 0:
+            print(parser.format_help(), "keys, their defaults and types:", *(f"  {line}" for line in keys()), sep="\n")
+        raise SystemExit(0)
     return arguments.config, unknown + arguments.overrides
 
 
@@ -88,14 +105,24 @@ def run_program(
 ) -> None:
     """Runs a program to its end on this rank; returns only if it succeeded on all ranks, otherwise ends the process.
 
-    ``prepare`` must be local (no collective). ``run_dir_hint`` receives exit_status.json when ``prepare`` fails.
+    ``prepare`` must be local (no collective). The run directory belongs to this job until its end; ``run_dir_hint`` receives
+    exit_status.json when ``prepare`` fails, unless it belongs to another job.
     ``saves_on_signal``: the body polls ``board.preempted`` and raises :class:`Preempted` itself; otherwise SIGTERM raises it.
     A single process raises SystemExit instead of ending, so that it can be called from another program.
     """
     die_with_torchrun()
     launch = read_launch()
-    prepared, store = _agree_on_input(launch, prepare, run_dir_hint, prepare_timeout_s)
-    chosen = settings(prepared)
+
+    def checked() -> tuple[T, ProgramSettings]:
+        prepared = prepare()
+        chosen = settings(prepared)
+        if chosen.run_dir is not None:
+            create_run_dir(chosen.run_dir)
+            if launch.rank == 0:
+                run_lock.take(chosen.run_dir)
+        return prepared, chosen
+
+    (prepared, chosen), store = _agree_on_input(launch, checked, run_dir_hint, prepare_timeout_s)
     board = Board(launch, store, replace(chosen.limits, stall_s=chosen.timeout_s))
     board.run_dir = chosen.run_dir
     owns_group = not dist.is_initialized()
@@ -114,6 +141,7 @@ def run_program(
         dist.destroy_process_group()
         if launch.size > 1:
             end_process(EXIT_CODES["done"])
+    run_lock.release()
 
 
 def classify(error: BaseException) -> str:
@@ -179,39 +207,41 @@ def _agree_on_input(
         announce(refusal[1], refusal[2])
         _exit(launch, input_exit_code(refusal[0]))
     if refusal:
-        record = json.dumps(refusal[:2])
+        record = json.dumps([*refusal[:2], launch.rank])
         if store.compare_set("prepare/verdict", "", record) == record.encode():
             announce(refusal[1], refusal[2])
-            _write_refusal(run_dir_hint, launch, refusal)
     else:
         store.set(f"prepare/ok/{launch.rank}", "1")
         if store.add("prepare/ok", 1) == launch.size:
             store.compare_set("prepare/verdict", "", "ok")
-    _await_input_verdict(launch, store, timeout_s)
+    _await_input_verdict(launch, store, timeout_s, run_dir_hint)
     assert prepared is not None or not refusal, "a refusal ends the process"
     return prepared, store  # type: ignore[return-value]  # prepare() may return None as its T
 
 
-def _await_input_verdict(launch: Launch, store: dist.Store, timeout_s: float) -> None:
+def _await_input_verdict(launch: Launch, store: dist.Store, timeout_s: float, run_dir_hint: Path | None) -> None:
     try:
         store.wait(["prepare/verdict"], timedelta(seconds=timeout_s))
     except RuntimeError:
         late = [r for r in range(launch.size) if not store.check([f"prepare/ok/{r}"])]
         line = f"ranks {late[:8]} did not finish checking their input within {timeout_s:.0f} s"
-        record = json.dumps(["hang", line])
+        record = json.dumps(["hang", line, None])
         if store.compare_set("prepare/verdict", "", record) == record.encode():
             announce(line)
     verdict = store.get("prepare/verdict").decode()
     if verdict == "ok":
         return
+    error_class, line, culprit = json.loads(verdict)
     if launch.size > 1:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it when the first rank leaves; the code must stay ours
+    if launch.rank == 0:  # whose process is the owner, if it is this job's
+        _write_refusal(run_dir_hint, ExitStatus(error_class, line, rank=culprit))
     known = store.add("prepare/known", 1)
     deadline = time.monotonic() + 30.0
     while known < launch.size and time.monotonic() < deadline:
         time.sleep(0.05)
         known = store.add("prepare/known", 0)
-    _exit(launch, input_exit_code(json.loads(verdict)[0]))
+    _exit(launch, input_exit_code(error_class))
 
 
 def input_exit_code(error_class: str) -> int:
@@ -230,11 +260,12 @@ def _refusal(launch: Launch, error: Exception) -> tuple[str, str, str]:
     return error_class, f"{error_class} error: {one_line(str(error))}{origin}", ""
 
 
-def _write_refusal(run_dir: Path | None, launch: Launch, refusal: tuple[str, str, str]) -> None:
+def _write_refusal(run_dir: Path | None, status: ExitStatus) -> None:
     if run_dir is None:
         return
     with suppress(OSError):  # the refusal itself was told, and run_dir may be what is wrong
-        write_exit_status(run_dir, ExitStatus(refusal[0], refusal[1], rank=launch.rank))
+        if run_lock.other_owner(run_dir) is None:
+            write_exit_status(run_dir, status)
 
 
 # ---- running and failing -----------------------------------------------------------------------------------------------
@@ -253,19 +284,31 @@ def _open_run_dir(board: Board) -> None:
 
 @contextmanager
 def _signals(board: Board, saves: bool) -> Iterator[None]:
-    """SIGTERM and SIGUSR1 set ``board.preempted`` (and end a body that does not poll it); restored on leaving."""
+    """SIGTERM and SIGUSR1 set ``board.preempted`` (and end a body that does not poll it); restored on leaving.
+
+    So does a first SIGINT for a body that polls; one after it ends the run at once, and SIGTERM too, which is what torchrun makes
+    of a second Ctrl-C. Within ``SAME_PRESS_S`` they are the same Ctrl-C, which the terminal and torchrun both pass on.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    interrupted_at: list[float] = []
 
     def on_signal(number: int, frame: object) -> None:
-        if board.failure is not None:
+        if board.failing or board.failure is not None:
             return
         first, board.preempted = not board.preempted, True
         if first and not saves:
             raise Preempted(f"ended by {signal.Signals(number).name}")
+        if interrupted_at and number != signal.SIGUSR1 and time.monotonic() - interrupted_at[0] > SAME_PRESS_S:
+            raise KeyboardInterrupt
+        if number == signal.SIGINT and not interrupted_at:
+            interrupted_at.append(time.monotonic())
+            if board.launch.rank == 0:  # the streams may be in the middle of a line of their own
+                os.write(2, b"interrupted: the run saves after this step and ends; again: it ends at once\n")
 
-    previous = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    watched = (signal.SIGTERM, signal.SIGUSR1, *((signal.SIGINT,) if saves else ()))
+    previous = {number: signal.signal(number, on_signal) for number in watched}
     try:
         yield
     finally:
@@ -282,7 +325,7 @@ def fail_beside(board: Board, error: BaseException, call: tuple[int, str, str]) 
 def _fail(board: Board, error: BaseException, saves_on_signal: bool, call: tuple[int, str, str] | None = None) -> NoReturn:
     """Class the exception, let the job know, end this process with the code of the job's first failure."""
     text = traceback.format_exc()
-    board.preempted = True  # so that a signal from here on changes nothing
+    board.failing = True
     path = board.log_path("err")
     if path is not None:
         with suppress(OSError), path.open("a") as file:  # the disk may be full
@@ -302,7 +345,7 @@ def _fail(board: Board, error: BaseException, saves_on_signal: bool, call: tuple
         _post(board, error, error_class, text, call or board.call)
     if board.launch.size == 1:
         assert board.failure is not None, "a failure was posted"
-        raise SystemExit(board.failure.code) from None
+        _exit(board.launch, board.failure.code)
     board.leave()
 
 
@@ -314,6 +357,8 @@ def _post(board: Board, error: BaseException, error_class: str, text: str, call:
         line = f"preempted at step {board.step}: {told or 'saved and ended'}"
     elif isinstance(error, KeyboardInterrupt):
         line = f"interrupted in {where}"
+    elif error_class == "config":
+        line = f"config error: {told}"
     else:
         line = f"rank {board.launch.rank} failed in {where}: {type(error).__name__}: {told}"
     defect = error_class == "error" and not isinstance(error, KeyboardInterrupt)
@@ -322,5 +367,6 @@ def _post(board: Board, error: BaseException, error_class: str, text: str, call:
 
 def _exit(launch: Launch, code: int) -> NoReturn:
     if launch.size == 1:
-        raise SystemExit(code)
+        run_lock.release()
+        raise SystemExit(code) from None
     end_process(code)

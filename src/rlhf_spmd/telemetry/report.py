@@ -9,7 +9,7 @@ import argparse
 import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -324,15 +324,20 @@ def _packaged(name: str) -> str:
     return Path(__file__).with_name(name).read_text(encoding="utf-8")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="rlhf_spmd.telemetry.report", description="Write report.html of a run directory.")
+def run_on_directory(name: str, description: str, work: Callable[[str], object], arguments: Sequence[str] | None = None) -> int:
+    """The command line of a program that takes a run directory and prints what ``work`` returns; the exit code."""
+    parser = argparse.ArgumentParser(prog=name, description=description)
     parser.add_argument("run_dir", help="the run.dir of a run, finished or not")
     try:
-        print(write_report(parser.parse_args(arguments).run_dir))
+        print(work(parser.parse_args(arguments).run_dir))
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
     return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    return run_on_directory("rlhf_spmd.telemetry.report", "Write report.html of a run directory.", write_report, arguments)
 
 
 if __name__ == "__main__":

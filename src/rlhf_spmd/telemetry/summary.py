@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from statistics import median_high
 from typing import Any
 
+from tqdm import tqdm
+
 from rlhf_spmd.telemetry.charts import number_text
-from rlhf_spmd.telemetry.progress import format_seconds
-from rlhf_spmd.telemetry.report import AVERAGED_STEPS, Run, first_and_last, read_run
+from rlhf_spmd.telemetry.report import AVERAGED_STEPS, first_and_last, read_run, run_on_directory
 from rlhf_spmd.telemetry.run_dir import EXPORT_DIR, REPORT_FILE, list_checkpoints
 
 LABEL_WIDTH = 20
@@ -25,7 +27,7 @@ def summarize(run_dir: str | os.PathLike[str]) -> str:
         lines.append(_row("message", run.status.message))
     if run.metrics:
         seconds = run.values("timing_s/step")
-        took = f" in {format_seconds(sum(seconds))}" if seconds else ""
+        took = f" in {tqdm.format_interval(sum(seconds))}" if seconds else ""
         lines.append(_row("steps", f"{len(run.metrics)}{took}"))
     validation = [name for name in run.names() if name.startswith("val/")]
     for label, name in [("reward", "reward/mean"), *((name, name) for name in validation)]:
@@ -40,7 +42,7 @@ def summarize(run_dir: str | os.PathLike[str]) -> str:
     if rates := run.values("perf/tokens_per_s"):
         lines.append(_row("tokens/s", f"{median_high(rates):,.0f} (median)"))
     lines += _samples(run.rollouts)
-    lines += _places(run)
+    lines += places(run.directory)
     return "\n".join(lines)
 
 
@@ -56,14 +58,11 @@ def _samples(rollouts: Sequence[Mapping[str, Any]]) -> list[str]:
     return lines
 
 
-def _places(run: Run) -> list[str]:
-    checkpoints = list_checkpoints(run.directory)
-    places = [
-        ("report", run.directory / REPORT_FILE),
-        ("export", run.directory / EXPORT_DIR),
-        ("checkpoint", checkpoints[-1] if checkpoints else None),
-    ]
-    return [_row(label, str(path)) for label, path in places if path is not None and path.exists()]
+def places(run_dir: str | os.PathLike[str]) -> list[str]:
+    """Where report, export and newest checkpoint lie, one a line; those that are there."""
+    named = [("report", Path(run_dir) / REPORT_FILE), ("export", Path(run_dir) / EXPORT_DIR)]
+    named += [("checkpoint", path) for path in list_checkpoints(run_dir)[-1:]]
+    return [_row(label, str(path)) for label, path in named if path.exists()]
 
 
 def _row(label: str, text: str) -> str:
@@ -76,6 +75,4 @@ def _one_line(value: Any, limit: int = 100) -> str:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit("usage: python -m rlhf_spmd.telemetry.summary RUN_DIR")
-    print(summarize(sys.argv[1]))
+    sys.exit(run_on_directory("rlhf_spmd.telemetry.summary", "What a run did, in a few lines.", summarize))

@@ -1,0 +1,77 @@
+"""What a run goes on with: the state of roles and of rows in flight, and whether a checkpoint is of the same experiment."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rlhf_spmd.checkpoint.directory import read_manifest
+from rlhf_spmd.checkpoint.load import read_pieces
+from rlhf_spmd.checkpoint.manifest import PARAM
+from rlhf_spmd.checkpoint.save import RoleState
+from rlhf_spmd.config.load import to_yaml
+from rlhf_spmd.parallel.boxes import whole_shard
+from rlhf_spmd.telemetry.report_sections import flatten_config
+from rlhf_spmd.telemetry.run_dir import CONFIG_FILE
+from rlhf_spmd.workers.actor import ActorWorker
+from rlhf_spmd.workers.model_worker import ModelWorker
+
+ROWS_IN_FLIGHT = "rows_in_flight"  # a checkpoint's name for the rows that generation goes on with
+EXPERIMENT = re.compile(r"algorithm\.name|models\.\w+\.path|\w+\.path")  # keys that make it another experiment
+
+
+def role_state(worker: ModelWorker) -> RoleState:
+    """What this rank holds of a trained role, by reference: saving reads it, loading writes it."""
+    engine = worker.engine
+    assert engine.optimizer is not None, f"{worker.name} is not trained"
+    return RoleState(engine.param_shards(), worker.weights(), engine.optimizer.state_tensors())
+
+
+def rows_in_flight(trained: Mapping[str, ModelWorker]) -> dict[str, RoleState]:
+    """Those that this rank answers for, saved by it: they go through no other rank."""
+    actors = [worker for worker in trained.values() if isinstance(worker, ActorWorker)]
+    tensors = {name: rows for worker in actors for name, rows in worker.rollout_state().items()}
+    shards = {name: whole_shard(name, tuple(x.shape)) for name, x in tensors.items()}
+    return {ROWS_IN_FLIGHT: RoleState(shards, tensors)} if tensors else {}
+
+
+def restore_rows_in_flight(directory: Path, trained: Mapping[str, ModelWorker]) -> None:
+    """Every replica reads them all and goes on with its own. Raises CheckpointError."""
+    manifest = read_manifest(directory)
+    if ROWS_IN_FLIGHT not in manifest.roles:
+        return
+    found = manifest.pieces_of(ROWS_IN_FLIGHT, PARAM)
+    for worker in trained.values():
+        if isinstance(worker, ActorWorker):
+            pieces = [piece for name, its in found.items() if name.startswith(f"{worker.name}.") for piece in its]
+            worker.restore_rollouts(rows for _, rows in read_pieces(directory, pieces))
+
+
+def compare_runs(path: Path, config: Any, saved: Mapping[str, Any], present: Mapping[str, Any]) -> str:
+    """What is another than in the run whose checkpoint ``path`` is, for people; ``saved`` and ``present``: its state and this run's.
+
+    Raises ValueError where that is another experiment, unless ``run.resume`` says that it is meant.
+    """
+    file = path.resolve().parents[1] / CONFIG_FILE
+    new = flatten_config(to_yaml(config))
+    old = flatten_config(file.read_text(encoding="utf-8")) if file.is_file() else new
+    pairs = {key: (new.get(key, "null"), old.get(key, "null")) for key in {**old, **new}}
+    keys = [key for key, (is_now, was) in pairs.items() if is_now != was and key not in ("run.dir", "run.resume")]
+    changed = {key: f"{key}={pairs[key][0]} (was {pairs[key][1]})" for key in keys}
+    other = [text for key, text in changed.items() if EXPERIMENT.fullmatch(key) and len(set(map(full_path, pairs[key]))) > 1]
+    for name, stream in present["data"].items():
+        then, now = saved["data"].get(name, {}).get("fingerprint"), stream["fingerprint"]
+        if then != now:
+            other.append(f"the {name} in the data are {now} (were {then})")
+    if other and config.run.resume == "auto":
+        raise ValueError(
+            f"{path} is of another experiment: {', '.join(other)}; give another run.dir, or run.resume=force to go on with it"
+        )
+    return f"other settings than in {file}: {', '.join(changed.values())}" if changed else ""
+
+
+def full_path(text: str) -> Path:
+    """One form of what names the same file in several ways."""
+    return Path(text).expanduser().resolve()
