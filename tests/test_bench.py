@@ -77,6 +77,16 @@ def test_train_step_draws_weights_in_place(tmp_path: Path) -> None:
     assert report["machine"]["device"] == "cpu"
 
 
+def test_agreement_measures_distances_from_float32(tmp_path: Path) -> None:
+    arguments = ("--quick", "--device", "cpu", "--families", "llama", "gemma2", "--tokens", "8")
+    report, printed = run_script("agreement.py", tmp_path / "agreement.json", *arguments)
+    for family in ("llama", "gemma2"):
+        found = report["families"][family]
+        assert not found["worse"] and 0 < found["rows"] <= found["tokens"] <= 1 and f"| {family} |" in printed
+        assert found["generator"] == found["training"]  # exact on CPUs
+        assert all(0 < found[name]["mean"] <= found[name]["max"] < 0.5 for name in ("training", "transformers"))
+
+
 def test_generation_compares_the_same_tokens(tmp_path: Path) -> None:
     report, printed = run_script("generation.py", tmp_path / "generation.json", "--quick")
     cases = {case["engine"]: case for case in report["cases"]}

@@ -1,5 +1,6 @@
 """The launch scripts: torchrun on one and two nodes here, and the sbatch templates on a real SLURM where one can be started."""
 
+import importlib.util
 import json
 import os
 import re
@@ -45,9 +46,41 @@ def starts(run_dir: Path) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
-@pytest.mark.parametrize("script", sorted(path.name for path in (ROOT / "launch").iterdir()))
+@pytest.mark.parametrize(
+    "script", sorted([*(ROOT / "launch").iterdir(), *(ROOT / "scripts").glob("*.sh")]), ids=lambda p: p.name
+)
 def test_scripts_parse(script):
-    subprocess.run(["bash", "-n", str(ROOT / "launch" / script)], check=True)
+    subprocess.run(["bash", "-n", str(script)], check=True)
+
+
+def test_everything_that_the_gpu_day_names_exists():
+    script = (ROOT / "scripts" / "gpu_day.sh").read_text()
+    benchmarks = re.findall(r"\$bench/(\w+\.py)((?:[^\n]|\\\n)*)", script)
+    assert len(benchmarks) == 4
+    for name, arguments in benchmarks:
+        source = (ROOT / "scripts" / "bench" / name).read_text()
+        assert all(f'"{option}"' in source for option in re.findall(r"--[\w-]+", arguments)), (name, arguments)
+    paths = re.findall(r"(?:configs|tests)/\w+\.\w+", script)
+    assert len(paths) == 4 and all((ROOT / path).is_file() for path in paths)
+    modules = re.findall(r"rlhf_spmd(?:\.\w+)+", script)
+    assert len(modules) == 4 and all(importlib.util.find_spec(module) for module in modules)
+    blocks = (ROOT / "docs" / "benchmarks.md").read_text().partition("## On a GPU")[2].split("```")
+    commands = next(re.sub(r"--out \S+|scripts/bench/|\Abash", "", block) for block in blocks if "train_step.py" in block)
+    missing = set(re.findall(r"[^\s\\]+", commands)) - set(re.findall(r"[\w.=,-]+", script))
+    assert not missing, f"docs/benchmarks.md has {missing}, scripts/gpu_day.sh has not"
+
+
+def test_every_part_of_the_gpu_day_starts_is_limited_and_leaves_its_log(tmp_path):
+    """Where there is no GPU too; a part that meets its limit does not stop the next one."""
+    own = environment(LIMIT="1", CUDA_VISIBLE_DEVICES="")
+    subprocess.run(["bash", "scripts/gpu_day.sh", str(tmp_path)], cwd=ROOT, env=own, check=True, timeout=LIMIT_S)
+    lines = [line.split() for line in (tmp_path / "summary.txt").read_text().splitlines() if not line.startswith("#")]
+    names = ["tests", "ppo", "agreement", "train_1.7b", "train_8b", "nano"]
+    assert [(name, status) for name, status, _ in lines] == [(name, "124") for name in names]
+    assert {path.name for path in tmp_path.iterdir()} == {"summary.txt", "results.json", *(f"{name}.log" for name in names)}
+    assert json.loads((tmp_path / "results.json").read_text()) == {}
+    refused = subprocess.run(["bash", "scripts/gpu_day.sh", str(tmp_path), "nanno"], cwd=ROOT, capture_output=True, text=True)
+    assert refused.returncode == 2 and "no part 'nanno'; there are: tests ppo" in refused.stderr
 
 
 def test_torchrun_without_arguments_explains_itself():

@@ -211,7 +211,7 @@ BAD: dict[str, tuple[dict[str, Any], list[str]]] = {
     "unknown key": ({"layout.tpp": "2"}, ["unknown key 'layout.tpp'", "did you mean 'layout.tp'?"]),
     "no value": ({"layout.tp": "two"}, ["layout.tp='two'", "an integer"]),
     "no model": ({"model.path": "/nowhere"}, ["model.path=/nowhere"]),
-    "model not given": ({"model.path": None}, ["'model'", "path", "must be given"]),
+    "model not given": ({"model.path": None}, ["'model.path' (text)", "must be given"]),
     "dtype": ({"model.dtype": "fp8"}, ["model.dtype='fp8'", "bfloat16"]),
     "layout and ranks": ({"layout.tp": "2"}, ["tp(2)", "= 2 ranks", "has 1"]),
     "zero": ({"layout.zero": "4"}, ["zero=4", "0, 1, 2, 3"]),
