@@ -16,7 +16,8 @@ def list_keys(schema: type, replaced: Mapping[str, type], where: str = "") -> It
     ``replaced``: for keys, also some that ``schema`` has not, the dataclass that describes them in place of their annotation.
     Entries of a mapping to dataclasses are called ``<name>``.
     """
-    annotations, fields = {**get_type_hints(schema), **replaced}, {field.name: field for field in dataclasses.fields(schema)}
+    fields = {field.name: field for field in dataclasses.fields(schema)}
+    annotations = {name: kind for name, kind in get_type_hints(schema).items() if name in fields} | dict(replaced)
     for name, annotation in annotations.items():
         key = f"{where}{name}"
         section = next((part for part in (annotation, *get_args(annotation)) if dataclasses.is_dataclass(part)), None)
