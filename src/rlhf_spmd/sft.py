@@ -22,7 +22,16 @@ from rlhf_spmd.parallel.program import ProgramContext
 from rlhf_spmd.planner.placement import PlacementConfig
 from rlhf_spmd.reports import merge_values, validate_prompts
 from rlhf_spmd.rewards.config import RewardConfig
-from rlhf_spmd.roles import RolePlan, build_models, check_sampling, check_vocabulary, model_directory, plan_roles, with_limit
+from rlhf_spmd.roles import (
+    RolePlan,
+    build_models,
+    check_prompts,
+    check_sampling,
+    check_vocabulary,
+    model_directory,
+    plan_roles,
+    with_limit,
+)
 from rlhf_spmd.session import RunConfig, Session, run_session_program, start_controller
 from rlhf_spmd.telemetry.logger import LoggerConfig
 from rlhf_spmd.workers.arithmetic import RoleClass
@@ -112,6 +121,7 @@ def prepare(path: str | None, overrides: Sequence[str], world_size: int) -> Prep
     val_responses = None if validation is None else ResponseDataset(validation, config.data, tokenizer)
     prompts = config.val_prompts
     val_prompts = None if prompts is None else PromptDataset(prompts.read(), prompts, tokenizer)
+    check_prompts("val_sampling", config.val_sampling, val_prompts, tokenizer, plans)
     check_vocabulary(responses, plans)
     check_sizes(config, plans["actor"], [responses, val_responses])
     return Prepared(config, plans, tokenizer, responses, val_responses, val_prompts)

@@ -27,7 +27,7 @@ from rlhf_spmd.parallel.world import World
 from rlhf_spmd.planner.placement import PlacementConfig
 from rlhf_spmd.reports import merge_values, validate_prompts
 from rlhf_spmd.rewards.config import RewardConfig
-from rlhf_spmd.roles import RolePlan, build_models, check_sampling, check_vocabulary, model_directory, plan_roles, with_limit
+from rlhf_spmd.roles import RolePlan, build_models, check_prompts, check_sampling, model_directory, plan_roles, with_limit
 from rlhf_spmd.rollouts import PromptQueue, build_queue
 from rlhf_spmd.session import RunConfig, Session, run_session_program, start_controller
 from rlhf_spmd.telemetry.logger import LoggerConfig
@@ -120,9 +120,8 @@ def prepare(path: str | None, overrides: Sequence[str], world_size: int) -> Prep
     if config.run.test_freq and val_prompts is None:
         raise ValueError(f"run.test_freq={config.run.test_freq} needs data.val_path")
     build_loader(prompts, config.data, config.run.seed)  # raises if there are too few prompts
-    for dataset in (prompts, val_prompts):
-        if dataset is not None:
-            check_vocabulary(dataset, plans)
+    check_prompts("sampling", config.sampling, prompts, tokenizer, plans)
+    check_prompts("val_sampling", config.val_sampling, val_prompts, tokenizer, plans)
     return Prepared(config, algorithm, plans, tokenizer, prompts, val_prompts)
 
 
