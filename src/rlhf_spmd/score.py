@@ -31,7 +31,7 @@ from rlhf_spmd.data.sft import ID_KEYS, PairsConfig, encode_pairs, has_ids
 from rlhf_spmd.data.tokenizer import load_tokenizer
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.spec import ModelSpec
-from rlhf_spmd.offline import OfflineConfig, gather_records, read_input, run_offline_program, write_rows
+from rlhf_spmd.offline import OfflineConfig, gather_records, not_finite, read_input, run_offline_program, write_rows
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.parallel.world import Launch, World
@@ -148,10 +148,7 @@ def check_finite(ready: Prepared, scored: Sequence[tuple[int, list[float]]]) -> 
     """Raises FloatingPointError that names the first row with a log-prob that is not finite."""
     for row, log_probs in scored:
         if not all(map(math.isfinite, log_probs)):
-            raise FloatingPointError(
-                f"row {row} (id {ready.ids[row]!r}) has log-probs that are not finite; check the weights in "
-                f"{ready.config.model.path}, or set model.dtype=float32"
-            )
+            raise not_finite(row, ready.ids[row], ready.config.model)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
