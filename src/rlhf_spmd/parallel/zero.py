@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -63,6 +63,7 @@ class Zero:
     ) -> None:
         self.stage = stage
         self._parts: list[FSDPModule] = []
+        self._collectives: list[_ReduceScatter] = []  # of the parts
         self._reductions: dict[int, _ReduceScatter] = {}  # by the identity of the parameter
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # nobody writes into it
         policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
@@ -76,8 +77,14 @@ class Zero:
             part.set_custom_all_gather(gather)
             part.set_custom_reduce_scatter(reduction)
             self._parts.append(part)
+            self._collectives.append(reduction)
+
+    def keep_reduced(self) -> None:
+        """Keep what reductions give for :meth:`take_gradient`, which must then be called for every parameter."""
+        for part, reduction in zip(self._parts, self._collectives, strict=True):
+            assert isinstance(part, nn.Module)
             for param in part.parameters():
-                if self._reductions.setdefault(id(param), reduction) is reduction and param.dtype != reduce_dtype:
+                if self._reductions.setdefault(id(param), reduction) is reduction:
                     reduction.readers += 1
 
     def before_backward(self, is_last: bool) -> None:
@@ -105,6 +112,19 @@ class Zero:
             "FSDP2 laid the gradients out otherwise"
         )
         return reduced.as_strided(rounded.shape, rounded.stride(), rounded.storage_offset())
+
+
+def allocate(module: nn.Module, blocks: Iterable[nn.Module], device: torch.device) -> Iterator[list[Tensor]]:
+    """Memory, not filled, for a module that was built on "meta" and there perhaps sharded: for each of ``blocks``, then for the rest.
+    Yields the local tensors of each."""
+    blocks = list(blocks)
+    for block in blocks:
+        yield [local_part(param) for param in block.to_empty(device=device).parameters()]
+    inside = {part for block in blocks for part in block.modules()}
+    rest = [part for part in module.modules() if part not in inside]
+    for part in reversed(rest):  # the module itself last: FSDP2 then finds its parameters' new storages
+        part.to_empty(device=device, recurse=False)
+    yield [local_part(param) for part in rest for param in part.parameters(recurse=False)]
 
 
 def local_part(tensor: Tensor) -> Tensor:
