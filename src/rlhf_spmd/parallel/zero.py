@@ -14,6 +14,8 @@ from torch.distributed.tensor import DTensor
 from rlhf_spmd.parallel.collectives import Group
 from rlhf_spmd.parallel.mesh import Mesh
 
+STAGED = 1 << 22  # elements that a rank gives to a collective of gloo at a time: it holds them all twice more
+
 
 class _Collective:
     """What FSDP2 calls instead of its own collective, with the arguments that it gives."""
@@ -24,11 +26,27 @@ class _Collective:
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
+    def pieces(self, rows: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """Cuts of each rank's part of [size, n] that travel together, and those columns in one piece of memory."""
+        size, width = rows.shape
+        if rows.device.type != "cpu" or width <= STAGED:
+            yield slice(0, width), rows
+            return
+        staging = rows.new_empty(size * STAGED)  # one for all pieces: gloo's threads let go of a tensor late
+        for first in range(0, width, STAGED):
+            columns = slice(first, min(first + STAGED, width))
+            piece = staging[: size * (columns.stop - first)].view(size, -1)
+            yield columns, piece.copy_(rows[:, columns])
+
 
 class _AllGather(_Collective):
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
         assert not async_op, "FSDP2 was asked for asynchronous gathers"
-        self.group.all_gather_into(output_tensor, input_tensor, "zero_parameters")
+        rows = output_tensor.view(self.group.size, -1)
+        for columns, piece in self.pieces(rows):
+            self.group.all_gather_into(piece.view(-1), input_tensor[columns], "zero_parameters")
+            if piece is not rows:
+                rows[:, columns] = piece
 
 
 class _ReduceScatter(_Collective):
@@ -40,7 +58,10 @@ class _ReduceScatter(_Collective):
         self.readers = self.unread = 0
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> None:
-        self.group.reduce_scatter_into(output_tensor, input_tensor, "zero_gradients")
+        for columns, piece in self.pieces(input_tensor.view(self.group.size, -1)):
+            self.group.reduce_scatter_into(output_tensor[columns], piece.view(-1), "zero_gradients")
+        if input_tensor.device.type == "cpu":
+            input_tensor.untyped_storage().resize_(0)  # FSDP2 lets go of it in the last backward pass, for the streams of GPUs
         self.reduced, self.unread = (output_tensor if self.readers else None), self.readers
 
     def read(self) -> Tensor:
