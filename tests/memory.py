@@ -1,4 +1,5 @@
-"""How many bytes of tensors live, op by op: every storage that an operation makes counts from there until nothing holds it."""
+"""How many bytes of tensors live, op by op: every storage that an operation makes counts from there until nothing holds it. Those
+on the meta device have no bytes."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ from typing import Any
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
+
+from rlhf_spmd.parallel.zero import local_part
 
 
 class LiveMemory(TorchDispatchMode):
@@ -25,7 +28,7 @@ class LiveMemory(TorchDispatchMode):
         given = {_storage(x)._cdata for x in tree_iter((args, kwargs or {})) if isinstance(x, Tensor)}
         out = func(*args, **(kwargs or {}))
         for tensor in tree_iter(out):
-            if isinstance(tensor, Tensor):
+            if isinstance(tensor, Tensor) and not tensor.is_meta:
                 storage = _storage(tensor)
                 if storage._cdata not in self._sizes and storage._cdata not in given:
                     self._sizes[storage._cdata] = storage.nbytes()
@@ -39,4 +42,4 @@ class LiveMemory(TorchDispatchMode):
 
 
 def _storage(tensor: Tensor) -> Any:
-    return tensor.untyped_storage()
+    return local_part(tensor).untyped_storage()

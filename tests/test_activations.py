@@ -174,7 +174,18 @@ def test_the_head_needs_a_chunk_of_logits_and_those_kept_whatever_the_tokens(tp:
     keeps = ready(torch.empty(0)) is not None
     for tokens in (256, 6144):
         for peak, width in run_ranks(tp, head_memory, tokens, entropy):
-            kept = min(tokens, KEPT_ELEMENTS // width) if keeps else 0
+            kept = tokens if keeps and tokens * width <= KEPT_ELEMENTS else 0
             logits = 4 * width * (kept + 64 * (2 if entropy else 1))
             numbers = 48 * tokens  # statistics and gradients of tokens, a few each
             assert 0.75 * logits < peak < 1.05 * logits + numbers, (tokens, peak, logits)
+
+
+def test_the_head_of_a_large_vocabulary_has_no_wide_copies_of_its_weight_and_gradient() -> None:
+    config = {**CONFIGS["llama"], "vocab_size": 8192, "hidden_size": 256, "tie_word_embeddings": False}
+    decoder = Decoder(spec_from_config(config, "test"), "lm", 0, 1, solo(), torch.bfloat16, "cpu")
+    init_random(decoder, 3)
+    tokens, logits = KEPT_ELEMENTS // 8192 + 256, 4 * 64 * 8192
+    hidden = torch.randn(tokens, 256).bfloat16().requires_grad_()
+    peak = head_peak(decoder, hidden, torch.randint(8192, (tokens,)), False)
+    in_fp32 = 2 * hidden.nbytes
+    assert peak < 1.5 * logits + in_fp32 + hidden.nbytes < 2 * decoder.head_weight.nbytes

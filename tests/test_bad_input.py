@@ -116,6 +116,8 @@ CONFIG = [
     (["algorithm.ppo_mini_batch_size=1", "sampling.n=1"], 4, ["1 rows", "models.actor.layout.dp=4", "ppo_mini_batch_size"]),
     (["data.max_prompt_length=60"], 1, ["data.max_prompt_length", "= 72 tokens", "models.actor", "64"]),
     (["val_sampling.max_response_length=60"], 1, ["val_sampling.max_response_length = 72 tokens", "64"]),
+    (["val_sampling.stop=['a<eos>']"], 1, ["val_sampling.stop: 'a<eos>'", "special token '<eos>'", "its id 0"]),
+    (["val_sampling.logprobs=38"], 1, ["val_sampling.logprobs=38", "between 0 and 37"]),
     (["sampling.min_response_length=13"], 1, ["sampling.min_response_length=13", "data.max_response_length=12"]),
     (
         ["models.actor.generation.num_pages=2", "models.actor.generation.page_size=8"],

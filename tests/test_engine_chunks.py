@@ -15,6 +15,7 @@ from ranks import run_ranks
 from rlhf_spmd.checkpoint.load import load_checkpoint
 from rlhf_spmd.checkpoint.save import RoleState, save_checkpoint
 from rlhf_spmd.models.weights import write_random_model
+from rlhf_spmd.parallel import zero
 from rlhf_spmd.parallel.collectives import RECORDER
 from rlhf_spmd.parallel.layout import Layout, LayoutConfig, resolve_layout
 from test_engine import (
@@ -209,6 +210,23 @@ def test_bf16_gradients_are_summed_in_fp32_over_micro_batches_and_ranks(models: 
     for name, tensor in want.items():
         torch.testing.assert_close(got[name], tensor, rtol=1e-5, atol=1e-6 * float(tensor.abs().max()), msg=name)
         assert not torch.equal(tensor, tensor.bfloat16().float()), f"{name}: bf16 holds these gradients exactly"
+
+
+def gradients_in_pieces(world: Any, path: str, layout: Layout, num_micro_batches: int) -> Any:
+    whole, zero.STAGED = zero.STAGED, 37
+    try:
+        return gradients(world, path, layout, num_micro_batches)
+    finally:
+        zero.STAGED = whole
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_zero_moves_large_parameters_in_pieces_with_the_same_bits(models: dict[str, str], stage: int) -> None:
+    layout = Layout(dp=2, zero=stage)
+    results = [run_ranks(2, function, models["untied"], layout, 3) for function in (gradients, gradients_in_pieces)]
+    (norm, want), (other, got) = map(whole, results)
+    assert norm == other and want.keys() == got.keys()
+    assert all(torch.equal(tensor, got[name]) for name, tensor in want.items())
 
 
 def count_bytes(world: Any, path: str, layout: Layout, num_micro_batches: int) -> Any:

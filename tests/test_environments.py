@@ -7,7 +7,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
@@ -80,14 +80,20 @@ class Broken:
     def reset(self, row: Mapping[str, Any]) -> str | None:
         if self.how == "reset":
             raise KeyError("no such game")
-        return "z" * 99 if self.how == "long" else None
+        return {"long": "z" * 99, "surrogate": "a\ud83db"}.get(self.how)
 
     def step(self, text: str) -> Any:
         self.turns += 1
         if self.turns == 2:
             if self.how == "sleep":
                 time.sleep(3600)
-            return {"raise": lambda: 1 // 0, "pair": lambda: ("", 0.0), "nan": lambda: ("", float("nan"), False)}[self.how]()
+            wrong: dict[str, Callable[[], Any]] = {
+                "raise": lambda: 1 // 0,
+                "pair": lambda: ("", 0.0),
+                "nan": lambda: ("", float("nan"), False),
+                "surrogate": lambda: ("\udc80", 0.0, False),
+            }
+            return wrong[self.how]()
         return "", 0.0, False
 
 
@@ -277,6 +283,14 @@ def test_a_failing_environment_ends_the_call(how: str, message: str) -> None:
     with pytest.raises(RuntimeError, match=message) as caught:
         generate(alone()[0], str(tasks.task() / "actor"), Layout(), SMALL, settings)
     assert type(caught.value).exit_class == "reward"  # type: ignore[attr-defined]
+
+
+def test_half_a_surrogate_pair_is_read_as_a_question_mark() -> None:
+    settings = {"cls": "test_environments:Broken", "args": {"how": "surrogate"}, "max_turns": 3}
+    rows = generate(alone()[0], str(tasks.task() / "actor"), Layout(), SMALL, settings)
+    assert rows is not None and any(turns == 3 for _, _, _, turns, _ in rows)
+    heard = [*encode_by_hand("a"), tasks.EOS, *encode_by_hand("b")]  # <eos> stands for what the tokenizer does not know
+    assert all(token_ids[:3] == heard and mask[:4] == [0, 0, 0, 1] for token_ids, mask, _, _, _ in rows)
 
 
 # -- training
@@ -558,7 +572,23 @@ def test_the_calculator() -> None:
     assert {text: calculate(text) for text in given} == given
     for bad in ("2**9", "1/0", "__import__('os')", "", "4 4", "abs(1)", "1 if 1 else 2", "0x10", "(" * 500):
         assert calculate(bad) == "error"
+    large = {"7" * 200: "7" * 200, "1e300*1e8": "1" + "0" * 308, "1e200/1e308": "1e-108", "((" * 40 + "1" + "))" * 40: "1"}
+    assert {text: calculate(text) for text in large} == large
+    for bad in (
+        "1e9999999",
+        "0e9999999",
+        "1e-9999999",
+        "1e400/3",
+        "1e308*1e308/3",
+        "*".join(["1e308"] * 30),
+        "-" * 5000 + "1",
+        "1" * 5000,
+    ):
+        assert calculate(bad) == "error"
     played = Calculator()
+    played.reset({"answer": 3})
+    assert played.step("<<1e308*1e308=") == ("error>>", 0.0, False)
+    assert played.step(f"#### {'3' * 5000}") == ("", 0.0, True)
     assert played.reset({"answer": "She sold 24. #### 1,072"}) is None
     assert played.step("48/2 =") == ("", 0.0, False)
     assert played.step(" <<48/2=") == ("24>>", 0.0, False)

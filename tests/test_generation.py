@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
 from ranks import run_ranks
 from rlhf_spmd import kernels
+from rlhf_spmd.data.tokenizer import Decoding
 from rlhf_spmd.generation import Completion, GenerationConfig, Generator, Request, SamplingConfig
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
@@ -46,6 +47,15 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 SAMPLED = SamplingConfig(temperature=1.0)
 SMALL = GenerationConfig(page_size=8, max_num_seqs=16, max_num_batched_tokens=512)
+
+
+class LastDigits(Decoding):
+    """For models without a tokenizer."""
+
+    special_ids: ClassVar[dict[str, int]] = {}
+
+    def __call__(self, ids: Sequence[int]) -> str:
+        return "".join(str(token % 10) for token in ids)
 
 
 @pytest.fixture(scope="session")

@@ -280,7 +280,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_program_stops_at_strings_and_writes_the_likeliest(model: Path, tmp_path: Path) -> None:
-    rows = write_rows(tmp_path / "in.jsonl", [{**row, "min_response_length": i} for i, row in enumerate(ROWS[:3] * 8)])
+    limits = [{"min_response_length": i, "max_response_length": max(i, 5) if i % 3 == 0 else 40} for i in range(24)]
+    rows = write_rows(tmp_path / "in.jsonl", [{**row, **own} for row, own in zip(ROWS[:3] * 8, limits, strict=True)])
     common = [
         "sampling.max_response_length=40",
         "sampling.logprobs=2",
@@ -305,10 +306,53 @@ def test_the_program_stops_at_strings_and_writes_the_likeliest(model: Path, tmp_
         assert "e" not in full["text"][i:-1]
 
 
+def test_a_stop_text_may_be_a_special_token(model: Path, tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "in.jsonl", [{**ROWS[i % 3], "min_response_length": 3} for i in range(12)])
+    common = [
+        "sampling.max_response_length=20",
+        "sampling.ignore_eos=true",
+        f"sampling.allowed_token_ids={[0, 2, *range(68, 94)]}",  # <unk>, </s>, a to z
+        "sampling.logit_bias={0: 2, 2: 2}",
+        "sampling.stop=['<unk>','q']",
+    ]
+    program.main(arguments(model, rows, tmp_path / "cut.jsonl", *common))
+    more = [*common, "sampling.include_stop_str_in_output=true", "generation.steps_per_sync=4", "layout.tp=2"]
+    run_ranks(2, run_program_on_rank, arguments(model, rows, tmp_path / "whole.jsonl", *more))
+    cut, whole = read_output(tmp_path / "cut.jsonl"), read_output(tmp_path / "whole.jsonl")
+    endings = set()
+    for row, full in zip(cut, whole, strict=True):
+        *before, last = row["response_ids"]
+        assert full["response_ids"] == row["response_ids"] and 0 not in before
+        if row["finish_reason"] == "stop":
+            ending = {0: "<unk>", ord("q") - 29: "q"}[last]
+            endings.add(ending)
+            assert len(before) >= 2 and full["text"] == row["text"] + ending
+    assert endings == {"<unk>", "q"} and any(2 in row["response_ids"] for row in cut)
+
+
+def test_a_rows_own_minimum_leaves_tokens_to_draw(model: Path, tmp_path: Path) -> None:
+    """Otherwise a token that is not allowed would be drawn."""
+    rows = write_rows(tmp_path / "in.jsonl", [{"prompt_ids": [4]}, {"prompt_ids": [4], "min_response_length": 2}])
+    with pytest.raises(ValueError, match="leave no token to draw"):
+        program.prepare(None, arguments(model, rows, tmp_path / "o", "sampling.allowed_token_ids=[2]"), alone()[0].launch)
+    mesh, only_end = alone()[1], SamplingConfig(allowed_token_ids=[EOS])
+    generator = Generator(load(str(model), mesh), mesh, SMALL, [EOS])
+    assert generator.generate([Request(0, 0, [4], 3)], only_end, 0, 0)[0].token_ids == [EOS]
+    with pytest.raises(ValueError, match="leave no token to draw"):
+        generator.generate([Request(0, 0, [4], 3), Request(1, 1, [4], 3, min_new_tokens=1)], only_end, 0, 0)
+
+
 def test_bad_options_are_named(model: Path, tmp_path: Path) -> None:
     rows = write_rows(tmp_path / "in.jsonl", [{"prompt_ids": [4]}])
     for override, message in (
-        ("sampling.repetition_penalty=0", r"sampling\.repetition_penalty=0\.0: must be above 0"),
+        ("sampling.repetition_penalty=0", r"sampling\.repetition_penalty=0\.0: must be at least 1e-06 and at most 1000000"),
+        ("sampling.repetition_penalty=1e-39", r"sampling\.repetition_penalty=1e-39: must be at least 1e-06"),
+        ("sampling.frequency_penalty=-1e39", r"sampling\.frequency_penalty=-1e\+39: must be at least -1000000000"),
+        ("sampling.logit_bias={5: 0, 3: 1e39}", r"sampling\.logit_bias=\{3: 1e\+39\}: must be between -1000000000"),
+        (
+            "sampling.stop=['x</s>']",
+            r"sampling\.stop: 'x</s>' contains the special token '</s>'.*its id 2 in sampling\.stop_token_ids",
+        ),
         ("sampling.presence_penalty=.inf", r"sampling\.presence_penalty=inf"),
         ("sampling.logit_bias={3: .inf}", r"sampling\.logit_bias=\{3: inf\}"),
         ("sampling.logit_bias={300: 1}", r"sampling\.logit_bias: token id 300 must lie in 0 \.\. 199"),
@@ -319,13 +363,16 @@ def test_bad_options_are_named(model: Path, tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             program.prepare(None, arguments(model, rows, tmp_path / "out.jsonl", override), alone()[0].launch)
+    few = SamplingConfig(logprobs=11)
+    with pytest.raises(ValueError, match=r"val_sampling\.logprobs=11: must be between 0 and 10, the model's vocabulary"):
+        few.check_ids(10, [], False, "val_sampling")
     both = ["sampling.min_response_length=3", "sampling.max_response_length=2"]
     with pytest.raises(
         ValueError, match=r"min_response_length=3: must be at least 0 and at most sampling\.max_response_length=2"
     ):
         program.prepare(None, arguments(model, rows, tmp_path / "out.jsonl", *both), alone()[0].launch)
     with pytest.raises(ValueError, match="leave no token to draw"):
-        SamplingConfig(allowed_token_ids=[EOS], min_response_length=1).check_ids(10, [EOS], "sampling")
+        SamplingConfig(allowed_token_ids=[EOS], min_response_length=1).check_ids(10, [EOS], False, "sampling")
     mesh = alone()[1]
     generator = Generator(load(str(model), mesh), mesh, SMALL, ())
     with pytest.raises(ValueError, match="stop strings need a tokenizer"):

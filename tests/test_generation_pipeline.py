@@ -19,7 +19,7 @@ from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.parallel.world import World
-from test_generation import MODELS, SMALL, alone, load, ragged_requests
+from test_generation import MODELS, SMALL, LastDigits, alone, load, ragged_requests
 
 STOPPING = SamplingConfig(
     temperature=0.8, allowed_token_ids=[2, 5, 6, 7, 15, 27], stop=["757"], stop_token_ids=[15], logprobs=2
@@ -48,7 +48,7 @@ def generate_cases(world: World, path: str, layout: Layout) -> Found:
     decoder = load(path, mesh)
     found: Found = {}
     for name, (sampling, changes) in CASES.items():
-        generator = Generator(decoder, mesh, replace(SMALL, **changes), {2}, lambda ids: "".join(str(i % 10) for i in ids))
+        generator = Generator(decoder, mesh, replace(SMALL, **changes), {2}, LastDigits(None))
         requests = ragged_requests()
         if name == "pieces":
             completions, waiting = [], [requests[:9], requests[9:]]

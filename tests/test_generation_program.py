@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from ranks import run_ranks
 from rlhf_spmd import generate as program
@@ -14,6 +17,7 @@ from rlhf_spmd.config.schema import ConfigError
 from rlhf_spmd.data.files import DataError
 from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel.world import Launch, World
+from rlhf_spmd.telemetry.run_dir import EXIT_CODES
 
 CONFIG = {
     "model_type": "llama",
@@ -113,6 +117,57 @@ def test_every_layout_writes_the_same_responses(model: Path, tmp_path: Path, siz
         assert a == b
 
 
+@pytest.fixture(scope="module")
+def broken(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Not a number for rows that hold token 7."""
+    path = tmp_path_factory.mktemp("model") / "broken"
+    shutil.copytree(model, path)
+    tensors = load_file(path / "model.safetensors")
+    tensors["model.embed_tokens.weight"][7] = torch.nan
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+BROKEN_ROWS = [{"prompt_ids": [5, 6], "max_response_length": 1}, {"prompt_ids": [5, 7, 8], "id": "bad"}]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["sampling.temperature=0"],
+        ["sampling.top_p=0.9", "sampling.n=2"],
+        ["generation.steps_per_sync=4", "sampling.temperature=0.8"],
+        ["generation.speculative_tokens=2"],
+        ["model.dtype=float64"],
+        ["sampling.logprobs=2", "sampling.forbidden_token_ids=[7]"],
+    ],
+    ids=str,
+)
+def test_a_row_that_is_not_finite_ends_the_program(
+    broken: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], overrides: list[str]
+) -> None:
+    rows, out = write_rows(tmp_path / "in.jsonl", BROKEN_ROWS), tmp_path / "out.jsonl"
+    with pytest.raises(SystemExit) as ending:
+        program.main(arguments(broken, rows, out, *overrides))
+    (line,) = capfd.readouterr().err.splitlines()
+    assert ending.value.code == EXIT_CODES["numerics"] and not out.exists()
+    assert f"row 1 (id 'bad') has log-probs that are not finite; check the weights in {broken}" in line
+
+
+def not_finite_on_rank(world: World, argv: list[str]) -> str:
+    with pytest.raises(FloatingPointError) as error:
+        run_program_on_rank(world, argv)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("layout", ["layout.pp=2", "layout.tp=2"])
+def test_every_rank_of_a_replica_hears_what_is_not_finite(broken: Path, tmp_path: Path, layout: str) -> None:
+    rows = write_rows(tmp_path / "in.jsonl", BROKEN_ROWS)
+    told = run_ranks(2, not_finite_on_rank, arguments(broken, rows, tmp_path / "out.jsonl", layout))
+    assert all("row 1 (id 'bad')" in message for message in told)
+
+
 @pytest.mark.parametrize(
     ("rows", "overrides", "error", "message"),
     [
@@ -128,6 +183,12 @@ def test_every_layout_writes_the_same_responses(model: Path, tmp_path: Path, siz
         ([{"prompt_ids": []}], [], DataError, r"in\.jsonl:1: 'prompt_ids' must be a non-empty list"),
         ([{"prompt_ids": [3] * 64}], [], DataError, r"in\.jsonl:1: the prompt has 64 tokens, the model's context 64"),
         ([{"prompt_ids": [3], "max_response_length": 0}], [], DataError, r"in\.jsonl:1: max_response_length=0"),
+        (
+            [{"prompt_ids": [3], "min_response_length": 6, "max_response_length": 5}],
+            ["sampling.max_response_length=9"],
+            DataError,
+            r"in\.jsonl:1: min_response_length=6 must be at most 5, which max_response_length",
+        ),
         ([{"text": "abc"}], [], DataError, r"in\.jsonl:1: no key 'prompt'"),
         ([], [], DataError, "holds no rows"),
     ],

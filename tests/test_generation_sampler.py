@@ -98,6 +98,17 @@ def test_greedy_and_extreme_draws() -> None:
     assert cold.shape == (4,)
 
 
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf, -torch.inf])
+def test_draws_from_broken_logits_lie_in_the_vocabulary(broken: float) -> None:
+    largest = torch.full((4,), 1 - 2.0**-53, dtype=torch.float64)
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        logits = torch.randn(4, 300, dtype=dtype)
+        logits[1], logits[2, 7] = broken, broken
+        for options in (SamplingConfig(temperature=0.0), *OPTIONS):
+            drawn = sample(logits, options, largest)
+            assert int(drawn.min()) >= 0 and int(drawn.max()) < 300, options
+
+
 def test_uniform_numbers() -> None:
     rows = np.arange(200_000)
     u = uniform(1, 2, rows, rows % 7)

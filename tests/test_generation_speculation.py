@@ -17,7 +17,7 @@ from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.parallel.world import World
-from test_generation import MODELS, SMALL, alone, load, ragged_requests
+from test_generation import MODELS, SMALL, LastDigits, alone, load, ragged_requests
 
 # few tokens to choose from, so that three in a row often come again
 REPEATING = SamplingConfig(temperature=0.8, allowed_token_ids=[2, 5, 6, 7])
@@ -42,8 +42,7 @@ def generate(
     world: World, path: str, layout: Layout, sampling: SamplingConfig, changes: dict[str, Any]
 ) -> tuple[list[Completion], Any]:
     mesh = build_mesh(world, list(range(world.size)), layout) if world.size > 1 else alone()[1]
-    decode = lambda ids: "".join(str(token % 10) for token in ids)  # noqa: E731
-    generator = Generator(load(path, mesh), mesh, replace(SMALL, **changes), {2}, decode)
+    generator = Generator(load(path, mesh), mesh, replace(SMALL, **changes), {2}, LastDigits(None))
     return generator.generate(ragged_requests(samples=3, max_new_tokens=60), sampling, 3, 5), generator.stats
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from model_configs import CONFIGS
 from ranks import run_ranks
-from rlhf_spmd.models.attention import PackedAttention
+from rlhf_spmd.models.attention import PackedAttention, attend_dense
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import token_log_probs, values
 from rlhf_spmd.models.layers import rms_norm, rotate, swiglu
@@ -176,6 +176,21 @@ def test_packed_attention_against_plain_torch(rule: AttentionRule) -> None:
     assert (plain - sdpa).abs().max() < TOLERANCE
     for x, y in zip(torch.autograd.grad((sdpa * weight).sum(), [q, k, v]), want, strict=True):
         assert (x - y).abs().max() < TOLERANCE
+
+
+def test_capped_attention_of_gpus_keeps_scores_in_fp32() -> None:
+    """Only inputs, probabilities and the result are rounded to bf16, each by 2^-9 at most; scores are up to 40, of which bf16 would
+    lose 0.1."""
+    rule = AttentionRule(1.0, softcap=50.0)
+    make = torch.Generator().manual_seed(0)
+    q, k, v, weight = (torch.randn(1, 4, 70, 64, generator=make).bfloat16() for _ in range(4))
+    rough = [x.clone().requires_grad_() for x in (q, k, v)]
+    exact = [x.double().requires_grad_() for x in (q, k, v)]
+    outs = [attend_dense(*inputs, rule, None) for inputs in (rough, exact)]
+    assert (outs[0] - outs[1]).norm() < 4e-3 * outs[1].norm()
+    grads = [torch.autograd.grad(out, x, weight.to(out.dtype)) for out, x in zip(outs, (rough, exact), strict=True)]
+    for got, want in zip(*grads, strict=True):
+        assert (got - want).norm() < 8e-3 * want.norm()
 
 
 def test_elementwise_pieces_gradcheck() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file, save_file
 
 import tasks
 from ranks import run_ranks
@@ -250,3 +252,20 @@ def test_limits_of_rows_are_checked(tmp_path: Path, row: dict[str, Any], message
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
     with pytest.raises(DataError, match=message):
         prepare(str(tasks.task() / "ppo.json"), tasks.settings(tmp_path, 1, f"data.path={tmp_path / 'a.jsonl'}"), 1)
+
+
+def test_a_rows_own_minimum_leaves_tokens_to_draw(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"prompt": "12", "min_response_length": i}) + "\n" for i in range(8)))
+    only_end = [f"data.path={tmp_path / 'a.jsonl'}", "sampling.allowed_token_ids=[0]"]
+    with pytest.raises(ValueError, match="leave no token to draw"):
+        prepare(str(tasks.task() / "ppo.json"), tasks.settings(tmp_path, 1, *only_end), 1)
+
+
+def test_a_rollout_that_is_not_finite_names_its_row(tmp_path: Path) -> None:
+    broken = tmp_path / "actor"
+    shutil.copytree(tasks.task() / "actor", broken)
+    tensors = load_file(broken / "model.safetensors")
+    tensors["model.embed_tokens.weight"][5] = torch.nan
+    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(FloatingPointError, match=r"^row \d+: the log-prob of a drawn token is not finite"):
+        train(tmp_path / "run", 1, f"models.actor.path={broken}")

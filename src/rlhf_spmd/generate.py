@@ -27,13 +27,14 @@ from rlhf_spmd.data.files import DataError, Row
 from rlhf_spmd.data.prompts import encode_prompts, has_ids, response_limits
 from rlhf_spmd.data.tokenizer import decoding, load_tokenizer
 from rlhf_spmd.environments.config import EnvironmentConfig
-from rlhf_spmd.generation import Completion, GenerationConfig, Generator, Request, SamplingConfig, StopStrings
+from rlhf_spmd.generation import Completion, GenerationConfig, Generator, NotFinite, Request, SamplingConfig, StopStrings
 from rlhf_spmd.generation.backends import choose_backend
 from rlhf_spmd.generation.episodes import Environments
+from rlhf_spmd.generation.stopping import build_ends, special_stops
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.spec import ModelSpec, read_eos_ids
 from rlhf_spmd.models.weights import load_pretrained
-from rlhf_spmd.offline import OfflineConfig, gather_records, read_input, run_offline_program, write_rows
+from rlhf_spmd.offline import OfflineConfig, gather_records, not_finite, read_input, run_offline_program, write_rows
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.parallel.world import Launch, World
@@ -84,11 +85,12 @@ def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> Prepa
     has_text = not all(has_ids(row, config.data) for row in rows)
     needed = has_text or bool(config.sampling.stop) or config.environment.cls is not None
     tokenizer = load_tokenizer(config.model.path, required=needed)
-    config.sampling.check_ids(spec.vocab_size, () if config.sampling.ignore_eos else spec.eos_token_ids, "sampling")
     prompts = [prompt for prompt, _ in encode_prompts(rows, config.data, tokenizer, spec.vocab_size)]
     for row, prompt in zip(rows, prompts, strict=True):
         check_ids(prompt, spec.vocab_size, row.where, config.data.prompt_key)
     limits = [limits_of(row, len(prompt), config.sampling, spec) for row, prompt in zip(rows, prompts, strict=True)]
+    ends = build_ends(config.sampling, spec.eos_token_ids, decoding(tokenizer), "sampling")
+    config.sampling.check_ids(spec.vocab_size, ends.token_ids, any(least for least, _ in limits), "sampling")
     longest = max(len(prompt) + most for prompt, (_, most) in zip(prompts, limits, strict=True))
     config.generation.check_row("generation", longest, f"the longest row may have {longest} tokens")
     ids = [row.values.get("id", index) for index, row in enumerate(rows)]
@@ -102,14 +104,21 @@ def limits_of(row: Row, prompt_length: int, sampling: SamplingConfig, spec: Mode
         raise DataError(
             f"{row.where}: the prompt has {prompt_length} tokens, the model's context {spec.max_position_embeddings}"
         )
-    least, most = response_limits(row)
-    return least, min(room, most or sampling.max_response_length or room)
+    least, own = response_limits(row)
+    most = min(room, own or sampling.max_response_length or room)
+    if least > most:
+        raise DataError(
+            f"{row.where}: min_response_length={least} must be at most {most}, which max_response_length (the row's, else "
+            "sampling's) and the model's context leave"
+        )
+    return least, most
 
 
 def generate(ready: Prepared, world: World, tick: Callable[[], None] = lambda: None) -> None:
     """Generate for all prompts and write the file on rank 0; ``tick`` is called after each step of the generator.
 
-    Collective over the world: every rank of it must call."""
+    Collective over the world: every rank of it must call. Raises FloatingPointError where a log-prob is not finite.
+    """
     config = ready.config
     started = time.perf_counter()
     mesh = build_mesh(world, range(world.size), ready.layout)
@@ -128,7 +137,11 @@ def generate(ready: Prepared, world: World, tick: Callable[[], None] = lambda: N
     if config.environment.cls is not None and requests:
         rows = {request.row_id: ready.rows[request.group_id] for request in requests}
         environments = Environments(config.environment, rows, ready.tokenizer)
-    completions = generator.generate(requests, config.sampling, config.sampling.seed, 0, tick, environments)
+    try:
+        completions = generator.generate(requests, config.sampling, config.sampling.seed, 0, tick, environments)
+    except NotFinite as error:
+        row = error.row_id // config.sampling.n
+        raise not_finite(row, ready.ids[row], config.model) from error
     mine = [(completion.row_id, record(completion)) for completion in completions] if mesh.replica.rank == 0 else []
     records = gather_records(world, mine, "generate:results")
     if records is None:
@@ -179,9 +192,12 @@ def response_text(ready: Prepared, token_ids: Sequence[int], finish_reason: str)
     decode, sampling = decoding(ready.tokenizer), ready.config.sampling
     if decode is None:
         return None
-    if finish_reason == "stop" and sampling.stop and not sampling.include_stop_str_in_output:
+    if finish_reason != "stop" or not sampling.stop:
+        return decode(token_ids)
+    if not sampling.include_stop_str_in_output:
         return StopStrings(sampling.stop, decode).cut(token_ids)
-    return decode(token_ids)
+    special = special_stops(sampling.stop, decode.special_ids, "sampling")
+    return decode(token_ids) + "".join(stop for stop, token in special.items() if token == token_ids[-1])
 
 
 def main(argv: Sequence[str] | None = None) -> None:

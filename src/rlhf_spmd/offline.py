@@ -95,6 +95,13 @@ def gather_records(world: World, records: Sequence[tuple[int, Any]], label: str)
     return sorted(((row_id, made) for part in parts for row_id, made in json.loads(part)), key=lambda record: record[0])
 
 
+def not_finite(row: int, name: Any, model: ModelConfig) -> FloatingPointError:
+    """What to raise for row number ``row``, which is called ``name`` outside."""
+    return FloatingPointError(
+        f"row {row} (id {name!r}) has log-probs that are not finite; check the weights in {model.path}, or set model.dtype=float32"
+    )
+
+
 def write_rows(out: str, rows: Iterable[Mapping[str, Any]]) -> None:
     atomic_write_text(out, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 

@@ -6,12 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 from rlhf_spmd.config.schema import nearest
 from rlhf_spmd.controller import GroupShape, ResourcePool
 from rlhf_spmd.data.dataset import TokenDataset
-from rlhf_spmd.data.prompts import PromptsConfig
+from rlhf_spmd.data.prompts import PromptDataset, PromptsConfig
+from rlhf_spmd.data.tokenizer import decoding
 from rlhf_spmd.generation.config import SamplingConfig
+from rlhf_spmd.generation.stopping import build_ends
 from rlhf_spmd.models.sharding import check_layout
 from rlhf_spmd.models.spec import ModelSpec, local_directory, read_spec
 from rlhf_spmd.models.weights import check_pretrained
@@ -217,15 +220,10 @@ def with_limit(sampling: SamplingConfig, data: PromptsConfig, seed: int) -> Samp
 def check_sampling(
     section: str, sampling: SamplingConfig, where: str, data: PromptsConfig, plans: Mapping[str, RolePlan]
 ) -> tuple[int, str]:
-    """What ``section`` says against the models' vocabulary and contexts, and the cache of those that generate; ``where``: the
-    section of ``data``.
+    """What ``section`` says against the models' contexts, and the cache of those that generate; ``where``: the section of ``data``.
 
     Returns the tokens of the longest row, and in words where they come from. Raises ValueError with both sides.
     """
-    generating = {role: plan for role, plan in plans.items() if plan.generation is not None}
-    for plan in generating.values():
-        assert plan.spec is not None, "a role that generates has a model"
-        sampling.check_ids(plan.spec.vocab_size, () if sampling.ignore_eos else plan.spec.eos_token_ids, section)
     key = f"{section if sampling.max_response_length else where}.max_response_length"
     longest = data.max_prompt_length + (sampling.max_response_length or data.max_response_length)
     lengths = f"{where}.max_prompt_length + {key} = {longest} tokens"
@@ -236,9 +234,24 @@ def check_sampling(
     for role, plan in plans.items():
         if plan.spec is not None and longest > plan.spec.max_position_embeddings:
             raise ValueError(f"{lengths}, but models.{role} has a context of {plan.spec.max_position_embeddings}")
-    for role, plan in generating.items():
-        plan.config.generation.check_row(f"models.{role}.generation", longest, lengths)
+    for role, plan in plans.items():
+        if plan.generation is not None:
+            plan.config.generation.check_row(f"models.{role}.generation", longest, lengths)
     return longest, lengths
+
+
+def check_prompts(
+    section: str, sampling: SamplingConfig, data: PromptDataset, tokenizer: Any, plans: Mapping[str, RolePlan]
+) -> None:
+    """What ``section`` says against vocabulary and tokenizer of the models that answer ``data``, and its rows' own limits.
+
+    Raises ValueError.
+    """
+    for plan in plans.values():
+        if plan.generation is not None:
+            assert plan.spec is not None, "a role that generates has a model"
+            ends = build_ends(sampling, plan.spec.eos_token_ids, decoding(tokenizer), section)
+            sampling.check_ids(plan.spec.vocab_size, ends.token_ids, "min_response_length" in data.limits, section)
 
 
 def build_models(plans: Mapping[str, RolePlan], build: Build) -> SimpleNamespace:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,12 +31,12 @@ from rlhf_spmd.data.sft import ID_KEYS, PairsConfig, encode_pairs, has_ids
 from rlhf_spmd.data.tokenizer import load_tokenizer
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.spec import ModelSpec
-from rlhf_spmd.offline import OfflineConfig, gather_records, read_input, run_offline_program, write_rows
+from rlhf_spmd.offline import OfflineConfig, gather_records, not_finite, read_input, run_offline_program, write_rows
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.parallel.world import Launch, World
 from rlhf_spmd.workers.engine import Packed, TrainEngine
-from rlhf_spmd.workers.model_worker import pack_rows, response_log_probs, sequence_lengths
+from rlhf_spmd.workers.objective import pack_rows, response_log_probs, sequence_lengths
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,8 @@ def check_length(row: Row, prompt: int, response: int, config: ScoreConfig, spec
         raise ValueError(f"{said}, more than max_token_len_per_gpu={config.max_token_len_per_gpu}; raise it")
 
 
-def score(ready: Prepared, world: World, tick: Callable[[], None] = lambda: None) -> None:
-    """Score all rows and write the file on rank 0; ``tick`` is called after each micro-batch.
+def score(ready: Prepared, world: World) -> None:
+    """Score all rows and write the file on rank 0.
 
     Collective over the world: every rank of it must call. Raises FloatingPointError where a log-prob is not finite.
     """
@@ -104,7 +104,7 @@ def score(ready: Prepared, world: World, tick: Callable[[], None] = lambda: None
     loaded = time.perf_counter()
     lengths = sequence_lengths(ready.batch)
     mine = np.flatnonzero(partition_by_tokens(lengths, layout.dp) == mesh.dp_rank).tolist()
-    records = score_rows(engine, ready.batch.take(mine), config.max_token_len_per_gpu, tick)
+    records = score_rows(engine, ready.batch.take(mine), config.max_token_len_per_gpu)
     scored = gather_records(world, records if mesh.tp_rank == 0 else [], "score:results")
     if scored is None:
         return
@@ -121,23 +121,23 @@ def score(ready: Prepared, world: World, tick: Callable[[], None] = lambda: None
     )
 
 
-def score_rows(engine: TrainEngine, batch: Batch, max_tokens: int, tick: Callable[[], None]) -> list[tuple[int, list[float]]]:
+def score_rows(engine: TrainEngine, batch: Batch, max_tokens: int) -> list[tuple[int, list[float]]]:
     """Row ids, and the log-probs of the rows' response tokens; none off the last stage.
 
     Collective over the pool: every rank of it must call, in program order.
     """
 
     def head(decoder: Decoder, hidden: Tensor, micro: Packed) -> Tensor:
-        tick()
         return response_log_probs(decoder, hidden, micro, temperature=1.0)[0]
 
-    index = micro_batches_by_tokens(sequence_lengths(batch), max_tokens, where="max_token_len_per_gpu")
-    # replicas may have different numbers of micro-batches: the engine evens them out where ZeRO needs that
+    lengths, where = sequence_lengths(batch), "max_token_len_per_gpu"
+    number = torch.tensor([len(micro_batches_by_tokens(lengths, max_tokens, where=where))])
+    index = micro_batches_by_tokens(lengths, max_tokens, int(engine.mesh.dp.all_reduce(number, "control", "max")), where)
     outputs = engine.forward([pack_rows(batch.take(rows), engine.device) for rows in index], head)
     if not engine.mesh.last_stage:
         return []
     records = []
-    for rows, values in zip(index, outputs, strict=True):
+    for rows, values in [pair for pair in zip(index, outputs, strict=True) if pair[0]]:
         micro = batch.take(rows)
         log_probs = values.cpu().split(micro["response_ids"].lengths.tolist())
         records += [(row, x.tolist()) for row, x in zip(micro.row_ids.tolist(), log_probs, strict=True)]
@@ -148,15 +148,12 @@ def check_finite(ready: Prepared, scored: Sequence[tuple[int, list[float]]]) -> 
     """Raises FloatingPointError that names the first row with a log-prob that is not finite."""
     for row, log_probs in scored:
         if not all(map(math.isfinite, log_probs)):
-            raise FloatingPointError(
-                f"row {row} (id {ready.ids[row]!r}) has log-probs that are not finite; check the weights in "
-                f"{ready.config.model.path}, or set model.dtype=float32"
-            )
+            raise not_finite(row, ready.ids[row], ready.config.model)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line: overrides, and ``--config FILE`` if there are many."""
-    run_offline_program("score", __doc__, ScoreConfig, prepare, score, argv)
+    run_offline_program("score", __doc__, ScoreConfig, prepare, lambda ready, world, tick: score(ready, world), argv)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from rlhf_spmd.parallel.program import ProgramContext
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.planner.placement import PlacementConfig
 from rlhf_spmd.rewards.config import RewardConfig, named_rewards, reward_key
-from rlhf_spmd.roles import RolePlan, build_models, check_vocabulary, model_directory, plan_roles
+from rlhf_spmd.roles import RolePlan, build_models, check_prompts, check_vocabulary, model_directory, plan_roles
 from rlhf_spmd.session import RunConfig, Session, run_session_program, start_controller
 from rlhf_spmd.streams import Data, InFlightStream, RowStream
 from rlhf_spmd.telemetry.logger import LoggerConfig
@@ -176,9 +176,12 @@ def read_data(
                 validation[name] = data.tokenize(data.read(validation=True), tokenizer)
         else:
             validation[name] = data.tokenize(data.read(), tokenizer)
-        for dataset in (found[name] for found in (training, validation) if name in found):
-            check_vocabulary(dataset, plans[algorithm.exported])
-            if not isinstance(data, PromptsConfig):
+        for use, dataset in (("sampling", training.get(name)), ("val_sampling", validation.get(name))):
+            if dataset is not None:
+                check_vocabulary(dataset, plans[algorithm.exported])
+            if isinstance(dataset, PromptDataset):
+                check_prompts(use, getattr(config, use), dataset, tokenizer, plans)
+            elif dataset is not None:
                 check_rows(algorithm.streams[name].key, data, dataset, algorithm, plans)
     return training, validation
 

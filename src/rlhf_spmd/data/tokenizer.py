@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,21 @@ def encode(tokenizer: Any, text: str) -> list[int]:
     return ids
 
 
-def decoding(tokenizer: Any) -> Callable[[Sequence[int]], str] | None:
-    """Token ids of one row to text, as :func:`decode`; None without a tokenizer."""
-    return None if tokenizer is None else lambda ids: decode(tokenizer, [ids])[0]
+@dataclass(frozen=True)
+class Decoding:
+    """Token ids of one row to text, as :func:`decode`."""
+
+    tokenizer: Any
+
+    def __call__(self, ids: Sequence[int]) -> str:
+        return decode(self.tokenizer, [ids])[0]
+
+    @cached_property
+    def special_ids(self) -> dict[str, int]:
+        """The special tokens, of which nothing is left in a text: what they are called, and their ids."""
+        return {token.content: number for number, token in self.tokenizer.added_tokens_decoder.items() if token.special}
+
+
+def decoding(tokenizer: Any) -> Decoding | None:
+    """None without a tokenizer."""
+    return None if tokenizer is None else Decoding(tokenizer)

@@ -15,5 +15,6 @@ class Environment(Protocol):
     def step(self, text: str) -> tuple[str, float, bool]:
         """``text``: the model's turn, without special tokens. Returns (observation, reward, done).
 
-        The model reads the observation and goes on, unless it is done. Rewards of a row's turns are added up.
+        The model reads the observation (``?`` for a lone surrogate) and goes on, unless it is done. Rewards of a row's turns are
+        added up.
         """

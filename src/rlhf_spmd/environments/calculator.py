@@ -23,6 +23,7 @@ _OPERATORS: dict[type, Callable[[Fraction, Fraction], Fraction]] = {
 _OPEN = re.compile(r"<<([^<>=]{1,200})=$")
 _ANSWER = re.compile(r"####\s*([-+]?[$]?[\d,]*\.?\d+)")
 DIGITS = 10  # of a result that is no whole number
+LARGEST_EXPONENT = 308  # of a number and of a result, about a float's; beyond it exact arithmetic takes minutes
 
 
 class Calculator:
@@ -53,26 +54,33 @@ environment = Calculator
 
 
 def final_number(text: str) -> Fraction | None:
-    """The number after the last ``####``, None without one. Commas and a dollar sign are dropped."""
+    """The number after the last ``####``, None without one that Python reads. Commas and a dollar sign are dropped."""
     found = _ANSWER.findall(text)
-    return Fraction(found[-1].replace(",", "").replace("$", "")) if found else None
+    try:
+        return Fraction(found[-1].replace(",", "").replace("$", "")) if found else None
+    except ValueError:  # thousands of digits
+        return None
 
 
 def calculate(expression: str) -> str:
-    """The value of sums, differences, products, quotients and brackets of decimal numbers; ``error`` where there is none."""
+    """The value of sums, differences, products, quotients and brackets of decimal numbers; ``error`` where there is none, or it
+    is beyond a float's range."""
+    source = expression.replace(",", "").strip()
     try:
-        value = _value(ast.parse(expression.strip().replace(",", ""), mode="eval").body, expression.replace(",", "").strip())
-    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
+        value = _value(ast.parse(source, mode="eval").body, source)
+        rounded = float(value)
+    except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError):
         return "error"
-    if value.denominator == 1:
-        return str(value.numerator)
-    return f"{float(value):.{DIGITS}g}"
+    return str(value.numerator) if value.denominator == 1 else f"{rounded:.{DIGITS}g}"
 
 
 def _value(node: ast.expr, source: str) -> Fraction:
     """Raises ValueError for what is not arithmetic."""
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
-        return Fraction(ast.get_source_segment(source, node) or "")  # exactly what is written: 0.1 is a tenth
+        written = ast.get_source_segment(source, node) or ""
+        if abs(int(written.lower().partition("e")[2] or 0)) > LARGEST_EXPONENT:
+            raise ValueError(f"out of range: {written}")
+        return Fraction(written)  # exactly what is written: 0.1 is a tenth
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.UAdd | ast.USub):
         return _value(node.operand, source) * (1 if isinstance(node.op, ast.UAdd) else -1)
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:

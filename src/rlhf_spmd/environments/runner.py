@@ -119,4 +119,6 @@ class EnvironmentRunner:
             raise TypeError(f"the observation must be text or None, not {observation!r}")
         if not math.isfinite(reward):
             raise ValueError(f"the reward must be a finite number, not {reward!r}")
-        return Answer(row_id, observation or "", float(reward), bool(done))
+        # half of a surrogate pair, which programs that pass on broken bytes or JSON put into a text, is no text to a tokenizer
+        readable = (observation or "").encode(errors="replace").decode()
+        return Answer(row_id, readable, float(reward), bool(done))

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rlhf_spmd.generation.generator import GenerationStats as GenerationStats
     from rlhf_spmd.generation.generator import Generator as Generator
     from rlhf_spmd.generation.progress import Completion as Completion
+    from rlhf_spmd.generation.progress import NotFinite as NotFinite
     from rlhf_spmd.generation.sequence import Request as Request
     from rlhf_spmd.generation.stopping import StopStrings as StopStrings
     from rlhf_spmd.generation.until import Until as Until
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "config": ("GenerationConfig", "SamplingConfig"),
     "generator": ("GenerationStats", "Generator"),
-    "progress": ("Completion",),
+    "progress": ("Completion", "NotFinite"),
     "sequence": ("Request",),
     "stopping": ("StopStrings",),
     "until": ("Until",),

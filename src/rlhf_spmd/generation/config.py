@@ -15,6 +15,10 @@ ENGINES = ("zero_redundancy", "full_gather", "naive_groups")
 BUFFERS = KV_CACHES = ("free", "keep", "offload")
 MAX_LOGPROBS = 100
 MIN_TEMPERATURE = 1e-3  # below it scaled logits overflow before they differ from greedy
+MAX_SHIFT, MAX_FACTOR = (
+    1e9,
+    1e6,
+)  # of what is added to logits, and of what they are multiplied by: fp32 has room for the results
 
 
 @dataclass(frozen=True)
@@ -128,7 +132,7 @@ class SamplingConfig:
     - n: responses per prompt.
     - allowed_token_ids: null: all. forbidden_token_ids: never drawn.
     - min_response_length: tokens before which no end-of-text and no stop token is drawn and no stop string counts.
-    - logit_bias: token id -> what is added to its logit.
+    - logit_bias: token id -> what is added to its logit, at most MAX_SHIFT up or down.
     - repetition_penalty: logits of tokens in the prompt or the response so far are divided by it where positive, else
       multiplied; 1: off. frequency_penalty: subtracted for each time a token is in the response so far; presence_penalty: once.
     - temperature: 0 is greedy.
@@ -136,8 +140,9 @@ class SamplingConfig:
     - top_k: keeps the k likeliest, and ties with the k-th; 0 or -1: off.
     - top_p: keeps the smallest set of likeliest tokens whose probability reaches top_p of what is left; 1: off.
     - stop_token_ids: end a response as the model's end-of-text tokens do.
-    - stop: strings whose appearance in the response's text ends it. The tokens stay whole; in texts that ``generate`` writes
-      the string and what follows are left out, unless include_stop_str_in_output.
+    - stop: strings whose appearance in the response's text ends it; special tokens, of which no text is left, do so as
+      stop_token_ids. The tokens stay whole; in texts that ``generate`` writes the string and what follows are left out, unless
+      include_stop_str_in_output.
     - logprobs: so many of the likeliest tokens are returned beside each drawn one.
     - max_response_length: tokens, the stop token included; null: what the caller's data or the model's context allows.
     - ignore_eos: go on to the length limit (stop_token_ids and stop still count).
@@ -191,29 +196,32 @@ class SamplingConfig:
                 f"{where}.min_response_length={self.min_response_length}: must be at least 0 and at most "
                 f"{where}.max_response_length={self.max_response_length}"
             )
-        if not 0.0 < self.repetition_penalty < math.inf:
-            raise ValueError(f"{where}.repetition_penalty={self.repetition_penalty}: must be above 0; 1 turns it off")
-        for key in ("presence_penalty", "frequency_penalty"):
-            if not math.isfinite(getattr(self, key)):
-                raise ValueError(f"{where}.{key}={getattr(self, key)}: must be a finite number; 0 turns it off")
-        if not all(map(math.isfinite, self.logit_bias.values())):
-            raise ValueError(f"{where}.logit_bias={self.logit_bias}: must be finite; forbidden_token_ids keeps a token out")
+        check_bounds(self, where, "repetition_penalty", least=1 / MAX_FACTOR, most=MAX_FACTOR)
+        check_bounds(self, where, "presence_penalty", "frequency_penalty", least=-MAX_SHIFT, most=MAX_SHIFT)
+        for token, shift in self.logit_bias.items():
+            if not abs(shift) <= MAX_SHIFT:
+                raise ValueError(
+                    f"{where}.logit_bias={{{token}: {shift}}}: must be between {-MAX_SHIFT} and {MAX_SHIFT}; forbidden_token_ids "
+                    "keeps a token out"
+                )
         if not all(self.stop):
             raise ValueError(f"{where}.stop={self.stop}: a stop string must not be empty")
         if not 0 <= self.logprobs <= MAX_LOGPROBS:
             raise ValueError(f"{where}.logprobs={self.logprobs}: must be between 0 and {MAX_LOGPROBS}")
 
-    def check_ids(self, vocab_size: int, stop_ids: Collection[int], where: str) -> None:
+    def check_ids(self, vocab_size: int, stop_ids: Collection[int], rows_have_minimum: bool, where: str) -> None:
         """Raises ValueError for token ids that the model has not, and where no token is left to draw.
 
-        ``stop_ids``: what ends a response, beside ``stop_token_ids``.
+        ``stop_ids``: what ends a response. ``rows_have_minimum``: some rows have a ``min_response_length`` of their own.
         """
+        if self.logprobs > vocab_size:
+            raise ValueError(f"{where}.logprobs={self.logprobs}: must be between 0 and {vocab_size}, the model's vocabulary")
         for key in ("logit_bias", "allowed_token_ids", "forbidden_token_ids", "stop_token_ids"):
             bad = [token for token in getattr(self, key) or () if not 0 <= token < vocab_size]
             if bad:
                 raise ValueError(f"{where}.{key}: token id {bad[0]} must lie in 0 .. {vocab_size - 1}, the model's vocabulary")
-        barred = {*self.forbidden_token_ids, *((*stop_ids, *self.stop_token_ids) if self.min_response_length else ())}
-        if vocab_size <= len(barred) if self.allowed_token_ids is None else barred.issuperset(self.allowed_token_ids):
+        barred = {*self.forbidden_token_ids, *(stop_ids if self.min_response_length or rows_have_minimum else ())}
+        if barred.issuperset(range(vocab_size) if self.allowed_token_ids is None else self.allowed_token_ids):
             raise ValueError(
                 f"{where}: allowed_token_ids without forbidden_token_ids (before min_response_length also without the tokens "
                 "that end a response) leave no token to draw; allow more"

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from rlhf_spmd.generation.kv_cache import on_device
-from rlhf_spmd.generation.runner import Runner
+from rlhf_spmd.generation.runner import NOT_FINITE, Runner
 from rlhf_spmd.generation.sampler import row_keys, sample, uniform_on_device
 from rlhf_spmd.generation.scheduler import Step, Work
 from rlhf_spmd.generation.sequence import Row
@@ -99,14 +99,17 @@ class DecodeLoop:
         self._keep(rows)
 
     def finish(self, work: Sequence[Work]) -> tuple[Step, list[int]]:
-        """The step as it turned out, each row having guessed all of its tokens but the last, and its tokens, row by row."""
+        """The step as it turned out, each row having guessed all of its tokens but the last, and its tokens, row by row.
+
+        Raises NotFinite.
+        """
         counts, self._under_way = self._under_way, []
         step, drawn = Step(), []
         by_row = self.drawn[: max(counts), : len(counts)].t().tolist()
         for item, count, tokens in zip(work, counts, by_row, strict=True):
             item.row.draft = tokens[: count - 1]
             step.work.append(item._replace(num_tokens=count))
-            drawn += tokens[:count]
+            drawn += self.runner.checked(tokens[:count], [item.row] * count)
         return step, drawn
 
     def _keep(self, rows: Sequence[Row]) -> None:
@@ -136,9 +139,10 @@ class DecodeLoop:
         drawn = sample(gather_logits(decoder, logits), sampling, uniform_on_device(keys, positions + 1 - prompts))
         if drawn.is_cuda:  # as in Runner
             decoder.tp.broadcast(drawn, 0, "generation:tokens")
-        self.drawn[:, :size].index_copy_(0, self.number, drawn[None])
         for kept, temperature in zip(self.log_probs, runner.temperatures, strict=True):
-            kept[:, :size].index_copy_(0, self.number, log_probs_of(decoder, logits, drawn, temperature)[None])
+            log_probs = log_probs_of(decoder, logits, drawn, temperature)
+            kept[:, :size].index_copy_(0, self.number, log_probs[None])
+        self.drawn[:, :size].index_copy_(0, self.number, drawn.masked_fill(~log_probs.isfinite(), NOT_FINITE)[None])
         ids.copy_(drawn)
         positions += positions < lasts
         self.number += 1

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from rlhf_spmd.data.tokenizer import Decoding
 from rlhf_spmd.generation.backends import build_backend, choose_backend
 from rlhf_spmd.generation.balancing import Look, exchange, pack, plan_moves, unpack
 from rlhf_spmd.generation.config import GenerationConfig, SamplingConfig
@@ -29,7 +30,7 @@ from rlhf_spmd.generation.runner import Draws, Runner
 from rlhf_spmd.generation.scheduler import Limits, Scheduler
 from rlhf_spmd.generation.sequence import Interner, Request
 from rlhf_spmd.generation.stages import Stages
-from rlhf_spmd.generation.stopping import Decode, Ends, StopStrings
+from rlhf_spmd.generation.stopping import Ends, build_ends
 from rlhf_spmd.generation.until import Until, Watch
 from rlhf_spmd.models.decoder import Block, Decoder
 from rlhf_spmd.parallel.mesh import Mesh
@@ -46,8 +47,8 @@ def _say_not_captured(rank: int) -> None:
 
 
 class Generator:
-    """Generates with ``decoder``, this rank's shard under ``mesh`` (generation axes). ``decode``: token ids to text, for stop
-    strings. ``stats`` describes the last call; ``kept`` are the rows that :meth:`generate_until` has not ended yet."""
+    """Generates with ``decoder``, this rank's shard under ``mesh`` (generation axes). ``decoding``: for stop strings.
+    ``stats`` describes the last call; ``kept`` are the rows that :meth:`generate_until` has not ended yet."""
 
     def __init__(
         self,
@@ -55,10 +56,10 @@ class Generator:
         mesh: Mesh,
         config: GenerationConfig,
         eos_ids: Collection[int],
-        decode: Decode | None = None,
+        decoding: Decoding | None = None,
     ) -> None:
         assert decoder.head_kind == "lm", f"generation needs a language-model head, this decoder has {decoder.head_kind!r}"
-        self.decoder, self.mesh, self.config, self.decode = decoder, mesh, config, decode
+        self.decoder, self.mesh, self.config, self.decoding = decoder, mesh, config, decoding
         self.eos_ids = frozenset(eos_ids)
         self.stats = GenerationStats()
         self.reserved_bytes = 0  # free memory that others will take before the first step has ended
@@ -78,8 +79,9 @@ class Generator:
         caller's business). ``tick`` is called after each step: a replica of one rank shows no other sign of life.
         ``environments`` answer between turns.
 
-        Raises ValueError for rows that cannot be generated. Collective over the replica, with ``rebalance_steps`` over all
-        replicas: every rank of it must call, in program order, a replica's with the same arguments.
+        Raises ValueError for rows that cannot be generated, NotFinite where a drawn token's log-prob is not. Collective over the
+        replica, with ``rebalance_steps`` over all replicas: every rank of it must call, in program order, a replica's with the
+        same arguments.
         """
         started = time.perf_counter()
         self.stats = GenerationStats()
@@ -228,15 +230,11 @@ class Generator:
         return sorted(mine, key=lambda row: place[row.request.row_id])
 
     def _ends(self, sampling: SamplingConfig) -> Ends:
-        if sampling.stop and self.decode is None:
-            raise ValueError(f"sampling.stop={sampling.stop}: stop strings need a tokenizer, and this model has none")
-        eos_ids = frozenset() if sampling.ignore_eos else self.eos_ids
-        strings = StopStrings(sampling.stop, self.decode) if sampling.stop and self.decode else None
-        return Ends(eos_ids.union(sampling.stop_token_ids), strings)
+        return build_ends(sampling, self.eos_ids, self.decoding, "sampling")
 
     def _check(self, requests: Sequence[Request], sampling: SamplingConfig) -> None:
-        sampling.check_ids(self.decoder.spec.vocab_size, () if sampling.ignore_eos else self.eos_ids, "sampling")
-        vocabulary = self.decoder.spec.vocab_size
+        vocabulary, ends = self.decoder.spec.vocab_size, self._ends(sampling)
+        sampling.check_ids(vocabulary, ends.token_ids, any(request.min_new_tokens for request in requests), "sampling")
         for request in requests:
             if not request.prompt_ids:
                 raise ValueError(f"row {request.row_id}: the prompt is empty; at least one token is needed")

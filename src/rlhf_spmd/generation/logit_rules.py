@@ -23,7 +23,8 @@ class LogitRules:
         self.repetition = sampling.repetition_penalty
         self.frequency, self.presence = sampling.frequency_penalty, sampling.presence_penalty
         self.uses_history = self.repetition != 1.0 or self.frequency != 0.0 or self.presence != 0.0
-        self.stop_ids = torch.tensor(sorted(stop_ids), dtype=torch.int64, device=device)
+        known = sorted(token for token in stop_ids if token < vocab_size)
+        self.stop_ids = torch.tensor(known, dtype=torch.int64, device=device)
         self.bias = _bias(sampling, vocab_size).to(device)
         self.has_bias = bool(self.bias.any())
 

@@ -11,6 +11,16 @@ from torch import Tensor
 from rlhf_spmd.generation.sequence import Request
 
 
+class NotFinite(FloatingPointError):
+    """The model gave a token of a row a log-prob that is not finite."""
+
+    def __init__(self, row_id: int) -> None:
+        super().__init__(
+            f"row {row_id}: the log-prob of a drawn token is not finite; look at the weights, or compute in float32"
+        )
+        self.row_id = row_id
+
+
 @dataclass(eq=False)
 class Episode:
     """What a row has been through with its environment. ``mask``: for each response token whether the model drew it."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.generation.kv_cache import KVCache, on_device
 from rlhf_spmd.generation.logit_rules import LogitRules
-from rlhf_spmd.generation.progress import Progress
+from rlhf_spmd.generation.progress import NotFinite, Progress
 from rlhf_spmd.generation.sampler import sample, uniform
 from rlhf_spmd.generation.scheduler import Step, Work
 from rlhf_spmd.generation.sequence import Row
@@ -25,6 +25,8 @@ from rlhf_spmd.generation.stages import Stages
 from rlhf_spmd.models.decoder import Attention, Decoder
 from rlhf_spmd.models.heads import gather_logits, local_logits, log_probs_of
 from rlhf_spmd.parallel.mesh import Mesh
+
+NOT_FINITE = -1  # sent in place of a drawn token whose log-prob is not finite, so that every rank's host hears of it
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,8 @@ class Runner:
     ) -> None:
         self.decoder, self.mesh, self.stages, self.cache, self.draws = decoder, mesh, stages, cache, draws
         self._drawn: Tensor | None = None  # of the step under way, on the last stage
-        self._places: Tensor | None = None  # where its tokens will lie; None: it draws none
+        self._sampled: list[Row] = []  # the rows of its tokens
+        self._places: Tensor | None = None  # where they will lie
         self.speculates = draws.speculates
         requests = [row.request for row in progress]
         self.steps = np.array([row.step for row in progress], dtype=np.int64)
@@ -80,9 +83,9 @@ class Runner:
             self._write_drafts(step.work)
         attention = self.cache.backend.over(step.work, self.cache, self.num_heads)
         hidden = self._forward(step.work, attention)
-        sampled = [work.row for work in step.work if work.samples]
+        self._sampled = sampled = [work.row for work in step.work if work.samples]
         if self.speculates:
-            sampled = [row for first in sampled for row in _ahead(first)]
+            self._sampled = sampled = [row for first in sampled for row in _ahead(first)]
         if not sampled:
             return
         self._places = on_device(np.array([row.index * self.width + row.length for row in sampled]), self.device)
@@ -96,14 +99,21 @@ class Runner:
         """Token ids that the started step drew for the work items that sample, in their order, of each 1 + the length of its
         row's draft; the same on every rank of the replica.
 
-        Collective over the replica: every rank of it must call, in program order.
+        Raises NotFinite. Collective over the replica: every rank of it must call, in program order.
         """
-        if self._places is None:
+        if not self._sampled:
             return []
+        assert self._places is not None, "the step is under way"
         drawn = self.stages.take_tokens() if self._drawn is None else self._drawn
         self.tokens.index_copy_(0, self._places, drawn)
-        self._drawn = self._places = None
-        return drawn.tolist()
+        self._drawn = None
+        return self.checked(drawn.tolist(), self._sampled)
+
+    def checked(self, drawn: list[int], rows: Sequence[Row]) -> list[int]:
+        """``drawn``, a token of each of ``rows``. Raises NotFinite."""
+        if NOT_FINITE in drawn:
+            raise NotFinite(int(self.row_ids[rows[drawn.index(NOT_FINITE)].index]))
+        return drawn
 
     def extend(self, row: Row, token_ids: Sequence[int]) -> None:
         """Tokens that were not drawn follow those of ``row``; their log-probs are 0, whatever was drawn there after a stop."""
@@ -160,7 +170,10 @@ class Runner:
         return hidden.index_select(0, on_device(chosen, self.device))
 
     def _draw(self, hidden: Tensor, rows: Sequence[Row]) -> Tensor:
-        """Token ids [rows]; notes their log-probs. Collective over tp: every rank of it must call, in program order."""
+        """Token ids [rows], NOT_FINITE where that holds; notes their log-probs.
+
+        Collective over tp: every rank of it must call, in program order.
+        """
         logits = local_logits(self.decoder, hidden)
         index = np.array([row.index for row in rows], dtype=np.int64)
         position = np.array([row.num_new for row in rows], dtype=np.int64)
@@ -174,13 +187,14 @@ class Runner:
             self.mesh.tp.broadcast(drawn, 0, "generation:tokens")
         places = on_device(index * self.log_probs.shape[2] + position, self.device)
         for kept, temperature in zip(self.log_probs, self.temperatures, strict=True):
-            kept.view(-1).index_copy_(0, places, log_probs_of(self.decoder, logits, drawn, temperature))
+            log_probs = log_probs_of(self.decoder, logits, drawn, temperature)
+            kept.view(-1).index_copy_(0, places, log_probs)
         if self.top_ids.numel():
             top = whole.topk(self.top_ids.shape[2]).indices
             at_one = [log_probs_of(self.decoder, logits, label) for label in top.unbind(1)]
             self.top_ids.view(-1, top.shape[1]).index_copy_(0, places, top)
             self.top_log_probs.view(-1, top.shape[1]).index_copy_(0, places, torch.stack(at_one, 1))
-        return drawn
+        return drawn.masked_fill(~log_probs.isfinite(), NOT_FINITE)
 
 
 def _ahead(row: Row) -> Iterator[Row]:

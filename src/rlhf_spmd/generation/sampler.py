@@ -68,7 +68,8 @@ def uniform_on_device(keys: Tensor, positions: Tensor) -> Tensor:
 
 
 def sample(logits: Tensor, sampling: SamplingConfig, draws: Tensor) -> Tensor:
-    """Token ids int64 [rows] from ``logits`` [rows, vocabulary] and ``draws`` fp64 [rows] (unused when greedy)."""
+    """Token ids int64 [rows] from ``logits`` [rows, vocabulary] and ``draws`` fp64 [rows] (unused when greedy). They lie in the
+    vocabulary, whatever the logits are; from logits that are not finite they mean nothing."""
     if sampling.greedy:
         found = kernels.ready(logits) if logits.dtype == torch.float32 else None
         return logits.argmax(dim=-1) if found is None else found.argmax(logits)
@@ -89,7 +90,8 @@ def _sample_rows(logits: Tensor, sampling: SamplingConfig, draws: Tensor) -> Ten
     cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
     # right=True: the first token whose cumulative weight exceeds the draw, hence never one of weight 0.
     # A draw is at most 1 - 2**-53, so draw * total < total in fp64 too.
-    return torch.searchsorted(cumulative, draws[:, None] * cumulative[:, -1:], right=True).squeeze(1)
+    found = torch.searchsorted(cumulative, draws[:, None] * cumulative[:, -1:], right=True).squeeze(1)
+    return found.clamp_(max=weights.shape[1] - 1)  # beyond it only where weights are not finite
 
 
 def filter_weights(weights: Tensor, sampling: SamplingConfig) -> Tensor:
@@ -121,7 +123,7 @@ def _keep_nucleus(weights: Tensor, top_p: float) -> Tensor:
         if num_candidates == vocabulary or bool((before[:, -1:] + largest[:, -1:] >= goal).all()):
             break
     kept = before < goal
-    last = kept.sum(dim=-1, keepdim=True) - 1
+    last = (kept.sum(dim=-1, keepdim=True) - 1).clamp_(min=0)  # none is kept only where weights are not finite
     threshold = largest.gather(1, last)
     above = weights > threshold
     # of the tokens that equal the last kept weight, so many as the nucleus still has room for

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+
+from rlhf_spmd.data.tokenizer import Decoding
+from rlhf_spmd.generation.config import SamplingConfig
 
 Decode = Callable[[Sequence[int]], str]
 UNFINISHED = "\ufffd"  # what a tokenizer writes for the bytes of a character that is not whole
@@ -61,3 +64,29 @@ class Ends:
 
     token_ids: frozenset[int]
     strings: StopStrings | None
+
+
+def build_ends(sampling: SamplingConfig, eos_ids: Collection[int], decoding: Decoding | None, where: str) -> Ends:
+    """What ``sampling`` says, beside ``eos_ids``; a stop string that is a special token counts as that token.
+
+    Raises ValueError for stop strings that nothing could complete.
+    """
+    token_ids = {*(() if sampling.ignore_eos else eos_ids), *sampling.stop_token_ids}
+    if not sampling.stop:
+        return Ends(frozenset(token_ids), None)
+    if decoding is None:
+        raise ValueError(f"{where}.stop={sampling.stop}: stop strings need a tokenizer, and this model has none")
+    token_ids.update(special_stops(sampling.stop, decoding.special_ids, where).values())
+    return Ends(frozenset(token_ids), StopStrings(sampling.stop, decoding))
+
+
+def special_stops(stops: Sequence[str], special_ids: Mapping[str, int], where: str) -> dict[str, int]:
+    """The ``stops`` that are special tokens, and their ids. Raises ValueError for one that such a token is only a part of."""
+    for stop in stops:
+        part = next((special for special in special_ids if special in stop), None)
+        if stop not in special_ids and part is not None:
+            raise ValueError(
+                f"{where}.stop: {stop!r} contains the special token {part!r}, of which nothing is left in a text; "
+                f"name the token alone, or its id {special_ids[part]} in {where}.stop_token_ids"
+            )
+    return {stop: special_ids[stop] for stop in stops if stop in special_ids}

@@ -191,9 +191,9 @@ def attend_dense(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, allowed: 
     if allowed is None:
         allowed = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    scores = torch.tanh(torch.matmul(q, k.transpose(-1, -2)) * (rule.scale / rule.softcap)) * rule.softcap
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)).masked_fill(~allowed, -math.inf)
-    return torch.matmul(torch.softmax(scores, -1).to(v.dtype), v)
+    wide = torch.promote_types(q.dtype, torch.float32)  # bf16 would round scores of 20 by 0.06
+    scores = torch.tanh(torch.matmul(q.to(wide), k.to(wide).transpose(-1, -2)) * (rule.scale / rule.softcap)) * rule.softcap
+    return torch.matmul(torch.softmax(scores.masked_fill(~allowed, -math.inf), -1).to(v.dtype), v)
 
 
 def visible(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:

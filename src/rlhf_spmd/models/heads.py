@@ -2,7 +2,8 @@
 
 Training never holds logits [T, V]: chunks of rows are computed, reduced to a few numbers per token, dropped, and computed
 again in the backward pass. At no time are there more than a chunk's logits [rows, V / t], twice where an entropy is computed or
-has a gradient, and those of the last rows (``KEPT_ELEMENTS``), which the backward pass, next to come, finds where they are.
+has a gradient. The backward pass goes by blocks of the vocabulary, so that a large one's gradient and wide copy exist a block at a
+time. Few logits (``KEPT_ELEMENTS``) are kept for it instead.
 Generation reduces its logits with the same functions, so its log-probs are bit-equal to training's.
 
 Each rank reduces its slice of the vocabulary by itself (maximum, sum of exponentials, the label's logit); one gather of those
@@ -24,9 +25,9 @@ from rlhf_spmd.models.attention import exact_rows, pad_rows
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.parallel.collectives import Group
 
-# logits per chunk, 16 MiB on CPU: with fewer the head's gradient, to which each chunk adds, is read and written too often
-CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 26}
-KEPT_ELEMENTS = 1 << 23  # logits of the last chunks that the kernels' forward pass leaves for backward, 32 MiB
+CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 26}  # logits per chunk, 16 MiB on CPU
+BLOCK_ROWS = {"cpu": 1 << 10, "cuda": 1 << 13}  # of a chunk in the backward pass: fewer add to gradients too often
+KEPT_ELEMENTS = 1 << 23  # logits that the kernels' forward pass leaves for backward if there are no more, 32 MiB
 
 
 def _project(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -105,11 +106,11 @@ class _TokenLogProbs(torch.autograd.Function):
         keep: bool,
     ) -> tuple[Tensor, Tensor]:
         parts, ctx.kept = [], {}
-        first_kept = hidden.shape[0] - KEPT_ELEMENTS // weight.shape[0] if keep else hidden.shape[0]
+        keep = keep and hidden.shape[0] * weight.shape[0] <= KEPT_ELEMENTS
         for rows in _chunks(hidden.shape[0], chunk_rows):
             logits = _scaled(hidden[rows], weight, softcap, temperature)
             parts.append(_local_statistics(logits, labels[rows], first, entropy))
-            if rows.start >= first_kept and kernels.ready(logits) is not None:
+            if keep and kernels.ready(logits) is not None:
                 ctx.kept[rows.start] = logits
         log_probs, entropies, log_z = _combine(torch.cat(parts, 1), group)
         ctx.save_for_backward(hidden, weight, labels, log_z, entropies)
@@ -126,29 +127,42 @@ class _TokenLogProbs(torch.autograd.Function):
         first, group, temperature, softcap, chunk_rows = ctx.settings
         if grad_log_probs is None:
             grad_log_probs = torch.zeros_like(log_z)
-        wide = weight.to(log_z.dtype) if hidden.device.type == "cpu" else weight
-        grad_hidden = torch.empty_like(hidden, dtype=log_z.dtype)
-        grad_weight = None
-        for rows in _chunks(hidden.shape[0], chunk_rows):
-            logits = ctx.kept.pop(rows.start, None)
-            if logits is None:
-                logits = _scaled(hidden[rows], weight, softcap, temperature)
-            slope = None if softcap is None else 1 - (logits * (temperature / softcap)).square_()
-            entropy = None if grad_entropy is None else (entropies[rows, None], grad_entropy[rows, None])
-            grad = _logit_gradients(logits, labels[rows], first, log_z[rows, None], grad_log_probs[rows, None], entropy)
-            grad = _tempered(grad if slope is None else grad.mul_(slope), temperature).to(wide.dtype)
-            grad_hidden[rows] = torch.mm(grad, wide).to(log_z.dtype)
-            if grad_weight is None and ctx.needs_input_grad[1]:
-                grad_weight = torch.mm(grad.t(), hidden[rows].to(grad.dtype)).to(log_z.dtype)
-            elif grad_weight is not None and grad_weight.dtype == grad.dtype:
-                grad_weight.addmm_(grad.t(), hidden[rows].to(grad.dtype))
-            elif grad_weight is not None:
-                grad_weight += torch.mm(grad.t(), hidden[rows])
-            del logits, slope, grad  # before the next chunk's are made
+        grad_hidden = torch.zeros_like(hidden, dtype=log_z.dtype)
+        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        columns = weight.shape[0]
+        if not ctx.kept:
+            logits_per_block = chunk_rows * columns
+            chunk_rows = min(BLOCK_ROWS.get(hidden.device.type, 1 << 13), max(hidden.shape[0], chunk_rows))
+            columns = max(logits_per_block // chunk_rows, 1)
+        for block in _chunks(weight.shape[0], columns):
+            wide = weight[block].to(log_z.dtype) if hidden.device.type == "cpu" else weight[block]
+            part = grad_weight if grad_weight is None else grad_weight[block].to(log_z.dtype)
+            for rows in _chunks(hidden.shape[0], chunk_rows):
+                logits = ctx.kept.pop(rows.start, None)
+                if logits is None:
+                    logits = _scaled(hidden[rows], weight[block], softcap, temperature)
+                slope = None if softcap is None else 1 - (logits * (temperature / softcap)).square_()
+                entropy = None if grad_entropy is None else (entropies[rows, None], grad_entropy[rows, None])
+                numbers = labels[rows], first + block.start, log_z[rows, None], grad_log_probs[rows, None], entropy
+                grad = _logit_gradients(logits, *numbers)
+                grad = _tempered(grad if slope is None else grad.mul_(slope), temperature).to(wide.dtype)
+                _add_product(grad_hidden[rows], grad, wide)
+                if part is not None:
+                    _add_product(part, grad.t(), hidden[rows].to(grad.dtype))
+                del logits, slope, grad  # before the next chunk's are made
+            if grad_weight is not None and part is not None and part.dtype != weight.dtype:
+                grad_weight[block] = part
         # every rank saw its slice of the vocabulary only
         grad_hidden = group.all_reduce(grad_hidden, "head_grad").to(hidden.dtype)
-        grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
         return grad_hidden, grad_weight, None, None, None, None, None, None, None, None
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """In place; ``total`` may have a wider dtype."""
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    else:
+        total += torch.mm(a, b)
 
 
 def _logit_gradients(

@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,9 @@ from torch import Tensor
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.sharding import tensor_shapes
 from rlhf_spmd.models.spec import ModelSpec, Names, read_eos_ids, read_json, spec_from_config
+from rlhf_spmd.parallel.boxes import Box, ParamShard
+from rlhf_spmd.parallel.collectives import RECORDER
+from rlhf_spmd.parallel.zero import local_part
 
 __all__ = ["init_random", "load_pretrained", "random_tensor", "read_eos_ids", "write_random_model"]
 
@@ -102,24 +105,25 @@ def _read_index(index: Path) -> dict[str, str]:
     return weight_map
 
 
-def load_pretrained(decoder: Decoder, path: str | Path, missing_head_ok: bool = False) -> None:
+def load_pretrained(
+    decoder: Decoder, path: str | Path, missing_head_ok: bool = False, shards: Mapping[str, ParamShard] | None = None
+) -> None:
     """Fill a decoder from a Hugging Face directory; any float dtype on disk is converted to the parameters'.
 
-    The value head ``score.weight`` may be absent with ``missing_head_ok``: it then starts at zero.
+    ``shards``: what of each parameter this rank holds, if ZeRO has cut the decoder's. The value head ``score.weight`` may be
+    absent with ``missing_head_ok``: it then starts at zero.
     Raises ValueError naming the file and tensor for missing, unknown or misshapen tensors and for unreadable files.
     Each rank reads its own slices only; no communication.
     """
     with contextlib.ExitStack() as stack, torch.no_grad():
         checkpoint = _Checkpoint(Path(path), decoder.spec, stack)
         checkpoint.refuse_unknown(decoder.spec)
-        for name, parameter in decoder.named_parameters():
-            target = _plain(name, parameter)
-            for box in decoder.shards[name].boxes:
-                found = checkpoint.find(decoder.spec, box.name, box.shape, missing_head_ok)
-                if found is None:
-                    target[box.local_slices].zero_()
-                else:
-                    target[box.local_slices].copy_(found[box.global_slices])
+        for target, box in _places(decoder, shards):
+            found = checkpoint.find(decoder.spec, box.name, box.shape, missing_head_ok)
+            if found is None:
+                target.zero_()
+            else:
+                target.copy_(found[box.global_slices])
 
 
 def check_pretrained(spec: ModelSpec, path: str | Path, head: str, missing_head_ok: bool = False) -> None:
@@ -134,14 +138,22 @@ def check_pretrained(spec: ModelSpec, path: str | Path, head: str, missing_head_
             checkpoint.find(spec, name, shape, missing_head_ok)
 
 
-def init_random(decoder: Decoder, seed: int) -> None:
-    """Random weights, the same global ones in every layout: each Hugging Face tensor is drawn from (seed, its name)."""
+def init_random(decoder: Decoder, seed: int, shards: Mapping[str, ParamShard] | None = None) -> None:
+    """Random weights, the same global ones in every layout: each Hugging Face tensor is drawn from (seed, its name).
+
+    ``shards`` as for :func:`load_pretrained`. One tensor at a time is whole.
+    """
     with torch.no_grad():
-        for name, parameter in decoder.named_parameters():
-            target = _plain(name, parameter)
-            for box in decoder.shards[name].boxes:
-                whole = random_tensor(decoder.spec, box.name, box.shape, seed)
-                target[box.local_slices].copy_(whole[box.global_slices])
+        for target, box in _places(decoder, shards):
+            target.copy_(random_tensor(decoder.spec, box.name, box.shape, seed)[box.global_slices])
+
+
+def _places(decoder: Decoder, shards: Mapping[str, ParamShard] | None) -> Iterator[tuple[Tensor, Box]]:
+    """The part of a local parameter that each box fills, and the box."""
+    for name, parameter in decoder.named_parameters():
+        for box in (shards or decoder.shards)[name].boxes:
+            RECORDER.tick()  # a large model takes longer than ranks may stand still
+            yield local_part(parameter)[box.local_slices], box
 
 
 def random_tensor(spec: ModelSpec, name: str, shape: tuple[int, ...], seed: int) -> Tensor:
@@ -152,7 +164,7 @@ def random_tensor(spec: ModelSpec, name: str, shape: tuple[int, ...], seed: int)
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     std = float(spec.hf_config.get("initializer_range", INIT_STD))
     assert math.isfinite(std), f"initializer_range={std}"
-    return torch.randn(shape, generator=generator) * std
+    return torch.randn(shape, generator=generator).mul_(std)
 
 
 def write_random_model(path: str | Path, config: Mapping[str, Any], seed: int) -> ModelSpec:
@@ -170,8 +182,3 @@ def write_random_model(path: str | Path, config: Mapping[str, Any], seed: int) -
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     (path / "config.json").write_text(json.dumps(dict(config), indent=2) + "\n", encoding="utf-8")
     return spec
-
-
-def _plain(name: str, parameter: Tensor) -> Tensor:
-    assert type(parameter.data) is Tensor, f"{name} is already sharded ({type(parameter.data).__name__}): load before FSDP"
-    return parameter.data

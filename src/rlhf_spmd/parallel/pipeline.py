@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlhf_spmd.parallel.collectives import Group, wait_all
+from rlhf_spmd.parallel.collectives import RECORDER, Group, wait_all
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import Mesh
 
@@ -176,6 +176,7 @@ def run_pipeline(
         if action.chunk * pp + stage != takes_none[action.kind]:
             received = channel.take()
         result = passes[action.kind](action, received)
+        RECORDER.tick()  # a rank that sends nothing shows no other sign of life
         if action.chunk * pp + stage != sends_none[action.kind]:
             assert result is not None, f"{channel.label}: stage {stage} has nothing to send after {action}"
             channel.send(result)

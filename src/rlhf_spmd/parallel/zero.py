@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from rlhf_spmd.parallel.collectives import Group
 from rlhf_spmd.parallel.mesh import Mesh
+
+STAGED = 1 << 22  # elements that a rank gives to a collective of gloo at a time: it holds them all twice more
 
 
 class _Collective:
@@ -24,11 +26,27 @@ class _Collective:
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
+    def pieces(self, rows: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """Cuts of each rank's part of [size, n] that travel together, and those columns in one piece of memory."""
+        size, width = rows.shape
+        if rows.device.type != "cpu" or width <= STAGED:
+            yield slice(0, width), rows
+            return
+        staging = rows.new_empty(size * STAGED)  # one for all pieces: gloo's threads let go of a tensor late
+        for first in range(0, width, STAGED):
+            columns = slice(first, min(first + STAGED, width))
+            piece = staging[: size * (columns.stop - first)].view(size, -1)
+            yield columns, piece.copy_(rows[:, columns])
+
 
 class _AllGather(_Collective):
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
         assert not async_op, "FSDP2 was asked for asynchronous gathers"
-        self.group.all_gather_into(output_tensor, input_tensor, "zero_parameters")
+        rows = output_tensor.view(self.group.size, -1)
+        for columns, piece in self.pieces(rows):
+            self.group.all_gather_into(piece.view(-1), input_tensor[columns], "zero_parameters")
+            if piece is not rows:
+                rows[:, columns] = piece
 
 
 class _ReduceScatter(_Collective):
@@ -40,7 +58,10 @@ class _ReduceScatter(_Collective):
         self.readers = self.unread = 0
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> None:
-        self.group.reduce_scatter_into(output_tensor, input_tensor, "zero_gradients")
+        for columns, piece in self.pieces(input_tensor.view(self.group.size, -1)):
+            self.group.reduce_scatter_into(output_tensor[columns], piece.view(-1), "zero_gradients")
+        if input_tensor.device.type == "cpu":
+            input_tensor.untyped_storage().resize_(0)  # FSDP2 lets go of it in the last backward pass, for the streams of GPUs
         self.reduced, self.unread = (output_tensor if self.readers else None), self.readers
 
     def read(self) -> Tensor:
@@ -63,6 +84,7 @@ class Zero:
     ) -> None:
         self.stage = stage
         self._parts: list[FSDPModule] = []
+        self._collectives: list[_ReduceScatter] = []  # of the parts
         self._reductions: dict[int, _ReduceScatter] = {}  # by the identity of the parameter
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # nobody writes into it
         policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
@@ -76,8 +98,14 @@ class Zero:
             part.set_custom_all_gather(gather)
             part.set_custom_reduce_scatter(reduction)
             self._parts.append(part)
+            self._collectives.append(reduction)
+
+    def keep_reduced(self) -> None:
+        """Keep what reductions give for :meth:`take_gradient`, which must then be called for every parameter."""
+        for part, reduction in zip(self._parts, self._collectives, strict=True):
+            assert isinstance(part, nn.Module)
             for param in part.parameters():
-                if self._reductions.setdefault(id(param), reduction) is reduction and param.dtype != reduce_dtype:
+                if self._reductions.setdefault(id(param), reduction) is reduction:
                     reduction.readers += 1
 
     def before_backward(self, is_last: bool) -> None:
@@ -105,6 +133,19 @@ class Zero:
             "FSDP2 laid the gradients out otherwise"
         )
         return reduced.as_strided(rounded.shape, rounded.stride(), rounded.storage_offset())
+
+
+def allocate(module: nn.Module, blocks: Iterable[nn.Module], device: torch.device) -> Iterator[list[Tensor]]:
+    """Memory, not filled, for a module that was built on "meta" and there perhaps sharded: for each of ``blocks``, then for the rest.
+    Yields the local tensors of each."""
+    blocks = list(blocks)
+    for block in blocks:
+        yield [local_part(param) for param in block.to_empty(device=device).parameters()]
+    inside = {part for block in blocks for part in block.modules()}
+    rest = [part for part in module.modules() if part not in inside]
+    for part in reversed(rest):  # the module itself last: FSDP2 then finds its parameters' new storages
+        part.to_empty(device=device, recurse=False)
+    yield [local_part(param) for part in rest for param in part.parameters(recurse=False)]
 
 
 def local_part(tensor: Tensor) -> Tensor:

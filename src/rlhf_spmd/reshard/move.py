@@ -261,14 +261,21 @@ class Storages:
     (:meth:`offload`, :meth:`reload`). While a storage is given up the tensors must not be touched.
     """
 
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self.follow(tensors)
-        self._sizes = [storage.nbytes() for storage in self._storages]
+    def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
+        self._storages: list[torch.UntypedStorage] = []
+        self._sizes: list[int] = []
         self._host: list[Tensor] = []
+        self.include(tensors)
+
+    def include(self, tensors: Iterable[Tensor]) -> None:
+        """More tensors, with storages of their own."""
+        more = _distinct(tensors)
+        self._storages += more
+        self._sizes += [storage.nbytes() for storage in more]
 
     def follow(self, tensors: Iterable[Tensor]) -> None:
         """The same tensors, some of which may have got other storages of the same sizes."""
-        self._storages = list({tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}.values())
+        self._storages = _distinct(tensors)
 
     @property
     def nbytes(self) -> int:
@@ -305,6 +312,10 @@ class Storages:
         """Where the values of one of the tensors lie after :meth:`offload`: writing there changes what :meth:`reload` brings."""
         (host,) = (h for h, s in zip(self._host, self._storages, strict=True) if s._cdata == tensor.untyped_storage()._cdata)
         return host.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def _distinct(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
+    return list({tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}.values())
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:

@@ -1,8 +1,9 @@
 """The training engine of one role: its part of the decoder on this rank, ZeRO over dp, the pipeline over pp, the optimizer.
 
-Parallelism is applied in one fixed order: tensor slices (in the decoder), activation checkpointing, FSDP2. What the rank holds
-between calls are its local shards, plain tensors that checkpoints and the hybrid engine read and write by boxes. Its part of
-the decoder is one pipeline stage, or with ``layout.vpp`` > 1 as many chunks; parameter names then start with ``chunks.<i>.``.
+Parallelism is applied in one fixed order, on the meta device: tensor slices (in the decoder), activation checkpointing, FSDP2. Only
+then do the shards of this rank get memory and values. What the rank holds between calls are these local shards, plain tensors
+that checkpoints and the hybrid engine read and write by boxes. Its part of the decoder is one pipeline stage, or with
+``layout.vpp`` > 1 as many chunks; parameter names then start with ``chunks.<i>.``.
 
 ZeRO over d replicas: 0 keeps plain parameters and sums gradients once per optimizer step; 1 sums each gradient into its owner's
 shard once, after the last micro-batch; 2 after every micro-batch; 3 also gathers parameters layer by layer, in every pass.
@@ -33,7 +34,8 @@ from rlhf_spmd.parallel.data_parallel import owned_boxes, partial_boxes, squared
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import Mesh
 from rlhf_spmd.parallel.pipeline import Action, connect_stages, run_pipeline, schedule_1f1b, schedule_forward
-from rlhf_spmd.parallel.zero import Zero, local_part
+from rlhf_spmd.parallel.zero import Zero, allocate, local_part
+from rlhf_spmd.reshard import Storages
 from rlhf_spmd.workers.optimizer import OptimConfig, Optimizer, accumulation_dtype
 
 
@@ -82,7 +84,7 @@ class TrainEngine:
         fill: bool = True,
     ) -> None:
         """Weights come from the Hugging Face directory ``path``, or are drawn from ``seed`` (the same in every layout), or without
-        ``fill`` are not set here.
+        ``fill`` are not set here and have no memory: ``storages`` gives it to them.
 
         ``head``: "lm", "value" or "none". ``total_updates``: optimizer steps in the whole run, for the schedule.
         ``new_head``: a value head that the directory has not starts at zero; otherwise that is an error.
@@ -96,21 +98,27 @@ class TrainEngine:
         self.attention = choose_attention(attention, dtype, device, "attention")
         stages, sliced = mesh.layout.pp * mesh.layout.vpp, mesh.layout.sequence_parallel
         self.chunks = [
-            Decoder(spec, head, stage, stages, mesh.tp, dtype, device, sequence_parallel=sliced)
+            Decoder(spec, head, stage, stages, mesh.tp, dtype, "meta", sequence_parallel=sliced)
             for stage in mesh.layout.stages(mesh.pp_rank)
         ]
         for chunk in self.chunks:
-            if fill and path is None:
-                init_random(chunk, seed)
-            elif fill and path is not None:
-                load_pretrained(chunk, path, missing_head_ok=new_head)
             chunk.keep_activations(activation_checkpointing, activation_offload)
             chunk.requires_grad_(optim is not None)
         wide = accumulation_dtype(dtype)
         self._zeros = [Zero(chunk, chunk.layers, mesh, self.zero, wide) if self.zero else None for chunk in self.chunks]
+        self.storages = Storages()
+        for tensors in (tensors for chunk in self.chunks for tensors in allocate(chunk, chunk.layers, device)):
+            if not fill:
+                self.storages.include(tensors)
+                self.storages.free()
         self._params = named_by_chunk([dict(chunk.named_parameters()) for chunk in self.chunks])
         self._wide_grads: dict[str, Tensor] = {}
         self._plan_shards(head)
+        for chunk in self.chunks if fill else ():
+            if path is None:
+                init_random(chunk, seed, self._rows_of(chunk.shards))
+            else:
+                load_pretrained(chunk, path, new_head, self._rows_of(chunk.shards))
         connect_stages(mesh, device)
         self.optimizer = None
         if optim is not None:
@@ -160,6 +168,9 @@ class TrainEngine:
 
             return hook
 
+        for zero in self._zeros:
+            if zero is not None:
+                zero.keep_reduced()
         pairs = zip(self.chunks, self._zeros, strict=True)
         owners = [dict.fromkeys(dict(chunk.named_parameters()), zero) for chunk, zero in pairs]
         for name, zero in named_by_chunk(owners).items():
@@ -170,13 +181,13 @@ class TrainEngine:
     def forward(self, micro_batches: Sequence[Packed], head: Head) -> list[Any]:
         """``head(decoder, hidden [T, hidden], micro_batch)`` of every micro-batch, without gradients.
 
-        Returns its values on the last stage; None elsewhere and for micro-batches without rows.
+        All replicas must give equally many micro-batches, of which some may have no rows. Returns its values on the last stage;
+        None elsewhere and for micro-batches without rows.
         """
         outputs: list[Any] = [None] * len(micro_batches)
-        padded = self._pad(micro_batches)
 
         def run(action: Action, received: Tensor | None) -> Tensor | None:
-            batch, chunk = padded[action.micro_batch], self.chunks[action.chunk]
+            batch, chunk = micro_batches[action.micro_batch], self.chunks[action.chunk]
             wanted = len(batch.lengths) > 0
 
             def last(decoder: Decoder, hidden: Tensor) -> Any:
@@ -193,7 +204,7 @@ class TrainEngine:
             raise AssertionError(f"{action} in a forward schedule")
 
         with torch.no_grad():
-            self._run(schedule_forward, padded, run, never)
+            self._run(schedule_forward, micro_batches, run, never)
         self.reshard()
         return outputs
 
@@ -202,25 +213,22 @@ class TrainEngine:
 
         ``loss(decoder, hidden [T, hidden], micro_batch) -> (loss, stats)``: the loss is a scalar, already divided by the
         global count of its mini-batch (over all replicas), so that the gradient is the plain sum over micro-batches and
-        replicas; stats are scalars to be summed. It is called for micro-batches without rows too, whose stats alone count.
+        replicas; stats are scalars to be summed. It is called for micro-batches without rows too, whose stats alone count. All
+        replicas must give equally many micro-batches: under ZeRO each has collectives over dp.
 
         Returns on the last stage the sums over this replica's micro-batches in float64, the loss under "loss"; {} elsewhere.
         Gradients are complete only inside :meth:`optimizer_step`; until then further calls add to them.
         """
         assert self.optimizer is not None, "this engine was built without an optimizer: forward only"
-        padded = self._pad(micro_batches)
         alive: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
         sums: dict[str, Tensor] = {}
 
         def run(action: Action, received: Tensor | None) -> Tensor | None:
-            i, chunk = action.micro_batch, self.chunks[action.chunk]
-            batch = padded[i]
+            chunk, batch = self.chunks[action.chunk], micro_batches[action.micro_batch]
             leaf = None if received is None else received.requires_grad_()
 
             def last(decoder: Decoder, hidden: Tensor) -> Tensor:
                 empty = not len(batch.lengths)
-                if i >= len(micro_batches):
-                    return _zero_loss(decoder, hidden)
                 with torch.set_grad_enabled(not empty):
                     value, stats = loss(decoder, hidden[:0] if empty else hidden, batch)
                 for key, part in {"loss": value, **stats}.items():
@@ -230,18 +238,18 @@ class TrainEngine:
                 return _zero_loss(decoder, hidden) if empty else value
 
             out = self._pass_through(chunk, batch, leaf, last)
-            alive[i, action.chunk] = leaf, out
+            alive[action.micro_batch, action.chunk] = leaf, out
             return None if chunk.is_last else out.detach()
 
         def back(action: Action, received: Tensor | None) -> Tensor | None:
             leaf, out = alive.pop((action.micro_batch, action.chunk))
             zero = self._zeros[action.chunk]
             if zero is not None:
-                zero.before_backward(is_last=action.micro_batch == len(padded) - 1)
+                zero.before_backward(is_last=action.micro_batch == len(micro_batches) - 1)
             torch.autograd.backward(out, received)
             return None if leaf is None else leaf.grad
 
-        self._run(schedule_1f1b, padded, run, back)
+        self._run(schedule_1f1b, micro_batches, run, back)
         self.reshard()
         return sums
 
@@ -261,16 +269,6 @@ class TrainEngine:
         if received is None:
             received = batch.tokens if len(batch.lengths) else batch.tokens.new_zeros(1)
         return chunk(received, attention, last)
-
-    def _pad(self, micro_batches: Sequence[Packed]) -> list[Packed]:
-        """As many micro-batches as the replica with most has: under FSDP every one of them has collectives over dp."""
-        padded = list(micro_batches)
-        if self.zero:
-            most = torch.tensor([len(padded)], dtype=torch.int64, device=self.device)
-            self.mesh.dp.all_reduce(most, "num_micro_batches", "max")
-            empty = Packed(torch.zeros(0, dtype=torch.int64, device=self.device), torch.zeros(0, dtype=torch.int64))
-            padded += [empty] * (int(most) - len(padded))
-        return padded
 
     # -- the optimizer step
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rlhf_spmd.parallel.program import fail_beside
-from rlhf_spmd.reshard import Move, Storages, execute_reallocation, holdings, plan_reallocation
+from rlhf_spmd.reshard import Move, execute_reallocation, holdings, plan_reallocation
 
 if TYPE_CHECKING:
     from rlhf_spmd.workers.model_worker import ModelWorker
@@ -33,9 +33,6 @@ class Loan:
         if self._group is not None:
             here, there = (holdings(at.shape.layout, at.shards(spec), at.pool.ranks) for at in (home, twin))
             self._plan = plan_reallocation(here, there, lambda rank: rank // world.launch.local_size, world.rank)
-        if twin.member:
-            self._storages = Storages(twin.engine.local_tensors().values())
-            self._storages.free()
 
     def take(self) -> None:
         """Fill the twin's parameters. Collective over both pools: every rank of them must call, in program order."""
@@ -44,7 +41,7 @@ class Loan:
             return
         targets = {}
         if self.twin.member:
-            self._storages.allocate()
+            self.twin.engine.storages.allocate()
             targets = self.twin.engine.local_tensors()
         resting = self.home.resting
         if resting is not None:
@@ -69,4 +66,4 @@ class Loan:
     def give_back(self) -> None:
         if self.twin.member:
             self.twin.engine.reshard()
-            self._storages.free()
+            self.twin.engine.storages.free()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from rlhf_spmd.parallel.collectives import RECORDER
 from rlhf_spmd.parallel.data_parallel import buckets
 
 SCHEDULES = ("constant", "linear", "cosine")
@@ -122,6 +123,7 @@ class Optimizer:
         """Update ``params`` in place (same names and shapes as at construction); returns the learning rate used."""
         lr = self.lr
         for names in buckets({name: param.numel() for name, param in params.items() if param.numel()}):
+            RECORDER.tick()
             device = params[names[0]].device
             kept = [self._states[name] for name in names]
             states = [{key: x.to(device, non_blocking=True) for key, x in state.items()} for state in kept]
