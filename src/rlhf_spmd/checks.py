@@ -36,7 +36,7 @@ def check_batches(config: Any, plans: Mapping[str, RolePlan]) -> None:
             what = f"{min(mini, batch)} prompts * sampling.n={samples} = {rows} rows" if samples > 1 else f"{rows} rows"
             raise ValueError(
                 f"a mini-batch has {what}, fewer than models.{role}.layout.dp={plan.shape.layout.dp}; use a larger "
-                f"data.train_batch_size or mini-batch, or a smaller dp"
+                f"{'algorithm.ppo_mini_batch_size' if mini < batch else 'data.train_batch_size'}, or a smaller dp"
             )
     if isinstance(config.data, DataConfig):
         _check_generation(config, plans)
