@@ -30,7 +30,7 @@ from torch import Tensor
 
 from rlhf_spmd.controller.delivery import Delivery, held_first, lengths_needed
 from rlhf_spmd.controller.graph import CallNode, Graph
-from rlhf_spmd.controller.reference import Intake, Production, Reference, made_by, pick_rows, source
+from rlhf_spmd.controller.reference import Intake, Production, Reference, Source, made_by, pick_rows, source
 from rlhf_spmd.controller.rows import Cut
 from rlhf_spmd.controller.transport import REPORTS, UNTRACED
 from rlhf_spmd.controller.worker import MethodSpec, Signature, Worker
@@ -111,10 +111,13 @@ class Controller:
         mine = []
         for piece in reference.select(name).fields[name]:
             data, at = held_first(piece, self.rank)
-            values = (
-                pick_rows(data, torch.from_numpy(piece.ids[at]))[piece.name] if len(at) and data is not None else torch.empty(0)
-            )
-            mine.append([piece.at[at].tolist(), values.double().tolist()])
+            if data is None or not len(at):
+                continue
+            values = pick_rows(data, torch.from_numpy(piece.ids[at]))[piece.name].double()
+            if isinstance(piece.producer, Source):  # every rank has it
+                found[piece.at[at]] = values
+            else:
+                mine.append([piece.at[at].tolist(), values.tolist()])
         for at, values in (entry for part in self._from_all("controller.get_field", mine) for entry in part):
             found[at] = torch.tensor(values, dtype=torch.float64)
         return found

@@ -166,8 +166,11 @@ class Delivery:
         holders = producer.members.holders(index)
         if holders[0] != self.rank or all(rank in holders for rank in consumer.members.part_of):
             return
-        mine = producer.parts_of(piece.ids) == index
         theirs = intake.placement.parts[:, piece.at]
+        if producer.intakes[0].placement is intake.placement and piece.ids is intake.rows.row_ids:
+            mine = theirs[0] == index  # cut alike: a part's rows stay together
+        else:
+            mine = producer.parts_of(piece.ids) == index
         for wanted in np.unique(theirs[:, mine]).tolist():
             ranks = [rank for rank in consumer.members.workers(wanted) if rank not in holders]
             if ranks:
@@ -220,8 +223,8 @@ class Delivery:
         if maker.counts is None:
             assert self.rank in maker.told, f"rank {self.rank} is not told the token counts of {maker.name}"
             counts = np.zeros(len(maker.intakes[0].rows), dtype=np.int64)
-            for index in np.unique(maker.intakes[0].placement.parts).tolist():
-                first, positions = maker.members.holders(index)[0], maker.intakes[0].part(index).positions
+            for index, positions in maker.intakes[0].placement.positions():
+                first = maker.members.holders(index)[0]
                 if first == self.rank:
                     counts[positions] = self._own_lengths(maker, index)
                 else:

@@ -50,6 +50,12 @@ class Placement:
     chunks: np.ndarray
     _parts: dict[int, Part] = field(default_factory=dict)
 
+    def positions(self) -> list[tuple[int, np.ndarray]]:
+        """Each part that has rows, with their ascending positions; of a cut for one pass over the rows."""
+        order = np.argsort(self.parts[0], kind="stable")
+        found, starts = np.unique(self.parts[0][order], return_index=True)
+        return list(zip(found.tolist(), np.split(order, starts[1:]), strict=True)) if len(order) else []
+
     def part(self, index: int) -> Part:
         if index not in self._parts:
             mine = self.parts == index

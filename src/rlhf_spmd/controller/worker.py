@@ -145,7 +145,9 @@ def register(
         @functools.wraps(body)
         def call(self: Worker, batch: Reference | Sequence[Any] | None = None, *args: Any, **kwargs: Any) -> Reference:
             found = known(self, batch) if isinstance(batch, Reference) else None
-            return found or self.controller.call(self.serving(name), spec, batch, args, kwargs, sys._getframe(1))
+            if found is not None:
+                return found
+            return self.controller.call(self.serving(name), spec, batch, args, kwargs, sys._getframe(1))
 
         call.spec = spec  # type: ignore[attr-defined]
         return call
