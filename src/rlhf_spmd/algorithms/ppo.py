@@ -100,8 +100,7 @@ def gae_advantages(config: PPOConfig) -> Function:
 
     def compute_advantage(fields: dict[str, Tensor], rows: Rows, whole: Whole) -> tuple[dict[str, Field], dict[str, float]]:
         controller, values = build_kl_controller(config.kl_ctrl), fields["values"]
-        if "kl_coef" in whole.state:  # from the second step on
-            controller.load_state_dict(whole.state)
+        controller.load_state_dict(whole.state)
         kl = values.new_zeros(len(values))
         if config.uses_reference:
             kl = kl_penalty(fields["old_log_probs"], fields["ref_log_prob"], config.kl_penalty)
