@@ -210,7 +210,8 @@ class Session:
         received = sum(RECORDER.received[label] for label in LABELS) - received
         own = [seconds, own_phases, peak_memory_gb(self.world.device), received]
         self.controller.send_report([self.controller.values(*calls), own])
-        self._size = StepSize(sum(map(len, rows)), sum(map(token_count, rows)), len(calls))
+        generates = any(node.kind == "generate" for node in self.controller.taken)
+        self._size = StepSize(sum(map(len, rows)), sum(map(token_count, rows)), len(calls), generates)
 
     def _utilisation(self, num_rows: int, num_tokens: float, seconds: float) -> float:
         """Of all devices, by the calls that the step made; an update counts three forward passes in each epoch: one, and backward
