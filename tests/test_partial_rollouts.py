@@ -173,7 +173,11 @@ def test_prompts_that_changed_are_not_attached_to_tokens_of_others(
     more = (f"data.path={tmp_path / 'train.jsonl'}",)
     if resume == "path":
         resume = str(tmp_path / "run" / "checkpoints" / "step_3")
-    words = "is of another experiment" if resume == "auto" else r"CheckpointError: .* 8 prompts in flight, and \d of them read otherwise"
+    words = (
+        "is of another experiment"
+        if resume == "auto"
+        else r"CheckpointError: .* 8 prompts in flight, and \d of them read otherwise"
+    )
     with pytest.raises(AssertionError, match=words):
         train(2, tmp_path / "run", *more, f"run.resume={resume}")
 
