@@ -75,7 +75,7 @@ def test_a_run_of_another_experiment_is_not_gone_on_with(tmp_path: Path, capsys:
             train(run_dir, 2, f"data.path={data}", override)
     data.write_text(rows + json.dumps({"prompt": "abc"}) + "\n")
     with pytest.raises(
-        ValueError, match=r"another experiment: the prompts or pairs in data\.path are 21-\w+ \(were 20-\w+\); give"
+        ValueError, match=r"another experiment: the prompts in the data are 21-\w+ \(were 20-\w+\); give"
     ):
         train(run_dir, 2, f"data.path={data}")
     assert (run_dir / "config.yaml").read_text() == config and not step_1.with_name("step_2").exists()
@@ -84,7 +84,7 @@ def test_a_run_of_another_experiment_is_not_gone_on_with(tmp_path: Path, capsys:
     with pytest.raises(SystemExit) as ending:  # as a person meets it
         main(["--config", str(tasks.task() / "ppo.json"), *tasks.settings(run_dir, 2, f"data.path={data}")])
     said = capsys.readouterr().err.splitlines()
-    assert ending.value.code == 2 and said[-1].startswith(f"config error: {step_1} is of another experiment: the prompts")
+    assert ending.value.code == 2 and said[-1].startswith(f"config error: {step_1} is of another experiment: the prompts in the data are")
     assert json.loads((run_dir / "exit_status.json").read_text())["class"] == "config"
 
     data.write_text(rows)
@@ -127,7 +127,7 @@ def export_slowly(world: World, fails: bool) -> int:
     controller, asked = Controller(world.all), []
     decide = controller.decide
     controller.decide = lambda wish: asked.append(wish) or decide(wish)  # type: ignore[method-assign,func-returns-value]
-    board, prepared = SimpleNamespace(last_checkpoint="x"), SimpleNamespace(plans={})
+    board, prepared = SimpleNamespace(last_checkpoint="x"), SimpleNamespace(plans={}, exported="actor")
     here = SimpleNamespace(controller=controller, world=world, board=board, context=SimpleNamespace(prepared=prepared))
     here.is_first, here.run_dir = world.rank == 0, Path()
     with pytest.MonkeyPatch.context() as patch:

@@ -111,7 +111,7 @@ def _check_budget(algorithm: AlgorithmConfig, longest: int, words: str) -> None:
         )
 
 
-def check_validation(config: Any, algorithm: AlgorithmConfig, validated: bool, can_validate: bool) -> None:
+def check_validation(config: Any, algorithm: AlgorithmConfig, can_validate: bool) -> None:
     """``run.test_freq`` against what there is to validate by. Raises ValueError."""
     freq = config.run.test_freq
     sections = {section.key: getattr(config, section.key) for section in algorithm.streams.values()}
@@ -121,7 +121,7 @@ def check_validation(config: Any, algorithm: AlgorithmConfig, validated: bool, c
     ]
     if freq and not can_validate:
         raise ValueError(f"run.test_freq={freq}, but algorithm {algorithm.name!r} has no validation; set it to 0")
-    if freq and not validated:
+    if freq and not any(data is not None and getattr(data, "val_path", True) for data in sections.values()):
         raise ValueError(f"run.test_freq={freq} needs {' or '.join(dict.fromkeys(paths))}")
     for section in algorithm.streams.values():
         if section.optional and sections[section.key] is not None and not freq:
