@@ -223,6 +223,8 @@ def test_kl_controllers():
     adaptive.update(0.0, 100)
     assert adaptive.value == pytest.approx(0.101 * 1.02 * 0.98)
     again = kl_module.build_kl_controller(config)
+    again.load_state_dict({})  # of a role that has not been called yet
+    assert again.value == config.kl_coef
     again.load_state_dict(adaptive.state_dict())
     assert again.value == adaptive.value
     adaptive.update(0.0, 10**9)

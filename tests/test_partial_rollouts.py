@@ -88,8 +88,8 @@ def test_log_probs_belong_to_their_tokens_in_every_layout(directory: Path, ranks
 
 def test_a_resumed_run_is_the_run_that_was_never_ended(directory: Path, uninterrupted: tasks.Run) -> None:
     checkpoint = directory / "dp2" / "checkpoints" / "step_3"
-    state = json.loads((checkpoint / "manifest.json").read_text())["state"]["rollouts"]
-    assert len(state["groups"]) == IN_FLIGHT - tasks.PROMPTS and any(row["token_ids"] for _, row in state["rows"])
+    state = json.loads((checkpoint / "manifest.json").read_text())["state"]["data"]["prompts"]
+    assert len(state["in_flight"]) == IN_FLIGHT - tasks.PROMPTS and {home for _, home, _ in state["in_flight"]} == {0, 1}
     resumed = train(2, directory / "resumed", f"run.resume={checkpoint}")
     later: dict[str, Any] = {"metrics": uninterrupted.metrics[3:]}
     later["responses"] = {key: ids for key, ids in uninterrupted.responses.items() if key[0] > 3}

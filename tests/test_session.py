@@ -22,7 +22,6 @@ from rlhf_spmd.controller import Controller
 from rlhf_spmd.data.files import DataError
 from rlhf_spmd.parallel.world import Launch, World
 from rlhf_spmd.session import Session
-from rlhf_spmd.sft import prepare as prepare_sft
 from rlhf_spmd.train import main, prepare
 from test_ppo_layouts import layout
 
@@ -167,9 +166,9 @@ def test_paths_of_models_may_begin_with_the_home_directory(monkeypatch: pytest.M
     assert [ready.plans[role].config.path for role in ("actor", "critic")] == [
         str(tasks.task() / r) for r in ("actor", "critic")
     ]
-    overrides = ["model.path=~/actor", f"data.path={tasks.task() / 'train.jsonl'}", "data.response_key=prompt"]
+    overrides = ["models.actor.path=~/actor", f"data.path={tasks.task() / 'train.jsonl'}", "data.response_key=prompt"]
     overrides.append("data.train_batch_size=4")
-    assert prepare_sft(None, overrides, 1).plans["actor"].config.path == str(tasks.task() / "actor")
+    assert prepare(None, overrides, 1, "sft").plans["actor"].config.path == str(tasks.task() / "actor")
 
 
 @pytest.mark.parametrize(
@@ -180,7 +179,7 @@ def test_paths_of_models_may_begin_with_the_home_directory(monkeypatch: pytest.M
         (["val_prompts.path=@", "val_prompts.shuffle=false"], r"^unknown key 'val_prompts\.shuffle'"),
         (["val_prompts.path=@", "val_prompts.val_path=x"], r"^unknown key 'val_prompts\.val_path'"),
         (["val_prompts.max_prompt_length=9"], r"^val_prompts\.path must be given"),
-        (["model.path=Qwen/Qwen2.5-0.5B"], r"^model\.path=Qwen/Qwen2\.5-0\.5B is not a directory; .* `hf download NAME"),
+        (["models.actor.path=Qwen/Qwen2.5-0.5B"], r"^models\.actor\.path=Qwen/Qwen2\.5-0\.5B is not a directory; .* `hf download NAME"),
         (
             ["val_prompts.path=@", "val_prompts.max_prompt_length=60", "reward.function=gsm8k", "run.test_freq=1"],
             r"^val_prompts\.max_prompt_length \+ val_prompts\.max_response_length = 572 tokens, but models\.actor has a context of 64",
@@ -189,9 +188,9 @@ def test_paths_of_models_may_begin_with_the_home_directory(monkeypatch: pytest.M
 )
 def test_sft_refuses_what_it_would_have_to_ignore(overrides: list[str], message: str) -> None:
     data = str(tasks.task() / "train.jsonl")
-    common = [f"model.path={tasks.task() / 'actor'}", f"data.path={data}", "data.response_key=prompt"]
+    common = [f"models.actor.path={tasks.task() / 'actor'}", f"data.path={data}", "data.response_key=prompt"]
     with pytest.raises(ValueError, match=message):
-        prepare_sft(None, [*common, *(text.replace("@", data) for text in overrides)], 1)
+        prepare(None, [*common, *(text.replace("@", data) for text in overrides)], 1, "sft")
 
 
 # -- limits of a row's own
