@@ -159,12 +159,6 @@ def test_whiten_of_equal_values_is_zero_not_noise(x):
     assert bool(whitened.isfinite().all()) and float(whitened.abs().max()) < 1e-6
 
 
-def test_the_estimator_is_found_by_name():
-    assert adv.advantage_estimator("gae") is adv.gae
-    with pytest.raises(ValueError, match=r"unknown adv_estimator 'gea'; did you mean 'gae'\? available: gae"):
-        adv.advantage_estimator("gea")
-
-
 @pytest.mark.parametrize("kind", kl_module.KL_KINDS)
 def test_kl_estimators_are_schulmans(kind):
     p, q = sample(9, 40, 2.0), sample(10, 40, 2.0)

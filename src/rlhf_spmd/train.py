@@ -217,6 +217,7 @@ def train(context: ProgramContext[Prepared]) -> None:
         models,
         state=lambda: {"data": data.state_dict(), "roles": role_states(controller, models)},
         restore=lambda state: restore(state, data, models),
+        epoch=lambda: data.epoch,
     )
     if session.is_first:
         print(describe(ready, world), file=sys.stderr)
