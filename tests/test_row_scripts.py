@@ -37,9 +37,9 @@ PLACES: dict[str, dict[str, tuple[str | None, tuple[int, int, int, int]]]] = {
         "reward": ("2,3", (1, 1, 2, 0)),
         "judge": ("2,3", (2, 1, 1, 0)),
     },
-    "overlapping": {
-        "actor": ("0,1,2,3", (1, 2, 2, 0)),
-        "reference": ("1,2,3", (1, 1, 3, 0)),
+    "rewards on ranks of their own": {
+        "actor": ("0,1", (1, 1, 2, 0)),
+        "reference": ("2", (1, 1, 1, 0)),
         "reward": ("3", (1, 1, 1, 0)),
         "judge": ("2,3", (1, 1, 2, 0)),
     },

@@ -54,5 +54,5 @@ def minus_baseline(fields: dict[str, Tensor], rows: Rows, whole: Whole) -> tuple
     at = torch.searchsorted(rows.group_ids[greedy], rows.group_ids)
     assert torch.equal(rows.group_ids[greedy][at], rows.group_ids), "every group has a greedy row here"
     advantages = scores - scores[greedy][at]
-    total, count = whole.sum(torch.tensor([float(advantages.sum()), float((~greedy).sum())]).double()).tolist()
+    total, count = whole.sum(torch.stack([advantages.sum(), (~greedy).sum().double()])).tolist()
     return {"advantages": rows.per_token(rows.spread(advantages))}, {"actor/advantage_mean": total / count}

@@ -108,8 +108,9 @@ def gae_advantages(config: PPOConfig) -> Function:
         rewards = token_level_rewards(fields["scores"], penalty, controller.value, rows.lengths)
         advantages, returns = gae(rewards, values, rows.lengths, config.gamma, config.lam)
         row_kl = row_means(kl.double(), rows.lengths)
-        mine = torch.tensor([len(rows), len(values), *(float(x.double().sum()) for x in (kl, row_kl, rewards))]).double()
-        sums = whole.sum(torch.cat([mine, moments(advantages), explained_variance_sums(values, returns)]))
+        mine = [len(rows), len(values), *(float(x.double().sum()) for x in (kl, row_kl, rewards))]
+        counts = torch.tensor(mine, dtype=torch.float64)
+        sums = whole.sum(torch.cat([counts, moments(advantages), explained_variance_sums(values, returns)]))
         num_rows, tokens, kl_total, row_kl_total, token_rewards, _, advantage_total, *_ = sums.tolist()
         if config.use_kl_in_reward:
             controller.update(row_kl_total / num_rows, int(num_rows))

@@ -231,6 +231,8 @@ class Controller:
             assert rows is not None, f"{name}: a reference without rows"
             wanted = stream.wanted(reference, name, role.unused)
             tokens = tuple(piece for token in spec.tokens if token in reference for piece in reference.fields[token])
+            if not (len(rows) or self._tracing) and spec.kind == "train":
+                raise ValueError(f"{name}: no rows to train on; a script that takes some of its rows may branch on len(rows)")
             num_chunks = num_chunks or max(1, -(-rows.num_groups // (signature.mini_batch_size or max(rows.num_groups, 1))))
             if num_chunks > max(rows.num_groups, 1):
                 raise ValueError(f"{name}: {rows.num_groups} groups of rows cannot be cut into {num_chunks} mini-batches")
