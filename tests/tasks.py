@@ -92,6 +92,15 @@ def task() -> Path:
     return root
 
 
+def other_task(algorithm: dict[str, Any], *roles: str) -> str:
+    """The configuration file of another algorithm on the same data and models; ``algorithm``: its section."""
+    config = json.loads((task() / "ppo.json").read_text())
+    models = {role: config["models"][role] for role in roles}
+    path = task() / f"{algorithm['name']}.json"
+    path.write_text(json.dumps({**config, "algorithm": algorithm, "models": models}))
+    return str(path)
+
+
 _KEEP: list[tempfile.TemporaryDirectory[str]] = []  # removed when the test process ends
 
 
@@ -221,12 +230,14 @@ def await_steps(process: subprocess.Popen[str], run_dir: Path, steps: int, timeo
 class Run:
     """``metrics``: one dictionary per step, without what depends on the clock or the layout by its nature (``raw`` has all).
     ``responses``: token ids by (step, row id). ``weights``: (role, kind, Hugging Face name) -> whole tensor at the end.
+    ``in_flight``: by replica, the rows that the next step would have gone on with, as bytes.
     """
 
     metrics: list[dict[str, Any]]
     raw: list[dict[str, Any]]
     responses: dict[tuple[int, int], list[int]]
     weights: dict[tuple[str, str, str], Tensor]
+    in_flight: dict[str, Tensor]
     state: dict[str, Any]
 
     def log_prob_difference(self) -> float:
@@ -239,6 +250,7 @@ def read_run(run_dir: Path) -> Run:
     from rlhf_spmd.checkpoint.directory import read_manifest
     from rlhf_spmd.checkpoint.load import read_pieces
     from rlhf_spmd.checkpoint.manifest import DTYPES
+    from rlhf_spmd.restart import ROWS_IN_FLIGHT
 
     raw, samples = _lines(run_dir / "metrics.jsonl"), _lines(run_dir / "rollouts.jsonl")
     metrics = [{key: value for key, value in row.items() if not key.startswith(NOT_THE_SAME)} for row in raw]
@@ -246,11 +258,15 @@ def read_run(run_dir: Path) -> Run:
     directory = run_dir / "checkpoints" / (run_dir / "checkpoints" / "latest").read_text().strip()
     manifest = read_manifest(directory)
     weights: dict[tuple[str, str, str], Any] = {}
+    in_flight = {}
     for piece, tensor in read_pieces(directory, manifest.pieces):
+        if piece.role == ROWS_IN_FLIGHT:
+            in_flight[piece.name] = tensor
+            continue
         key = piece.role, piece.kind, piece.name
         whole = weights.setdefault(key, torch.full(piece.shape, torch.nan, dtype=DTYPES[piece.dtype]))
         whole[tuple(slice(at, at + n) for at, n in zip(piece.start, piece.size, strict=True))] = tensor
-    return Run(metrics, raw, responses, weights, manifest.state)
+    return Run(metrics, raw, responses, weights, in_flight, manifest.state)
 
 
 def token_ids(response: str) -> list[int]:
@@ -299,6 +315,8 @@ def assert_bit_equal(one: Run, other: Run) -> None:
         assert a == b, f"step {a['step']}: " + ", ".join(f"{key} {a[key]} {b.get(key)}" for key in a if a[key] != b.get(key))
     assert one.responses == other.responses
     assert one.state == other.state
+    assert one.in_flight.keys() == other.in_flight.keys()
+    assert all(torch.equal(tensor, other.in_flight[name]) for name, tensor in one.in_flight.items()), "rows in flight differ"
     assert one.weights.keys() == other.weights.keys()
     different = [" ".join(key) for key, tensor in one.weights.items() if not torch.equal(tensor, other.weights[key])]
     assert not different, f"{len(different)} of {len(one.weights)} tensors differ, such as {different[:3]}"

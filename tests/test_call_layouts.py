@@ -138,11 +138,11 @@ def call_once(world: World, where: tuple[str, ...]) -> dict[str, Any]:
     controller, models = build(world, "models.critic.layout.tp=2", *where)
     critic = models.critic
     twin = critic.serving("compute_values")
-    assert twin is not critic and critic.serving("update_critic") is critic and twin.pool.name == "b"
+    assert twin is not critic and critic.serving("update") is critic and twin.pool.name == "b"
     found: dict[str, Any] = {"empty": stored(twin)}
     for _ in range(2):
         before = RECORDER.received["loan"]
-        controller.run(lambda batch: critic.compute_values(batch), controller.source(rows(), "prompt_ids"))
+        controller.run(lambda batch: critic.compute_values(batch), controller.source(rows()))
         found["received"] = RECORDER.received["loan"] - before
         found["empty"] += stored(twin)
     if twin.member:
@@ -183,7 +183,7 @@ def weights_at_rest(world: World) -> tuple[int, int, bool]:
     sizes, held = [stored(models.reference)], models.reference.weights()
     versions = [tensor._version for tensor in held.values()]
     for _ in range(2):
-        controller.run(lambda batch: models.reference.compute_ref_log_prob(batch), controller.source(rows(), "prompt_ids"))
+        controller.run(lambda batch: models.reference.compute_ref_log_prob(batch), controller.source(rows()))
         sizes.append(stored(models.reference))
     return sum(sizes), stored(models.critic), versions == [tensor._version for tensor in held.values()]
 

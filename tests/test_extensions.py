@@ -41,12 +41,16 @@ def test_an_algorithm_with_reward_and_protocol_of_its_own_runs_on_two_ranks(tmp_
     train(2, overrides(run_dir, 2, f"run.log_samples={tasks.PROMPTS * N}"))
     run = tasks.read_run(run_dir)
     assert [row["step"] for row in run.metrics] == [1, 2]
+    best: list[float] = []
     for number, row in enumerate(run.metrics, 1):
         samples = [s for s in map(json.loads, (run_dir / "rollouts.jsonl").read_text().splitlines()) if s["step"] == number]
         scores = [sample["score"] for sample in samples]
         assert scores == [reward_of(sample) for sample in samples] and len(scores) == tasks.PROMPTS * N
         assert row["reward/mean"] == pytest.approx(sum(scores) / len(scores), abs=1e-6)
         assert row["baseline/seen"] == number * tasks.PROMPTS * N
+        best.append(max(scores))
+        found = {key: row[key] for key in ("baseline/best", "baseline/best_so_far")}
+        assert found == pytest.approx({"baseline/best": best[-1], "baseline/best_so_far": max(best)}, abs=1e-6)
         assert row["actor/grad_norm"] > 0
         lengths = [len(tasks.token_ids(sample["response"])) for sample in samples]
         assert row["response_length/mean"] == sum(lengths) / len(lengths)
@@ -71,7 +75,11 @@ def test_it_gives_the_same_numbers_on_one_rank_and_goes_on_from_a_checkpoint(tmp
         train(2, overrides(two, steps, "models.actor.dtype=float64", "models.reward.dtype=float64"))
     first, second = tasks.read_run(one), tasks.read_run(two)
     assert first.responses == second.responses
-    assert first.state["roles"] == second.state["roles"] == {"baseline": {"seen": 2 * tasks.PROMPTS * N}}
+    assert first.state["roles"] == second.state["roles"]
+    assert first.state["roles"]["baseline"] == {"seen": 2 * tasks.PROMPTS * N}
+    best = [row["baseline/best"] for row in first.metrics]
+    assert first.state["roles"]["arithmetic"] == {"best": max(best)}, "the second start goes on from the first one's"
+    assert [row["baseline/best_so_far"] for row in second.metrics] == [best[0], max(best)]
     assert tasks.worst_tensor(first, second)[0] < 1e-10
 
 

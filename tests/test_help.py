@@ -54,14 +54,18 @@ def test_the_example_works_and_every_key_of_it_is_listed(
     module, *arguments = shlex.split(command.partition(" -m ")[2])
     assert module == f"rlhf_spmd.{name}"
     config = arguments[1] if arguments[0] == "--config" else None
-    world: Any = 2 if name in ("train", "sft") else Launch(size=2)
-    ready = PROGRAMS[name].prepare(config, arguments[2 * (config is not None) :], world)
+    overrides = arguments[2 * (config is not None) :]
+    if name in ("train", "sft"):
+        ready: Any = train.prepare(config, overrides, 2, "ppo" if name == "train" else "sft")
+    else:
+        ready = PROGRAMS[name].prepare(config, overrides, Launch(size=2))
 
     keys = [line.split()[0] for line in text.partition("keys, their defaults and types:\n")[2].splitlines()]
     assert len(keys) == len(set(keys)) > 20
     tree = yaml.safe_load(to_yaml(ready.config))
-    tree["models"] = {"<name>": next(iter(tree["models"].values()))} if name == "train" else {}
-    empty = {"models", "model.calls", "models.<name>.calls", "val_prompts"}  # sections and mappings to sections
+    if "models" in tree:
+        tree["models"] = {"<name>": next(iter(tree["models"].values()))}
+    empty = {"models.<name>.calls", "rewards"}  # sections and mappings to sections
     assert set(flatten_config(yaml.safe_dump(tree))) - empty <= set(keys)
 
 

@@ -10,7 +10,7 @@ import random
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -147,8 +147,8 @@ def test_another_layout_goes_on_with_the_same_numbers(directory, uninterrupted, 
     run_dir = directory / f"{precision}_{ranks}"
     resumed = train(ranks, run_dir, *more, *(FP64 if precision == "fp64" else ()), f"run.resume={checkpoint}")
     whole = uninterrupted[precision]
-    rest = tasks.Run(
-        whole.metrics[2:], whole.raw[2:], {k: v for k, v in whole.responses.items() if k[0] > 2}, whole.weights, whole.state
+    rest = replace(
+        whole, metrics=whole.metrics[2:], raw=whole.raw[2:], responses={k: v for k, v in whole.responses.items() if k[0] > 2}
     )
     difference, where = tasks.worst_metric(rest, resumed, floor=1e-2)
     weights, tensor = tasks.worst_tensor(rest, resumed, kinds=("param", "exp_avg", "exp_avg_sq"))

@@ -116,6 +116,8 @@ def test_two_named_rewards_side_by_side(tmp_path: Path) -> None:
     overrides = settings(run_dir, 1, "rewards.cost.weight=-2", "rewards.cost.data_sources=[odd]")
     with pytest.raises(ValueError, match=r"there is no cost: give rewards.cost.function, a reward model as rewards.cost.model"):
         prepare(file, overrides, 2)
+    with pytest.raises(ValueError, match=r"^rewards.cots: this algorithm has no such reward; did you mean 'cost'\?"):
+        prepare(file, [*overrides, "rewards.cots.function=gsm8k"], 2)
     run_ranks(2, train_here, file, [*overrides, "rewards.cost.function=outside.rewards:priced"])
 
     samples = [json.loads(line) for line in (run_dir / "rollouts.jsonl").read_text().splitlines()]
@@ -138,12 +140,12 @@ def test_two_named_rewards_side_by_side(tmp_path: Path) -> None:
 def sft_here(world: Any, overrides: list[str]) -> None:
     from rlhf_spmd.parallel.board import Board
     from rlhf_spmd.parallel.program import ProgramContext
-    from rlhf_spmd.sft import prepare, sft
     from rlhf_spmd.telemetry.run_dir import create_run_dir
+    from rlhf_spmd.train import prepare, train
 
-    prepared = prepare(None, overrides, world.size)
+    prepared = prepare(None, overrides, world.size, "sft")
     create_run_dir(prepared.config.run.dir)
-    sft(ProgramContext(world, Board(world.launch, world.store), prepared))
+    train(ProgramContext(world, Board(world.launch, world.store), prepared))
 
 
 def test_sft_learns_the_same_on_every_layout(tmp_path: Path) -> None:
@@ -151,8 +153,8 @@ def test_sft_learns_the_same_on_every_layout(tmp_path: Path) -> None:
     data = tmp_path / "sft.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     common = [f"data.path={data}", f"data.val_path={data}", "data.train_batch_size=16", "run.steps=6", "run.test_freq=3"]
-    common += [f"model.path={task() / 'actor'}", "model.dtype=float64", "model.optim.lr=3e-3"]
-    layouts = {1: [], 2: ["model.layout.tp=2"], 4: ["model.layout.pp=2", "model.layout.zero=1"]}
+    common += [f"models.actor.path={task() / 'actor'}", "models.actor.dtype=float64", "models.actor.optim.lr=3e-3"]
+    layouts = {1: [], 2: ["models.actor.layout.tp=2"], 4: ["models.actor.layout.pp=2", "models.actor.layout.zero=1"]}
     found = {}
     for size, layout in layouts.items():
         run_dir = tmp_path / f"ranks_{size}"
@@ -173,7 +175,7 @@ def test_sft_that_reached_its_goal_stays_ended(tmp_path: Path) -> None:
     overrides = [
         f"data.path={data}",
         "data.train_batch_size=8",
-        f"model.path={task() / 'actor'}",
+        f"models.actor.path={task() / 'actor'}",
         f"run.dir={tmp_path / 'run'}",
     ]
     overrides += ["run.steps=9", "run.test_freq=2", "algorithm.stop_at_reward=-1", "reward.function=tasks:even_share"]

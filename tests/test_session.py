@@ -22,7 +22,6 @@ from rlhf_spmd.controller import Controller
 from rlhf_spmd.data.files import DataError
 from rlhf_spmd.parallel.world import Launch, World
 from rlhf_spmd.session import Session
-from rlhf_spmd.sft import prepare as prepare_sft
 from rlhf_spmd.train import main, prepare
 from test_ppo_layouts import layout
 
@@ -75,9 +74,7 @@ def test_a_run_of_another_experiment_is_not_gone_on_with(tmp_path: Path, capsys:
         with pytest.raises(ValueError, match="^" + re.escape(f"{step_1} is of another experiment: {told}{remedy}") + "$"):
             train(run_dir, 2, f"data.path={data}", override)
     data.write_text(rows + json.dumps({"prompt": "abc"}) + "\n")
-    with pytest.raises(
-        ValueError, match=r"another experiment: the prompts or pairs in data\.path are 21-\w+ \(were 20-\w+\); give"
-    ):
+    with pytest.raises(ValueError, match=r"another experiment: the prompts in the data are 21-\w+ \(were 20-\w+\); give"):
         train(run_dir, 2, f"data.path={data}")
     assert (run_dir / "config.yaml").read_text() == config and not step_1.with_name("step_2").exists()
     capsys.readouterr()
@@ -85,7 +82,9 @@ def test_a_run_of_another_experiment_is_not_gone_on_with(tmp_path: Path, capsys:
     with pytest.raises(SystemExit) as ending:  # as a person meets it
         main(["--config", str(tasks.task() / "ppo.json"), *tasks.settings(run_dir, 2, f"data.path={data}")])
     said = capsys.readouterr().err.splitlines()
-    assert ending.value.code == 2 and said[-1].startswith(f"config error: {step_1} is of another experiment: the prompts")
+    assert ending.value.code == 2 and said[-1].startswith(
+        f"config error: {step_1} is of another experiment: the prompts in the data are"
+    )
     assert json.loads((run_dir / "exit_status.json").read_text())["class"] == "config"
 
     data.write_text(rows)
@@ -128,7 +127,7 @@ def export_slowly(world: World, fails: bool) -> int:
     controller, asked = Controller(world.all), []
     decide = controller.decide
     controller.decide = lambda wish: asked.append(wish) or decide(wish)  # type: ignore[method-assign,func-returns-value]
-    board, prepared = SimpleNamespace(last_checkpoint="x"), SimpleNamespace(plans={})
+    board, prepared = SimpleNamespace(last_checkpoint="x"), SimpleNamespace(plans={}, exported="actor")
     here = SimpleNamespace(controller=controller, world=world, board=board, context=SimpleNamespace(prepared=prepared))
     here.is_first, here.run_dir = world.rank == 0, Path()
     with pytest.MonkeyPatch.context() as patch:
@@ -167,9 +166,9 @@ def test_paths_of_models_may_begin_with_the_home_directory(monkeypatch: pytest.M
     assert [ready.plans[role].config.path for role in ("actor", "critic")] == [
         str(tasks.task() / r) for r in ("actor", "critic")
     ]
-    overrides = ["model.path=~/actor", f"data.path={tasks.task() / 'train.jsonl'}", "data.response_key=prompt"]
+    overrides = ["models.actor.path=~/actor", f"data.path={tasks.task() / 'train.jsonl'}", "data.response_key=prompt"]
     overrides.append("data.train_batch_size=4")
-    assert prepare_sft(None, overrides, 1).plans["actor"].config.path == str(tasks.task() / "actor")
+    assert prepare(None, overrides, 1, "sft").plans["actor"].config.path == str(tasks.task() / "actor")
 
 
 @pytest.mark.parametrize(
@@ -180,7 +179,10 @@ def test_paths_of_models_may_begin_with_the_home_directory(monkeypatch: pytest.M
         (["val_prompts.path=@", "val_prompts.shuffle=false"], r"^unknown key 'val_prompts\.shuffle'"),
         (["val_prompts.path=@", "val_prompts.val_path=x"], r"^unknown key 'val_prompts\.val_path'"),
         (["val_prompts.max_prompt_length=9"], r"^val_prompts\.path must be given"),
-        (["model.path=Qwen/Qwen2.5-0.5B"], r"^model\.path=Qwen/Qwen2\.5-0\.5B is not a directory; .* `hf download NAME"),
+        (
+            ["models.actor.path=Qwen/Qwen2.5-0.5B"],
+            r"^models\.actor\.path=Qwen/Qwen2\.5-0\.5B is not a directory; .* `hf download NAME",
+        ),
         (
             ["val_prompts.path=@", "val_prompts.max_prompt_length=60", "reward.function=gsm8k", "run.test_freq=1"],
             r"^val_prompts\.max_prompt_length \+ val_prompts\.max_response_length = 572 tokens, but models\.actor has a context of 64",
@@ -189,9 +191,9 @@ def test_paths_of_models_may_begin_with_the_home_directory(monkeypatch: pytest.M
 )
 def test_sft_refuses_what_it_would_have_to_ignore(overrides: list[str], message: str) -> None:
     data = str(tasks.task() / "train.jsonl")
-    common = [f"model.path={tasks.task() / 'actor'}", f"data.path={data}", "data.response_key=prompt"]
+    common = [f"models.actor.path={tasks.task() / 'actor'}", f"data.path={data}", "data.response_key=prompt"]
     with pytest.raises(ValueError, match=message):
-        prepare_sft(None, [*common, *(text.replace("@", data) for text in overrides)], 1)
+        prepare(None, [*common, *(text.replace("@", data) for text in overrides)], 1, "sft")
 
 
 # -- limits of a row's own

@@ -20,11 +20,13 @@ from rlhf_spmd.telemetry.run_dir import ROLLOUTS_FILE
 
 
 class StepSize(NamedTuple):
-    """Of what the data gave a step: ``tokens`` without those that were generated. ``calls``: those whose values are reported."""
+    """Of what the data gave a step: ``tokens`` without those that were generated, if any were. ``calls``: those whose values are
+    reported."""
 
     rows: int
     tokens: int
     calls: int
+    generates: bool
 
 
 def merge_reports(
@@ -45,7 +47,9 @@ def merge_reports(
         metrics["memory/peak_gb"] = max(metrics.get("memory/peak_gb", 0.0), peak)
     if metrics.get("generation/seconds_max"):
         metrics["generation/idle_fraction"] = 1 - metrics["generation/seconds"] / metrics["generation/seconds_max"]
-    if size.rows:
+    if size.rows and (
+        "response_length/mean" in metrics or not size.generates
+    ):  # which a reward reports; its call may be left out
         responses = metrics.get("response_length/mean", 0.0) + metrics.get("rollout/environment_tokens_mean", 0.0)
         num_tokens = size.tokens + responses * size.rows
         metrics["perf/tokens_per_s"] = num_tokens / seconds

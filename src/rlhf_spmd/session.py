@@ -124,6 +124,7 @@ Step = Callable[[int], tuple[list[Reference], list[Batch]]]  # number -> the cal
 @dataclass
 class Session:
     """What a run carries besides its ``models``. ``state``/``restore``: what a checkpoint holds besides the trained roles.
+    ``epoch``: passes over the data so far.
 
     ``context.prepared`` has ``config`` (with ``run`` and ``logger``), ``plans`` and the role that is ``exported``.
     """
@@ -132,6 +133,7 @@ class Session:
     models: SimpleNamespace
     state: Callable[[], dict[str, Any]]
     restore: Callable[[dict[str, Any]], None]
+    epoch: Callable[[], float]
     started_at: int = field(default=0, init=False)
     finished_before: bool = field(default=False, init=False)  # its goal was reached in an earlier start
 
@@ -181,7 +183,7 @@ class Session:
             stopped = goal is not None and metrics.get("val/reward_mean", -math.inf) >= goal
             ended = stopped or number == self.config.steps
             if recorder is not None:
-                recorder.log(number, metrics, samples)
+                recorder.log(number, {"data/epoch": self.epoch(), **metrics}, samples)
             if ended or preempted or (self.config.save_freq and number % self.config.save_freq == 0):
                 self.save(number, stopped)
             if preempted and not ended:
@@ -210,7 +212,8 @@ class Session:
         received = sum(RECORDER.received[label] for label in LABELS) - received
         own = [seconds, own_phases, peak_memory_gb(self.world.device), received]
         self.controller.send_report([self.controller.values(*calls), own])
-        self._size = StepSize(sum(map(len, rows)), sum(map(token_count, rows)), len(calls))
+        generates = any(node.kind == "generate" for node in self.controller.taken)
+        self._size = StepSize(sum(map(len, rows)), sum(map(token_count, rows)), len(calls), generates)
 
     def _utilisation(self, num_rows: int, num_tokens: float, seconds: float) -> float:
         """Of all devices, by the calls that the step made; an update counts three forward passes in each epoch: one, and backward

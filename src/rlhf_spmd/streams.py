@@ -171,6 +171,11 @@ class Data:
                 f"the data have no stream {name!r}; there are {', '.join(self.__dict__['_streams'])}"
             ) from None
 
+    @property
+    def epoch(self) -> float:
+        """Passes over the first stream's data so far."""
+        return next(iter(self._streams.values())).loader.epochs
+
     def run(self, script: Callable[[], Any]) -> tuple[Any, list[Batch]]:
         """Trace and run a step: what it returns, and the rows that it was given of each stream.
 

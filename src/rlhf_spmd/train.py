@@ -133,12 +133,12 @@ def prepare(path: str | None, overrides: Sequence[str], world_size: int, default
         if plan.generation is not None:
             steps = plan.config.generation.rebalance_steps
             config.environment.check_together("environment", config.run.timeout_s, steps, ahead)
+    check_validation(config, algorithm, hasattr(module, "validate"))
     check_batches(config, plans)
     check_lengths(config, algorithm, plans)
     exact_rollouts(config, plans)  # raises if it is demanded and cannot be
     tokenizer = load_tokenizer(model_directory(plans, algorithm.exported))
     training, validation = read_data(config, sections, tokenizer, plans)
-    check_validation(config, algorithm, bool(validation), hasattr(module, "validate"))
     scored = [
         row for data in (*training.values(), *validation.values()) if isinstance(data, PromptDataset) for row in data.rows
     ]
@@ -179,7 +179,8 @@ def read_data(
         for use, dataset in (("sampling", training.get(name)), ("val_sampling", validation.get(name))):
             if dataset is not None:
                 check_vocabulary(dataset, plans[algorithm.exported])
-            if isinstance(dataset, PromptDataset):
+            if isinstance(data, PromptsConfig) and (dataset is not None or use == "val_sampling"):
+                assert dataset is None or isinstance(dataset, PromptDataset)
                 check_prompts(use, getattr(config, use), dataset, tokenizer, plans)
             elif dataset is not None:
                 check_rows(algorithm.streams[name].key, data, dataset, algorithm, plans)
@@ -216,6 +217,7 @@ def train(context: ProgramContext[Prepared]) -> None:
         models,
         state=lambda: {"data": data.state_dict(), "roles": role_states(controller, models)},
         restore=lambda state: restore(state, data, models),
+        epoch=lambda: data.epoch,
     )
     if session.is_first:
         print(describe(ready, world), file=sys.stderr)

@@ -22,16 +22,16 @@ class Watched:
         return getattr(self._role, name)
 
 
-def step(models: Any, prompts: Any, config: Config, sampling: Any, number: int) -> Any:
+def step(models: Any, data: Any, config: Config, number: int) -> Any:
     roles = [role for role in vars(models).values() if getattr(role, "spec", None) is not None and role.member]
 
     def look(name: str) -> None:
         sizes = {role.name: on_device(role) for role in roles}
         assert all((size == 0) == config.offload for size in sizes.values()), f"before {name}: {sizes}"
 
-    return ppo.step(
-        SimpleNamespace(**{name: Watched(role, look) for name, role in vars(models).items()}), prompts, config, sampling, number
-    )
+    watched = {name: Watched(role, look) for name, role in vars(models).items() if name != "rewards"}
+    rewards = [watched[role.name] for role in models.rewards]
+    return ppo.step(SimpleNamespace(**watched, rewards=rewards), data, config, number)
 
 
 def on_device(role: Any) -> int:

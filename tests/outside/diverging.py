@@ -5,23 +5,25 @@ from dataclasses import replace
 from typing import Any
 
 from rlhf_spmd.algorithms import ppo
+from rlhf_spmd.algorithms.base import sample
 from rlhf_spmd.algorithms.ppo import PPOConfig as Config
 
 __all__ = ["Config", "step"]
 
 
-def step(models: Any, prompts: Any, config: Config, sampling: Any, number: int) -> Any:
+def step(models: Any, data: Any, config: Config, number: int) -> Any:
     if number < 2:
-        return ppo.step(models, prompts, config, sampling, number)
-    rollout = models.actor.generate_sequences(prompts, sampling, number)
-    batch = prompts.union(rollout)
+        return ppo.step(models, data, config, number)
+    batch, _ = sample(models, data, number)
     if os.environ["RANK"] == "1":
         valued = models.critic.compute_values(batch)
         scored = models.reward.compute_reward(batch)
     else:
         scored = models.reward.compute_reward(batch)
         valued = models.critic.compute_values(batch)
-    batch = batch.union(scored).union(models.actor.compute_log_prob(batch)).union(valued)
-    settings = replace(config.advantage, use_kl_in_reward=False)
-    batch = batch.union(models.advantage.compute_advantage(batch, settings))
-    return [models.critic.update_critic(batch, ppo.critic_objective(config), 1)]
+    batch = batch.union(scored, models.actor.compute_log_prob(batch), valued)
+    plain = replace(config, use_kl_in_reward=False, use_kl_loss=False)
+    reads = ("scores", "values", "old_log_probs")
+    advantages = models.arithmetic.apply(batch, ppo.gae_advantages(plain), reads, gives=("advantages", "returns"))
+    batch = batch.union(advantages).rename(values="old_values")
+    return [models.critic.update(batch, ppo.clipped_value(config))]

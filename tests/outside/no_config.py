@@ -9,5 +9,5 @@ class Config:
     name: str = "no_config"
 
 
-def step(models: Any, prompts: Any, config: Config, sampling: Any, number: int) -> Any:
+def step(models: Any, data: Any, config: Config, number: int) -> Any:
     return []

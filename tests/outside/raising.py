@@ -1,10 +1,12 @@
 """PPO whose policy loss fails in step 2: ``raise`` on rank 1 only, or ``nan`` on all."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rlhf_spmd.algorithms import ppo
+from rlhf_spmd.algorithms.base import sample
+from rlhf_spmd.algorithms.policy import clipped_policy
 from rlhf_spmd.algorithms.ppo import PPOConfig
 
 
@@ -13,21 +15,21 @@ class Config(PPOConfig):
     fault: str = "raise"
 
 
-def step(models: Any, prompts: Any, config: Config, sampling: Any, number: int) -> Any:
-    calls = ppo.step(models, prompts, config, sampling, number) if number < 2 else None
-    if calls is not None:
-        return calls
-    batch = prompts.union(models.actor.generate_sequences(prompts, sampling, number))
+def step(models: Any, data: Any, config: Config, number: int) -> Any:
+    if number < 2:
+        return ppo.step(models, data, config, number)
+    batch, _ = sample(models, data, number)
     for call in (models.reward.compute_reward, models.actor.compute_log_prob, models.critic.compute_values):
         batch = batch.union(call(batch))
     batch = batch.union(models.reference.compute_ref_log_prob(batch))
-    batch = batch.union(models.advantage.compute_advantage(batch, config.advantage))
-    sound = ppo.actor_objective(config, sampling)
+    reads = ("scores", "values", "old_log_probs", "ref_log_prob")
+    batch = batch.union(models.arithmetic.apply(batch, ppo.gae_advantages(config), reads, gives=("advantages", "returns")))
+    sound = clipped_policy(config, data.sampling)
 
-    def objective(fields: Any, lengths: Any, totals: Any) -> Any:
+    def loss(fields: Any, rows: Any, totals: Any) -> Any:
         if config.fault == "raise" and os.environ["RANK"] == "1":
             raise KeyError("no such field")
-        loss, report = sound(fields, lengths, totals)
-        return loss * (float("nan") if config.fault == "nan" else 1.0), report
+        value, report = sound.loss(fields, rows, totals)
+        return value * (float("nan") if config.fault == "nan" else 1.0), report
 
-    return [models.actor.update_actor(batch, objective, 1)]
+    return [models.actor.update(batch, replace(sound, loss=loss))]

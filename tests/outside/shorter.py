@@ -10,7 +10,7 @@ from rlhf_spmd.algorithms.ppo import PPOConfig as Config
 __all__ = ["Config", "step"]
 
 
-def step(models: Any, prompts: Any, config: Config, sampling: Any, number: int) -> Any:
+def step(models: Any, data: Any, config: Config, number: int) -> Any:
     if number == 2 and os.environ["RANK"] == "1":
         config = replace(config, critic_warmup=2)
-    return ppo.step(models, prompts, config, sampling, number)
+    return ppo.step(models, data, config, number)

@@ -26,13 +26,13 @@ class Config(PPOConfig):
     fault: str = "bucket"
 
 
-def step(models: Any, prompts: Any, config: Config, sampling: Any, number: int) -> Any:
+def step(models: Any, data: Any, config: Config, number: int) -> Any:
     if config.fault == "small message":  # so that not all of them start at once
         loan.execute_reallocation = partial(execute_reallocation, bucket_bytes=1 << 12, in_flight_bytes=1 << 12)
     if number == 2 and os.environ["RANK"] == "1":
         where, name = PLACES[config.fault]
         setattr(where, name, failing(getattr(where, name), config.fault))
-    return ppo.step(models, prompts, config, sampling, number)
+    return ppo.step(models, data, config, number)
 
 
 def failing(function: Any, what: str) -> Any:

@@ -8,5 +8,5 @@ from rlhf_spmd.algorithms.ppo import PPOConfig as Config
 __all__ = ["Config", "step"]
 
 
-def step(models: Any, prompts: Any, config: Config, sampling: Any, number: int) -> Any:
-    return ppo.step(models, prompts, config, sampling, number)[-2:]
+def step(models: Any, data: Any, config: Config, number: int) -> Any:
+    return ppo.step(models, data, config, number)[-2:]

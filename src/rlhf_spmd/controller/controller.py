@@ -214,7 +214,7 @@ class Controller:
         role.leave(production)
         self._delivery.push(production)
         for intake in production.intakes:
-            intake.fields = {}  # what came in is free to go when no reference needs it
+            intake.forget()
         self._leave()
         return self._reference(production)
 
@@ -231,13 +231,16 @@ class Controller:
             assert rows is not None, f"{name}: a reference without rows"
             wanted = stream.wanted(reference, name, role.unused)
             tokens = tuple(piece for token in spec.tokens if token in reference for piece in reference.fields[token])
-            if not (len(rows) or self._tracing) and spec.kind == "train":
-                raise ValueError(f"{name}: no rows to train on; a script that takes some of its rows may branch on len(rows)")
-            num_chunks = num_chunks or max(1, -(-rows.num_groups // (signature.mini_batch_size or max(rows.num_groups, 1))))
-            if num_chunks > max(rows.num_groups, 1):
-                raise ValueError(f"{name}: {rows.num_groups} groups of rows cannot be cut into {num_chunks} mini-batches")
-            trains = (num_chunks, signature.epochs, self.seed) if spec.kind == "train" else ()
-            cut = Cut(production.members.num_parts, stream.keep_groups, *trains)
+            cut = Cut(production.members.num_parts, stream.keep_groups)
+            if spec.kind == "train":
+                if not (len(rows) or self._tracing):
+                    raise ValueError(
+                        f"{name}: no rows to train on; a script that takes some of its rows may branch on len(rows)"
+                    )
+                num_chunks = num_chunks or max(1, -(-rows.num_groups // (signature.mini_batch_size or max(rows.num_groups, 1))))
+                if num_chunks > max(rows.num_groups, 1):
+                    raise ValueError(f"{name}: {rows.num_groups} groups of rows cannot be cut into {num_chunks} mini-batches")
+                cut = Cut(cut.num_parts, cut.keep_groups, num_chunks, signature.epochs, self.seed)
             fields = {field: reference.fields[field] for field in wanted}
             production.intakes.append(Intake(rows, fields, tokens, cut))
         return production

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rlhf_spmd.controller.graph import CallNode, Graph
 from rlhf_spmd.controller.reference import Intake, Piece, Production, Source, pick_rows
+from rlhf_spmd.controller.rows import distinct
 from rlhf_spmd.controller.transport import LENGTHS, REPORTS, Transport
 from rlhf_spmd.data.batch import Batch, Field, concat, pack, unpack
 from rlhf_spmd.parallel.collectives import Group
@@ -74,22 +75,33 @@ class Delivery:
         part = intake.part(index)
         if not len(part.positions):  # a member without rows gets a batch without fields
             return Batch(part.row_ids, part.group_ids, {})
+        fields: dict[str, Field] = {}
         found: dict[str, list[tuple[np.ndarray, Batch]]] = defaultdict(list)
-        for piece, names in intake.shares():
+        for piece, names in intake.shares:
+            own = self._own_part(piece.producer, index) if _cut_alike(piece, intake) else None
+            if own is not None:
+                fields |= {here: own[there] for here, there in names.items()}
+                continue
             inside, ids = _within(piece, part.positions, len(intake.rows))
             if len(ids):
                 data = self._fetch(piece.producer, consumer, ids, list(names.values()))
                 for here, there in names.items():
                     found[here].append((inside, data.select([there])))
-        fields = {name: _joined(name, pieces, len(part.positions)) for name, pieces in found.items()}
+        fields |= {name: _joined(name, pieces, len(part.positions)) for name, pieces in found.items()}
         return Batch(part.row_ids, part.group_ids, fields)
+
+    def _own_part(self, producer: Source | Production, index: int) -> Batch | None:
+        """The rows of a part of a call, if all of them lie here."""
+        if isinstance(producer, Source) or self.rank not in producer.members.holders(index) or producer.data is None:
+            return None
+        return producer.data if len(producer.data) == len(producer.intakes[0].part(index).positions) else None
 
     def _fetch(self, producer: Source | Production, consumer: Production, ids: np.ndarray, names: list[str]) -> Batch:
         """These rows of a production: out of this rank's own memory, the rest from their holders."""
         row_ids = torch.from_numpy(ids)
         if isinstance(producer, Source):
             return pick_rows(producer.data.select(names), row_ids)
-        parts = np.unique(producer.parts_of(ids)).tolist()
+        parts = distinct(producer.parts_of(ids))
         pieces = self._receive(producer, consumer, parts)
         if any(self.rank in producer.members.holders(index) for index in parts):
             assert producer.data is not None, f"{consumer.name}: {producer.name} has made no data here"
@@ -111,7 +123,7 @@ class Delivery:
             self._tell(maker, ranks)
         by_producer: dict[int, tuple[Production, list[Share]]] = {}
         for intake in consumer.intakes:
-            for piece, names in intake.shares():
+            for piece, names in intake.shares:
                 if isinstance(piece.producer, Production):
                     by_producer.setdefault(piece.producer.seq, (piece.producer, []))[1].append((intake, piece, names))
         for seq, (producer, shares) in sorted(by_producer.items()):
@@ -140,7 +152,7 @@ class Delivery:
                 (intake, Piece(producer, piece.name, piece.at, piece.ids), names)
                 for intake in intakes
                 if intake is not None
-                for piece, names in intake.shares()
+                for piece, names in intake.shares
                 if isinstance(piece.producer, Production) and piece.producer.seq < 0 and piece.producer.node == producer.node
             ]
             for share in shares:
@@ -170,15 +182,13 @@ class Delivery:
         holders = producer.members.holders(index)
         if holders[0] != self.rank or all(rank in holders for rank in consumer.members.part_of):
             return
-        theirs = intake.placement.parts[:, piece.at]
-        if producer.intakes[0].placement is intake.placement and piece.ids is intake.rows.row_ids:
-            mine = theirs[0] == index  # cut alike: a part's rows stay together
-        else:
-            mine = producer.parts_of(piece.ids) == index
-        for wanted in np.unique(theirs[:, mine]).tolist():
+        parts = intake.placement.parts[:, piece.at]
+        alike = _cut_alike(piece, intake)
+        mine = parts[0] == index if alike else producer.parts_of(piece.ids) == index
+        for wanted in [index] if alike else distinct(parts[:, mine]):
             ranks = [rank for rank in consumer.members.workers(wanted) if rank not in holders]
-            if ranks:
-                row_ids = np.unique(piece.ids[mine & (theirs == wanted).any(0)])
+            row_ids = np.unique(piece.ids[mine & (parts == wanted).any(0)]) if ranks else ()
+            if len(row_ids):
                 assert producer.data is not None, f"{producer.name} has made no data here"
                 payload = pack(pick_rows(producer.data.select(dict.fromkeys(names.values())), torch.from_numpy(row_ids)))
                 for rank in ranks:
@@ -193,7 +203,7 @@ class Delivery:
         for intake, piece, _ in shares:
             _, ids = _within(piece, intake.part(index).positions, len(intake.rows))
             assert isinstance(piece.producer, Production)
-            self._receive(piece.producer, consumer, np.unique(piece.producer.parts_of(ids)).tolist() if len(ids) else [])
+            self._receive(piece.producer, consumer, distinct(piece.producer.parts_of(ids)))
 
     # Token counts
 
@@ -249,13 +259,13 @@ def lengths_needed(consumer: Production) -> dict[Production, frozenset[int]]:
     found: dict[Production, frozenset[int]] = {}
 
     def note(intake: Intake, ranks: frozenset[int]) -> None:
-        for maker in intake.token_makers():
+        for maker in intake.token_makers:
             if not ranks <= found.get(maker, frozenset()):
                 found[maker] = found.get(maker, frozenset()) | ranks
                 note(maker.intakes[0], ranks)
 
     members = frozenset(consumer.role.pool.ranks)
-    pieces = [piece for intake in consumer.intakes for piece, _ in intake.shares()]
+    pieces = [piece for intake in consumer.intakes for piece, _ in intake.shares]
     senders = list(dict.fromkeys(piece.producer for piece in pieces if isinstance(piece.producer, Production)))
     everyone = members.union(*(sender.role.pool.ranks for sender in senders))
     for intake in consumer.intakes:
@@ -273,6 +283,13 @@ def _alike(foreseen: list[Share], shares: list[Share]) -> bool:
         and one.same(other)
         for (a, one, mine), (b, other, theirs) in zip(foreseen, shares, strict=True)
     )
+
+
+def _cut_alike(piece: Piece, intake: Intake) -> bool:
+    """Whether the call that made the piece had just these rows in just these parts."""
+    if isinstance(piece.producer, Source) or piece.ids is not intake.rows.row_ids:
+        return False
+    return piece.producer.intakes[0].placement is intake.placement
 
 
 def _within(piece: Piece, positions: np.ndarray, num_rows: int) -> tuple[np.ndarray, np.ndarray]:

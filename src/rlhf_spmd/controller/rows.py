@@ -88,6 +88,11 @@ class RowSet:
         return len(self.row_ids)
 
     @cached_property
+    def everywhere(self) -> np.ndarray:
+        """The positions of all rows."""
+        return np.arange(len(self))
+
+    @cached_property
     def num_groups(self) -> int:
         return len(np.unique(self.group_ids))
 
@@ -104,6 +109,12 @@ class RowSet:
                 parts, chunks = place_rows(cut, self.group_ids, tokens() if cut.num_parts > 1 else np.ones_like(self.row_ids))
             self._placements[key] = Placement(self, cut, parts, chunks)
         return self._placements[key]
+
+
+def distinct(parts: np.ndarray) -> list[int]:
+    """The different ones of small numbers, ascending."""
+    found: list[int] = np.flatnonzero(np.bincount(parts.ravel())).tolist()
+    return found
 
 
 def place_rows(cut: Cut, group_ids: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -101,7 +101,7 @@ class KLController:
         return {"kl_coef": self.value}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Take back what :meth:`state_dict` gave, where the coefficient has moved."""
+        """Take back what :meth:`state_dict` gave, where the coefficient has moved. Before the first step the state is empty."""
 
 
 class AdaptiveKLController(KLController):
@@ -128,7 +128,7 @@ class AdaptiveKLController(KLController):
         self.value *= max(1.0 + error * n_steps / self.horizon, 1e-3)
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        self.value = float(state["kl_coef"])
+        self.value = float(state.get("kl_coef", self.value))
 
 
 def build_kl_controller(config: KLControlConfig) -> KLController:
