@@ -316,10 +316,11 @@ ONE_UPDATE = (
 
 def one_step(world: World, overrides: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The first step of PPO on one rank: the fields of its batch (lists per row) and its metrics."""
+    from rlhf_spmd.reports import merge_values
+
     from rlhf_spmd.algorithms import ppo
     from rlhf_spmd.controller import Controller
     from rlhf_spmd.data.batch import Batch, Ragged, encode_json, ragged
-    from rlhf_spmd.reports import merge_values
     from rlhf_spmd.roles import build_models
     from rlhf_spmd.workers.config import BatchLimits
     from rlhf_spmd.workers.model_worker import Build

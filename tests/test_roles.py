@@ -116,6 +116,8 @@ def test_two_named_rewards_side_by_side(tmp_path: Path) -> None:
     overrides = settings(run_dir, 1, "rewards.cost.weight=-2", "rewards.cost.data_sources=[odd]")
     with pytest.raises(ValueError, match=r"there is no cost: give rewards.cost.function, a reward model as rewards.cost.model"):
         prepare(file, overrides, 2)
+    with pytest.raises(ValueError, match=r"^rewards.cots: this algorithm has no such reward; did you mean 'cost'\?"):
+        prepare(file, [*overrides, "rewards.cots.function=gsm8k"], 2)
     run_ranks(2, train_here, file, [*overrides, "rewards.cost.function=outside.rewards:priced"])
 
     samples = [json.loads(line) for line in (run_dir / "rollouts.jsonl").read_text().splitlines()]

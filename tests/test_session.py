@@ -74,9 +74,7 @@ def test_a_run_of_another_experiment_is_not_gone_on_with(tmp_path: Path, capsys:
         with pytest.raises(ValueError, match="^" + re.escape(f"{step_1} is of another experiment: {told}{remedy}") + "$"):
             train(run_dir, 2, f"data.path={data}", override)
     data.write_text(rows + json.dumps({"prompt": "abc"}) + "\n")
-    with pytest.raises(
-        ValueError, match=r"another experiment: the prompts in the data are 21-\w+ \(were 20-\w+\); give"
-    ):
+    with pytest.raises(ValueError, match=r"another experiment: the prompts in the data are 21-\w+ \(were 20-\w+\); give"):
         train(run_dir, 2, f"data.path={data}")
     assert (run_dir / "config.yaml").read_text() == config and not step_1.with_name("step_2").exists()
     capsys.readouterr()
@@ -84,7 +82,9 @@ def test_a_run_of_another_experiment_is_not_gone_on_with(tmp_path: Path, capsys:
     with pytest.raises(SystemExit) as ending:  # as a person meets it
         main(["--config", str(tasks.task() / "ppo.json"), *tasks.settings(run_dir, 2, f"data.path={data}")])
     said = capsys.readouterr().err.splitlines()
-    assert ending.value.code == 2 and said[-1].startswith(f"config error: {step_1} is of another experiment: the prompts in the data are")
+    assert ending.value.code == 2 and said[-1].startswith(
+        f"config error: {step_1} is of another experiment: the prompts in the data are"
+    )
     assert json.loads((run_dir / "exit_status.json").read_text())["class"] == "config"
 
     data.write_text(rows)
@@ -179,7 +179,10 @@ def test_paths_of_models_may_begin_with_the_home_directory(monkeypatch: pytest.M
         (["val_prompts.path=@", "val_prompts.shuffle=false"], r"^unknown key 'val_prompts\.shuffle'"),
         (["val_prompts.path=@", "val_prompts.val_path=x"], r"^unknown key 'val_prompts\.val_path'"),
         (["val_prompts.max_prompt_length=9"], r"^val_prompts\.path must be given"),
-        (["models.actor.path=Qwen/Qwen2.5-0.5B"], r"^models\.actor\.path=Qwen/Qwen2\.5-0\.5B is not a directory; .* `hf download NAME"),
+        (
+            ["models.actor.path=Qwen/Qwen2.5-0.5B"],
+            r"^models\.actor\.path=Qwen/Qwen2\.5-0\.5B is not a directory; .* `hf download NAME",
+        ),
         (
             ["val_prompts.path=@", "val_prompts.max_prompt_length=60", "reward.function=gsm8k", "run.test_freq=1"],
             r"^val_prompts\.max_prompt_length \+ val_prompts\.max_response_length = 572 tokens, but models\.actor has a context of 64",

@@ -120,10 +120,10 @@ class Bench:
 
         def script(rows: Any) -> None:
             for i in range(CHAIN):
-                rows = rows.union(toy.pass_on(rows) if i % 2 else toy.pass_on_3d(rows))
+                rows = rows.select().union(toy.pass_on(rows) if i % 2 else toy.pass_on_3d(rows))
 
         def once() -> Callable[[], object]:
-            reference = self.controller.source(make_rows(num_rows, "x"), "x")
+            reference = self.controller.source(make_rows(num_rows, "x"))
             return lambda: self.controller.run(script, reference)
 
         self.measure(f"chain on one pool, {num_rows} rows, nothing moves", CHAIN, once)
@@ -137,7 +137,7 @@ class Bench:
             b.consume(rows.union(a.produce(rows)))
 
         def once() -> Callable[[], object]:
-            reference = self.controller.source(make_rows(num_rows, "prompt_ids"), "prompt_ids")
+            reference = self.controller.source(make_rows(num_rows, "prompt_ids"))
             return lambda: self.controller.run(script, reference)
 
         self.measure(f"pool({half}) to pool({half}), {num_rows} rows, {mebibytes} MiB: script of 2 calls", 1, once)

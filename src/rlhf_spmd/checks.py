@@ -25,7 +25,7 @@ def in_flight(config: Any) -> int | None:
 def check_batches(config: Any, plans: Mapping[str, RolePlan]) -> None:
     """Batch sizes against each other and against the layouts. Raises ValueError with both sides and the remedy."""
     algorithm, batch = config.algorithm, config.data.train_batch_size
-    mini = getattr(algorithm, "ppo_mini_batch_size", batch)
+    mini = algorithm.mini_batch_size or batch
     if batch % min(mini, batch):
         raise ValueError(f"algorithm.ppo_mini_batch_size={mini} must divide data.train_batch_size={batch} (both count prompts)")
     samples = config.sampling.n if isinstance(config.data, PromptsConfig) else 1
@@ -36,7 +36,7 @@ def check_batches(config: Any, plans: Mapping[str, RolePlan]) -> None:
             what = f"{min(mini, batch)} prompts * sampling.n={samples} = {rows} rows" if samples > 1 else f"{rows} rows"
             raise ValueError(
                 f"a mini-batch has {what}, fewer than models.{role}.layout.dp={plan.shape.layout.dp}; use a larger "
-                f"data.train_batch_size or mini-batch, or a smaller dp"
+                f"{'algorithm.ppo_mini_batch_size' if mini < batch else 'data.train_batch_size'}, or a smaller dp"
             )
     if isinstance(config.data, DataConfig):
         _check_generation(config, plans)

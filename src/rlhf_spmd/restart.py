@@ -19,7 +19,7 @@ from rlhf_spmd.workers.actor import ActorWorker
 from rlhf_spmd.workers.model_worker import ModelWorker
 
 ROWS_IN_FLIGHT = "rows_in_flight"  # a checkpoint's name for the rows that generation goes on with
-EXPERIMENT = re.compile(r"algorithm\.name|models\.\w+\.path|\w+\.path")  # keys that make it another experiment
+EXPERIMENT = re.compile(r"algorithm\.name|models\.\w+\.path|data\.path")  # keys that make it another experiment
 
 
 def role_state(worker: ModelWorker) -> RoleState:

@@ -29,6 +29,7 @@ from rlhf_spmd.workers.model_worker import Build, ModelWorker
 from rlhf_spmd.workers.reward import RewardWorker
 
 ARITHMETIC = "arithmetic"  # the role that every algorithm has
+RESERVED = (ARITHMETIC, "rewards", "controller")  # names in ``models`` that no reward can have
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def plan_roles(
     declared = [role for role, worker in roles.items() if issubclass(worker, RewardWorker)]
     for name in rewards:
         hint = nearest(name, [role for role in declared if role != "reward"])
-        if name not in declared and ("reward" not in declared or name in roles or hint):
+        if name not in declared and ("reward" not in declared or name in (*roles, *RESERVED) or hint):
             listed = ", ".join(declared) or "none"
             raise ValueError(f"{reward_key(name)}: this algorithm has no such reward{hint or ';'} its rewards are {listed}")
     known = {role: worker for role, worker in roles.items() if issubclass(worker, ModelWorker)}
@@ -241,7 +242,7 @@ def check_sampling(
 
 
 def check_prompts(
-    section: str, sampling: SamplingConfig, data: PromptDataset, tokenizer: Any, plans: Mapping[str, RolePlan]
+    section: str, sampling: SamplingConfig, data: PromptDataset | None, tokenizer: Any, plans: Mapping[str, RolePlan]
 ) -> None:
     """What ``section`` says against vocabulary and tokenizer of the models that answer ``data``, and its rows' own limits.
 
@@ -251,7 +252,8 @@ def check_prompts(
         if plan.generation is not None:
             assert plan.spec is not None, "a role that generates has a model"
             ends = build_ends(sampling, plan.spec.eos_token_ids, decoding(tokenizer), section)
-            sampling.check_ids(plan.spec.vocab_size, ends.token_ids, "min_response_length" in data.limits, section)
+            own_minimum = data is not None and "min_response_length" in data.limits
+            sampling.check_ids(plan.spec.vocab_size, ends.token_ids, own_minimum, section)
 
 
 def build_models(plans: Mapping[str, RolePlan], build: Build) -> SimpleNamespace:

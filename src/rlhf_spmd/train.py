@@ -179,7 +179,8 @@ def read_data(
         for use, dataset in (("sampling", training.get(name)), ("val_sampling", validation.get(name))):
             if dataset is not None:
                 check_vocabulary(dataset, plans[algorithm.exported])
-            if isinstance(dataset, PromptDataset):
+            if isinstance(data, PromptsConfig) and (dataset is not None or use == "val_sampling"):
+                assert dataset is None or isinstance(dataset, PromptDataset)
                 check_prompts(use, getattr(config, use), dataset, tokenizer, plans)
             elif dataset is not None:
                 check_rows(algorithm.streams[name].key, data, dataset, algorithm, plans)

@@ -53,6 +53,11 @@ class AlgorithmConfig:
         """How rows are cut into micro-batches."""
         return BatchLimits()
 
+    @property
+    def mini_batch_size(self) -> int | None:
+        """Groups of an optimizer step; None: all of a step's."""
+        return None
+
     def updates(self, role: str, steps: int, batch_size: int) -> int:
         """Optimizer steps of a role in a run of ``steps`` steps with ``batch_size`` groups each: the length of its schedule."""
         return steps
@@ -81,6 +86,10 @@ class RolloutConfig(AlgorithmConfig):
     @property
     def limits(self) -> BatchLimits:
         return BatchLimits(self.ppo_max_token_len_per_gpu, None if self.use_dynamic_bsz else self.ppo_micro_batch_size_per_gpu)
+
+    @property
+    def mini_batch_size(self) -> int:
+        return self.ppo_mini_batch_size
 
     def training_steps(self, role: str, steps: int) -> int:
         """In how many of a run's ``steps`` a trained role is updated."""

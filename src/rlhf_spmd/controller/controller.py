@@ -30,7 +30,7 @@ from torch import Tensor
 
 from rlhf_spmd.controller.delivery import Delivery, held_first, lengths_needed
 from rlhf_spmd.controller.graph import CallNode, Graph
-from rlhf_spmd.controller.reference import Intake, Production, Reference, made_by, pick_rows, source
+from rlhf_spmd.controller.reference import Intake, Production, Reference, Source, made_by, pick_rows, source
 from rlhf_spmd.controller.rows import Cut
 from rlhf_spmd.controller.transport import REPORTS, UNTRACED
 from rlhf_spmd.controller.worker import MethodSpec, Signature, Worker
@@ -111,10 +111,13 @@ class Controller:
         mine = []
         for piece in reference.select(name).fields[name]:
             data, at = held_first(piece, self.rank)
-            values = (
-                pick_rows(data, torch.from_numpy(piece.ids[at]))[piece.name] if len(at) and data is not None else torch.empty(0)
-            )
-            mine.append([piece.at[at].tolist(), values.double().tolist()])
+            if data is None or not len(at):
+                continue
+            values = pick_rows(data, torch.from_numpy(piece.ids[at]))[piece.name].double()
+            if isinstance(piece.producer, Source):  # every rank has it
+                found[piece.at[at]] = values
+            else:
+                mine.append([piece.at[at].tolist(), values.tolist()])
         for at, values in (entry for part in self._from_all("controller.get_field", mine) for entry in part):
             found[at] = torch.tensor(values, dtype=torch.float64)
         return found
@@ -211,7 +214,7 @@ class Controller:
         role.leave(production)
         self._delivery.push(production)
         for intake in production.intakes:
-            intake.fields = {}  # what came in is free to go when no reference needs it
+            intake.forget()
         self._leave()
         return self._reference(production)
 
@@ -228,11 +231,16 @@ class Controller:
             assert rows is not None, f"{name}: a reference without rows"
             wanted = stream.wanted(reference, name, role.unused)
             tokens = tuple(piece for token in spec.tokens if token in reference for piece in reference.fields[token])
-            num_chunks = num_chunks or max(1, -(-rows.num_groups // (signature.mini_batch_size or max(rows.num_groups, 1))))
-            if num_chunks > max(rows.num_groups, 1):
-                raise ValueError(f"{name}: {rows.num_groups} groups of rows cannot be cut into {num_chunks} mini-batches")
-            trains = (num_chunks, signature.epochs, self.seed) if spec.kind == "train" else ()
-            cut = Cut(production.members.num_parts, stream.keep_groups, *trains)
+            cut = Cut(production.members.num_parts, stream.keep_groups)
+            if spec.kind == "train":
+                if not (len(rows) or self._tracing):
+                    raise ValueError(
+                        f"{name}: no rows to train on; a script that takes some of its rows may branch on len(rows)"
+                    )
+                num_chunks = num_chunks or max(1, -(-rows.num_groups // (signature.mini_batch_size or max(rows.num_groups, 1))))
+                if num_chunks > max(rows.num_groups, 1):
+                    raise ValueError(f"{name}: {rows.num_groups} groups of rows cannot be cut into {num_chunks} mini-batches")
+                cut = Cut(cut.num_parts, cut.keep_groups, num_chunks, signature.epochs, self.seed)
             fields = {field: reference.fields[field] for field in wanted}
             production.intakes.append(Intake(rows, fields, tokens, cut))
         return production

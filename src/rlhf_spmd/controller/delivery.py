@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rlhf_spmd.controller.graph import CallNode, Graph
 from rlhf_spmd.controller.reference import Intake, Piece, Production, Source, pick_rows
+from rlhf_spmd.controller.rows import distinct
 from rlhf_spmd.controller.transport import LENGTHS, REPORTS, Transport
 from rlhf_spmd.data.batch import Batch, Field, concat, pack, unpack
 from rlhf_spmd.parallel.collectives import Group
@@ -32,13 +33,18 @@ class Delivery:
         self._consumers: dict[int, list[CallNode]] = {}  # node -> who reads what it makes
         self._readers: dict[int, frozenset[int]] = {}  # node -> the ranks that must know the token counts which it makes
         self._made: dict[int, Production] = {}  # node -> the call that took its place
-        self._makers: list[Production] = []  # of token counts, in this script
+        self._makers: list[Production] = []  # of token counts that were told in this script
         self._pushed: dict[tuple[int, int], tuple[Production, list[Share]]] = {}  # (call, node): sent ahead, not yet consumed
         self._own_report = b""
 
     def begin(self, graph: Graph) -> None:
         """Of a script that was traced as ``graph``."""
-        self._consumers, self._readers = graph.consumers(), graph.readers_of_lengths()
+        self._consumers = graph.consumers()
+        for maker, ranks in graph.readers_of_lengths().items():
+            if maker.seq < 0:
+                self._readers[maker.node] = ranks
+            else:  # a call of an earlier script: what is made from its rows may be pushed at once
+                self._tell(maker, ranks)
 
     def settle(self) -> None:
         """Receive what was sent here and not used, wait for what was sent."""
@@ -69,22 +75,33 @@ class Delivery:
         part = intake.part(index)
         if not len(part.positions):  # a member without rows gets a batch without fields
             return Batch(part.row_ids, part.group_ids, {})
+        fields: dict[str, Field] = {}
         found: dict[str, list[tuple[np.ndarray, Batch]]] = defaultdict(list)
-        for piece, names in intake.shares():
+        for piece, names in intake.shares:
+            own = self._own_part(piece.producer, index) if _cut_alike(piece, intake) else None
+            if own is not None:
+                fields |= {here: own[there] for here, there in names.items()}
+                continue
             inside, ids = _within(piece, part.positions, len(intake.rows))
             if len(ids):
                 data = self._fetch(piece.producer, consumer, ids, list(names.values()))
                 for here, there in names.items():
                     found[here].append((inside, data.select([there])))
-        fields = {name: _joined(name, pieces, len(part.positions)) for name, pieces in found.items()}
+        fields |= {name: _joined(name, pieces, len(part.positions)) for name, pieces in found.items()}
         return Batch(part.row_ids, part.group_ids, fields)
+
+    def _own_part(self, producer: Source | Production, index: int) -> Batch | None:
+        """The rows of a part of a call, if all of them lie here."""
+        if isinstance(producer, Source) or self.rank not in producer.members.holders(index) or producer.data is None:
+            return None
+        return producer.data if len(producer.data) == len(producer.intakes[0].part(index).positions) else None
 
     def _fetch(self, producer: Source | Production, consumer: Production, ids: np.ndarray, names: list[str]) -> Batch:
         """These rows of a production: out of this rank's own memory, the rest from their holders."""
         row_ids = torch.from_numpy(ids)
         if isinstance(producer, Source):
             return pick_rows(producer.data.select(names), row_ids)
-        parts = np.unique(producer.parts_of(ids)).tolist()
+        parts = distinct(producer.parts_of(ids))
         pieces = self._receive(producer, consumer, parts)
         if any(self.rank in producer.members.holders(index) for index in parts):
             assert producer.data is not None, f"{consumer.name}: {producer.name} has made no data here"
@@ -106,7 +123,7 @@ class Delivery:
             self._tell(maker, ranks)
         by_producer: dict[int, tuple[Production, list[Share]]] = {}
         for intake in consumer.intakes:
-            for piece, names in intake.shares():
+            for piece, names in intake.shares:
                 if isinstance(piece.producer, Production):
                     by_producer.setdefault(piece.producer.seq, (piece.producer, []))[1].append((intake, piece, names))
         for seq, (producer, shares) in sorted(by_producer.items()):
@@ -124,7 +141,6 @@ class Delivery:
         if producer.rows is None:
             return
         if producer.spec.lengths_of is not None:
-            self._makers.append(producer)
             self._tell(producer, self._readers.get(producer.node, frozenset()))
         for node in self._consumers.get(producer.node, ()):
             foreseen = node.call
@@ -136,7 +152,7 @@ class Delivery:
                 (intake, Piece(producer, piece.name, piece.at, piece.ids), names)
                 for intake in intakes
                 if intake is not None
-                for piece, names in intake.shares()
+                for piece, names in intake.shares
                 if isinstance(piece.producer, Production) and piece.producer.seq < 0 and piece.producer.node == producer.node
             ]
             for share in shares:
@@ -166,12 +182,13 @@ class Delivery:
         holders = producer.members.holders(index)
         if holders[0] != self.rank or all(rank in holders for rank in consumer.members.part_of):
             return
-        mine = producer.parts_of(piece.ids) == index
-        theirs = intake.placement.parts[:, piece.at]
-        for wanted in np.unique(theirs[:, mine]).tolist():
+        parts = intake.placement.parts[:, piece.at]
+        alike = _cut_alike(piece, intake)
+        mine = parts[0] == index if alike else producer.parts_of(piece.ids) == index
+        for wanted in [index] if alike else distinct(parts[:, mine]):
             ranks = [rank for rank in consumer.members.workers(wanted) if rank not in holders]
-            if ranks:
-                row_ids = np.unique(piece.ids[mine & (theirs == wanted).any(0)])
+            row_ids = np.unique(piece.ids[mine & (parts == wanted).any(0)]) if ranks else ()
+            if len(row_ids):
                 assert producer.data is not None, f"{producer.name} has made no data here"
                 payload = pack(pick_rows(producer.data.select(dict.fromkeys(names.values())), torch.from_numpy(row_ids)))
                 for rank in ranks:
@@ -186,16 +203,19 @@ class Delivery:
         for intake, piece, _ in shares:
             _, ids = _within(piece, intake.part(index).positions, len(intake.rows))
             assert isinstance(piece.producer, Production)
-            self._receive(piece.producer, consumer, np.unique(piece.producer.parts_of(ids)).tolist() if len(ids) else [])
+            self._receive(piece.producer, consumer, distinct(piece.producer.parts_of(ids)))
 
     # Token counts
 
     def _tell(self, maker: Production, ranks: Iterable[int]) -> None:
         """Send the token counts of the rows that this rank made to those of ``ranks`` that have not been told."""
         new = set(ranks) - maker.told
+        if not new:
+            return
         maker.told |= new
+        self._makers.append(maker)
         index = maker.members.part_of.get(self.rank)
-        if not new or index is None or maker.members.holders(index)[0] != self.rank:
+        if index is None or maker.members.holders(index)[0] != self.rank:
             return
         if len(maker.intakes[0].part(index).positions):
             counts = torch.from_numpy(self._own_lengths(maker, index))
@@ -220,8 +240,8 @@ class Delivery:
         if maker.counts is None:
             assert self.rank in maker.told, f"rank {self.rank} is not told the token counts of {maker.name}"
             counts = np.zeros(len(maker.intakes[0].rows), dtype=np.int64)
-            for index in np.unique(maker.intakes[0].placement.parts).tolist():
-                first, positions = maker.members.holders(index)[0], maker.intakes[0].part(index).positions
+            for index, positions in maker.intakes[0].placement.positions():
+                first = maker.members.holders(index)[0]
                 if first == self.rank:
                     counts[positions] = self._own_lengths(maker, index)
                 else:
@@ -234,19 +254,24 @@ class Delivery:
 def lengths_needed(consumer: Production) -> dict[Production, frozenset[int]]:
     """The calls whose token counts a call's placement needs, and the ranks that need them: members, and those that send to them.
 
-    Members also need those by which the senders' own rows were placed.
+    Members also need those by which the senders' own rows were placed, and who knows a call's counts, those that placed its rows.
     """
     found: dict[Production, frozenset[int]] = {}
+
+    def note(intake: Intake, ranks: frozenset[int]) -> None:
+        for maker in intake.token_makers:
+            if not ranks <= found.get(maker, frozenset()):
+                found[maker] = found.get(maker, frozenset()) | ranks
+                note(maker.intakes[0], ranks)
+
     members = frozenset(consumer.role.pool.ranks)
-    makers = [maker for intake in consumer.intakes for maker in intake.token_makers()]
-    pieces = [piece for intake in consumer.intakes for piece, _ in intake.shares()]
+    pieces = [piece for intake in consumer.intakes for piece, _ in intake.shares]
     senders = list(dict.fromkeys(piece.producer for piece in pieces if isinstance(piece.producer, Production)))
     everyone = members.union(*(sender.role.pool.ranks for sender in senders))
-    for maker in makers:
-        found[maker] = everyone
+    for intake in consumer.intakes:
+        note(intake, everyone)
     for sender in senders:
-        for maker in sender.intakes[0].token_makers():
-            found[maker] = found.get(maker, frozenset()) | members
+        note(sender.intakes[0], members)
     return found
 
 
@@ -258,6 +283,13 @@ def _alike(foreseen: list[Share], shares: list[Share]) -> bool:
         and one.same(other)
         for (a, one, mine), (b, other, theirs) in zip(foreseen, shares, strict=True)
     )
+
+
+def _cut_alike(piece: Piece, intake: Intake) -> bool:
+    """Whether the call that made the piece had just these rows in just these parts."""
+    if isinstance(piece.producer, Source) or piece.ids is not intake.rows.row_ids:
+        return False
+    return piece.producer.intakes[0].placement is intake.placement
 
 
 def _within(piece: Piece, positions: np.ndarray, num_rows: int) -> tuple[np.ndarray, np.ndarray]:

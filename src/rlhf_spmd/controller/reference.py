@@ -84,6 +84,7 @@ class Intake:
     def part(self, index: int) -> Part:
         return self.placement.part(index)
 
+    @cached_property
     def shares(self) -> list[tuple[Piece, dict[str, str]]]:
         """What comes from each call (or source) for the same rows, in program order: a piece, and name here -> name there."""
         found: list[tuple[Piece, dict[str, str]]] = []
@@ -97,13 +98,16 @@ class Intake:
                     found.append((piece, {name: piece.name}))
         return sorted(found, key=lambda share: share[0].producer.seq)
 
+    def forget(self) -> None:
+        """After the call: what came in is free to go when no reference needs it."""
+        self.fields, self.shares = {}, []
+
+    @cached_property
     def token_makers(self) -> list[Production]:
         """The calls whose token counts this cut needs."""
-        return [piece.producer for piece in self.tokens if isinstance(piece.producer, Production)] if self._balances else []
-
-    @property
-    def _balances(self) -> bool:
-        return self.cut.num_parts > 1 and self.cut not in self.rows.given
+        if self.cut.num_parts == 1 or self.cut in self.rows.given:
+            return []
+        return [piece.producer for piece in self.tokens if isinstance(piece.producer, Production)]
 
 
 @dataclass(eq=False)
@@ -291,8 +295,7 @@ def _same(one: tuple[Piece, ...], other: tuple[Piece, ...]) -> bool:
 
 def made_by(producer: Source | Production, rows: RowSet, names: Iterable[str], call: Production | None = None) -> Reference:
     """Fields that one call, or source, made for all of ``rows``."""
-    at = np.arange(len(rows))
-    return Reference(rows, {name: (Piece(producer, name, at, rows.row_ids),) for name in names}, call)
+    return Reference(rows, {name: (Piece(producer, name, rows.everywhere, rows.row_ids),) for name in names}, call)
 
 
 def source(batch: Batch, placements: Mapping[Cut, np.ndarray] | None = None) -> Reference:

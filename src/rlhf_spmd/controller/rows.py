@@ -50,6 +50,12 @@ class Placement:
     chunks: np.ndarray
     _parts: dict[int, Part] = field(default_factory=dict)
 
+    def positions(self) -> list[tuple[int, np.ndarray]]:
+        """Each part that has rows, with their ascending positions; of a cut for one pass over the rows."""
+        order = np.argsort(self.parts[0], kind="stable")
+        found, starts = np.unique(self.parts[0][order], return_index=True)
+        return list(zip(found.tolist(), np.split(order, starts[1:]), strict=True)) if len(order) else []
+
     def part(self, index: int) -> Part:
         if index not in self._parts:
             mine = self.parts == index
@@ -82,6 +88,11 @@ class RowSet:
         return len(self.row_ids)
 
     @cached_property
+    def everywhere(self) -> np.ndarray:
+        """The positions of all rows."""
+        return np.arange(len(self))
+
+    @cached_property
     def num_groups(self) -> int:
         return len(np.unique(self.group_ids))
 
@@ -98,6 +109,12 @@ class RowSet:
                 parts, chunks = place_rows(cut, self.group_ids, tokens() if cut.num_parts > 1 else np.ones_like(self.row_ids))
             self._placements[key] = Placement(self, cut, parts, chunks)
         return self._placements[key]
+
+
+def distinct(parts: np.ndarray) -> list[int]:
+    """The different ones of small numbers, ascending."""
+    found: list[int] = np.flatnonzero(np.bincount(parts.ravel())).tolist()
+    return found
 
 
 def place_rows(cut: Cut, group_ids: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -136,16 +136,22 @@ def register(
         name = body.__name__
         stream = Stream(inputs, not split_groups)
 
+        @functools.cache
+        def given(unused: frozenset[str], mini_batch_size: int | None, epochs: int) -> Signature:
+            made = (o.removesuffix("?") for o in outputs if not (o.endswith("?") and o[:-1] in unused))
+            return Signature(name, (stream,), tuple(made), mini_batch_size, epochs)
+
         def fixed(worker: Worker, *args: Any, mini_batch_size: int | None = None, epochs: int = 1, **kwargs: Any) -> Signature:
-            given = (o.removesuffix("?") for o in outputs if not (o.endswith("?") and o[:-1] in worker.unused))
-            return Signature(name, (stream,), tuple(given), mini_batch_size, epochs)
+            return given(worker.unused, mini_batch_size, epochs)
 
         spec = MethodSpec(name, body, kind, protocol, lengths_of, tokens, describe or fixed, known)
 
         @functools.wraps(body)
         def call(self: Worker, batch: Reference | Sequence[Any] | None = None, *args: Any, **kwargs: Any) -> Reference:
             found = known(self, batch) if isinstance(batch, Reference) else None
-            return found or self.controller.call(self.serving(name), spec, batch, args, kwargs, sys._getframe(1))
+            if found is not None:
+                return found
+            return self.controller.call(self.serving(name), spec, batch, args, kwargs, sys._getframe(1))
 
         call.spec = spec  # type: ignore[attr-defined]
         return call
