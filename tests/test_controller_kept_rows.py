@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from ranks import run_ranks
-from rlhf_spmd.controller import Reference
+from rlhf_spmd.controller import Cut, Reference
+from rlhf_spmd.controller.rows import KEPT_PLACEMENTS, RowSet
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.world import World
 from test_controller import build, prompts
@@ -149,3 +151,28 @@ def no_rows_left(world: World) -> None:
 def test_an_update_without_rows_says_so() -> None:
     with pytest.raises(AssertionError, match=r"ValueError: a\.update: no rows to train on"):
         run_ranks(2, no_rows_left)
+
+
+def decided_rows(world: World, easy: int) -> Any:
+    controller, toys = build(world, actor=([0], Layout()), critic=([1], Layout()))
+
+    def script(first: Reference, second: Reference) -> Reference:
+        rows = second if controller.decide(True) else first  # a trace takes the first
+        return toys["critic"].rows(rows.union(toys["actor"].generate(rows)))
+
+    batch = prompts(8, 1)
+    return controller.get(
+        controller.run(script, controller.source(batch.take(range(easy))), controller.source(batch.take([4, 5, 6, 7])))
+    )
+
+
+@pytest.mark.parametrize("easy", [4, 8])
+def test_a_branch_that_takes_other_rows_than_the_trace(easy: int) -> None:
+    assert run_ranks(2, decided_rows, easy)[1] == [[[4, 5, 6, 7]]]
+
+
+def test_a_row_set_that_outlives_many_steps_keeps_few_placements() -> None:
+    rows = RowSet(np.arange(8), np.arange(8))
+    for serial in range(10 * KEPT_PLACEMENTS):
+        rows.place(Cut(2), serial, lambda: np.ones(8, dtype=np.int64))
+    assert len(rows._placements) == KEPT_PLACEMENTS

@@ -32,7 +32,8 @@ class Delivery:
         self._transport = Transport(world)
         self._consumers: dict[int, list[CallNode]] = {}  # node -> who reads what it makes
         self._readers: dict[int, frozenset[int]] = {}  # node -> the ranks that must know the token counts which it makes
-        self._made: dict[int, Production] = {}  # node -> the call that took its place
+        self._foreseen: dict[int, Production] = {}  # node -> the call as it was traced
+        self._made: dict[int, Production] = {}  # node -> the call that took its place, with the rows that it was traced with
         self._makers: list[Production] = []  # of token counts that were told in this script
         self._pushed: dict[tuple[int, int], tuple[Production, list[Share]]] = {}  # (call, node): sent ahead, not yet consumed
         self._own_report = b""
@@ -40,6 +41,7 @@ class Delivery:
     def begin(self, graph: Graph) -> None:
         """Of a script that was traced as ``graph``."""
         self._consumers = graph.consumers()
+        self._foreseen = {node.index: node.call for node in graph.nodes}
         for maker, ranks in graph.readers_of_lengths().items():
             if maker.seq < 0:
                 self._readers[maker.node] = ranks
@@ -54,7 +56,7 @@ class Delivery:
         for key in list(self._pushed):
             self._drop(*key)
         self._transport.finish()
-        for kept in (self._consumers, self._readers, self._made, self._makers):
+        for kept in (self._consumers, self._readers, self._foreseen, self._made, self._makers):
             kept.clear()
 
     def send_report(self, report: bytes) -> None:
@@ -118,7 +120,9 @@ class Delivery:
 
     def send_inputs(self, consumer: Production) -> None:
         """See that the inputs of a call get to it: those that were not pushed for just these rows are sent."""
-        self._made[consumer.node] = consumer
+        foreseen = self._foreseen.get(consumer.node)
+        if foreseen is not None and _same_rows(foreseen, consumer):
+            self._made[consumer.node] = consumer
         for maker, ranks in lengths_needed(consumer).items():
             self._tell(maker, ranks)
         by_producer: dict[int, tuple[Production, list[Share]]] = {}
@@ -142,6 +146,8 @@ class Delivery:
             return
         if producer.spec.lengths_of is not None:
             self._tell(producer, self._readers.get(producer.node, frozenset()))
+        if self._made.get(producer.node) is not producer:
+            return  # it came otherwise than foreseen, and so do its consumers: they pull
         for node in self._consumers.get(producer.node, ()):
             foreseen = node.call
             intakes = [self._real(intake) for intake in foreseen.intakes]
@@ -283,6 +289,11 @@ def _alike(foreseen: list[Share], shares: list[Share]) -> bool:
         and one.same(other)
         for (a, one, mine), (b, other, theirs) in zip(foreseen, shares, strict=True)
     )
+
+
+def _same_rows(one: Production, other: Production) -> bool:
+    pairs = zip(one.intakes, other.intakes, strict=False)
+    return len(one.intakes) == len(other.intakes) and all(a.rows.same(b.rows) for a, b in pairs)
 
 
 def _cut_alike(piece: Piece, intake: Intake) -> bool:
