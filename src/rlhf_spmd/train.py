@@ -245,7 +245,7 @@ def build_data(ready: Prepared, controller: Controller) -> Data:
         if ahead is not None:
             streams[name] = InFlightStream(loader, config.sampling.n, ahead, replicas[0])
         else:
-            streams[name] = RowStream(loader, config.sampling.n if isinstance(section, DataConfig) else 1)
+            streams[name] = RowStream(loader, config.sampling.n if isinstance(section, DataConfig) else 1, len(streams))
     validation = {name: (dataset, sections[name].val_batch_size) for name, dataset in ready.validation.items()}
     return Data(controller, streams, validation, ready.sampling(), ready.sampling(validates=True))
 

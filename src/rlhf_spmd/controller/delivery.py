@@ -67,7 +67,7 @@ class Delivery:
             self._transport.send(torch.frombuffer(bytearray(report), dtype=torch.uint8), first, 0, REPORTS, "report")
 
     def receive_reports(self) -> list[bytes]:
-        others = [self._transport.receive(rank, 0, REPORTS, "report") for rank in self.world.ranks[1:]]
+        others = self._transport.receive(self.world.ranks[1:], 0, REPORTS, "report")
         return [self._own_report, *(bytes(payload.numpy()) for payload in others)]
 
     # What comes in
@@ -114,7 +114,7 @@ class Delivery:
         """Rows of these parts of a production, one batch from the first holder of each part that does not lie here."""
         holders = [producer.members.holders(index) for index in parts]
         sources = [ranks[0] for ranks in holders if self.rank not in ranks]
-        return [unpack(self._transport.receive(rank, producer.seq, consumer.node, consumer.name)) for rank in sources]
+        return [unpack(payload) for payload in self._transport.receive(sources, producer.seq, consumer.node, consumer.name)]
 
     # What goes out
 
@@ -246,13 +246,16 @@ class Delivery:
         if maker.counts is None:
             assert self.rank in maker.told, f"rank {self.rank} is not told the token counts of {maker.name}"
             counts = np.zeros(len(maker.intakes[0].rows), dtype=np.int64)
+            elsewhere: dict[int, np.ndarray] = {}  # first holder -> positions
             for index, positions in maker.intakes[0].placement.positions():
                 first = maker.members.holders(index)[0]
                 if first == self.rank:
                     counts[positions] = self._own_lengths(maker, index)
                 else:
-                    payload = self._transport.receive(first, maker.seq, LENGTHS, "lengths")
-                    counts[positions] = payload.view(torch.int64).numpy()
+                    elsewhere[first] = positions
+            payloads = self._transport.receive(list(elsewhere), maker.seq, LENGTHS, "lengths")
+            for positions, payload in zip(elsewhere.values(), payloads, strict=True):
+                counts[positions] = payload.view(torch.int64).numpy()
             maker.counts = counts
         return maker.counts
 

@@ -224,6 +224,8 @@ class Reference:
         at = np.searchsorted(mine.row_ids, ids)
         if len(ids) and not (len(mine) and np.array_equal(mine.row_ids[np.minimum(at, len(mine) - 1)], ids)):
             raise ValueError(f"take: of {len(ids)} rows some are not among the {len(mine)} of the reference")
+        if isinstance(which, Reference) and which.rows and not np.array_equal(mine.group_ids[at], which.rows.group_ids):
+            raise ValueError("take: the rows have other groups than those of the other reference, so they are other rows")
         return self._moved(at, ids, mine.decided or decided)
 
     def firsts(self) -> Reference:
