@@ -115,7 +115,7 @@ def test_a_second_round_that_the_trace_did_not_foresee(pools: Pools) -> None:
     assert sum(row < 8 for row in rows_of(updates)) == 8, "half of them are copies"
 
 
-@pytest.mark.parametrize("pools", [apart(DP2, TP2), apart(DP2, PP2), apart(TP2, DP2), apart(DP2, Layout(1, 2, 1))])
+@pytest.mark.parametrize("pools", [apart(DP2, TP2), apart(DP2, PP2), apart(TP2, DP2)])
 @pytest.mark.parametrize("doubles_at_once", [False, True])
 def test_rows_of_an_earlier_script(pools: Pools, doubles_at_once: bool) -> None:
     """Ranks that had no use for the token counts when the rows were made, and need them now: members, and those that send."""

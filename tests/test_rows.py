@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from rlhf_spmd.algorithms.ppo import PPOConfig, gae_advantages
 from rlhf_spmd.controller import (
     DP,
     Controller,
@@ -26,6 +27,8 @@ from rlhf_spmd.controller.reference import COPY_STRIDE, Intake
 from rlhf_spmd.controller.rows import Part, RowSet, place_rows
 from rlhf_spmd.data.batch import Batch, ragged
 from rlhf_spmd.parallel.layout import Layout
+from rlhf_spmd.workers.arithmetic import Whole
+from rlhf_spmd.workers.objective import Rows
 
 
 def rows(num_groups: int = 4, n: int = 2, first: int = 0, **fields: Any) -> Reference:
@@ -278,3 +281,14 @@ def test_all_placements_of_a_step_for_hundreds_of_ranks_take_milliseconds() -> N
     taken = min(seconds() for _ in range(5))
     print(f"{1e3 * taken:.1f} ms")
     assert taken < 0.05  # about 10 ms; the machine may be busy
+
+
+def test_sums_over_all_rows_are_in_float64() -> None:
+    """Where rows lie decides which sums of a few rows are added up, and must not show in what PPO makes of them."""
+    ids, lengths = torch.arange(3), torch.tensor([2, 1, 3])
+    fields = {name: torch.linspace(low, 1, 6).double() for low, name in enumerate(("values", "old_log_probs"))}
+    fields |= {"ref_log_prob": torch.arange(6).double() / 7, "scores": torch.tensor([0.1, 0.2, 0.7]).double()}
+    whole = Whole(lambda x: x, lambda x: x, {})
+    _, metrics = gae_advantages(PPOConfig())(fields, Rows(ids, ids, lengths), whole)
+    kl = fields["old_log_probs"] - fields["ref_log_prob"]
+    assert metrics["actor/kl"] == pytest.approx(float(kl.mean()), rel=1e-14)
