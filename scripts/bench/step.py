@@ -90,7 +90,7 @@ def overrides(program: str, root: Path, work: Work, steps: int) -> dict[str, Any
     model, data = root / "model", root / f"{program}.jsonl"
     run = {"run.steps": steps, "run.export": False, "data.path": data}
     if program == "sft":
-        return {**run, "data.train_batch_size": work.sft_rows, "model.path": model, "model.random_init": True}
+        return {**run, "data.train_batch_size": work.sft_rows, "models.actor.path": model, "models.actor.random_init": True}
     return {
         **run,
         "data.train_batch_size": work.num_prompts,

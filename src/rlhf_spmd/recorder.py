@@ -47,7 +47,9 @@ def merge_reports(
         metrics["memory/peak_gb"] = max(metrics.get("memory/peak_gb", 0.0), peak)
     if metrics.get("generation/seconds_max"):
         metrics["generation/idle_fraction"] = 1 - metrics["generation/seconds"] / metrics["generation/seconds_max"]
-    if size.rows and ("response_length/mean" in metrics or not size.generates):  # which a reward reports; its call may be left out
+    if size.rows and (
+        "response_length/mean" in metrics or not size.generates
+    ):  # which a reward reports; its call may be left out
         responses = metrics.get("response_length/mean", 0.0) + metrics.get("rollout/environment_tokens_mean", 0.0)
         num_tokens = size.tokens + responses * size.rows
         metrics["perf/tokens_per_s"] = num_tokens / seconds

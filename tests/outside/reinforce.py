@@ -75,5 +75,7 @@ def best_of_step(fields: dict[str, Tensor], rows: Rows, whole: Whole) -> tuple[d
 
 
 def weighted_likelihood(fields: dict[str, Tensor], rows: Rows, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
-    loss = aggregate(-fields["advantages"] * fields["log_probs"], rows.lengths, "seq-mean-token-sum", totals.tokens, totals.rows)
+    loss = aggregate(
+        -fields["advantages"] * fields["log_probs"], rows.lengths, "seq-mean-token-sum", totals.tokens, totals.rows
+    )
     return loss, {"actor/pg_loss": loss.detach().double()}
