@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from memory import LiveMemory
+from live_memory import LiveMemory
 from model_configs import CONFIGS
 from ranks import run_ranks
 from rlhf_spmd.kernels import Kernels, ready

@@ -140,3 +140,10 @@ def test_activations_writes_memory_of_layers_and_head(tmp_path: Path) -> None:
     assert [case["case"] for case in report["layers"]] == ["none", "selective", "full"] and kept == sorted(kept, reverse=True)
     ours, whole = (next(case for case in report["head"] if case["case"] == name) for name in ("ours", "whole logits"))
     assert 0.8 < ours["chunks"] < 1.1 and whole["peak_mib"] > 3 * ours["peak_mib"] and "linear_cross_entropy" in printed
+
+
+def test_memory_predicts_and_measures_every_phase(tmp_path: Path) -> None:
+    report, printed = run_script("memory.py", tmp_path / "memory.json", "--model", "tiny")
+    assert list(report["phases"]) == ["load", "generate", "log_probs", "update", "step"]
+    for name, phase in report["phases"].items():
+        assert phase["measured"] > 0 and min(phase["parts"].values()) > 0 and f"| {name} |" in printed

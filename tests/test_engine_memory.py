@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from memory import LiveMemory
+from live_memory import LiveMemory
 from ranks import run_ranks
 from rlhf_spmd.models import weights
 from rlhf_spmd.models.decoder import Decoder

@@ -159,6 +159,38 @@ def test_whiten_of_equal_values_is_zero_not_noise(x):
     assert bool(whitened.isfinite().all()) and float(whitened.abs().max()) < 1e-6
 
 
+def naive_group_advantages(scores, groups, by_std):
+    """Section 4.1.2 of the GRPO paper row by row, with the sample's standard deviation."""
+    out = []
+    for score, group in zip(scores, groups, strict=True):
+        its = [other for other, its_group in zip(scores, groups, strict=True) if its_group == group]
+        mean = sum(its) / len(its)
+        deviation = math.sqrt(sum((other - mean) ** 2 for other in its) / max(len(its) - 1, 1))
+        out.append((score - mean) / (deviation + 1e-6) if by_std else score - mean)
+    return out
+
+
+@pytest.mark.parametrize("by_std", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_group_advantages_are_the_papers(by_std, dtype):
+    """Groups of unequal size, in any order, beside an offset that float32 sums would lose."""
+    groups = torch.tensor([9, 4, 4, 7, 9, 9, 4, 2, 7, 9, 4, 7])
+    scores = (sample(3, len(groups)) + 1000.0).to(dtype)
+    found = adv.group_advantages(scores, groups, by_std)
+    expected = torch.tensor(naive_group_advantages(scores.double().tolist(), groups.tolist(), by_std), dtype=torch.float64)
+    assert found.dtype == dtype and found[7] == 0  # alone in its group
+    torch.testing.assert_close(found.double(), expected, rtol=1e-6 if dtype == torch.float32 else 1e-9, atol=1e-9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.floats(-1e6, 1e6), st.integers(1, 9), st.booleans(), st.sampled_from([torch.float32, torch.float64]))
+def test_groups_of_equal_scores_teach_exactly_nothing(score, size, by_std, dtype):
+    scores = torch.tensor([score] * size + [1.0, 2.0], dtype=dtype)
+    found = adv.group_advantages(scores, torch.tensor([5] * size + [3, 3]), by_std)
+    assert found[:size].tolist() == [0.0] * size and found[size] < 0 < found[size + 1]
+    assert adv.group_advantages(scores[:0], torch.empty(0, dtype=torch.int64), by_std).tolist() == []
+
+
 @pytest.mark.parametrize("kind", kl_module.KL_KINDS)
 def test_kl_estimators_are_schulmans(kind):
     p, q = sample(9, 40, 2.0), sample(10, 40, 2.0)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import tasks
-from memory import LiveMemory
+from live_memory import LiveMemory
 from model_configs import CONFIGS as FAMILIES
 from ranks import run_ranks
 from rlhf_spmd.generate import GenerateConfig

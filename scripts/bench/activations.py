@@ -29,12 +29,12 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))
 
 from measure import machine_facts, median, table
 
-from memory import LiveMemory
+from live_memory import LiveMemory
 from rlhf_spmd.kernels import ready, suspended
 from rlhf_spmd.models.activations import CHECKPOINTING
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
-from rlhf_spmd.models.heads import CHUNK_ELEMENTS, KEPT_ELEMENTS, token_log_probs
+from rlhf_spmd.models.heads import BLOCK_ROWS, CHUNK_ELEMENTS, KEPT_ELEMENTS, token_log_probs
 from rlhf_spmd.models.spec import spec_from_config
 from rlhf_spmd.models.weights import init_random
 from rlhf_spmd.parallel.collectives import solo
@@ -128,7 +128,8 @@ def head_cases(decoder: Decoder, args: argparse.Namespace) -> Iterator[dict[str,
 
     gradients = (hidden.nbytes + weight.nbytes) / MIB
     rows = max(CHUNK_ELEMENTS[torch.device(args.device).type] // args.vocab, 64)
-    rows += min(KEPT_ELEMENTS // args.vocab, tokens) if ready(hidden) is not None else 0
+    whole = rows >= min(BLOCK_ROWS[torch.device(args.device).type], tokens) or tokens * args.vocab <= KEPT_ELEMENTS
+    rows += min(KEPT_ELEMENTS // args.vocab, tokens) if whole and ready(hidden) is not None else 0
     chunk = 4 * args.vocab * rows / MIB
     for name, case in cases.items():
         seconds, _, peak = measured(args, case, clear)

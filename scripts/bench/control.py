@@ -36,7 +36,7 @@ SIZES = ((64, 2), (512, 16))  # (rows, MiB moved), those of published measuremen
 class Toy(Worker):
     payload = torch.zeros(0, 0)
 
-    @register(ONE_TO_ALL, kind="control")
+    @register(ONE_TO_ALL)
     def nothing(self) -> None:
         pass
 
@@ -120,10 +120,10 @@ class Bench:
 
         def script(rows: Any) -> None:
             for i in range(CHAIN):
-                rows = rows.select("prompt_ids").union(toy.pass_on(rows) if i % 2 else toy.pass_on_3d(rows))
+                rows = rows.select().union(toy.pass_on(rows) if i % 2 else toy.pass_on_3d(rows))
 
         def once() -> Callable[[], object]:
-            reference = self.controller.source(make_rows(num_rows, "x", "prompt_ids"))
+            reference = self.controller.source(make_rows(num_rows, "x"))
             return lambda: self.controller.run(script, reference)
 
         self.measure(f"chain on one pool, {num_rows} rows, nothing moves", CHAIN, once)
@@ -170,12 +170,11 @@ class Bench:
         self.control_collectives()
 
 
-def make_rows(num_rows: int, *fields: str) -> Batch:
+def make_rows(num_rows: int, field: str) -> Batch:
     """Rows in groups of eight, of 16 to 63 tokens."""
     ids = torch.arange(num_rows)
     lengths = (ids * 7919 % 48 + 16).tolist()
-    tokens = ragged([torch.zeros(n, dtype=torch.int64) for n in lengths], torch.int64)
-    return Batch(ids, ids // 8, dict.fromkeys(fields, tokens))
+    return Batch(ids, ids // 8, {field: ragged([torch.zeros(n, dtype=torch.int64) for n in lengths], torch.int64)})
 
 
 def table(results: list[dict[str, Any]]) -> str:

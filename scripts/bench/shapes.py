@@ -23,12 +23,13 @@ SMALL: dict[str, dict[str, int]] = {
     "S": {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "vocab_size": 4096, "head_dim": 32},
     "M": {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "vocab_size": 8192, "head_dim": 64},
 }
-# family, hidden size, intermediate size, layers, query heads (8 of keys and values), head_dim, vocabulary, tied embeddings
+# family, hidden size, intermediate size, layers, heads of queries, of keys and values, head_dim, vocabulary, tied embeddings
 LARGE = {
-    "qwen3_0.6b": ("Qwen3", 1024, 3072, 28, 16, 128, 151936, True),
-    "qwen3_1.7b": ("Qwen3", 2048, 6144, 28, 16, 128, 151936, True),
-    "llama_1b": ("Llama", 2048, 8192, 16, 32, 64, 128256, True),
-    "llama_8b": ("Llama", 4096, 14336, 32, 32, 128, 128256, False),
+    "qwen2.5_0.5b": ("Qwen2", 896, 4864, 24, 14, 2, 64, 151936, True),
+    "qwen3_0.6b": ("Qwen3", 1024, 3072, 28, 16, 8, 128, 151936, True),
+    "qwen3_1.7b": ("Qwen3", 2048, 6144, 28, 16, 8, 128, 151936, True),
+    "llama_1b": ("Llama", 2048, 8192, 16, 32, 8, 64, 128256, True),
+    "llama_8b": ("Llama", 4096, 14336, 32, 32, 8, 128, 128256, False),
 }
 MODELS_HELP = f"any of {', '.join([*SMALL, *LARGE])}; llama_8b:16 has 16 of its layers"
 
@@ -53,10 +54,10 @@ def config_of(model: str) -> dict[str, Any]:
     if name in SMALL:
         config = {**LLAMA, **SMALL[name], "max_position_embeddings": 1024}
     else:
-        family, hidden, inner, depth, heads, head_dim, vocab, tied = LARGE[name]
+        family, hidden, inner, depth, heads, kv_heads, head_dim, vocab, tied = LARGE[name]
         config = {**LLAMA, "architectures": [f"{family}ForCausalLM"], "model_type": str(family).lower()}
         config |= {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": depth, "vocab_size": vocab}
-        config |= {"num_attention_heads": heads, "num_key_value_heads": 8, "head_dim": head_dim, "rope_theta": 1e6}
+        config |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim, "rope_theta": 1e6}
         config |= {"tie_word_embeddings": tied, "max_position_embeddings": 8192, "dtype": "bfloat16"}
     return {**config, "num_hidden_layers": int(layers)} if layers else config
 

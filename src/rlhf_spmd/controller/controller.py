@@ -233,6 +233,10 @@ class Controller:
             tokens = tuple(piece for token in spec.tokens if token in reference for piece in reference.fields[token])
             cut = Cut(production.members.num_parts, stream.keep_groups)
             if spec.kind == "train":
+                if not (len(rows) or self._tracing):
+                    raise ValueError(
+                        f"{name}: no rows to train on; a script that takes some of its rows may branch on len(rows)"
+                    )
                 num_chunks = num_chunks or max(1, -(-rows.num_groups // (signature.mini_batch_size or max(rows.num_groups, 1))))
                 if num_chunks > max(rows.num_groups, 1):
                     raise ValueError(f"{name}: {rows.num_groups} groups of rows cannot be cut into {num_chunks} mini-batches")

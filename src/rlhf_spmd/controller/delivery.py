@@ -33,13 +33,18 @@ class Delivery:
         self._consumers: dict[int, list[CallNode]] = {}  # node -> who reads what it makes
         self._readers: dict[int, frozenset[int]] = {}  # node -> the ranks that must know the token counts which it makes
         self._made: dict[int, Production] = {}  # node -> the call that took its place
-        self._makers: list[Production] = []  # of token counts, in this script
+        self._makers: list[Production] = []  # of token counts that were told in this script
         self._pushed: dict[tuple[int, int], tuple[Production, list[Share]]] = {}  # (call, node): sent ahead, not yet consumed
         self._own_report = b""
 
     def begin(self, graph: Graph) -> None:
         """Of a script that was traced as ``graph``."""
-        self._consumers, self._readers = graph.consumers(), graph.readers_of_lengths()
+        self._consumers = graph.consumers()
+        for maker, ranks in graph.readers_of_lengths().items():
+            if maker.seq < 0:
+                self._readers[maker.node] = ranks
+            else:  # a call of an earlier script: what is made from its rows may be pushed at once
+                self._tell(maker, ranks)
 
     def settle(self) -> None:
         """Receive what was sent here and not used, wait for what was sent."""
@@ -136,7 +141,6 @@ class Delivery:
         if producer.rows is None:
             return
         if producer.spec.lengths_of is not None:
-            self._makers.append(producer)
             self._tell(producer, self._readers.get(producer.node, frozenset()))
         for node in self._consumers.get(producer.node, ()):
             foreseen = node.call
@@ -206,9 +210,12 @@ class Delivery:
     def _tell(self, maker: Production, ranks: Iterable[int]) -> None:
         """Send the token counts of the rows that this rank made to those of ``ranks`` that have not been told."""
         new = set(ranks) - maker.told
+        if not new:
+            return
         maker.told |= new
+        self._makers.append(maker)
         index = maker.members.part_of.get(self.rank)
-        if not new or index is None or maker.members.holders(index)[0] != self.rank:
+        if index is None or maker.members.holders(index)[0] != self.rank:
             return
         if len(maker.intakes[0].part(index).positions):
             counts = torch.from_numpy(self._own_lengths(maker, index))
@@ -247,19 +254,24 @@ class Delivery:
 def lengths_needed(consumer: Production) -> dict[Production, frozenset[int]]:
     """The calls whose token counts a call's placement needs, and the ranks that need them: members, and those that send to them.
 
-    Members also need those by which the senders' own rows were placed.
+    Members also need those by which the senders' own rows were placed, and who knows a call's counts, those that placed its rows.
     """
     found: dict[Production, frozenset[int]] = {}
+
+    def note(intake: Intake, ranks: frozenset[int]) -> None:
+        for maker in intake.token_makers:
+            if not ranks <= found.get(maker, frozenset()):
+                found[maker] = found.get(maker, frozenset()) | ranks
+                note(maker.intakes[0], ranks)
+
     members = frozenset(consumer.role.pool.ranks)
-    makers = [maker for intake in consumer.intakes for maker in intake.token_makers]
     pieces = [piece for intake in consumer.intakes for piece, _ in intake.shares]
     senders = list(dict.fromkeys(piece.producer for piece in pieces if isinstance(piece.producer, Production)))
     everyone = members.union(*(sender.role.pool.ranks for sender in senders))
-    for maker in makers:
-        found[maker] = everyone
+    for intake in consumer.intakes:
+        note(intake, everyone)
     for sender in senders:
-        for maker in sender.intakes[0].token_makers:
-            found[maker] = found.get(maker, frozenset()) | members
+        note(sender.intakes[0], members)
     return found
 
 

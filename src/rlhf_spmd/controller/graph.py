@@ -54,13 +54,12 @@ class Graph:
             found.setdefault(producer, []).append(self.nodes[consumer])
         return found
 
-    def readers_of_lengths(self) -> dict[int, frozenset[int]]:
-        """Node -> the global ranks that must know the token counts which it makes."""
-        found: dict[int, frozenset[int]] = {}
+    def readers_of_lengths(self) -> dict[Production, frozenset[int]]:
+        """The calls that make token counts, of this script and of earlier ones, and the global ranks that must know these."""
+        found: dict[Production, frozenset[int]] = {}
         for node in self.nodes:
             for maker, ranks in node.needs.items():
-                if maker.seq < 0:  # of this trace; others have told theirs, or will when they are asked
-                    found[maker.node] = found.get(maker.node, frozenset()) | ranks
+                found[maker] = found.get(maker, frozenset()) | ranks
         return found
 
     def to_json(self) -> dict[str, object]:

@@ -2,8 +2,8 @@
 
 Training never holds logits [T, V]: chunks of rows are computed, reduced to a few numbers per token, dropped, and computed
 again in the backward pass. At no time are there more than a chunk's logits [rows, V / t], twice where an entropy is computed or
-has a gradient. The backward pass goes by blocks of the vocabulary, so that a large one's gradient and wide copy exist a block at a
-time. Few logits (``KEPT_ELEMENTS``) are kept for it instead.
+has a gradient. The backward pass of a large vocabulary goes by blocks of it, so that wide copies of its weight and its gradient exist
+a block at a time; that of a small one finds the logits of the last rows (``KEPT_ELEMENTS``) where they are.
 Generation reduces its logits with the same functions, so its log-probs are bit-equal to training's.
 
 Each rank reduces its slice of the vocabulary by itself (maximum, sum of exponentials, the label's logit); one gather of those
@@ -27,7 +27,7 @@ from rlhf_spmd.parallel.collectives import Group
 
 CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 26}  # logits per chunk, 16 MiB on CPU
 BLOCK_ROWS = {"cpu": 1 << 10, "cuda": 1 << 13}  # of a chunk in the backward pass: fewer add to gradients too often
-KEPT_ELEMENTS = 1 << 23  # logits that the kernels' forward pass leaves for backward if there are no more, 32 MiB
+KEPT_ELEMENTS = 1 << 23  # logits of the last chunks that the kernels' forward pass leaves for backward, 32 MiB
 
 
 def _project(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -106,15 +106,19 @@ class _TokenLogProbs(torch.autograd.Function):
         keep: bool,
     ) -> tuple[Tensor, Tensor]:
         parts, ctx.kept = [], {}
-        keep = keep and hidden.shape[0] * weight.shape[0] <= KEPT_ELEMENTS
+        vocab, block_rows = weight.shape[0], min(BLOCK_ROWS.get(hidden.device.type, 1 << 13), hidden.shape[0])
+        whole = chunk_rows >= block_rows or hidden.shape[0] * vocab <= KEPT_ELEMENTS
+        ctx.tile = (chunk_rows, vocab) if whole else (block_rows, max(chunk_rows * vocab // block_rows, 1))
+        first_kept = hidden.shape[0] - (KEPT_ELEMENTS // vocab if keep and whole else 0)
         for rows in _chunks(hidden.shape[0], chunk_rows):
             logits = _scaled(hidden[rows], weight, softcap, temperature)
             parts.append(_local_statistics(logits, labels[rows], first, entropy))
-            if keep and kernels.ready(logits) is not None:
+            if rows.start >= first_kept and kernels.ready(logits) is not None:
                 ctx.kept[rows.start] = logits
+            del logits  # before the next chunk's are made
         log_probs, entropies, log_z = _combine(torch.cat(parts, 1), group)
         ctx.save_for_backward(hidden, weight, labels, log_z, entropies)
-        ctx.settings = (first, group, temperature, softcap, chunk_rows)
+        ctx.settings = (first, group, temperature, softcap)
         ctx.set_materialize_grads(False)  # an entropy that is only reported has no gradient: None, not zeros
         if not entropy:
             ctx.mark_non_differentiable(entropies)
@@ -124,20 +128,15 @@ class _TokenLogProbs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, labels, log_z, entropies = ctx.saved_tensors
-        first, group, temperature, softcap, chunk_rows = ctx.settings
+        (first, group, temperature, softcap), (num_rows, num_columns) = ctx.settings, ctx.tile
         if grad_log_probs is None:
             grad_log_probs = torch.zeros_like(log_z)
         grad_hidden = torch.zeros_like(hidden, dtype=log_z.dtype)
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        columns = weight.shape[0]
-        if not ctx.kept:
-            logits_per_block = chunk_rows * columns
-            chunk_rows = min(BLOCK_ROWS.get(hidden.device.type, 1 << 13), max(hidden.shape[0], chunk_rows))
-            columns = max(logits_per_block // chunk_rows, 1)
-        for block in _chunks(weight.shape[0], columns):
+        for block in _chunks(weight.shape[0], num_columns):
             wide = weight[block].to(log_z.dtype) if hidden.device.type == "cpu" else weight[block]
             part = grad_weight if grad_weight is None else grad_weight[block].to(log_z.dtype)
-            for rows in _chunks(hidden.shape[0], chunk_rows):
+            for rows in _chunks(hidden.shape[0], num_rows):
                 logits = ctx.kept.pop(rows.start, None)
                 if logits is None:
                     logits = _scaled(hidden[rows], weight[block], softcap, temperature)

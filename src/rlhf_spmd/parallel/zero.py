@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from rlhf_spmd.parallel.collectives import Group
 from rlhf_spmd.parallel.mesh import Mesh
 
-STAGED = 1 << 22  # elements that a rank gives to a collective of gloo at a time: it holds them all twice more
+STAGED = 1 << 21  # elements that a rank gives to a collective of gloo at a time: it holds them all twice more
 
 
 class _Collective:

@@ -1,0 +1,32 @@
+"""InstructGPT's PPO-ptx (Ouyang et al. 2022) without a critic: the policy's loss and the likelihood of given text in one step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from rlhf_spmd.algorithms.base import AlgorithmConfig, Section, sample, score
+from rlhf_spmd.algorithms.grpo import GRPOConfig, in_group
+from rlhf_spmd.algorithms.policy import clipped_policy
+from rlhf_spmd.algorithms.sft import likelihood
+from rlhf_spmd.controller import Reference
+from rlhf_spmd.data.sft import SftConfig
+
+
+@dataclass(frozen=True)
+class Config(GRPOConfig):
+    use_kl_loss: bool = False
+    ptx_coeff: float = 0.5
+    streams: ClassVar[Mapping[str, Section]] = {**AlgorithmConfig.streams, "text": Section("pretraining", SftConfig)}
+
+
+def step(models: Any, data: Any, config: Config, number: int) -> list[Reference]:
+    batch, rollout = sample(models, data, number)
+    scores, scored = score(models, batch)
+    old = models.actor.compute_log_prob(batch)
+    batch = batch.union(scores, old)
+    advantages = models.arithmetic.apply(batch, in_group(config), ("scores",), gives=("advantages",), keep_groups=True)
+    objectives = [clipped_policy(config, data.sampling), replace(likelihood("token-mean"), weight=config.ptx_coeff)]
+    update = models.actor.update([batch.union(advantages), data.text.next()], objectives, **config.schedule)
+    return [rollout, *scored, old, advantages, update]
