@@ -16,6 +16,7 @@ from rlhf_spmd.algorithms.sft import likelihood
 from rlhf_spmd.controller.rows import Cut, RowSet
 from rlhf_spmd.data.batch import Batch, ragged
 from rlhf_spmd.parallel.world import World
+from rlhf_spmd.streams import merge_values
 from rlhf_spmd.workers.model_worker import ModelWorker
 from rlhf_spmd.workers.objective import Objective, sequence_lengths
 from test_call_layouts import build
@@ -104,6 +105,21 @@ def tokens_per_replica(world: World) -> int:
 def test_updates_are_balanced_by_prompts_and_responses() -> None:
     found = run_ranks(2, tokens_per_replica)
     assert sum(found) == 229 and max(found) < 1.05 * sum(found) / 2, found
+
+
+def log_prob_difference(world: World) -> float:
+    """Of a long and a short row, each on a replica of its own if there are two, from a rollout that says 0 of every token."""
+    controller, models = build(world, "models.actor.dtype=float64")
+    batch = batch_of([(3, 30), (3, 2)])
+    said = ragged([torch.zeros(n, dtype=torch.float64) for n in batch["response_ids"].lengths.tolist()])
+    rows = controller.source(Batch(batch.row_ids, batch.group_ids, {**batch.fields, "rollout_log_probs": said}))
+    call = controller.run(lambda: models.actor.compute_log_prob(rows))
+    return merge_values(controller.get(call))[0]["rollout/log_prob_diff_mean"]
+
+
+def test_a_mean_over_tokens_is_none_of_replicas_means() -> None:
+    one, (other, _) = run_ranks(1, log_prob_difference)[0], run_ranks(2, log_prob_difference)
+    assert other == pytest.approx(one, rel=1e-12) and one > 0.1
 
 
 def update_unevenly(world: World, where: tuple[str, ...]) -> tuple[dict[str, float], int]:
