@@ -84,8 +84,8 @@ class RolloutConfig(AlgorithmConfig):
             raise ValueError(f"{where}.use_dynamic_bsz=false needs {where}.ppo_micro_batch_size_per_gpu, at least 1")
         if self.use_dynamic_bsz and self.ppo_micro_batch_size_per_gpu is not None:
             raise ValueError(
-                f"{where}.ppo_micro_batch_size_per_gpu={self.ppo_micro_batch_size_per_gpu} does nothing with {where}.use_dynamic_bsz=true, "
-                f"which cuts by {where}.ppo_max_token_len_per_gpu; leave it out, or set use_dynamic_bsz=false"
+                f"{where}.ppo_micro_batch_size_per_gpu={self.ppo_micro_batch_size_per_gpu} does nothing with "
+                f"{where}.use_dynamic_bsz=true; leave it out, or set use_dynamic_bsz=false"
             )
 
     @property
