@@ -98,6 +98,41 @@ def test_a_run_of_another_experiment_is_not_gone_on_with(tmp_path: Path, capsys:
     assert f"data.path={tasks.task() / 'train.jsonl'} (was " in capsys.readouterr().err
 
 
+def test_a_run_that_went_on_is_exported_as_it_ended(tmp_path: Path) -> None:
+    """Also if it was ended between its last checkpoint and its export, when an export of an earlier end is there."""
+    export = tmp_path / "export" / "model.safetensors"
+    train(tmp_path, 1, "run.export=true")
+    train(tmp_path, 2, "run.export=false")
+    before = export.read_bytes()
+    train(tmp_path, 2, "run.export=true")
+    assert export.read_bytes() != before
+    after = export.stat().st_mtime_ns
+    train(tmp_path, 2, "run.export=true")
+    assert export.stat().st_mtime_ns == after, "nothing to do, and nothing done"
+
+
+def test_a_coefficient_that_was_fixed_is_not_gone_on_with(tmp_path: Path) -> None:
+    control = ["algorithm.kl_ctrl.type=fixed", "algorithm.kl_ctrl.kl_coef=0"]
+    train(tmp_path, 1, *control)
+    train(tmp_path, 2)
+    assert tasks.read_run(tmp_path).metrics[-1]["actor/kl_coef"] > 0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["algorithm.critic_warmup=2"], "run.steps=2 is too few: models.actor would never be trained"),
+        (
+            ["algorithm.ppo_micro_batch_size_per_gpu=4"],
+            "ppo_micro_batch_size_per_gpu=4 does nothing with algorithm.use_dynamic_bsz=true",
+        ),
+    ],
+)
+def test_settings_that_would_do_nothing_are_refused(tmp_path: Path, overrides: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        prepare(str(tasks.task() / "ppo.json"), tasks.settings(tmp_path, 2, *overrides), 1)
+
+
 def test_a_log_tells_steps_validations_and_where_things_lie(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     validation = [f"data.val_path={tasks.task() / 'train.jsonl'}", "run.test_freq=2", "run.export=true"]
     train(tmp_path, 2, *validation)
