@@ -235,23 +235,24 @@ def test_metrics_from_another_rank_are_those_of_their_step(tmp_path: Path) -> No
         assert len(scores) == 16 and row["reward/mean"] == pytest.approx(sum(scores) / 16, abs=1e-6)
 
 
-def export_slowly(world: World, fails: bool) -> int:
+def export_slowly(world: World, run_dir: Path, fails: bool) -> int:
     """How often a rank asks while rank 0 writes."""
 
-    def write(*arguments: object) -> None:
+    def write(checkpoint: Path, role: str, source: str, directory: Path) -> None:
         for _ in range(1000):  # until it was asked for often enough
             if len(asked) > 3 or fails:
                 break
             time.sleep(0.01)
         if fails:
             raise OSError("disk full")
+        directory.mkdir()
 
     controller, asked = Controller(world.all), []
     decide = controller.decide
     controller.decide = lambda wish: asked.append(wish) or decide(wish)  # type: ignore[method-assign,func-returns-value]
     board, prepared = SimpleNamespace(last_checkpoint="x"), SimpleNamespace(plans={}, exported="actor")
     here = SimpleNamespace(controller=controller, world=world, board=board, context=SimpleNamespace(prepared=prepared))
-    here.is_first, here.run_dir = world.rank == 0, Path()
+    here.is_first, here.run_dir = world.rank == 0, run_dir
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(session, "export_hugging_face", write)
         patch.setattr(session, "model_directory", lambda plans, role: "")
@@ -259,14 +260,16 @@ def export_slowly(world: World, fails: bool) -> int:
     return len(asked)
 
 
-def test_nobody_waits_for_an_export_in_one_collective() -> None:
+def test_nobody_waits_for_an_export_in_one_collective(tmp_path: Path) -> None:
     """It may take longer than a collective may: the others ask again and again."""
-    assert all(asked > 3 for asked in run_ranks(2, export_slowly, False))
+    assert all(asked > 3 for asked in run_ranks(2, export_slowly, tmp_path, False))
+    assert (tmp_path / "export" / session.EXPORTED_FILE).read_text() == "x"
 
 
-def test_an_export_that_fails_raises() -> None:
+def test_an_export_that_fails_raises(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="disk full"):
-        run_ranks(1, export_slowly, True)
+        run_ranks(1, export_slowly, tmp_path, True)
+    assert not (tmp_path / "export").exists()
 
 
 def test_an_algorithm_need_not_return_the_call_that_counts_tokens(tmp_path: Path) -> None:
