@@ -69,6 +69,11 @@ class Toy(Worker):
     def rows(self, batch: Batch) -> list[int]:
         return batch.row_ids.tolist()
 
+    @register(THREE_D, inputs=("prompt_ids",), outputs=("count",))
+    def count(self, batch: Batch) -> Batch:
+        """Prompt tokens, at least two."""
+        return batch.with_fields(count=batch["prompt_ids"].lengths) if len(batch) else batch
+
     @register(DP, inputs=("prompt_ids",), outputs=("echo",))
     def dp(self, batch: Batch) -> Any:
         return batch.with_fields(echo=batch["prompt_ids"]), batch.row_ids.tolist()

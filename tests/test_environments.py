@@ -316,12 +316,12 @@ ONE_UPDATE = (
 
 def one_step(world: World, overrides: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The first step of PPO on one rank: the fields of its batch (lists per row) and its metrics."""
-    from rlhf_spmd.reports import merge_values
-
-    from rlhf_spmd.algorithms import ppo
+    from rlhf_spmd.algorithms.policy import clipped_policy
+    from rlhf_spmd.algorithms.values import clipped_value, gae_advantages
     from rlhf_spmd.controller import Controller
     from rlhf_spmd.data.batch import Batch, Ragged, encode_json, ragged
     from rlhf_spmd.roles import build_models
+    from rlhf_spmd.streams import merge_values
     from rlhf_spmd.workers.config import BatchLimits
     from rlhf_spmd.workers.model_worker import Build
 
@@ -333,7 +333,6 @@ def one_step(world: World, overrides: tuple[str, ...]) -> tuple[dict[str, Any], 
         world,
         BatchLimits(max_tokens=100),
         seed=0,
-        kl_ctrl=config.kl_ctrl,
         rewards={"reward": ready.config.reward},
         environment=ready.config.environment,
         tokenizer=ready.tokenizer,
@@ -349,23 +348,27 @@ def one_step(world: World, overrides: tuple[str, ...]) -> tuple[dict[str, Any], 
         """As ppo.step without the updates, to see what they get; then they run."""
         batch = prompts
         for call in (
-            lambda batch: models.actor.generate_sequences(batch, ready.sampling, 1),
+            lambda batch: models.actor.generate_sequences(batch, ready.sampling(), 1),
             models.reward.compute_reward,
             models.actor.compute_log_prob,
             models.critic.compute_values,
             models.reference.compute_ref_log_prob,
-            lambda batch: models.advantage.compute_advantage(batch, config.advantage),
+            lambda batch: models.arithmetic.apply(batch, gae_advantages(config), reads, gives=("advantages", "returns")),
         ):
             batch = batch.union(call(batch))
             calls.append(batch)
-        update = ppo.actor_objective(config, ready.sampling), ppo.critic_objective(config)
-        return [models.actor.update_actor(batch, update[0], 1), models.critic.update_critic(batch, update[1], 1)]
+        learnt = batch.rename(values="old_values")
+        return [
+            models.actor.update(learnt, clipped_policy(config, ready.sampling())),
+            models.critic.update(learnt, clipped_value(config)),
+        ]
 
     calls: list[Any] = []
-    updates = script(controller.source(Batch(ids, groups, fields), "prompt_ids"))
-    for name, (production, there) in calls[-1].fields.items():
-        assert production.data is not None
-        field = production.data[there]
+    reads = ("scores", "values", "old_log_probs", "ref_log_prob")
+    updates = script(controller.source(Batch(ids, groups, fields)))
+    for name, (piece,) in calls[-1].fields.items():
+        assert piece.producer.data is not None
+        field = piece.producer.data[piece.name]
         seen[name] = [row.tolist() for row in field.rows()] if isinstance(field, Ragged) else field.tolist()
     metrics, _ = merge_values(controller.get(calls[0], calls[1], calls[5], *updates))
     return seen, metrics

@@ -70,6 +70,8 @@ def placed(script: str, where: str) -> list[str]:
     others, _ = SCRIPTS[script]
     overrides, pools = [], {}
     for role, (pool, layout) in PLACES[where].items():
+        if pool == "3" and not others:  # no role is there for rank 2
+            pool, layout = "2,3", (1, 1, 2, 0)
         if role in ("actor", "reward", *others):
             overrides += [f"models.{role}.layout.{a}={n}" for a, n in zip(("pp", "tp", "dp", "zero"), layout, strict=True)]
             if pool is not None:

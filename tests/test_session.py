@@ -20,17 +20,21 @@ from ranks import run_ranks
 from rlhf_spmd import session
 from rlhf_spmd.controller import Controller
 from rlhf_spmd.data.files import DataError
+from rlhf_spmd.models.spec import read_spec
 from rlhf_spmd.parallel.world import Launch, World
 from rlhf_spmd.session import Session
+from rlhf_spmd.streams import merge_values
 from rlhf_spmd.train import main, prepare
+from rlhf_spmd.workers.flops import forward_flops
+from rlhf_spmd.workers.objective import log_prob_differences
 from test_ppo_layouts import layout
 
 
-def train(run_dir: Path, steps: int, *more: str) -> None:
+def train(run_dir: Path, steps: int, *more: str, config: Path | None = None) -> None:
     """In this process, a single rank."""
     torch.set_num_threads(1)
     world = World(Launch(), torch.device("cpu"), torch.distributed.HashStore(), 60.0)
-    tasks.train_here(world, str(tasks.task() / "ppo.json"), tasks.settings(run_dir, steps, *more))
+    tasks.train_here(world, str(config or tasks.task() / "ppo.json"), tasks.settings(run_dir, steps, *more))
 
 
 def test_config_yaml_is_the_record_of_what_ran(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,6 +98,41 @@ def test_a_run_of_another_experiment_is_not_gone_on_with(tmp_path: Path, capsys:
     assert f"data.path={tasks.task() / 'train.jsonl'} (was " in capsys.readouterr().err
 
 
+def test_a_run_that_went_on_is_exported_as_it_ended(tmp_path: Path) -> None:
+    """Also if it was ended between its last checkpoint and its export, when an export of an earlier end is there."""
+    export = tmp_path / "export" / "model.safetensors"
+    train(tmp_path, 1, "run.export=true")
+    train(tmp_path, 2, "run.export=false")
+    before = export.read_bytes()
+    train(tmp_path, 2, "run.export=true")
+    assert export.read_bytes() != before
+    after = export.stat().st_mtime_ns
+    train(tmp_path, 2, "run.export=true")
+    assert export.stat().st_mtime_ns == after, "nothing to do, and nothing done"
+
+
+def test_a_coefficient_that_was_fixed_is_not_gone_on_with(tmp_path: Path) -> None:
+    control = ["algorithm.kl_ctrl.type=fixed", "algorithm.kl_ctrl.kl_coef=0"]
+    train(tmp_path, 1, *control)
+    train(tmp_path, 2)
+    assert tasks.read_run(tmp_path).metrics[-1]["actor/kl_coef"] > 0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["algorithm.critic_warmup=2"], "run.steps=2 is too few: models.actor would never be trained"),
+        (
+            ["algorithm.ppo_micro_batch_size_per_gpu=4"],
+            "ppo_micro_batch_size_per_gpu=4 does nothing with algorithm.use_dynamic_bsz=true",
+        ),
+    ],
+)
+def test_settings_that_would_do_nothing_are_refused(tmp_path: Path, overrides: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        prepare(str(tasks.task() / "ppo.json"), tasks.settings(tmp_path, 2, *overrides), 1)
+
+
 def test_a_log_tells_steps_validations_and_where_things_lie(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     validation = [f"data.val_path={tasks.task() / 'train.jsonl'}", "run.test_freq=2", "run.export=true"]
     train(tmp_path, 2, *validation)
@@ -106,11 +145,94 @@ def test_a_log_tells_steps_validations_and_where_things_lie(tmp_path: Path, caps
     assert said.splitlines()[-3:] == [f"  {name:<20}{tmp_path / path}" for name, path in places]
 
 
-def test_while_only_the_critic_learns_the_rollout_is_compared_all_the_same(tmp_path: Path) -> None:
+def test_while_only_the_critic_learns_nothing_of_the_actor_s_update_is_reported(tmp_path: Path) -> None:
+    """The rollout is compared by the first forward pass of an update: it takes one to compare."""
     train(tmp_path, 2, "algorithm.critic_warmup=1")
     warm, whole = tasks.read_run(tmp_path).raw
-    assert "actor/pg_loss" not in warm and "actor/pg_loss" in whole
-    assert warm["rollout/log_prob_diff_max"] == whole["rollout/log_prob_diff_max"] == 0.0
+    assert "critic/vf_loss" in warm and "actor/kl" in warm
+    assert not {"actor/pg_loss", "timing_s/update_actor", "rollout/log_prob_diff_max"} & warm.keys()
+    assert {"actor/pg_loss", "timing_s/update_actor"} <= whole.keys() and whole["rollout/log_prob_diff_max"] == 0.0
+
+
+PEAK = 1e9  # FLOP/s
+
+
+def flops_of(row: dict[str, Any]) -> float:
+    return float(row["perf/mfu"] * row["timing_s/step"] * PEAK)
+
+
+def test_utilisation_counts_the_calls_that_were_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not those that only the trace made, as of a step whose update is skipped."""
+    monkeypatch.setattr(session, "matmul_rate", lambda device, dtype: PEAK)
+    spec = {role: read_spec(tasks.task() / role) for role in ("actor", "critic")}
+
+    def passes(row: dict[str, Any], role: str) -> float:
+        tokens = row["perf/tokens_per_s"] * row["timing_s/step"]
+        return forward_flops(spec[role], tokens, tokens / (tasks.PROMPTS * tasks.SAMPLES))
+
+    train(tmp_path / "ppo", 2, "algorithm.critic_warmup=1")
+    for row, updates in zip(tasks.read_run(tmp_path / "ppo").raw, (0, 1), strict=True):
+        actor = 2 + 2 * 3 * updates  # generation and reference; two epochs, each forward and twice that backward
+        assert flops_of(row) == pytest.approx(actor * passes(row, "actor") + 7 * passes(row, "critic"), rel=1e-6)
+
+    config = json.loads((tasks.task() / "ppo.json").read_text())
+    del config["models"]["critic"], config["models"]["reference"]
+    for learns in (False, True):
+        config["algorithm"] = {"name": "outside.undecided", "ppo_mini_batch_size": 4, "learns": learns}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        train(tmp_path / str(learns), 1, config=tmp_path / "config.json")
+        (row,) = tasks.read_run(tmp_path / str(learns)).raw
+        assert ("actor/grad_norm" in row) == learns
+        assert flops_of(row) == pytest.approx((4 if learns else 1) * passes(row, "actor"), rel=1e-6)
+
+
+def test_a_mean_is_over_tokens_not_over_replicas() -> None:
+    """A tenth of a nat for each of 10 tokens here, none for 990 tokens there, and a rank without rows."""
+    there = [log_prob_differences(difference) for difference in (torch.full((10,), 0.1), torch.zeros(990), torch.empty(0))]
+    extras = [{"extras": {"reward/extra/length": pair}} for pair in ([30.0, 10], [70.0, 990])]
+    metrics, samples = merge_values([json.loads(json.dumps(there)), extras, [{"samples": [{"row_id": 3}]}]])
+    assert metrics == pytest.approx(
+        {"rollout/log_prob_diff_max": 0.1, "rollout/log_prob_diff_mean": 0.001, "reward/extra/length": 0.1}
+    )
+    assert samples == [{"row_id": 3}]
+    assert merge_values([[{"a/mean": [0.0, 0]}, {"a/min": 2.0}, {"a/min": -1.0, "a/seconds": 1.0}, {"a/seconds": 2.0}]])[0] == {
+        "a/mean": 0.0,
+        "a/min": -1.0,
+        "a/seconds": 1.5,
+    }
+
+
+def report_late(world: World) -> list[list[Any]]:
+    """On rank 0 what each step received. The other rank goes on without waiting, sends late, and more each time."""
+    controller, received = Controller(world.all), []
+    for number in range(1, 5):
+        if world.rank == 1:
+            time.sleep(0.02 * (number % 2))
+        controller.send_report([world.rank, number, "x" * 1000 * number])
+        if world.rank == 0:
+            time.sleep(0.03 * (number == 3))
+            received.append([[rank, step, len(text)] for rank, step, text in controller.receive_reports()])
+    controller.settle()
+    world.all.barrier("control")
+    return received
+
+
+def test_reports_of_a_step_are_received_in_that_step() -> None:
+    received, none = run_ranks(2, report_late)
+    assert none == [] and received == [[[rank, number, 1000 * number] for rank in (0, 1)] for number in range(1, 5)]
+
+
+def test_metrics_from_another_rank_are_those_of_their_step(tmp_path: Path) -> None:
+    """The reward is on rank 1 alone; rank 0 writes."""
+    pools = ["placement.pools={a: [0], b: [1]}", *(f"models.{role}.pool=a" for role in ("actor", "critic", "reference"))]
+    overrides = tasks.settings(tmp_path, 3, *pools, "models.reward.pool=b")
+    run_ranks(2, tasks.train_here, str(tasks.task() / "ppo.json"), overrides)
+    samples = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
+    rows = tasks.read_run(tmp_path).raw
+    assert [row["step"] for row in rows] == [1, 2, 3] and len({row["reward/mean"] for row in rows}) == 3
+    for row in rows:
+        scores = [sample["score"] for sample in samples if sample["step"] == row["step"]]
+        assert len(scores) == 16 and row["reward/mean"] == pytest.approx(sum(scores) / 16, abs=1e-6)
 
 
 def export_slowly(world: World, fails: bool) -> int:

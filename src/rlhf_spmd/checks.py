@@ -13,6 +13,7 @@ from rlhf_spmd.data.prompts import DataConfig, PromptsConfig
 from rlhf_spmd.models.attention import exact_in_threads
 from rlhf_spmd.roles import RolePlan, check_sampling
 from rlhf_spmd.workers.model_worker import ModelWorker
+from rlhf_spmd.workers.reward import RewardWorker
 
 
 def in_flight(config: Any) -> int | None:
@@ -31,6 +32,10 @@ def check_batches(config: Any, plans: Mapping[str, RolePlan]) -> None:
     samples = config.sampling.n if isinstance(config.data, PromptsConfig) else 1
     for role, plan in plans.items():
         trained = issubclass(plan.worker, ModelWorker) and plan.worker.trained
+        if trained and algorithm.updates(role, config.run.steps, batch) < 1:
+            raise ValueError(
+                f"run.steps={config.run.steps} is too few: models.{role} would never be trained (algorithm.critic_warmup?)"
+            )
         rows = min(mini, batch) * samples
         if trained and rows < plan.shape.layout.dp:
             what = f"{min(mini, batch)} prompts * sampling.n={samples} = {rows} rows" if samples > 1 else f"{rows} rows"
@@ -84,7 +89,8 @@ def check_lengths(config: Any, algorithm: AlgorithmConfig, plans: Mapping[str, R
         for name, sampling in uses.items():
             longest, lengths = check_sampling(name, sampling, section.key, data, plans)
             # validation's rows are cut into micro-batches by a reward model only
-            is_cut = name == "sampling" or (getattr(data, "val_path", True) and "reward" in plans and plans["reward"].spec)
+            by_model = any(issubclass(plan.worker, RewardWorker) and plan.spec is not None for plan in plans.values())
+            is_cut = name == "sampling" or (getattr(data, "val_path", True) and by_model)
             if is_cut:
                 _check_budget(algorithm, longest, f"{lengths}, more than")
 

@@ -19,7 +19,9 @@ from rlhf_spmd.workers.actor import ActorWorker
 from rlhf_spmd.workers.model_worker import ModelWorker
 
 ROWS_IN_FLIGHT = "rows_in_flight"  # a checkpoint's name for the rows that generation goes on with
-EXPERIMENT = re.compile(r"algorithm\.name|models\.\w+\.path|data\.path")  # keys that make it another experiment
+EXPERIMENT = re.compile(
+    r"algorithm\.name|models\.\w+\.(path|random_init)|rewards?\.(\w+\.)?model|data\.path"
+)  # keys that make it another experiment
 
 
 def role_state(worker: ModelWorker) -> RoleState:
@@ -60,7 +62,8 @@ def compare_runs(path: Path, config: Any, saved: Mapping[str, Any], present: Map
     pairs = {key: (new.get(key, "null"), old.get(key, "null")) for key in {**old, **new}}
     keys = [key for key, (is_now, was) in pairs.items() if is_now != was and key not in ("run.dir", "run.resume")]
     changed = {key: f"{key}={pairs[key][0]} (was {pairs[key][1]})" for key in keys}
-    other = [text for key, text in changed.items() if EXPERIMENT.fullmatch(key) and len(set(map(full_path, pairs[key]))) > 1]
+    named = {key: text for key, text in changed.items() if EXPERIMENT.fullmatch(key) and "null" not in pairs[key]}
+    other = [text for key, text in named.items() if len(set(map(full_path, pairs[key]))) > 1]
     for name, stream in present["data"].items():
         then, now = saved["data"].get(name, {}).get("fingerprint"), stream["fingerprint"]
         if then != now:

@@ -45,6 +45,7 @@ from rlhf_spmd.workers.flops import forward_flops, matmul_rate
 from rlhf_spmd.workers.model_worker import ModelWorker
 
 RESUME = ("auto", "force", "never")
+EXPORTED_FILE = "checkpoint.txt"  # in the export: the checkpoint that it was made of
 
 
 @dataclass(frozen=True)
@@ -162,7 +163,7 @@ class Session:
                 if self.finished_before:
                     done, remedy = f"its goal was reached in step {self.started_at}", ""
                 print(f"nothing to do: {done}; {remedy}give another run.dir", file=sys.stderr)
-            if self.config.export and self.controller.decide(self.is_first and not (self.run_dir / EXPORT_DIR).exists()):
+            if self.config.export and self.controller.decide(self.is_first and not self._is_exported()):
                 self._export()  # the run was ended between its last checkpoint and its export
             return
         if self.is_first:
@@ -283,6 +284,13 @@ class Session:
             write_report(self.run_dir, status=ExitStatus(ended, step=number, last_checkpoint=self.board.last_checkpoint))
             print(*places(self.run_dir), sep="\n", file=sys.stderr)
 
+    def _is_exported(self) -> bool:
+        """Whether the export is of the last checkpoint."""
+        mark = self.run_dir / EXPORT_DIR / EXPORTED_FILE
+        return self.board.last_checkpoint is None or (
+            mark.is_file() and mark.read_text() == Path(self.board.last_checkpoint).name
+        )
+
     def _export(self) -> None:
         """Rank 0 writes for as long as it takes; nobody waits for it in one collective, whose time is limited."""
         if self.board.last_checkpoint is None:
@@ -298,6 +306,7 @@ class Session:
                 pause_s = min(2 * pause_s, 1.0)
         if written is not None:
             written.result()
+            atomic_write_text(self.run_dir / EXPORT_DIR / EXPORTED_FILE, Path(self.board.last_checkpoint).name)
         self.world.all.barrier("control")
 
 

@@ -20,22 +20,32 @@ from rlhf_spmd.data.dataset import TokenDataset
 from rlhf_spmd.data.loader import Loader, validation_batches
 from rlhf_spmd.generation.config import SamplingConfig
 
+STREAM_STRIDE = 1 << 56  # between the ids of two streams, so that no row of one is taken for a row of another
+
 
 class RowStream:
-    """The loader's batches, ``n`` rows of each. The same on every rank; nothing is communicated."""
+    """The loader's batches, ``n`` rows of each. The same on every rank; nothing is communicated.
+
+    ``number``: of the stream among those of the run; ids of rows and groups begin at ``number * STREAM_STRIDE``.
+    """
 
     num_groups: int | None = None  # rows end in the step that began them
 
-    def __init__(self, loader: Loader, n: int = 1) -> None:
-        self.loader, self.n = loader, n
+    def __init__(self, loader: Loader, n: int = 1, number: int = 0) -> None:
+        self.loader, self.n, self.number = loader, n, number
         self._given: list[tuple[Batch, Reference, dict[str, Any]]] = []  # of this step, each with the loader's state before it
         self._place = 0
 
     def next(self, size: int | None = None) -> Reference:
         """The next ``size`` rows of the data, by default the batch size, each ``n`` times as a group."""
+        size = self.loader.batch_size if size is None else size
+        if self._place < len(self._given) and len(self._given[self._place][0]) != size * self.n:  # the trace asked for others
+            self._give_back()
         if self._place == len(self._given):
             before = self.loader.state_dict()
             rows = self.loader.next_batch(size).repeat(self.n)
+            first = self.number * STREAM_STRIDE
+            rows = Batch(rows.row_ids + first, rows.group_ids + first, rows.fields)
             self._given.append((rows, source(rows), before))
         self._place += 1
         return self._given[self._place - 1][1]
@@ -46,11 +56,16 @@ class RowStream:
 
     def commit(self) -> Batch | None:
         """End of a step: the rows that it was given; those that only the trace asked for go back."""
-        if self._place < len(self._given):
-            self.loader.load_state_dict(self._given[self._place][2])
-        taken = [rows for rows, *_ in self._given[: self._place]]
+        self._give_back()
+        taken = [rows for rows, *_ in self._given]
         self._given.clear()
         return concat(taken) if taken else None
+
+    def _give_back(self) -> None:
+        """What was handed out from here on, to the loader."""
+        if self._place < len(self._given):
+            self.loader.load_state_dict(self._given[self._place][2])
+            del self._given[self._place :]
 
     def state_dict(self) -> dict[str, Any]:
         return self.loader.state_dict()
@@ -245,10 +260,8 @@ def merge_values(calls: list[list[Any]]) -> tuple[dict[str, float], list[dict[st
             if isinstance(values[0], list):
                 total, count = map(sum, zip(*values, strict=True))
                 metrics[key] = total / count if count else 0.0
-            elif key.endswith("max"):
-                metrics[key] = max(values)
-            elif key.endswith("min"):
-                metrics[key] = min(values)
+            elif key.endswith(("max", "min")):  # numpy's let nan through wherever it stands
+                metrics[key] = float((np.max if key.endswith("max") else np.min)(values))
             else:
                 metrics[key] = values[0] if len(set(values)) == 1 else sum(values) / len(values)
         samples += [sample for report in reports for sample in report.get("samples", [])]

@@ -215,7 +215,7 @@ def train(context: ProgramContext[Prepared]) -> None:
     session = Session(
         context,
         models,
-        state=lambda: {"data": data.state_dict(), "roles": role_states(controller, models)},
+        state=lambda: {"data": data.state_dict(), "roles": role_states(controller, models), "kept": sorted(data.kept)},
         restore=lambda state: restore(state, data, models),
         epoch=lambda: data.epoch,
     )
@@ -245,7 +245,7 @@ def build_data(ready: Prepared, controller: Controller) -> Data:
         if ahead is not None:
             streams[name] = InFlightStream(loader, config.sampling.n, ahead, replicas[0])
         else:
-            streams[name] = RowStream(loader, config.sampling.n if isinstance(section, DataConfig) else 1)
+            streams[name] = RowStream(loader, config.sampling.n if isinstance(section, DataConfig) else 1, len(streams))
     validation = {name: (dataset, sections[name].val_batch_size) for name, dataset in ready.validation.items()}
     return Data(controller, streams, validation, ready.sampling(), ready.sampling(validates=True))
 
@@ -260,6 +260,12 @@ def role_states(controller: Controller, models: SimpleNamespace) -> dict[str, An
 def restore(state: dict[str, Any], data: Data, models: SimpleNamespace) -> None:
     """What :class:`Session` saved as ``state``, back into place. Raises CheckpointError for a state that this run cannot take."""
     data.load_state_dict(state["data"])
+    if state["kept"] and models.controller.rank == 0:
+        lost = f"the script kept rows for later steps ({', '.join(state['kept'])}), which checkpoints do not hold"
+        print(
+            f"warning: {lost}: it begins without them, so numbers differ from those of a run that was not interrupted",
+            file=sys.stderr,
+        )
     for role, saved in state["roles"].items():
         if not hasattr(models, role):
             raise CheckpointError(f"the checkpoint has a state of role '{role}', which this algorithm has not")

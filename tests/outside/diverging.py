@@ -7,6 +7,7 @@ from typing import Any
 from rlhf_spmd.algorithms import ppo
 from rlhf_spmd.algorithms.base import sample
 from rlhf_spmd.algorithms.ppo import PPOConfig as Config
+from rlhf_spmd.algorithms.values import clipped_value, gae_advantages
 
 __all__ = ["Config", "step"]
 
@@ -24,6 +25,6 @@ def step(models: Any, data: Any, config: Config, number: int) -> Any:
     batch = batch.union(scored, models.actor.compute_log_prob(batch), valued)
     plain = replace(config, use_kl_in_reward=False, use_kl_loss=False)
     reads = ("scores", "values", "old_log_probs")
-    advantages = models.arithmetic.apply(batch, ppo.gae_advantages(plain), reads, gives=("advantages", "returns"))
+    advantages = models.arithmetic.apply(batch, gae_advantages(plain), reads, gives=("advantages", "returns"))
     batch = batch.union(advantages).rename(values="old_values")
-    return [models.critic.update(batch, ppo.clipped_value(config))]
+    return [models.critic.update(batch, clipped_value(config))]

@@ -8,6 +8,7 @@ from rlhf_spmd.algorithms import ppo
 from rlhf_spmd.algorithms.base import sample
 from rlhf_spmd.algorithms.policy import clipped_policy
 from rlhf_spmd.algorithms.ppo import PPOConfig
+from rlhf_spmd.algorithms.values import gae_advantages
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ def step(models: Any, data: Any, config: Config, number: int) -> Any:
         batch = batch.union(call(batch))
     batch = batch.union(models.reference.compute_ref_log_prob(batch))
     reads = ("scores", "values", "old_log_probs", "ref_log_prob")
-    batch = batch.union(models.arithmetic.apply(batch, ppo.gae_advantages(config), reads, gives=("advantages", "returns")))
+    batch = batch.union(models.arithmetic.apply(batch, gae_advantages(config), reads, gives=("advantages", "returns")))
     sound = clipped_policy(config, data.sampling)
 
     def loss(fields: Any, rows: Any, totals: Any) -> Any:

@@ -82,6 +82,11 @@ class RolloutConfig(AlgorithmConfig):
         check_bounds(self, where, "ppo_mini_batch_size", "ppo_epochs", "ppo_max_token_len_per_gpu", least=1)
         if not self.use_dynamic_bsz and (self.ppo_micro_batch_size_per_gpu or 0) < 1:
             raise ValueError(f"{where}.use_dynamic_bsz=false needs {where}.ppo_micro_batch_size_per_gpu, at least 1")
+        if self.use_dynamic_bsz and self.ppo_micro_batch_size_per_gpu is not None:
+            raise ValueError(
+                f"{where}.ppo_micro_batch_size_per_gpu={self.ppo_micro_batch_size_per_gpu} does nothing with "
+                f"{where}.use_dynamic_bsz=true; leave it out, or set use_dynamic_bsz=false"
+            )
 
     @property
     def limits(self) -> BatchLimits:

@@ -37,7 +37,7 @@ class PPOConfig(CriticConfig):
         check_bounds(self, where, "critic_warmup", least=0)
 
     def training_steps(self, role: str, steps: int) -> int:
-        return max(steps - self.critic_warmup, 1) if role == "actor" else steps
+        return steps - self.critic_warmup if role == "actor" else steps
 
     @property
     def roles(self) -> Mapping[str, RoleClass]:

@@ -32,7 +32,8 @@ class Delivery:
         self._transport = Transport(world)
         self._consumers: dict[int, list[CallNode]] = {}  # node -> who reads what it makes
         self._readers: dict[int, frozenset[int]] = {}  # node -> the ranks that must know the token counts which it makes
-        self._made: dict[int, Production] = {}  # node -> the call that took its place
+        self._foreseen: dict[int, Production] = {}  # node -> the call as it was traced
+        self._made: dict[int, Production] = {}  # node -> the call that took its place, with the rows that it was traced with
         self._makers: list[Production] = []  # of token counts that were told in this script
         self._pushed: dict[tuple[int, int], tuple[Production, list[Share]]] = {}  # (call, node): sent ahead, not yet consumed
         self._own_report = b""
@@ -40,6 +41,7 @@ class Delivery:
     def begin(self, graph: Graph) -> None:
         """Of a script that was traced as ``graph``."""
         self._consumers = graph.consumers()
+        self._foreseen = {node.index: node.call for node in graph.nodes}
         for maker, ranks in graph.readers_of_lengths().items():
             if maker.seq < 0:
                 self._readers[maker.node] = ranks
@@ -54,7 +56,7 @@ class Delivery:
         for key in list(self._pushed):
             self._drop(*key)
         self._transport.finish()
-        for kept in (self._consumers, self._readers, self._made, self._makers):
+        for kept in (self._consumers, self._readers, self._foreseen, self._made, self._makers):
             kept.clear()
 
     def send_report(self, report: bytes) -> None:
@@ -65,7 +67,7 @@ class Delivery:
             self._transport.send(torch.frombuffer(bytearray(report), dtype=torch.uint8), first, 0, REPORTS, "report")
 
     def receive_reports(self) -> list[bytes]:
-        others = [self._transport.receive(rank, 0, REPORTS, "report") for rank in self.world.ranks[1:]]
+        others = self._transport.receive(self.world.ranks[1:], 0, REPORTS, "report")
         return [self._own_report, *(bytes(payload.numpy()) for payload in others)]
 
     # What comes in
@@ -112,13 +114,15 @@ class Delivery:
         """Rows of these parts of a production, one batch from the first holder of each part that does not lie here."""
         holders = [producer.members.holders(index) for index in parts]
         sources = [ranks[0] for ranks in holders if self.rank not in ranks]
-        return [unpack(self._transport.receive(rank, producer.seq, consumer.node, consumer.name)) for rank in sources]
+        return [unpack(payload) for payload in self._transport.receive(sources, producer.seq, consumer.node, consumer.name)]
 
     # What goes out
 
     def send_inputs(self, consumer: Production) -> None:
         """See that the inputs of a call get to it: those that were not pushed for just these rows are sent."""
-        self._made[consumer.node] = consumer
+        foreseen = self._foreseen.get(consumer.node)
+        if foreseen is not None and _same_rows(foreseen, consumer):
+            self._made[consumer.node] = consumer
         for maker, ranks in lengths_needed(consumer).items():
             self._tell(maker, ranks)
         by_producer: dict[int, tuple[Production, list[Share]]] = {}
@@ -142,6 +146,8 @@ class Delivery:
             return
         if producer.spec.lengths_of is not None:
             self._tell(producer, self._readers.get(producer.node, frozenset()))
+        if self._made.get(producer.node) is not producer:
+            return  # it came otherwise than foreseen, and so do its consumers: they pull
         for node in self._consumers.get(producer.node, ()):
             foreseen = node.call
             intakes = [self._real(intake) for intake in foreseen.intakes]
@@ -240,13 +246,16 @@ class Delivery:
         if maker.counts is None:
             assert self.rank in maker.told, f"rank {self.rank} is not told the token counts of {maker.name}"
             counts = np.zeros(len(maker.intakes[0].rows), dtype=np.int64)
+            elsewhere: dict[int, np.ndarray] = {}  # first holder -> positions
             for index, positions in maker.intakes[0].placement.positions():
                 first = maker.members.holders(index)[0]
                 if first == self.rank:
                     counts[positions] = self._own_lengths(maker, index)
                 else:
-                    payload = self._transport.receive(first, maker.seq, LENGTHS, "lengths")
-                    counts[positions] = payload.view(torch.int64).numpy()
+                    elsewhere[first] = positions
+            payloads = self._transport.receive(list(elsewhere), maker.seq, LENGTHS, "lengths")
+            for positions, payload in zip(elsewhere.values(), payloads, strict=True):
+                counts[positions] = payload.view(torch.int64).numpy()
             maker.counts = counts
         return maker.counts
 
@@ -283,6 +292,11 @@ def _alike(foreseen: list[Share], shares: list[Share]) -> bool:
         and one.same(other)
         for (a, one, mine), (b, other, theirs) in zip(foreseen, shares, strict=True)
     )
+
+
+def _same_rows(one: Production, other: Production) -> bool:
+    pairs = zip(one.intakes, other.intakes, strict=False)
+    return len(one.intakes) == len(other.intakes) and all(a.rows.same(b.rows) for a, b in pairs)
 
 
 def _cut_alike(piece: Piece, intake: Intake) -> bool:

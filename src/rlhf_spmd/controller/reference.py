@@ -217,11 +217,15 @@ class Reference:
             ids, decided = which.rows.row_ids if which.rows else np.empty(0, np.int64), bool(which.rows and which.rows.decided)
         else:
             given = np.asarray(which)
-            assert given.dtype.kind in "bi", f"take() of {given.dtype}: it takes a mask or ids, such as get_field(...) > 0"
+            assert given.dtype.kind in "bi" or not given.size, (
+                f"take() of {given.dtype}: it takes a mask or ids, such as get_field(...) > 0"
+            )
             ids, decided = (mine.row_ids[given] if given.dtype == bool else np.unique(given).astype(np.int64)), True
         at = np.searchsorted(mine.row_ids, ids)
         if len(ids) and not (len(mine) and np.array_equal(mine.row_ids[np.minimum(at, len(mine) - 1)], ids)):
             raise ValueError(f"take: of {len(ids)} rows some are not among the {len(mine)} of the reference")
+        if isinstance(which, Reference) and which.rows and not np.array_equal(mine.group_ids[at], which.rows.group_ids):
+            raise ValueError("take: the rows have other groups than those of the other reference, so they are other rows")
         return self._moved(at, ids, mine.decided or decided)
 
     def firsts(self) -> Reference:

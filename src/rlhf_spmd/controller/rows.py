@@ -16,6 +16,8 @@ from torch import Tensor
 
 from rlhf_spmd.data.balance import partition_by_tokens
 
+KEPT_PLACEMENTS = 32  # of a row set, more than the calls of a script need; rows that outlive their step get new ones in each
+
 
 @dataclass(frozen=True)
 class Cut:
@@ -107,6 +109,8 @@ class RowSet:
                 parts, chunks = self.given[cut][None], np.zeros((1, len(self)), dtype=np.int64)
             else:
                 parts, chunks = place_rows(cut, self.group_ids, tokens() if cut.num_parts > 1 else np.ones_like(self.row_ids))
+            if len(self._placements) == KEPT_PLACEMENTS:
+                del self._placements[next(iter(self._placements))]
             self._placements[key] = Placement(self, cut, parts, chunks)
         return self._placements[key]
 

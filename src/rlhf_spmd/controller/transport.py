@@ -9,6 +9,7 @@ over gloo from host memory, on GPUs too.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -42,19 +43,24 @@ class Transport:
         for tensor in (header, payload):
             self._pending.append((self.world.isend(tensor, to, _LABEL, tag), tensor))
 
-    def receive(self, source: int, production: int, node: int, name: str) -> Tensor:
-        """uint8 payload from a global rank. Raises CallOrderError if it was sent for another call."""
-        header, tag = torch.empty(4, dtype=torch.int64), _tag(production, node)
-        wait_all([self.world.irecv(header, source, _LABEL, tag)])
-        *got, num_bytes = header.tolist()
-        if got != [production, node, zlib.crc32(name.encode())]:
-            raise CallOrderError(
-                f"call order differs: rank {source} sent the result of call {got[0]} to node {got[1]}, but {name} "
-                f"(node {node}) expects call {production}; a script may branch only on replicated values"
-            )
-        payload = torch.empty(num_bytes, dtype=torch.uint8)
-        wait_all([self.world.irecv(payload, source, _LABEL, tag)])
-        return payload
+    def receive(self, sources: Sequence[int], production: int, node: int, name: str) -> list[Tensor]:
+        """A uint8 payload from each of some global ranks. Raises CallOrderError if one was sent for another call.
+
+        All receives are posted before the first is waited for: one by one a thousand take a second.
+        """
+        headers, tag = [torch.empty(4, dtype=torch.int64) for _ in sources], _tag(production, node)
+        wait_all([self.world.irecv(header, rank, _LABEL, tag) for header, rank in zip(headers, sources, strict=True)])
+        payloads = []
+        for header, rank in zip(headers, sources, strict=True):
+            *got, num_bytes = header.tolist()
+            if got != [production, node, zlib.crc32(name.encode())]:
+                raise CallOrderError(
+                    f"call order differs: rank {rank} sent the result of call {got[0]} to node {got[1]}, but {name} "
+                    f"(node {node}) expects call {production}; a script may branch only on replicated values"
+                )
+            payloads.append(torch.empty(num_bytes, dtype=torch.uint8))
+        wait_all([self.world.irecv(payload, rank, _LABEL, tag) for payload, rank in zip(payloads, sources, strict=True)])
+        return payloads
 
     def finish(self) -> None:
         """Wait until everything sent has been received."""

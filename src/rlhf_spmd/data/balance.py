@@ -30,21 +30,26 @@ def partition_by_tokens(lengths: Sequence[int] | np.ndarray, num_parts: int, gro
 
 
 def micro_batches_by_tokens(
-    lengths: Sequence[int], max_tokens: int, num_micro_batches: int | None = None, where: str = "ppo_max_token_len_per_gpu"
+    lengths: Sequence[int],
+    max_tokens: int,
+    num_micro_batches: int | None = None,
+    where: str = "ppo_max_token_len_per_gpu",
+    item: str = "row",
 ) -> list[list[int]]:
     """Rows into micro-batches of at most ``max_tokens`` tokens each, largest first, rows ascending inside each.
 
     Their number is that of first-fit decreasing; their tokens are balanced where the budget allows. With
     ``num_micro_batches`` (ranks of one group agree on the largest of theirs) exactly that many come out: rows are spread
     further, and empty lists fill up at the end. Largest first, so that a budget that does not fit into memory fails at once.
-    Raises ValueError if a row is longer than the budget (``where`` names the setting) or the number is too small.
+    Raises ValueError if a row is longer than the budget (``where`` names the setting, ``item`` what is called a row here) or the
+    number is too small.
     """
     longest = max(lengths, default=0)
     if longest > max_tokens:
         row = list(lengths).index(longest)
         raise ValueError(
-            f"{where}={max_tokens} is less than the {longest} tokens of row {row}; "
-            f"set it to at least max_prompt_length + max_response_length"
+            f"{where}={max_tokens} is less than the {longest} tokens of {item} {row}; "
+            f"set it to at least max_prompt_length + max_response_length{' for each row of a group' if item == 'group' else ''}"
         )
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     bins = _first_fit(order, lengths, max_tokens)

@@ -45,7 +45,7 @@ class Loader:
 
     def next_batch(self, size: int | None = None) -> Batch:
         """``size`` rows, ``batch_size`` by default; moves the cursor."""
-        size = size or self.batch_size
+        size = self.batch_size if size is None else size
         indices: list[int] = []
         while len(indices) < size:
             if self.index == len(self.dataset):

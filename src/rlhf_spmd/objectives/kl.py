@@ -98,10 +98,11 @@ class KLController:
         """Nothing to do; here so that the algorithm calls both kinds alike."""
 
     def state_dict(self) -> dict[str, float]:
-        return {"kl_coef": self.value}
+        """What a resumed run goes on with: nothing of a coefficient that does not move."""
+        return {}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Take back what :meth:`state_dict` gave, where the coefficient has moved. Before the first step the state is empty."""
+        """Take back what :meth:`state_dict` gave. Before the first step the state is empty."""
 
 
 class AdaptiveKLController(KLController):
@@ -126,6 +127,9 @@ class AdaptiveKLController(KLController):
         error = min(max(current_kl / self.target_kl - 1.0, -self.ERROR_LIMIT), self.ERROR_LIMIT)
         # With more than 5 * horizon rows in a step the factor would reach zero or below and the coefficient never recover.
         self.value *= max(1.0 + error * n_steps / self.horizon, 1e-3)
+
+    def state_dict(self) -> dict[str, float]:
+        return {"kl_coef": self.value}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         self.value = float(state.get("kl_coef", self.value))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -84,7 +85,7 @@ class World:
         if key not in self._groups:
             index = members.index(self.rank) if self.rank in members else -1
             process_group = None
-            if dist.is_initialized():
+            if dist.is_initialized() and len(members) > 1:  # one rank has nobody to connect to
                 # torch orders the ranks of a group by itself, so only ascending orders are used throughout
                 assert list(members) == sorted(members), f"group {name}: ranks {members} must ascend"
                 process_group = dist.new_group(list(members), timeout=timedelta(seconds=self.timeout_s))
@@ -152,6 +153,8 @@ def init_world(
     Collective over the world: every rank of it must call.
     """
     device = device or choose_device(launch)
+    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # gloo has a socket for each pair of a group's ranks
     if device.type == "cuda":
         torch.cuda.set_device(device)
         # cuDNN's attention, which newer torch prefers, compiles a plan for each shape, and ragged rows have a new one each time.

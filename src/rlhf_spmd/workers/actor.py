@@ -54,7 +54,7 @@ class ActorWorker(ModelWorker):
     def enter(self, call: Production) -> None:
         super().enter(call)
         old = call.intakes[0].fields.get("old_log_probs", ()) if call.intakes else ()
-        self.checks_rollouts = any(self._is_exact(piece.producer, call.version) for piece in old)
+        self.checks_rollouts = bool(old) and all(self._is_exact(piece.producer, call.version) for piece in old)
 
     def _is_exact(self, maker: Any, version: int) -> bool:
         """Whether the log-probs of a generation are what a training forward of these weights gives, bit for bit."""
@@ -189,7 +189,7 @@ class ActorWorker(ModelWorker):
         made, version = batch.fields.get("rollout_log_probs", ()), self.controller.version(self.name)
         if not made or not all(self._is_exact(piece.producer, version) for piece in made):
             return None
-        return batch.select("rollout_log_probs").rename(rollout_log_probs="old_log_probs")
+        return Reference(batch.rows, {"old_log_probs": made})
 
     @register(
         THREE_D,

@@ -63,9 +63,12 @@ class ArithmeticWorker(Worker):
 
         Collective over the pool: every rank of it must call, in program order.
         """
-        fields = {name: take_field(batch, name, torch.device("cpu")) for name in reads}
+        # copies: what a function writes to must not be another call's result
+        fields = {name: take_field(batch, name, torch.device("cpu")).clone() for name in reads}
         pool = self.mesh.pool
-        whole = Whole(lambda x: pool.all_reduce(x, "control"), lambda x: pool.all_reduce(x, "control", "max"), self.state)
+        whole = Whole(
+            lambda x: pool.all_reduce(x.clone(), "control"), lambda x: pool.all_reduce(x.clone(), "control", "max"), self.state
+        )
         made, metrics = function(fields, Rows.of(batch), whole)
         return (batch.with_fields(**made) if len(batch) else batch), metrics
 

@@ -184,7 +184,7 @@ class ModelWorker(Worker):
         limits = self.build.limits
         if limits.rows is not None:
             return micro_batches_by_count(weights, max(limits.rows // most, 1), number)
-        return micro_batches_by_tokens(weights, limits.max_tokens, number, limits.where)
+        return micro_batches_by_tokens(weights, limits.max_tokens, number, limits.where, "row" if most == 1 else "group")
 
     def infer(
         self, batch: Batch, head: Callable[[Decoder, Tensor, Packed], Tensor], lengths: Tensor | None = None
@@ -254,7 +254,7 @@ class ModelWorker(Worker):
             def loss(decoder: Decoder, hidden: Tensor, micro: Packed) -> tuple[Tensor, dict[str, Tensor]]:
                 fields = model_outputs(objective, decoder, hidden, micro)
                 fields |= {name: take_field(micro.extra, name, hidden.device) for name in objective.reads}
-                if differences is not None and "old_log_probs" in fields:
+                if differences is not None and objective is objectives[0] and "old_log_probs" in fields:
                     differences.append((fields["log_probs"].detach() - fields["old_log_probs"]).abs())
                 value, told = objective.loss(fields, Rows.of(micro.extra), totals)
                 return value * objective.weight, told
@@ -267,9 +267,9 @@ class ModelWorker(Worker):
                 for name, value in self.engine.forward_backward(packed, losses(objective, totals)).items():
                     stats[name] = stats[name] + value if name in stats else value
         summed: dict[str, float] = {}
-        if self.mesh.last_stage:
+        if self.mesh.last_stage and stats:
             names = sorted(stats)
-            values = torch.stack([stats[name].detach().to(torch.float64).cpu() for name in names])
+            values = torch.stack([stats[name] for name in names]).cpu()
             self.mesh.dp.all_reduce(values, "control")
             summed = dict(zip(names, values.tolist(), strict=True))
         return {**summed, **self.engine.optimizer_step()}

@@ -52,7 +52,7 @@ class Rows:
 
     def spread(self, per_row: Tensor) -> Tensor:
         """A number of each row [rows] for each of its tokens, [sum(lengths)]."""
-        return torch.repeat_interleave(per_row, self.lengths.to(per_row.device))
+        return torch.repeat_interleave(per_row, self.lengths.to(per_row.device), output_size=int(self.lengths.sum()))
 
 
 # (fields by name, [tokens] or [rows] each; rows; counts) -> loss and statistics, to be summed over micro-batches and ranks

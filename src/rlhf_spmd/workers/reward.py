@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_spmd.controller import THREE_D, register
+from rlhf_spmd.controller import THREE_D, Production, register
 from rlhf_spmd.data.batch import Batch, decode_json
 from rlhf_spmd.data.tokenizer import decode
 from rlhf_spmd.rewards.binding import Row
@@ -37,6 +37,11 @@ class RewardWorker(ModelWorker):
         scores_text = self.answers and self.reward.function is not None
         self.runner = RewardRunner(self.reward, reward_key(self.name)) if scores_text else None
 
+    def enter(self, call: Production) -> None:
+        super().enter(call)
+        rows = call.rows if self.first else None
+        self.shown = frozenset() if rows is None else frozenset(rows.row_ids[: self.build.num_samples].tolist())
+
     @register(
         THREE_D,
         inputs=("prompt_ids", "response_ids", "row", "response_mask?", "environment_reward?", "rollout_versions?"),
@@ -45,7 +50,7 @@ class RewardWorker(ModelWorker):
     def compute_reward(self, batch: Batch) -> tuple[Batch | None, dict[str, Any]]:
         """``scores`` [rows]: weight * function + model_weight * model, 0 for rows that this reward does not score; of the first
         reward + environment.weight * environment's reward. Statistics of the global batch's scored rows, and as samples the texts
-        of this replica's first rows.
+        of the call's first rows.
 
         Raises RewardError if more calls failed than ``max_failure_rate`` allows, or all in the first step.
         Collective over the pool: every rank of it must call, in program order.
@@ -63,14 +68,18 @@ class RewardWorker(ModelWorker):
         report |= self._statistics(batch, scores[scored], report)
         report |= {"score_sum": float(scores[scored].double().sum()), "rows": int(scored.sum())}
         report["samples"] = [
-            {"row_id": int(batch.row_ids[i]), "prompt": texts[i][0], "response": texts[i][1], "score": float(scores[i])}
-            for i in range(min(self.build.num_samples, len(texts)) if self.first else 0)
+            self._sample(batch, i, texts[i], scores) for i in range(len(texts)) if int(batch.row_ids[i]) in self.shown
         ]
-        if "rollout_versions" in batch:
-            for sample, versions in zip(report["samples"], batch["rollout_versions"].rows(), strict=False):
-                if versions.min() < versions.max():
-                    sample |= {"version_min": int(versions.min()), "version_max": int(versions.max())}
         return (batch.with_fields(scores=scores) if self.mesh.last_stage and len(batch) else None), report
+
+    def _sample(self, batch: Batch, i: int, text: Row, scores: Tensor) -> dict[str, Any]:
+        """The i-th row for people to read."""
+        sample = {"row_id": int(batch.row_ids[i]), "prompt": text[0], "response": text[1], "score": float(scores[i])}
+        if "rollout_versions" in batch:
+            versions = batch["rollout_versions"].rows()[i]
+            if versions.min() < versions.max():
+                sample |= {"version_min": int(versions.min()), "version_max": int(versions.max())}
+        return sample
 
     def _statistics(self, batch: Batch, scores: Tensor, report: dict[str, Any]) -> dict[str, float]:
         """Of the global batch, summed in float64; ``scores`` of the rows that are scored.

@@ -1,0 +1,294 @@
+"""The row algebra and the dealing of rows to parts and mini-batches: pure, without ranks."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rlhf_spmd.algorithms.ppo import PPOConfig, gae_advantages
+from rlhf_spmd.controller import (
+    DP,
+    Controller,
+    Cut,
+    GroupShape,
+    Production,
+    Reference,
+    ResourcePool,
+    Worker,
+    register,
+    source,
+)
+from rlhf_spmd.controller.reference import COPY_STRIDE, Intake
+from rlhf_spmd.controller.rows import Part, RowSet, place_rows
+from rlhf_spmd.data.batch import Batch, ragged
+from rlhf_spmd.parallel.layout import Layout
+from rlhf_spmd.workers.arithmetic import Whole
+from rlhf_spmd.workers.objective import Rows
+
+
+def rows(num_groups: int = 4, n: int = 2, first: int = 0, **fields: Any) -> Reference:
+    """Groups ``first``, ...; row ids ``group * n + j``; ``tokens`` of row i are i + 1 times i."""
+    groups = torch.arange(first, first + num_groups)
+    batch = Batch(groups, groups, {}).repeat(n)
+    tokens = ragged([torch.full((int(i) + 1,), int(i)) for i in batch.row_ids], torch.int64)
+    return source(batch.with_fields(tokens=tokens, label=batch.row_ids * 10, **fields))
+
+
+def data(reference: Reference, name: str) -> list[Any]:
+    """What a call with one member would get, by row."""
+    intake = intake_of(reference, name)
+    result: list[Any] = [None] * len(reference)
+    for piece, names in intake.shares:
+        batch = piece.producer.data.select([names[name]]).reorder(torch.from_numpy(piece.ids))
+        field = batch[names[name]]
+        values = field.tolist() if isinstance(field, torch.Tensor) else [row.tolist() for row in field.rows()]
+        for at, value in zip(piece.at.tolist(), values, strict=True):
+            result[at] = value
+    return result
+
+
+def intake_of(reference: Reference, *names: str, parts: int = 1, tokens: str | None = None) -> Intake:
+    assert reference.rows is not None
+    fields = {name: reference.fields[name] for name in names}
+    return Intake(reference.rows, fields, reference.fields[tokens] if tokens else (), Cut(parts))
+
+
+def ids(reference: Reference) -> list[int]:
+    return reference.rows.row_ids.tolist()
+
+
+def groups(reference: Reference) -> list[int]:
+    return reference.rows.group_ids.tolist()
+
+
+# -- the algebra
+
+
+def test_union_has_the_fields_of_all() -> None:
+    base = rows()
+    other = base.select("label").rename(label="mark")
+    joined = base.union(other, base)  # the same data twice is no conflict
+    assert sorted(joined.fields) == ["label", "mark", "tokens"] and data(joined, "mark") == data(base, "label")
+    assert ids(joined) == ids(base) == list(range(8))
+
+
+def test_union_refuses_other_rows_and_other_data_under_one_name() -> None:
+    base = rows()
+    with pytest.raises(ValueError, match="union of references to different rows: 8 and 2; take"):
+        base.union(base.take([0, 1]))
+    with pytest.raises(ValueError, match="both references have a field 'label'; rename"):
+        base.union(rows().select("label"))  # other data, of a batch of its own
+    swapped = base.select("tokens").rename(tokens="label")
+    with pytest.raises(ValueError, match="both references have a field 'label'"):
+        base.union(swapped)
+
+
+def test_select_and_rename() -> None:
+    base = rows()
+    assert list(base.select("label").fields) == ["label"]
+    assert sorted(base.rename(label="tokens", tokens="label").fields) == ["label", "tokens"]  # they change places
+    with pytest.raises(ValueError, match=r"no field 'labels'; it has label, tokens"):
+        base.select("labels")
+    with pytest.raises(ValueError, match=r"no field 'labels'; it has label, tokens"):
+        base.rename(labels="x")
+    with pytest.raises(ValueError, match="would have two fields 'tokens'"):
+        base.rename(label="tokens")
+
+
+def test_take_by_mask_ids_and_reference() -> None:
+    base = rows()
+    mask = torch.tensor([0, 0, 1, 1, 0, 1, 0, 0]).bool()
+    for taken in (base.take(mask), base.take(mask.numpy()), base.take([5, 3, 2, 3]), base.take(torch.tensor([2, 5, 3]))):
+        assert ids(taken) == [2, 3, 5] and groups(taken) == [1, 1, 2] and data(taken, "label") == [20, 30, 50]
+        assert taken.rows.decided, "which rows these are only those know who computed the mask"
+    assert ids(base.take(taken)) == ids(taken) and base.take(taken).rows.decided
+    assert not base.take(base.firsts()).rows.decided
+    assert len(base.take(np.zeros(8, bool))) == 0
+    assert data(base.take([2, 3, 5]).take([5]), "tokens") == [[5] * 6]
+
+
+def test_take_refuses_what_is_not_there() -> None:
+    base = rows()
+    for which in ([8], [-1], rows(first=4), base.copy()):
+        with pytest.raises(ValueError, match=r"take: of \d rows some are not among the 8"):
+            base.take(which)
+    with pytest.raises(ValueError, match="not among the 0"):
+        base.take([]).take([1])
+    with pytest.raises(AssertionError, match=r"it takes a mask or ids, such as get_field\(\.\.\.\) > 0"):
+        base.take(torch.ones(8))
+
+
+def test_firsts_repeat_and_copy() -> None:
+    base = rows()
+    assert ids(base.firsts()) == [0, 2, 4, 6] and groups(base.firsts()) == [0, 1, 2, 3]
+    again = base.firsts().repeat(3)
+    assert ids(again) == [0, 1, 2, 6, 7, 8, 12, 13, 14, 18, 19, 20]
+    assert (
+        groups(again) == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
+        and data(again, "label") == [0] * 3 + [20] * 3 + [40] * 3 + [60] * 3
+    )
+    other = base.copy().copy()
+    assert ids(other) == [2 * COPY_STRIDE + i for i in range(8)] == ids(base.copy(2)) and groups(other) == groups(base)
+    assert data(other, "tokens") == data(base, "tokens")
+
+
+def test_concat_has_the_fields_that_all_have_in_the_order_of_ids() -> None:
+    base = rows()
+    greedy = base.firsts().copy()
+    both = greedy.concat(base.select("label"), base.take([3]).copy(2))
+    assert ids(both) == [*range(8), *(COPY_STRIDE + i for i in (0, 2, 4, 6)), 2 * COPY_STRIDE + 3]
+    assert list(both.fields) == ["label"] and data(both, "label") == [*range(0, 80, 10), 0, 20, 40, 60, 30]
+    assert groups(both) == [0, 0, 1, 1, 2, 2, 3, 3, 0, 1, 2, 3, 1] and both.rows.decided
+    assert data(both.take(greedy), "label") == [0, 20, 40, 60]
+    assert ids(both.take(base)) == ids(base)
+    with pytest.raises(ValueError, match=r"a row is in two of the references; copy\(\)"):
+        base.concat(base.take([3]))
+
+
+def test_pieces_for_the_same_rows_travel_together() -> None:
+    """However rows were moved, the fields that one call made go in one message."""
+    base = rows()
+    moved = base.concat(base.copy()).take(np.arange(4, 12)[:4]).repeat(2)
+    shares = intake_of(moved, "tokens", "label").shares
+    assert [sorted(names) for _, names in shares] == [["label", "tokens"]]
+    twice = intake_of(base.concat(base.copy()), "tokens", "label").shares
+    assert [sorted(names) for _, names in twice] == [["label", "tokens"]] * 2
+
+
+class Sampler(Worker):
+    @register(DP, inputs=("prompt_ids",), outputs=("response_ids",), kind="generate", lengths_of="response_ids")
+    def generate(self, batch: Batch) -> Batch:
+        raise AssertionError("a trace computes nothing")
+
+    @register(DP, inputs=("prompt_ids", "response_ids"), kind="train")
+    def update(self, steps: list[list[Batch]]) -> None:
+        raise AssertionError("a trace computes nothing")
+
+
+def test_an_update_is_balanced_by_the_tokens_that_it_consumes() -> None:
+    """256 rows with long tails on eight ranks, two generations in one script: by the lengths of the other one the
+    fullest rank would have a quarter more tokens than the mean or worse."""
+    lengths = [np.minimum(np.random.default_rng(seed).lognormal(4, 1.5, 256), 4000).astype(int) + 1 for seed in (0, 1)]
+    world: Any = SimpleNamespace(ranks=tuple(range(8)), rank=0)  # a trace needs no process group
+    controller = Controller(world)
+    actor = Sampler(controller, "actor", ResourcePool("all", world.ranks), GroupShape(Layout(dp=8)))
+    ids = torch.arange(256)
+    prompts = source(Batch(ids, ids, {"prompt_ids": ragged([[1]] * 256)}))
+
+    def script() -> None:
+        sampled, greedy = actor.generate(prompts), actor.generate(prompts.copy())
+        actor.update(prompts.union(sampled))
+        actor.update(prompts.copy().union(greedy))
+
+    first, second, *updates = (node.call for node in controller.trace(script).nodes)
+    first.counts, second.counts = lengths  # what the ranks would be told
+
+    def fullest(update: Production, of: np.ndarray) -> float:
+        sums = np.bincount(update.intakes[0].placement.parts[0], of, minlength=8)
+        return float(sums.max() / sums.mean())
+
+    assert fullest(updates[0], lengths[0]) < 1.05 and fullest(updates[1], lengths[1]) < 1.05
+    assert fullest(updates[1], lengths[0]) > 1.25
+
+
+# -- placing rows
+
+
+def tokens_of(num_rows: int, seed: int = 0) -> np.ndarray:
+    return np.minimum(np.random.default_rng(seed).lognormal(4, 1, num_rows), 2000).astype(np.int64) + 1
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 3, 8, 40])
+@pytest.mark.parametrize("num_chunks", [1, 3, 5])
+def test_every_row_has_one_place_and_groups_are_whole(num_parts: int, num_chunks: int) -> None:
+    groups = np.repeat(np.arange(30), 4)
+    cut = Cut(num_parts, keep_groups=True, num_chunks=num_chunks, epochs=2, seed=7)
+    parts, chunks = place_rows(cut, groups, tokens_of(120))
+    assert parts.shape == chunks.shape == (2 if num_chunks > 1 else 1, 120)
+    for epoch in range(len(parts)):
+        for of_row in (parts[epoch], chunks[epoch]):
+            assert (of_row.reshape(30, 4) == of_row.reshape(30, 4)[:, :1]).all(), "a group is whole"
+        sizes = np.bincount(chunks[epoch], minlength=num_chunks)
+        assert sizes.max() - sizes.min() <= 4, "mini-batches have as many groups each, or one more"
+        for chunk in range(num_chunks):
+            held = np.bincount(parts[epoch, chunks[epoch] == chunk], minlength=num_parts)
+            assert len(held) == num_parts and held.max() - held.min() <= 4
+
+
+def test_mini_batches_are_the_same_for_any_number_of_parts_and_any_tokens() -> None:
+    groups = np.repeat(np.arange(13) * 5, 3)
+    chunks = [
+        place_rows(Cut(parts, keep, 4, 3, seed=1), groups, tokens_of(39, seed=parts))[1]
+        for parts in (1, 2, 5, 8)
+        for keep in (True, False)
+    ]
+    assert all(np.array_equal(chunks[0], other) for other in chunks)
+    first, second, third = (tuple(epoch) for epoch in chunks[0])
+    assert len({first, second, third}) == 3, "each epoch deals anew"
+    assert tuple(place_rows(Cut(1, True, 4, 3, seed=2), groups, tokens_of(39))[1][0]) != first, "the seed decides"
+
+
+def test_single_rows_balance_better_than_groups() -> None:
+    groups, tokens = np.repeat(np.arange(16), 8), tokens_of(128)
+    fullest = [np.bincount(place_rows(Cut(8, keep), groups, tokens)[0][0], tokens).max() for keep in (True, False)]
+    assert fullest[1] < fullest[0] and fullest[1] < 1.02 * tokens.sum() / 8
+
+
+def test_a_part_says_which_of_its_rows_each_update_takes() -> None:
+    reference = rows(5, 2)
+    assert reference.rows is not None
+    for num_parts in (1, 2, 4):
+        placement = reference.rows.place(Cut(num_parts, True, 2, 3, seed=3), "none", lambda: np.ones(10, np.int64))
+        parts = [placement.part(i) for i in range(num_parts)]
+        updates = [sorted(row for part in parts for row in part.row_ids[part.updates[u]].tolist()) for u in range(6)]
+        for epoch in range(3):
+            one, other = updates[2 * epoch : 2 * epoch + 2]
+            assert sorted(one + other) == list(range(10)) and {len(one), len(other)} == {4, 6}
+        if num_parts == 1:
+            alone = updates
+        assert updates == alone
+    empty: Part = reference.rows.place(Cut(8), "none", lambda: np.ones(10, np.int64)).part(7)
+    assert not len(empty.positions) and [len(update) for update in empty.updates] == [0]
+
+
+def test_rows_keep_the_part_that_was_given_to_them() -> None:
+    homes = np.array([1, 1, 0, 0])
+    batch = Batch(torch.arange(4), torch.arange(4) // 2, {"x": torch.zeros(4)})
+    reference = source(batch, {Cut(2): homes})
+    whole = reference.take(np.ones(4, bool))
+    for same in (reference, whole):
+        assert same.rows.place(Cut(2), "", lambda: np.array([100, 1, 1, 1])).parts.tolist() == [homes.tolist()]
+    assert len(reference.take([0, 1, 2]).rows.given) == 0
+
+
+def test_all_placements_of_a_step_for_hundreds_of_ranks_take_milliseconds() -> None:
+    """PPO with 8,192 rows: generation and reward by groups, models and arithmetic by rows, updates in mini-batches."""
+    tokens, groups = tokens_of(8192), np.arange(8192) // 8
+    cuts = [Cut(256), Cut(256, False), Cut(128, False), Cut(256, False, 4, seed=1), Cut(128, True, 4, seed=1)]
+
+    def seconds() -> float:
+        of_step = RowSet(np.arange(8192), groups)
+        start = time.process_time()
+        for cut in cuts:
+            of_step.place(cut, "tokens", lambda: tokens).part(3)
+        return time.process_time() - start
+
+    taken = min(seconds() for _ in range(5))
+    print(f"{1e3 * taken:.1f} ms")
+    assert taken < 0.05  # about 10 ms; the machine may be busy
+
+
+def test_sums_over_all_rows_are_in_float64() -> None:
+    """Where rows lie decides which sums of a few rows are added up, and must not show in what PPO makes of them."""
+    ids, lengths = torch.arange(3), torch.tensor([2, 1, 3])
+    fields = {name: torch.linspace(low, 1, 6).double() for low, name in enumerate(("values", "old_log_probs"))}
+    fields |= {"ref_log_prob": torch.arange(6).double() / 7, "scores": torch.tensor([0.1, 0.2, 0.7]).double()}
+    whole = Whole(lambda x: x, lambda x: x, {})
+    _, metrics = gae_advantages(PPOConfig())(fields, Rows(ids, ids, lengths), whole)
+    kl = fields["old_log_probs"] - fields["ref_log_prob"]
+    assert metrics["actor/kl"] == pytest.approx(float(kl.mean()), rel=1e-14)
