@@ -179,6 +179,8 @@ class Session:
             preempted = self.controller.decide(self.board.preempted)
             reports = self.controller.receive_reports() if self.is_first else []
             metrics, samples = merge_reports(number, self._size, reports, self._utilisation) if self.is_first else ({}, [])
+            if "generation/idle_fraction" in metrics:
+                self.controller.timeline.instant("generation", idle_fraction=round(metrics["generation/idle_fraction"], 4))
             if test_freq and (number % test_freq == 0 or number == self.config.steps):
                 metrics |= validate(number)
             stopped = goal is not None and metrics.get("val/reward_mean", -math.inf) >= goal
