@@ -127,14 +127,13 @@ def build_ours(case: dict[str, Any], rows: list[list[int]]) -> Step:
     mesh = build_mesh(world, range(world.size), layout)
     engine = TrainEngine(
         read_spec(case["path"]),
-        case["path"],
+        case["path"] if has_weights(case["path"]) else None,
         "lm",
         mesh,
         OptimConfig(lr=learning_rate(case), **OPTIMIZERS[case["optimizer"]]),
         dtype=getattr(torch, case["dtype"]),
         device=world.device,
         activation_checkpointing=case["checkpointing"],
-        fill=has_weights(case["path"]),
     )
     if not has_weights(case["path"]):
         assert engine.optimizer is not None and layout.size == 1, "drawn weights are those of one rank"
