@@ -1,4 +1,4 @@
-"""ReMax (Li et al. 2024, arXiv 2310.10505) with rows in flight: greedy answers, as baselines, to the prompts whose samples have ended."""
+"""ReMax (Li et al. 2024, arXiv 2310.10505) with rows in flight: greedy answers to the prompts whose samples have ended."""
 
 from __future__ import annotations
 
