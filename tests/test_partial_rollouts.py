@@ -186,7 +186,7 @@ def test_a_second_generation_in_the_step_leaves_the_rows_in_flight_alone(
     directory: Path, uninterrupted: tasks.Run, tmp_path: Path
 ) -> None:
     """Greedy answers to the prompts whose samples have ended, as baselines; in another layout the same numbers."""
-    config = tasks.other_task({"name": "outside.greedy_baseline", "ppo_mini_batch_size": 4}, "actor")
+    config = tasks.other_task({"name": "outside.greedy_while_in_flight", "ppo_mini_batch_size": 4}, "actor")
     train_it = partial(train, steps=4, config=config)
     one = train_it(1, tmp_path / "one", *FP64)
     check(one, steps=4)
