@@ -397,3 +397,34 @@ def test_a_rollout_that_is_not_finite_names_its_row(tmp_path: Path) -> None:
     save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(FloatingPointError, match=r"^row \d+: the log-prob of a drawn token is not finite"):
         train(tmp_path / "run", 1, f"models.actor.path={broken}")
+
+
+def test_a_step_that_does_nothing_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rlhf_spmd.algorithms import ppo
+
+    for result, message in (
+        (None, "step returned NoneType; it must return the list of the calls"),
+        ([], "made no call in step 1"),
+    ):
+        monkeypatch.setattr(ppo, "step", lambda *args, result=result: result)
+        with pytest.raises((TypeError, RuntimeError), match=message):
+            train(tmp_path / str(result), 1)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("class Config(PPOConfig):\n    ppo_epochs: int = 4\n", "put @dataclass(frozen=True) above it"),
+        ("@dataclass(frozen=True)\nclass Config(PPOConfig):\n    ppo_epochs = 4\n", "give ppo_epochs a type"),
+    ],
+)
+def test_settings_of_an_algorithm_s_own_are_not_ignored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, message: str
+) -> None:
+    name = f"own_{'frozen' in message}"
+    head = "from dataclasses import dataclass\nfrom rlhf_spmd.algorithms.ppo import PPOConfig, step\n"
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "algorithm.py").write_text(head + source)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        prepare(str(tasks.task() / "ppo.json"), tasks.settings(tmp_path, 1, f"algorithm.name={name}.algorithm"), 1)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -106,6 +106,13 @@ def read_config(path: str | None, overrides: Sequence[str], default: str = "ppo"
                 f"algorithm '{module.__name__}': its Config must be a dataclass that derives from rlhf_spmd.algorithms.base."
                 f"AlgorithmConfig; it is {config!r}"
             )
+        own = vars(config)
+        silent = [f.name for f in fields(config) if f.name in own and f.name not in own.get("__annotations__", {})]
+        if "__dataclass_fields__" not in own or silent:
+            remedy = (
+                f"give {silent[0]} a type, as in '{silent[0]}: int = ...'" if silent else "put @dataclass(frozen=True) above it"
+            )
+            raise ValueError(f"algorithm '{module.__name__}': its Config's own settings would be ignored; {remedy}")
         streams = config.streams.values()
         data = {s.key: None if s.optional and raw.get(s.key) is None else s.config for s in streams}
         return {"algorithm": config, **data}
@@ -223,7 +230,13 @@ def train(context: ProgramContext[Prepared]) -> None:
         print(describe(ready, world), file=sys.stderr)
 
     def one_step(number: int) -> tuple[list[Reference], list[Batch]]:
-        return data.run(lambda: ready.algorithm.step(models, data, algorithm, number))
+        calls, rows = data.run(lambda: ready.algorithm.step(models, data, algorithm, number))
+        name = f"{ready.algorithm.__name__}.step"
+        if not (isinstance(calls, list) and all(isinstance(call, Reference) for call in calls)):
+            raise TypeError(f"{name} returned {type(calls).__name__}; it must return the list of the calls that it reports")
+        if not calls and not controller.taken:
+            raise RuntimeError(f"{name} made no call in step {number}: nothing was computed and nothing learnt")
+        return calls, rows
 
     def validate(number: int) -> dict[str, float]:
         found: dict[str, float] = ready.algorithm.validate(models, data, algorithm, number)
@@ -276,6 +289,11 @@ def describe(ready: Prepared, world: World) -> str:
     """What is about to run, for people."""
     rows = ", ".join(data.summary() for data in ready.training.values())
     lines = [f"{ready.config.run.name}: {ready.config.algorithm.name} on {world.size} rank(s), {rows}"]
+    prompts = [data for data in ready.training.values() if isinstance(data, PromptDataset)]
+    if any(reward.function for reward in ready.rewards.values()) and all(
+        r["answer"] is None for data in prompts for r in data.rows
+    ):
+        lines.append("  warning: no row has an answer (data.answer_key), so a reward that looks for one finds none")
     plan, device = ready.plans[ready.exported], world.device
     dtype = plan.config.torch_dtype(device)
     attention = choose_attention(plan.config.attention, dtype, device, f"models.{ready.exported}.attention")
@@ -300,8 +318,9 @@ def main(argv: Sequence[str] | None = None, name: str = "train", about: str | No
     """The command line: ``--config FILE`` and overrides such as ``sampling.n=4``. ``default``: the algorithm where none is named."""
 
     def keys() -> Iterator[str]:
-        """Of the default algorithm."""
-        algorithm = find("algorithm", "rlhf_spmd.algorithms", default, exports="step").Config
+        """Of the algorithm that the command line names, or the default one."""
+        given = [value.removeprefix("algorithm.name=") for value in argv or sys.argv if value.startswith("algorithm.name=")]
+        algorithm = find("algorithm", "rlhf_spmd.algorithms", (given or [default])[-1], exports="step").Config
         return list_keys(TrainConfig, {"algorithm": algorithm, **{s.key: s.config for s in algorithm.streams.values()}})
 
     run_session_program(name, about, lambda path, more, size: prepare(path, more, size, default), train, keys, argv)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any, TextIO
 
 from tqdm import tqdm
@@ -48,9 +48,15 @@ class Progress:
         self._stream.flush()
 
 
+def reward_of(names: Container[str]) -> str:
+    """The metric of what is trained on: the sum of the rewards where there are several."""
+    return "reward/total_mean" if "reward/total_mean" in names else "reward/mean"
+
+
 def shown(metrics: Mapping[str, Any]) -> list[str]:
     """Of a step the reward, or the loss where there is none, KL and speed, as text; what it has not is left out."""
     losses = [name for name in metrics if name.endswith("/loss") and not name.startswith("val/")]
-    forms = {"reward/mean": "reward {:.3f}"} if "reward/mean" in metrics else dict.fromkeys(losses[:1], "loss {:.4f}")
+    reward = reward_of(metrics)
+    forms = {reward: "reward {:.3f}"} if reward in metrics else dict.fromkeys(losses[:1], "loss {:.4f}")
     forms |= {"actor/kl": "KL {:.4f}", "perf/tokens_per_s": "{:,.0f} tokens/s"}
     return [form.format(metrics[name]) for name, form in forms.items() if name in metrics]

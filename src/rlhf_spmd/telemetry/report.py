@@ -19,6 +19,7 @@ from typing import Any
 from rlhf_spmd.telemetry import charts, timeline_chart
 from rlhf_spmd.telemetry.charts import Point, Values
 from rlhf_spmd.telemetry.jsonl import read_jsonl
+from rlhf_spmd.telemetry.progress import reward_of
 from rlhf_spmd.telemetry.report_sections import (
     artifacts_section,
     config_section,
@@ -48,7 +49,7 @@ AVERAGED_STEPS = 5  # what "first" and "last" mean in the tiles and in the summa
 Panel = tuple[str, tuple[str, ...]]  # title of a chart, and its metrics: drawn where at least one of them exists
 
 PANELS: tuple[Panel, ...] = (
-    ("Reward", ("reward/mean",)),
+    ("Reward", ("reward/total_mean", "reward/mean")),
     ("Loss", ("actor/loss", "val/loss")),
     ("KL to the reference", ("actor/kl",)),
     ("Entropy", ("actor/entropy",)),
@@ -172,7 +173,8 @@ def _header(run: Run, name: str, config: Mapping[str, str]) -> str:
 
 def _tiles(run: Run) -> str:
     tiles = []
-    main = ("Reward", "reward/mean") if run.values("reward/mean") else ("Loss", "actor/loss")
+    reward = reward_of(run.names())
+    main = ("Reward", reward) if run.values(reward) else ("Loss", "actor/loss")
     validation = next((name for name in run.names() if name.startswith("val/") and name != "val/loss"), "val/loss")
     for title, metric in (main, ("Validation", validation)):
         first, last, k = first_and_last(run.values(metric), 1 if title == "Validation" else AVERAGED_STEPS)

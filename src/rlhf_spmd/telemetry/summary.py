@@ -12,6 +12,7 @@ from typing import Any
 from tqdm import tqdm
 
 from rlhf_spmd.telemetry.charts import number_text
+from rlhf_spmd.telemetry.progress import reward_of
 from rlhf_spmd.telemetry.report import AVERAGED_STEPS, first_and_last, read_run, run_on_directory
 from rlhf_spmd.telemetry.run_dir import EXPORT_DIR, REPORT_FILE, list_checkpoints
 
@@ -30,7 +31,7 @@ def summarize(run_dir: str | os.PathLike[str]) -> str:
         took = f" in {tqdm.format_interval(sum(seconds))}" if seconds else ""
         lines.append(_row("steps", f"{len(run.metrics)}{took}"))
     validation = [name for name in run.names() if name.startswith("val/")]
-    for label, name in [("reward", "reward/mean"), *((name, name) for name in validation)]:
+    for label, name in [("reward", reward_of(run.names())), *((name, name) for name in validation)]:
         first, last, k = first_and_last(run.values(name), 1 if name in validation else AVERAGED_STEPS)
         if k > 0:
             which = f"means of the first and the last {k} logged" if k > 1 else "first and last"
