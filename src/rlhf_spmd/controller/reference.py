@@ -2,7 +2,8 @@
 
 A reference is a set of row ids with fields; of each field it knows which call made which rows, and so on which ranks the data
 lie. It is bookkeeping only. The data stay with the :class:`Production`, on the ranks that made them, for as long as a reference
-to it lives: in a variable of the script until the step ends, or longer where the script keeps one (``data.kept``).
+to it lives: in a variable of the script until the step ends, or longer where the script keeps one (``data.kept``). A production
+also keeps alive the calls whose token counts placed its rows.
 """
 
 from __future__ import annotations
