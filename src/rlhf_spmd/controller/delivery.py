@@ -177,7 +177,7 @@ class Delivery:
                     return None
                 piece = Piece(self._made[maker.node], piece.name, piece.at, piece.ids)
             tokens.append(piece)
-        return Intake(intake.rows, intake.fields, tuple(tokens), intake.cut)
+        return Intake(intake.rows, intake.fields, tuple(tokens), intake.cut, intake.shares)
 
     def _send(self, producer: Production, consumer: Production, share: Share) -> None:
         """This rank's part of moving rows to a consumer: those it is the first holder of, to members that lack them."""
@@ -266,6 +266,10 @@ def lengths_needed(consumer: Production) -> dict[Production, frozenset[int]]:
     Members also need those by which the senders' own rows were placed, and who knows a call's counts, those that placed its rows.
     """
     found: dict[Production, frozenset[int]] = {}
+    pieces = [piece for intake in consumer.intakes for piece, _ in intake.shares]
+    senders = list(dict.fromkeys([piece.producer for piece in pieces if isinstance(piece.producer, Production)]))
+    if not any(intake.token_makers for intake in consumer.intakes) and not any(s.intakes[0].token_makers for s in senders):
+        return found
 
     def note(intake: Intake, ranks: frozenset[int]) -> None:
         for maker in intake.token_makers:
@@ -274,8 +278,6 @@ def lengths_needed(consumer: Production) -> dict[Production, frozenset[int]]:
                 note(maker.intakes[0], ranks)
 
     members = frozenset(consumer.role.pool.ranks)
-    pieces = [piece for intake in consumer.intakes for piece, _ in intake.shares]
-    senders = list(dict.fromkeys(piece.producer for piece in pieces if isinstance(piece.producer, Production)))
     everyone = members.union(*(sender.role.pool.ranks for sender in senders))
     for intake in consumer.intakes:
         note(intake, everyone)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from rlhf_spmd.controller.reference import Production
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class CallNode:
     """One model function call. ``kind``: what :func:`register` was told. ``inputs``: each field with the nodes that make it (-1: a
     source such as the loader, or a call of an earlier script) and its name there (another after ``rename``). ``rows``,

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +41,7 @@ class Source:
         return _at(self.data.row_ids.numpy(), self.data[name].lengths.numpy(), ids)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Piece:
     """Rows of a field that one source or call made: ``at`` int64, their positions here; ``ids`` int64, their row ids there."""
 
@@ -53,28 +52,42 @@ class Piece:
 
     def same(self, other: Piece) -> bool:
         """Whether it is the same data, whatever it is called here."""
-        mine, theirs = (self.producer, self.name), (other.producer, other.name)
-        return mine == theirs and np.array_equal(self.at, other.at) and np.array_equal(self.ids, other.ids)
+        pairs = (self.at, other.at), (self.ids, other.ids)
+        is_one = self.producer is other.producer and self.name == other.name
+        return is_one and all(mine is theirs or np.array_equal(mine, theirs) for mine, theirs in pairs)
 
 
 @dataclass(eq=False)
 class Intake:
     """What a call takes of one reference: ``fields`` (name here -> pieces) of ``rows``, cut by ``cut`` and balanced by the lengths
-    of the token fields ``tokens``."""
+    of the token fields ``tokens``.
+
+    ``shares``: what comes from each call (or source) for the same rows, in program order: a piece, and name here -> name there.
+    ``counted``: in short which token counts these are; ``token_makers``: the calls whose counts the cut needs. All are plain
+    attributes: a script makes an intake for each call and looks at them several times.
+    """
 
     rows: RowSet
     fields: Mapping[str, tuple[Piece, ...]]
     tokens: tuple[Piece, ...]
     cut: Cut
+    shares: list[tuple[Piece, dict[str, str]]] = field(default_factory=list)
+    _placement: Placement | None = None
 
-    @cached_property
+    def __post_init__(self) -> None:
+        if self.fields and not self.shares:
+            self.shares = _shares(self.fields)
+        self.counted: Hashable = tuple([(piece.producer.serial, piece.name, len(piece.at)) for piece in self.tokens])
+        self.token_makers: list[Production] = []
+        if self.cut.num_parts > 1 and self.cut not in self.rows.given:
+            self.token_makers = [piece.producer for piece in self.tokens if isinstance(piece.producer, Production)]
+
+    @property
     def placement(self) -> Placement:
         """May wait for token counts that other ranks make."""
-        return self.rows.place(self.cut, self.counted, self._count)
-
-    @cached_property
-    def counted(self) -> Hashable:
-        return tuple((piece.producer.serial, piece.name, len(piece.at)) for piece in self.tokens)
+        if self._placement is None:
+            self._placement = self.rows.place(self.cut, self.counted, self._count)
+        return self._placement
 
     def _count(self) -> np.ndarray:
         total = np.zeros(len(self.rows), dtype=np.int64)
@@ -85,30 +98,22 @@ class Intake:
     def part(self, index: int) -> Part:
         return self.placement.part(index)
 
-    @cached_property
-    def shares(self) -> list[tuple[Piece, dict[str, str]]]:
-        """What comes from each call (or source) for the same rows, in program order: a piece, and name here -> name there."""
-        found: list[tuple[Piece, dict[str, str]]] = []
-        for name, pieces in self.fields.items():
-            for piece in pieces:
-                for known, names in found:
-                    if known.producer is piece.producer and known.at is piece.at and known.ids is piece.ids:
-                        names[name] = piece.name
-                        break
-                else:
-                    found.append((piece, {name: piece.name}))
-        return sorted(found, key=lambda share: share[0].producer.seq)
-
     def forget(self) -> None:
         """After the call: what came in is free to go when no reference needs it."""
         self.fields, self.shares = {}, []
 
-    @cached_property
-    def token_makers(self) -> list[Production]:
-        """The calls whose token counts this cut needs."""
-        if self.cut.num_parts == 1 or self.cut in self.rows.given:
-            return []
-        return [piece.producer for piece in self.tokens if isinstance(piece.producer, Production)]
+
+def _shares(fields: Mapping[str, tuple[Piece, ...]]) -> list[tuple[Piece, dict[str, str]]]:
+    found: list[tuple[Piece, dict[str, str]]] = []
+    for name, pieces in fields.items():
+        for piece in pieces:
+            for known, names in found:
+                if known.producer is piece.producer and known.at is piece.at and known.ids is piece.ids:
+                    names[name] = piece.name
+                    break
+            else:
+                found.append((piece, {name: piece.name}))
+    return sorted(found, key=lambda share: share[0].producer.seq) if len(found) > 1 else found
 
 
 @dataclass(eq=False)
@@ -134,9 +139,8 @@ class Production:
     counts: np.ndarray | None = None  # token counts of its rows, once this rank knows them
     serial: int = field(default_factory=_serial.__next__)
 
-    @cached_property
-    def members(self) -> Members:
-        return self.role.members(self.spec.protocol)
+    def __post_init__(self) -> None:
+        self.members: Members = self.role.members(self.spec.protocol)
 
     @property
     def rows(self) -> RowSet | None:
