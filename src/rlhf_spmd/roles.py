@@ -125,10 +125,8 @@ def _reward_model(role: str, config: RoleConfig, reward: RewardConfig, rewarded:
         raise ValueError(f"{key}.model={reward.model!r} and models.{role}.path={config.path!r} name different models; give one")
     path = reward.model or config.path
     if path is None and reward.function is None and not rewarded:
-        raise ValueError(
-            f"there is no {role}, to which rewards of other names add: give {key}.function, a reward model as {key}.model, or "
-            f"environment.cls"
-        )
+        needed = " (rewards of other names add to it)" if role == "reward" else ""
+        raise ValueError(f"there is no {role}: give {key}.function, a reward model as {key}.model, or environment.cls{needed}")
     return replace(config, path=path)
 
 
