@@ -15,7 +15,7 @@ from rlhf_spmd.data.files import Row
 from rlhf_spmd.data.loader import Loader
 from rlhf_spmd.data.sft import ResponseDataset, SftConfig
 from rlhf_spmd.parallel.collectives import solo
-from rlhf_spmd.streams import STREAM_STRIDE, RowStream, merge_values
+from rlhf_spmd.streams import STREAM_STRIDE, InFlightStream, RowStream, merge_values
 from rlhf_spmd.workers.arithmetic import ArithmeticWorker
 from rlhf_spmd.workers.objective import Rows
 
@@ -51,6 +51,17 @@ def test_the_run_gets_the_rows_that_it_asks_for_whatever_the_trace_did(
     assert first_tokens(data.commit()) == expected
     data.begin()
     assert data.next(1).fields["prompt_ids"][0].producer.data["prompt_ids"].values.tolist() == [len(expected) + 1]  # type: ignore[union-attr]
+
+
+def test_prompts_in_flight_that_nobody_takes_are_refused() -> None:
+    """The next step would get the same prompts again, and so would all others."""
+    flying = InFlightStream(stream().loader, n=1, in_flight=8, num_replicas=1)
+    flying.begin()
+    assert len(flying.next()) == 8
+    with pytest.raises(RuntimeError, match="the next step would get the same ones"):
+        flying.commit()
+    with pytest.raises(ValueError, match="leave the size out"):
+        flying.next(3)
 
 
 def test_rows_of_two_streams_are_never_the_same_rows() -> None:

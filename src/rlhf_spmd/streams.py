@@ -97,7 +97,11 @@ class InFlightStream(RowStream):
         self._reference: Reference | None = None
 
     def next(self, size: int | None = None) -> Reference:
-        """All rows in flight, filled up from the data."""
+        """All rows in flight, filled up from the data. Raises ValueError for a ``size``: ``data.gen_batch_size`` is it."""
+        if size is not None:
+            raise ValueError(
+                f"next({size}): with data.gen_batch_size all {self.in_flight} prompts in flight are given; leave the size out"
+            )
         if self._reference is None:
             missing = self.in_flight - (0 if self.prompts is None else len(self.prompts))
             if missing > 0:
@@ -119,6 +123,11 @@ class InFlightStream(RowStream):
 
     def commit(self) -> Batch | None:
         taken = None
+        if self._reference is not None and self._ended is None:
+            raise RuntimeError(
+                "data.gen_batch_size: the step took prompts in flight and no responses that have ended, so the next step would get the "
+                "same ones; sample by rlhf_spmd.algorithms.base.sample, or leave gen_batch_size out"
+            )
         if self.prompts is not None and self._ended is not None:
             taken = self.prompts.take(np.flatnonzero(self._ended)).repeat(self.n)
             left = np.flatnonzero(~self._ended)
