@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import re
 import typing
@@ -13,9 +14,8 @@ from typing import Any
 import pytest
 
 from rlhf_spmd import generate, score, sft, train
-from rlhf_spmd.algorithms.grpo import GRPOConfig
-from rlhf_spmd.algorithms.ppo import PPOConfig
 from rlhf_spmd.algorithms.sft import SftConfig
+from rlhf_spmd.config.registry import available
 from rlhf_spmd.data.prompts import DataConfig, PromptsConfig, ValidationPromptsConfig
 from rlhf_spmd.data.sft import SftConfig as SftDataConfig
 from rlhf_spmd.generate import GenerateConfig
@@ -26,13 +26,24 @@ from rlhf_spmd.workers.config import RoleConfig
 ROOT = Path(__file__).parent.parent
 PROGRAMS = {"train": train, "sft": sft, "generate": generate, "score": score}
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+ALGORITHMS = available("rlhf_spmd.algorithms", exports="step")
+
+
+def config_of(name: str) -> type:
+    found: type = importlib.import_module(f"rlhf_spmd.algorithms.{name}").Config
+    return found
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_algorithm_has_a_config(name: str) -> None:
+    assert any(read_config(str(path), [])[0].algorithm.name == name for path in CONFIGS)
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_config_loads(path: Path) -> None:
     config, algorithm = read_config(str(path), [])
     assert isinstance(config.algorithm, algorithm.Config)
-    assert config.algorithm.name in path.stem.split("_")
+    assert f"_{config.algorithm.name}_" in f"_{path.stem}_"
     assert set(config.models) <= set(config.algorithm.roles)
 
 
@@ -53,9 +64,9 @@ def expected(program: str) -> set[str]:
     """The keys that must have a row; sections that the text says to be another program's have none."""
     if program == "train":
         roles = {key.replace("<role>.generation", "actor.generation") for key in keys(RoleConfig, "models.<role>.")}
-        algorithms = {*keys(PPOConfig, "algorithm."), *keys(GRPOConfig, "algorithm.")}
+        of_algorithms = {key for name in set(ALGORITHMS) - {"sft"} for key in keys(config_of(name), "algorithm.")}
         calls = {"models.<role>.calls.<method>.pool"}
-        whole = {*keys(TrainConfig), *algorithms, *keys(DataConfig, "data."), *roles, *calls}
+        whole = {*keys(TrainConfig), *of_algorithms, *keys(DataConfig, "data."), *roles, *calls}
         return whole - {"models", "data", "models.<role>.calls"}
     if program == "sft":
         own = {f"val_prompts.{key}" for key in set(keys(ValidationPromptsConfig)) - set(keys(PromptsConfig))}
