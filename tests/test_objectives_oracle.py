@@ -7,6 +7,7 @@ installed files and run alone.
 import ast
 import collections
 import importlib.metadata
+import math
 import types
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from rlhf_spmd.algorithms.estimators import ESTIMATORS, WHITENED, CriticFreeConf
 from rlhf_spmd.algorithms.policy import LOSS_MODES, PolicyConfig
 from rlhf_spmd.objectives import advantages as adv
 from rlhf_spmd.objectives import kl, losses
-from rlhf_spmd.objectives.rollout_correction import RolloutCorrectionConfig, correction_weights
+from rlhf_spmd.objectives.rollout_correction import RS_KINDS, RolloutCorrectionConfig, correction_weights
 
 LENGTHS = torch.tensor([5, 1, 9, 3, 12, 7])
 ROWS, WIDTH, TOTAL = len(LENGTHS), int(LENGTHS.max()), int(LENGTHS.sum())
@@ -178,20 +179,35 @@ def test_verl_reinforce_plus_plus(verl):
     torch.testing.assert_close(adv.whiten(returns, adv.moments(returns)), pack(theirs), rtol=1e-7, atol=1e-7)
 
 
-@pytest.mark.parametrize("level", ["token", "sequence"])
-def test_verl_rollout_correction(level):
+@pytest.fixture(scope="module")
+def verl_correction():
+    import typing
+
     tools = functions_of("verl", "verl/utils/torch_functional.py", ["masked_sum", "masked_mean"])
-    verl = functions_of(
-        "verl",
-        "verl/trainer/ppo/rollout_corr_helper.py",
-        ["compute_rollout_correction_weights", "compute_is_metrics"],
-        verl_F=tools,
-        SAFETY_BOUND=20.0,
-    )
+    names = ["compute_rollout_correction_weights", "compute_is_metrics", "compute_rollout_rejection_mask", "compute_rs_metrics"]
+    names += ["_parse_rollout_is_threshold", "_parse_rollout_rs_thresholds"]
+    known = {"TOKEN_LEVEL_ROLLOUT_RS_OPTIONS": set(RS_KINDS[:3]), "SUPPORTED_ROLLOUT_RS_OPTIONS": set(RS_KINDS)}
+    known |= {"verl_F": tools, "SAFETY_BOUND": 20.0, "math": math, "Optional": typing.Optional, "Any": typing.Any}
+    return functions_of("verl", "verl/trainer/ppo/rollout_corr_helper.py", names, **known)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_verl_rollout_weights(verl_correction, level):
     log_ratio = draw(13, 0.3)
-    theirs, _ = verl.compute_rollout_correction_weights(log_ratio, MASK, level, 1.2)
+    theirs, _ = verl_correction.compute_rollout_correction_weights(log_ratio, MASK, level, 1.2)
     ours, _ = correction_weights(RolloutCorrectionConfig(level, 1.2), pack(log_ratio), torch.zeros(TOTAL), LENGTHS)
     torch.testing.assert_close(ours, pack(theirs), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", RS_KINDS)
+def test_verl_rollout_rejection(verl_correction, kind):
+    """Bounds of the ratio that are each other's reciprocals: verl's are of the ratio's inverse."""
+    log_ratio = draw(13, 0.3)
+    upper = {"token_k1": 1.2, "seq_mean_k1": 1.05, "seq_sum_k1": 2.2}.get(kind, 0.3 if "sum" in kind else 0.04)
+    theirs, _ = verl_correction.compute_rollout_rejection_mask(log_ratio, MASK, kind, upper)
+    config = RolloutCorrectionConfig(rollout_rs=kind, rollout_rs_threshold=upper)
+    ours, _ = correction_weights(config, pack(log_ratio), torch.zeros(TOTAL), LENGTHS)
+    assert torch.equal(ours, pack(theirs.double())) and 0 < float(ours.sum()) < TOTAL
 
 
 def test_trl_whitening():
