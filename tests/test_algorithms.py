@@ -49,8 +49,26 @@ ROLLOUTS = (
     "algorithm.ppo_mini_batch_size=4",
     "reward.function=tasks:even_share",
 )
+CORRECTED = tuple(
+    f"algorithm.rollout_correction.{key}"
+    for key in ("rollout_is=sequence", "rollout_is_threshold=1.1", "rollout_rs=token_k1", "rollout_rs_threshold=1.5")
+)
+GMPO = ("algorithm.loss_mode=geo_mean", "algorithm.loss_agg_mode=seq-mean-token-mean", "algorithm.ppo_epochs=2")
+NORMALISED = (
+    *("algorithm.norm_reward=mean_std", "algorithm.norm_value=true", "algorithm.kl_ctrl.kl_coef=0.05"),
+    *("algorithm.entropy_coeff=0.02", "algorithm.entropy_coeff_end=0", "algorithm.entropy_coeff_steps=3"),
+)
 CASES: dict[str, Case] = {
     "grpo": Case("quickstart_grpo", more=(*ROLLOUTS, "algorithm.ppo_epochs=2", "algorithm.kl_loss_coef=0.05")),
+    "dr_grpo": Case("quickstart_dr_grpo", frozen=(), more=(*ROLLOUTS, "algorithm.ppo_epochs=2")),
+    "rloo": Case("quickstart_rloo", more=(*ROLLOUTS, "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.horizon=100")),
+    "reinforce_plus_plus": Case("quickstart_reinforce_plus_plus", more=(*ROLLOUTS, "algorithm.gamma=0.97")),
+    "reinforce_plus_plus_baseline": Case("quickstart_reinforce_plus_plus_baseline", more=ROLLOUTS),
+    "gspo": Case("quickstart_gspo", frozen=(), more=(*ROLLOUTS, "algorithm.ppo_epochs=2", "algorithm.clip_ratio_high=0.001")),
+    "cispo": Case("quickstart_cispo", frozen=(), more=(*ROLLOUTS, "algorithm.ppo_epochs=2", *CORRECTED)),
+    "sapo with opo": Case("quickstart_grpo", more=(*ROLLOUTS, "algorithm.adv_estimator=opo", "algorithm.loss_mode=sapo")),
+    "gmpo": Case("quickstart_dr_grpo", frozen=(), more=(*ROLLOUTS, *GMPO)),
+    "ppo": Case("quickstart_ppo", ("actor", "critic"), more=(*ROLLOUTS, *NORMALISED)),
 }
 LAYOUTS = ("tp2 dp2 -> tp1", "pp2 dp2")
 
@@ -67,7 +85,7 @@ def run(directory: Path, name: str, where: str) -> tasks.Run:
             *micro_batches(rows=4),
             *case.split,
         )
-    run_dir = directory / f"{name}_{LAYOUTS.index(where) if where else 'one_rank'}"
+    run_dir = directory / f"{name.replace(' ', '_')}_{LAYOUTS.index(where) if where else 'one_rank'}"
     overrides = tasks.settings(run_dir, STEPS, *case.overrides(), *placed)
     run_ranks(4 if where else 1, tasks.train_here, str(CONFIGS / f"{case.config}.yaml"), overrides)
     return tasks.read_run(run_dir)

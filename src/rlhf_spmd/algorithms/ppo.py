@@ -69,7 +69,7 @@ def step(models: Any, data: Any, config: PPOConfig, number: int) -> list[Referen
     # 3. updates
     calls = [rollout, *scored, old, advantages, models.critic.update(batch, clipped_value(config), **config.schedule)]
     if number > config.critic_warmup:
-        calls.append(models.actor.update(batch, clipped_policy(config, data.sampling), **config.schedule))
+        calls.append(models.actor.update(batch, clipped_policy(config, data.sampling, number), **config.schedule))
     return calls
 
 

@@ -21,12 +21,13 @@ from rlhf_spmd.generation.progress import Completion
 from rlhf_spmd.generation.sequence import Request
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.sharding import plan_params
+from rlhf_spmd.objectives.rollout_correction import mismatch_sums
 from rlhf_spmd.parallel.collectives import Group
 from rlhf_spmd.parallel.layout import GenerationLayout
 from rlhf_spmd.parallel.mesh import build_group, build_mesh
 from rlhf_spmd.reshard import Engine, HybridEngine, choose_engine
 from rlhf_spmd.workers.model_worker import ModelWorker
-from rlhf_spmd.workers.objective import MASK, ROW_INPUTS, log_prob_differences
+from rlhf_spmd.workers.objective import MASK, ROW_INPUTS, drawn, log_prob_differences, model_tokens
 from rlhf_spmd.workers.rollouts import HeldRollouts
 
 
@@ -206,8 +207,8 @@ class ActorWorker(ModelWorker):
         result = self.log_probs(batch, self.build.temperature)
         report = {}
         if result is not None and "rollout_log_probs" in batch:
-            difference = (result.values - batch["rollout_log_probs"].values).abs()
-            report = log_prob_differences(difference[batch[MASK].values] if MASK in batch else difference)
+            old, rollout = drawn(batch.with_fields(**batch.fields, old=result), "old"), drawn(batch, "rollout_log_probs")
+            report = log_prob_differences((old - rollout).abs()) | mismatch_sums(old, rollout, model_tokens(batch))
         return (batch.with_fields(old_log_probs=result) if result is not None else None), report
 
     @register(THREE_D, inputs=ROW_INPUTS, split_groups=True)
