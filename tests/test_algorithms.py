@@ -50,6 +50,7 @@ ROLLOUTS = (
     "reward.function=tasks:even_share",
 )
 CASES: dict[str, Case] = {
+    "ppo, one model": Case("quickstart_ppo_shared", more=(*ROLLOUTS, "algorithm.kl_ctrl.kl_coef=0.05")),
     "grpo": Case("quickstart_grpo", more=(*ROLLOUTS, "algorithm.ppo_epochs=2", "algorithm.kl_loss_coef=0.05")),
 }
 LAYOUTS = ("tp2 dp2 -> tp1", "pp2 dp2")
