@@ -59,6 +59,7 @@ NORMALISED = (
     *("algorithm.entropy_coeff=0.02", "algorithm.entropy_coeff_end=0", "algorithm.entropy_coeff_steps=3"),
 )
 CASES: dict[str, Case] = {
+    "ppo, one model": Case("quickstart_ppo_shared", more=(*ROLLOUTS, "algorithm.kl_ctrl.kl_coef=0.05")),
     "grpo": Case("quickstart_grpo", more=(*ROLLOUTS, "algorithm.ppo_epochs=2", "algorithm.kl_loss_coef=0.05")),
     "dr_grpo": Case("quickstart_dr_grpo", frozen=(), more=(*ROLLOUTS, "algorithm.ppo_epochs=2")),
     "rloo": Case("quickstart_rloo", more=(*ROLLOUTS, "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.horizon=100")),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from rlhf_spmd.parallel.collectives import Group
 from rlhf_spmd.parallel.layout import GenerationLayout
 from rlhf_spmd.parallel.mesh import build_group, build_mesh
 from rlhf_spmd.reshard import Engine, HybridEngine, choose_engine
+from rlhf_spmd.workers.engine import rank_shards
 from rlhf_spmd.workers.model_worker import ModelWorker
 from rlhf_spmd.workers.objective import MASK, ROW_INPUTS, drawn, log_prob_differences, model_tokens
 from rlhf_spmd.workers.rollouts import HeldRollouts
@@ -70,9 +72,11 @@ class ActorWorker(ModelWorker):
         assert spec is not None
         decoder = Decoder(spec, "lm", mesh.pp_rank, layout.pp, mesh.tp, self.engine.dtype, meta, blocks=layout.blocks)
         decoder.requires_grad_(False)
+        shards = partial(rank_shards, spec, "lm", self.shape.layout)  # generation has no use for a second head
+        mine = shards(self.mesh.pp_rank, self.mesh.tp_rank)
         self.hybrid = HybridEngine(
-            self.shards(spec),
-            self.engine.parameters,
+            shards,
+            lambda: {name: parameter for name, parameter in self.engine.parameters().items() if name in mine},
             decoder,
             lambda pp, tp: plan_params(spec, "lm", pp, layout.pp, tp, layout.tp, layout.blocks),
             gather,
