@@ -28,7 +28,7 @@ from rlhf_spmd.parallel.layout import GenerationLayout
 from rlhf_spmd.parallel.mesh import build_group, build_mesh
 from rlhf_spmd.reshard import Engine, HybridEngine, choose_engine
 from rlhf_spmd.workers.model_worker import ModelWorker
-from rlhf_spmd.workers.objective import MASK, ROW_INPUTS, log_prob_differences
+from rlhf_spmd.workers.objective import MASK, ROW_INPUTS, log_prob_differences, model_tokens
 from rlhf_spmd.workers.rollouts import HeldRollouts
 
 
@@ -38,9 +38,9 @@ class ActorWorker(ModelWorker):
     def build_more(self) -> None:
         build, pool, shape = self.build, self.pool, self.shape
         if build.environment.cls is None:
-            self.unused = frozenset({"row", "response_mask", "environment_reward"})
+            self.unused, self.absent = frozenset({"row"}), frozenset({MASK, "environment_reward"})
         if not build.partial_rollouts:
-            self.unused |= {"rollout_versions"}
+            self.absent |= {"rollout_versions"}
         if not self.serves("generate_sequences"):
             return
         layout = shape.generating
@@ -229,7 +229,7 @@ class ActorWorker(ModelWorker):
         log_probs = self.log_probs(batch, 1.0)
         if log_probs is None:
             return {"sum": 0.0, "tokens": 0}
-        return {"sum": -float(log_probs.values.double().sum()), "tokens": len(log_probs.values)}
+        return {"sum": -float(log_probs.values.double().sum()), "tokens": int(model_tokens(batch).sum())}
 
 
 def _episodes(completions: Sequence[Completion]) -> tuple[dict[str, Field], dict[str, Any]]:
