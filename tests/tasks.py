@@ -76,6 +76,15 @@ def even_share(prompt: str, response: str, row: dict[str, Any]) -> float:
     return sum(ord(c) % 7 - 3 for c in response) / (3 * MAX_RESPONSE) + 0.1 * sum(c in "02468" for c in response)
 
 
+def coarse_share(prompt: str, response: str, row: dict[str, Any]) -> float:
+    """0 or 1, so that the responses to a prompt may all score alike."""
+    return float(even_share(prompt, response, row) > 0.25)
+
+
+def always_one(prompt: str, response: str, row: dict[str, Any]) -> float:
+    return 1.0
+
+
 @functools.cache
 def task() -> Path:
     """A directory with ``ppo.json`` (all but run.*), data, tokenizer and models; made once per test session."""

@@ -70,6 +70,18 @@ CASES: dict[str, Case] = {
     "sapo with opo": Case("quickstart_grpo", more=(*ROLLOUTS, "algorithm.adv_estimator=opo", "algorithm.loss_mode=sapo")),
     "gmpo": Case("quickstart_dr_grpo", frozen=(), more=(*ROLLOUTS, *GMPO)),
     "ppo": Case("quickstart_ppo", ("actor", "critic"), more=(*ROLLOUTS, *NORMALISED)),
+    "grpo, a reference that follows": Case(
+        "quickstart_grpo",
+        more=(*ROLLOUTS, "algorithm.kl_loss_coef=0.5", "algorithm.sync_ref_model=true", "algorithm.ref_model_sync_steps=1"),
+        split=(
+            "placement.pools={a: [0, 1], b: [2, 3]}",
+            *(f"models.{key}" for key in ("actor.pool=a", "actor.layout.dp=1", "actor.layout.zero=0", "reward.pool=b")),
+            *("models.reference.pool=b", "models.reference.layout={dp: 2, zero: 3}"),
+        ),
+    ),
+    "remax": Case("quickstart_remax", more=(*ROLLOUTS, "algorithm.use_kl_loss=true")),
+    "dapo": Case("quickstart_dapo", frozen=(), more=(*ROLLOUTS, "reward.function=tasks:coarse_share")),
+    "distill": Case("quickstart_distill", frozen=("teacher",), more=(*ROLLOUTS, "algorithm.gamma=0.5")),
 }
 LAYOUTS = ("tp2 dp2 -> tp1", "pp2 dp2")
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from rlhf_spmd.algorithms.base import AlgorithmConfig
+from rlhf_spmd.algorithms.base import AlgorithmConfig, move_reference
 from rlhf_spmd.checkpoint.manifest import CheckpointError
 from rlhf_spmd.checks import check_batches, check_lengths, check_rows, check_validation, exact_rollouts, in_flight
 from rlhf_spmd.config.keys import list_keys
@@ -132,8 +132,8 @@ def prepare(path: str | None, overrides: Sequence[str], world_size: int, default
     sections = {name: getattr(config, section.key) for name, section in algorithm.streams.items()}
     sections = {name: data for name, data in sections.items() if data is not None}
     rewards = named_rewards(config.reward, config.rewards)
-    roles = rewarded_roles(algorithm, sections, rewards)
     has_environment = config.environment.cls is not None
+    roles = rewarded_roles(algorithm, sections, rewards, bool(rewards) or has_environment or "reward" in config.models)
     plans = plan_roles(config.models, roles, algorithm.exported, config.placement, rewards, world_size, has_environment)
     ahead = in_flight(config) is not None
     for plan in plans.values():
@@ -145,6 +145,7 @@ def prepare(path: str | None, overrides: Sequence[str], world_size: int, default
     check_lengths(config, algorithm, plans)
     exact_rollouts(config, plans)  # raises if it is demanded and cannot be
     tokenizer = load_tokenizer(model_directory(plans, algorithm.exported))
+    algorithm.check_together(config, plans, tokenizer)
     training, validation = read_data(config, sections, tokenizer, plans)
     scored = [
         row for data in (*training.values(), *validation.values()) if isinstance(data, PromptDataset) for row in data.rows
@@ -155,10 +156,13 @@ def prepare(path: str | None, overrides: Sequence[str], world_size: int, default
 
 
 def rewarded_roles(
-    algorithm: AlgorithmConfig, sections: Mapping[str, Any], rewards: Mapping[str, RewardConfig]
+    algorithm: AlgorithmConfig, sections: Mapping[str, Any], rewards: Mapping[str, RewardConfig], given: bool
 ) -> dict[str, RoleClass]:
-    """The algorithm's roles, without those that score responses where there are no prompts. Raises ValueError."""
-    if any(isinstance(data, PromptsConfig) for data in sections.values()):
+    """The algorithm's roles, without those that score responses where there are no prompts, or no reward and need of one.
+
+    Raises ValueError.
+    """
+    if any(isinstance(data, PromptsConfig) for data in sections.values()) and (algorithm.needs_reward or given):
         return dict(algorithm.roles)
     if rewards:
         missing = next(iter(s.key for s in algorithm.streams.values() if issubclass(s.config, PromptsConfig)), None)
@@ -230,10 +234,15 @@ def train(context: ProgramContext[Prepared]) -> None:
         print(describe(ready, world), file=sys.stderr)
 
     def one_step(number: int) -> tuple[list[Reference], list[Batch]]:
-        calls, rows = data.run(lambda: ready.algorithm.step(models, data, algorithm, number))
         name = f"{ready.algorithm.__name__}.step"
-        if not (isinstance(calls, list) and all(isinstance(call, Reference) for call in calls)):
-            raise TypeError(f"{name} returned {type(calls).__name__}; it must return the list of the calls that it reports")
+
+        def script() -> list[Reference]:
+            calls = ready.algorithm.step(models, data, algorithm, number)
+            if not (isinstance(calls, list) and all(isinstance(call, Reference) for call in calls)):
+                raise TypeError(f"{name} returned {type(calls).__name__}; it must return the list of the calls that it reports")
+            return [*calls, *move_reference(models, algorithm, number)]
+
+        calls, rows = data.run(script)
         if not calls and not controller.taken:
             raise RuntimeError(f"{name} made no call in step {number}: nothing was computed and nothing learnt")
         return calls, rows

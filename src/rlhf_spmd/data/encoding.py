@@ -53,11 +53,15 @@ class PromptEncoder:
             messages: list[dict[str, Any]] = [{"role": "user", "content": prompt}]
         else:
             messages = check_messages(prompt, where)
-            if self.config.apply_chat_template is False:
-                raise DataError(f"{where}: the prompt is chat messages, but data.apply_chat_template=false")
+        return self.apply_template(self.with_system(messages, where), where), True
+
+    def with_system(self, messages: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
+        """``messages``, after the system prompt where they have none. Raises DataError where messages are not wanted."""
+        if self.config.apply_chat_template is False:
+            raise DataError(f"{where}: the prompt is chat messages, but data.apply_chat_template=false")
         if self.config.system_prompt is not None and messages[0]["role"] != "system":
-            messages = [{"role": "system", "content": self.config.system_prompt}, *messages]
-        return self._apply_template(messages, where), True
+            return [{"role": "system", "content": self.config.system_prompt}, *messages]
+        return messages
 
     def encode(self, prompts: Sequence[Any], wheres: Sequence[str]) -> list[tuple[list[int], str]]:
         """Token ids and rendered text of each prompt; tokenised in batches."""
@@ -75,7 +79,8 @@ class PromptEncoder:
             batch = list(texts[start : start + ENCODE_ROWS])
             yield from self.tokenizer(batch, add_special_tokens=special_tokens, truncation=False, verbose=False)["input_ids"]
 
-    def _apply_template(self, messages: list[dict[str, Any]], where: str) -> str:
+    def apply_template(self, messages: list[dict[str, Any]], where: str, add_generation_prompt: bool = True) -> str:
+        """The rendered text. Raises DataError."""
         from jinja2 import TemplateError, TemplateSyntaxError
 
         if self.template is None and not getattr(self.tokenizer, "chat_template", None):
@@ -85,7 +90,7 @@ class PromptEncoder:
             )
         try:
             text = self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True, chat_template=self.template
+                messages, tokenize=False, add_generation_prompt=add_generation_prompt, chat_template=self.template
             )
         except TemplateSyntaxError as error:
             owner = "data.chat_template" if self.template else f"the chat template of tokenizer '{self.tokenizer.name_or_path}'"

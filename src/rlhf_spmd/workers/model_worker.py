@@ -154,7 +154,7 @@ class ModelWorker(Worker):
         if self.loan is not None and self._holds:
             self.loan.give_back()
         elif self.resting is not None and self._holds:
-            self.resting.rest()
+            self.resting.rest(changed=call.spec.kind == "train")
 
     def micro_batches(self, batch: Batch, keep_groups: bool = False) -> tuple[list[list[int]], list[Packed], Totals]:
         """Cut rows, or with ``keep_groups`` groups of rows, into packed micro-batches, as many on every data-parallel rank.
