@@ -75,6 +75,11 @@ def even_share(prompt: str, response: str, row: dict[str, Any]) -> float:
     return sum(ord(c) % 7 - 3 for c in response) / (3 * MAX_RESPONSE) + 0.1 * sum(c in "02468" for c in response)
 
 
+def vowel_share(response: str) -> float:
+    """A cost that is at odds with :func:`even_share` now and then."""
+    return sum(c in "aeiou24" for c in response) / MAX_RESPONSE
+
+
 @functools.cache
 def task() -> Path:
     """A directory with ``ppo.json`` (all but run.*), data, tokenizer and models; made once per test session."""
@@ -99,6 +104,19 @@ def other_task(algorithm: dict[str, Any], *roles: str) -> str:
     path = task() / f"{algorithm['name']}.json"
     path.write_text(json.dumps({**config, "algorithm": algorithm, "models": models}))
     return str(path)
+
+
+def pairs(name: str = "pairs", count: int = 20) -> Path:
+    """A file of preference pairs, with margins and safety, for the models of :func:`task`; made once for each name."""
+    path, rng = task() / f"{name}.jsonl", random.Random(name)
+    if not path.exists():
+        rows = []
+        for number in range(count):
+            prompt, chosen, rejected = ("".join(rng.choices(VOCABULARY[1:], k=rng.randint(3, 12))) for _ in range(3))
+            safety = {"safe_chosen": number % 3 > 0, "safe_rejected": number % 3 > 1}
+            rows.append({"prompt": prompt, "chosen": chosen, "rejected": rejected, "margin": number % 4 / 2, **safety})
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
 
 
 _KEEP: list[tempfile.TemporaryDirectory[str]] = []  # removed when the test process ends
