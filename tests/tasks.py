@@ -75,11 +75,6 @@ def even_share(prompt: str, response: str, row: dict[str, Any]) -> float:
     return sum(ord(c) % 7 - 3 for c in response) / (3 * MAX_RESPONSE) + 0.1 * sum(c in "02468" for c in response)
 
 
-def vowel_share(response: str) -> float:
-    """A cost that is at odds with :func:`even_share` now and then."""
-    return sum(c in "aeiou24" for c in response) / MAX_RESPONSE
-
-
 @functools.cache
 def task() -> Path:
     """A directory with ``ppo.json`` (all but run.*), data, tokenizer and models; made once per test session."""

@@ -29,6 +29,8 @@ from rlhf_spmd.workers.reward import RewardWorker
 
 __all__ = ["Config", "SafeRLHFConfig", "step", "validate"]
 
+LEAST_LOGARITHM = -20.0  # of the multiplier, whose own size is in its step: from far below it would not come back
+
 
 @dataclass(frozen=True)
 class SafeRLHFConfig(PPOConfig):
@@ -106,23 +108,22 @@ def lagrangian(config: SafeRLHFConfig, number: int) -> Function:
     each of GAE over a score at the last token and half of the KL penalty, whitened over the batch (section 3.3, appendix B)."""
 
     def compute_advantage(fields: dict[str, Tensor], rows: Rows, whole: Whole) -> tuple[dict[str, Field], dict[str, float]]:
-        count, cost = whole.sum(torch.tensor([float(len(rows)), float(fields["costs"].double().sum())]).double()).tolist()
-        excess, before = cost / count - config.threshold, whole.state.get("lambda", config.lambda_init)
-        after = before
-        if number > config.lambda_update_delay_steps:
-            after = math.exp(min(math.log(before) + config.lambda_lr * before * excess, math.log(config.lambda_max)))
-        whole.state["lambda"] = after
         kl = kl_penalty(fields["old_log_probs"], fields["ref_log_prob"], config.kl_penalty)
-        coef = config.kl_ctrl.kl_coef / 2
+        mine = [float(len(rows)), float(fields["costs"].double().sum()), float(len(kl)), float(kl.double().sum())]
+        count, cost, tokens, kl_sum = whole.sum(torch.tensor(mine, dtype=torch.float64)).tolist()
+        excess, multiplier = cost / count - config.threshold, whole.state.get("lambda", config.lambda_init)
+        if number > config.lambda_update_delay_steps:
+            logarithm = math.log(multiplier) + config.lambda_lr * multiplier * excess
+            multiplier = math.exp(max(min(logarithm, math.log(config.lambda_max)), LEAST_LOGARITHM))
+        whole.state["lambda"] = multiplier
         sides, returns = [], []
-        for name, sign, values in (("scores", 1.0, "old_values"), ("costs", -1.0, "old_cost_values")):
-            rewards = token_level_rewards(fields[name], kl, sign * coef, rows.lengths)
+        for name, coef, values in (("scores", 0.5, "old_values"), ("costs", -0.5, "old_cost_values")):
+            rewards = token_level_rewards(fields[name], kl, coef * config.kl_ctrl.kl_coef, rows.lengths)
             found = gae(rewards, fields[values], rows.lengths, config.gamma, config.lam)
             sides.append(whiten(found[0], whole.sum(moments(found[0]))))
             returns.append(rows.per_token(found[1]))
-        advantages = rows.per_token((sides[0] - after * sides[1]) / (1 + after))
-        kl_sum, tokens = whole.sum(torch.tensor([float(kl.double().sum()), float(len(kl))]).double()).tolist()
-        told = {"safe_rlhf/lambda": after, "safe_rlhf/cost_excess": excess, "actor/kl": kl_sum / tokens}
+        advantages = rows.per_token((sides[0] - multiplier * sides[1]) / (1 + multiplier))
+        told = {"safe_rlhf/lambda": multiplier, "safe_rlhf/cost_excess": excess, "actor/kl": kl_sum / tokens}
         return {"advantages": advantages, "returns": returns[0], "cost_returns": returns[1]}, told
 
     return compute_advantage

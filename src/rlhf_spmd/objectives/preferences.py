@@ -100,4 +100,5 @@ def kto(ratio: Tensor, desirable: Tensor, baseline: float, beta: float, weights:
     and of undesirable rows.
     """
     value = torch.sigmoid(beta * torch.where(desirable, ratio - baseline, baseline - ratio))
-    return torch.where(desirable, weights[0], weights[1]) * (1 - value)
+    good, bad = ratio.new_tensor(weights)
+    return torch.where(desirable, good, bad) * (1 - value)
