@@ -7,5 +7,5 @@ global numbers, so that no result depends on how rows were split.
 
 Public names: ``kl.kl_penalty``, ``kl.KLControlConfig``, ``kl.build_kl_controller``, ``advantages.token_level_rewards``,
 ``advantages.gae``, ``advantages.group_advantages``, ``advantages.moments``, ``advantages.whiten``, ``losses.policy_loss``,
-``losses.value_loss``, ``losses.aggregate``, ``losses.explained_variance``.
+``losses.value_loss``, ``losses.aggregate``, ``losses.explained_variance``; ``preferences``, losses of pairs and labelled rows.
 """
