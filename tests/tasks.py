@@ -111,6 +111,19 @@ def other_task(algorithm: dict[str, Any], *roles: str) -> str:
     return str(path)
 
 
+def pairs(name: str = "pairs", count: int = 20) -> Path:
+    """A file of preference pairs, with margins and safety, for the models of :func:`task`; made once for each name."""
+    path, rng = task() / f"{name}.jsonl", random.Random(name)
+    if not path.exists():
+        rows = []
+        for number in range(count):
+            prompt, chosen, rejected = ("".join(rng.choices(VOCABULARY[1:], k=rng.randint(3, 12))) for _ in range(3))
+            safety = {"safe_chosen": number % 3 > 0, "safe_rejected": number % 3 > 1}
+            rows.append({"prompt": prompt, "chosen": chosen, "rejected": rejected, "margin": number % 4 / 2, **safety})
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
 _KEEP: list[tempfile.TemporaryDirectory[str]] = []  # removed when the test process ends
 
 

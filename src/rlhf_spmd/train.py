@@ -131,6 +131,7 @@ def prepare(path: str | None, overrides: Sequence[str], world_size: int, default
     algorithm: AlgorithmConfig = config.algorithm
     sections = {name: getattr(config, section.key) for name, section in algorithm.streams.items()}
     sections = {name: data for name, data in sections.items() if data is not None}
+    algorithm.check_streams(sections, "algorithm")
     rewards = named_rewards(config.reward, config.rewards)
     has_environment = config.environment.cls is not None
     roles = rewarded_roles(algorithm, sections, rewards, bool(rewards) or has_environment or "reward" in config.models)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from rlhf_spmd.config.bounds import check_bounds
 from rlhf_spmd.controller import Reference
 from rlhf_spmd.data.batch import Field
-from rlhf_spmd.data.dataset import RowsConfig
+from rlhf_spmd.data.dataset import DatasetConfig, RowsConfig
 from rlhf_spmd.data.prompts import DataConfig
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.workers.actor import ActorWorker
@@ -28,6 +28,10 @@ class Section:
     key: str
     config: type[RowsConfig]
     optional: bool = False
+
+    @property
+    def only_validates(self) -> bool:
+        return self.optional and not issubclass(self.config, DatasetConfig)
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,9 @@ class AlgorithmConfig:
     def updates(self, role: str, steps: int, batch_size: int) -> int:
         """Optimizer steps of a role in a run of ``steps`` steps with ``batch_size`` groups each: the length of its schedule."""
         return steps
+
+    def check_streams(self, given: Collection[str], where: str) -> None:
+        """Raises ValueError where ``given``, the streams that the configuration describes, do not fit the other settings."""
 
     @property
     def goal(self) -> float | None:
