@@ -82,7 +82,7 @@ class BoundReward:
                 return self.loop.run(self._together(each, timeout_s))
             return [self.function(**self._keywords(values)) for values in each]
         columns = {key: [values.get(key) for values in each] for key in {*self.required, *(key for row in each for key in row)}}
-        chats = [_messages(values["row"]) for values in each]
+        chats = [chat_messages(values["row"]) for values in each]
         columns["prompts"] = [chat or values["prompt"] for chat, values in zip(chats, each, strict=True)]
         columns["completions"] = [
             [{"role": "assistant", "content": values["response"]}] if chat else values["response"]
@@ -185,7 +185,7 @@ def _values(prompt: str, response: str, row: Mapping[str, Any]) -> dict[str, Any
     return values | {"prompt": prompt, "response": response, "solution_str": response, "row": row}
 
 
-def _messages(row: Mapping[str, Any]) -> list[Any] | None:
+def chat_messages(row: Mapping[str, Any]) -> list[Any] | None:
     """The row's prompt as chat messages, None for a text. ``messages`` that end in an answer are another column of the data."""
     messages = row.get("messages")
     last = messages[-1] if isinstance(messages, list) and messages else None
