@@ -57,7 +57,8 @@ class Build:
     """What every role is built from, besides its own configuration.
 
     ``temperature``: of sampling, and so of log-probs. ``num_samples``: scored rows that come back as text, for people to read.
-    ``exact_rollouts``: generation's log-probs are training's, bit for bit. ``partial_rollouts``: rows may cross steps.
+    ``max_prompt_length`` and ``max_response_length``: limits of sampling, 0: none is known. ``exact_rollouts``: generation's
+    log-probs are training's, bit for bit. ``partial_rollouts``: rows may cross steps.
     ``serves``: the worker is a twin that serves this method, with weights on loan and without an optimizer.
     """
 
@@ -71,6 +72,8 @@ class Build:
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     tokenizer: Any = None
     num_samples: int = 0
+    max_prompt_length: int = 0
+    max_response_length: int = 0
     exact_rollouts: bool = False
     partial_rollouts: bool = False
     serves: str | None = None
