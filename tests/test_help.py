@@ -15,14 +15,14 @@ import pytest
 import yaml
 
 import tasks
-from rlhf_spmd import generate, score, sft, train
+from rlhf_spmd import evaluate, generate, score, sft, train
 from rlhf_spmd.config.load import to_yaml
 from rlhf_spmd.data import sort_digits
 from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel.world import Launch
 from rlhf_spmd.telemetry.report_sections import flatten_config
 
-PROGRAMS = {"train": train, "sft": sft, "generate": generate, "score": score}
+PROGRAMS = {"train": train, "sft": sft, "generate": generate, "evaluate": evaluate, "score": score}
 
 
 def help_of(program: Any, capsys: pytest.CaptureFixture[str]) -> str:

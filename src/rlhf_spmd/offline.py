@@ -1,8 +1,9 @@
-"""What ``generate`` and ``score`` share: a model directory and a jsonl file in, a jsonl file out, one command line."""
+"""What ``generate``, ``evaluate`` and ``score`` share: a model directory and rows in, a jsonl file out, one command line."""
 
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,7 +14,7 @@ from rlhf_spmd.config.bounds import check_bounds
 from rlhf_spmd.config.keys import list_keys
 from rlhf_spmd.config.load import check_tree, load
 from rlhf_spmd.data.dataset import RowsConfig
-from rlhf_spmd.data.files import Row
+from rlhf_spmd.data.files import Row, list_paths
 from rlhf_spmd.models.sharding import check_layout
 from rlhf_spmd.models.spec import ModelSpec, local_directory, read_spec
 from rlhf_spmd.models.weights import check_pretrained
@@ -58,25 +59,38 @@ def read_input(
 
     Raises ConfigError, ValueError or DataError, one line each.
     """
-    config = load(schema, path, overrides)
-    check_tree(config)
+    config = read_config(schema, path, overrides)
     if launch.rank == 0:
-        check_out(Path(config.out), Path(config.data.path))
-    config = replace(config, model=replace(config.model, path=local_directory(config.model.path, "model.path")))
-    spec = read_spec(config.model.path)
-    layout = resolve_layout(config.layout, launch.size, "layout on all ranks")
-    check_layout(spec, layout.pp, layout.tp, "layout", layout.vpp)
+        check_out(Path(config.out), *list_paths(config.data.path))
+    config, spec, layout = read_model(config, launch)
     check_pretrained(spec, config.model.path, "lm")
     return config, spec, layout, config.data.read()
 
 
-def check_out(out: Path, source: Path) -> None:
+def read_config(schema: type[Config], path: str | None, overrides: Sequence[str]) -> Config:
+    """Raises ConfigError, one line."""
+    config = load(schema, path, overrides)
+    check_tree(config)
+    return config
+
+
+def read_model(config: Config, launch: Launch) -> tuple[Config, ModelSpec, Layout]:
+    """The configuration with the model's directory in full, its architecture, and the layout. Raises ValueError, one line."""
+    config = replace(config, model=replace(config.model, path=local_directory(config.model.path, "model.path")))
+    spec = read_spec(config.model.path)
+    layout = resolve_layout(config.layout, launch.size, "layout on all ranks")
+    check_layout(spec, layout.pp, layout.tp, "layout", layout.vpp)
+    return config, spec, layout
+
+
+def check_out(out: Path, *sources: str) -> None:
     """Make the directory of ``out`` and see that a file can be put there: before hours of work, not after. Raises ValueError."""
     try:
         if out.exists() and not out.is_file():
             raise ValueError(f"out={out} is {'a directory' if out.is_dir() else 'not a regular file'}; name a file")
-        if out.exists() and source.exists() and out.samefile(source):
-            raise ValueError(f"out={out} is the input, data.path={source}; name another file")
+        for source in sources:
+            if out.exists() and os.path.exists(source) and out.samefile(source):
+                raise ValueError(f"out={out} is the input, data.path={source}; name another file")
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out.parent):
             pass
@@ -84,8 +98,8 @@ def check_out(out: Path, source: Path) -> None:
         raise ValueError(f"out={out}: cannot write in {out.parent}: {error.strerror or error}") from error
 
 
-def gather_records(world: World, records: Sequence[tuple[int, Any]], label: str) -> list[tuple[int, Any]] | None:
-    """On rank 0 all ranks' (row id, what was made for it, as JSON) in the order of the rows; None elsewhere.
+def gather_records(world: World, records: Sequence[tuple[Any, Any]], label: str) -> list[tuple[Any, Any]] | None:
+    """On rank 0 all ranks' (row id or place, what was made for it, as JSON) in the order of the rows; None elsewhere.
 
     Collective over the world: every rank of it must call, in program order.
     """
