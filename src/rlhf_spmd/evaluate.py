@@ -28,9 +28,9 @@ from rlhf_spmd.data.prompts import QuestionsConfig
 from rlhf_spmd.data.tokenizer import load_tokenizer
 from rlhf_spmd.generation import SamplingConfig
 from rlhf_spmd.measures import final_answer, interval, measure
-from rlhf_spmd.offline import check_out, read_config, run_offline_program, write_rows
+from rlhf_spmd.offline import check_out, read_config, read_weights, run_offline_program, write_rows
 from rlhf_spmd.parallel.world import Launch, World
-from rlhf_spmd.responses import AnswerConfig, Journal, Prepared, PromptSet, answer, check_set, job_of, read_weights
+from rlhf_spmd.responses import AnswerConfig, Journal, Prepared, PromptSet, answer, check_set, job_of
 from rlhf_spmd.rewards.config import RewardConfig
 from rlhf_spmd.telemetry.run_dir import atomic_write_json
 

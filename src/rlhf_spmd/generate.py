@@ -27,9 +27,9 @@ from rlhf_spmd.data.tokenizer import decoding, load_tokenizer
 from rlhf_spmd.environments.config import EnvironmentConfig
 from rlhf_spmd.generation import StopStrings
 from rlhf_spmd.generation.stopping import special_stops
-from rlhf_spmd.offline import check_out, read_config, run_offline_program, write_rows
+from rlhf_spmd.offline import check_out, read_config, read_weights, run_offline_program, write_rows
 from rlhf_spmd.parallel.world import Launch, World
-from rlhf_spmd.responses import AnswerConfig, Journal, Prepared, PromptSet, answer, check_set, job_of, read_weights
+from rlhf_spmd.responses import AnswerConfig, Journal, Prepared, PromptSet, answer, check_set, job_of
 
 KEEP = ("all", "best", "pairs")
 

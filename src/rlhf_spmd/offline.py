@@ -10,19 +10,29 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+
+from rlhf_spmd.checkpoint.directory import COMMIT, committed, read_manifest
+from rlhf_spmd.checkpoint.load import load_checkpoint
+from rlhf_spmd.checkpoint.manifest import DTYPES, PARAM
+from rlhf_spmd.checkpoint.save import RoleState
 from rlhf_spmd.config.bounds import check_bounds
 from rlhf_spmd.config.keys import list_keys
 from rlhf_spmd.config.load import check_tree, load
 from rlhf_spmd.data.dataset import RowsConfig
 from rlhf_spmd.data.files import Row, list_paths
+from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.sharding import check_layout
 from rlhf_spmd.models.spec import ModelSpec, local_directory, read_spec
-from rlhf_spmd.models.weights import check_pretrained
+from rlhf_spmd.models.weights import check_pretrained, load_pretrained
 from rlhf_spmd.parallel.layout import Layout, LayoutConfig, resolve_layout
 from rlhf_spmd.parallel.program import ProgramSettings, read_command_line, run_program
 from rlhf_spmd.parallel.world import Launch, World, read_launch
-from rlhf_spmd.telemetry.run_dir import atomic_write_text
+from rlhf_spmd.telemetry.report_sections import flatten_config
+from rlhf_spmd.telemetry.run_dir import CONFIG_FILE, EXPORT_DIR, atomic_write_text
 from rlhf_spmd.workers.config import ComputeConfig
+
+ROLE = "actor"  # of a run's checkpoints: the role that generates
 
 
 @dataclass(frozen=True)
@@ -81,6 +91,53 @@ def read_model(config: Config, launch: Launch) -> tuple[Config, ModelSpec, Layou
     layout = resolve_layout(config.layout, launch.size, "layout on all ranks")
     check_layout(spec, layout.pp, layout.tp, "layout", layout.vpp)
     return config, spec, layout
+
+
+def find_weights(path: str) -> tuple[str, Path | None]:
+    """The directory with the model's configuration and tokenizer, and the checkpoint with its weights where they are not there.
+
+    ``path``: a Hugging Face directory; a run's directory, which stands for its export, else its newest checkpoint; or one of its
+    checkpoints. Raises ValueError for a checkpoint whose run does not say what it began with.
+    """
+    here = Path(path).expanduser()
+    if (here / EXPORT_DIR / "config.json").is_file() and (here / CONFIG_FILE).is_file():
+        return str(here / EXPORT_DIR), None
+    whole = committed(here)
+    checkpoint = here if (here / COMMIT).is_file() else whole[0].path if whole else None
+    if (here / "config.json").is_file() or checkpoint is None:
+        return path, None
+    written = checkpoint.parent.parent / CONFIG_FILE
+    key = f"models.{ROLE}.path"
+    model = flatten_config(written.read_text(encoding="utf-8", errors="replace")).get(key) if written.is_file() else None
+    if model is None:
+        raise ValueError(f"model.path={path} is a checkpoint, and {written} does not name {key}, whose tokenizer it needs")
+    return model, checkpoint
+
+
+def read_weights(config: Config, launch: Launch) -> tuple[Config, ModelSpec, Layout, Path | None]:
+    """As :func:`read_model`, of a run's checkpoint too. Local: no communication."""
+    directory, checkpoint = find_weights(config.model.path)
+    config, spec, layout = read_model(replace(config, model=replace(config.model, path=directory)), launch)
+    if checkpoint is None:
+        check_pretrained(spec, config.model.path, "lm")
+    return config, spec, layout, checkpoint
+
+
+def load_weights(decoder: Decoder, directory: str, checkpoint: Path | None, world: World) -> None:
+    """From the model's directory or the checkpoint, whose dtype is converted.
+
+    Collective over the world: every rank of it must call, in program order. Raises ValueError, CheckpointError.
+    """
+    if checkpoint is None:
+        load_pretrained(decoder, directory)
+        return
+    pieces = next(iter(read_manifest(checkpoint).pieces_of(ROLE, PARAM).values()))
+    parameters = dict(decoder.named_parameters())
+    stored = {name: torch.empty(value.shape, dtype=DTYPES[pieces[0].dtype]) for name, value in parameters.items()}
+    load_checkpoint(checkpoint, ROLE, RoleState(decoder.shards, stored), world.all)
+    with torch.no_grad():
+        for name, value in parameters.items():
+            value.copy_(stored.pop(name))
 
 
 def check_out(out: Path, *sources: str) -> None:

@@ -19,12 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
-from rlhf_spmd.checkpoint.directory import COMMIT, committed, read_manifest
-from rlhf_spmd.checkpoint.load import load_checkpoint
-from rlhf_spmd.checkpoint.manifest import DTYPES, PARAM
-from rlhf_spmd.checkpoint.save import RoleState
 from rlhf_spmd.config.load import to_dict
 from rlhf_spmd.data.balance import partition_by_tokens
 from rlhf_spmd.data.encoding import check_ids
@@ -39,19 +34,15 @@ from rlhf_spmd.generation.stopping import build_ends
 from rlhf_spmd.generation.until import Until
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.spec import ModelSpec, read_eos_ids
-from rlhf_spmd.models.weights import check_pretrained, load_pretrained
-from rlhf_spmd.offline import OfflineConfig, gather_records, not_finite, read_model
+from rlhf_spmd.offline import OfflineConfig, gather_records, load_weights, not_finite
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import Mesh, build_mesh
-from rlhf_spmd.parallel.world import Launch, World
+from rlhf_spmd.parallel.world import World
 from rlhf_spmd.rewards.config import RewardConfig
 from rlhf_spmd.rewards.runner import RewardRunner, check_failures
-from rlhf_spmd.telemetry.report_sections import flatten_config
-from rlhf_spmd.telemetry.run_dir import CONFIG_FILE, EXPORT_DIR
 
 IN_FLIGHT = 2  # times generation.max_num_seqs rows are with the generator, so that it never lacks any
 ENDED = 0.25  # the share of them that ends before rows are written and others follow
-ROLE = "actor"  # of a run's checkpoints
 
 
 @dataclass(frozen=True)
@@ -159,36 +150,6 @@ class Journal:
             self.directory.rmdir()
 
 
-def find_weights(path: str) -> tuple[str, Path | None]:
-    """The directory with the model's configuration and tokenizer, and the checkpoint with its weights where they are not there.
-
-    ``path``: a Hugging Face directory; a run's directory, which stands for its export, else its newest checkpoint; or one of its
-    checkpoints. Raises ValueError for a checkpoint whose run does not say what it began with.
-    """
-    here = Path(path).expanduser()
-    if (here / EXPORT_DIR / "config.json").is_file() and (here / CONFIG_FILE).is_file():
-        return str(here / EXPORT_DIR), None
-    whole = committed(here)
-    checkpoint = here if (here / COMMIT).is_file() else whole[0].path if whole else None
-    if (here / "config.json").is_file() or checkpoint is None:
-        return path, None
-    written = checkpoint.parent.parent / CONFIG_FILE
-    key = f"models.{ROLE}.path"
-    model = flatten_config(written.read_text(encoding="utf-8", errors="replace")).get(key) if written.is_file() else None
-    if model is None:
-        raise ValueError(f"model.path={path} is a checkpoint, and {written} does not name {key}, whose tokenizer it needs")
-    return model, checkpoint
-
-
-def read_weights(config: Any, launch: Launch) -> tuple[Any, ModelSpec, Layout, Path | None]:
-    """As :func:`offline.read_model`, of a run's checkpoint too. Local: no communication."""
-    directory, checkpoint = find_weights(config.model.path)
-    config, spec, layout = read_model(replace(config, model=replace(config.model, path=directory)), launch)
-    if checkpoint is None:
-        check_pretrained(spec, config.model.path, "lm")
-    return config, spec, layout, checkpoint
-
-
 def check_set(
     name: str,
     key: str,
@@ -263,7 +224,7 @@ def answer(
     mesh = build_mesh(world, range(world.size), ready.layout)
     dtype = config.model.torch_dtype(world.device)
     decoder = Decoder(ready.spec, "lm", mesh.pp_rank, ready.layout.pp, mesh.tp, dtype, world.device)
-    load_weights(decoder, ready, world)
+    load_weights(decoder, config.model.path, ready.checkpoint, world)
     backend = choose_backend(config.generation.attention, config.model.attention, dtype, world.device, "generation.attention")
     generation = replace(config.generation, attention=backend)
     generator = Generator(decoder, mesh, generation, read_eos_ids(config.model.path), decoding(ready.tokenizer))
@@ -291,23 +252,6 @@ def answer(
     world.all.barrier("generate:written")
     ready.journal.remove()
     return said
-
-
-def load_weights(decoder: Decoder, ready: Prepared, world: World) -> None:
-    """From the model's directory or the checkpoint, whose dtype is converted.
-
-    Collective over the world: every rank of it must call, in program order. Raises ValueError, CheckpointError.
-    """
-    if ready.checkpoint is None:
-        load_pretrained(decoder, ready.config.model.path)
-        return
-    pieces = next(iter(read_manifest(ready.checkpoint).pieces_of(ROLE, PARAM).values()))
-    parameters = dict(decoder.named_parameters())
-    stored = {name: torch.empty(value.shape, dtype=DTYPES[pieces[0].dtype]) for name, value in parameters.items()}
-    load_checkpoint(ready.checkpoint, ROLE, RoleState(decoder.shards, stored), world.all)
-    with torch.no_grad():
-        for name, value in parameters.items():
-            value.copy_(stored.pop(name))
 
 
 class Answerer:
