@@ -13,19 +13,20 @@ from typing import Any
 
 import pytest
 
-from rlhf_spmd import generate, score, sft, train
+from rlhf_spmd import evaluate, generate, score, sft, train
 from rlhf_spmd.algorithms.sft import SftConfig
 from rlhf_spmd.config.registry import available
 from rlhf_spmd.data.preferences import SafetyPreferencesConfig, UnpairedConfig
 from rlhf_spmd.data.prompts import DataConfig, PromptsConfig, ValidationPromptsConfig
 from rlhf_spmd.data.sft import SftConfig as SftDataConfig
+from rlhf_spmd.evaluate import EvaluateConfig
 from rlhf_spmd.generate import GenerateConfig
 from rlhf_spmd.score import ScoreConfig
 from rlhf_spmd.train import TrainConfig, read_config
 from rlhf_spmd.workers.config import RoleConfig
 
 ROOT = Path(__file__).parent.parent
-PROGRAMS = {"train": train, "sft": sft, "generate": generate, "score": score}
+PROGRAMS = {"train": train, "sft": sft, "generate": generate, "evaluate": evaluate, "score": score}
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 PREFERENCES = ("reward_model", "cost_model", "dpo", "kto", "orpo", "simpo", "online_dpo", "safe_rlhf")
 ALGORITHMS = available("rlhf_spmd.algorithms", exports="step")
@@ -79,15 +80,16 @@ def expected(program: str) -> set[str]:
         return {*keys(SftConfig, "algorithm."), *keys(SftDataConfig, "data."), *own} - {"algorithm.name"}
     if program == "score":
         return set(keys(ScoreConfig))
-    refused = {"layout.zero", "layout.vpp", "layout.sequence_parallel"}  # generate allows the defaults only
-    return set(keys(GenerateConfig)) - refused
+    refused = {"layout.zero", "layout.vpp", "layout.sequence_parallel"}  # which allow the defaults only
+    return set(keys(GenerateConfig if program == "generate" else EvaluateConfig)) - refused
 
 
 SHARED = {
     "train": ("val_sampling.",),
     "preferences": (),
     "sft": (),
-    "generate": ("sampling.", "generation.", "environment."),
+    "generate": ("sampling.", "generation.", "environment.", "reward."),
+    "evaluate": ("sampling.", "generation.", "reward."),
     "score": (),
 }
 

@@ -17,6 +17,7 @@ from rlhf_spmd.config.schema import ConfigError
 from rlhf_spmd.data.files import DataError
 from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel.world import Launch, World
+from rlhf_spmd.responses import Journal
 from rlhf_spmd.telemetry.run_dir import EXIT_CODES
 
 CONFIG = {
@@ -89,7 +90,7 @@ def test_rows_come_out_in_input_order_with_every_field(model: Path, tmp_path: Pa
     chat = "<|user|>abd<|assistant|>"
     assert written[4]["prompt_ids"] == [ord(c) - 29 for c in chat]
     for row, limit in zip(written, [5, 5, 12, 12, 12, 12, 4, 4], strict=True):  # the last prompt leaves 4 of 64 tokens
-        assert set(row) == {"id", "prompt_ids", "response_ids", "log_probs", "text", "finish_reason"}
+        assert set(row) == {"id", "prompt", "answer", "prompt_ids", "response_ids", "log_probs", "text", "finish_reason"}
         assert 1 <= len(row["response_ids"]) == len(row["log_probs"]) <= limit
         assert row["finish_reason"] == ("stop" if row["response_ids"][-1] == 2 else "length")
         assert all(log_prob <= 0 for log_prob in row["log_probs"]) and isinstance(row["text"], str)
@@ -210,3 +211,49 @@ def test_a_model_without_tokenizer_takes_ids(model: Path, tmp_path: Path) -> Non
     text = write_rows(tmp_path / "text.jsonl", [{"prompt": "abc"}])
     with pytest.raises(DataError, match="holds no tokenizer"):
         program.prepare(None, arguments(bare, text, tmp_path / "out.jsonl"), Launch())
+
+
+def test_a_job_that_was_killed_goes_on(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rows that had ended are not made again, a torn line is; the file is that of a job that was not killed."""
+    rows = write_rows(tmp_path / "in.jsonl", [{"prompt_ids": [5, 6, 7 + i], "max_response_length": 3 + i} for i in range(12)])
+    more = ["sampling.n=2", "generation.max_num_seqs=2", "sampling.ignore_eos=true", "reward.function=length_rewards:length"]
+    program.main(arguments(model, rows, tmp_path / "whole.jsonl", *more))
+    out = tmp_path / "out.jsonl"
+    append = Journal.append
+
+    def appended(self: Journal, records: Any) -> None:
+        append(self, records)
+        (file,) = self.directory.iterdir()
+        if len(file.read_text().splitlines()) > 8:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "append", appended)
+        with pytest.raises(SystemExit):
+            program.main(arguments(model, rows, out, *more))
+    (part,) = (tmp_path / "out.jsonl.part").iterdir()
+    part.write_text(part.read_text()[:-20])
+    left = len(part.read_text().splitlines()) - 2  # without the job and the torn line
+    assert not out.exists() and 6 <= left < 24
+    with pytest.raises(
+        ValueError, match=r"out\.jsonl\.part holds rows of a job with another model, other prompts or other settings"
+    ):
+        program.prepare(None, arguments(model, rows, out, *more, "sampling.seed=9"), Launch())
+    capsys.readouterr()
+    program.main(arguments(model, rows, out, *more))
+    assert f"24 responses, {2 * sum(range(3, 15))} tokens" in (said := capsys.readouterr().err)
+    assert f"{left} of them were there from an earlier start" in said
+    assert out.read_bytes() == (tmp_path / "whole.jsonl").read_bytes() and not part.parent.exists()
+
+
+def test_a_prompt_without_room_is_a_row_with_an_error(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = write_rows(tmp_path / "in.jsonl", [{"prompt_ids": [4] * 70, "id": "long"}, {"prompt": "abc", "answer": "d"}])
+    program.main(arguments(model, rows, tmp_path / "out.jsonl", "sampling.n=2", "sampling.max_response_length=4"))
+    written = read_output(tmp_path / "out.jsonl")
+    assert [row["id"] for row in written] == ["long", "long", 1, 1]
+    assert all(row["error"].endswith("in.jsonl:1: the prompt has 70 tokens, the model's context 64") for row in written[:2])
+    assert written[0]["response_ids"] == [] and written[0]["text"] is None
+    assert written[2]["prompt"] == "abc" and written[2]["answer"] == "d" and "error" not in written[2]
+    assert "1 prompt(s) not answered, the first: " in capsys.readouterr().err

@@ -15,14 +15,14 @@ import pytest
 import yaml
 
 import tasks
-from rlhf_spmd import generate, score, sft, train
+from rlhf_spmd import evaluate, generate, score, sft, train
 from rlhf_spmd.config.load import to_yaml
 from rlhf_spmd.data import sort_digits
 from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel.world import Launch
 from rlhf_spmd.telemetry.report_sections import flatten_config
 
-PROGRAMS = {"train": train, "sft": sft, "generate": generate, "score": score}
+PROGRAMS = {"train": train, "sft": sft, "generate": generate, "evaluate": evaluate, "score": score}
 
 
 def help_of(program: Any, capsys: pytest.CaptureFixture[str]) -> str:
@@ -65,7 +65,7 @@ def test_the_example_works_and_every_key_of_it_is_listed(
     tree = yaml.safe_load(to_yaml(ready.config))
     if "models" in tree:
         tree["models"] = {"<name>": next(iter(tree["models"].values()))}
-    empty = {"models.<name>.calls", "rewards"}  # sections and mappings to sections
+    empty = {"models.<name>.calls", "rewards", "sets"}  # sections and mappings to sections
     assert set(flatten_config(yaml.safe_dump(tree))) - empty <= set(keys)
 
 

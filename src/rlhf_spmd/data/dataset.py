@@ -13,25 +13,29 @@ from torch import Tensor
 from rlhf_spmd.config.bounds import check_bounds
 from rlhf_spmd.data.batch import Batch, Field, Ragged, ragged
 from rlhf_spmd.data.encoding import EncodingConfig
-from rlhf_spmd.data.files import DataError, Row, read_rows
+from rlhf_spmd.data.files import DataError, Paths, Row, read_rows
 
 
 @dataclass(frozen=True)
 class RowsConfig(EncodingConfig):
-    """``path``: a file, a glob pattern, a directory or a ``datasets`` name (with ``split``, ``subset``). A key is a column, or with
-    dots (``reward_model.ground_truth``) a value inside one."""
+    """``path``: a file, a glob pattern, a directory or a ``datasets`` name (with ``split``, ``subset``); a list of them; or a mapping
+    of them to weights. A key is a column, or with dots (``reward_model.ground_truth``) a value inside one."""
 
-    path: str = ""
+    path: Paths = ""
     split: str = "train"
     subset: str | None = None
     prompt_key: str = "prompt"
 
     def check(self, where: str) -> None:
         super().check(where)
-        if not self.path:
-            raise ValueError(f"{where}.path must be given: a jsonl or parquet file, or the name of a data set")
+        self.check_path(where)
         counts = [field.name for field in fields(self) if type(getattr(self, field.name)) is int and field.name != "seed"]
         check_bounds(self, where, *counts, least=1)
+
+    def check_path(self, where: str) -> None:
+        """Raises ValueError."""
+        if not self.path:
+            raise ValueError(f"{where}.path must be given: a jsonl or parquet file, or the name of a data set")
 
     def read(self) -> list[Row]:
         """All rows. Raises DataError."""

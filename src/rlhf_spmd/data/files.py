@@ -8,8 +8,8 @@ import json
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -28,12 +28,17 @@ class DataError(ValueError):
     exit_class = "data"  # how the run ends: parallel/program.py
 
 
+Paths = str | list[str] | dict[str, float]  # one source of rows, several, or several with weights
+
+
 @dataclass(frozen=True)
 class Row:
-    """One row and where it came from (``train.jsonl:17``), for messages."""
+    """One row and where it came from (``train.jsonl:17``), for messages. ``number``: among all rows; ``source``: which of the paths."""
 
     values: dict[str, Any]
     where: str
+    number: int = 0
+    source: int = 0
 
     def get(self, key: str, setting: str) -> Any:
         """The value of a required key, ``outer.inner`` of an object's; ``setting`` is the configuration key that names it."""
@@ -63,17 +68,30 @@ def _dotted(values: dict[str, Any]) -> Iterable[str]:
         yield from (f"{key}.{inner}" for inner in _dotted(value)) if isinstance(value, dict) and value else [str(key)]
 
 
-def read_rows(path: str, split: str = "train", subset: str | None = None, limit: int | None = None) -> list[Row]:
-    """All rows of ``path``, or the first ``limit``.
+def list_paths(path: Paths) -> list[str]:
+    return [path] if isinstance(path, str) else list(path)
+
+
+def read_rows(path: Paths, split: str = "train", subset: str | None = None, limit: int | None = None) -> list[Row]:
+    """All rows of ``path``, one source after the other, or the first ``limit``.
 
     A file by its suffix (.jsonl, .json, either with .gz, .parquet), a glob pattern over such files (in sorted order), a
     directory that ``datasets`` saved or loads, or the name of a data set on the hub (these two take ``split`` and ``subset``).
     Raises DataError.
     """
-    rows = list(islice(_rows(path, split, subset), limit))
-    if not rows:
-        raise DataError(f"'{path}' holds no rows")
-    return rows
+    return list(islice(stream_rows(path, split, subset), limit))
+
+
+def stream_rows(path: Paths, split: str, subset: str | None) -> Iterator[Row]:
+    """As :func:`read_rows`, one by one."""
+    number = 0
+    for source, name in enumerate(list_paths(path)):
+        first = number
+        for row in _rows(name, split, subset):
+            yield replace(row, number=number, source=source)
+            number += 1
+        if number == first:
+            raise DataError(f"'{name}' holds no rows")
 
 
 def _rows(path: str, split: str, subset: str | None) -> Iterable[Row]:

@@ -17,10 +17,17 @@ LIMITS = {"min_response_length": 0, "max_response_length": 1}  # columns of a ro
 
 
 @dataclass(frozen=True)
-class PromptsConfig(RowsConfig):
-    """Prompts to answer. Lengths count tokens. Rows need not have an ``answer``; another ``answer_key`` they must have."""
+class QuestionsConfig(RowsConfig):
+    """Prompts with their answers. Rows need not have an ``answer``; another ``answer_key`` they must have. With ``answer`` that of
+    verl's files is found too: ``reward_model.ground_truth``."""
 
     answer_key: str = "answer"
+
+
+@dataclass(frozen=True)
+class PromptsConfig(QuestionsConfig):
+    """Prompts to answer. Lengths count tokens."""
+
     max_prompt_length: int = 512
     max_response_length: int = 512
     filter_overlong_prompts: bool = True
@@ -77,7 +84,7 @@ class PromptDataset(TokenDataset):
             rows, {"prompt_ids": [ids for ids, _ in encoded]}, ("max_prompt_length", longest), ("filter_overlong_prompts", drop)
         )
         decode = (lambda tokens: "") if tokenizer is None else tokenizer.decode
-        self.rows = [_reward_row(rows[i], i, encoded[i][1] or decode(encoded[i][0]), config) for i in self.kept]
+        self.rows = [reward_row(rows[i], i, encoded[i][1] or decode(encoded[i][0]), config) for i in self.kept]
         limits = torch.tensor([_limits_within(rows[i], config.max_response_length) for i in self.kept])
         self.limits = {key: column for key, column in zip(LIMITS, limits.T, strict=True) if bool(column.any())}
 
@@ -133,10 +140,13 @@ def _limits_within(row: Row, limit: int) -> list[int]:
     return [least, most]
 
 
-def _reward_row(row: Row, index: int, rendered: str, config: PromptsConfig) -> dict[str, Any]:
+def reward_row(row: Row, index: int, rendered: str, config: QuestionsConfig) -> dict[str, Any]:
+    """What rewards see of a row: its columns, ``prompt`` (text), ``answer``, ``data_source`` and ``id`` (else ``index``)."""
     values = dict(row.values)
     prompt = row.get(config.prompt_key, "data.prompt_key") if config.prompt_key in row else None
     answer = values.get("answer") if config.answer_key == "answer" else row.get(config.answer_key, "data.answer_key")
+    if answer is None and "reward_model.ground_truth" in row:
+        answer = row.get("reward_model.ground_truth", "data.answer_key")
     if not isinstance(prompt, str):
         if prompt is not None:
             values["messages"] = prompt

@@ -1,0 +1,239 @@
+"""How good a model's responses are, on one set of prompts or several. After ``scripts/quickstart.sh``, which makes both:
+
+torchrun --nproc-per-node 2 -m rlhf_spmd.evaluate model.path=runs/quickstart/ppo/export \\
+    data.path=[runs/quickstart/task/val.jsonl] reward.function=sort_digits sampling.n=4 out=runs/quickstart/evaluation
+
+``model.path`` is a Hugging Face directory, a run's directory or one of its checkpoints. Each file of ``data.path`` is a set with
+the file's name; ``sets.<name>`` has others, which may have ``reward`` and ``sampling`` of their own. In ``out``: ``results.json`` with
+``<set>/mean@k``, ``<set>/pass@k``, ``<set>/maj@k``, ``<set>/ci95`` and ``<set>/n`` (prompts), the same for each ``data_source`` of a
+set that has several, and ``rows.jsonl``, ``sampling.n`` rows per prompt in input order. See docs/evaluation.md.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlhf_spmd.config.bounds import check_bounds
+from rlhf_spmd.config.load import check_tree, to_dict
+from rlhf_spmd.config.schema import ConfigError, Reader
+from rlhf_spmd.data.files import list_paths, read_rows
+from rlhf_spmd.data.prompts import QuestionsConfig
+from rlhf_spmd.data.tokenizer import load_tokenizer
+from rlhf_spmd.generation import SamplingConfig
+from rlhf_spmd.measures import final_answer, interval, measure
+from rlhf_spmd.offline import check_out, read_config, read_weights, run_offline_program, write_rows
+from rlhf_spmd.parallel.world import Launch, World
+from rlhf_spmd.responses import AnswerConfig, Journal, Prepared, PromptSet, answer, check_set, job_of
+from rlhf_spmd.rewards.config import RewardConfig
+from rlhf_spmd.telemetry.run_dir import atomic_write_json
+
+RESULTS_FILE, ROWS_FILE = "results.json", "rows.jsonl"
+
+
+@dataclass(frozen=True)
+class SetConfig:
+    """``path``, ``split``, ``subset``: as in ``data``. ``max_samples``: only so many rows are read. ``reward`` and ``sampling``: keys
+    that differ from the common ones."""
+
+    path: str
+    split: str | None = None
+    subset: str | None = None
+    max_samples: int | None = None
+    reward: dict[str, Any] = field(default_factory=dict)
+    sampling: dict[str, Any] = field(default_factory=dict)
+
+    def check(self, where: str) -> None:
+        check_bounds(self, where, "max_samples", least=1)
+
+
+@dataclass(frozen=True)
+class EvaluationDataConfig(QuestionsConfig):
+    """``path``: a file, or a list of them."""
+
+    def check_path(self, where: str) -> None:
+        if isinstance(self.path, dict):
+            raise ValueError(f"{where}.path must be a file or a list of files, each a set; weights mean nothing here")
+
+
+@dataclass(frozen=True)
+class EvaluateConfig(AnswerConfig):
+    """Everything that ``evaluate`` takes. ``out``: a directory. ``sets``: by name. ``pass_score``: the least score that passes, for
+    pass@k."""
+
+    data: EvaluationDataConfig = field(default_factory=EvaluationDataConfig)
+    sets: dict[str, SetConfig] = field(default_factory=dict)
+    pass_score: float = 1.0
+
+    def check(self, where: str) -> None:
+        super().check(where)
+        check_bounds(self, where, "pass_score", least=-np.inf)
+
+
+def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> Prepared:
+    """Local: no communication. Raises ConfigError, ValueError or DataError, one line each."""
+    config = read_config(EvaluateConfig, path, overrides)
+    sets = named_sets(config)
+    chosen = {name: (SamplingConfig(), RewardConfig()) for name in sets}
+    for name, given in sets.items():
+        sampling = merged(config.sampling, given.sampling, f"sets.{name}.sampling")
+        reward = merged(config.reward, given.reward, f"sets.{name}.reward")
+        chosen[name] = sampling, reward
+        if reward.function is None:
+            raise ValueError(f"set {name!r} has nothing to be scored by: give reward.function, or sets.{name}.reward.function")
+    if launch.rank == 0:
+        for file in (RESULTS_FILE, ROWS_FILE):
+            check_out(Path(config.out) / file, *(given.path for given in sets.values()))
+    config, spec, layout, checkpoint = read_weights(config, launch)
+    tokenizer = load_tokenizer(config.model.path)
+    asked = []
+    for name, given in sets.items():
+        data = config.data
+        rows = read_rows(given.path, given.split or data.split, given.subset or data.subset, given.max_samples)
+        key = f"sets.{name}.reward" if given.reward else "reward"
+        asked.append(check_set(name, key, rows, config, *chosen[name], (spec, tokenizer)))
+    journal = Journal(Path(config.out) / "part", job_of(config, checkpoint, asked), config.out)
+    return Prepared(config, spec, layout, checkpoint, tokenizer, asked, journal)
+
+
+def named_sets(config: EvaluateConfig) -> dict[str, SetConfig]:
+    """The files of ``data.path`` by the shortest end of their paths that tells them apart, and ``sets``. Raises ValueError."""
+    found = dict(config.sets)
+    for name, path in names_of(list_paths(config.data.path or [])).items():
+        if name in found:
+            raise ValueError(f"data.path={path} is the set {name!r}, and so is sets.{name}; give one of them another name")
+        found[name] = SetConfig(path)
+    if not found:
+        raise ValueError("data.path or sets.<name>.path must be given: a jsonl or parquet file, or the name of a data set")
+    return found
+
+
+def names_of(paths: Sequence[str]) -> dict[str, str]:
+    """Each path under its file's name without the suffix, with as many directories before it as tell it from the others.
+
+    Raises ValueError for a path that is there twice.
+    """
+    parts = [[*Path(path).parts[:-1], Path(path).name.partition(".")[0] or Path(path).name] for path in paths]
+    for length in range(1, max(map(len, parts), default=0) + 1):
+        names = ["/".join(its[-length:]) for its in parts]
+        if len(set(names)) == len(names):
+            return dict(zip(names, paths, strict=True))
+    if paths:
+        twice = next(path for path in paths if list(paths).count(path) > 1 or len(set(map(tuple, parts))) < len(parts))
+        raise ValueError(f"the set {twice} is given twice, or its name differs in the suffix only; name it in sets.<name>.path")
+    return {}
+
+
+def merged(common: Any, own: Mapping[str, Any], where: str) -> Any:
+    """``common`` with a set's own keys. Raises ConfigError, one line."""
+    try:
+        section = Reader(type(common), {}, {**to_dict(common), **own}, interpolated=False).read()
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    check_tree(section, where)
+    return section
+
+
+def evaluate(ready: Prepared, world: World, tick: Callable[[], None] = lambda: None) -> None:
+    """Answer all sets, write ``out`` on rank 0 and print the table there.
+
+    Collective over the world: every rank of it must call. Raises FloatingPointError where a log-prob is not finite.
+    """
+    results: dict[str, Any] = {}
+
+    def write(made: list[list[dict[str, Any]]]) -> None:
+        rows = [output_rows(asked, its) for asked, its in zip(ready.sets, made, strict=True)]
+        for asked, its in zip(ready.sets, rows, strict=True):
+            results.update(measure_set(asked, its, ready.config.pass_score))
+        out = Path(ready.config.out)
+        write_rows(str(out / ROWS_FILE), (row for its in rows for row in its))
+        atomic_write_json(out / RESULTS_FILE, results)
+
+    said = answer(ready, world, tick, write)
+    if said is not None:
+        print(table(results))
+        print(said, file=sys.stderr)
+
+
+def output_rows(asked: PromptSet, made: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What ``rows.jsonl`` has. ``made``: what each row got, empty for prompts that are not answered: they score 0."""
+    rows = []
+    for row_id, row in enumerate(made):
+        number = row_id // asked.sampling.n
+        seen = asked.rows[number]
+        named = {"id": seen["id"], "prompt": seen["prompt"], "answer": seen["answer"]}
+        place = {"set": asked.name, "data_source": seen["data_source"]}
+        if row:
+            got = {"response": row["response"], "score": row["score"], "finish_reason": row["finish_reason"]}
+            rows.append({**named, **got, "length": len(row["response_ids"]), **place})
+        else:
+            nothing = {"response": "", "score": 0.0, "finish_reason": None, "length": 0}
+            rows.append({**named, **nothing, **place, "error": asked.errors[number]})
+    return rows
+
+
+def measure_set(asked: PromptSet, rows: Sequence[dict[str, Any]], pass_score: float) -> dict[str, Any]:
+    """``<set>/...`` of all its prompts, and ``<set>/<data_source>/...`` where there are several. A prompt with a response that the
+    reward does not score counts in ``num_unscored`` only; ``num_unanswered``: those without room in the model's context."""
+    n = asked.sampling.n
+    prompts = [rows[start : start + n] for start in range(0, len(rows), n)]
+    sources = sorted({str(its[0]["data_source"]) for its in prompts})
+    parts = {asked.name: prompts}
+    if len(sources) > 1:
+        parts |= {
+            f"{asked.name}/{source}": [its for its in prompts if str(its[0]["data_source"]) == source] for source in sources
+        }
+    found: dict[str, Any] = {}
+    for name, part in parts.items():
+        scored = [its for its in part if all(row["score"] is not None for row in its)]
+        if scored:
+            scores = np.array([[row["score"] for row in its] for its in scored], dtype=np.float64)
+            answers = [[final_answer(row["response"], row["answer"]) for row in its] for its in scored]
+            found |= {f"{name}/{key}": value for key, value in measure(scores, answers, pass_score).items()}
+            sure = interval(scores)
+            found[f"{name}/ci95"] = None if sure is None else list(sure)
+            found[f"{name}/length_mean"] = float(np.mean([row["length"] for its in scored for row in its]))
+            found[f"{name}/clip_ratio"] = float(np.mean([row["finish_reason"] == "length" for its in scored for row in its]))
+        found[f"{name}/n"] = len(scored)
+        found[f"{name}/num_unscored"] = len(part) - len(scored)
+        found[f"{name}/num_unanswered"] = sum("error" in its[0] for its in part)
+    return found
+
+
+def table(results: Mapping[str, Any]) -> str:
+    """Sets as lines, what is said of them as columns."""
+    names = dict.fromkeys(key.rpartition("/")[0] for key in results)
+    columns = sorted({key.rpartition("/")[2] for key in results}, key=_order)
+    lines = [["set", *columns]]
+    for name in names:
+        values = [results.get(f"{name}/{column}") for column in columns]
+        lines.append([name, *(_cell(value) for value in values)])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines)
+
+
+def _order(column: str) -> tuple[int, int, str]:
+    kind, _, k = column.partition("@")
+    first = ("n", "mean", "ci95", "pass", "maj")
+    return first.index(kind) if kind in first else len(first), int(k or 0), column
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, list):
+        return f"{value[0]:.4f}..{value[1]:.4f}"
+    return "-" if value is None else f"{value:.4f}" if isinstance(value, float) else json.dumps(value)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line: overrides, and ``--config FILE`` if there are many."""
+    run_offline_program("evaluate", __doc__, EvaluateConfig, prepare, evaluate, argv)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""What is said of several responses to each prompt of a set: mean@k, pass@k, maj@k and how sure it is. Pure.
+
+- ``mean@k``: the mean score of all k responses to a prompt, over prompts.
+- ``pass@k``: the chance that one of k responses passes, ``1 - C(n - c, k) / C(n, k)`` where c of a prompt's n pass: unbiased
+  (Chen et al. 2021, arXiv 2107.03374, equation 1).
+- ``maj@k``: the score of the answer that most of the k responses give (:func:`final_answer`); of answers that are given equally often
+  the one that came first; 0 where none gives an answer.
+- ``ci95``: a 95 % interval of ``mean@k`` over prompts. Where all scores are 0 or 1, Wilson's with the effective number of samples (as
+  Korn and Graubard 1998 take it: a prompt's responses are not independent), which is none too narrow where all are right;
+  else Student's t of the prompts' means. With one prompt there is none but Wilson's.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import numpy as np
+
+from rlhf_spmd.rewards.gsm8k import last_number
+
+NORMAL_95 = 1.959963984540054
+STUDENT_95 = (12.7062, 4.30265, 3.18245, 2.77645, 2.57058, 2.44691, 2.36462, 2.30600, 2.26216, 2.22814)  # by degrees of freedom
+_MARKED = re.compile(r"####[ \t]*([^\n]+)")
+
+
+def final_answer(response: str, answer: Any = None) -> str | None:
+    """The answer that a response ends in, for :func:`majority`; None if it gives none.
+
+    The last ``\\boxed{...}``; else the rest of the line after the last ``####``; else, where the row's ``answer`` is a number (or a
+    solution that ends in one after ``####``), the last number; else the whole text. Numbers that are equal are one answer.
+    """
+    marked = _MARKED.findall(response)
+    found: str | None = _boxed(response) or (marked[-1] if marked else None)
+    if found is None:
+        expected = str(answer).rpartition("####")[2].strip() if answer is not None else ""
+        number = last_number(expected) is not None and not re.search(r"[^\W\d_]", expected)
+        last = last_number(response) if number and not isinstance(answer, bool) else None
+        found = str(last) if last is not None else None if number else response
+    text = (found or "").strip().strip("$").strip().rstrip(".")
+    value = last_number(text) if re.fullmatch(r"[-+$\d,.]+", text) else None
+    return str(value.normalize()) if value is not None else text or None
+
+
+def _boxed(text: str) -> str | None:
+    """What the last ``\\boxed{...}`` holds; None without one that is closed."""
+    start = text.rfind("\\boxed{")
+    depth = 0
+    for end in range(start + 6, len(text)) if start >= 0 else ():
+        depth += {"{": 1, "}": -1}.get(text[end], 0)
+        if depth == 0:
+            return text[start + 7 : end]
+    return None
+
+
+def majority(answers: Sequence[Hashable | None]) -> int | None:
+    """The position of the first response with the most frequent answer; None where there is no answer."""
+    counts = Counter(answer for answer in answers if answer is not None)
+    if not counts:
+        return None
+    most = max(counts.values())
+    return next(i for i, answer in enumerate(answers) if answer is not None and counts[answer] == most)
+
+
+def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
+    """Of ``k`` responses drawn without putting back from ``num_samples``, ``num_right`` of which pass: the chance that one does."""
+    if num_samples - num_right < k:
+        return 1.0
+    return 1.0 - math.prod(1.0 - k / i for i in range(num_samples - num_right + 1, num_samples + 1))
+
+
+def interval(scores: np.ndarray) -> tuple[float, float] | None:
+    """The 95 % interval of the mean of ``scores`` [prompts, k], as the module says; None where nothing can be said."""
+    num_prompts, k = scores.shape
+    means = scores.mean(1)
+    mean, variance = float(means.mean()), float(means.var(ddof=1)) if num_prompts > 1 else 0.0
+    if np.isin(scores, (0.0, 1.0)).all():
+        size = (
+            min(max(num_prompts * mean * (1 - mean) / variance, num_prompts), num_prompts * k)
+            if variance
+            else float(num_prompts)
+        )
+        shrink = 1 + NORMAL_95**2 / size
+        middle = (mean + NORMAL_95**2 / (2 * size)) / shrink
+        half = NORMAL_95 / shrink * math.sqrt(mean * (1 - mean) / size + NORMAL_95**2 / (4 * size**2))
+        return max(middle - half, 0.0), min(middle + half, 1.0)
+    if num_prompts < 2:
+        return None
+    half = student_95(num_prompts - 1) * math.sqrt(variance / num_prompts)
+    return mean - half, mean + half
+
+
+def student_95(degrees: int) -> float:
+    """The 97.5 % point of Student's t; from 11 degrees of freedom on by Fisher's expansion, to 1e-4."""
+    if degrees <= len(STUDENT_95):
+        return STUDENT_95[degrees - 1]
+    z = NORMAL_95
+    return z + (z**3 + z) / (4 * degrees) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * degrees**2)
+
+
+def measure(scores: np.ndarray, answers: Sequence[Sequence[Hashable | None]], pass_score: float = 1.0) -> dict[str, float]:
+    """``mean@k``, ``pass@1``, ``pass@2``, ``pass@4``, ... ``pass@k`` and ``maj@k`` of ``scores`` float64 [prompts, k].
+
+    A response passes with a score of at least ``pass_score``.
+    """
+    k = scores.shape[1]
+    right = (scores >= pass_score).sum(1).tolist()
+    found = {f"mean@{k}": float(scores.mean())}
+    for size in sorted({*(2**power for power in range(k.bit_length())), k}):
+        found[f"pass@{size}"] = float(np.mean([pass_at_k(k, count, size) for count in right]))
+    chosen = [majority(its) for its in answers]
+    found[f"maj@{k}"] = float(np.mean([0.0 if i is None else row[i] for i, row in zip(chosen, scores, strict=True)]))
+    return found

@@ -1,0 +1,155 @@
+"""``rlhf_spmd.evaluate``: its files against numbers counted from its own rows, on one rank and two; sets, mistakes, checkpoints."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import tasks
+from ranks import run_ranks
+from rlhf_spmd import evaluate as program
+from rlhf_spmd import generate
+from rlhf_spmd.config.schema import ConfigError
+from rlhf_spmd.parallel.world import Launch, World
+from test_generation_program import model, read_output, write_rows
+from test_session import train
+
+__all__ = ["model"]  # a fixture
+
+K = 4
+
+
+ROWS = [
+    {"prompt": letters, "id": f"p{i}", "answer": None if i % 2 else str(i), "data_source": "odd" if i % 2 else "even"}
+    for i, letters in enumerate(["abc", "ab", "cd ef", "x", "1+1=", "hello", "b" * 70])
+]
+
+
+def arguments(model: Path, out: Path, *more: str) -> list[str]:
+    sampling = [f"sampling.n={K}", "sampling.max_response_length=6", "sampling.seed=3"]
+    return [f"model.path={model}", f"out={out}", "reward.function=length_rewards:even_length", *sampling, *more]
+
+
+def evaluate_on_rank(world: World, argv: list[str]) -> None:
+    program.evaluate(program.prepare(None, argv, world.launch), world)
+
+
+def test_results_are_those_of_the_rows_in_every_layout(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows, more = write_rows(tmp_path / "first.jsonl", ROWS), write_rows(tmp_path / "second.jsonl", ROWS[:3])
+    own = ["sets.long.path=" + str(more), "sets.long.reward.function=length_rewards:length", "sets.long.sampling.n=1"]
+    argv = ["data.path=[" + f"{rows},{more}]", *own]
+    program.main(arguments(model, tmp_path / "one", *argv))
+    printed = capsys.readouterr()
+    results = json.loads((tmp_path / "one" / "results.json").read_text())
+    written = read_output(tmp_path / "one" / "rows.jsonl")
+
+    assert [(row["set"], row["id"]) for row in written] == [
+        *(("long", f"p{i}") for i in range(3)),
+        *(("first", f"p{i}") for i in range(7) for _ in range(K)),
+        *(("second", f"p{i}") for i in range(3) for _ in range(K)),
+    ]
+    assert written[3]["prompt"] == "abc" and written[3]["answer"] == "0"
+    assert {"response", "score", "finish_reason", "length"} <= set(written[0])
+    for name, source in (("first", None), ("first/odd", "odd"), ("first/even", "even")):
+        its = [row for row in written if row["set"] == "first" and source in (None, row["data_source"])]
+        prompts = [its[start : start + K] for start in range(0, len(its), K)]
+        scores = np.array([[row["score"] for row in part] for part in prompts])
+        assert results[f"{name}/n"] == len(prompts)
+        assert results[f"{name}/mean@{K}"] == pytest.approx(scores.mean())
+        assert results[f"{name}/pass@{K}"] == pytest.approx((scores.max(1) == 1).mean())
+        assert results[f"{name}/pass@1"] == pytest.approx(scores.mean())
+        low, high = results[f"{name}/ci95"]
+        assert 0 <= low < scores.mean() < high <= 1
+    odd = [row["response"] for row in written if row["set"] == "first" and row["data_source"] == "odd"]
+    texts = [odd[start : start + K] for start in range(0, len(odd), K)]
+    majority = [max(its, key=lambda text, its=its: (Counter(its)[text], -its.index(text))) for its in texts]
+    by_hand = np.mean([text != "" and len(text) % 2 == 0 for text in majority])
+    assert results[f"first/odd/maj@{K}"] == pytest.approx(by_hand)  # no answer in the data: the whole text is the answer
+    for row in written:
+        if "error" not in row:
+            expected = len(row["response"]) / 10 if row["set"] == "long" else float(len(row["response"]) % 2 == 0)
+            assert row["score"] == expected
+    lost = [row for row in written if row["id"] == "p6"]
+    assert len(lost) == K and all("the prompt has 70 tokens, the model's context 64" in row["error"] for row in lost)
+    assert all(row["score"] == 0 for row in lost) and results["first/num_unanswered"] == 1
+    assert "1 prompt(s) not answered" in printed.err
+    lines = [line.split() for line in printed.out.splitlines()]
+    assert lines[0][:3] == ["set", "n", "mean@1"] and [line[0] for line in lines[1:4]] == ["long", "long/even", "long/odd"]
+
+    run_ranks(2, evaluate_on_rank, arguments(model, tmp_path / "two", *argv))
+    for file in ("rows.jsonl", "results.json"):
+        assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes()
+    assert sorted(path.name for path in (tmp_path / "two").iterdir()) == ["results.json", "rows.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "error", "message"),
+    [
+        (["reward.function=null"], ValueError, "set 'in' has nothing to be scored by: give reward.function"),
+        (["reward.function=gsm9k"], ConfigError, "gsm9k.*did you mean 'gsm8k'"),
+        (["reward.model=/some/where"], ValueError, r"reward\.model=/some/where: here responses are scored by a function"),
+        (["sets.in.path=IN"], ValueError, r"is the set 'in', and so is sets\.in; give one of them another name"),
+        (["data.path=[IN,IN]"], ValueError, "is given twice"),
+        (["data.path=[]"], ValueError, r"data\.path or sets\.<name>\.path must be given"),
+        (["data.path={a: 2}"], ConfigError, r"data\.path must be a file or a list of files"),
+        (["sets.b.path=IN", "sets.b.sampling.temprature=1"], ConfigError, r"^sets\.b\.sampling: unknown key 'temprature'; did"),
+        (["sets.b.path=IN", "sets.b.sampling.n=0"], ConfigError, r"^sets\.b\.sampling\.n=0: must be at least 1"),
+        (["out=IN"], ValueError, "cannot write"),
+    ],
+)
+def test_mistakes_are_named(model: Path, tmp_path: Path, overrides: list[str], error: type[Exception], message: str) -> None:
+    rows = write_rows(tmp_path / "in.jsonl", ROWS[:2])
+    given = [override.replace("IN", str(rows)) for override in overrides]
+    given = given if any(override.startswith("data.path") for override in given) else [f"data.path={rows}", *given]
+    with pytest.raises(error, match=message):
+        program.prepare(None, arguments(model, tmp_path / "out", *given), Launch())
+
+
+def test_a_run_stands_for_its_weights(tmp_path: Path) -> None:
+    """Its export, and a checkpoint that has none, give the same responses."""
+    train(tmp_path / "run", 1, "run.export=true")
+    out = {}
+    rows = tasks.task() / "train.jsonl"
+    more = [f"data.path={rows}", "reward.function=length_rewards:length", "model.dtype=float64"]
+    for name, path in (("run", "run"), ("export", "run/export"), ("checkpoint", "run/checkpoints/step_1")):
+        argv = arguments(tmp_path / path, tmp_path / "out" / name, *more)
+        program.main(argv)
+        out[name] = (tmp_path / "out" / name / "rows.jsonl").read_text()
+    assert out["run"] == out["export"] == out["checkpoint"]
+    (tmp_path / "run" / "config.yaml").unlink()
+    with pytest.raises(ValueError, match=r"is a checkpoint, and .*config\.yaml does not name models\.actor\.path"):
+        program.prepare(None, arguments(tmp_path / "run/checkpoints/step_1", tmp_path / "new", f"data.path={rows}"), Launch())
+
+
+def test_generate_keeps_the_best(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    chat = [{"role": "user", "content": "abd"}]
+    rows = write_rows(tmp_path / "in.jsonl", [*ROWS[:3], {"prompt": chat, "id": "chat"}])
+    common = [
+        f"model.path={model}",
+        f"data.path={rows}",
+        f"sampling.n={K}",
+        "sampling.max_response_length=8",
+        "sampling.seed=1",
+    ]
+    common.append("reward.function=length_rewards:length")
+    generate.main([*common, f"out={tmp_path / 'all.jsonl'}"])
+    everything = read_output(tmp_path / "all.jsonl")
+    assert all(row["score"] == len(row["text"]) / 10 for row in everything)
+    groups = [everything[start : start + K] for start in range(0, 4 * K, K)]
+    generate.main([*common, f"out={tmp_path / 'best.jsonl'}", "keep=2"])
+    best = read_output(tmp_path / "best.jsonl")
+    ranked = [sorted((row["score"] for row in its), reverse=True) for its in groups]
+    assert [row["score"] for row in best] == [score for scores in ranked for score in scores[:2]]
+    assert best[-1]["prompt"] == chat and set(best[0]) == {"id", "prompt", "answer", "response", "score"}
+    generate.main([*common, f"out={tmp_path / 'pairs.jsonl'}", "keep=pairs"])
+    spread = [its for its in groups if len({row["score"] for row in its}) > 1]
+    for pair, its in zip(read_output(tmp_path / "pairs.jsonl"), spread, strict=True):
+        scores = [row["score"] for row in its]
+        assert (pair["chosen_score"], pair["rejected_score"]) == (max(scores), min(scores))
+        assert pair["chosen"] == its[int(np.argmax(scores))]["text"] and pair["rejected"] == its[int(np.argmin(scores))]["text"]
+    with pytest.raises(ConfigError, match=r"keep=9 must be all, best, pairs, or a number from 1 to sampling\.n=4"):
+        generate.prepare(None, [*common, "out=x", "keep=9"], Launch())
