@@ -125,7 +125,7 @@ NOT_NEEDED = {  # a pattern of verl's key -> why there is nothing to set; "": it
     r"use_remove_padding": "rows are always packed",
     r"log_prob_(micro_batch|use_dynamic|max_token)|forward_(micro_batch|max_token)": "forward passes are cut like updates",
     r"critic\.(ppo_micro|ppo_max_token|ppo_mini|use_dynamic|ppo_epochs|loss_agg)": "the critic's rows are cut like the actor's",
-    r"rollout\.(name|mode|load_format|free_cache|layered_summon|dtype|max_model_len|disable_log)": "one generator, of the training weights",
+    r"rollout\.(name|mode|load_format|free_cache|layered_sum|dtype|max_model_len|disable)": "one generator, of the training weights",
     r"fsdp_config\.|\.strategy$|hybrid_engine": "layout.zero says how weights are sharded",
     r"reward_model\.": "a reward model is named by reward.model and is a role like others",
     r"trainer\.(logger|nnodes|n_gpus|val_before|total_epochs|save_freq|default_local|use_legacy|balance|device)": "",

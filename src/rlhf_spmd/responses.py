@@ -91,7 +91,8 @@ class PromptSet:
         longest = [len(prompt) + n * most for prompt, (_, most) in zip(self.prompts, self.limits, strict=True)]
         mine = np.flatnonzero(partition_by_tokens(longest, num_replicas) == replica).tolist()
         order = sorted((i for i in mine if i not in self.errors), key=lambda i: -len(self.prompts[i]) - self.limits[i][1])
-        return [[Request(i * n + j, i, self.prompts[i], *reversed(self.limits[i])) for j in range(n)] for i in order]
+        limits = [(most, least) for least, most in self.limits]
+        return [[Request(i * n + j, i, self.prompts[i], *limits[i]) for j in range(n)] for i in order]
 
 
 @dataclass(frozen=True)
