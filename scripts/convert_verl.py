@@ -16,10 +16,13 @@ import re
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
+
+from rlhf_spmd.config.registry import find
 
 ROLLOUT, ACTOR, REF, CRITIC = "actor_rollout_ref.rollout.", "actor_rollout_ref.actor.", "actor_rollout_ref.ref.", "critic."
 DEFAULTS: dict[str, Any] = {  # verl's, where this project has another
@@ -223,13 +226,10 @@ def convert(verl: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     roles = ["actor", *(["critic"] if with_critic else []), *(["reference"] if with_reference else [])]
     names = {f"{theirs}{key}": f"{ours}{key}" for theirs, (ours, keys) in SAME.items() for key in keys} | RENAMED
     absent = [role for role in ("critic", "reference") if role not in roles]
-    only_critic = ("algorithm.gamma", "algorithm.lam", "algorithm.critic_warmup", "algorithm.cliprange_value")
     found, left = {**algorithm_name(verl), **reward_of(verl), **training_of(verl, roles)}, {}
     for key, value in verl.items():
         ours = names.get(key)
-        dropped = ours is not None and (
-            any(f"models.{role}." in ours for role in absent) or (ours in only_critic and not with_critic)
-        )
+        dropped = ours is not None and any(f"models.{role}." in ours for role in absent)
         if dropped or (ours == "reward.model" and not verl.get("reward_model.enable")):
             continue
         if ours is not None:
@@ -241,12 +241,24 @@ def convert(verl: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
         found["algorithm.use_dynamic_bsz"] = False
     if verl.get(ROLLOUT + "top_k", -1) > 0:
         found["sampling.top_k"] = verl[ROLLOUT + "top_k"]
+    if isinstance(found.get("algorithm.clip_ratio_low"), (int, float)):
+        found["algorithm.clip_ratio_low"] = min(found["algorithm.clip_ratio_low"], 1)  # no lower bound: a ratio is above 0
+    found = {key: value for key, value in found.items() if has_key(found["algorithm.name"], key)}
     for key in ("data.path", "data.val_path"):
         if isinstance(found.get(key), list) and len(found[key]) == 1:
             found[key] = found[key][0]
     if found.get("run.test_freq", 0) < 0:
         found["run.test_freq"] = 0
     return found, left
+
+
+def has_key(algorithm: str, key: str) -> bool:
+    """Whether the algorithm's configuration has this key; those of other sections are the same for all."""
+    first, _, name = key.partition(".")
+    if first != "algorithm":
+        return True
+    module = find("algorithm", "rlhf_spmd.algorithms", algorithm, exports="step")
+    return name.partition(".")[0] in {field.name for field in fields(module.Config)}
 
 
 def main(arguments: Sequence[str]) -> None:
