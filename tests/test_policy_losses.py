@@ -252,6 +252,7 @@ def test_the_entropy_coefficient_moves_on_a_line() -> None:
         ({"tau_neg": 2.0}, "tau_neg=2.0 does nothing with algorithm.loss_mode=vanilla"),
         ({"loss_mode": "cispo", "clip_ratio_c": 5.0}, "clip_ratio_c=5.0 does nothing"),
         ({"entropy_coeff_end": 0.0}, "need each other"),
+        ({"clip_ratio": 0.1, "clip_ratio_low": 0.2, "clip_ratio_high": 0.3}, "clip_ratio=0.1 does nothing beside"),
         (
             {
                 "loss_mode": "geo_mean",
