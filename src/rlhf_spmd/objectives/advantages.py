@@ -166,6 +166,11 @@ def row_means(x: Tensor, lengths: Tensor) -> Tensor:
     return row_sums(x, lengths) / lengths.clamp(min=1).to(x.device)
 
 
+def of_tokens(per_row: Tensor, lengths: Tensor) -> Tensor:
+    """A number of each row [rows] for each of its tokens [T]; it passes gradients."""
+    return torch.repeat_interleave(per_row, lengths.to(per_row.device), output_size=int(lengths.sum()))
+
+
 @torch.no_grad()
 def moments(x: Tensor) -> Tensor:
     """float64 [3]: count, sum and sum of squares of ``x`` [T]. Sum it over ranks."""
