@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ranks import run_ranks
+from rlhf_spmd.algorithms import reinforce_plus_plus
 from rlhf_spmd.algorithms.estimators import ESTIMATORS, WHITENED, CriticFreeConfig, in_group
 from rlhf_spmd.algorithms.ppo import PPOConfig
 from rlhf_spmd.algorithms.values import gae_advantages
@@ -101,6 +102,9 @@ def test_advantages_are_the_papers(estimator: str, kl: bool) -> None:
     assert metrics["critic/advantages/max"] == pytest.approx(max(expected), rel=1e-9)
     assert metrics["critic/advantages/min"] == pytest.approx(min(expected), rel=1e-9)
     assert ("actor/kl" in metrics) == kl
+    gaps = fields["old_log_probs"] - fields["ref_log_prob"]
+    reward = (sum(SCORES) - (COEF * float(gaps.sum()) if kl else 0.0)) / len(SCORES)
+    assert metrics["reward/token_level_sum"] == pytest.approx(reward, rel=1e-9)
 
 
 def test_dr_grpo_does_not_divide() -> None:
@@ -147,13 +151,17 @@ def test_a_group_that_is_not_whole_is_an_error(estimator: str) -> None:
         in_group(config(estimator, False))(fields_of(some), rows_at(some), alone())
     with pytest.raises(ValueError, match="group 5 has 2 where 3 are sampled"):
         in_group(config(estimator, False), 3)(fields_of(ALL), rows_at(ALL), alone())
+    with pytest.raises(ValueError, match="group 7 has 1 where at least 2 are needed"):
+        in_group(config(estimator, False), 1)(fields_of([2]), rows_at([2]), alone())
     with pytest.raises(ValueError, match="a group of one row has no others"):
         leave_one_out(torch.ones(3), torch.tensor([1, 1, 2]))
 
 
 def test_without_groups_a_single_row_is_enough() -> None:
-    made, _ = in_group(config("reinforce_plus_plus", False), 1)(fields_of([2]), rows_at([2]), alone())
-    assert len(made["advantages"].values) == LENGTHS[2]
+    made, metrics = in_group(config("reinforce_plus_plus", False), 1)(fields_of([2]), rows_at([2]), alone())
+    assert len(made["advantages"].values) == LENGTHS[2] and not any(key.startswith("group/") for key in metrics)
+    with pytest.raises(ValueError, match="reinforce_plus_plus is reinforce_plus_plus; use algorithm"):
+        reinforce_plus_plus.Config(adv_estimator="rloo").check("algorithm")
 
 
 @pytest.mark.parametrize(

@@ -110,9 +110,11 @@ def computed(made: PolicyConfig, parts: list[list[int]], number: int | None = No
     totals = Totals(sum(LENGTHS), len(LENGTHS))
     loss, stats = torch.zeros((), dtype=torch.float64), {}  # type: Tensor, dict[str, float]
     for part in parts:
-        mine = {name: torch.cat([x.split(LENGTHS)[row] for row in part]) for name, x in fields.items()}
-        ids = torch.tensor(part)
-        value, told = objective.loss(mine, Rows(ids, ids, torch.tensor([LENGTHS[row] for row in part])), totals)
+        mine = {name: torch.cat([x[:0], *(x.split(LENGTHS)[row] for row in part)]) for name, x in fields.items()}
+        ids = torch.tensor(part, dtype=torch.int64)
+        value, told = objective.loss(
+            mine, Rows(ids, ids, torch.tensor([LENGTHS[row] for row in part], dtype=torch.int64)), totals
+        )
         loss = loss + value
         stats = {name: stats.get(name, 0.0) + float(x) for name, x in told.items()}
     (gradient,) = torch.autograd.grad(loss, fields["log_probs"])
@@ -148,7 +150,7 @@ def test_micro_batches_add_up_to_the_same_loss(mode: str, agg: str) -> None:
     correction = RolloutCorrectionConfig("sequence", 1.1, "seq_mean_k1", 1.3)
     made = config(mode, agg, rollout_correction=correction, entropy_coeff=0.01)
     loss, gradient, stats = computed(made, WHOLE)
-    for parts in ([[0], [1], [2], [3], [4]], [[3, 0], [4, 2, 1]]):
+    for parts in ([[0], [1], [2], [3], [4]], [[3, 0], [], [4, 2, 1]]):
         other, its_gradient, its_stats = computed(made, parts)
         assert other == pytest.approx(loss, rel=1e-12, abs=1e-14)
         torch.testing.assert_close(its_gradient, gradient, rtol=1e-12, atol=1e-14)
@@ -252,6 +254,7 @@ def test_the_entropy_coefficient_moves_on_a_line() -> None:
         ({"tau_neg": 2.0}, "tau_neg=2.0 does nothing with algorithm.loss_mode=vanilla"),
         ({"loss_mode": "cispo", "clip_ratio_c": 5.0}, "clip_ratio_c=5.0 does nothing"),
         ({"entropy_coeff_end": 0.0}, "need each other"),
+        ({"clip_ratio": 0.1, "clip_ratio_low": 0.2, "clip_ratio_high": 0.3}, "clip_ratio=0.1 does nothing beside"),
         (
             {
                 "loss_mode": "geo_mean",

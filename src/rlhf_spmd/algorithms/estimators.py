@@ -54,6 +54,8 @@ class CriticFreeConfig(KLRewardConfig):
             raise ValueError(
                 f"unknown {where}.adv_estimator {self.adv_estimator!r}; available: {', '.join(known)}; gae is algorithm.name=ppo"
             )
+        if self.min_samples < 2 and self.adv_estimator != BY_TOKEN:
+            raise ValueError(f"{where}.adv_estimator={self.adv_estimator}: {self.name} is {BY_TOKEN}; use {where}.name=grpo")
         using = f"does nothing with {where}.adv_estimator={self.adv_estimator}; leave it out"
         if self.gamma != 1 and self.adv_estimator != BY_TOKEN:
             raise ValueError(f"{where}.gamma={self.gamma} {using}: only {BY_TOKEN} has a discount per token")
@@ -79,7 +81,7 @@ def check_groups(group_ids: Tensor, num_samples: int | None) -> None:
     groups, counts = torch.unique(group_ids, return_counts=True)
     for group, count in zip(groups.tolist(), counts.tolist(), strict=True):
         if count < 2 or count != (num_samples or count):
-            wanted = f"{num_samples} are sampled" if num_samples else "at least 2 are needed"
+            wanted = "at least 2 are needed" if num_samples is None or num_samples < 2 else f"{num_samples} are sampled"
             raise ValueError(
                 f"advantages compare responses to one prompt; group {group} has {count} where {wanted}; take or drop whole groups"
             )
@@ -102,29 +104,27 @@ def in_group(config: CriticFreeConfig, num_samples: int | None = None) -> Functi
             rewards = token_level_rewards(scores, kl.values if config.use_kl_in_reward else None, kl.coefficient, rows.lengths)
             advantages, _ = gae(rewards, torch.zeros_like(rewards), rows.lengths, config.gamma, 1.0)
         else:
-            if config.use_kl_in_reward:
-                scores = scores - kl.coefficient * row_sums(kl.values, rows.lengths)
-            advantages = rows.spread(ESTIMATORS[config.adv_estimator](config, scores, rows.group_ids, rows.lengths))
+            rewards = scores - kl.coefficient * row_sums(kl.values, rows.lengths) if config.use_kl_in_reward else scores
+            advantages = rows.spread(ESTIMATORS[config.adv_estimator](config, rewards, rows.group_ids, rows.lengths))
         zeros = row_means(advantages.abs(), rows.lengths) == 0
         sums = whole.sums(
             kl=kl.sums(),
             advantages=moments(advantages),
             zeros=zeros.sum(),
-            rewards=scores.sum(),
-            groups=group_statistics(fields["scores"], rows.group_ids),
+            rewards=rewards.double().sum(),
+            groups=group_statistics(scores, rows.group_ids),
         )
         if whitened:
             advantages = whiten(advantages, sums["advantages"])
         num_rows, tokens = sums["kl"][:2].tolist()
-        num_groups, *shares, spread = sums["groups"].tolist()
-        metrics = {
-            f"group/{name}_fraction": x / num_groups for name, x in zip(("equal", "right", "wrong"), shares, strict=True)
-        }
-        metrics |= {
-            "group/score_std_mean": spread / num_groups,
-            "actor/zero_advantage_fraction": float(sums["zeros"]) / num_rows,
-        }
+        metrics = {"reward/token_level_sum": float(sums["rewards"]) / num_rows}
+        metrics |= {"actor/zero_advantage_fraction": float(sums["zeros"]) / num_rows}
         metrics |= {"critic/advantage_mean": float(sums["advantages"][1]) / tokens}
+        if num_samples != 1:
+            num_groups, equal, right, wrong, spread = sums["groups"].tolist()
+            shares = {"equal": equal, "right": right, "wrong": wrong}
+            metrics |= {f"group/{name}_fraction": count / num_groups for name, count in shares.items()}
+            metrics |= {"group/score_std_mean": spread / num_groups}
         if config.use_kl_in_reward or "ref_log_prob" in fields:
             metrics |= kl.settle(sums["kl"])
         return {"advantages": rows.per_token(advantages)}, metrics | whole.ranges(**{"critic/advantages": advantages})

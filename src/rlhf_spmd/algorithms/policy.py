@@ -61,17 +61,18 @@ class PolicyConfig(RolloutConfig):
                 f"{where}.loss_agg_mode={self.loss_agg_mode}: {where}.loss_mode={self.loss_mode} is a loss of whole responses; use "
                 f"{' or '.join(mode.agg_modes)}"
             )
-        for key in {key for other in LOSS_MODES.values() for key in other.keys} - {*mode.keys}:
+        for key in sorted({key for other in LOSS_MODES.values() for key in other.keys} - {*mode.keys}):
             if getattr(self, key) != self.__dataclass_fields__[key].default:
                 raise ValueError(
                     f"{where}.{key}={getattr(self, key)} does nothing with {where}.loss_mode={self.loss_mode}; leave it out"
                 )
+        if self.clip_ratio != 0.2 and None not in (self.clip_ratio_low, self.clip_ratio_high):
+            raise ValueError(f"{where}.clip_ratio={self.clip_ratio} does nothing beside clip_ratio_low and _high; leave it out")
         if "clip_ratio" in mode.keys:
             check_clip_ratios(*self.clip_range, self.clip_ratio_c, f"{where}.")
         check_bounds(self, where, "tau_pos", "tau_neg", above=0)
-        if self.loss_mode == "geo_mean" and "token" in str(
-            (self.rollout_correction.rollout_is, self.rollout_correction.rollout_rs)
-        ):
+        levels = (self.rollout_correction.rollout_is or "", self.rollout_correction.rollout_rs or "")
+        if self.loss_mode == "geo_mean" and any(level.startswith("token") for level in levels):
             raise ValueError(
                 f"{where}.rollout_correction by token: {where}.loss_mode=geo_mean has one ratio per response; use sequence, seq_*"
             )

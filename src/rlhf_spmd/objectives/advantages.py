@@ -100,7 +100,7 @@ def _centered(scores: Tensor, group_ids: Tensor, weights: Tensor) -> tuple[Tenso
     total, weight = (
         torch.zeros(len(counts), dtype=torch.float64).index_add_(0, index, x) for x in (shifted * weights, weights)
     )
-    return shifted - (total / weight)[index], index, counts
+    return shifted - (total / weight.clamp(min=1))[index], index, counts
 
 
 def _deviations(centered: Tensor, index: Tensor, counts: Tensor) -> Tensor:
@@ -138,7 +138,7 @@ def leave_one_out(scores: Tensor, group_ids: Tensor) -> Tensor:
 @torch.no_grad()
 def length_weighted_advantages(scores: Tensor, group_ids: Tensor, lengths: Tensor) -> Tensor:
     """A row's score minus the mean of its group weighted by length, the baseline of least variance where a row's gradient grows
-    with its tokens: OPO (arXiv 2505.23585, section 3.2). Shapes as of :func:`group_advantages`; ``lengths`` above 0."""
+    with its tokens: OPO (arXiv 2505.23585, section 3.2). Shapes as of :func:`group_advantages`; ``lengths`` int64 [rows]."""
     centered, _, _ = _centered(scores, group_ids, lengths.double())
     return centered.to(torch.promote_types(scores.dtype, torch.float32))
 
@@ -164,6 +164,11 @@ def row_sums(x: Tensor, lengths: Tensor) -> Tensor:
 def row_means(x: Tensor, lengths: Tensor) -> Tensor:
     """The mean of each row's tokens, [rows] of ``x`` [T]; 0 for a row without. It passes gradients."""
     return row_sums(x, lengths) / lengths.clamp(min=1).to(x.device)
+
+
+def of_tokens(per_row: Tensor, lengths: Tensor) -> Tensor:
+    """A number of each row [rows] for each of its tokens [T]; it passes gradients."""
+    return torch.repeat_interleave(per_row, lengths.to(per_row.device), output_size=int(lengths.sum()))
 
 
 @torch.no_grad()

@@ -39,6 +39,14 @@ def check_clip_ratios(low: float, high: float, c: float, where: str = "") -> Non
         )
 
 
+def log_ratios(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor) -> Tensor:
+    """log(new / old) [T], within the bounds outside of which exp() says nothing; all three have that shape."""
+    assert log_prob.shape == old_log_prob.shape == advantages.shape, (
+        f"shapes differ: {tuple(log_prob.shape)}, old {tuple(old_log_prob.shape)}, advantages {tuple(advantages.shape)}"
+    )
+    return (log_prob - old_log_prob).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
 def policy_loss(
     log_prob: Tensor,
     old_log_prob: Tensor,
@@ -59,10 +67,7 @@ def policy_loss(
     Raises ValueError for impossible clip ratios.
     """
     check_clip_ratios(clip_ratio_low, clip_ratio_high, clip_ratio_c)
-    assert log_prob.shape == old_log_prob.shape == advantages.shape, (
-        f"shapes differ: {tuple(log_prob.shape)}, old {tuple(old_log_prob.shape)}, advantages {tuple(advantages.shape)}"
-    )
-    log_ratio = (log_prob - old_log_prob).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    log_ratio = log_ratios(log_prob, old_log_prob, advantages)
     ratio = log_ratio.exp()
     free = -advantages * ratio
     bound = -advantages * ratio.clamp(1.0 - clip_ratio_low, 1.0 + clip_ratio_high)

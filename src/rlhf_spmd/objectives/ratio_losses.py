@@ -10,22 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlhf_spmd.objectives.advantages import row_means
-from rlhf_spmd.objectives.losses import LOG_RATIO_LIMIT
+from rlhf_spmd.objectives.advantages import of_tokens, row_means
+from rlhf_spmd.objectives.losses import log_ratios
 
 Loss = tuple[Tensor, dict[str, Tensor]]
-
-
-def log_ratios(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor) -> Tensor:
-    """log(new / old) [T], within the bounds outside of which exp() says nothing."""
-    assert log_prob.shape == old_log_prob.shape == advantages.shape, (
-        f"shapes differ: {tuple(log_prob.shape)}, old {tuple(old_log_prob.shape)}, advantages {tuple(advantages.shape)}"
-    )
-    return (log_prob - old_log_prob).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-
-
-def _per_token(per_row: Tensor, lengths: Tensor) -> Tensor:
-    return torch.repeat_interleave(per_row, lengths.to(per_row.device), output_size=int(lengths.sum()))
 
 
 def _stats(clipped: Tensor, log_ratio: Tensor) -> dict[str, Tensor]:
@@ -42,7 +30,7 @@ def gspo_loss(
     have advantages of their own.
     """
     log_ratio = log_ratios(log_prob, old_log_prob, advantages)
-    sequence = _per_token(row_means(log_ratio.detach(), lengths), lengths)
+    sequence = of_tokens(row_means(log_ratio.detach(), lengths), lengths)
     ratio = (sequence + log_prob - log_prob.detach()).exp()
     free, bound = -advantages * ratio, -advantages * ratio.clamp(1.0 - clip_ratio_low, 1.0 + clip_ratio_high)
     return torch.maximum(free, bound), _stats(bound > free, log_ratio)
@@ -60,7 +48,7 @@ def geo_mean_loss(
     bounded = log_ratio.clamp(-clip_ratio_low, clip_ratio_high)
     kept = torch.where(advantages >= 0, torch.minimum(log_ratio, bounded), torch.maximum(log_ratio, bounded))
     loss = -row_means(advantages, lengths) * row_means(kept, lengths).exp()
-    return _per_token(loss, lengths), _stats(kept != log_ratio, log_ratio)
+    return of_tokens(loss, lengths), _stats(kept != log_ratio, log_ratio)
 
 
 def cispo_loss(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rlhf_spmd.config.bounds import check_bounds
-from rlhf_spmd.objectives.advantages import row_means, row_sums
+from rlhf_spmd.objectives.advantages import of_tokens, row_means, row_sums
 from rlhf_spmd.objectives.kl import kl_penalty
 from rlhf_spmd.objectives.losses import LOG_RATIO_LIMIT
 
@@ -82,8 +82,7 @@ def correction_weights(
     def at(level: str, x: Tensor) -> Tensor:
         if level == "token":
             return x
-        per_row = row_means(x, lengths) if level == "seq_mean" else row_sums(x, lengths)
-        return torch.repeat_interleave(per_row, lengths.to(x.device), output_size=len(x))
+        return of_tokens(row_means(x, lengths) if level == "seq_mean" else row_sums(x, lengths), lengths)
 
     weights, stats = torch.ones_like(old_log_prob), {}
     log_ratio = old_log_prob - rollout_log_prob
