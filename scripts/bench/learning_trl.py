@@ -75,7 +75,7 @@ def main(case_path: str, out: str) -> None:
     def validate(step: int) -> None:
         state = torch.random.get_rng_state()
         torch.manual_seed(1_000_003 + case["seed"])
-        inputs = tokenizer([row["prompt"] for row in held_out], return_tensors="pt", padding=True, add_special_tokens=False)
+        inputs = tokenizer([row["prompt"] for row in held_out], return_tensors="pt", padding=True)
         found = model.generate(**inputs, do_sample=True, temperature=1.0, top_k=0, max_new_tokens=data["max_response_length"])
         texts = tokenizer.batch_decode(found[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
         scores = right(texts, [row["answer"] for row in held_out])
