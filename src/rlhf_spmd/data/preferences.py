@@ -16,7 +16,7 @@ from rlhf_spmd.data.dataset import DatasetConfig, TokenDataset
 from rlhf_spmd.data.encoding import PromptEncoder, check_messages
 from rlhf_spmd.data.files import DataError, Row
 
-TURN = "\n\nAssistant:"  # before a response in dialogues that are one text, as those of hh-rlhf
+HUMAN, TURN = "\n\nHuman:", "\n\nAssistant:"  # before what each says in dialogues that are one text, as those of hh-rlhf
 
 
 @dataclass(frozen=True)
@@ -166,6 +166,8 @@ def unusable(group: tuple[Response, Response]) -> str:
     """Why a group teaches nothing; empty if it may."""
     if not all(response.text.strip() for response in group):
         return "response is empty"
+    if any(HUMAN in response.text for response in group):
+        return "dialogues part before their last turn"
     is_pair = "chosen" in group[0].numbers
     return "two responses are equal" if is_pair and group[0].text == group[1].text else ""
 
