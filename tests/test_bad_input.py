@@ -48,7 +48,7 @@ CONFIG = [
     (["algorithm.cliprange_value=nan"], 1, ["algorithm.cliprange_value=nan", "at least 0"]),
     (["algorithm.adv_estimator=gea"], 1, ["algorithm.adv_estimator='gea'", "ppo has gae"]),
     (["algorithm.kl_ctrl.type=fixd"], 1, ["algorithm.kl_ctrl.type 'fixd'", "adaptive, fixed"]),
-    (["algorithm.name=grop"], 1, ["unknown algorithm 'grop'", "did you mean 'grpo'?", "available: grpo, ppo, sft"]),
+    (["algorithm.name=grop"], 1, ["unknown algorithm 'grop'", "did you mean 'grpo'?", "available: ", "grpo", "ppo", "sft"]),
     (["algorithm.name=outside.nothing"], 1, ["'outside.nothing'", "PYTHONPATH"]),
     (["algorithm.name=outside.rewards"], 1, ["outside.rewards", "'step'"]),
     (["algorithm.name=outside.no_config"], 1, ["outside.no_config", "AlgorithmConfig"]),

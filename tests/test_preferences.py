@@ -16,7 +16,7 @@ from rlhf_spmd.algorithms.preferences import of_pairs
 from rlhf_spmd.data.batch import Batch, encode_json
 from rlhf_spmd.data.dataset import DatasetConfig
 from rlhf_spmd.data.files import DataError, Row
-from rlhf_spmd.data.preferences import PreferencesConfig, SafetyPreferencesConfig, UnpairedConfig
+from rlhf_spmd.data.preferences import PreferencesConfig, SafetyPreferencesConfig, UnpairedConfig, unusable
 from rlhf_spmd.data.sort_digits import write_task
 from rlhf_spmd.data.tokenizer import load_tokenizer
 from rlhf_spmd.objectives.preferences import bradley_terry
@@ -149,6 +149,8 @@ def test_pairs_as_a_batch_and_what_is_left_out() -> None:
     assert batch.row_ids.tolist() == [20, 21, 22, 23] and batch.group_ids.tolist() == [10, 10, 11, 11]
     assert texts_of(batch["response_ids"].rows()) == ["z<eos>", "0<eos>", "d<eos>", "ef<eos>"]
     assert batch["chosen"].tolist() == [1, 0, 1, 0] and batch["margin"].tolist() == [0, 0, 2, 2]
+    parted = {"chosen": HH + " b", "rejected": HH + " c\n\nHuman: d\n\nAssistant: e"}
+    assert unusable(PreferencesConfig(path="x").pair(Row(parted, "x:1"))) == "dialogues part before their last turn"
     with pytest.raises(DataError, match=r"x:4: 13 tokens are more than data.max_length=8"):
         PreferencesConfig(path="x", max_length=8, filter_overlong=False).tokenize(rows, tokenizer())
     with pytest.raises(DataError, match=r"'x': none of 2 pairs can be used, 1 left out whose two responses are equal, 1 left"):

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_spmd.algorithms.preferences import (
+    DirectConfig,
     PairsConfig,
-    check_loss_type,
     direct_preference,
     next_with_reference,
     reference_log_probs,
     validate_by,
 )
-from rlhf_spmd.config.bounds import check_bounds
 from rlhf_spmd.controller import Reference
 from rlhf_spmd.workers.arithmetic import RoleClass
 from rlhf_spmd.workers.objective import Objective
@@ -22,20 +21,12 @@ from rlhf_spmd.workers.reference import ReferenceWorker
 
 
 @dataclass(frozen=True)
-class DPOConfig(PairsConfig):
-    """``loss_type``: sigmoid, ipo, hinge or robust; ``label_smoothing``: the share of pairs that are taken to be the wrong way round;
-    ``length_normalized``: means of log-probs per token in place of sums."""
-
+class DPOConfig(DirectConfig, PairsConfig):
     name: str = "dpo"
-    beta: float = 0.1
-    loss_type: str = "sigmoid"
-    label_smoothing: float = 0.0
-    length_normalized: bool = False
 
     def check(self, where: str) -> None:
         super().check(where)
-        check_bounds(self, where, "beta", above=0)
-        check_loss_type(self.loss_type, self.label_smoothing, where)
+        self.check_losses(where)
 
     @property
     def roles(self) -> Mapping[str, RoleClass]:

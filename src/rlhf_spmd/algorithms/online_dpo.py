@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from rlhf_spmd.algorithms.base import RolloutConfig, sample, score, validate
-from rlhf_spmd.algorithms.preferences import check_loss_type, direct_preference, reference_log_probs
-from rlhf_spmd.config.bounds import check_bounds
+from rlhf_spmd.algorithms.preferences import DirectConfig, direct_preference, reference_log_probs
 from rlhf_spmd.controller import Reference
 from rlhf_spmd.data.batch import Field
 from rlhf_spmd.objectives.preferences import best_and_worst
@@ -23,20 +22,15 @@ __all__ = ["Config", "OnlineDPOConfig", "step", "validate"]
 
 
 @dataclass(frozen=True)
-class OnlineDPOConfig(RolloutConfig):
-    """DPO's knobs. Of more than two responses to a prompt the best and the worst are the pair."""
+class OnlineDPOConfig(DirectConfig, RolloutConfig):
+    """Of more than two responses to a prompt the best and the worst are the pair."""
 
     name: str = "online_dpo"
-    beta: float = 0.1
-    loss_type: str = "sigmoid"
-    label_smoothing: float = 0.0
-    length_normalized: bool = False
     min_samples: ClassVar[int] = 2
 
     def check(self, where: str) -> None:
         super().check(where)
-        check_bounds(self, where, "beta", above=0)
-        check_loss_type(self.loss_type, self.label_smoothing, where)
+        self.check_losses(where)
 
     @property
     def roles(self) -> Mapping[str, RoleClass]:

@@ -54,16 +54,31 @@ class ScoresConfig(PairsConfig):
         return {self.exported: ScoreWorker}
 
 
-def check_loss_type(loss_type: str, smoothing: float, where: str) -> None:
-    """Raises ValueError for a loss that there is not, and for a ``label_smoothing`` that it does not take."""
-    if loss_type not in LOSS_TYPES:
-        raise ValueError(f"{where}.loss_type={loss_type!r} is not known; allowed: {', '.join(LOSS_TYPES)}")
-    if not 0 <= smoothing < 0.5:
-        raise ValueError(f"{where}.label_smoothing={smoothing} must be at least 0 and less than 0.5")
-    if smoothing and loss_type not in ("sigmoid", "robust"):
-        raise ValueError(f"{where}.label_smoothing={smoothing} does nothing with {where}.loss_type={loss_type}; leave it out")
-    if not smoothing and loss_type == "robust":
-        raise ValueError(f"{where}.loss_type=robust corrects for {where}.label_smoothing, the share of wrong pairs; give it")
+@dataclass(frozen=True)
+class DirectConfig:
+    """The knobs of DPO's losses. ``label_smoothing``: the share of pairs that are taken to be the wrong way round;
+    ``length_normalized``: means of log-probs per token in place of sums."""
+
+    beta: float = 0.1
+    loss_type: str = "sigmoid"
+    label_smoothing: float = 0.0
+    length_normalized: bool = False
+
+    def check_losses(self, where: str) -> None:
+        check_bounds(self, where, "beta", above=0)
+        loss_type, smoothing = self.loss_type, self.label_smoothing
+        if loss_type not in LOSS_TYPES:
+            raise ValueError(f"{where}.loss_type={loss_type!r} is not known; allowed: {', '.join(LOSS_TYPES)}")
+        if not 0 <= smoothing < 0.5:
+            raise ValueError(f"{where}.label_smoothing={smoothing} must be at least 0 and less than 0.5")
+        if smoothing and loss_type not in ("sigmoid", "robust"):
+            raise ValueError(
+                f"{where}.label_smoothing={smoothing} does nothing with {where}.loss_type={loss_type}; leave it out"
+            )
+        if not smoothing and loss_type == "robust":
+            raise ValueError(
+                f"{where}.loss_type=robust corrects for {where}.label_smoothing, the share of wrong pairs; give it"
+            )
 
 
 def of_pairs(loss: PairLoss, reads: tuple[str, ...], model: str, temperature: float = 1.0) -> Objective:
@@ -92,7 +107,7 @@ def implied_rewards(chosen: Tensor, rejected: Tensor, logps: tuple[Tensor, Tenso
     return report | {"logps/chosen": logps[0], "logps/rejected": logps[1]}
 
 
-def direct_preference(config: Any, temperature: float) -> Objective:
+def direct_preference(config: DirectConfig, temperature: float) -> Objective:
     """DPO's losses (``loss_type``), of sums of log-probs or with ``length_normalized`` of means per token."""
 
     def loss(chosen: dict[str, Tensor], rejected: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:

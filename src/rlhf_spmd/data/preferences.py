@@ -16,7 +16,7 @@ from rlhf_spmd.data.dataset import DatasetConfig, TokenDataset
 from rlhf_spmd.data.encoding import PromptEncoder, check_messages
 from rlhf_spmd.data.files import DataError, Row
 
-TURN = "\n\nAssistant:"  # before a response in dialogues that are one text, as those of hh-rlhf
+HUMAN, TURN = "\n\nHuman:", "\n\nAssistant:"  # before what each says in dialogues that are one text, as those of hh-rlhf
 
 
 @dataclass(frozen=True)
@@ -114,9 +114,9 @@ class UnpairedConfig(ResponsesConfig):
 
     def single(self, row: Row) -> list[Response]:
         """The row's response, or both of a pair. Raises DataError."""
-        if self.completion_key not in row and "chosen" in row:
-            pair = PreferencesConfig(path=self.path, prompt_key=self.prompt_key).pair(row)
-            return [replace(response, numbers={"desirable": response.numbers["chosen"]}) for response in pair]
+        pairs = PreferencesConfig(path=self.path, prompt_key=self.prompt_key)
+        if self.completion_key not in row and (pairs.chosen_key in row or pairs.better in row):
+            return [replace(response, numbers={"desirable": response.numbers["chosen"]}) for response in pairs.pair(row)]
         prompt = row.get(self.prompt_key, "data.prompt_key")
         text = answer_to(prompt, row.get(self.completion_key, "data.completion_key"), row.where)
         return [Response(prompt, text, row, {"desirable": float(_flag(row, self.label_key, "data.label_key"))})]
@@ -127,7 +127,7 @@ class UnpairedConfig(ResponsesConfig):
         groups = []
         for at, response in enumerate(responses):
             others = (responses[(at + step) % count] for step in range(1, count))
-            other = next((other for other in others if other.prompt != response.prompt), None)
+            other = next((other for other in others if other.prompt != response.prompt and other.text.strip()), None)
             if other is None:
                 raise DataError(f"'{self.path}' has one prompt only; KTO compares with responses to other prompts")
             groups.append((response, replace(response, text=other.text)))
@@ -166,6 +166,8 @@ def unusable(group: tuple[Response, Response]) -> str:
     """Why a group teaches nothing; empty if it may."""
     if not all(response.text.strip() for response in group):
         return "response is empty"
+    if any(HUMAN in response.text for response in group):
+        return "dialogues part before their last turn"
     is_pair = "chosen" in group[0].numbers
     return "two responses are equal" if is_pair and group[0].text == group[1].text else ""
 

@@ -51,35 +51,38 @@ def make_row(rng: random.Random, digits: tuple[int, int]) -> dict[str, str]:
 
 
 def make_pair(rng: random.Random, digits: tuple[int, int]) -> dict[str, object]:
-    """Two responses with errors, the chosen one with fewer, and safe (without digits that the task has not) if the other is."""
+    """Two responses: the chosen one has more digits in place, and does not invent one (is not unsafe) if the other does not."""
     row = make_row(rng, digits)
-    (wrong, unsafe), (more_wrong, more_unsafe) = sorted((rng.randint(0, 3), rng.random() < 0.4) for _ in range(2))
-    unsafe, more_unsafe = unsafe and more_unsafe, unsafe or more_unsafe
-    if (wrong, unsafe) == (more_wrong, more_unsafe):
-        more_wrong += 1
-    pair = {"margin": more_wrong - wrong, "safe_chosen": not unsafe, "safe_rejected": not more_unsafe}
-    chosen, rejected = (spoil(rng, row["answer"], *errors) for errors in ((wrong, unsafe), (more_wrong, more_unsafe)))
-    return {"prompt": row["prompt"], "chosen": chosen, "rejected": rejected, **pair}
+    answer = row["answer"]
+    while True:
+        pair = sorted((spoil(rng, answer) for _ in range(2)), key=lambda text: errors(text, answer))
+        unsafe = [sorted(text) != list(answer) for text in pair]
+        margin = errors(pair[1], answer) - errors(pair[0], answer)
+        if margin and unsafe != [True, False]:
+            safety = {"safe_chosen": not unsafe[0], "safe_rejected": not unsafe[1]}
+            return {"prompt": row["prompt"], "chosen": pair[0], "rejected": pair[1], "margin": margin, **safety}
 
 
-def spoil(rng: random.Random, answer: str, swaps: int, invents: bool) -> str:
-    """``answer`` with so many moved digits, and with a digit in place of another if it ``invents``."""
+def spoil(rng: random.Random, answer: str) -> str:
+    """``answer`` with up to three pairs of digits exchanged, and now and then with one that the task has not."""
     found = list(answer)
-    for at in rng.sample(range(len(found) - 1), min(swaps, len(found) - 1)):
-        found[at], found[-1] = found[-1], found[at]
-    if invents:
-        at = rng.randrange(len(found))
-        found[at] = rng.choice([digit for digit in "0123456789" if digit != found[at]])
+    for _ in range(rng.randint(0, 3)):
+        one, other = rng.randrange(len(found)), rng.randrange(len(found))
+        found[one], found[other] = found[other], found[one]
+    if rng.random() < 0.4:
+        found[rng.randrange(len(found))] = rng.choice("0123456789")
     return "".join(found)
 
 
+def errors(text: str, answer: str) -> int:
+    return sum(one != other for one, other in zip(text, answer, strict=True))
+
+
 def write_pairs(path: Path, rng: random.Random, num_pairs: int, digits: tuple[int, int]) -> None:
-    """So many different pairs, as jsonl."""
+    """So many pairs, as jsonl."""
     with path.open("w", encoding="utf-8") as file:
         for number in range(num_pairs):
-            while (pair := make_pair(rng, digits))["chosen"] == pair["rejected"]:
-                pass
-            file.write(json.dumps({"id": f"{path.stem}-{number}", **pair}) + "\n")
+            file.write(json.dumps({"id": f"{path.stem}-{number}", **make_pair(rng, digits)}) + "\n")
 
 
 def write_splits(
