@@ -79,6 +79,14 @@ class RewardConfig:
         label = f"{where}.function={self.function!r}"
         return bind_reward(resolve_reward(self.function, f"{where}.function"), label, self.kwargs)
 
+    def check_together(self, where: str, run_timeout_s: float) -> None:
+        """Against the program's limit of silence. Raises ValueError."""
+        if self.function is not None and self.timeout_s >= run_timeout_s:
+            raise ValueError(
+                f"{where}.timeout_s={self.timeout_s}: other ranks wait for a call, and no longer than run.timeout_s={run_timeout_s}; "
+                "lower the first or raise the second"
+            )
+
     def chooses(self, row: Mapping[str, Any]) -> bool:
         """Whether this reward scores a row with these columns."""
         return self.data_sources is None or row.get("data_source") in self.data_sources
