@@ -43,6 +43,7 @@ MATH500 = ROOT.parent / "shared" / "data" / "math500" / "test.jsonl"
         ("\\left( 3, \\frac{\\pi}{2} \\right)", "(3,\\frac{\\pi}{2})", True),
         ("(1, 0.5)", "(1, \\frac12)", True),
         ("2, 1", "1,2", True),
+        ("\\frac12, 1/3", "1/3, 0.5", True),
         ("1 \\text{ or } 2", "1, 2", True),
         ("\\{3, 1\\}", "\\{1,3\\}", True),
         ("\\sqrt2", "\\sqrt{2}", True),
@@ -168,6 +169,8 @@ def test_regex_and_length():
         ("http", {"url": "ftp://x"}, r"reward.kwargs.url must be http:// or https://"),
         ("http", {"url": "http://x", "token_env": "NO_SUCH_TOKEN"}, r"token_env='NO_SUCH_TOKEN': there is no such variable"),
         ("code", {"time_s": 0}, r"reward.kwargs.time_s=0 must be above 0"),
+        ("http", {}, r"reward.function='http' takes .*missing 1 required positional argument: 'url'"),
+        ("http", {"url": "http://x", "batch_size": "many"}, r"reward.function='http' takes .*not supported between"),
         ("math", {"x": 1}, r"kwargs.x is none of its settings"),
     ],
 )

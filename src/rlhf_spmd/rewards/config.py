@@ -71,7 +71,10 @@ class RewardConfig:
         """Call what the module of a built-in reward has to say under ``name``, if it has. Raises what that raises."""
         module = getattr(bound.function, "__module__", "")
         if module.startswith("rlhf_spmd.rewards."):
-            getattr(sys.modules[module], name, lambda *_, **__: None)(*args, **kwargs)
+            try:
+                getattr(sys.modules[module], name, lambda *_, **__: None)(*args, **kwargs)
+            except TypeError as error:  # a setting is missing, or of another type
+                raise bound.refusal(f"with kwargs={self.kwargs}: {error}") from error
 
     def bind(self, where: str) -> BoundReward:
         """The function, its arguments bound by name. Raises ValueError, one line, where it cannot be found or bound."""
