@@ -119,7 +119,7 @@ async def later(response, row):
         while True:
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.sleep(3600)
-    return {"score": float(response), "pid": os.getpid()}
+    return float(response)
 
 
 async def later_batched(completions):

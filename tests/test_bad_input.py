@@ -30,6 +30,7 @@ CONFIG = [
     (["models.crtic.dtype=float32"], 1, ["models.crtic", "did you mean 'critic'?", "actor, critic, reference, reward"]),
     (["run.steps=many"], 1, ["run.steps='many'", "an integer"]),
     (["run.steps=0"], 1, ["run.steps=0", "at least 1"]),
+    (["reward.timeout_s=700"], 1, ["reward.timeout_s=700.0", "run.timeout_s=600.0"]),
     (["run.timeout_s=nan"], 1, ["run.timeout_s=nan", "above 0"]),
     (["run.resume=/nowhere"], 1, ["run.resume='/nowhere'", "auto", "never", "directory"]),
     (["run.dir=@file/run"], 1, ["run.dir=", "not a directory"]),

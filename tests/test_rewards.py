@@ -300,7 +300,10 @@ def test_a_function_that_no_longer_imports_ends_the_run(tmp_path, monkeypatch):
 
 
 def test_names():
-    assert available("rlhf_spmd.rewards", "score") == ["exact_match", "gsm8k", "happy_words", "sort_digits"]
+    assert available("rlhf_spmd.rewards", "score") == [
+        *("aime", "auto", "code", "exact_match", "format", "gsm8k", "happy_words", "http", "json_schema", "length", "math"),
+        *("math_verify", "multiple_choice", "regex", "sort_digits"),
+    ]
     assert resolve_reward("gsm8k") is gsm8k.score
     assert resolve_reward("gsm8k:flexible") is gsm8k.flexible
     assert resolve_reward("rlhf_spmd.rewards.gsm8k:score") is gsm8k.score
@@ -311,7 +314,7 @@ def test_names():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"function": "gsm8"}, r"unknown reward.function 'gsm8'; did you mean 'gsm8k'\? available: exact_match, gsm8k"),
+        ({"function": "gsm8"}, r"unknown reward.function 'gsm8'; did you mean 'gsm8k'\? available: aime, auto, code"),
         ({"function": "no.such.module:f"}, r"reward.function 'no.such.module' cannot be imported"),
         ({"function": "reward_functions:by_rwo"}, r"no function 'by_rwo'; did you mean 'by_row'\?"),
         ({"function": "reward_functions:NOT_A_FUNCTION"}, r"NOT_A_FUNCTION is a int, not a function"),

@@ -167,6 +167,7 @@ def prepare(path: str | None, overrides: Sequence[str], world_size: int, default
         row for data in (*training.values(), *validation.values()) if isinstance(data, PromptDataset) for row in data.rows
     ]
     for name, reward in rewards.items():
+        reward.check_together(reward_key(name), config.run.timeout_s)
         reward.check_rows(reward_key(name), scored)
     check_templates(plans, rewards, tokenizer, scored)
     return Prepared(config, module, plans, rewards, tokenizer, training, validation)

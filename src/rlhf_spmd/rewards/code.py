@@ -22,10 +22,11 @@ _FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.
 
 @dataclass(frozen=True)
 class Task:
-    """What a row asks: ``before`` and the program run, then ``tests``; or for each of ``cases`` (standard input, output) the
-    program."""
+    """What a row asks: ``before``, the program and ``after`` run, then ``tests``; or for each of ``cases`` (standard input, output)
+    the program."""
 
     before: str = ""
+    after: str = ""
     tests: tuple[str, ...] = ()
     cases: tuple[tuple[str, str], ...] = ()
 
@@ -48,8 +49,8 @@ def read_task(row: Mapping[str, Any], ground_truth: object) -> Task:
     if row.get("test") and row.get("entry_point"):
         return Task(tests=(f"{row['test']}\ncheck({row['entry_point']})\n",))
     if row.get("test_list"):
-        before = "\n".join([*(row.get("test_imports") or ()), row.get("test_setup_code") or ""])
-        return Task(before, tuple(row["test_list"]))
+        before = "\n".join(row.get("test_imports") or ())
+        return Task(before, row.get("test_setup_code") or "", tuple(row["test_list"]))  # the set-up uses the program's classes
     cases = json.loads(ground_truth) if isinstance(ground_truth, str) and ground_truth.lstrip()[:1] == "{" else ground_truth
     if not isinstance(cases, Mapping) or not cases.get("inputs") or len(cases["inputs"]) != len(cases.get("outputs") or ()):
         raise ValueError("the row has no tests: test and entry_point, test_list, or an answer with inputs and outputs")
@@ -60,10 +61,10 @@ def read_task(row: Mapping[str, Any], ground_truth: object) -> Task:
     return Task(cases=tuple((str(given), str(out)) for given, out in pairs))
 
 
-def _program(response: str, row: Mapping[str, Any], before: str) -> str:
+def _program(response: str, row: Mapping[str, Any], task: Task) -> str:
     code, name, prompt = extract(response), row.get("entry_point"), row.get("prompt") or ""
     if not name:
-        return f"{before}\n{code}"
+        return f"{task.before}\n{code}\n{task.after}"
     try:
         compile(prompt, "prompt", "exec")
     except (SyntaxError, ValueError):  # chat, or prose
@@ -94,7 +95,7 @@ def score(
     ``time_s``: of one run; all cases of standard input together must end within ``reward.timeout_s``. See :class:`sandbox.Limits`.
     """
     task, limits = read_task(row, ground_truth), Limits(time_s, memory_mb, processes, file_mb)
-    program, outcomes, passed = _program(response, row, task.before), list[Outcome](), 0
+    program, outcomes, passed = _program(response, row, task), list[Outcome](), 0
     if task.tests:
         outcomes.append(run(program, task.tests, limits=limits))
         passed = outcomes[0].passed

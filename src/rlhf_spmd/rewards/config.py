@@ -71,13 +71,24 @@ class RewardConfig:
         """Call what the module of a built-in reward has to say under ``name``, if it has. Raises what that raises."""
         module = getattr(bound.function, "__module__", "")
         if module.startswith("rlhf_spmd.rewards."):
-            getattr(sys.modules[module], name, lambda *_, **__: None)(*args, **kwargs)
+            try:
+                getattr(sys.modules[module], name, lambda *_, **__: None)(*args, **kwargs)
+            except TypeError as error:  # a setting is missing, or of another type
+                raise bound.refusal(f"with kwargs={self.kwargs}: {error}") from error
 
     def bind(self, where: str) -> BoundReward:
         """The function, its arguments bound by name. Raises ValueError, one line, where it cannot be found or bound."""
         assert self.function is not None, "there is a function to bind"
         label = f"{where}.function={self.function!r}"
         return bind_reward(resolve_reward(self.function, f"{where}.function"), label, self.kwargs)
+
+    def check_together(self, where: str, run_timeout_s: float) -> None:
+        """Against the program's limit of silence. Raises ValueError."""
+        if self.function is not None and self.timeout_s >= run_timeout_s:
+            raise ValueError(
+                f"{where}.timeout_s={self.timeout_s}: other ranks wait for a call, and no longer than run.timeout_s={run_timeout_s}; "
+                "lower the first or raise the second"
+            )
 
     def chooses(self, row: Mapping[str, Any]) -> bool:
         """Whether this reward scores a row with these columns."""

@@ -19,7 +19,7 @@ _REWRITES = [
     (r"\\[dtc]frac", r"\\frac"),
     (r"\^\s*\{?\s*\\circ\s*\}?|\\degree|°", ""),
     (r"\\?[%$]", ""),
-    (r"(?<=[\d}\s])" + _WORDS + r"\{[^{}]*\}(?:\s*\^\s*\{?\d\}?)?\s*$", ""),  # a unit
+    (r"(?<=[\d}])\s*" + _WORDS + r"\{[^{}]*\}(?:\s*\^\s*\{?\d\}?)?\s*$", ""),  # a unit
     (_WORDS + r"\{([^{}]*)\}", r"\1"),
     (r"^\s*\\?[a-zA-Z]\w*(?:\([a-z]\))?\s*(?:=|\\in(?![a-z]))", ""),  # x = ..., f(x) = ...
     (r"\{,\}", ","),
@@ -92,8 +92,13 @@ def equal(one: str, other: str) -> bool:
         return numbers[0] == numbers[1]
     parts = _entries(one), _entries(other)
     if parts[0][1] == parts[1][1] == "" or parts[0][1] == parts[1][1] == "\\{\\}":
-        parts = (sorted(parts[0][0]), parts[0][1]), (sorted(parts[1][0]), parts[1][1])
+        parts = (sorted(parts[0][0], key=_order), parts[0][1]), (sorted(parts[1][0], key=_order), parts[1][1])
     return len(parts[0][0]) == len(parts[1][0]) > 1 and parts[0][1] == parts[1][1] and all(map(equal, parts[0][0], parts[1][0]))
+
+
+def _order(entry: str) -> str:
+    value = number(entry)
+    return entry if value is None else str(value)
 
 
 def _entries(text: str) -> tuple[list[str], str]:
