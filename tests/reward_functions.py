@@ -1,8 +1,14 @@
 """Reward functions that behave badly on purpose; the row says how. Worker processes import this module: no torch here."""
 
+import asyncio
+import contextlib
+import functools
 import os
 import re
+import resource
+import signal
 import sys
+import threading
 import time
 
 
@@ -97,3 +103,108 @@ def of_numbers(x, y, z):
 
 def positional(prompt, response, row, /):
     return 1.0
+
+
+async def later(response, row):
+    """Waits without a thread; some rows raise, never end, or block the loop that all share."""
+    action = row.get("do")
+    await asyncio.sleep(row.get("sleep", 0.05))
+    if action == "raise":
+        raise RuntimeError("broken on purpose")
+    if action == "forever":
+        await asyncio.sleep(3600)
+    if action == "block":
+        time.sleep(3600)
+    if action == "stubborn":
+        while True:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(3600)
+    return {"score": float(response), "pid": os.getpid()}
+
+
+async def later_batched(completions):
+    await asyncio.sleep(0.01)
+    return [float(c) for c in completions]
+
+
+class Scaled:
+    made = 0
+
+    def __init__(self, scale, shift=0.0):
+        if scale == 0:
+            raise ValueError("a scale of 0")
+        self.scale, self.shift = scale, shift
+        Scaled.made += 1
+
+    def __call__(self, response):
+        return {"score": self.scale * float(response) + self.shift, "made": Scaled.made}
+
+
+class AsyncScaled:
+    async def __call__(self, response):
+        return float(response)
+
+
+class NoCall:
+    def __init__(self, x=1):
+        pass
+
+
+scaled = Scaled(2.0)
+partial = functools.partial(by_row, "prompt", "response")
+
+
+def with_settings(response, answer, bonus, malus=0.5):
+    return bonus if response == answer else -malus
+
+
+def generator(response):
+    yield 1.0
+
+
+def best_of_group(prompts, completions):
+    """1 for the longest response of a prompt's: needs the group together, and alone."""
+    assert len(set(prompts)) == 1
+    return [float(len(c) == max(map(len, completions))) for c in completions]
+
+
+def attack(response, row):
+    """What a hostile function can do to its process."""
+    action = row["do"]
+    if action == "fill disk":
+        with open(row["path"], "wb") as file:
+            for _ in range(100):
+                file.write(b"x" * 2**20)
+    if action == "eat memory":
+        return float(len(bytearray(2**31)))
+    if action == "close":
+        os.closerange(3, 200)
+    if action == "garbage":
+        for fd in range(3, 60):
+            with contextlib.suppress(OSError):
+                os.write(fd, b"[0, 0.0, 1]\nnoise\n")
+    if action == "block signals":
+        signal.pthread_sigmask(signal.SIG_BLOCK, set(signal.Signals))
+        while True:
+            time.sleep(1)
+    if action == "chdir":
+        os.chdir("/")
+    if action == "where":
+        return float(os.getcwd() == row["path"])
+    if action == "orphan":  # a daemon: in a session of its own, its parent gone
+        if not os.fork():
+            os.setsid()
+            if not os.fork():
+                with open(row["path"], "w") as file:
+                    file.write(str(os.getpid()))
+                time.sleep(3600)
+            os._exit(0)
+        os.wait()
+    if action == "megabytes":
+        sys.stdout.write("noise " * 500_000)
+    if action == "limits":
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))
+    if action == "exit later":
+        threading.Timer(0.05, lambda: os._exit(3)).start()
+        time.sleep(5)
+    return float(response)

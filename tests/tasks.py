@@ -35,7 +35,8 @@ EOS = 0
 MAX_RESPONSE = 12
 PROMPTS, SAMPLES, NUM_TRAIN = 8, 2, 20  # prompts per step, responses per prompt, prompts in the data: epochs end inside a step
 # what depends on the layout or on the clock by its nature
-NOT_THE_SAME = ("timing_s/", "perf/", "memory/", "reshard/", "generation/", "rollout/log_prob_diff")
+NOT_THE_SAME = ("timing_s/", "perf/", "memory/", "reshard/", "generation/", "rollout/log_prob_diff", "training/rollout_probs")
+NOT_THE_SAME += ("rollout_corr/kl", "rollout_corr/k3_kl", "rollout_corr/ppl_ratio")
 
 _LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -75,6 +76,15 @@ def even_share(prompt: str, response: str, row: dict[str, Any]) -> float:
     return sum(ord(c) % 7 - 3 for c in response) / (3 * MAX_RESPONSE) + 0.1 * sum(c in "02468" for c in response)
 
 
+def coarse_share(prompt: str, response: str, row: dict[str, Any]) -> float:
+    """0 or 1, so that the responses to a prompt may all score alike."""
+    return float(even_share(prompt, response, row) > 0.25)
+
+
+def always_one(prompt: str, response: str, row: dict[str, Any]) -> float:
+    return 1.0
+
+
 @functools.cache
 def task() -> Path:
     """A directory with ``ppo.json`` (all but run.*), data, tokenizer and models; made once per test session."""
@@ -99,6 +109,19 @@ def other_task(algorithm: dict[str, Any], *roles: str) -> str:
     path = task() / f"{algorithm['name']}.json"
     path.write_text(json.dumps({**config, "algorithm": algorithm, "models": models}))
     return str(path)
+
+
+def pairs(name: str = "pairs", count: int = 20) -> Path:
+    """A file of preference pairs, with margins and safety, for the models of :func:`task`; made once for each name."""
+    path, rng = task() / f"{name}.jsonl", random.Random(name)
+    if not path.exists():
+        rows = []
+        for number in range(count):
+            prompt, chosen, rejected = ("".join(rng.choices(VOCABULARY[1:], k=rng.randint(3, 12))) for _ in range(3))
+            safety = {"safe_chosen": number % 3 > 0, "safe_rejected": number % 3 > 1}
+            rows.append({"prompt": prompt, "chosen": chosen, "rejected": rejected, "margin": number % 4 / 2, **safety})
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
 
 
 _KEEP: list[tempfile.TemporaryDirectory[str]] = []  # removed when the test process ends

@@ -53,11 +53,16 @@ def expected(config: PPOConfig, coefficient: float) -> tuple[list[Tensor], dict[
         row[-1] += score
     raw = flat(naive_gae(rewards, values, GAMMA, LAM))
     returns = raw + fields["values"]
-    return [(raw - raw.mean()) * torch.rsqrt(raw.var(correction=1) + 1e-8), returns], {
+    whitened = (raw - raw.mean()) * torch.rsqrt(raw.var(correction=1) + 1e-8)
+    ends = {"critic/advantages": whitened, "critic/returns": returns}
+    return [whitened, returns], {
         "reward/token_level_sum": sum(map(sum, rewards)) / len(rewards),
         "actor/kl": float(flat(kl).mean()),
         "actor/kl_per_row": sum(sum(row) / len(row) for row in kl) / len(kl),
         "critic/advantage_mean": float(raw.mean()),
+        "critic/returns/mean": float(returns.mean()),
+        **{f"{name}/max": float(x.max()) for name, x in ends.items()},
+        **{f"{name}/min": float(x.min()) for name, x in ends.items()},
         "critic/explained_variance": float(1 - (returns - fields["values"]).var() / returns.var()),
     }
 
@@ -126,7 +131,8 @@ def on_part(world: World, parts: list[list[int]]) -> tuple[list[int], list[Tenso
     if not mine:
         fields = dict.fromkeys(fields, torch.empty(0))  # as arithmetic gives them to a rank without rows
     sums: Callable[[Tensor], Tensor] = lambda x: world.all.all_reduce(x, "control")  # noqa: E731
-    made, metrics = gae_advantages(ADAPTIVE)(fields, rows_at(mine), Whole(sums, sums, state))
+    largest: Callable[[Tensor], Tensor] = lambda x: world.all.all_reduce(x, "control", "max")  # noqa: E731
+    made, metrics = gae_advantages(ADAPTIVE)(fields, rows_at(mine), Whole(sums, largest, state))
     return mine, [made[name].values for name in ("advantages", "returns")], metrics, state
 
 

@@ -82,6 +82,19 @@ def test_transformers_loads_the_export(tmp_path: Path, family: str, tied: bool, 
     assert sorted(p.name for p in out.parent.iterdir()) == ["checkpoints", "export"]
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_policy_that_is_its_own_critic_is_a_language_model(tmp_path: Path, tied: bool) -> None:
+    from transformers import AutoModelForCausalLM
+
+    source = tmp_path / "source"
+    model = make_model(source, "llama", tied)
+    path = checkpoint_of({**model.state_dict(), "v_head.weight": torch.ones(1, 32)}, source, tmp_path / "run", "both")
+    out = export_hugging_face(path, "actor", source, tmp_path / "out")
+    loaded, report = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert torch.equal(logits(loaded.eval()), logits(model))
+
+
 def test_value_head_and_dtype(tmp_path: Path) -> None:
     from transformers import AutoModelForSequenceClassification
 

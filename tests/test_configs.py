@@ -16,6 +16,7 @@ import pytest
 from rlhf_spmd import evaluate, generate, score, sft, train
 from rlhf_spmd.algorithms.sft import SftConfig
 from rlhf_spmd.config.registry import available
+from rlhf_spmd.data.preferences import SafetyPreferencesConfig, UnpairedConfig
 from rlhf_spmd.data.prompts import DataConfig, PromptsConfig, ValidationPromptsConfig
 from rlhf_spmd.data.sft import SftConfig as SftDataConfig
 from rlhf_spmd.evaluate import EvaluateConfig
@@ -27,6 +28,7 @@ from rlhf_spmd.workers.config import RoleConfig
 ROOT = Path(__file__).parent.parent
 PROGRAMS = {"train": train, "sft": sft, "generate": generate, "evaluate": evaluate, "score": score}
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+PREFERENCES = ("reward_model", "cost_model", "dpo", "kto", "orpo", "simpo", "online_dpo", "safe_rlhf")
 ALGORITHMS = available("rlhf_spmd.algorithms", exports="step")
 
 
@@ -65,10 +67,14 @@ def expected(program: str) -> set[str]:
     """The keys that must have a row; sections that the text says to be another program's have none."""
     if program == "train":
         roles = {key.replace("<role>.generation", "actor.generation") for key in keys(RoleConfig, "models.<role>.")}
-        of_algorithms = {key for name in set(ALGORITHMS) - {"sft"} for key in keys(config_of(name), "algorithm.")}
+        of_algorithms = {key for name in set(ALGORITHMS) - {"sft", *PREFERENCES} for key in keys(config_of(name), "algorithm.")}
         calls = {"models.<role>.calls.<method>.pool"}
         whole = {*keys(TrainConfig), *of_algorithms, *keys(DataConfig, "data."), *roles, *calls}
         return whole - {"models", "data", "models.<role>.calls"}
+    if program == "preferences":
+        own = {key for name in PREFERENCES for key in keys(config_of(name), "algorithm.")}
+        data = {key for config in (SafetyPreferencesConfig, UnpairedConfig) for key in keys(config, "data.")}
+        return {*own, *data} - {*keys(config_of("ppo"), "algorithm.")}
     if program == "sft":
         own = {f"val_prompts.{key}" for key in set(keys(ValidationPromptsConfig)) - set(keys(PromptsConfig))}
         return {*keys(SftConfig, "algorithm."), *keys(SftDataConfig, "data."), *own} - {"algorithm.name"}
@@ -80,6 +86,7 @@ def expected(program: str) -> set[str]:
 
 SHARED = {
     "train": ("val_sampling.",),
+    "preferences": (),
     "sft": (),
     "generate": ("sampling.", "generation.", "environment.", "reward."),
     "evaluate": ("sampling.", "generation.", "reward."),

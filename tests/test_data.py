@@ -255,8 +255,11 @@ def test_sft_pairs(tmp_path: Path, tokenizer: Any) -> None:
         pairs(path, text_key="t", max_length=4, filter_overlong=False)
     chat = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
     path = write(tmp_path / "b.jsonl", {"messages": chat})
-    assert pairs(path, prompt_key="messages", chat_template=TEMPLATE) == [([5, 15, 14], [6, 2])]
-    with pytest.raises(DataError, match="the last of two or more messages must be the assistant's"):
+    template = (
+        "{% for m in messages %}{{ '>' if m.role == 'assistant' }}{{ m.content }}{% endfor %}{{ '>' if add_generation_prompt }}"
+    )
+    assert pairs(path, prompt_key="messages", chat_template=template) == [([5, 14], [6, 2])]
+    with pytest.raises(DataError, match="no message is the assistant's"):
         pairs(write(tmp_path / "c.jsonl", {"prompt": chat[:1]}), chat_template=TEMPLATE)
     ids = write(tmp_path / "d.jsonl", {"prompt_ids": [1, 4], "response_ids": [5]})
     assert pairs(ids) == [([1, 4], [5])]

@@ -5,15 +5,20 @@ installed files and run alone.
 """
 
 import ast
+import collections
 import importlib.metadata
+import math
 import types
 from pathlib import Path
 
 import pytest
 import torch
 
+from rlhf_spmd.algorithms.estimators import ESTIMATORS, WHITENED, CriticFreeConfig
+from rlhf_spmd.algorithms.policy import LOSS_MODES, PolicyConfig
 from rlhf_spmd.objectives import advantages as adv
 from rlhf_spmd.objectives import kl, losses
+from rlhf_spmd.objectives.rollout_correction import RS_KINDS, RolloutCorrectionConfig, correction_weights
 
 LENGTHS = torch.tensor([5, 1, 9, 3, 12, 7])
 ROWS, WIDTH, TOTAL = len(LENGTHS), int(LENGTHS.max()), int(LENGTHS.sum())
@@ -39,6 +44,11 @@ def functions_of(package: str, file: str, names: list[str], **namespace: object)
     return types.SimpleNamespace(**{name: scope[name] for name in names})
 
 
+GROUP_IDS = torch.tensor([8, 3, 8, 3, 3, 8])
+RATIO_LOSSES = ("gspo", "geo_mean", "cispo", "sapo")
+GROUPED = ("grpo", "rloo", "opo", "reinforce_plus_plus_baseline")
+
+
 class Settings(dict):
     """verl's config objects answer to attributes and to ``get``."""
 
@@ -52,8 +62,10 @@ def verl():
     masked = ["masked_sum", "masked_mean", "masked_var", "masked_whiten", "clip_by_value"]
     tools = functions_of("verl", "verl/utils/torch_functional.py", masked)
     names = ["agg_loss", "compute_policy_loss_vanilla", "compute_value_loss", "compute_gae_advantage_return", "kl_penalty"]
-    names += ["kl_penalty_forward", "AdaptiveKLController"]
-    return functions_of("verl", "verl/trainer/ppo/core_algos.py", names, verl_F=tools, np=numpy, AlgoConfig=type(None))
+    names += ["kl_penalty_forward", "AdaptiveKLController", *(f"compute_policy_loss_{mode}" for mode in RATIO_LOSSES)]
+    names += [f"compute_{name}_outcome_advantage" for name in (*GROUPED, "reinforce_plus_plus")]
+    types_ = {"AlgoConfig": type(None), "ActorConfig": Settings, "defaultdict": collections.defaultdict}
+    return functions_of("verl", "verl/trainer/ppo/core_algos.py", names, verl_F=tools, np=numpy, **types_)
 
 
 def draw(seed: int, spread: float = 1.0) -> torch.Tensor:
@@ -124,6 +136,78 @@ def test_verl_value_loss(verl):
     their_loss.backward()
     torch.testing.assert_close(ours.grad, pack(theirs.grad), rtol=1e-12, atol=1e-12)
     assert float(clipped.double().mean()) == pytest.approx(float(share), rel=1e-6)
+
+
+@pytest.mark.parametrize("mode", RATIO_LOSSES)
+def test_verl_ratio_losses(verl, mode):
+    """One advantage for a row, both signs; gspo, geo_mean and sapo are means over rows of the row's mean."""
+    theirs = (draw(4) + draw(5, 0.6)).requires_grad_()
+    ours = pack(theirs).detach().requires_grad_()
+    old = draw(4)
+    advantages = draw(6)[:, :1].expand(ROWS, WIDTH)
+    agg = "token-mean" if mode == "cispo" else "seq-mean-token-mean"
+    clips = {"clip_ratio": 0.2, "clip_ratio_low": 0.15, "clip_ratio_high": 0.28}
+    settings = Settings(**clips, tau_pos=1.0, tau_neg=1.05, global_batch_info={})
+    their_loss, _ = getattr(verl, f"compute_policy_loss_{mode}")(old, theirs, advantages, MASK, agg, settings)
+    knobs = {} if mode == "sapo" else clips
+    config = PolicyConfig(loss_mode=mode, loss_agg_mode=agg, **knobs)
+    tokens, _ = LOSS_MODES[mode].loss(config, ours, pack(old), pack(advantages), LENGTHS)
+    loss = losses.aggregate(tokens, LENGTHS, agg, TOTAL, ROWS)
+    torch.testing.assert_close(loss, their_loss, rtol=1e-7, atol=1e-8)
+    loss.backward()
+    their_loss.backward()
+    torch.testing.assert_close(ours.grad, pack(theirs.grad), rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_verl_estimators(verl, name):
+    scores, lengths = draw(11)[:, 0], LENGTHS
+    rewards = torch.zeros(ROWS, WIDTH, dtype=torch.float64)
+    rewards[torch.arange(ROWS), lengths - 1] = scores
+    theirs, _ = getattr(verl, f"compute_{name}_outcome_advantage")(rewards, MASK, GROUP_IDS.numpy())
+    ours = torch.repeat_interleave(ESTIMATORS[name](CriticFreeConfig(), scores, GROUP_IDS, lengths), lengths)
+    if name in WHITENED:
+        ours = adv.whiten(ours, adv.moments(ours))
+    torch.testing.assert_close(ours, pack(theirs), rtol=1e-6, atol=1e-6)  # verl computes some of it in float32
+
+
+def test_verl_reinforce_plus_plus(verl):
+    rewards = draw(12) * MASK
+    theirs, their_returns = verl.compute_reinforce_plus_plus_outcome_advantage(rewards, MASK, Settings(gamma=0.97))
+    returns, _ = adv.gae(pack(rewards), torch.zeros(TOTAL, dtype=torch.float64), LENGTHS, 0.97, 1.0)
+    torch.testing.assert_close(returns, pack(their_returns), rtol=0, atol=1e-12)
+    torch.testing.assert_close(adv.whiten(returns, adv.moments(returns)), pack(theirs), rtol=1e-7, atol=1e-7)
+
+
+@pytest.fixture(scope="module")
+def verl_correction():
+    import typing
+
+    tools = functions_of("verl", "verl/utils/torch_functional.py", ["masked_sum", "masked_mean"])
+    names = ["compute_rollout_correction_weights", "compute_is_metrics", "compute_rollout_rejection_mask", "compute_rs_metrics"]
+    names += ["_parse_rollout_is_threshold", "_parse_rollout_rs_thresholds"]
+    known = {"TOKEN_LEVEL_ROLLOUT_RS_OPTIONS": set(RS_KINDS[:3]), "SUPPORTED_ROLLOUT_RS_OPTIONS": set(RS_KINDS)}
+    known |= {"verl_F": tools, "SAFETY_BOUND": 20.0, "math": math, "Optional": typing.Optional, "Any": typing.Any}
+    return functions_of("verl", "verl/trainer/ppo/rollout_corr_helper.py", names, **known)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_verl_rollout_weights(verl_correction, level):
+    log_ratio = draw(13, 0.3)
+    theirs, _ = verl_correction.compute_rollout_correction_weights(log_ratio, MASK, level, 1.2)
+    ours, _ = correction_weights(RolloutCorrectionConfig(level, 1.2), pack(log_ratio), torch.zeros(TOTAL), LENGTHS)
+    torch.testing.assert_close(ours, pack(theirs), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", RS_KINDS)
+def test_verl_rollout_rejection(verl_correction, kind):
+    """Bounds of the ratio that are each other's reciprocals: verl's are of the ratio's inverse."""
+    log_ratio = draw(13, 0.3)
+    upper = {"token_k1": 1.2, "seq_mean_k1": 1.05, "seq_sum_k1": 2.2}.get(kind, 0.3 if "sum" in kind else 0.04)
+    theirs, _ = verl_correction.compute_rollout_rejection_mask(log_ratio, MASK, kind, upper)
+    config = RolloutCorrectionConfig(rollout_rs=kind, rollout_rs_threshold=upper)
+    ours, _ = correction_weights(config, pack(log_ratio), torch.zeros(TOTAL), LENGTHS)
+    assert torch.equal(ours, pack(theirs.double())) and 0 < float(ours.sum()) < TOTAL
 
 
 def test_trl_whitening():

@@ -52,6 +52,10 @@ def _check_generation(config: Any, plans: Mapping[str, RolePlan]) -> None:
     prompts, least = config.data.train_batch_size, config.algorithm.min_samples
     if config.sampling.greedy:
         raise ValueError("sampling.temperature=0: training needs samples; use a temperature above 0")
+    if in_flight(config) is not None and not config.algorithm.rows_in_flight:
+        raise ValueError(
+            f"data.gen_batch_size={config.data.gen_batch_size}: {config.algorithm.name} takes no prompts in flight; leave it out"
+        )
     if config.sampling.n < least:
         raise ValueError(
             f"sampling.n={config.sampling.n}: {config.algorithm.name} compares the responses to a prompt; use at least {least}"
@@ -106,14 +110,16 @@ def check_rows(
                 f"the longest row has {longest} tokens, more than the context of models.{role} = {plan.spec.max_position_embeddings}; "
                 f"set {key}.max_length={plan.spec.max_position_embeddings} to drop such rows"
             )
-    _check_budget(algorithm, longest, f"the longest row of {key} has {longest} tokens, more than")
+    together = int(dataset.lengths.view(-1, dataset.group_size).sum(1).max())
+    what = "row" if dataset.group_size == 1 else "pair"
+    _check_budget(algorithm, together, f"the longest {what} of {key} has {together} tokens, more than", what)
 
 
-def _check_budget(algorithm: AlgorithmConfig, longest: int, words: str) -> None:
+def _check_budget(algorithm: AlgorithmConfig, longest: int, words: str, what: str = "row") -> None:
     budget = algorithm.limits
     if budget.rows is None and longest > budget.max_tokens:
         raise ValueError(
-            f"{words} {budget.where}={budget.max_tokens}: a micro-batch must hold a row; raise it, or lower the lengths"
+            f"{words} {budget.where}={budget.max_tokens}: a micro-batch must hold a {what}; raise it, or lower the lengths"
         )
 
 
@@ -122,15 +128,13 @@ def check_validation(config: Any, algorithm: AlgorithmConfig, can_validate: bool
     freq = config.run.test_freq
     sections = {section.key: getattr(config, section.key) for section in algorithm.streams.values()}
     paths = [f"{key}.{'val_path' if isinstance(data, DatasetConfig) else 'path'}" for key, data in sections.items()]
-    paths += [
-        f"{section.key}.path" for section in algorithm.streams.values() if section.optional and sections[section.key] is None
-    ]
+    paths += [f"{s.key}.path" for s in algorithm.streams.values() if s.only_validates and sections[s.key] is None]
     if freq and not can_validate:
         raise ValueError(f"run.test_freq={freq}, but algorithm {algorithm.name!r} has no validation; set it to 0")
     if freq and not any(data is not None and getattr(data, "val_path", True) for data in sections.values()):
         raise ValueError(f"run.test_freq={freq} needs {' or '.join(dict.fromkeys(paths))}")
     for section in algorithm.streams.values():
-        if section.optional and sections[section.key] is not None and not freq:
+        if section.only_validates and sections[section.key] is not None and not freq:
             raise ValueError(
                 f"{section.key}.path is given, but run.test_freq=0 never validates; set it above 0 or leave {section.key} out"
             )

@@ -25,27 +25,27 @@ EXPERIMENT = re.compile(
 
 
 def role_state(worker: ModelWorker) -> RoleState:
-    """What this rank holds of a trained role, by reference: saving reads it, loading writes it."""
+    """What this rank holds of a role whose weights change, by reference: saving reads it, loading writes it."""
     engine = worker.engine
-    assert engine.optimizer is not None, f"{worker.name} is not trained"
-    return RoleState(engine.param_shards(), worker.weights(), engine.optimizer.state_tensors())
+    states = engine.optimizer.state_tensors() if engine.optimizer else {}
+    return RoleState(engine.param_shards(), worker.weights(), states)
 
 
-def rows_in_flight(trained: Mapping[str, ModelWorker]) -> dict[str, RoleState]:
+def rows_in_flight(saved: Mapping[str, ModelWorker]) -> dict[str, RoleState]:
     """Those that this rank answers for, saved by it: they go through no other rank."""
-    actors = [worker for worker in trained.values() if isinstance(worker, ActorWorker)]
+    actors = [worker for worker in saved.values() if isinstance(worker, ActorWorker)]
     tensors = {name: rows for worker in actors for name, rows in worker.rollout_state().items()}
     shards = {name: whole_shard(name, tuple(x.shape)) for name, x in tensors.items()}
     return {ROWS_IN_FLIGHT: RoleState(shards, tensors)} if tensors else {}
 
 
-def restore_rows_in_flight(directory: Path, trained: Mapping[str, ModelWorker]) -> None:
+def restore_rows_in_flight(directory: Path, saved: Mapping[str, ModelWorker]) -> None:
     """Every replica reads them all and goes on with its own. Raises CheckpointError."""
     manifest = read_manifest(directory)
     if ROWS_IN_FLIGHT not in manifest.roles:
         return
     found = manifest.pieces_of(ROWS_IN_FLIGHT, PARAM)
-    for worker in trained.values():
+    for worker in saved.values():
         if isinstance(worker, ActorWorker):
             pieces = [piece for name, its in found.items() if name.startswith(f"{worker.name}.") for piece in its]
             worker.restore_rollouts(rows for _, rows in read_pieces(directory, pieces))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,9 +26,11 @@ from rlhf_spmd.workers.actor import ActorWorker
 from rlhf_spmd.workers.arithmetic import ArithmeticWorker, RoleClass
 from rlhf_spmd.workers.config import RoleConfig
 from rlhf_spmd.workers.model_worker import Build, ModelWorker
+from rlhf_spmd.workers.retokenize import Retokenizer, build_retokenizer
 from rlhf_spmd.workers.reward import RewardWorker
 
 ARITHMETIC = "arithmetic"  # the role that every algorithm has
+RENDERED_ROWS = 100  # that a reward model's template must take before the run
 RESERVED = (ARITHMETIC, "rewards", "controller")  # names in ``models`` that no reward can have
 
 
@@ -43,7 +45,7 @@ class CallPlan:
 @dataclass(frozen=True)
 class RolePlan:
     """A role, decided: ``spec`` is None for roles without a model. ``calls``: methods that run elsewhere than the role. ``is_added``:
-    the configuration names it, not the algorithm."""
+    the configuration names it, not the algorithm. ``reads_text``: through a tokenizer of its own, not the rows' tokens."""
 
     worker: RoleClass
     config: RoleConfig
@@ -52,6 +54,7 @@ class RolePlan:
     spec: ModelSpec | None
     calls: Mapping[str, CallPlan] = field(default_factory=dict)
     is_added: bool = False
+    reads_text: bool = False
 
     @property
     def generation(self) -> GenerationLayout | None:
@@ -114,7 +117,6 @@ def plan_roles(
         if issubclass(role_class, ArithmeticWorker):
             pool = plans[next((home for home in role_class.home if home in plans), last_trained)].pool
             plans[role] = RolePlan(role_class, RoleConfig(), pool, GroupShape(Layout(dp=len(pool.ranks))), None)
-    _same_vocabulary(plans, exported)
     return plans
 
 
@@ -191,15 +193,47 @@ def _plan_call(role: str, plan: RolePlan, method: str, pools: Mapping[str, Resou
     return CallPlan(pool, GroupShape(layout, GenerationLayout(layout, layout.pp, layout.tp)))
 
 
-def _same_vocabulary(plans: Mapping[str, RolePlan], exported: str) -> None:
+def find_text_readers(
+    plans: Mapping[str, RolePlan], rewards: Mapping[str, RewardConfig], exported: str, tokenizer: Any
+) -> dict[str, RolePlan]:
+    """``plans``, with the reward models marked that read text through tokenizers of their own: all others must read the tokens of
+    ``exported``. Raises ValueError, DataError."""
+    found = dict(plans)
     own = plans[exported].spec
     assert own is not None
     for role, plan in plans.items():
-        if plan.spec is not None and plan.spec.vocab_size != own.vocab_size:
+        if plan.spec is None:
+            continue
+        remedy = "all roles read the same token ids"
+        if role in rewards and role != exported:
+            if _retokenizer(role, plan, rewards, tokenizer) is not None:
+                found[role] = replace(plan, reads_text=True)
+                continue
+            setting = f"{reward_key(role)}.retokenize={rewards[role].retokenize}"
+            remedy = f"with {setting} and the tokenizer there it reads the same token ids"
+        if plan.spec.vocab_size != own.vocab_size:
             raise ValueError(
                 f"models.{role}.path={plan.config.path!r} has a vocabulary of {plan.spec.vocab_size}, that of {exported} has "
-                f"{own.vocab_size}; all roles read the same token ids"
+                f"{own.vocab_size}; {remedy}"
             )
+    return found
+
+
+def check_templates(
+    plans: Mapping[str, RolePlan], rewards: Mapping[str, RewardConfig], tokenizer: Any, rows: Sequence[Mapping[str, Any]]
+) -> None:
+    """Renders the first of ``rows``, the prompts' columns, for reward models that read text. Raises DataError, one line."""
+    for role, plan in plans.items():
+        own = _retokenizer(role, plan, rewards, tokenizer) if plan.reads_text else None
+        if own is not None:
+            for row in rows[:RENDERED_ROWS]:
+                own.encode(row, "", ended=True)
+
+
+def _retokenizer(role: str, plan: RolePlan, rewards: Mapping[str, RewardConfig], tokenizer: Any) -> Retokenizer | None:
+    assert plan.spec is not None and plan.config.path is not None
+    limits = plan.spec.max_position_embeddings, plan.spec.vocab_size
+    return build_retokenizer(rewards[role], plan.config.path, tokenizer, *limits, reward_key(role))
 
 
 def check_vocabulary(data: TokenDataset, plan: RolePlan) -> None:
@@ -234,7 +268,7 @@ def check_sampling(
             f"{section}.min_response_length={sampling.min_response_length} must be at most {key}={longest - data.max_prompt_length}"
         )
     for role, plan in plans.items():
-        if plan.spec is not None and longest > plan.spec.max_position_embeddings:
+        if plan.spec is not None and not plan.reads_text and longest > plan.spec.max_position_embeddings:
             raise ValueError(f"{lengths}, but models.{role} has a context of {plan.spec.max_position_embeddings}")
     for role, plan in plans.items():
         if plan.generation is not None:

@@ -125,7 +125,7 @@ Validate = Callable[[int], tuple[dict[str, float], list[dict[str, Any]]]]
 
 @dataclass
 class Session:
-    """What a run carries besides its ``models``. ``state``/``restore``: what a checkpoint holds besides the trained roles.
+    """What a run carries besides its ``models``. ``state``/``restore``: what a checkpoint holds besides the roles that change.
     ``epoch``: passes over the data so far.
 
     ``context.prepared`` has ``config`` (with ``run`` and ``logger``), ``plans`` and the role that is ``exported``.
@@ -146,7 +146,8 @@ class Session:
         self.run_dir = Path(self.config.dir)
         self.is_first = self.world.rank == 0
         workers = {role: worker for role, worker in vars(self.models).items() if isinstance(worker, ModelWorker)}
-        self.trained = {role: worker for role, worker in workers.items() if worker.trained}
+        moved = ready.config.algorithm.moved
+        self.saved = {role: worker for role, worker in workers.items() if worker.trained or role in moved}
         # FLOP/s of one rank, by which utilisation (perf/mfu) is measured
         self.peak_flops = matmul_rate(self.world.device, ready.plans[ready.exported].config.torch_dtype(self.world.device))
 
@@ -238,11 +239,11 @@ class Session:
     def save(self, number: int, stopped: bool = False) -> None:
         """Collective over the world: every rank of it must call, in program order. Raises CheckpointError on all of them."""
         with self.controller.timeline.span("save_checkpoint", category="io"):
-            progress = self.controller.get(*(worker.progress() for worker in self.trained.values()))
-            steps = {role: values[0]["optimizer_steps"] for role, values in zip(self.trained, progress, strict=True)}
+            progress = self.controller.get(*(worker.progress() for worker in self.saved.values()))
+            steps = {role: values[0]["optimizer_steps"] for role, values in zip(self.saved, progress, strict=True)}
             state = {"step": number, "stopped": stopped, "optimizer_steps": steps, **self.state()}
-            held = {role: role_state(worker) for role, worker in self.trained.items() if worker.member}
-            held |= rows_in_flight(self.trained)
+            held = {role: role_state(worker) for role, worker in self.saved.items() if worker.member}
+            held |= rows_in_flight(self.saved)
             path = save_checkpoint(self.run_dir, number, held, state, self.world.all, self.config.keep_checkpoints)
         self.board.last_checkpoint = str(path)
 
@@ -267,13 +268,13 @@ class Session:
         told = compare_runs(path, self.context.prepared.config, state, self.state())
         if told and self.is_first:
             print(told, file=sys.stderr)
-        for role, worker in self.trained.items():
+        for role, worker in self.saved.items():
             if worker.member:
                 load_checkpoint(path, role, role_state(worker), worker.mesh.pool)
-                assert worker.engine.optimizer is not None
-                worker.engine.optimizer.step_count = int(state["optimizer_steps"][role])
+                if worker.engine.optimizer is not None:
+                    worker.engine.optimizer.step_count = int(state["optimizer_steps"][role])
         self.restore(dict(state))
-        restore_rows_in_flight(path, self.trained)
+        restore_rows_in_flight(path, self.saved)
         self.finished_before = bool(state["stopped"])
         self.board.last_checkpoint = str(path)
         if self.is_first:

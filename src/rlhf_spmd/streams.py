@@ -41,11 +41,13 @@ class RowStream:
         self.loader, self.n, self.number = loader, n, number
         self._given: list[tuple[Batch, Reference, dict[str, Any]]] = []  # of this step, each with the loader's state before it
         self._place = 0
+        self._told: list[tuple[str, Tensor, Tensor]] = []  # what the script has the data keep, in this execution of it
 
     def next(self, size: int | None = None) -> Reference:
         """The next ``size`` rows of the data, by default the batch size, each ``n`` times as a group."""
         size = self.loader.batch_size if size is None else size
-        if self._place < len(self._given) and len(self._given[self._place][0]) != size * self.n:  # the trace asked for others
+        num_rows = size * self.n * self.loader.dataset.group_size
+        if self._place < len(self._given) and len(self._given[self._place][0]) != num_rows:  # the trace asked for others
             self._give_back()
         if self._place == len(self._given):
             before = self.loader.state_dict()
@@ -56,13 +58,22 @@ class RowStream:
         self._place += 1
         return self._given[self._place - 1][1]
 
+    def keep(self, rows: Reference, name: str, numbers: Tensor) -> None:
+        """``numbers`` float64 [rows], the same on every rank, of rows that ``next`` gave: from the next step on these rows of the
+        data come with them as field ``name``, in a batch of which all are known. Not in checkpoints: a resumed run asks again."""
+        (batch,) = (batch for batch, given, _ in self._given if given.rows is rows.rows)
+        self._told.append((name, batch["entry"], numbers))
+
     def begin(self) -> None:
         """Of a script: the trace and the run get the same rows."""
         self._place = 0
+        self._told.clear()
 
     def commit(self) -> Batch | None:
         """End of a step: the rows that it was given; those that only the trace asked for go back."""
         self._give_back()
+        for name, entries, numbers in self._told:
+            self.loader.dataset.keep(name, entries, numbers)
         taken = [rows for rows, *_ in self._given]
         self._given.clear()
         return concat(taken) if taken else None

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from rlhf_spmd.algorithms.base import AlgorithmConfig
+from rlhf_spmd.algorithms.base import AlgorithmConfig, move_reference
 from rlhf_spmd.checkpoint.manifest import CheckpointError
 from rlhf_spmd.checks import check_batches, check_lengths, check_rows, check_validation, exact_rollouts, in_flight
 from rlhf_spmd.config.keys import list_keys
@@ -33,7 +33,16 @@ from rlhf_spmd.parallel.program import ProgramContext
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.planner.placement import PlacementConfig
 from rlhf_spmd.rewards.config import RewardConfig, named_rewards, reward_key
-from rlhf_spmd.roles import RolePlan, build_models, check_prompts, check_vocabulary, model_directory, plan_roles
+from rlhf_spmd.roles import (
+    RolePlan,
+    build_models,
+    check_prompts,
+    check_templates,
+    check_vocabulary,
+    find_text_readers,
+    model_directory,
+    plan_roles,
+)
 from rlhf_spmd.session import RunConfig, Session, run_session_program, start_controller
 from rlhf_spmd.streams import Data, InFlightStream, RowStream, ValidationRows
 from rlhf_spmd.telemetry.logger import LoggerConfig
@@ -82,12 +91,16 @@ class Prepared:
         name: str = self.config.algorithm.exported
         return name
 
+    @property
+    def sections(self) -> list[Any]:
+        """Of each stream of data its section of the configuration, None for one that is left out."""
+        return [getattr(self.config, section.key) for section in self.config.algorithm.streams.values()]
+
     def sampling(self, validates: bool = False) -> SamplingConfig:
         """As the run uses it: with the data's limit where it has none, and a seed of the run's."""
         config = self.config
         chosen, seed = (config.val_sampling, VALIDATION_SEED) if validates else (config.sampling, 0)
-        sections = [getattr(config, section.key) for section in config.algorithm.streams.values()]
-        limit = next((data.max_response_length for data in sections if isinstance(data, PromptsConfig)), None)
+        limit = next((data.max_response_length for data in self.sections if isinstance(data, PromptsConfig)), None)
         return replace(chosen, max_response_length=chosen.max_response_length or limit, seed=config.run.seed + seed)
 
 
@@ -131,10 +144,14 @@ def prepare(path: str | None, overrides: Sequence[str], world_size: int, default
     algorithm: AlgorithmConfig = config.algorithm
     sections = {name: getattr(config, section.key) for name, section in algorithm.streams.items()}
     sections = {name: data for name, data in sections.items() if data is not None}
+    algorithm.check_streams(sections, "algorithm")
     rewards = named_rewards(config.reward, config.rewards)
-    roles = rewarded_roles(algorithm, sections, rewards)
     has_environment = config.environment.cls is not None
+    roles = rewarded_roles(algorithm, sections, rewards, bool(rewards) or has_environment or "reward" in config.models)
     plans = plan_roles(config.models, roles, algorithm.exported, config.placement, rewards, world_size, has_environment)
+    tokenizer = load_tokenizer(model_directory(plans, algorithm.exported))
+    rewards = with_templates(plans, rewards, sections)
+    plans = find_text_readers(plans, rewards, algorithm.exported, tokenizer)
     ahead = in_flight(config) is not None
     for plan in plans.values():
         if plan.generation is not None:
@@ -144,21 +161,25 @@ def prepare(path: str | None, overrides: Sequence[str], world_size: int, default
     check_batches(config, plans)
     check_lengths(config, algorithm, plans)
     exact_rollouts(config, plans)  # raises if it is demanded and cannot be
-    tokenizer = load_tokenizer(model_directory(plans, algorithm.exported))
+    algorithm.check_together(config, plans, tokenizer)
     training, validation = read_data(config, sections, tokenizer, plans)
     scored = [
         row for data in (*training.values(), *validation.values()) if isinstance(data, PromptDataset) for row in data.rows
     ]
     for name, reward in rewards.items():
         reward.check_rows(reward_key(name), scored)
+    check_templates(plans, rewards, tokenizer, scored)
     return Prepared(config, module, plans, rewards, tokenizer, training, validation)
 
 
 def rewarded_roles(
-    algorithm: AlgorithmConfig, sections: Mapping[str, Any], rewards: Mapping[str, RewardConfig]
+    algorithm: AlgorithmConfig, sections: Mapping[str, Any], rewards: Mapping[str, RewardConfig], given: bool
 ) -> dict[str, RoleClass]:
-    """The algorithm's roles, without those that score responses where there are no prompts. Raises ValueError."""
-    if any(isinstance(data, PromptsConfig) for data in sections.values()):
+    """The algorithm's roles, without those that score responses where there are no prompts, or no reward and need of one.
+
+    Raises ValueError.
+    """
+    if any(isinstance(data, PromptsConfig) for data in sections.values()) and (algorithm.needs_reward or given):
         return dict(algorithm.roles)
     if rewards:
         missing = next(iter(s.key for s in algorithm.streams.values() if issubclass(s.config, PromptsConfig)), None)
@@ -166,6 +187,19 @@ def rewarded_roles(
         raise ValueError(f"{reward_key(next(iter(rewards)))} scores responses to prompts, and there are none: {remedy}")
     exported = algorithm.exported
     return {role: kind for role, kind in algorithm.roles.items() if role == exported or not issubclass(kind, RewardWorker)}
+
+
+def with_templates(
+    plans: Mapping[str, RolePlan], rewards: Mapping[str, RewardConfig], sections: Mapping[str, Any]
+) -> dict[str, RewardConfig]:
+    """The settings of every reward role. Where text prompts go to the actor through a template, they do to reward models too."""
+    found = {role: rewards.get(role, RewardConfig()) for role, plan in plans.items() if issubclass(plan.worker, RewardWorker)}
+    if any(isinstance(data, PromptsConfig) and data.apply_chat_template is True for data in sections.values()):
+        found = {
+            role: replace(one, apply_chat_template=True) if one.apply_chat_template == "auto" else one
+            for role, one in found.items()
+        }
+    return found
 
 
 def read_data(
@@ -199,6 +233,7 @@ def train(context: ProgramContext[Prepared]) -> None:
     ready, world = context.prepared, context.world
     config, algorithm = ready.config, ready.config.algorithm
     controller = start_controller(context)
+    max_prompt_length = max((getattr(section, "max_prompt_length", 0) for section in ready.sections), default=0)
     build = Build(
         controller,
         world,
@@ -206,11 +241,9 @@ def train(context: ProgramContext[Prepared]) -> None:
         config.run.seed,
         total_updates={role: algorithm.updates(role, config.run.steps, config.data.train_batch_size) for role in ready.plans},
         temperature=ready.sampling().log_prob_temperature,
-        rewards={
-            role: ready.rewards.get(role, RewardConfig())
-            for role, plan in ready.plans.items()
-            if issubclass(plan.worker, RewardWorker)
-        },
+        rewards=ready.rewards,
+        max_prompt_length=max_prompt_length,
+        max_response_length=ready.sampling().max_response_length or 0,
         environment=config.environment,
         tokenizer=ready.tokenizer,
         num_samples=config.run.log_samples,
@@ -230,10 +263,15 @@ def train(context: ProgramContext[Prepared]) -> None:
         print(describe(ready, world), file=sys.stderr)
 
     def one_step(number: int) -> tuple[list[Reference], list[Batch]]:
-        calls, rows = data.run(lambda: ready.algorithm.step(models, data, algorithm, number))
         name = f"{ready.algorithm.__name__}.step"
-        if not (isinstance(calls, list) and all(isinstance(call, Reference) for call in calls)):
-            raise TypeError(f"{name} returned {type(calls).__name__}; it must return the list of the calls that it reports")
+
+        def script() -> list[Reference]:
+            calls = ready.algorithm.step(models, data, algorithm, number)
+            if not (isinstance(calls, list) and all(isinstance(call, Reference) for call in calls)):
+                raise TypeError(f"{name} returned {type(calls).__name__}; it must return the list of the calls that it reports")
+            return [*calls, *move_reference(models, algorithm, number)]
+
+        calls, rows = data.run(script)
         if not calls and not controller.taken:
             raise RuntimeError(f"{name} made no call in step {number}: nothing was computed and nothing learnt")
         return calls, rows

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from rlhf_spmd.config.bounds import check_bounds
 from rlhf_spmd.controller import Reference
 from rlhf_spmd.data.batch import Field
-from rlhf_spmd.data.dataset import RowsConfig
+from rlhf_spmd.data.dataset import DatasetConfig, RowsConfig
 from rlhf_spmd.data.prompts import DataConfig
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.workers.actor import ActorWorker
@@ -29,6 +29,10 @@ class Section:
     config: type[RowsConfig]
     optional: bool = False
 
+    @property
+    def only_validates(self) -> bool:
+        return self.optional and not issubclass(self.config, DatasetConfig)
+
 
 @dataclass(frozen=True)
 class AlgorithmConfig:
@@ -36,12 +40,23 @@ class AlgorithmConfig:
 
     ``streams``: what the step finds in ``data``, by name. ``exported``: the role that the run is for; its directory has the tokenizer,
     and roles that need a model and name none take its. ``min_samples``: the least ``sampling.n`` that makes sense.
+    ``needs_reward``: a run without a reward is refused. ``rows_in_flight``: the step can take prompts in flight, by :func:`sample`.
     """
 
     name: str = ""
     streams: ClassVar[Mapping[str, Section]] = {"prompts": Section("data", DataConfig)}
     exported: ClassVar[str] = "actor"
     min_samples: ClassVar[int] = 1
+    needs_reward: ClassVar[bool] = True
+    rows_in_flight: ClassVar[bool] = True
+
+    def check_together(self, config: Any, plans: Mapping[str, Any], tokenizer: Any) -> None:
+        """Raises ValueError where the algorithm's settings contradict the other sections of the configuration, or the models."""
+
+    @property
+    def moved(self) -> tuple[str, ...]:
+        """Roles whose weights change without an optimizer: they are in checkpoints as those of trained roles are."""
+        return ()
 
     @property
     def roles(self) -> Mapping[str, RoleClass]:
@@ -62,6 +77,9 @@ class AlgorithmConfig:
         """Optimizer steps of a role in a run of ``steps`` steps with ``batch_size`` groups each: the length of its schedule."""
         return steps
 
+    def check_streams(self, given: Collection[str], where: str) -> None:
+        """Raises ValueError where ``given``, the streams that the configuration describes, do not fit the other settings."""
+
     @property
     def goal(self) -> float | None:
         """The run ends when ``val/reward_mean`` has reached this."""
@@ -69,7 +87,52 @@ class AlgorithmConfig:
 
 
 @dataclass(frozen=True)
-class RolloutConfig(AlgorithmConfig):
+class MovingReferenceConfig(AlgorithmConfig):
+    """A reference that follows the actor (TR-DPO, Gorbatovski et al. 2024, arXiv 2404.09656); the names are TRL's.
+
+    With ``sync_ref_model``, after every ``ref_model_sync_steps`` steps: reference = ``ref_model_mixup_alpha`` * actor + the rest *
+    reference. 1 replaces it.
+    """
+
+    sync_ref_model: bool = False
+    ref_model_mixup_alpha: float = 0.6
+    ref_model_sync_steps: int = 512
+
+    def check(self, where: str) -> None:
+        check_bounds(self, where, "ref_model_mixup_alpha", above=0, most=1)
+        check_bounds(self, where, "ref_model_sync_steps", least=1)
+        if self.sync_ref_model and "reference" not in self.roles:
+            raise ValueError(f"{where}.sync_ref_model=true: {self.name} has no reference with these settings; leave it out")
+
+    def check_together(self, config: Any, plans: Mapping[str, Any], tokenizer: Any) -> None:
+        super().check_together(config, plans, tokenizer)
+        if not self.sync_ref_model:
+            return
+        if plans["reference"].spec != plans["actor"].spec:
+            raise ValueError(
+                f"algorithm.sync_ref_model=true: models.reference.path={plans['reference'].config.path!r} is another architecture than "
+                f"models.actor.path={plans['actor'].config.path!r}; a reference that follows must be the same"
+            )
+        if self.ref_model_sync_steps > config.run.steps:
+            raise ValueError(
+                f"algorithm.ref_model_sync_steps={self.ref_model_sync_steps}: with run.steps={config.run.steps} the reference would "
+                "never follow; lower it, or leave sync_ref_model out"
+            )
+
+    @property
+    def moved(self) -> tuple[str, ...]:
+        return ("reference",) if self.sync_ref_model else ()
+
+
+def move_reference(models: Any, config: AlgorithmConfig, number: int) -> list[Reference]:
+    """The end of every step: the reference follows, if this is a step after which it does."""
+    if not (isinstance(config, MovingReferenceConfig) and config.sync_ref_model) or number % config.ref_model_sync_steps:
+        return []
+    return [models.reference.follow(None, models.actor, config.ref_model_mixup_alpha)]
+
+
+@dataclass(frozen=True)
+class RolloutConfig(MovingReferenceConfig):
     """Of algorithms that train on what the model samples; the names are verl's. Batch sizes count prompts."""
 
     ppo_mini_batch_size: int = 256
@@ -79,6 +142,7 @@ class RolloutConfig(AlgorithmConfig):
     ppo_micro_batch_size_per_gpu: int | None = None
 
     def check(self, where: str) -> None:
+        super().check(where)
         check_bounds(self, where, "ppo_mini_batch_size", "ppo_epochs", "ppo_max_token_len_per_gpu", least=1)
         if not self.use_dynamic_bsz and (self.ppo_micro_batch_size_per_gpu or 0) < 1:
             raise ValueError(f"{where}.use_dynamic_bsz=false needs {where}.ppo_micro_batch_size_per_gpu, at least 1")

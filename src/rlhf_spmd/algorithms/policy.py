@@ -1,8 +1,10 @@
-"""The policy's side of algorithms that clip its ratio: their knobs, and the loss that the actor's update takes."""
+"""The policy's side of algorithms that bound its ratio: their knobs, and the loss that the actor's update takes."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -10,31 +12,69 @@ from rlhf_spmd.algorithms.base import RolloutConfig
 from rlhf_spmd.config.bounds import check_bounds
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.objectives.kl import check_kl_kind, kl_penalty
-from rlhf_spmd.objectives.losses import aggregate, check_clip_ratios, check_loss_agg_mode, policy_loss
+from rlhf_spmd.objectives.losses import LOSS_AGG_MODES, aggregate, check_clip_ratios, check_loss_agg_mode, policy_loss
+from rlhf_spmd.objectives.ratio_losses import cispo_loss, geo_mean_loss, gspo_loss, sapo_loss
+from rlhf_spmd.objectives.rollout_correction import RolloutCorrectionConfig, correction_weights
 from rlhf_spmd.workers.objective import Objective, Rows, Totals
 
 
 @dataclass(frozen=True)
 class PolicyConfig(RolloutConfig):
-    """``clip_ratio_low/high`` default to ``clip_ratio``."""
+    """``clip_ratio_low/high`` default to ``clip_ratio``. ``entropy_coeff`` moves to ``entropy_coeff_end`` in
+    ``entropy_coeff_steps`` steps."""
 
     use_kl_loss: bool = False
     kl_loss_coef: float = 0.001
     kl_loss_type: str = "low_var_kl"
+    loss_mode: str = "vanilla"
     clip_ratio: float = 0.2
     clip_ratio_low: float | None = None
     clip_ratio_high: float | None = None
     clip_ratio_c: float = 3.0
+    tau_pos: float = 1.0
+    tau_neg: float = 1.05
     entropy_coeff: float = 0.0
+    entropy_coeff_end: float | None = None
+    entropy_coeff_steps: int | None = None
     loss_agg_mode: str = "token-mean"
+    rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
 
     def check(self, where: str) -> None:
         super().check(where)
         check_kl_kind(self.kl_loss_type, f"{where}.kl_loss_type")
         check_loss_agg_mode(self.loss_agg_mode, f"{where}.loss_agg_mode")
-        check_clip_ratios(*self.clip_range, self.clip_ratio_c, f"{where}.")
         check_bounds(self, where, "kl_loss_coef", least=0)
-        check_bounds(self, where, "entropy_coeff")
+        check_bounds(self, where, "entropy_coeff", "entropy_coeff_end")
+        check_bounds(self, where, "entropy_coeff_steps", least=1)
+        if (self.entropy_coeff_end is None) != (self.entropy_coeff_steps is None):
+            raise ValueError(
+                f"{where}.entropy_coeff_end and {where}.entropy_coeff_steps (such as ${{run.steps}}) need each other"
+            )
+        self._check_loss_mode(where)
+
+    def _check_loss_mode(self, where: str) -> None:
+        if self.loss_mode not in LOSS_MODES:
+            raise ValueError(f"unknown {where}.loss_mode {self.loss_mode!r}; available: {', '.join(LOSS_MODES)}")
+        mode = LOSS_MODES[self.loss_mode]
+        if self.loss_agg_mode not in mode.agg_modes:
+            raise ValueError(
+                f"{where}.loss_agg_mode={self.loss_agg_mode}: {where}.loss_mode={self.loss_mode} is a loss of whole responses; use "
+                f"{' or '.join(mode.agg_modes)}"
+            )
+        for key in {key for other in LOSS_MODES.values() for key in other.keys} - {*mode.keys}:
+            if getattr(self, key) != self.__dataclass_fields__[key].default:
+                raise ValueError(
+                    f"{where}.{key}={getattr(self, key)} does nothing with {where}.loss_mode={self.loss_mode}; leave it out"
+                )
+        if "clip_ratio" in mode.keys:
+            check_clip_ratios(*self.clip_range, self.clip_ratio_c, f"{where}.")
+        check_bounds(self, where, "tau_pos", "tau_neg", above=0)
+        if self.loss_mode == "geo_mean" and "token" in str(
+            (self.rollout_correction.rollout_is, self.rollout_correction.rollout_rs)
+        ):
+            raise ValueError(
+                f"{where}.rollout_correction by token: {where}.loss_mode=geo_mean has one ratio per response; use sequence, seq_*"
+            )
 
     @property
     def clip_range(self) -> tuple[float, float]:
@@ -42,9 +82,48 @@ class PolicyConfig(RolloutConfig):
         high = self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
         return low, high
 
+    def entropy_coefficient(self, number: int | None) -> float:
+        """Of step ``number``, from 1. Raises ValueError where it has a schedule and there is no number."""
+        if self.entropy_coeff_end is None or self.entropy_coeff_steps is None:
+            return self.entropy_coeff
+        if number is None:
+            raise ValueError(
+                "algorithm.entropy_coeff_end: this algorithm's step does not tell clipped_policy its number; leave it out"
+            )
+        share = min((number - 1) / max(self.entropy_coeff_steps - 1, 1), 1.0)
+        return self.entropy_coeff + share * (self.entropy_coeff_end - self.entropy_coeff)
 
-def clipped_policy(config: PolicyConfig, sampling: SamplingConfig) -> Objective:
-    """Clipped policy loss, plus the KL loss and minus the entropy bonus if configured."""
+
+class LossMode(NamedTuple):
+    """``loss``: of (config, log_prob, old_log_prob, advantages, lengths). ``keys`` of the configuration that it reads."""
+
+    loss: Callable[[PolicyConfig, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
+    keys: tuple[str, ...]
+    agg_modes: tuple[str, ...] = LOSS_AGG_MODES
+
+
+CLIP = ("clip_ratio", "clip_ratio_low", "clip_ratio_high")
+LOSS_MODES = {
+    "vanilla": LossMode(
+        lambda c, new, old, a, n: policy_loss(new, old, a, *c.clip_range, c.clip_ratio_c), (*CLIP, "clip_ratio_c")
+    ),
+    "gspo": LossMode(lambda c, new, old, a, n: gspo_loss(new, old, a, n, *c.clip_range), CLIP, ("seq-mean-token-mean",)),
+    "geo_mean": LossMode(
+        lambda c, new, old, a, n: geo_mean_loss(new, old, a, n, *c.clip_range), CLIP, ("seq-mean-token-mean",)
+    ),
+    "cispo": LossMode(lambda c, new, old, a, n: cispo_loss(new, old, a, *c.clip_range), CLIP),
+    "sapo": LossMode(lambda c, new, old, a, n: sapo_loss(new, old, a, c.tau_pos, c.tau_neg), ("tau_pos", "tau_neg")),
+}
+METRICS = {"clipped": "actor/clip_frac", "dual_clipped": "actor/clip_frac_dual", "ppo_kl": "actor/ppo_kl"}
+
+
+def clipped_policy(config: PolicyConfig, sampling: SamplingConfig, number: int | None = None) -> Objective:
+    """The policy loss of ``config.loss_mode``, plus the KL loss and minus the entropy bonus if configured.
+
+    ``number``: the step, for an entropy coefficient with a schedule.
+    """
+    policy, correction = LOSS_MODES[config.loss_mode].loss, config.rollout_correction
+    entropy_coeff = config.entropy_coefficient(number)
 
     def loss(fields: dict[str, Tensor], rows: Rows, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
         def total(per_token: Tensor) -> Tensor:
@@ -55,16 +134,17 @@ def clipped_policy(config: PolicyConfig, sampling: SamplingConfig) -> Objective:
         def mean(per_token: Tensor) -> Tensor:
             return per_token.detach().double().sum() / totals.tokens
 
-        log_probs = fields["log_probs"]
-        per_token, stats = policy_loss(
-            log_probs, fields["old_log_probs"], fields["advantages"], *config.clip_range, config.clip_ratio_c
-        )
+        log_probs, old = fields["log_probs"], fields["old_log_probs"]
+        per_token, stats = policy(config, log_probs, old, fields["advantages"], rows.lengths)
+        report = {METRICS[name]: mean(value) for name, value in stats.items()}
+        if correction.active:
+            weights, told = correction_weights(correction, old, fields["rollout_log_probs"], rows.lengths)
+            per_token = per_token * weights
+            report |= {f"rollout_corr/{name}": mean(value) for name, value in told.items()}
         pg_loss = result = total(per_token)
-        report = {"actor/pg_loss": pg_loss.detach().double()}
-        report |= {"actor/clip_frac": mean(stats["clipped"]), "actor/clip_frac_dual": mean(stats["dual_clipped"])}
-        report |= {"actor/ppo_kl": mean(stats["ppo_kl"]), "actor/entropy": mean(fields["entropy"])}
-        if config.entropy_coeff:
-            result = result - config.entropy_coeff * total(fields["entropy"])
+        report |= {"actor/pg_loss": pg_loss.detach().double(), "actor/entropy": mean(fields["entropy"])}
+        if entropy_coeff:
+            result = result - entropy_coeff * total(fields["entropy"])
         if config.use_kl_loss:
             kl_loss = total(kl_penalty(log_probs, fields["ref_log_prob"], config.kl_loss_type))
             result = result + config.kl_loss_coef * kl_loss
@@ -72,4 +152,5 @@ def clipped_policy(config: PolicyConfig, sampling: SamplingConfig) -> Objective:
         return result, report
 
     reads = ("old_log_probs", "advantages", *(("ref_log_prob",) if config.use_kl_loss else ()))
+    reads += ("rollout_log_probs",) if correction.active else ()
     return Objective(loss, reads, ("log_probs", "entropy"), sampling.log_prob_temperature)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rlhf_spmd.algorithms.base import sample, score, validate
@@ -12,8 +12,10 @@ from rlhf_spmd.algorithms.values import CriticConfig, clipped_value, gae_advanta
 from rlhf_spmd.config.bounds import check_bounds
 from rlhf_spmd.controller import Reference
 from rlhf_spmd.workers.actor import ActorWorker
+from rlhf_spmd.workers.actor_critic import ActorCriticWorker
 from rlhf_spmd.workers.arithmetic import RoleClass
 from rlhf_spmd.workers.critic import CriticWorker
+from rlhf_spmd.workers.objective import joint
 from rlhf_spmd.workers.reference import ReferenceWorker
 from rlhf_spmd.workers.reward import RewardWorker
 
@@ -22,11 +24,14 @@ __all__ = ["Config", "PPOConfig", "step", "validate"]
 
 @dataclass(frozen=True)
 class PPOConfig(CriticConfig):
-    """``algorithm.*``; the names are verl's."""
+    """``algorithm.*``; the names are verl's. ``share_actor_critic``: actor and critic are one model with two heads and one update
+    (APP's AC-share), in which the value loss weighs ``vf_coef`` (TRL's name)."""
 
     name: str = "ppo"
     adv_estimator: str = "gae"
     critic_warmup: int = 0
+    share_actor_critic: bool = False
+    vf_coef: float = 0.1
 
     def check(self, where: str) -> None:
         super().check(where)
@@ -34,14 +39,20 @@ class PPOConfig(CriticConfig):
             raise ValueError(
                 f"{where}.adv_estimator={self.adv_estimator!r}: ppo has gae; others are algorithms of their own, by name"
             )
-        check_bounds(self, where, "critic_warmup", least=0)
+        check_bounds(self, where, "critic_warmup", "vf_coef", least=0)
+        if self.share_actor_critic and self.critic_warmup:
+            raise ValueError(
+                f"{where}.critic_warmup={self.critic_warmup} trains a critic by itself, and with {where}.share_actor_critic=true there "
+                "is none: leave it out"
+            )
 
     def training_steps(self, role: str, steps: int) -> int:
         return steps - self.critic_warmup if role == "actor" else steps
 
     @property
     def roles(self) -> Mapping[str, RoleClass]:
-        roles: dict[str, RoleClass] = {"actor": ActorWorker, "critic": CriticWorker}
+        apart: dict[str, RoleClass] = {"actor": ActorWorker, "critic": CriticWorker}
+        roles: dict[str, RoleClass] = {"actor": ActorCriticWorker} if self.share_actor_critic else apart
         if self.uses_reference:
             roles["reference"] = ReferenceWorker
         return roles | {"reward": RewardWorker}
@@ -56,7 +67,7 @@ def step(models: Any, data: Any, config: PPOConfig, number: int) -> list[Referen
     batch, rollout = sample(models, data, number)
     scores, scored = score(models, batch)
     old = models.actor.compute_log_prob(batch)
-    values = models.critic.compute_values(batch)
+    values = (models.actor if config.share_actor_critic else models.critic).compute_values(batch)
     batch = batch.union(scores, old, values)
     if config.uses_reference:
         batch = batch.union(models.reference.compute_ref_log_prob(batch))
@@ -67,9 +78,14 @@ def step(models: Any, data: Any, config: PPOConfig, number: int) -> list[Referen
     batch = batch.union(advantages).rename(values="old_values")
 
     # 3. updates
-    calls = [rollout, *scored, old, advantages, models.critic.update(batch, clipped_value(config), **config.schedule)]
+    policy, value = clipped_policy(config, data.sampling, number), clipped_value(config)
+    calls = [rollout, *scored, old, advantages]
+    if config.share_actor_critic:
+        value = replace(value, temperature=policy.temperature, weight=config.vf_coef)
+        return [*calls, models.actor.update(batch, joint(policy, value), **config.schedule)]
+    calls.append(models.critic.update(batch, value, **config.schedule))
     if number > config.critic_warmup:
-        calls.append(models.actor.update(batch, clipped_policy(config, data.sampling), **config.schedule))
+        calls.append(models.actor.update(batch, policy, **config.schedule))
     return calls
 
 

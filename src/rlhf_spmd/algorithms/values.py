@@ -2,81 +2,89 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from rlhf_spmd.algorithms.policy import PolicyConfig
+from rlhf_spmd.algorithms.kl_reward import KLRewardConfig, MeasuredKL
 from rlhf_spmd.config.bounds import check_bounds
 from rlhf_spmd.data.batch import Field
-from rlhf_spmd.objectives.advantages import gae, moments, row_means, token_level_rewards, whiten
-from rlhf_spmd.objectives.kl import KLControlConfig, build_kl_controller, check_kl_kind, kl_penalty
+from rlhf_spmd.objectives.advantages import gae, moments, token_level_rewards, whiten
 from rlhf_spmd.objectives.losses import aggregate, explained_variance, explained_variance_sums, value_loss
+from rlhf_spmd.objectives.running import RunningMoments
 from rlhf_spmd.workers.arithmetic import Function, Whole
 from rlhf_spmd.workers.objective import Objective, Rows, Totals
 
+REWARD_NORMS = ("none", "mean_std", "std")
+
 
 @dataclass(frozen=True)
-class CriticConfig(PolicyConfig):
-    """The names are verl's."""
+class CriticConfig(KLRewardConfig):
+    """The names are verl's where it has them. ``norm_reward``: scores by the mean and standard deviation, or the latter alone, of all
+    scores of the run so far. ``norm_value``: the critic learns returns in units of theirs."""
 
-    gamma: float = 1.0
     lam: float = 1.0
-    use_kl_in_reward: bool = True
-    kl_penalty: str = "kl"
-    kl_ctrl: KLControlConfig = field(default_factory=KLControlConfig)
     cliprange_value: float = 0.5
+    norm_reward: str = "none"
+    norm_value: bool = False
 
     def check(self, where: str) -> None:
         super().check(where)
-        check_kl_kind(self.kl_penalty, f"{where}.kl_penalty")
-        check_bounds(self, where, "gamma", "lam", least=0, most=1)
+        check_bounds(self, where, "lam", least=0, most=1)
         check_bounds(self, where, "cliprange_value", least=0)
-
-    @property
-    def uses_reference(self) -> bool:
-        return self.use_kl_in_reward or self.use_kl_loss
+        if self.norm_reward not in REWARD_NORMS:
+            raise ValueError(f"unknown {where}.norm_reward {self.norm_reward!r}; available: {', '.join(REWARD_NORMS)}")
+        if self.loss_mode == "geo_mean":
+            raise ValueError(f"{where}.loss_mode=geo_mean: needs one advantage per response, and gae gives each token its own")
 
 
 def gae_advantages(config: CriticConfig) -> Function:
-    """Generalized advantages, whitened over the whole batch, of the score on the last token minus KL on every token.
-
-    The KL controller moves on the mean over rows of the row's mean KL per token (verl's meaning of ``target_kl``).
-    """
+    """Generalized advantages, whitened over the whole batch, of the score on the last token minus KL on every token."""
 
     def compute_advantage(fields: dict[str, Tensor], rows: Rows, whole: Whole) -> tuple[dict[str, Field], dict[str, float]]:
-        controller, values = build_kl_controller(config.kl_ctrl), fields["values"]
-        controller.load_state_dict(whole.state)
-        kl = values.new_zeros(len(values))
-        if config.uses_reference:
-            kl = kl_penalty(fields["old_log_probs"], fields["ref_log_prob"], config.kl_penalty)
-        penalty = kl if config.use_kl_in_reward else None
-        rewards = token_level_rewards(fields["scores"], penalty, controller.value, rows.lengths)
+        kl, known = MeasuredKL(config, fields, rows, whole.state), RunningMoments("value_norm", whole.state)
+        scores = normalised_scores(config, fields["scores"], whole)
+        values = known.restore(fields["values"]) if config.norm_value else fields["values"]
+        rewards = token_level_rewards(scores, kl.values if config.use_kl_in_reward else None, kl.coefficient, rows.lengths)
         advantages, returns = gae(rewards, values, rows.lengths, config.gamma, config.lam)
-        row_kl = row_means(kl.double(), rows.lengths)
-        mine = [float(len(rows)), float(len(values)), *(float(x.double().sum()) for x in (kl, row_kl, rewards))]
-        sums = whole.sum(
-            torch.cat([torch.tensor(mine, dtype=torch.float64), moments(advantages), explained_variance_sums(values, returns)])
+        sums = whole.sums(
+            kl=kl.sums(),
+            rewards=rewards.double().sum(),
+            advantages=moments(advantages),
+            returns=moments(returns),
+            variance=explained_variance_sums(values, returns),
         )
-        num_rows, tokens, kl_total, row_kl_total, token_rewards, _, advantage_total, *_ = sums.tolist()
-        if config.use_kl_in_reward:
-            controller.update(row_kl_total / num_rows, int(num_rows))
-        whole.state.update(controller.state_dict())
-        return {"advantages": rows.per_token(whiten(advantages, sums[5:8])), "returns": rows.per_token(returns)}, {
-            "reward/token_level_sum": token_rewards / num_rows,
-            "actor/kl": kl_total / tokens,
-            "actor/kl_per_row": row_kl_total / num_rows,
-            "actor/kl_coef": controller.value,
-            "critic/advantage_mean": advantage_total / tokens,
-            "critic/explained_variance": explained_variance(sums[8:13]),
+        num_rows, tokens = sums["kl"][:2].tolist()
+        advantages_mean, returns_mean = (float(sums[name][1]) / tokens for name in ("advantages", "returns"))
+        advantages = whiten(advantages, sums["advantages"])
+        metrics = {
+            "reward/token_level_sum": float(sums["rewards"]) / num_rows,
+            **kl.settle(sums["kl"]),
+            "critic/advantage_mean": advantages_mean,
+            "critic/returns/mean": returns_mean,
+            "critic/explained_variance": explained_variance(sums["variance"]),
+            **whole.ranges(**{"critic/advantages": advantages, "critic/returns": returns}),
         }
+        if config.norm_value:
+            known.add(sums["returns"])
+            returns = known.normalise(returns)
+            metrics |= {"critic/value_norm_mean": known.mean, "critic/value_norm_std": known.std}
+        return {"advantages": rows.per_token(advantages), "returns": rows.per_token(returns)}, metrics
 
     return compute_advantage
 
 
+def normalised_scores(config: CriticConfig, scores: Tensor, whole: Whole) -> Tensor:
+    """``scores`` [rows] by ``config.norm_reward``; those of this step count. Every rank must call."""
+    if config.norm_reward == "none":
+        return scores
+    known = RunningMoments("reward_norm", whole.state)
+    known.add(whole.sum(moments(scores)))
+    return known.normalise(scores, center=config.norm_reward == "mean_std")
+
+
 def clipped_value(config: CriticConfig) -> Objective:
-    """Clipped value loss; its statistics."""
+    """Clipped value loss; its statistics. With ``norm_value`` all of it is in units of the returns' standard deviation."""
 
     def loss(fields: dict[str, Tensor], rows: Rows, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
         per_token, clipped = value_loss(fields["values"], fields["old_values"], fields["returns"], config.cliprange_value)

@@ -33,6 +33,7 @@ COMPANIONS = (
     "chat_template.json",
 )
 VALUE_HEAD = "score.weight"
+SECOND_HEAD = "v_head.weight"  # of a policy that is its own critic; transformers' class has no place for it
 
 
 def export_hugging_face(
@@ -46,8 +47,9 @@ def export_hugging_face(
     """Write ``out_dir`` so that ``transformers`` loads it; returns it.
 
     The configuration and tokenizer come from ``source_model_dir`` (the role's ``path``). ``dtype`` None keeps the stored one.
-    A model with a value head becomes ``<Family>ForSequenceClassification`` with one label. An earlier export at ``out_dir`` is
-    replaced only when the new one is complete. Raises CheckpointError (damaged piece, no such role) and ValueError (paths).
+    A model with a value head becomes ``<Family>ForSequenceClassification`` with one label; one that has both heads leaves the value
+    head out. An earlier export at ``out_dir`` is replaced only when the new one is complete. Raises CheckpointError (damaged piece,
+    no such role) and ValueError (paths).
     """
     checkpoint_dir, out_dir, source = Path(checkpoint_dir), Path(out_dir), Path(source_model_dir)
     if not (source / "config.json").is_file():
@@ -55,7 +57,8 @@ def export_hugging_face(
     if out_dir.exists() and any(out_dir.iterdir()) and not (out_dir / "config.json").is_file():
         raise ValueError(f"export: {out_dir} is not empty and not a model directory; choose another one")
     pieces = read_manifest(checkpoint_dir).pieces_of(role, PARAM)
-    specs = [Spec(name, dtype or DTYPES[parts[0].dtype], parts[0].shape) for name, parts in sorted(pieces.items())]
+    exported = sorted((name, parts) for name, parts in pieces.items() if name != SECOND_HEAD)
+    specs = [Spec(name, dtype or DTYPES[parts[0].dtype], parts[0].shape) for name, parts in exported]
 
     draft = out_dir.with_name(f".{out_dir.name}.tmp")
     shutil.rmtree(draft, ignore_errors=True)

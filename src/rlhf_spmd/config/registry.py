@@ -1,11 +1,14 @@
-"""Name = module: ``algorithm: grpo`` is the module ``rlhf_spmd.algorithms.grpo``; a dotted name is the user's own module."""
+"""Name = module: ``algorithm: grpo`` is the module ``rlhf_spmd.algorithms.grpo``; a dotted name is the user's own module, and one
+that ends in ``.py`` a file."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
 import pkgutil
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -56,7 +59,7 @@ def resolve_function(name: str, kind: str = "function") -> Callable[..., Any]:
     """``package.module:function`` -> the function. Raises ValueError that names what is wrong with the name."""
     module_name, colon, function_name = name.partition(":")
     if not colon or not module_name or not function_name.isidentifier():
-        raise ValueError(f"{kind} '{name}' is not of the form package.module:function")
+        raise ValueError(f"{kind} '{name}' is not of the form package.module:function or file.py:function")
     module = _import(kind, module_name)
     found = getattr(module, function_name, None)
     if callable(found):
@@ -71,8 +74,27 @@ def resolve_function(name: str, kind: str = "function") -> Callable[..., Any]:
 
 
 def _import(kind: str, name: str) -> ModuleType:
+    is_file = name.endswith(".py")
     try:
-        return importlib.import_module(name)
-    except (ImportError, SyntaxError, TypeError, ValueError) as error:
+        return _import_file(name) if is_file else importlib.import_module(name)
+    # The boundary to the user's code: whatever its module raises when it is imported.
+    except Exception as error:
         reason = f"{type(error).__name__}: {first_line(error)}"
-        raise ValueError(f"{kind} '{name}' cannot be imported: {reason}; is it on PYTHONPATH?") from error
+        hint = "" if is_file else "; is it on PYTHONPATH?"
+        raise ValueError(f"{kind} '{name}' cannot be imported: {reason}{hint}") from error
+
+
+def _import_file(name: str) -> ModuleType:
+    """The module in a file, once per path. Its own name has a character that no module on the path can have."""
+    path = Path(name).expanduser().resolve()
+    full_name = f"{path.stem}@{path}"
+    if full_name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(full_name, path)
+        assert spec is not None and spec.loader is not None, "a .py file has a loader"
+        sys.modules[full_name] = module = importlib.util.module_from_spec(spec)  # before it runs: dataclasses look there
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[full_name]
+            raise
+    return sys.modules[full_name]

@@ -134,6 +134,11 @@ class Controller:
         self._leave()
         return result
 
+    def tell(self, line: str) -> None:
+        """A line for people, from the first rank; nothing while tracing."""
+        if self.world.rank == 0 and not self._tracing:
+            print(line, file=sys.stderr)
+
     def send_report(self, report: Any) -> None:
         """JSON for the first rank of the world, on its way while this rank goes on."""
         self._delivery.send_report(json.dumps(report).encode())

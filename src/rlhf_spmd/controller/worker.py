@@ -78,10 +78,11 @@ class Worker:
     """A role on a pool. Subclasses build their part of the model if :attr:`member`; elsewhere they are the description.
 
     ``twins``: method -> the same role on the pool and shape that calls of this method have for themselves. ``unused``: optional
-    fields (declared with ``?``) that this role neither takes nor gives, the same on every rank.
+    fields (declared with ``?``) that this role does not take, and ``absent`` those that it does not give; the same on every rank.
     """
 
     unused: frozenset[str] = frozenset()
+    absent: frozenset[str] = frozenset()
 
     def __init__(self, controller: Controller, name: str, pool: ResourcePool, shape: GroupShape) -> None:
         assert shape.size == len(pool.ranks), f"{name}: layout of {shape.size} ranks on pool '{pool.name}' of {len(pool.ranks)}"
@@ -137,12 +138,12 @@ def register(
         stream = Stream(inputs, not split_groups)
 
         @functools.cache
-        def given(unused: frozenset[str], mini_batch_size: int | None, epochs: int) -> Signature:
-            made = (o.removesuffix("?") for o in outputs if not (o.endswith("?") and o[:-1] in unused))
+        def given(absent: frozenset[str], mini_batch_size: int | None, epochs: int) -> Signature:
+            made = (o.removesuffix("?") for o in outputs if not (o.endswith("?") and o[:-1] in absent))
             return Signature(name, (stream,), tuple(made), mini_batch_size, epochs)
 
         def fixed(worker: Worker, *args: Any, mini_batch_size: int | None = None, epochs: int = 1, **kwargs: Any) -> Signature:
-            return given(worker.unused, mini_batch_size, epochs)
+            return given(worker.absent, mini_batch_size, epochs)
 
         spec = MethodSpec(name, body, kind, protocol, lengths_of, tokens, describe or fixed, known)
 

@@ -79,12 +79,15 @@ class DatasetConfig(RowsConfig):
 class TokenDataset:
     """``batch(indices, row_ids)`` has one field (Ragged int64) for each of ``columns``, which holds them as int32.
 
-    ``num_overlong`` rows are dropped, which have more than the limit's tokens, all columns together; ``kept``: the numbers of the
-    others, ``sources`` int64 [rows]: which of the paths they are from. ``limit`` and ``drop`` are keys of ``data`` with their
+    ``numbers``: besides, one number per entry, fields float64 [entries]; then there is ``entry``, its position, too.
+    ``group_size``: entries of ``columns`` that make one row of the data, a group of as many rows of a batch: 2 for pairs.
+    ``num_overlong`` rows are dropped, of which an entry has more than the limit's tokens, all columns together; ``kept``: the numbers
+    of the others, ``sources`` int64 [rows]: which of the paths they are from. ``limit`` and ``drop`` are keys of ``data`` with their
     values; without ``drop`` a long row raises.
     """
 
     noun = "rows"
+    group_size = 1
 
     def __init__(
         self,
@@ -92,8 +95,11 @@ class TokenDataset:
         columns: Mapping[str, Sequence[Sequence[int]]],
         limit: tuple[str, int],
         drop: tuple[str, bool],
+        numbers: Mapping[str, Sequence[float]] | None = None,
     ) -> None:
-        lengths = [sum(map(len, entries)) for entries in zip(*columns.values(), strict=True)]
+        size = self.group_size
+        each = [sum(map(len, entries)) for entries in zip(*columns.values(), strict=True)]
+        lengths = [max(each[at : at + size]) for at in range(0, len(each), size)]
         self.kept = [i for i, length in enumerate(lengths) if length <= limit[1]]
         self.num_overlong = len(rows) - len(self.kept)
         self.sources = torch.tensor([rows[i].source for i in self.kept], dtype=torch.int64)
@@ -107,29 +113,42 @@ class TokenDataset:
             raise DataError(
                 f"all {len(rows)} {self.noun} are longer than data.{limit[0]}={limit[1]} tokens (the shortest has {min(lengths)})"
             )
-        self.columns = {name: ragged([entries[i] for i in self.kept], torch.int32) for name, entries in columns.items()}
+        entries = [i * size + j for i in self.kept for j in range(size)]
+        self.columns = {name: ragged([column[i] for i in entries], torch.int32) for name, column in columns.items()}
+        self.numbers = {name: torch.tensor(column, dtype=torch.float64)[entries] for name, column in (numbers or {}).items()}
         digest = hashlib.sha256()
         for column in self.columns.values():
             digest.update(column.offsets.numpy().tobytes())
             digest.update(column.values.numpy().tobytes())
+        for number in self.numbers.values():
+            digest.update(number.numpy().tobytes())
         self.fingerprint = f"{len(self)}-{digest.hexdigest()[:16]}"
+        if self.numbers:
+            self.numbers["entry"] = torch.arange(len(entries), dtype=torch.float64)
 
     def __len__(self) -> int:
         return len(self.kept)
 
     @property
     def lengths(self) -> Tensor:
-        """int64 [rows]: tokens, all columns together."""
+        """int64 [rows * group_size]: tokens of each entry, all columns together."""
         return torch.stack([column.lengths for column in self.columns.values()]).sum(0)
 
     def batch(self, indices: Sequence[int], row_ids: Sequence[int]) -> Batch:
-        """Rows by index; each row is its own group."""
-        ids = torch.tensor(list(row_ids), dtype=torch.int64)
+        """Rows by index; each row is its own group, whose j-th row has the id ``row_id * group_size + j``."""
+        groups, at = (torch.tensor(list(given), dtype=torch.int64) for given in (row_ids, indices))
+        ids, at = ((x[:, None] * self.group_size + torch.arange(self.group_size)).flatten() for x in (groups, at))
         fields: dict[str, Field] = {}
         for name, column in self.columns.items():
-            taken = column.take(torch.tensor(list(indices), dtype=torch.int64))
+            taken = column.take(at)
             fields[name] = Ragged(taken.values.long(), taken.lengths)
-        return Batch(ids, ids.clone(), fields)
+        fields |= {name: column[at] for name, column in self.numbers.items() if not column[at].isnan().any()}
+        return Batch(ids, groups.repeat_interleave(self.group_size), fields)
+
+    def keep(self, name: str, entries: Tensor, numbers: Tensor) -> None:
+        """One more of ``numbers``, of these entries; a batch has the field if it is known of all its rows."""
+        column = self.numbers.setdefault(name, torch.full_like(self.numbers["entry"], torch.nan))
+        column[entries.long()] = numbers
 
     def summary(self) -> str:
         lengths = self.lengths

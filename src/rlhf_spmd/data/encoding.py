@@ -34,12 +34,14 @@ class EncodingConfig:
 
 
 class PromptEncoder:
-    """Renders and tokenises prompts. Raises DataError naming the row, or the tokenizer that lacks a template."""
+    """Renders and tokenises prompts. Raises DataError naming the row, or the tokenizer that lacks a template. ``section``: key of
+    the configuration, for messages."""
 
-    def __init__(self, tokenizer: Any, config: EncodingConfig) -> None:
+    def __init__(self, tokenizer: Any, config: EncodingConfig, section: str = "data") -> None:
         self.tokenizer = tokenizer
         self.config = config
-        self.template = _read_template(config.chat_template)
+        self.section = section
+        self.template = _read_template(config.chat_template, section)
 
     def render(self, prompt: Any, where: str) -> tuple[str, bool]:
         """The text to tokenise, and whether it came from the template (which writes the special tokens itself)."""
@@ -53,11 +55,15 @@ class PromptEncoder:
             messages: list[dict[str, Any]] = [{"role": "user", "content": prompt}]
         else:
             messages = check_messages(prompt, where)
-            if self.config.apply_chat_template is False:
-                raise DataError(f"{where}: the prompt is chat messages, but data.apply_chat_template=false")
+        return self.apply_template(self.with_system(messages, where), where), True
+
+    def with_system(self, messages: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
+        """``messages``, after the system prompt where they have none. Raises DataError where messages are not wanted."""
+        if self.config.apply_chat_template is False:
+            raise DataError(f"{where}: the prompt is chat messages, but data.apply_chat_template=false")
         if self.config.system_prompt is not None and messages[0]["role"] != "system":
-            messages = [{"role": "system", "content": self.config.system_prompt}, *messages]
-        return self._apply_template(messages, where), True
+            return [{"role": "system", "content": self.config.system_prompt}, *messages]
+        return messages
 
     def encode(self, prompts: Sequence[Any], wheres: Sequence[str]) -> list[tuple[list[int], str]]:
         """Token ids and rendered text of each prompt; tokenised in batches."""
@@ -75,20 +81,22 @@ class PromptEncoder:
             batch = list(texts[start : start + ENCODE_ROWS])
             yield from self.tokenizer(batch, add_special_tokens=special_tokens, truncation=False, verbose=False)["input_ids"]
 
-    def _apply_template(self, messages: list[dict[str, Any]], where: str) -> str:
+    def apply_template(self, messages: list[dict[str, Any]], where: str, add_generation_prompt: bool = True) -> str:
+        """The rendered text; ``add_generation_prompt``: up to where an answer begins. Raises DataError."""
         from jinja2 import TemplateError, TemplateSyntaxError
 
         if self.template is None and not getattr(self.tokenizer, "chat_template", None):
             raise DataError(
                 f"{where}: the prompt needs a chat template, and tokenizer '{self.tokenizer.name_or_path}' has none; "
-                f"set data.chat_template to a Jinja file, or use text prompts"
+                f"set {self.section}.chat_template to a Jinja file, or use text prompts"
             )
         try:
             text = self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True, chat_template=self.template
+                messages, tokenize=False, add_generation_prompt=add_generation_prompt, chat_template=self.template
             )
         except TemplateSyntaxError as error:
-            owner = "data.chat_template" if self.template else f"the chat template of tokenizer '{self.tokenizer.name_or_path}'"
+            its = f"the chat template of tokenizer '{self.tokenizer.name_or_path}'"
+            owner = f"{self.section}.chat_template" if self.template else its
             raise DataError(f"{owner}, line {error.lineno}: not valid Jinja: {error.message}") from error
         except (TemplateError, ValueError, TypeError, KeyError) as error:
             raise DataError(f"{where}: the chat template refuses these messages: {first_line(error)}") from error
@@ -122,7 +130,7 @@ def check_ids(ids: Any, vocab_size: int | None, where: str, key: str) -> list[in
     return ids
 
 
-def _read_template(setting: str | None) -> str | None:
+def _read_template(setting: str | None, section: str) -> str | None:
     if setting is None:
         return None
     if "{" in setting:
@@ -131,5 +139,5 @@ def _read_template(setting: str | None) -> str | None:
         return Path(setting).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
-            f"data.chat_template='{setting}' is neither Jinja text (it has no '{{') nor a file that can be read: {error}"
+            f"{section}.chat_template='{setting}' is neither Jinja text (it has no '{{') nor a file that can be read: {error}"
         ) from error

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import zlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from rlhf_spmd.config.bounds import check_bounds
+from rlhf_spmd.data.batch import Batch, Ragged, ragged
+from rlhf_spmd.data.conversation import ConversationEncoder
 from rlhf_spmd.data.dataset import DatasetConfig, RowsConfig, TokenDataset
 from rlhf_spmd.data.encoding import PromptEncoder, check_ids, check_messages
 from rlhf_spmd.data.files import DataError, Row
 
 ID_KEYS = ("prompt_ids", "response_ids")
+Learnt = tuple[list[int], list[int], list[bool]]  # ids of prompt and response, and which of the response are learnt
 
 
 @dataclass(frozen=True)
 class PairsConfig(RowsConfig):
-    """A row has ``prompt_key`` and ``response_key``; or messages under ``prompt_key``, the last one the assistant's."""
+    """A row has ``prompt_key`` and ``response_key`` (or ``completion``, TRL's name); or messages under ``prompt_key``, the last one the
+    assistant's."""
 
     response_key: str = "response"
 
@@ -24,6 +31,9 @@ class PairsConfig(RowsConfig):
 @dataclass(frozen=True)
 class SftConfig(DatasetConfig, PairsConfig):
     """``data`` of SFT. ``max_length`` counts prompt and response tokens together; batch sizes count rows.
+
+    Of messages under ``prompt_key`` or ``messages`` every turn of the assistant is learnt; if there is a completion of messages too,
+    every turn in that.
 
     With ``text_key`` a row has one text that is all response (language modelling).
     ``append_eos`` ends every response with the tokenizer's end token.
@@ -45,14 +55,32 @@ class SftConfig(DatasetConfig, PairsConfig):
 class ResponseDataset(TokenDataset):
     """``batch(indices, row_ids)`` has ``prompt_ids`` and ``response_ids`` (Ragged int64, no row empty in either).
 
-    Columns ``prompt_ids`` and ``response_ids`` are taken as they are, nothing appended; only then may ``tokenizer`` be None.
+    Columns ``prompt_ids`` and ``response_ids`` are taken as they are, nothing appended; only then may ``tokenizer`` be None. Where a
+    conversation goes on after the assistant's first turn, also ``response_mask`` (Ragged bool): the tokens that are learnt.
     """
 
     def __init__(self, rows: Sequence[Row], config: SftConfig, tokenizer: Any) -> None:
         vocab_size = None if tokenizer is None else len(tokenizer)
-        pairs = encode_pairs(rows, config, tokenizer, vocab_size, config.append_eos, config.text_key)
-        columns = dict(zip(ID_KEYS, zip(*pairs, strict=True), strict=True))
+        talks = {} if config.text_key is not None else {i: talk for i, row in enumerate(rows) if (talk := _talk(row, config))}
+        plain = [row for i, row in enumerate(rows) if i not in talks]
+        pairs = iter(encode_pairs(plain, config, tokenizer, vocab_size, config.append_eos, config.text_key))
+        learnt = _encode_talks(talks, rows, config, tokenizer)
+        whole = [learnt[i] if i in learnt else (*next(pairs), None) for i in range(len(rows))]
+        columns = {"prompt_ids": [prompt for prompt, _, _ in whole], "response_ids": [response for _, response, _ in whole]}
         super().__init__(rows, columns, ("max_length", config.max_length), ("filter_overlong", config.filter_overlong))
+        masks = [whole[i][2] or [True] * len(whole[i][1]) for i in self.kept]
+        self.mask: Ragged | None = None
+        if not all(map(all, masks)):
+            self.mask = ragged(masks, torch.bool)
+            self.fingerprint += f"-{zlib.crc32(self.mask.values.numpy().tobytes()):08x}"
+
+    def batch(self, indices: Sequence[int], row_ids: Sequence[int]) -> Batch:
+        """Rows by index; each row is its own group."""
+        batch = super().batch(indices, row_ids)
+        if self.mask is None:
+            return batch
+        mask = self.mask.take(torch.tensor(list(indices), dtype=torch.int64))
+        return batch.with_fields(**batch.fields, response_mask=mask)
 
 
 def has_ids(row: Row) -> bool:
@@ -88,11 +116,7 @@ def _encode(
 ) -> list[tuple[list[int], list[int]]]:
     if tokenizer is None:
         raise DataError(f"{rows[0].where}: without a tokenizer every row must have 'prompt_ids' and 'response_ids'")
-    end: list[int] = []
-    if append_eos:
-        if tokenizer.eos_token_id is None:
-            raise DataError(f"tokenizer '{tokenizer.name_or_path}' has no eos token; set data.append_eos=false")
-        end = [int(tokenizer.eos_token_id)]
+    end = _end(tokenizer, append_eos)
     encoder = PromptEncoder(tokenizer, config)
     if text_key is not None:
         return _encode_texts(rows, text_key, encoder, end)
@@ -103,6 +127,50 @@ def _encode(
         (prompt, _not_empty([*response, *end], row))
         for (prompt, _), response, row in zip(prompts, responses, rows, strict=True)
     ]
+
+
+def _end(tokenizer: Any, append_eos: bool) -> list[int]:
+    if append_eos and tokenizer.eos_token_id is None:
+        raise DataError(f"tokenizer '{tokenizer.name_or_path}' has no eos token; set data.append_eos=false")
+    return [int(tokenizer.eos_token_id)] if append_eos else []
+
+
+def _talk(row: Row, config: SftConfig) -> tuple[list[Any], int] | None:
+    """The row's messages, and from which on the assistant's are learnt; None where it has texts or ids."""
+    key = config.prompt_key if config.prompt_key in row else "messages"
+    if has_ids(row) or key not in row:
+        return None
+    messages, response = row.get(key, "data.prompt_key"), _response(row, config)
+    if isinstance(messages, str) or isinstance(response, str):
+        return None
+    if response is None:
+        return check_messages(messages, row.where), 0
+    return [*check_messages(messages, row.where), *check_messages(response, row.where)], len(messages)
+
+
+def _response(row: Row, config: PairsConfig) -> Any:
+    key = config.response_key if config.response_key in row else "completion"
+    return row.get(key, "data.response_key") if key in row else None
+
+
+def _encode_talks(
+    talks: Mapping[int, tuple[list[Any], int]], rows: Sequence[Row], config: SftConfig, tokenizer: Any
+) -> dict[int, Learnt]:
+    """The response begins with the first token that is learnt and ends with the last; an end token follows where the template
+    writes none of its own."""
+    if not talks:
+        return {}
+    if tokenizer is None:
+        raise DataError(f"{rows[next(iter(talks))].where}: messages need a tokenizer")
+    encoder, end = ConversationEncoder(PromptEncoder(tokenizer, config)), _end(tokenizer, config.append_eos)
+    found = {}
+    for i, (messages, first) in talks.items():
+        ids, mask = encoder.encode(messages, first, rows[i].where)
+        start, stop = max(mask.index(True), 1), len(mask) - mask[::-1].index(True)
+        own = [] if encoder.ends_itself(ids[stop - 1]) else end
+        response = _not_empty([*ids[start:stop], *own], rows[i])
+        found[i] = (ids[:start], response, [*mask[start:stop], *(True for _ in own)])
+    return found
 
 
 def _encode_texts(rows: Sequence[Row], key: str, encoder: PromptEncoder, end: list[int]) -> list[tuple[list[int], list[int]]]:
@@ -117,14 +185,15 @@ def _encode_texts(rows: Sequence[Row], key: str, encoder: PromptEncoder, end: li
 
 def _prompt_and_response(row: Row, config: PairsConfig) -> tuple[Any, str]:
     prompt = row.get(config.prompt_key, "data.prompt_key")
-    if not isinstance(prompt, str) and config.response_key not in row:
+    response = _response(row, config)
+    if not isinstance(prompt, str) and response is None:
         messages = check_messages(prompt, row.where)
         if messages[-1]["role"] != "assistant" or len(messages) < 2:
             raise DataError(
                 f"{row.where}: without '{config.response_key}', the last of two or more messages must be the assistant's"
             )
         return messages[:-1], messages[-1]["content"]
-    response = row.get(config.response_key, "data.response_key")
+    response = row.get(config.response_key, "data.response_key") if response is None else response
     if isinstance(response, list) and response:
         response = check_messages(response, row.where)[-1]["content"]
     if not isinstance(response, str):

@@ -3,7 +3,9 @@
     python -m rlhf_spmd.data.sort_digits --out DIR --seed 0
 
 ``DIR/{sft,train,val}.jsonl``: ``{"id", "prompt": "5397>", "answer": "3579", "data_source"}``, sft rows with ``response`` too;
-no prompt occurs twice. ``DIR/model/``: tokenizer and config.json of a Llama with 1.6 million parameters and no weights.
+no prompt occurs twice. ``DIR/pairs.jsonl`` and ``pairs_val.jsonl``: ``{"id", "prompt", "chosen", "rejected", "margin",
+"safe_chosen", "safe_rejected"}``, where the margin counts errors and a response that invents digits is not safe.
+``DIR/model/``: tokenizer and config.json of a Llama with 1.6 million parameters and no weights.
 """
 
 from __future__ import annotations
@@ -46,6 +48,38 @@ def make_row(rng: random.Random, digits: tuple[int, int]) -> dict[str, str]:
     task = "".join(rng.choice("0123456789") for _ in range(rng.randint(*digits)))
     answer = "".join(sorted(task))
     return {"prompt": f"{task}>", "answer": answer, "response": answer}
+
+
+def make_pair(rng: random.Random, digits: tuple[int, int]) -> dict[str, object]:
+    """Two responses with errors, the chosen one with fewer, and safe (without digits that the task has not) if the other is."""
+    row = make_row(rng, digits)
+    (wrong, unsafe), (more_wrong, more_unsafe) = sorted((rng.randint(0, 3), rng.random() < 0.4) for _ in range(2))
+    unsafe, more_unsafe = unsafe and more_unsafe, unsafe or more_unsafe
+    if (wrong, unsafe) == (more_wrong, more_unsafe):
+        more_wrong += 1
+    pair = {"margin": more_wrong - wrong, "safe_chosen": not unsafe, "safe_rejected": not more_unsafe}
+    chosen, rejected = (spoil(rng, row["answer"], *errors) for errors in ((wrong, unsafe), (more_wrong, more_unsafe)))
+    return {"prompt": row["prompt"], "chosen": chosen, "rejected": rejected, **pair}
+
+
+def spoil(rng: random.Random, answer: str, swaps: int, invents: bool) -> str:
+    """``answer`` with so many moved digits, and with a digit in place of another if it ``invents``."""
+    found = list(answer)
+    for at in rng.sample(range(len(found) - 1), min(swaps, len(found) - 1)):
+        found[at], found[-1] = found[-1], found[at]
+    if invents:
+        at = rng.randrange(len(found))
+        found[at] = rng.choice([digit for digit in "0123456789" if digit != found[at]])
+    return "".join(found)
+
+
+def write_pairs(path: Path, rng: random.Random, num_pairs: int, digits: tuple[int, int]) -> None:
+    """So many different pairs, as jsonl."""
+    with path.open("w", encoding="utf-8") as file:
+        for number in range(num_pairs):
+            while (pair := make_pair(rng, digits))["chosen"] == pair["rejected"]:
+                pass
+            file.write(json.dumps({"id": f"{path.stem}-{number}", **pair}) + "\n")
 
 
 def write_splits(
@@ -98,6 +132,8 @@ def write_task(
         )
     rng = random.Random(f"sort_digits {seed}")
     write_splits(out, "sort_digits", lambda: make_row(rng, digits), num_sft, num_train, num_val)
+    for name, num_pairs in (("pairs", num_train), ("pairs_val", num_val)):
+        write_pairs(out / f"{name}.jsonl", random.Random(f"sort_digits {name} {seed}"), num_pairs, digits)
     write_tokenizer(out / "model")
     write_json(out / "model" / "config.json", LLAMA)
 

@@ -11,7 +11,7 @@ import torch
 
 from rlhf_spmd.generation.progress import Progress
 from rlhf_spmd.generation.scheduler import Step
-from rlhf_spmd.generation.sequence import Request
+from rlhf_spmd.generation.sequence import Drawing, Request
 from rlhf_spmd.parallel.collectives import Group, wait_all
 
 
@@ -98,10 +98,12 @@ def pack(home: int, row: Progress) -> list[Any]:
     """A row for :func:`exchange`. ``home``: the replica that was asked for it."""
     request = row.request
     fields = [request.row_id, request.group_id, list(request.prompt_ids), request.max_new_tokens, request.min_new_tokens]
+    fields.append(request.drawing)
     return [home, fields, row.to_json()]
 
 
 def unpack(packed: list[Any], dtype: torch.dtype) -> tuple[int, Progress]:
     """``dtype``: of the log-probs."""
-    home, fields, state = packed
-    return home, Progress.from_json(Request(*fields), state, dtype)
+    home, (row_id, group_id, prompt_ids, most, least, drawing), state = packed
+    request = Request(row_id, group_id, prompt_ids, most, least, Drawing(*drawing) if drawing else None)
+    return home, Progress.from_json(request, state, dtype)

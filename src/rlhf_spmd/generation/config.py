@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from rlhf_spmd.config.bounds import check_bounds
 from rlhf_spmd.generation.backends import BACKENDS, FLASH_PAGE, check_backend
+from rlhf_spmd.generation.sequence import Drawing
 
 ENGINES = ("zero_redundancy", "full_gather", "naive_groups")
 BUFFERS = KV_CACHES = ("free", "keep", "offload")
@@ -172,6 +173,14 @@ class SamplingConfig:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def drawing(self) -> Drawing:
+        return Drawing(self.temperature, self.top_p, self.top_k, self.min_p)
+
+    def drawn_by(self, drawing: Drawing) -> SamplingConfig:
+        """The same but for ``drawing``."""
+        return replace(self, **drawing._asdict())
 
     @property
     def log_prob_temperature(self) -> float:

@@ -51,21 +51,23 @@ class DecodeLoop:
         self.table = torch.zeros(size, -(-longest // page_size), dtype=torch.int32, device=device)
         self.number = torch.zeros(1, dtype=torch.int64, device=device)
         self.drawn = torch.zeros(most, size, dtype=torch.int64, device=device)
-        shape = len(runner.temperatures), most, size
+        shape = len(runner.log_probs), most, size
         self.log_probs = torch.zeros(shape, dtype=runner.log_probs.dtype, device=device)
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
         self._under_way: list[int] = []  # tokens to come of each row
 
     @staticmethod
     def serves(runner: Runner) -> bool:
-        """Whether the device alone can draw: no rules that the host applies, no drafts, no stages, no likeliest tokens."""
+        """Whether the device alone can draw: no rules that the host applies, no drafts, no stages, no likeliest tokens, no rows
+        that draw otherwise than the others."""
         draws = runner.draws
-        return not (draws.rules or draws.speculates or draws.sampling.logprobs or runner.decoder.pp > 1)
+        alone = len(runner.samplings) == 1 and runner.decoder.pp == 1
+        return alone and not (draws.rules or draws.speculates or draws.sampling.logprobs)
 
     @staticmethod
     def can_capture(runner: Runner) -> bool:
         """top_p and experts look at numbers on the host; collectives and torch's paged attention take other memory each time."""
-        plain = runner.draws.sampling.top_p == 1.0 and runner.decoder.spec.experts is None and runner.decoder.tp.size == 1
+        plain = runner.samplings[0].top_p == 1.0 and runner.decoder.spec.experts is None and runner.decoder.tp.size == 1
         return plain and runner.device.type == "cuda" and runner.cache.backend.capturable
 
     def start(self, work: Sequence[Work], steps: int) -> None:
@@ -131,7 +133,7 @@ class DecodeLoop:
 
     def _step(self, size: int, width: int) -> None:
         runner = self.runner
-        decoder, sampling = runner.decoder, runner.draws.sampling
+        decoder, sampling = runner.decoder, runner.samplings[0]
         positions, lasts, prompts, keys = self.state[:, :size]
         ids = self.ids[:size]
         attention = runner.cache.backend.decoding(positions, self.table[:size, :width], runner.cache, runner.num_heads)
@@ -139,9 +141,10 @@ class DecodeLoop:
         drawn = sample(gather_logits(decoder, logits), sampling, uniform_on_device(keys, positions + 1 - prompts))
         if drawn.is_cuda:  # as in Runner
             decoder.tp.broadcast(drawn, 0, "generation:tokens")
-        for kept, temperature in zip(self.log_probs, runner.temperatures, strict=True):
+        for kept, temperature in runner.notes(self.log_probs, sampling):
             log_probs = log_probs_of(decoder, logits, drawn, temperature)
-            kept[:, :size].index_copy_(0, self.number, log_probs[None])
+            for line in kept:
+                line[:, :size].index_copy_(0, self.number, log_probs[None])
         self.drawn[:, :size].index_copy_(0, self.number, drawn.masked_fill(~log_probs.isfinite(), NOT_FINITE)[None])
         ids.copy_(drawn)
         positions += positions < lasts

@@ -234,6 +234,8 @@ class Generator:
 
     def _check(self, requests: Sequence[Request], sampling: SamplingConfig) -> None:
         vocabulary, ends = self.decoder.spec.vocab_size, self._ends(sampling)
+        for drawing, row_id in {r.drawing: r.row_id for r in requests if r.drawing}.items():
+            sampling.drawn_by(drawing).check(f"sampling of row {row_id}")
         sampling.check_ids(vocabulary, ends.token_ids, any(request.min_new_tokens for request in requests), "sampling")
         for request in requests:
             if not request.prompt_ids:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rlhf_spmd.generation.config import SamplingConfig
@@ -65,9 +66,12 @@ class Runner:
         self.tokens = torch.from_numpy(tokens).to(self.device).view(-1)
         most = max(request.max_new_tokens for request in requests)
         dtype = torch.float64 if decoder.dtype == torch.float64 else torch.float32
-        temperature = draws.sampling.log_prob_temperature
-        self.temperatures = [1.0] if temperature == 1.0 else [temperature, 1.0]
-        self.log_probs = torch.zeros(len(self.temperatures), len(requests), most, dtype=dtype, device=self.device)
+        drawings = [request.drawing or draws.sampling.drawing for request in requests]
+        number = {drawing: i for i, drawing in enumerate(dict.fromkeys(drawings))}
+        self.samplings = [draws.sampling.drawn_by(drawing) for drawing in number]  # mostly there is one
+        self._sampling_of = np.array([number[drawing] for drawing in drawings])
+        tempered = any(sampling.log_prob_temperature != 1.0 for sampling in self.samplings)
+        self.log_probs = torch.zeros(1 + tempered, len(requests), most, dtype=dtype, device=self.device)
         shape = len(requests), most, draws.sampling.logprobs
         self.top_ids = torch.zeros(shape, dtype=torch.int64, device=self.device)
         self.top_log_probs = torch.zeros(shape, dtype=dtype, device=self.device)
@@ -177,24 +181,59 @@ class Runner:
         logits = local_logits(self.decoder, hidden)
         index = np.array([row.index for row in rows], dtype=np.int64)
         position = np.array([row.num_new for row in rows], dtype=np.int64)
-        greedy = self.draws.sampling.greedy
-        draws = np.empty(0) if greedy else uniform(self.draws.seed, self.steps[index], self.row_ids[index], position)
         scores = whole = gather_logits(self.decoder, logits)
         if self.draws.rules is not None:
             scores = self.draws.rules.apply(whole, rows, self.tokens.view(-1, self.width))
-        drawn = sample(scores, self.draws.sampling, on_device(draws, self.device))
-        if drawn.is_cuda:  # its cumulative sums may differ between ranks in the last bit, and then the schedules would
-            self.mesh.tp.broadcast(drawn, 0, "generation:tokens")
         places = on_device(index * self.log_probs.shape[2] + position, self.device)
-        for kept, temperature in zip(self.log_probs, self.temperatures, strict=True):
-            log_probs = log_probs_of(self.decoder, logits, drawn, temperature)
-            kept.view(-1).index_copy_(0, places, log_probs)
+        kinds = self._sampling_of[index]
+        if (kinds == kinds[0]).all():
+            drawn, log_probs = self._draw_alike(self.samplings[kinds[0]], logits, scores, index, position, places)
+        else:  # rows do not see each other, so those that draw alike are drawn as if they were alone
+            drawn, log_probs = torch.empty_like(places), logits.new_empty(len(rows))
+            for kind in np.unique(kinds):
+                alike = np.flatnonzero(kinds == kind)
+                at = on_device(alike, self.device)
+                parts = logits[at], logits[at] if scores is logits else scores[at], index[alike], position[alike], places[at]
+                drawn[at], log_probs[at] = self._draw_alike(self.samplings[kind], *parts)
         if self.top_ids.numel():
             top = whole.topk(self.top_ids.shape[2]).indices
             at_one = [log_probs_of(self.decoder, logits, label) for label in top.unbind(1)]
             self.top_ids.view(-1, top.shape[1]).index_copy_(0, places, top)
             self.top_log_probs.view(-1, top.shape[1]).index_copy_(0, places, torch.stack(at_one, 1))
         return drawn.masked_fill(~log_probs.isfinite(), NOT_FINITE)
+
+    def _draw_alike(
+        self,
+        sampling: SamplingConfig,
+        logits: Tensor,
+        scores: Tensor,
+        index: NDArray[np.int64],
+        position: NDArray[np.int64],
+        places: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Tokens of rows that share ``sampling``, and their log-probs at temperature 1, which are noted at ``places`` as are those
+        at the sampling temperature. ``logits``: this rank's slice; ``scores``: of all the vocabulary, as the rules left them.
+
+        Collective over tp: every rank of it must call, in program order.
+        """
+        greedy = sampling.greedy
+        draws = np.empty(0) if greedy else uniform(self.draws.seed, self.steps[index], self.row_ids[index], position)
+        drawn = sample(scores, sampling, on_device(draws, self.device))
+        if drawn.is_cuda:  # its cumulative sums may differ between ranks in the last bit, and then the schedules would
+            self.mesh.tp.broadcast(drawn, 0, "generation:tokens")
+        log_probs = torch.empty(0)
+        for kept, temperature in self.notes(self.log_probs, sampling):
+            log_probs = log_probs_of(self.decoder, logits, drawn, temperature)
+            for line in kept:
+                line.view(-1).index_copy_(0, places, log_probs)
+        return drawn, log_probs
+
+    @staticmethod
+    def notes(log_probs: Tensor, sampling: SamplingConfig) -> list[tuple[Tensor, float]]:
+        """The parts of ``log_probs`` [1 or 2, ...], at the sampling temperature and at 1, and the temperature of each."""
+        if sampling.log_prob_temperature == 1.0:
+            return [(log_probs, 1.0)]
+        return [(log_probs[:1], sampling.log_prob_temperature), (log_probs[1:], 1.0)]
 
 
 def _ahead(row: Row) -> Iterator[Row]:

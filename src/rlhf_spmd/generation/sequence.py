@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class Drawing(NamedTuple):
+    """What of ``SamplingConfig`` the rows of one call may differ in: how a token is drawn from its logits."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
 
 
 @dataclass(frozen=True)
 class Request:
     """One row to generate. ``row_id`` (stable, unique) keys its random draws; rows of one prompt share ``group_id``.
 
-    ``min_new_tokens``: the row's own ``min_response_length``; the larger of both counts.
+    ``min_new_tokens``: the row's own ``min_response_length``; the larger of both counts. ``drawing``: None is the call's.
     """
 
     row_id: int
@@ -18,6 +28,7 @@ class Request:
     prompt_ids: Sequence[int]
     max_new_tokens: int
     min_new_tokens: int = 0
+    drawing: Drawing | None = None
 
 
 @dataclass(eq=False)

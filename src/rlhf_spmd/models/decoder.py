@@ -180,7 +180,7 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """Stage ``stage`` of ``pp`` of a model, tensor-parallel over ``tp``. Parameters are allocated, not initialised.
 
-    ``head``: "lm", "value" or "none". ``shards`` is plan_params of this rank; parameter names are its keys. ``layer_ids`` are
+    ``head``: "lm", "value", "both" or "none". ``shards`` is plan_params of this rank; parameter names are its keys. ``layer_ids`` are
     the global indices of ``layers``. ``blocks``: the order inside fused parameters, see plan_params; a generation module takes
     t / t_g. A tied model with pp > 1 holds the shared matrix twice, see :attr:`tied_ends`.
 
@@ -231,6 +231,7 @@ class Decoder(nn.Module):
         norm = (spec.hidden_size, spec.rms_norm_eps, spec.norm_plus_one)
         self.norm = RMSNorm(*norm, dtype, device) if self.is_last else None
         self.head = holder("head")
+        self.value = holder("value")
         built = {name: tuple(parameter.shape) for name, parameter in self.named_parameters()}
         planned = {name: shard.shape for name, shard in self.shards.items()}
         assert built == planned, f"parameters {built} differ from the plan {planned}"
@@ -264,16 +265,22 @@ class Decoder(nn.Module):
     @property
     def tied_ends(self) -> bool:
         """First and last stage each hold a copy of the embedding, whose gradients must be added over ``Mesh.ends``."""
-        return self.spec.tie_word_embeddings and self.pp > 1 and self.head_kind == "lm"
+        return self.spec.tie_word_embeddings and self.pp > 1 and self.head_kind in ("lm", "both")
 
     @property
     def head_weight(self) -> Tensor:
-        """[V_local, hidden] of the language-model head, or [1, hidden] of the value head. Last stage only."""
+        """[V_local, hidden] of the language-model head, or [1, hidden] of a value head without one. Last stage only."""
         holder = self.head if self.head is not None else self.embed
         assert holder is not None and self.is_last and self.head_kind != "none", (
             f"stage {self.stage} of {self.pp} with head {self.head_kind!r} has no head weight"
         )
         return holder.weight
+
+    @property
+    def value_weight(self) -> Tensor:
+        """[1, hidden] of the value head. Last stage only."""
+        assert self.head_kind in ("value", "both"), f"this decoder has no value head, but {self.head_kind!r}"
+        return self.head_weight if self.value is None else self.value.weight
 
     def forward(self, inputs: Tensor, attention: Attention, head: Callable[[Decoder, Tensor], Any] | None = None) -> Any:
         """Token ids [T] (first stage) or hidden [T, hidden] -> hidden [T, hidden], after the final norm on the last stage.

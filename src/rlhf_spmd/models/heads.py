@@ -255,8 +255,7 @@ def log_probs_of(decoder: Decoder, logits: Tensor, labels: Tensor, temperature: 
 
 def values(decoder: Decoder, hidden: Tensor) -> Tensor:
     """Value head: hidden [T, hidden] -> [T], fp32 (fp64 for fp64), the same on every tp rank; differentiable."""
-    assert decoder.head_kind == "value", f"values needs a value head, this decoder has {decoder.head_kind!r}"
-    weight = decoder.head_weight[0]
+    weight = decoder.value_weight[0]
     if hidden.dtype not in (torch.float32, torch.float64):
         hidden, weight = hidden.float(), weight.float()
     return (hidden * weight).sum(-1)  # not a matrix product: one column would not be exact

@@ -14,7 +14,7 @@ from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.parallel.boxes import Box, ParamShard
 from rlhf_spmd.parallel.layout import stage_layers
 
-HEAD_KINDS = ("lm", "value", "none")
+HEAD_KINDS = ("lm", "value", "both", "none")
 
 
 def vocab_range(vocab_size: int, tp_rank: int, tp: int) -> tuple[int, int]:
@@ -67,9 +67,10 @@ def plan_params(
 ) -> dict[str, ParamShard]:
     """Decoder parameter name -> shape and boxes on this rank, in the order of ``Decoder.named_parameters()``.
 
-    ``head``: "lm", "value" or "none". Layers are numbered from 0 within the stage. ``blocks``: the rank holds the slices of as
-    many ranks of a layout with tp * blocks, and fused parameters keep theirs together, [q0; k0; v0; q1; k1; v1] for two: each
-    finer slice is then a slice of this one, which the hybrid engine needs. Raises ValueError where the layout does not fit.
+    ``head``: "lm", "value", "both" (a value head beside the other) or "none". Layers are numbered from 0 within the stage.
+    ``blocks``: the rank holds the slices of as many ranks of a layout with tp * blocks, and fused parameters keep theirs together,
+    [q0; k0; v0; q1; k1; v1] for two: each finer slice is then a slice of this one, which the hybrid engine needs. Raises ValueError
+    where the layout does not fit.
     """
     if head not in HEAD_KINDS:
         raise ValueError(f"head {head!r} is not one of {', '.join(HEAD_KINDS)}")
@@ -93,8 +94,10 @@ def plan_params(
         plan["norm.weight"] = _replicated(names.norm, hidden)
         if head == "value":
             plan["head.weight"] = _replicated(names.value_head, 1, hidden)
-        elif head == "lm" and not (spec.tie_word_embeddings and pp == 1):
+        elif head in ("lm", "both") and not (spec.tie_word_embeddings and pp == 1):
             plan["head.weight"] = vocab_slice(names.embed if spec.tie_word_embeddings else names.lm_head)
+        if head == "both":
+            plan["value.weight"] = _replicated(names.second_head, 1, hidden)
     return plan
 
 

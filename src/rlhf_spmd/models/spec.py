@@ -24,6 +24,7 @@ class Names:
     norm: str = "model.norm.weight"
     lm_head: str = "lm_head.weight"
     value_head: str = "score.weight"
+    second_head: str = "v_head.weight"  # the value head of a model that has both; no Hugging Face class has it
     input_norm: str = "model.layers.{layer}.input_layernorm.weight"
     post_norm: str = "model.layers.{layer}.post_attention_layernorm.weight"
     q: str = "model.layers.{layer}.self_attn.q_proj"

@@ -51,7 +51,7 @@ class _Checkpoint:
         self.stored = {name.replace(spec.text_prefix, ""): name for name in text}
 
     def refuse_unknown(self, spec: ModelSpec) -> None:
-        known = {*tensor_shapes(spec, "lm"), spec.names.lm_head, spec.names.value_head}
+        known = {*tensor_shapes(spec, "both"), spec.names.lm_head, spec.names.value_head}
         unknown = sorted(n for n in self.stored if n not in known and not _IGNORED.search(n))
         if unknown:
             raise ValueError(
@@ -65,7 +65,7 @@ class _Checkpoint:
             stored = spec.names.lm_head  # the one matrix of a tied model is saved under either name
         if stored in self.stored:
             return self.slices(stored, shape)
-        if name == spec.names.value_head and missing_head_ok:
+        if name in (spec.names.value_head, spec.names.second_head) and missing_head_ok:
             return None
         hint = "; a reward model needs a value head of one label" if name == spec.names.value_head else ""
         raise ValueError(f"{self.source}: tensor '{name}' is missing{hint}")

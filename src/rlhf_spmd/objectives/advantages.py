@@ -90,6 +90,25 @@ def gae(rewards: Tensor, values: Tensor, lengths: Tensor, gamma: float, lam: flo
     return advantages, advantages + values
 
 
+def _centered(scores: Tensor, group_ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """float64 [rows], scores minus their group's mean by ``weights`` [rows]: 0 to the bit where all of a group are equal. And the
+    index of each row's group, and the groups' numbers of rows."""
+    _, index, counts = torch.unique(group_ids, return_inverse=True, return_counts=True)
+    first = torch.full_like(counts, len(scores)).scatter_reduce_(0, index, torch.arange(len(scores)), "amin")
+    wide = scores.double()
+    shifted = wide - wide[first][index]  # the mean of equal numbers need not be that number
+    total, weight = (
+        torch.zeros(len(counts), dtype=torch.float64).index_add_(0, index, x) for x in (shifted * weights, weights)
+    )
+    return shifted - (total / weight)[index], index, counts
+
+
+def _deviations(centered: Tensor, index: Tensor, counts: Tensor) -> Tensor:
+    """The unbiased standard deviation of each group, that of a single row taken as 0."""
+    squares = torch.zeros(len(counts), dtype=torch.float64).index_add_(0, index, centered.square())
+    return (squares / (counts - 1).clamp(min=1)).sqrt()
+
+
 @torch.no_grad()
 def group_advantages(scores: Tensor, group_ids: Tensor, by_std: bool) -> Tensor:
     """A row's score minus the mean of its group, and with ``by_std`` over the group's standard deviation (unbiased) + 1e-6.
@@ -98,25 +117,53 @@ def group_advantages(scores: Tensor, group_ids: Tensor, by_std: bool) -> Tensor:
     [rows]; whole groups. Returns [rows] in the dtype of ``scores``, at least float32: 0 to the bit where all scores of a group
     are equal.
     """
-    dtype = torch.promote_types(scores.dtype, torch.float32)
-    if not len(scores):
-        return scores.to(dtype)
-    _, index, counts = torch.unique(group_ids, return_inverse=True, return_counts=True)
-    first = torch.full_like(counts, len(scores)).scatter_reduce_(0, index, torch.arange(len(scores)), "amin")
-    wide = scores.double()
-    shifted = wide - wide[first][index]  # the mean of equal numbers need not be that number
-    centered = shifted - (torch.zeros_like(wide[first]).index_add_(0, index, shifted) / counts)[index]
+    centered, index, counts = _centered(scores, group_ids, torch.ones(len(scores), dtype=torch.float64))
     if by_std:
-        variance = torch.zeros_like(wide[first]).index_add_(0, index, centered.square()) / (counts - 1).clamp(min=1)
-        centered = centered / (variance.sqrt()[index] + GROUP_EPSILON)
-    return centered.to(dtype)
+        centered = centered / (_deviations(centered, index, counts)[index] + GROUP_EPSILON)
+    return centered.to(torch.promote_types(scores.dtype, torch.float32))
 
 
 @torch.no_grad()
+def leave_one_out(scores: Tensor, group_ids: Tensor) -> Tensor:
+    """A row's score minus the mean of the *other* rows of its group: RLOO (arXiv 2402.14740, section 3.3).
+
+    Shapes as of :func:`group_advantages`. Raises ValueError for a group of one row, which has no others.
+    """
+    centered, index, counts = _centered(scores, group_ids, torch.ones(len(scores), dtype=torch.float64))
+    if bool((counts < 2).any()):
+        raise ValueError("a group of one row has no others to be compared with: leave-one-out needs at least 2 rows per group")
+    return (centered * (counts / (counts - 1))[index]).to(torch.promote_types(scores.dtype, torch.float32))
+
+
+@torch.no_grad()
+def length_weighted_advantages(scores: Tensor, group_ids: Tensor, lengths: Tensor) -> Tensor:
+    """A row's score minus the mean of its group weighted by length, the baseline of least variance where a row's gradient grows
+    with its tokens: OPO (arXiv 2505.23585, section 3.2). Shapes as of :func:`group_advantages`; ``lengths`` above 0."""
+    centered, _, _ = _centered(scores, group_ids, lengths.double())
+    return centered.to(torch.promote_types(scores.dtype, torch.float32))
+
+
+@torch.no_grad()
+def group_statistics(scores: Tensor, group_ids: Tensor) -> Tensor:
+    """float64 [5]: the groups, of them those whose scores are all equal, all equal and at least 1, all equal and at most 0; and the
+    sum of the groups' standard deviations. ``scores``, ``group_ids`` [rows]; whole groups. Sum it over ranks."""
+    centered, index, counts = _centered(scores, group_ids, torch.ones(len(scores), dtype=torch.float64))
+    spread = _deviations(centered, index, counts)
+    equal = torch.ones(len(counts), dtype=torch.bool).scatter_reduce_(0, index, centered == 0, "amin")
+    score = torch.zeros(len(counts), dtype=torch.float64).scatter_(0, index, scores.double())
+    shares = torch.stack([torch.ones_like(equal), equal, equal & (score >= 1), equal & (score <= 0)]).sum(1)
+    return torch.cat([shares.double(), spread.sum()[None]])
+
+
+def row_sums(x: Tensor, lengths: Tensor) -> Tensor:
+    """The sum of each row's tokens, [rows] of ``x`` [T]; it passes gradients."""
+    row = torch.repeat_interleave(torch.arange(len(lengths)), lengths).to(x.device)
+    return x.new_zeros(len(lengths)).index_add(0, row, x)
+
+
 def row_means(x: Tensor, lengths: Tensor) -> Tensor:
-    """The mean of each row's tokens, [rows] of ``x`` [T]; 0 for a row without."""
-    row = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-    return x.new_zeros(len(lengths)).index_add_(0, row, x) / lengths.clamp(min=1)
+    """The mean of each row's tokens, [rows] of ``x`` [T]; 0 for a row without. It passes gradients."""
+    return row_sums(x, lengths) / lengths.clamp(min=1).to(x.device)
 
 
 @torch.no_grad()

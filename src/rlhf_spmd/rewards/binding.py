@@ -5,21 +5,28 @@
 | ``prompt``, ``response``, ``row`` | this project | texts, and the row's columns |
 | ``data_source``, ``solution_str``, ``ground_truth``, ``extra_info`` | verl | the response; the answer; ``extra_info`` or ``{}`` |
 | ``prompts``, ``completions``, ``completion_ids`` | TRL | lists over rows; any of them makes the function a batched one |
-| any other | all | the row's column of that name; of a batched function the list of them |
+| any other | all | its value in ``kwargs``, else the row's column of that name; of a batched function the list of them |
 
-``**kwargs`` takes all the others. An argument with a default keeps it where there is no value.
+``**kwargs`` takes all the others. An argument with a default keeps it where there is no value. A class is made once in each
+process, with ``kwargs``, and its ``__call__`` is the function. An ``async def`` function is awaited for many rows together.
 """
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+from rlhf_spmd.config.schema import nearest
 
 Row = tuple[str, str, dict[str, Any]]  # prompt, response, the row's columns
 
 BATCHED = frozenset(("prompts", "completions", "completion_ids"))
+OF_THE_ROW = BATCHED | {"prompt", "response", "row", "solution_str"}  # never from the configuration
+OVERRUN = object()  # in place of what an awaited function returned: it did not return in time
 ALLOWED = (
     "prompt, response, row; or verl's data_source, solution_str, ground_truth, extra_info; or TRL's prompts, completions, "
     "completion_ids; and columns of the row"
@@ -29,13 +36,18 @@ ALLOWED = (
 @dataclass(frozen=True)
 class BoundReward:
     """``label``: the function's configuration key and name, for messages. ``required`` and ``optional``: arguments without and
-    with a default. ``takes_all``: there is a ``**kwargs``."""
+    with a default that are not in ``kwargs``. ``takes_all``: there is a ``**kwargs``. ``kwargs``: arguments from the configuration.
+    ``is_class``: ``function`` is still to be made. ``is_async``: its results are awaited, in ``loop``."""
 
     label: str
     function: Callable[..., Any]
-    required: tuple[str, ...]
-    optional: tuple[str, ...]
-    takes_all: bool
+    required: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
+    takes_all: bool = False
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    is_class: bool = False
+    is_async: bool = False
+    loop: asyncio.Runner | None = None
 
     @property
     def batched(self) -> bool:
@@ -47,31 +59,59 @@ class BoundReward:
         """Whether rows must have ``completion_ids``, the response's tokens."""
         return "completion_ids" in self.required + self.optional
 
-    def call(self, rows: Sequence[Row]) -> list[Any]:
-        """What the function returns for each row; one row for a function that is not batched.
+    def ready(self) -> BoundReward:
+        """As it is called: a class made. Raises ValueError, one line, if its constructor raises."""
+        function, kwargs = self.function, self.kwargs
+        if self.is_class:
+            try:
+                function, kwargs = function(**kwargs), {}
+            # The boundary to the user's code: whatever it raises.
+            except Exception as error:
+                raise self.refusal(f"it cannot be made: {type(error).__name__}: {error}") from error
+        return replace(self, function=function, kwargs=kwargs, loop=asyncio.Runner() if self.is_async else None)
+
+    def call(self, rows: Sequence[Row], timeout_s: float) -> list[Any]:
+        """What the function returns for each row; one row for a function that is neither batched nor async. Of an async one that is
+        not batched, what it raised or ``OVERRUN`` in place of a row's result; each of its rows has ``timeout_s``.
 
         Raises ValueError for a row without a required argument, and for a list of another length; and what the function raises.
         """
         each = [_values(*row) for row in rows]
         if not self.batched:
+            if self.loop is not None:
+                return self.loop.run(self._together(each, timeout_s))
             return [self.function(**self._keywords(values)) for values in each]
         columns = {key: [values.get(key) for values in each] for key in {*self.required, *(key for row in each for key in row)}}
-        chats = [_messages(values["row"]) for values in each]
+        chats = [chat_messages(values["row"]) for values in each]
         columns["prompts"] = [chat or values["prompt"] for chat, values in zip(chats, each, strict=True)]
         columns["completions"] = [
             [{"role": "assistant", "content": values["response"]}] if chat else values["response"]
             for chat, values in zip(chats, each, strict=True)
         ]
-        results = list(self.function(**self._keywords(columns)))
+        returned = self.function(**self._keywords(columns))
+        results = list(self.loop.run(returned) if self.loop is not None else returned)
         if len(results) != len(rows):
             raise ValueError(f"{len(results)} scores were returned for {len(rows)} completions")
         return results
+
+    async def _together(self, each: Sequence[Mapping[str, Any]], timeout_s: float) -> list[Any]:
+        async def one(values: Mapping[str, Any]) -> Any:
+            return await self.function(**self._keywords(values))
+
+        tasks = [asyncio.ensure_future(one(values)) for values in each]
+        _, late = await asyncio.wait(tasks, timeout=timeout_s)
+        for task in late:
+            task.cancel()
+        if late:
+            await asyncio.wait(late)  # one that does not let itself be cancelled ends with the process
+        return [OVERRUN if task in late else task.exception() or task.result() for task in tasks]
 
     def _keywords(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
         missing = [name for name in self.required if name not in values]
         if missing:
             raise ValueError(f"the row has no {missing[0]!r}, which the function takes")
-        return values if self.takes_all else {name: values[name] for name in self.required + self.optional if name in values}
+        own = values if self.takes_all else {name: values[name] for name in self.required + self.optional if name in values}
+        return {**own, **self.kwargs}
 
     def check_rows(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Raises ValueError, one line, if no row has a value for a required argument. ``rows``: the rows' columns."""
@@ -90,21 +130,48 @@ class BoundReward:
         return ValueError(f"{self.label} takes ({', '.join(self.required + self.optional)}): {why}. Arguments may be {ALLOWED}")
 
 
-def bind_reward(function: Callable[..., Any], label: str) -> BoundReward:
-    """Raises ValueError, one line, for a function with arguments that cannot be given by name."""
+def bind_reward(function: Callable[..., Any], label: str, kwargs: Mapping[str, Any] | None = None) -> BoundReward:
+    """``kwargs``: arguments that the configuration gives; of a class they are its constructor's.
+
+    Raises ValueError, one line, for a function with arguments that cannot be given by name, one that returns no result (a generator,
+    a class without ``__call__``), and ``kwargs`` that it does not take.
+    """
+    kwargs = kwargs or {}
+    is_class = inspect.isclass(function)
+    bound = BoundReward(label, function, kwargs=kwargs, is_class=is_class)
+    if isinstance(function, type) and not any("__call__" in vars(base) for base in function.__mro__):
+        raise bound.refusal("it is a class without __call__: its objects return no score")
+    own = inspect.isroutine(function) or isinstance(function, functools.partial)
+    called = function if own else (function if isinstance(function, type) else type(function)).__call__
+    if inspect.isgeneratorfunction(called) or inspect.isasyncgenfunction(called):
+        raise bound.refusal("it is a generator (it has a yield); it must return the score")
     try:
-        parameters = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError) as error:
-        raise BoundReward(label, function, (), (), False).refusal(f"its signature cannot be read: {error}") from error
+        parameters = list(inspect.signature(called if is_class else function).parameters.values())[int(is_class) :]
+        if is_class:
+            inspect.signature(function).bind(**kwargs)
+    except TypeError as error:
+        raise bound.refusal(f"its constructor, with reward.kwargs={dict(kwargs)}: {error}") from error
+    except ValueError as error:
+        raise bound.refusal(f"its signature cannot be read: {error}") from error
     named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    required = tuple(p.name for p in named if p.default is p.empty)
-    optional = tuple(p.name for p in named if p.default is not p.empty)
-    bound = BoundReward(label, function, required, optional, any(p.kind is p.VAR_KEYWORD for p in parameters))
+    given = {} if is_class else kwargs
+    bound = replace(
+        bound,
+        required=tuple(p.name for p in named if p.default is p.empty and p.name not in given),
+        optional=tuple(p.name for p in named if p.default is not p.empty and p.name not in given),
+        takes_all=any(p.kind is p.VAR_KEYWORD for p in parameters),
+        is_async=inspect.iscoroutinefunction(called),
+    )
     by_position = [p.name for p in named if p.kind is p.POSITIONAL_ONLY]
     if by_position:
         raise bound.refusal(f"{by_position[0]} cannot be given by name")
     if not named and not bound.takes_all:
         raise bound.refusal("it takes nothing by name")
+    for name in given:
+        if name in OF_THE_ROW or not (bound.takes_all or name in (p.name for p in named)):
+            free = [p.name for p in named if p.name not in OF_THE_ROW]
+            hint = nearest(name, free) or ";"
+            raise bound.refusal(f"kwargs.{name} is none of its settings{hint} those are {', '.join(free) or 'none'}")
     return bound
 
 
@@ -118,7 +185,7 @@ def _values(prompt: str, response: str, row: Mapping[str, Any]) -> dict[str, Any
     return values | {"prompt": prompt, "response": response, "solution_str": response, "row": row}
 
 
-def _messages(row: Mapping[str, Any]) -> list[Any] | None:
+def chat_messages(row: Mapping[str, Any]) -> list[Any] | None:
     """The row's prompt as chat messages, None for a text. ``messages`` that end in an answer are another column of the data."""
     messages = row.get("messages")
     last = messages[-1] if isinstance(messages, list) and messages else None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rlhf_spmd.config import registry
@@ -17,16 +18,24 @@ FLOAT32_MAX = 3.4028234e38
 class RewardConfig:
     """A row's reward is ``weight`` * (score of ``function``) + ``model_weight`` * (score of the reward model), where present.
 
-    ``function``: a built-in's name or ``package.module:function``; None for none. ``model``: directory of
-    a reward model (the same as ``models.<role>.path``); None for none. ``data_sources``: rows of other ones are not scored: their
+    ``function``: a built-in's name, ``package.module:function`` or ``file.py:function``; None for none. ``kwargs``: arguments of
+    it that are no columns. ``by_group``: a function that takes lists is called once for the responses to each prompt. ``model``:
+    directory of a reward model (the same as ``models.<role>.path``); None for none. ``retokenize``: whether it reads the rows' text
+    through its own tokenizer in place of their tokens; ``auto``: if that differs from the actor's. ``apply_chat_template`` and
+    ``chat_template`` are then as in ``data``. ``data_sources``: rows of other ones are not scored: their
     score is 0 and they do not count in the statistics; None: all rows are. ``timeout_s``: time limit of one call,
     seconds. ``default``: score of a row whose call failed. ``num_workers``: processes per rank. ``max_failure_rate``: share of
     a step's calls that may fail (time-outs included); above it the run ends with class ``reward``; 1.0 never ends it after the
-    first step.
+    first step. ``max_memory_gb`` and ``max_file_gb``: limits of each process, GiB of private memory and of one file.
     """
 
     function: str | None = None
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    by_group: bool = False
     model: str | None = None
+    retokenize: bool | str = "auto"
+    apply_chat_template: bool | str = "auto"
+    chat_template: str | None = None
     data_sources: list[str] | None = None
     weight: float = 1.0
     model_weight: float = 1.0
@@ -34,22 +43,41 @@ class RewardConfig:
     default: float = 0.0
     num_workers: int = 1
     max_failure_rate: float = 1.0
+    max_memory_gb: float = 16.0
+    max_file_gb: float = 4.0
 
     def check(self, where: str = "reward") -> None:
         """Raises ValueError naming the key and the value; imports the function's module to see that it is there."""
         check_bounds(self, where, "weight", "model_weight", "default", least=-FLOAT32_MAX, most=FLOAT32_MAX)
-        check_bounds(self, where, "timeout_s", above=0)
+        check_bounds(self, where, "timeout_s", "max_memory_gb", "max_file_gb", above=0)
         check_bounds(self, where, "num_workers", least=1)
         check_bounds(self, where, "max_failure_rate", least=0, most=1)
         if self.data_sources is not None and not self.data_sources:
             raise ValueError(f"{where}.data_sources=[] scores no row; name a data source, or leave it out for all")
-        if self.function is not None:
-            self.bind(where)
+        for key in ("retokenize", "apply_chat_template"):
+            if getattr(self, key) not in ("auto", True, False):
+                raise ValueError(f"{where}.{key}={getattr(self, key)!r} must be auto, true or false")
+        if self.function is None:
+            given = next((key for key in ("kwargs", "by_group") if getattr(self, key)), None)
+            if given:
+                raise ValueError(f"{where}.{given} is for a function; give {where}.function, or leave it out")
+            return
+        bound = self.bind(where)
+        if self.by_group and not bound.batched:
+            raise bound.refusal(f"with {where}.by_group it must take lists over rows (prompts, completions or completion_ids)")
+        self._hook(bound, "check", f"{where}.kwargs", **self.kwargs)
+
+    def _hook(self, bound: BoundReward, name: str, *args: Any, **kwargs: Any) -> None:
+        """Call what the module of a built-in reward has to say under ``name``, if it has. Raises what that raises."""
+        module = getattr(bound.function, "__module__", "")
+        if module.startswith("rlhf_spmd.rewards."):
+            getattr(sys.modules[module], name, lambda *_, **__: None)(*args, **kwargs)
 
     def bind(self, where: str) -> BoundReward:
         """The function, its arguments bound by name. Raises ValueError, one line, where it cannot be found or bound."""
         assert self.function is not None, "there is a function to bind"
-        return bind_reward(resolve_reward(self.function, f"{where}.function"), f"{where}.function={self.function!r}")
+        label = f"{where}.function={self.function!r}"
+        return bind_reward(resolve_reward(self.function, f"{where}.function"), label, self.kwargs)
 
     def chooses(self, row: Mapping[str, Any]) -> bool:
         """Whether this reward scores a row with these columns."""
@@ -64,7 +92,9 @@ class RewardConfig:
                     f"{where}.data_sources: no row has the data_source {source!r}; there are {', '.join(there[:20])}"
                 )
         if self.function is not None:
-            self.bind(where).check_rows(row for row in rows if self.chooses(row))
+            bound, chosen = self.bind(where), [row for row in rows if self.chooses(row)]
+            bound.check_rows(chosen)
+            self._hook(bound, "check_rows", where, chosen)
 
 
 def reward_key(name: str) -> str:

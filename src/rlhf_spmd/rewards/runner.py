@@ -2,8 +2,9 @@
 
 The workers are plain programs, started with exec: they share nothing with the rank but two pipes, so neither the rank's
 threads, nor its device, nor its ``__main__`` come along, and a call that hangs (also inside C code) ends with the worker.
-A worker is sent many calls at once and answers one by one; a call's time runs from the answer before it. A call is one row, of
-a batched function the rows of this rank, or with several workers an equal share of them for each.
+A worker is sent many calls at once and answers one by one; a call's time runs from the answer before it. A call is one row; of
+a batched function the rows of this rank, or with several workers an equal share of them for each, or with ``by_group`` the rows of
+one prompt; of an async function up to ``MAX_TOGETHER`` rows.
 """
 
 from __future__ import annotations
@@ -16,19 +17,27 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from rlhf_spmd.rewards.binding import Row
 from rlhf_spmd.rewards.config import RewardConfig
+from rlhf_spmd.rewards.results import Pending, RewardResult
 
 # Seconds for a worker to start and import the function's module.
 START_LIMIT_S = 120.0
 # Seconds beyond the time limit before a silent worker is killed. The worker measures each call itself, and by its clock an
 # overrun counts exactly; this only covers the way of the answer.
 GRACE_S = 0.05
+# The same for an async call, in which each row is cancelled at the limit: seconds for that.
+CANCEL_S = 1.0
+# Rows that one worker awaits at a time.
+MAX_TOGETHER = 64
+# Seconds between signs of life while the rank waits.
+BEAT_S = 0.5
 # Calls sent to a worker at a time, at most: bounds what has to be sent again when it is killed.
 MAX_CHUNK = 256
 
@@ -40,40 +49,16 @@ _BOOT = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
 from rlhf_spmd.rewards.worker import main
-main(sys.argv[2], sys.argv[3], *map(int, sys.argv[4:]))
+main(json.loads(sys.argv[2]), sys.argv[3], *map(int, sys.argv[4:]))
 """
+# In the environment of a worker and of all that it starts, with a number of its own.
+_MARK = "RLHF_SPMD_REWARD_WORKER"
 
 
 class RewardError(RuntimeError):
     """The reward cannot go on: a worker does not start, or too many calls fail. Ends the run with class ``reward``."""
 
     exit_class = "reward"  # how the run ends: parallel/program.py
-
-
-@dataclass
-class RewardResult:
-    """What the calls of one :meth:`RewardRunner.score` gave, in the order of the rows.
-
-    ``scores``: the function's scores, ``default`` where a call failed, None where the function does not apply, without weights.
-    ``extras``: one dict per row, the other numeric entries of what the function returned. ``failures``: rows whose call raised,
-    returned no finite score, or ended its worker; ``timeouts``: rows whose call overran (not in ``failures``). ``first_error``:
-    message of the lowest row that failed, None without one.
-    """
-
-    scores: list[float | None]
-    extras: list[dict[str, float]]
-    failures: int = 0
-    timeouts: int = 0
-    first_error: str | None = None
-
-    def extra_sums(self) -> dict[str, tuple[float, int]]:
-        """For each extra: its sum over rows and the number of rows that have it, so that a mean over ranks can be taken."""
-        sums: dict[str, tuple[float, int]] = {}
-        for row in self.extras:
-            for key, value in row.items():
-                total, count = sums.get(key, (0.0, 0))
-                sums[key] = (total + value, count + 1)
-        return sums
 
 
 def check_failures(config: RewardConfig, where: str, failed: int, calls: int, first_error: str, first_step: bool) -> None:
@@ -85,9 +70,8 @@ def check_failures(config: RewardConfig, where: str, failed: int, calls: int, fi
     if failed and (everything or failed / calls > config.max_failure_rate):
         limit = "" if everything else f", more than {where}.max_failure_rate = {config.max_failure_rate}"
         step = "the first step" if everything else "this step"
-        raise RewardError(
-            f"{where}.function {config.function!r} failed in {failed} of {calls} calls of {step}{limit}; first error: {first_error}"
-        )
+        which = f"function {config.function!r}" if config.function is not None else f"model {config.model!r}"
+        raise RewardError(f"{where}.{which} failed in {failed} of {calls} calls of {step}{limit}; first error: {first_error}")
 
 
 @dataclass(eq=False)
@@ -95,6 +79,7 @@ class _Worker:
     """A process, its pipes, and the rows that it has been sent and not answered, oldest first."""
 
     process: subprocess.Popen[bytes]
+    mark: bytes
     request_fd: int
     answer_fd: int
     deadline: float
@@ -109,13 +94,13 @@ class _Worker:
         return bool(self.pending) or not self.ready
 
 
-def _start_worker(function: str, where: str) -> _Worker:
+def _start_worker(config: RewardConfig, where: str, number: int) -> _Worker:
     request_out, request_in = os.pipe()
     answer_out, answer_in = os.pipe()
-    command = [sys.executable, "-c", _BOOT, json.dumps(sys.path), function, where]
+    command = [sys.executable, "-c", _BOOT, json.dumps(sys.path), json.dumps(asdict(config)), where]
     command += map(str, (request_out, answer_in, os.getpid()))
     # Fixed string hashing: a function that walks over a set gives the same score in every worker and after a resume.
-    environment = {**os.environ, "PYTHONHASHSEED": "0"}
+    environment = {**os.environ, "PYTHONHASHSEED": "0", _MARK: f"{os.getpid()}.{id(config)}.{number}"}
     try:
         process = subprocess.Popen(
             command,
@@ -128,13 +113,14 @@ def _start_worker(function: str, where: str) -> _Worker:
     except OSError as error:
         os.close(request_in)
         os.close(answer_out)
-        raise RewardError(f"cannot start a worker for {where}.function {function!r}: {error}") from error
+        raise RewardError(f"cannot start a worker for {where}.function {config.function!r}: {error}") from error
     finally:
         os.close(request_out)
         os.close(answer_in)
     os.set_blocking(request_in, False)
     os.set_blocking(answer_out, False)
-    return _Worker(process, request_in, answer_out, time.monotonic() + START_LIMIT_S)
+    mark = f"{_MARK}={environment[_MARK]}".encode()
+    return _Worker(process, mark, request_in, answer_out, time.monotonic() + START_LIMIT_S)
 
 
 def _how_it_ended(pid: int) -> str:
@@ -146,6 +132,14 @@ def _how_it_ended(pid: int) -> str:
             return f"exit code {ended.si_status}" if ended.si_code == os.CLD_EXITED else f"signal {ended.si_status}"
         time.sleep(0.001)
     return "it closed its pipe"
+
+
+def _kill_marked(mark: bytes) -> None:
+    """End what a worker has started, also in process groups of their own, and what outlived it."""
+    for environment in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):  # of another user, or gone
+            if mark in environment.read_bytes().split(b"\0"):
+                os.kill(int(environment.parent.name), signal.SIGKILL)
 
 
 class RewardRunner:
@@ -163,6 +157,7 @@ class RewardRunner:
         self.config, self.where = config, where
         self.bound = config.bind(where)
         self._function = config.function
+        self._started = 0  # workers so far
         self._selector = selectors.DefaultSelector()
         self._workers: list[_Worker] = []
         for _ in range(config.num_workers):
@@ -189,28 +184,43 @@ class RewardRunner:
             self._remove_worker(self._workers[0])
         self._selector.close()
 
-    def score(self, rows: Sequence[Row]) -> RewardResult:
-        """Call the function for every (prompt text, response text, row); the rows must be what JSON can carry.
+    def score(
+        self, rows: Sequence[Row], groups: Sequence[int] | None = None, tick: Callable[[], None] = lambda: None
+    ) -> RewardResult:
+        """Call the function for every (prompt text, response text, row); the rows must be what JSON can carry. ``groups``: of each
+        row the number of its prompt, for ``by_group``. ``tick`` is called again and again while this waits.
 
         Returns the results by position in ``rows``, whichever worker answered first. Raises ValueError for a row that JSON
         cannot carry, RewardError if a worker does not start; the runner is closed then.
         """
         assert self._workers, "the reward runner is closed"
-        step = _Step(self.config, self.where, self._calls(len(rows)), len(rows))
+        step = Pending(self.config, self.where, self._calls(len(rows), groups), len(rows))
         try:
-            self._run(step, rows)
+            self._run(step, rows, tick)
         except BaseException:
             # The workers hold rows of a step that nobody waits for any more.
             self.close()
             raise
         return step.result()
 
-    def _calls(self, num_rows: int) -> list[range]:
+    def _calls(self, num_rows: int, groups: Sequence[int] | None) -> list[Sequence[int]]:
         """The rows of each call."""
-        size = -(-num_rows // len(self._workers)) if self.bound.batched else 1
-        return [range(first, min(first + size, num_rows)) for first in range(0, num_rows, size or 1)]
+        if self.config.by_group:
+            assert groups is not None, "by_group needs the rows' groups"
+            of_group: dict[int, list[int]] = {}
+            for row, group in enumerate(groups):
+                of_group.setdefault(group, []).append(row)
+            return list(of_group.values())
+        share = -(-num_rows // len(self._workers)) or 1
+        size = share if self.bound.batched else min(share, MAX_TOGETHER) if self.bound.is_async else 1
+        return [range(first, min(first + size, num_rows)) for first in range(0, num_rows, size)]
 
-    def _run(self, step: _Step, rows: Sequence[Row]) -> None:
+    @property
+    def _patience_s(self) -> float:
+        """Of a call, until its worker is killed."""
+        return self.config.timeout_s + GRACE_S + CANCEL_S * self.bound.is_async
+
+    def _run(self, step: Pending, rows: Sequence[Row], tick: Callable[[], None]) -> None:
         waiting = deque(range(len(step.calls)))
         # What happened since the last step: a worker became ready, or died idle (which is no call's failure).
         for worker in list(self._workers):
@@ -222,7 +232,8 @@ class RewardRunner:
                     self._send(worker, step, rows, waiting)
             deadline = min(worker.deadline for worker in self._workers if worker.busy)
             answered = set()
-            for key, mask in self._selector.select(max(0.0, deadline - time.monotonic())):
+            tick()
+            for key, mask in self._selector.select(min(BEAT_S, max(0.0, deadline - time.monotonic()))):
                 if mask & selectors.EVENT_WRITE:
                     self._flush(key.data)
                 if mask & selectors.EVENT_READ:
@@ -235,7 +246,8 @@ class RewardRunner:
                     self._overrun(worker, step, waiting)
 
     def _add_worker(self) -> None:
-        worker = _start_worker(self._function, self.where)
+        worker = _start_worker(self.config, self.where, self._started)
+        self._started += 1
         self._workers.append(worker)
         self._selector.register(worker.answer_fd, selectors.EVENT_READ, worker)
 
@@ -249,6 +261,7 @@ class RewardRunner:
         except (ProcessLookupError, PermissionError):  # the group is empty, or the process has ended and was not yet waited for
             worker.process.kill()
         worker.process.wait()
+        _kill_marked(worker.mark)
         os.close(worker.request_fd)
         os.close(worker.answer_fd)
 
@@ -257,14 +270,14 @@ class RewardRunner:
         self._remove_worker(worker)
         self._add_worker()
 
-    def _send(self, worker: _Worker, step: _Step, rows: Sequence[Row], waiting: deque[int]) -> None:
+    def _send(self, worker: _Worker, step: Pending, rows: Sequence[Row], waiting: deque[int]) -> None:
         # Guided self-scheduling: large chunks first, so that cheap calls run without round trips; small ones last, so that
         # the workers end together.
         size = max(1, min(MAX_CHUNK, -(-len(waiting) // (2 * len(self._workers)))))
         calls = [waiting.popleft() for _ in range(min(size, len(waiting)))]
         lines = [f"[{call}, [{', '.join(self._as_json(rows, index) for index in step.calls[call])}]]" for call in calls]
         if not worker.pending:
-            worker.deadline = time.monotonic() + self.config.timeout_s + GRACE_S
+            worker.deadline = time.monotonic() + self._patience_s
         worker.pending.extend(calls)
         was_empty = not worker.outgoing
         worker.outgoing = memoryview(bytes(worker.outgoing) + ("\n".join(lines) + "\n").encode())
@@ -291,7 +304,7 @@ class RewardRunner:
         if not worker.outgoing:
             self._selector.unregister(worker.request_fd)
 
-    def _receive(self, worker: _Worker, step: _Step, waiting: deque[int]) -> None:
+    def _receive(self, worker: _Worker, step: Pending, waiting: deque[int]) -> None:
         if worker not in self._workers:
             return
         try:
@@ -303,67 +316,34 @@ class RewardRunner:
             return
         *lines, worker.incoming = (worker.incoming + data).split(b"\n")
         for line in lines:
-            answer = json.loads(line)
-            if answer[0] == "broken":
-                raise RewardError(f"a reward worker cannot start: {answer[1]}")
-            if answer[0] == "ready":
-                worker.ready = True
-                continue
-            call = worker.pending.popleft()
-            assert call == answer[0], f"a reward worker answered call {answer[0]}, call {call} was due"
-            step.take(*answer)
-        worker.deadline = time.monotonic() + self.config.timeout_s + GRACE_S
+            try:
+                answer = json.loads(line)
+                if answer[0] == "broken":
+                    raise RewardError(f"a reward worker cannot start: {answer[1]}")
+                if answer[0] == "ready":
+                    worker.ready = True
+                    continue
+                assert answer[0] == worker.pending[0], "an answer to another call"
+                step.take(*answer)
+                worker.pending.popleft()
+            # The process boundary: a function that wrote into all open files wrote into the pipe too.
+            except (ValueError, TypeError, KeyError, IndexError, AssertionError):
+                self._died(worker, step, waiting, "it wrote into the pipe of its answers")
+                return
+        worker.deadline = time.monotonic() + self._patience_s
 
-    def _died(self, worker: _Worker, step: _Step, waiting: deque[int]) -> None:
-        how = _how_it_ended(worker.process.pid)
+    def _died(self, worker: _Worker, step: Pending, waiting: deque[int], how: str | None = None) -> None:
+        how = how or _how_it_ended(worker.process.pid)
         if not worker.ready:
             raise RewardError(f"a worker for {self.where}.function {self._function!r} ended before it was ready ({how})")
         if worker.pending:
             step.fail(worker.pending.popleft(), f"the worker process ended during the call ({how})")
         self._replace_worker(worker, waiting)
 
-    def _overrun(self, worker: _Worker, step: _Step, waiting: deque[int]) -> None:
+    def _overrun(self, worker: _Worker, step: Pending, waiting: deque[int]) -> None:
         if not worker.ready:
             raise RewardError(
                 f"a worker for {self.where}.function {self._function!r} was not ready after {START_LIMIT_S:.0f} s"
             )
         step.time_out(worker.pending.popleft())
         self._replace_worker(worker, waiting)
-
-
-class _Step:
-    """The results of one call of ``score`` while they come in. ``calls``: the rows of each call of the function."""
-
-    def __init__(self, config: RewardConfig, where: str, calls: list[range], num_rows: int) -> None:
-        self._config, self._where, self.calls = config, where, calls
-        self._scores: list[float | None] = [config.default] * num_rows
-        self._extras: list[dict[str, float]] = [{} for _ in range(num_rows)]
-        self._errors: dict[int, str] = {}
-        self._timeouts = 0
-        self.unanswered = len(calls)
-
-    def take(self, call: int, seconds: float, results: list[Any] | str) -> None:
-        if seconds > self._config.timeout_s:
-            self.time_out(call)
-        elif isinstance(results, str):
-            self.fail(call, results)
-        else:
-            self.unanswered -= 1
-            for index, result in zip(self.calls[call], results, strict=True):
-                if isinstance(result, str):
-                    self._errors[index] = result
-                else:
-                    self._scores[index], self._extras[index] = result
-
-    def fail(self, call: int, message: str) -> None:
-        self._errors |= dict.fromkeys(self.calls[call], message)
-        self.unanswered -= 1
-
-    def time_out(self, call: int) -> None:
-        self._timeouts += len(self.calls[call])
-        self.fail(call, f"no score within {self._where}.timeout_s = {self._config.timeout_s}")
-
-    def result(self) -> RewardResult:
-        first = min(self._errors, default=None)
-        message = None if first is None else f"row {first}: {self._errors[first]}"
-        return RewardResult(self._scores, self._extras, len(self._errors) - self._timeouts, self._timeouts, message)

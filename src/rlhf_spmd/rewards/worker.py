@@ -1,8 +1,8 @@
 """A process that calls one reward function again and again.
 
 Protocol: lines of JSON over two pipes. In: ``[call, rows]``, each row ``[prompt, response, columns]``. Out: once ``["ready"]`` or
-``["broken", message]``, then for every line, in order, ``[call, seconds, results]``: for each row ``[score, extras]`` or a message,
-or one message in place of the list.
+``["broken", message]``, then for every line, in order, ``[call, seconds, results]``: for each row ``[score, extras]``, a message, or
+null if it overran, or one message in place of the list. ``seconds`` is 0 where each row had a time limit of its own.
 The next call starts as soon as the answer to the one before is written, so an answer is also the report that the next call has
 started. Standard input is empty, and what the function prints goes to standard error: neither can disturb the pipes.
 """
@@ -13,12 +13,15 @@ import ctypes
 import json
 import math
 import os
+import resource
 import signal
 import sys
 import time
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
-from rlhf_spmd.rewards.binding import BoundReward
+from rlhf_spmd.rewards.binding import OVERRUN, BoundReward
 from rlhf_spmd.rewards.config import FLOAT32_MAX, RewardConfig
 
 _PR_SET_PDEATHSIG = 1
@@ -68,34 +71,55 @@ def _said(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"[:2000]
 
 
-def _read(value: Any, batched: bool) -> tuple[float | None, dict[str, float]] | str:
+def _read(value: Any, batched: bool) -> tuple[float | None, dict[str, float]] | str | None:
     """A row's result as the protocol has it. None, in a list, says that the function does not apply to the row."""
+    if value is OVERRUN:
+        return None
     try:
+        if isinstance(value, BaseException):
+            raise value
         return (None, {}) if batched and value is None else read_result(value)
     except Exception as error:  # the process boundary: the value's class is the user's too
         return _said(error)
 
 
-def _serve(bound: BoundReward, requests: Any, answers: Any) -> None:
-    worker = os.getpid()
+def _limit(kind: int, gib: float) -> None:
+    """At most the hard limit that there is."""
+    hard = resource.getrlimit(kind)[1]
+    wanted = int(gib * 2**30)
+    resource.setrlimit(kind, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
+
+
+def _serve(bound: BoundReward, requests: Any, answers: Any, timeout_s: float) -> None:
+    worker, home = os.getpid(), os.open(".", os.O_RDONLY)
+    each_limited = bound.is_async and not bound.batched
     for line in requests:
         call, rows = json.loads(line)
         start = time.monotonic()
         results: Any
         try:
-            results = [_read(value, bound.batched) for value in bound.call(rows)]
+            results = [_read(value, bound.batched) for value in bound.call(rows, timeout_s)]
         # The process boundary: whatever the user's function raises, sys.exit() included, is that call's failure.
         except BaseException as error:
             results = _said(error)
         if os.getpid() != worker:  # the function forked and came back twice: the answer is its parent's
             os._exit(0)
-        answers.write(json.dumps([call, time.monotonic() - start, results]).encode() + b"\n")
+        seconds = 0.0 if each_limited else time.monotonic() - start
+        os.fchdir(home)  # a function that went elsewhere does not take the next one along
+        answers.write(json.dumps([call, seconds, results]).encode() + b"\n")
         answers.flush()
 
 
-def main(function_name: str, where: str, request_fd: int, answer_fd: int, parent: int) -> None:
-    """Runs until the request pipe is closed or the parent dies. ``where``: key of the reward's configuration, for messages."""
+def main(settings: dict[str, Any], where: str, request_fd: int, answer_fd: int, parent: int) -> None:
+    """Runs until the request pipe is closed or the parent dies. ``settings``: the fields of the reward's configuration. ``where``:
+    its key, for messages."""
     _die_with_parent(parent)
+    config = RewardConfig(**settings)
+    _limit(resource.RLIMIT_DATA, config.max_memory_gb)
+    _limit(resource.RLIMIT_FSIZE, config.max_file_gb)
+    _limit(resource.RLIMIT_CORE, 0)
+    with suppress(OSError):  # where memory runs out all the same, the kernel is to end this process and not the rank
+        Path("/proc/self/oom_score_adj").write_text("1000")
     # A scheduler signals the whole job at once, but the rank decides when its workers end. A handler, unlike SIG_IGN, is not
     # inherited by programs that a reward function starts.
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -106,10 +130,10 @@ def main(function_name: str, where: str, request_fd: int, answer_fd: int, parent
     os.register_at_fork(after_in_child=lambda: os.close(answer_fd))
     with os.fdopen(request_fd, "rb") as requests, os.fdopen(answer_fd, "wb") as answers:
         try:
-            bound = RewardConfig(function_name).bind(where)
+            bound = config.bind(where).ready()
         except ValueError as error:
             answers.write(json.dumps(["broken", str(error)]).encode() + b"\n")
             return
         answers.write(b'["ready"]\n')
         answers.flush()
-        _serve(bound, requests, answers)
+        _serve(bound, requests, answers, config.timeout_s)

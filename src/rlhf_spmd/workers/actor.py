@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from rlhf_spmd.controller import MICRO_DP, THREE_D, Production, Reference, register
+from rlhf_spmd.controller.reference import Piece
 from rlhf_spmd.data.batch import Batch, Field, concat, decode_json, pack, ragged, unpack
 from rlhf_spmd.data.tokenizer import decoding
 from rlhf_spmd.generation.backends import choose_backend
@@ -21,12 +24,14 @@ from rlhf_spmd.generation.progress import Completion
 from rlhf_spmd.generation.sequence import Request
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.sharding import plan_params
+from rlhf_spmd.objectives.rollout_correction import mismatch_sums
 from rlhf_spmd.parallel.collectives import Group
 from rlhf_spmd.parallel.layout import GenerationLayout
 from rlhf_spmd.parallel.mesh import build_group, build_mesh
 from rlhf_spmd.reshard import Engine, HybridEngine, choose_engine
+from rlhf_spmd.workers.engine import rank_shards
 from rlhf_spmd.workers.model_worker import ModelWorker
-from rlhf_spmd.workers.objective import MASK, ROW_INPUTS, log_prob_differences
+from rlhf_spmd.workers.objective import MASK, ROW_INPUTS, drawn, log_prob_differences, model_tokens
 from rlhf_spmd.workers.rollouts import HeldRollouts
 
 
@@ -36,9 +41,9 @@ class ActorWorker(ModelWorker):
     def build_more(self) -> None:
         build, pool, shape = self.build, self.pool, self.shape
         if build.environment.cls is None:
-            self.unused = frozenset({"row", "response_mask", "environment_reward"})
+            self.unused, self.absent = frozenset({"row"}), frozenset({MASK, "environment_reward"})
         if not build.partial_rollouts:
-            self.unused |= {"rollout_versions"}
+            self.absent |= {"rollout_versions"}
         if not self.serves("generate_sequences"):
             return
         layout = shape.generating
@@ -54,24 +59,29 @@ class ActorWorker(ModelWorker):
     def enter(self, call: Production) -> None:
         super().enter(call)
         old = call.intakes[0].fields.get("old_log_probs", ()) if call.intakes else ()
-        self.checks_rollouts = bool(old) and all(self._is_exact(piece.producer, call.version) for piece in old)
+        self.checks_rollouts = bool(old) and all(self._is_exact(piece, call.version) for piece in old)
 
-    def _is_exact(self, maker: Any, version: int) -> bool:
+    def _is_exact(self, piece: Piece, version: int) -> bool:
         """Whether the log-probs of a generation are what a training forward of these weights gives, bit for bit."""
+        maker = piece.producer
         if not (self.build.exact_rollouts and isinstance(maker, Production) and maker.spec.kind == "generate"):
             return False
-        sampling = next(value for value in maker.args if isinstance(value, SamplingConfig))
+        common = next(value for value in maker.args if isinstance(value, SamplingConfig))
+        own = next((value for value in maker.args if isinstance(value, (list, tuple))), ())
+        samplings = [sampling for rows, sampling in own if np.isin(piece.ids, rows.rows.row_ids).any()]
         is_current = maker.role.name == self.name and maker.version == version
-        return is_current and sampling.log_prob_temperature == self.build.temperature
+        return is_current and all(s.log_prob_temperature == self.build.temperature for s in (common, *samplings))
 
     def _build_generator(self, engine: Engine, layout: GenerationLayout, gather: Group) -> None:
         mesh, spec, meta = self.generation_mesh, self.spec, torch.device("meta")
         assert spec is not None
         decoder = Decoder(spec, "lm", mesh.pp_rank, layout.pp, mesh.tp, self.engine.dtype, meta, blocks=layout.blocks)
         decoder.requires_grad_(False)
+        shards = partial(rank_shards, spec, "lm", self.shape.layout)  # generation has no use for a second head
+        mine = shards(self.mesh.pp_rank, self.mesh.tp_rank)
         self.hybrid = HybridEngine(
-            self.shards(spec),
-            self.engine.parameters,
+            shards,
+            lambda: {name: parameter for name, parameter in self.engine.parameters().items() if name in mine},
             decoder,
             lambda pp, tp: plan_params(spec, "lm", pp, layout.pp, tp, layout.tp, layout.blocks),
             gather,
@@ -96,9 +106,17 @@ class ActorWorker(ModelWorker):
         tokens=("prompt_ids",),
     )
     def generate_sequences(
-        self, batch: Batch, sampling: SamplingConfig, number: int, num_groups: int | None = None
+        self,
+        batch: Batch,
+        sampling: SamplingConfig,
+        number: int,
+        num_groups: int | None = None,
+        own: Sequence[tuple[Reference, SamplingConfig]] = (),
     ) -> tuple[Batch, dict[str, Any]]:
         """``response_ids``: ragged int64, stop token included; ``rollout_log_probs``: ragged, at the sampling temperature.
+
+        ``own``: the rows of each of these references are drawn by temperature, top_p, top_k and min_p of its sampling, in the same
+        batch as the others; the rest of ``sampling`` counts for all. Greedy rows have log-probs at temperature 1.
 
         Where rows may cross steps, ``rollout_versions``: ragged int64, the step whose weights drew the token.
         With an environment also ``response_mask``: ragged bool, false for its tokens, whose log-probs are 0; and
@@ -108,7 +126,7 @@ class ActorWorker(ModelWorker):
         names them. The others are held as far as they have come, and go on when they are asked for again.
         Collective over the pool: every rank of it must call, in program order.
         """
-        requests = _requests(batch, sampling)
+        requests = _requests(batch, sampling, own)
         with self._generating():
             if num_groups is None:
                 environments = self._environments(batch)
@@ -187,7 +205,7 @@ class ActorWorker(ModelWorker):
     def _known_log_probs(self, batch: Reference) -> Reference | None:
         """The rollout's own, where a training forward would give the same bits; the next update compares them with its own."""
         made, version = batch.fields.get("rollout_log_probs", ()), self.controller.version(self.name)
-        if not made or not all(self._is_exact(piece.producer, version) for piece in made):
+        if not made or not all(self._is_exact(piece, version) for piece in made):
             return None
         return Reference(batch.rows, {"old_log_probs": made})
 
@@ -206,8 +224,8 @@ class ActorWorker(ModelWorker):
         result = self.log_probs(batch, self.build.temperature)
         report = {}
         if result is not None and "rollout_log_probs" in batch:
-            difference = (result.values - batch["rollout_log_probs"].values).abs()
-            report = log_prob_differences(difference[batch[MASK].values] if MASK in batch else difference)
+            old, rollout = drawn(batch.with_fields(**batch.fields, old=result), "old"), drawn(batch, "rollout_log_probs")
+            report = log_prob_differences((old - rollout).abs()) | mismatch_sums(old, rollout, model_tokens(batch))
         return (batch.with_fields(old_log_probs=result) if result is not None else None), report
 
     @register(THREE_D, inputs=ROW_INPUTS, split_groups=True)
@@ -216,7 +234,7 @@ class ActorWorker(ModelWorker):
         log_probs = self.log_probs(batch, 1.0)
         if log_probs is None:
             return {"sum": 0.0, "tokens": 0}
-        return {"sum": -float(log_probs.values.double().sum()), "tokens": len(log_probs.values)}
+        return {"sum": -float(log_probs.values.double().sum()), "tokens": int(model_tokens(batch).sum())}
 
 
 def _episodes(completions: Sequence[Completion]) -> tuple[dict[str, Field], dict[str, Any]]:
@@ -234,15 +252,16 @@ def _episodes(completions: Sequence[Completion]) -> tuple[dict[str, Field], dict
     return {MASK: mask, "environment_reward": rewards}, report
 
 
-def _requests(batch: Batch, sampling: SamplingConfig) -> list[Request]:
+def _requests(batch: Batch, sampling: SamplingConfig, own: Sequence[tuple[Reference, SamplingConfig]] = ()) -> list[Request]:
     """A row's own limits count up to the common one; 0: it has none."""
     limit = sampling.max_response_length
     assert limit is not None
+    drawing = {row: its.drawing for rows, its in own if rows.rows is not None for row in rows.rows.row_ids.tolist()}
     columns = [batch.row_ids, batch.group_ids]
     for name in ("max_response_length", "min_response_length"):
         columns.append(batch[name] if name in batch else torch.zeros(len(batch), dtype=torch.int64))
     prompts = batch["prompt_ids"].rows() if len(batch) else []
     return [
-        Request(row, group, ids.tolist(), min(most or limit, limit), least)
+        Request(row, group, ids.tolist(), min(most or limit, limit), least, drawing.get(row))
         for row, group, most, least, ids in zip(*(column.tolist() for column in columns), prompts, strict=True)
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -25,6 +26,18 @@ class Whole:
     sum: Callable[[Tensor], Tensor]
     max: Callable[[Tensor], Tensor]
     state: dict[str, Any]
+
+    def sums(self, **parts: Tensor) -> dict[str, Tensor]:
+        """Each part, of any shape, summed over all ranks in one message: float64, flat. Every rank must call."""
+        flat = [part.detach().double().reshape(-1) for part in parts.values()]
+        return dict(zip(parts, self.sum(torch.cat(flat)).split([len(part) for part in flat]), strict=True))
+
+    def ranges(self, **parts: Tensor) -> dict[str, float]:
+        """``<name>/max`` and ``<name>/min`` of each part's numbers on all ranks, in one message. Every rank must call."""
+        ends = [[float(x.max()), -float(x.min())] if len(x) else [-math.inf, -math.inf] for x in parts.values()]
+        found = self.max(torch.tensor(ends, dtype=torch.float64)).tolist()
+        pairs = zip(parts, found, strict=True)
+        return {key: value for name, (high, low) in pairs for key, value in ((f"{name}/max", high), (f"{name}/min", -low))}
 
 
 # (fields by name, [tokens] or [rows] each; rows; the whole batch) -> fields that it makes, and metrics that are the same on every rank.

@@ -1,4 +1,4 @@
-"""The critic: values of every response position."""
+"""Roles with a trained value head: the critic, values of every response position; a model of rewards or costs, a score per row."""
 
 from __future__ import annotations
 
@@ -18,3 +18,11 @@ class CriticWorker(ModelWorker):
         """``values``: ragged [response tokens], the value before each token is emitted."""
         result = self.infer(batch, response_values)
         return batch.with_fields(values=result) if result is not None else None
+
+
+class ScoreWorker(ModelWorker):
+    """A reward or cost model that learns: its score is the value head at a row's last token (``row_values`` of an objective)."""
+
+    head = "value"
+    trained = True
+    new_head = True

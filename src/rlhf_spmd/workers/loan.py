@@ -7,7 +7,10 @@ member of the home only as a sender where it does not run the call, and it goes 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from rlhf_spmd.parallel.program import fail_beside
 from rlhf_spmd.reshard import Move, execute_reallocation, holdings, plan_reallocation
@@ -36,18 +39,21 @@ class Loan:
 
     def take(self) -> None:
         """Fill the twin's parameters. Collective over both pools: every rank of them must call, in program order."""
+        if self.twin.member:
+            self.twin.engine.storages.allocate()
+        self.copy(self.twin.engine.local_tensors() if self.twin.member else {})
+
+    def copy(self, targets: Mapping[str, Tensor]) -> None:
+        """Fill ``targets``, which on the twin's ranks are like its local shards. Collective as :meth:`take`."""
         self.settle()
         if self._group is None:
             return
-        targets = {}
-        if self.twin.member:
-            self.twin.engine.storages.allocate()
-            targets = self.twin.engine.local_tensors()
         resting = self.home.resting
         if resting is not None:
             resting.wake()
         sources = self.home.engine.local_tensors() if self.home.member else {}
-        self._move = execute_reallocation(self._plan, sources, targets, self._group)
+        dtype = self.twin.config.torch_dtype(self.twin.device)
+        self._move = execute_reallocation(self._plan, sources, targets, self._group, dtype=dtype)
         if self.twin.member or resting is not None:
             self.settle()
         else:
@@ -55,7 +61,7 @@ class Loan:
             call = board.call if board else (0, "", "")
             self._move.proceed(None if board is None else lambda error: fail_beside(board, error, call))
         if resting is not None:
-            resting.rest()
+            resting.rest(changed=False)
 
     def settle(self) -> None:
         """Wait until this rank has sent and received what it had to: the home's weights may change then."""

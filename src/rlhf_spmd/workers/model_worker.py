@@ -57,7 +57,8 @@ class Build:
     """What every role is built from, besides its own configuration.
 
     ``temperature``: of sampling, and so of log-probs. ``num_samples``: scored rows that come back as text, for people to read.
-    ``exact_rollouts``: generation's log-probs are training's, bit for bit. ``partial_rollouts``: rows may cross steps.
+    ``max_prompt_length`` and ``max_response_length``: limits of sampling, 0: none is known. ``exact_rollouts``: generation's
+    log-probs are training's, bit for bit. ``partial_rollouts``: rows may cross steps.
     ``serves``: the worker is a twin that serves this method, with weights on loan and without an optimizer.
     """
 
@@ -71,6 +72,8 @@ class Build:
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     tokenizer: Any = None
     num_samples: int = 0
+    max_prompt_length: int = 0
+    max_response_length: int = 0
     exact_rollouts: bool = False
     partial_rollouts: bool = False
     serves: str | None = None
@@ -154,7 +157,7 @@ class ModelWorker(Worker):
         if self.loan is not None and self._holds:
             self.loan.give_back()
         elif self.resting is not None and self._holds:
-            self.resting.rest()
+            self.resting.rest(changed=call.spec.kind == "train")
 
     def micro_batches(self, batch: Batch, keep_groups: bool = False) -> tuple[list[list[int]], list[Packed], Totals]:
         """Cut rows, or with ``keep_groups`` groups of rows, into packed micro-batches, as many on every data-parallel rank.
@@ -252,8 +255,7 @@ class ModelWorker(Worker):
 
         def losses(objective: Objective, totals: Totals) -> Callable[..., tuple[Tensor, dict[str, Tensor]]]:
             def loss(decoder: Decoder, hidden: Tensor, micro: Packed) -> tuple[Tensor, dict[str, Tensor]]:
-                fields = model_outputs(objective, decoder, hidden, micro)
-                fields |= {name: take_field(micro.extra, name, hidden.device) for name in objective.reads}
+                fields = _fields(objective, decoder, hidden, micro)
                 if differences is not None and objective is objectives[0] and "old_log_probs" in fields:
                     differences.append((fields["log_probs"].detach() - fields["old_log_probs"]).abs())
                 value, told = objective.loss(fields, Rows.of(micro.extra), totals)
@@ -274,6 +276,30 @@ class ModelWorker(Worker):
             summed = dict(zip(names, values.tolist(), strict=True))
         return {**summed, **self.engine.optimizer_step()}
 
+    @register(
+        THREE_D,
+        describe=lambda self, objective: Signature(
+            f"evaluate_{self.name}", (Stream((*ROW_INPUTS, *objective.reads), objective.keep_groups),)
+        ),
+    )
+    def evaluate(self, batch: Batch, objective: Objective) -> dict[str, float]:
+        """The objective's loss and statistics without learning: of each the share of this replica's rows, times the number of all;
+        and ``rows``, its own. The sums over replicas, of the first over the last, are what an update of these rows would report.
+
+        Collective over the pool: every rank of it must call, in program order.
+        """
+        _, packed, totals = self.micro_batches(batch, objective.keep_groups)
+
+        def measure(decoder: Decoder, hidden: Tensor, micro: Packed) -> dict[str, Tensor]:
+            loss, told = objective.loss(_fields(objective, decoder, hidden, micro), Rows.of(micro.extra), totals)
+            return {"loss": loss, **told}
+
+        sums: dict[str, float] = {"rows": len(batch)}
+        for found in self.engine.forward(packed, measure):
+            for name, share in (found or {}).items():
+                sums[name] = sums.get(name, 0.0) + float(share) * totals.rows
+        return sums
+
     def summarise(self, reports: Sequence[dict[str, float]], first: tuple[str, ...] = ()) -> dict[str, float]:
         """The mean of each statistic over a step's updates, under ``<role>/<name>``; of ``first`` also the first update's value."""
         named = [
@@ -287,3 +313,9 @@ class ModelWorker(Worker):
     def progress(self) -> dict[str, int]:
         """What a checkpoint must know of this role besides its tensors."""
         return {"optimizer_steps": self.engine.optimizer.step_count if self.engine.optimizer else 0}
+
+
+def _fields(objective: Objective, decoder: Decoder, hidden: Tensor, micro: Packed) -> dict[str, Tensor]:
+    """What the objective reads, of the model and of the batch."""
+    fields = model_outputs(objective, decoder, hidden, micro)
+    return fields | {name: take_field(micro.extra, name, hidden.device) for name in objective.reads}

@@ -80,6 +80,20 @@ def as_objectives(given: Objective | Sequence[Objective]) -> list[Objective]:
     return [given] if isinstance(given, Objective) else list(given)
 
 
+def joint(*objectives: Objective) -> Objective:
+    """One objective on one forward pass for several on the same rows: the sum of their weighted losses."""
+    first = objectives[0]
+    assert all((one.temperature, one.keep_groups) == (first.temperature, first.keep_groups) for one in objectives), "one pass"
+
+    def loss(fields: dict[str, Tensor], rows: Rows, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
+        parts = [(one.weight, *one.loss(fields, rows, totals)) for one in objectives]
+        told = {name: value for _, _, stats in parts for name, value in stats.items()}
+        return torch.stack([weight * value for weight, value, _ in parts]).sum(), told
+
+    reads, model = (tuple(dict.fromkeys(sum((getattr(one, key) for one in objectives), ()))) for key in ("reads", "model"))
+    return Objective(loss, reads, model, first.temperature, first.keep_groups)
+
+
 def model_outputs(objective: Objective, decoder: Decoder, hidden: Tensor, micro: Packed) -> dict[str, Tensor]:
     """What ``objective.model`` names."""
     found: dict[str, Tensor] = {}

@@ -1,14 +1,43 @@
-"""The reference policy: frozen log-probabilities that the KL term measures against."""
+"""The reference policy: log-probabilities that the KL term measures against, of weights that stay or follow the actor's."""
 
 from __future__ import annotations
 
-from rlhf_spmd.controller import THREE_D, register
+import torch
+from torch import Tensor
+
+from rlhf_spmd.controller import ONE_TO_ALL, THREE_D, Production, register
 from rlhf_spmd.data.batch import Batch
+from rlhf_spmd.workers.loan import Loan
 from rlhf_spmd.workers.model_worker import ModelWorker
 from rlhf_spmd.workers.objective import ROW_INPUTS
 
 
 class ReferenceWorker(ModelWorker):
+    _from_actor: Loan | None = None  # made when it is first needed
+    _arrived: dict[str, Tensor]  # the actor's weights as this rank's shards
+
+    def enter(self, call: Production) -> None:
+        super().enter(call)
+        if call.spec.name != "follow":
+            return
+        if self._from_actor is None:
+            self._from_actor = Loan(call.args[0], self, "follow")
+        self._arrived = {}
+        if self.member:
+            self._arrived = {name: torch.empty_like(shard) for name, shard in self.engine.local_tensors().items()}
+        self._from_actor.copy(self._arrived)
+        self._from_actor.settle()  # the actor goes on to learn
+
+    @register(ONE_TO_ALL, kind="train")
+    def follow(self, actor: ModelWorker, alpha: float) -> None:
+        """weights = ``alpha`` * the actor's + (1 - ``alpha``) * weights, in float32 at least. Collective over both pools: every rank
+        of them must call, in program order."""
+        arrived, self._arrived = self._arrived, {}
+        with torch.no_grad():
+            for name, shard in self.engine.local_tensors().items():
+                wide = torch.promote_types(shard.dtype, torch.float32)
+                shard.copy_(shard.to(wide).lerp_(arrived.pop(name).to(wide), alpha))
+
     @register(THREE_D, inputs=ROW_INPUTS, outputs=("ref_log_prob",), split_groups=True)
     def compute_ref_log_prob(self, batch: Batch) -> Batch | None:
         """``ref_log_prob``: ragged [response tokens], at the sampling temperature."""

@@ -11,7 +11,7 @@ from rlhf_spmd.workers.engine import TrainEngine
 class Resting:
     """The weights of ``engine``: on the device from :meth:`wake` to :meth:`rest`, otherwise in host memory only, pinned on GPUs.
 
-    They go to the host when an optimizer step has changed them; else the copy there is good, and the device's is dropped.
+    They go to the host when a call has changed them; else the copy there is good, and the device's is dropped.
     """
 
     def __init__(self, engine: TrainEngine) -> None:
@@ -19,19 +19,15 @@ class Resting:
         self._storages.offload()
 
     def wake(self) -> None:
-        self._step_count = self._count()
         self._storages.reload()
 
-    def rest(self) -> None:
+    def rest(self, changed: bool) -> None:
         self._storages.follow(self._engine.local_tensors().values())  # generation may have given them other storages
-        if self._count() == self._step_count:
-            self._storages.free()
-        else:
+        if changed:
             self._storages.offload()
+        else:
+            self._storages.free()
 
     def tensors(self) -> dict[str, Tensor]:
         """Between calls: the local shards where they lie, in host memory. Writing there changes the weights."""
         return {name: self._storages.on_host(tensor) for name, tensor in self._engine.local_tensors().items()}
-
-    def _count(self) -> int:
-        return self._engine.optimizer.step_count if self._engine.optimizer else 0

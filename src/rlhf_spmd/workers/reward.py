@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from typing import Any
 
@@ -16,6 +17,7 @@ from rlhf_spmd.rewards.config import reward_key
 from rlhf_spmd.rewards.runner import RewardRunner, check_failures
 from rlhf_spmd.workers.model_worker import ModelWorker
 from rlhf_spmd.workers.objective import last_token_value, model_tokens
+from rlhf_spmd.workers.retokenize import Retokenizer, build_retokenizer
 
 
 class RewardWorker(ModelWorker):
@@ -36,6 +38,13 @@ class RewardWorker(ModelWorker):
         self.told = False  # of the first call that failed
         scores_text = self.answers and self.reward.function is not None
         self.runner = RewardRunner(self.reward, reward_key(self.name)) if scores_text else None
+        self.retokenizer: Retokenizer | None = None
+        if self.member and self.spec is not None and self.build.tokenizer is not None:
+            assert self.config.path is not None
+            limits, longest = self.build.limits, self.spec.max_position_embeddings
+            longest = longest if limits.rows is not None else min(longest, limits.max_tokens)
+            own = (self.reward, self.config.path, self.build.tokenizer, longest, self.spec.vocab_size, reward_key(self.name))
+            self.retokenizer = build_retokenizer(*own)
 
     def enter(self, call: Production) -> None:
         super().enter(call)
@@ -58,19 +67,35 @@ class RewardWorker(ModelWorker):
         # sums of weighted scores: at least float32, also for a model in bfloat16
         dtype = torch.promote_types(self.config.torch_dtype(torch.device("cpu")), torch.float32)
         scores = torch.zeros(len(batch), dtype=dtype)
+        refused: dict[int, str] = {}
         if self.spec is not None:
-            by_model = self.infer(batch, last_token_value, torch.ones(len(batch), dtype=torch.int64))
-            scores += self.reward.model_weight * by_model.values.cpu() if by_model is not None else 0.0
-        report, texts, scored = self._score_text(batch, scores)
+            read, refused = (batch, refused) if self.retokenizer is None else self.retokenizer(batch)
+            by_model = self.infer(read, last_token_value, torch.ones(len(batch), dtype=torch.int64))
+            if by_model is not None:
+                given = by_model.values.cpu().to(dtype)
+                given[list(refused)] = self.reward.default
+                scores += self.reward.model_weight * given
+        report, texts, scored = self._score_text(batch, scores, refused)
         if self.first and "environment_reward" in batch:
             scores += self.build.environment.weight * batch["environment_reward"]
             scored = torch.ones_like(scored)
         report |= self._statistics(batch, scores[scored], report)
+        report["extras"] |= self._by_source(texts, scores, scored)
         report |= {"score_sum": float(scores[scored].double().sum()), "rows": int(scored.sum())}
         report["samples"] = [
             self._sample(batch, i, texts[i], scores) for i in range(len(texts)) if int(batch.row_ids[i]) in self.shown
         ]
         return (batch.with_fields(scores=scores) if self.mesh.last_stage and len(batch) else None), report
+
+    def _by_source(self, texts: list[Row], scores: Tensor, scored: Tensor) -> dict[str, tuple[float, int]]:
+        """For each ``data_source`` of the scored rows the sum of their scores, and their number."""
+        found: dict[str, tuple[float, int]] = {}
+        for (_, _, row), score, counts in zip(texts, scores.tolist(), scored.tolist(), strict=False):
+            if counts and row.get("data_source") is not None:
+                key = f"{self.name}/{row['data_source']}/mean"
+                total, number = found.get(key, (0.0, 0))
+                found[key] = (total + score, number + 1)
+        return found
 
     def _sample(self, batch: Batch, i: int, text: Row, scores: Tensor) -> dict[str, Any]:
         """The i-th row for people to read."""
@@ -87,19 +112,23 @@ class RewardWorker(ModelWorker):
         Raises RewardError on every rank of the pool if too many calls failed.
         Collective over the pool: every rank of it must call, in program order.
         """
-        sums = torch.zeros(8, dtype=torch.float64)
-        largest = torch.full((5,), -torch.inf, dtype=torch.float64)
+        sums = torch.zeros(11, dtype=torch.float64)
+        largest = torch.full((7,), -torch.inf, dtype=torch.float64)
+        prompt_limit = self.build.max_prompt_length
         if self.answers and len(batch):
-            x, lengths = scores.double(), model_tokens(batch).double()
-            counts = [report["calls"], report["failures"], report["timeouts"], len(batch), len(x)]
-            sums = torch.cat([torch.tensor(counts).double(), torch.stack([lengths.sum(), x.sum(), x.square().sum()])])
-            largest[:2] = torch.stack([lengths.max(), -lengths.min()])
+            x, lengths, prompts = scores.double(), model_tokens(batch).double(), batch["prompt_ids"].lengths.double()
+            counts = [report["calls"], report["failures"], report["timeouts"], len(batch), len(x), report["clipped"]]
+            counts += [int((prompts >= prompt_limit).sum()) if prompt_limit else 0]
+            totals = torch.stack([lengths.sum(), prompts.sum(), x.sum(), x.square().sum()])
+            sums = torch.cat([torch.tensor(counts).double(), totals])
+            largest[:4] = torch.stack([lengths.max(), -lengths.min(), prompts.max(), -prompts.min()])
             if len(x):
-                largest[2:4] = torch.stack([x.max(), -x.min()])
+                largest[4:6] = torch.stack([x.max(), -x.min()])
             if report["first_error"]:
-                largest[4] = -self.mesh.pool.rank
-        calls, failures, timeouts, rows, scored, tokens, score, squares = self.mesh.pool.all_reduce(sums, "control").tolist()
-        longest, shortest, highest, lowest, first = self.mesh.pool.all_reduce(largest, "control", "max").tolist()
+                largest[6] = -self.mesh.pool.rank
+        summed = self.mesh.pool.all_reduce(sums, "control").tolist()
+        calls, failures, timeouts, rows, scored, *clipped, tokens, prompt_tokens, score, squares = summed
+        *extremes, highest, lowest, first = self.mesh.pool.all_reduce(largest, "control", "max").tolist()
         if failures + timeouts:
             self._judge_failures(int(failures + timeouts), int(calls), int(-first), report["first_error"])
         self.called = self.called or calls > 0
@@ -109,8 +138,10 @@ class RewardWorker(ModelWorker):
             found |= {"mean": mean, "std": max(squares / scored - mean**2, 0.0) ** 0.5, "max": highest, "min": -lowest}
         found = {f"{self.name}/{key}": value for key, value in found.items()}
         if self.first and rows:
-            lengths_of_all = {"mean": tokens / rows, "max": longest, "min": -shortest}
-            found |= {f"response_length/{key}": value for key, value in lengths_of_all.items()}
+            for i, (name, total) in enumerate((("response_length", tokens), ("prompt_length", prompt_tokens))):
+                values = {"mean": total / rows, "max": extremes[2 * i], "min": -extremes[2 * i + 1]}
+                found |= {f"{name}/{key}": value for key, value in values.items()}
+                found[f"{name}/clip_ratio"] = clipped[i] / rows
         return found
 
     def _judge_failures(self, failed: int, calls: int, source: int, error: str | None) -> None:
@@ -122,17 +153,19 @@ class RewardWorker(ModelWorker):
         where = reward_key(self.name)
         check_failures(self.reward, where, failed, calls, said, first_step=not self.called)
         if not self.told and source == self.mesh.pool.rank:
+            which = f"function {self.reward.function!r}" if self.reward.function is not None else "model"
             print(
-                f"{where}.function {self.reward.function!r} failed; such rows get {where}.default={self.reward.default} and count "
+                f"{where}.{which} failed; such rows get {where}.default={self.reward.default} and count "
                 f"in {self.name}/failures or {self.name}/timeouts: {said}",
                 file=sys.stderr,
             )
         self.told = True
 
-    def _score_text(self, batch: Batch, scores: Tensor) -> tuple[dict[str, Any], list[Row], Tensor]:
+    def _score_text(self, batch: Batch, scores: Tensor, refused: dict[int, str]) -> tuple[dict[str, Any], list[Row], Tensor]:
         """Add the function's scores to ``scores`` in place, the same on all tp ranks of the last stage; the report, and on tp 0
-        (prompt, response, row) of each row, without special tokens in the response, and which rows are scored, bool [rows]."""
-        report: dict[str, Any] = {"calls": 0, "failures": 0, "timeouts": 0, "first_error": None, "extras": {}}
+        (prompt, response, row) of each row, without special tokens in the response, and which rows are scored, bool [rows].
+        ``refused``: rows that the model could not read, and why."""
+        report: dict[str, Any] = {"calls": 0, "failures": 0, "timeouts": 0, "first_error": None, "extras": {}, "clipped": 0}
         texts: list[Row] = []
         scored = torch.ones(len(batch), dtype=torch.bool)
         if not self.mesh.last_stage or not len(batch):
@@ -143,18 +176,27 @@ class RewardWorker(ModelWorker):
             texts = [(row["prompt"], text, row) for row, text in zip(rows, decode(self.build.tokenizer, ids), strict=True)]
             scored = torch.tensor([self.reward.chooses(row) for row in rows])
             scores[~scored] = 0.0
+            limits = torch.tensor([row.get("max_response_length") or math.inf for row in rows])
+            limits = limits.clamp(max=self.build.max_response_length or math.inf)
+            report["clipped"] = int((batch["response_ids"].lengths >= limits).sum())
+            if self.retokenizer is not None:
+                errors = [f"row {index}: {why}" for index, why in refused.items() if scored[index]]
+                report |= {"calls": int(scored.sum()), "failures": len(errors), "first_error": next(iter(errors), None)}
         if self.runner is not None:
             chosen = scored.nonzero()[:, 0]
             if self.runner.bound.takes_ids:
                 rows = [row | {"completion_ids": response} for row, response in zip(rows, ids, strict=True)]
-            result = self.runner.score([(*texts[i][:2], rows[i]) for i in chosen.tolist()])
+            groups, texts_of = batch.group_ids[chosen].tolist(), [(*texts[i][:2], rows[i]) for i in chosen.tolist()]
+            result = self.runner.score(texts_of, groups, self.controller.tick)
             given = torch.tensor([torch.nan if score is None else score for score in result.scores], dtype=scores.dtype)
             scores[chosen] += self.reward.weight * given.nan_to_num(0.0)
             if self.spec is None:
                 scored[chosen] = ~given.isnan()
-            report |= {"calls": len(chosen), "failures": result.failures, "timeouts": result.timeouts}
+            report["calls"] += len(chosen)
+            report["failures"] += result.failures
+            report["timeouts"] = result.timeouts
             extras = {f"{self.name}/extra/{name}": sums for name, sums in result.extra_sums().items()}
-            report |= {"first_error": result.first_error, "extras": extras}
+            report |= {"first_error": report["first_error"] or result.first_error, "extras": extras}
         if self.reward.function is not None or self.reward.data_sources is not None:
             self.mesh.tp.broadcast(scores, 0, "batch")
         return report, texts, scored

@@ -1,0 +1,73 @@
+"""A reward server for ``reward.function=http``, as small as it gets: the standard library, and a reward function by its name.
+
+    python scripts/reward_server.py --function gsm8k --port 8000
+    ... -m rlhf_spmd.train ... reward.function=http 'reward.kwargs={url: "http://localhost:8000/score"}'
+
+With ``--token-env NAME`` a request must bring the bearer token that is in that variable here and, named by ``kwargs.token_env``, there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hmac
+import json
+import os
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from rlhf_spmd.rewards.binding import BoundReward
+from rlhf_spmd.rewards.config import RewardConfig
+from rlhf_spmd.rewards.worker import read_result
+
+
+def score(bound: BoundReward, request: dict[str, Any]) -> list[Any]:
+    """A number for each row, null where the function does not apply or fails."""
+    texts = [c if isinstance(c, str) else c[-1]["content"] for c in request["completions"]]
+    rows = [(row.get("prompt", ""), text, row) for row, text in zip(request["rows"], texts, strict=True)]
+    calls = [rows] if bound.batched else [[row] for row in rows]
+    return [None if value is None else read_result(value)[0] for call in calls for value in bound.call(call, 60.0)]
+
+
+def serve(bound: BoundReward, port: int, token: str | None, host: str = "127.0.0.1") -> ThreadingHTTPServer:
+    """The server, not yet running; port 0 is a free one."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            given = self.headers.get("Authorization", "")
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            if token is not None and not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
+                return self.answer(401, {"error": "wrong or no bearer token"})
+            try:
+                return self.answer(200, {"scores": score(bound, json.loads(body))})
+            # The boundary to the function: whatever it raises is told to who asked.
+            except Exception as error:
+                return self.answer(400, {"error": f"{type(error).__name__}: {error}"})
+
+        def answer(self, code: int, value: dict[str, Any]) -> None:
+            body = json.dumps(value).encode()
+            self.send_response(code)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+    return ThreadingHTTPServer((host, port), Handler)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--function", required=True, help="as reward.function")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--token-env", help="variable with the bearer token")
+    given = parser.parse_args()
+    config = RewardConfig(function=given.function)
+    config.check()
+    token = os.environ[given.token_env] if given.token_env else None
+    with serve(config.bind("reward").ready(), given.port, token, given.host) as server:
+        print(f"http://{given.host}:{server.server_port}/score", flush=True)
+        server.serve_forever()
+
+
+if __name__ == "__main__":
+    main()

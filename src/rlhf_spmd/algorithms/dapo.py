@@ -1,0 +1,158 @@
+"""DAPO (Yu et al. 2025, arXiv 2503.14476): GRPO's advantages without a reference, a wider upper clip, a penalty for over-long
+responses, and prompts whose responses all score alike replaced by further ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlhf_spmd.algorithms.base import sample, score, validate
+from rlhf_spmd.algorithms.policy import PolicyConfig, clipped_policy
+from rlhf_spmd.config.bounds import check_bounds
+from rlhf_spmd.controller import Reference
+from rlhf_spmd.data.batch import Field
+from rlhf_spmd.objectives.advantages import group_advantages
+from rlhf_spmd.workers.arithmetic import Function, Whole
+from rlhf_spmd.workers.objective import Rows
+
+__all__ = ["Config", "DAPOConfig", "step", "validate"]
+
+
+@dataclass(frozen=True)
+class OverlongConfig:
+    """``overlong_buffer``: the last ``len`` tokens before the limit cost up to ``penalty_factor``; null: a fifth of the limit."""
+
+    enable: bool = True
+    len: int | None = None
+    penalty_factor: float = 1.0
+
+    def check(self, where: str) -> None:
+        check_bounds(self, where, "len", least=1)
+        check_bounds(self, where, "penalty_factor", least=0)
+
+
+@dataclass(frozen=True)
+class FilterGroupsConfig:
+    """``filter_groups``: groups are kept whose ``metric`` differs between rows: "score", or with the over-long penalty
+    "seq_reward"; of at most ``max_num_gen_batches`` batches of prompts."""
+
+    enable: bool = True
+    metric: str = "score"
+    max_num_gen_batches: int = 10
+
+    def check(self, where: str) -> None:
+        check_bounds(self, where, "max_num_gen_batches", least=1)
+        if self.metric not in ("score", "seq_reward"):
+            raise ValueError(f"{where}.metric={self.metric!r} is not known; allowed: score, seq_reward")
+
+
+@dataclass(frozen=True)
+class DAPOConfig(PolicyConfig):
+    """The names are verl's."""
+
+    name: str = "dapo"
+    clip_ratio_low: float | None = 0.2
+    clip_ratio_high: float | None = 0.28
+    overlong_buffer: OverlongConfig = field(default_factory=OverlongConfig)
+    filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
+    min_samples: ClassVar[int] = 2
+    rows_in_flight: ClassVar[bool] = False
+
+    def check(self, where: str) -> None:
+        super().check(where)
+        if self.use_kl_loss:
+            raise ValueError(f"{where}.use_kl_loss=true: dapo has no reference; use grpo, or leave it out")
+
+    def check_together(self, config: Any, plans: Any, tokenizer: Any) -> None:
+        super().check_together(config, plans, tokenizer)
+        limit = config.sampling.max_response_length or config.data.max_response_length
+        if self.overlong_buffer.enable and (self.overlong_buffer.len or 1) > limit:
+            raise ValueError(
+                f"algorithm.overlong_buffer.len={self.overlong_buffer.len} must be at most data.max_response_length={limit}"
+            )
+
+
+def step(models: Any, data: Any, config: DAPOConfig, number: int) -> list[Reference]:
+    """One DAPO step. Returns the calls whose values are the step's metrics; those of rewards are of its first batch of prompts."""
+    # 1. prompts, until enough of them have responses that score differently
+    calls: list[Reference] = []
+    batches: list[Reference] = []
+    found = wanted = 0
+    filtering = config.filter_groups
+    for _ in range(filtering.max_num_gen_batches if filtering.enable else 1):
+        batch, rollout = sample(models, data, number)
+        scores, scored = score(models, batch)
+        judge = shaped(config, data.sampling.max_response_length)
+        judged = models.arithmetic.apply(
+            batch.union(scores), judge, ("scores",), gives=("seq_rewards", "spread"), keep_groups=True
+        )
+        calls, wanted = calls or [rollout, *scored, judged], wanted or num_groups(batch)
+        batch = batch.union(judged)
+        if filtering.enable:
+            batch = batch.take(models.controller.get_field(judged, "spread") > 0)
+        batches.append(batch)
+        found += num_groups(batch)
+        if found >= wanted:
+            break
+    if found < wanted:
+        tell_of_few(models.controller, number, found, wanted, len(batches))
+
+    # 2. the first of them, and the update
+    kept = batches[0].concat(*batches[1:])
+    assert kept.rows is not None
+    kept = kept.take(np.isin(kept.rows.group_ids, np.unique(kept.rows.group_ids)[:wanted]))
+    reduce = in_group({"dapo/num_gen_batches": float(len(batches)), "dapo/kept_groups": float(found)})
+    advantages = models.arithmetic.apply(kept, reduce, ("seq_rewards",), gives=("advantages",), keep_groups=True)
+    old = models.actor.compute_log_prob(kept)
+    update = models.actor.update(kept.union(old, advantages), clipped_policy(config, data.sampling), **config.schedule)
+    return [*calls, old, advantages, update]
+
+
+def num_groups(rows: Reference) -> int:
+    return rows.rows.num_groups if rows.rows is not None else 0
+
+
+def tell_of_few(controller: Any, number: int, found: int, wanted: int, tried: int) -> None:
+    """A step of fewer groups is told. Raises ValueError where there are none: a run must not go on without learning."""
+    told = f"step {number}: of {tried * wanted} prompts in {tried} batches {found} have responses whose scores differ"
+    remedy = "give other prompts, more samples (sampling.n), or a larger algorithm.filter_groups.max_num_gen_batches"
+    if not found:
+        raise ValueError(f"{told}, so there is nothing to train on; {remedy}, or set algorithm.filter_groups.enable=false")
+    controller.tell(f"{told}, where {wanted} were wanted; it trains on these; {remedy}")
+
+
+def shaped(config: DAPOConfig, limit: int) -> Function:
+    """Scores with the over-long penalty, min(0, (limit - len - length) / len) * factor (equation 13); and in each row of a group how
+    far the group's metric spreads, 0 only where it is the same in all rows."""
+
+    def judge(fields: dict[str, Tensor], rows: Rows, whole: Whole) -> tuple[dict[str, Field], dict[str, float]]:
+        scores, overlong = fields["scores"].double(), config.overlong_buffer
+        lengths = (rows.lengths if rows.mask is None else rows.mask.lengths).double()
+        room = overlong.len or max(limit // 5, 1)
+        penalty = ((limit - room - lengths) / room).clamp(max=0.0) * overlong.penalty_factor * overlong.enable
+        metric = scores if config.filter_groups.metric == "score" else scores + penalty
+        away = group_advantages(metric, rows.group_ids, by_std=False).abs()
+        at = rows.group_ids.unique(return_inverse=True)[1]
+        spread = away.new_zeros(len(rows)).scatter_reduce_(0, at, away, "amax")[at]
+        sums = whole.sum(torch.stack([penalty.sum(), (spread == 0).sum().double(), penalty.new_tensor(len(rows))]))
+        report = {"dapo/overlong_penalty_mean": float(sums[0] / sums[2]), "dapo/equal_group_fraction": float(sums[1] / sums[2])}
+        return {"seq_rewards": scores + penalty, "spread": spread}, report
+
+    return judge
+
+
+def in_group(report: dict[str, float]) -> Function:
+    """Advantages by mean and standard deviation of the group (equation 9). ``report``: counts that all ranks know."""
+
+    def compute_advantage(fields: dict[str, Tensor], rows: Rows, whole: Whole) -> tuple[dict[str, Field], dict[str, float]]:
+        advantages = group_advantages(fields["seq_rewards"], rows.group_ids, by_std=True)
+        return {"advantages": rows.per_token(rows.spread(advantages))}, report
+
+    return compute_advantage
+
+
+Config = DAPOConfig

@@ -1,0 +1,97 @@
+"""On-policy distillation: the student answers, and learns by the reverse KL to a teacher on its own tokens.
+
+MiniLLM (Gu et al. 2023, arXiv 2306.08543) takes the gradient of KL(student || teacher) of whole responses by REINFORCE; GKD (Agarwal et
+al. 2023, arXiv 2306.13649) each token's by itself. ``gamma`` is between the two: 1 and 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from rlhf_spmd.algorithms.base import sample, score, validate
+from rlhf_spmd.algorithms.policy import PolicyConfig, clipped_policy
+from rlhf_spmd.config.bounds import check_bounds
+from rlhf_spmd.controller import Reference
+from rlhf_spmd.data.batch import Field
+from rlhf_spmd.data.tokenizer import load_tokenizer
+from rlhf_spmd.objectives.advantages import gae
+from rlhf_spmd.workers.actor import ActorWorker
+from rlhf_spmd.workers.arithmetic import Function, RoleClass, Whole
+from rlhf_spmd.workers.objective import Rows
+from rlhf_spmd.workers.reference import ReferenceWorker
+from rlhf_spmd.workers.reward import RewardWorker
+
+__all__ = ["Config", "DistillConfig", "step", "validate"]
+
+
+@dataclass(frozen=True)
+class DistillConfig(PolicyConfig):
+    """``gamma``: what a token's KL counts for the token before it. A reward is for metrics and validation only, and may be left out."""
+
+    name: str = "distill"
+    gamma: float = 0.0
+    needs_reward: ClassVar[bool] = False
+
+    def check(self, where: str) -> None:
+        super().check(where)
+        check_bounds(self, where, "gamma", least=0, most=1)
+        if self.use_kl_loss:
+            raise ValueError(f"{where}.use_kl_loss=true: distill's KL is that to the teacher; leave it out")
+
+    def check_together(self, config: Any, plans: Mapping[str, Any], tokenizer: Any) -> None:
+        super().check_together(config, plans, tokenizer)
+        given = config.models.get("teacher")
+        if given is None or given.path is None:
+            raise ValueError("models.teacher.path must be given: a Hugging Face model directory, with the student's tokenizer")
+        if given.random_init:
+            raise ValueError("models.teacher.random_init=true: there is nothing to learn from such a teacher; leave it out")
+        teacher = load_tokenizer(plans["teacher"].config.path, required=False)
+        if teacher is not None and teacher.get_vocab() != tokenizer.get_vocab():
+            raise ValueError(
+                f"models.teacher.path={given.path!r}: its tokenizer has another vocabulary than that of models.actor; a teacher must "
+                "read the student's tokens"
+            )
+        if config.run.test_freq and "reward" not in plans:
+            raise ValueError(
+                f"run.test_freq={config.run.test_freq} validates by a reward; give reward.function, or set it to 0"
+            )
+
+    @property
+    def roles(self) -> Mapping[str, RoleClass]:
+        return {"actor": ActorWorker, "teacher": ReferenceWorker, "reward": RewardWorker}
+
+
+def step(models: Any, data: Any, config: DistillConfig, number: int) -> list[Reference]:
+    """One step of distillation. Returns the calls whose values are the step's metrics."""
+    batch, rollout = sample(models, data, number)
+    scored = score(models, batch)[1] if models.rewards else []
+    old = models.actor.compute_log_prob(batch)
+    batch = batch.union(old, models.teacher.compute_ref_log_prob(batch).rename(ref_log_prob="teacher_log_probs"))
+    reads = ("old_log_probs", "teacher_log_probs")
+    advantages = models.arithmetic.apply(batch, towards_teacher(config.gamma), reads, gives=("advantages",))
+    update = models.actor.update(batch.union(advantages), clipped_policy(config, data.sampling), **config.schedule)
+    return [rollout, *scored, old, advantages, update]
+
+
+def towards_teacher(gamma: float) -> Function:
+    """A token's advantage: minus the sum over itself and the later tokens of its response of gamma^distance * (log p_student -
+    log p_teacher), whose gradient with gamma 1 is in expectation that of KL(student || teacher) of responses."""
+
+    def compute_advantage(fields: dict[str, Tensor], rows: Rows, whole: Whole) -> tuple[dict[str, Field], dict[str, float]]:
+        kl = fields["old_log_probs"].double() - fields["teacher_log_probs"].double()
+        advantages, _ = gae(-kl, torch.zeros_like(kl), rows.lengths, gamma, 1.0)
+        total, tokens, num_rows = whole.sum(torch.stack([kl.sum(), kl.new_tensor(len(kl)), kl.new_tensor(len(rows))])).tolist()
+        return {"advantages": rows.per_token(advantages)}, {
+            "actor/reverse_kl": total / tokens,
+            "actor/reverse_kl_per_row": total / num_rows,
+        }
+
+    return compute_advantage
+
+
+Config = DistillConfig

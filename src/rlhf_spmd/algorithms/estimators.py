@@ -1,0 +1,132 @@
+"""Advantages without a critic: ``adv_estimator``, what each is computed from, and what is told of scores and groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from rlhf_spmd.algorithms.kl_reward import KLRewardConfig, MeasuredKL
+from rlhf_spmd.data.batch import Field
+from rlhf_spmd.objectives.advantages import (
+    gae,
+    group_advantages,
+    group_statistics,
+    leave_one_out,
+    length_weighted_advantages,
+    moments,
+    row_means,
+    row_sums,
+    token_level_rewards,
+    whiten,
+)
+from rlhf_spmd.workers.arithmetic import Function, RoleClass, Whole
+from rlhf_spmd.workers.objective import Rows
+from rlhf_spmd.workers.reference import ReferenceWorker
+
+# (config, rewards of rows [rows], their group ids, their lengths) -> [rows]
+ESTIMATORS: Mapping[str, Callable[[CriticFreeConfig, Tensor, Tensor, Tensor], Tensor]] = {
+    "grpo": lambda config, rewards, groups, lengths: group_advantages(rewards, groups, config.norm_adv_by_std_in_grpo),
+    "rloo": lambda config, rewards, groups, lengths: leave_one_out(rewards, groups),
+    "opo": lambda config, rewards, groups, lengths: length_weighted_advantages(rewards, groups, lengths),
+    "reinforce_plus_plus_baseline": lambda config, rewards, groups, lengths: group_advantages(rewards, groups, by_std=False),
+}
+BY_TOKEN = "reinforce_plus_plus"  # returns of tokens, without groups
+WHITENED = (BY_TOKEN, "reinforce_plus_plus_baseline")
+
+
+@dataclass(frozen=True)
+class CriticFreeConfig(KLRewardConfig):
+    """The names are verl's. ``norm_adv_by_std_in_grpo``: divide by the standard deviation of the group's scores too."""
+
+    adv_estimator: str = "grpo"
+    norm_adv_by_std_in_grpo: bool = True
+    use_kl_in_reward: bool = False
+    min_samples: ClassVar[int] = 2
+
+    def check(self, where: str) -> None:
+        super().check(where)
+        known = (*ESTIMATORS, BY_TOKEN)
+        if self.adv_estimator not in known:
+            raise ValueError(
+                f"unknown {where}.adv_estimator {self.adv_estimator!r}; available: {', '.join(known)}; gae is algorithm.name=ppo"
+            )
+        using = f"does nothing with {where}.adv_estimator={self.adv_estimator}; leave it out"
+        if self.gamma != 1 and self.adv_estimator != BY_TOKEN:
+            raise ValueError(f"{where}.gamma={self.gamma} {using}: only {BY_TOKEN} has a discount per token")
+        if not self.norm_adv_by_std_in_grpo and self.adv_estimator != "grpo":
+            raise ValueError(f"{where}.norm_adv_by_std_in_grpo=false {using}")
+        if self.loss_mode == "geo_mean" and self.adv_estimator == BY_TOKEN:
+            raise ValueError(
+                f"{where}.loss_mode=geo_mean needs one advantage per response, and {BY_TOKEN} gives each token its own"
+            )
+
+    @property
+    def roles(self) -> Mapping[str, RoleClass]:
+        return {**super().roles, **({"reference": ReferenceWorker} if self.uses_reference else {})}
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """What :func:`in_group` computes from; ``scores`` is enough where KL is not in the reward."""
+        return ("scores", *(("old_log_probs", "ref_log_prob") if self.uses_reference else ()))
+
+
+def check_groups(group_ids: Tensor, num_samples: int | None) -> None:
+    """Raises ValueError for a group that is not whole: of one row, or of another number than ``num_samples``."""
+    groups, counts = torch.unique(group_ids, return_counts=True)
+    for group, count in zip(groups.tolist(), counts.tolist(), strict=True):
+        if count < 2 or count != (num_samples or count):
+            wanted = f"{num_samples} are sampled" if num_samples else "at least 2 are needed"
+            raise ValueError(
+                f"advantages compare responses to one prompt; group {group} has {count} where {wanted}; take or drop whole groups"
+            )
+
+
+def in_group(config: CriticFreeConfig, num_samples: int | None = None) -> Function:
+    """Advantages [tokens] by ``config.adv_estimator``, of the score, minus KL with ``use_kl_in_reward``.
+
+    ``num_samples``: rows of every group, if it is known. reinforce_plus_plus: REINFORCE++ (arXiv 2501.03262), a token's discounted
+    rewards to come, whitened over all tokens; with ``_baseline`` the row's reward minus its group's mean, whitened likewise.
+    The function raises ValueError for groups that are not whole.
+    """
+    by_token, whitened = config.adv_estimator == BY_TOKEN, config.adv_estimator in WHITENED
+
+    def compute_advantage(fields: dict[str, Tensor], rows: Rows, whole: Whole) -> tuple[dict[str, Field], dict[str, float]]:
+        if not by_token:
+            check_groups(rows.group_ids, num_samples)
+        kl, scores = MeasuredKL(config, fields, rows, whole.state), fields["scores"]
+        if by_token:
+            rewards = token_level_rewards(scores, kl.values if config.use_kl_in_reward else None, kl.coefficient, rows.lengths)
+            advantages, _ = gae(rewards, torch.zeros_like(rewards), rows.lengths, config.gamma, 1.0)
+        else:
+            if config.use_kl_in_reward:
+                scores = scores - kl.coefficient * row_sums(kl.values, rows.lengths)
+            advantages = rows.spread(ESTIMATORS[config.adv_estimator](config, scores, rows.group_ids, rows.lengths))
+        zeros = row_means(advantages.abs(), rows.lengths) == 0
+        sums = whole.sums(
+            kl=kl.sums(),
+            advantages=moments(advantages),
+            zeros=zeros.sum(),
+            rewards=scores.sum(),
+            groups=group_statistics(fields["scores"], rows.group_ids),
+        )
+        if whitened:
+            advantages = whiten(advantages, sums["advantages"])
+        num_rows, tokens = sums["kl"][:2].tolist()
+        num_groups, *shares, spread = sums["groups"].tolist()
+        metrics = {
+            f"group/{name}_fraction": x / num_groups for name, x in zip(("equal", "right", "wrong"), shares, strict=True)
+        }
+        metrics |= {
+            "group/score_std_mean": spread / num_groups,
+            "actor/zero_advantage_fraction": float(sums["zeros"]) / num_rows,
+        }
+        metrics |= {"critic/advantage_mean": float(sums["advantages"][1]) / tokens}
+        if config.use_kl_in_reward or "ref_log_prob" in fields:
+            metrics |= kl.settle(sums["kl"])
+        return {"advantages": rows.per_token(advantages)}, metrics | whole.ranges(**{"critic/advantages": advantages})
+
+    return compute_advantage

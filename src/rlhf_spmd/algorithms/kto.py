@@ -1,0 +1,95 @@
+"""KTO (Ethayarajh et al. 2024, arXiv 2402.01306): responses that are each desirable or not, against a baseline of their batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlhf_spmd.algorithms.base import Section
+from rlhf_spmd.algorithms.preferences import PairsConfig, next_with_reference, reference_log_probs, validate_by
+from rlhf_spmd.config.bounds import check_bounds
+from rlhf_spmd.controller import Reference
+from rlhf_spmd.data.batch import Field
+from rlhf_spmd.data.preferences import UnpairedConfig
+from rlhf_spmd.objectives.preferences import kto, row_sums
+from rlhf_spmd.workers.arithmetic import RoleClass, Whole
+from rlhf_spmd.workers.objective import Objective, Rows, Totals
+from rlhf_spmd.workers.reference import ReferenceWorker
+
+
+@dataclass(frozen=True)
+class KTOConfig(PairsConfig):
+    """``desirable_weight``, ``undesirable_weight``: of the losses; the paper has them make up for unequal numbers of the two kinds."""
+
+    name: str = "kto"
+    beta: float = 0.1
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
+    streams: ClassVar[Mapping[str, Section]] = {"responses": Section("data", UnpairedConfig)}
+
+    def check(self, where: str) -> None:
+        super().check(where)
+        check_bounds(self, where, "beta", above=0)
+        check_bounds(self, where, "desirable_weight", "undesirable_weight", least=0)
+
+    @property
+    def roles(self) -> Mapping[str, RoleClass]:
+        return {**super().roles, "reference": ReferenceWorker}
+
+
+def step(models: Any, data: Any, config: KTOConfig, number: int) -> list[Reference]:
+    """One optimizer step on the labelled rows; the baseline comes of their prompts with completions of other prompts."""
+    rows = next_with_reference(models, data.responses)
+    estimate, baseline, desirable = estimate_kl(models, rows)
+    return [estimate, models.actor.update(rows.firsts(), objective(data, config, baseline, desirable))]
+
+
+def estimate_kl(models: Any, rows: Reference) -> tuple[Reference, float, float]:
+    """Of the second rows of the groups the mean log-ratio, at least 0, which is the baseline; the share of desirable rows; the call
+    that says both."""
+    mismatched = rows.take(np.arange(len(rows)) % 2 == 1)
+    mismatched = mismatched.union(models.actor.compute_log_prob(mismatched))
+    call = models.arithmetic.apply(mismatched, mean_log_ratio, ("old_log_probs", "ref_logps", "desirable"))
+    values = models.controller.get(call)[0] or [{"kto/kl": 0.0, "kto/desirable_fraction": 0.5}]  # empty while tracing
+    return call, max(values[0]["kto/kl"], 0.0), values[0]["kto/desirable_fraction"]
+
+
+def mean_log_ratio(fields: dict[str, Tensor], rows: Rows, whole: Whole) -> tuple[dict[str, Field], dict[str, float]]:
+    ratios = row_sums(fields["old_log_probs"], rows.lengths) - fields["ref_logps"]
+    mine = [float(ratios.sum()), float(fields["desirable"].sum()), len(rows)]
+    total, desirable, count = whole.sum(torch.tensor(mine, dtype=torch.float64)).tolist()
+    return {}, {"kto/kl": total / count, "kto/desirable_fraction": desirable / count}
+
+
+def objective(data: Any, config: KTOConfig, baseline: float, desirable: float) -> Objective:
+    """``desirable``: the share of such rows, by which their mean reward is reported."""
+
+    def loss(fields: dict[str, Tensor], rows: Rows, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
+        is_good = fields["desirable"] > 0
+        ratios = row_sums(fields["log_probs"], rows.lengths) - fields["ref_logps"]
+        losses = kto(ratios, is_good, baseline, config.beta, (config.desirable_weight, config.undesirable_weight))
+        told = {"accuracy": ((ratios > baseline) == is_good).double().sum() / totals.rows}
+        for name, side, share in (("chosen", is_good, desirable), ("rejected", ~is_good, 1 - desirable)):
+            told[f"rewards/{name}"] = (config.beta * ratios.detach() * side).sum() / max(totals.rows * share, 1.0)
+        return losses.sum() / totals.rows, told
+
+    return Objective(loss, ("desirable", "ref_logps"), temperature=data.sampling.log_prob_temperature)
+
+
+def validate(models: Any, data: Any, config: KTOConfig, number: int) -> dict[str, float]:
+    """``val/accuracy``: the share of responses whose log-ratio is on the label's side of the baseline."""
+
+    def evaluate(rows: Reference) -> Reference:
+        rows = reference_log_probs(models, rows)
+        _, baseline, desirable = estimate_kl(models, rows)
+        return models.actor.evaluate(rows.firsts(), objective(data, config, baseline, desirable))
+
+    return validate_by(data, "responses", evaluate)
+
+
+Config = KTOConfig

@@ -1,0 +1,69 @@
+"""Online DPO (Guo et al. 2024, arXiv 2402.04792): DPO on pairs of the policy's own responses, which the rewards decide."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from rlhf_spmd.algorithms.base import RolloutConfig, sample, score, validate
+from rlhf_spmd.algorithms.preferences import check_loss_type, direct_preference, reference_log_probs
+from rlhf_spmd.config.bounds import check_bounds
+from rlhf_spmd.controller import Reference
+from rlhf_spmd.data.batch import Field
+from rlhf_spmd.objectives.preferences import best_and_worst
+from rlhf_spmd.workers.arithmetic import RoleClass, Whole
+from rlhf_spmd.workers.objective import Rows
+from rlhf_spmd.workers.reference import ReferenceWorker
+
+__all__ = ["Config", "OnlineDPOConfig", "step", "validate"]
+
+
+@dataclass(frozen=True)
+class OnlineDPOConfig(RolloutConfig):
+    """DPO's knobs. Of more than two responses to a prompt the best and the worst are the pair."""
+
+    name: str = "online_dpo"
+    beta: float = 0.1
+    loss_type: str = "sigmoid"
+    label_smoothing: float = 0.0
+    length_normalized: bool = False
+    min_samples: ClassVar[int] = 2
+
+    def check(self, where: str) -> None:
+        super().check(where)
+        check_bounds(self, where, "beta", above=0)
+        check_loss_type(self.loss_type, self.label_smoothing, where)
+
+    @property
+    def roles(self) -> Mapping[str, RoleClass]:
+        return {**super().roles, "reference": ReferenceWorker}
+
+
+def step(models: Any, data: Any, config: OnlineDPOConfig, number: int) -> list[Reference]:
+    """One step. Prompts whose responses all score alike teach nothing and are left out; a step may have no others."""
+    batch, rollout = sample(models, data, number)
+    scores, scored = score(models, batch)
+    decided = models.arithmetic.apply(batch.union(scores), decide, ("scores",), gives=("chosen",), keep_groups=True)
+    pairs = batch.union(decided).take(models.controller.get_field(decided, "chosen") >= 0)
+    calls = [rollout, *scored, decided]
+    if len(pairs) == 0:
+        return calls
+    pairs = reference_log_probs(models, pairs)
+    return [
+        *calls,
+        models.actor.update(pairs, direct_preference(config, data.sampling.log_prob_temperature), **config.schedule),
+    ]
+
+
+def decide(fields: dict[str, Tensor], rows: Rows, whole: Whole) -> tuple[dict[str, Field], dict[str, float]]:
+    chosen = best_and_worst(fields["scores"], rows.group_ids)
+    groups = len(torch.unique(rows.group_ids))
+    pairs, num_groups = whole.sum(torch.tensor([int((chosen == 1).sum()), groups])).tolist()
+    return {"chosen": chosen}, {"online_dpo/pairs": float(pairs), "online_dpo/ties": float(num_groups - pairs)}
+
+
+Config = OnlineDPOConfig

@@ -1,0 +1,48 @@
+"""ORPO (Hong et al. 2024, arXiv 2403.07691): supervised fine-tuning on the chosen responses, and the odds ratio of the pair. No
+reference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from rlhf_spmd.algorithms.preferences import PairsConfig, implied_rewards, of_pairs, validate_by
+from rlhf_spmd.config.bounds import check_bounds
+from rlhf_spmd.controller import Reference
+from rlhf_spmd.objectives.preferences import odds_ratio
+from rlhf_spmd.workers.objective import Objective
+
+
+@dataclass(frozen=True)
+class ORPOConfig(PairsConfig):
+    """``beta``: of the odds ratio's loss, the paper's lambda (TRL's name)."""
+
+    name: str = "orpo"
+    beta: float = 0.1
+
+    def check(self, where: str) -> None:
+        super().check(where)
+        check_bounds(self, where, "beta", above=0)
+
+
+def step(models: Any, data: Any, config: ORPOConfig, number: int) -> list[Reference]:
+    return [models.actor.update(data.pairs.next(), objective(data, config))]
+
+
+def objective(data: Any, config: ORPOConfig) -> Objective:
+    def loss(chosen: dict[str, Tensor], rejected: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        means = [side["logps"] / side["tokens"] for side in (chosen, rejected)]
+        ratio = odds_ratio(*means)
+        told = implied_rewards(config.beta * means[0], config.beta * means[1], (chosen["logps"], rejected["logps"]))
+        return -means[0] + config.beta * ratio, told | {"nll_loss": -means[0], "odds_ratio_loss": ratio}
+
+    return of_pairs(loss, (), "log_probs", data.sampling.log_prob_temperature)
+
+
+def validate(models: Any, data: Any, config: ORPOConfig, number: int) -> dict[str, float]:
+    return validate_by(data, "pairs", lambda rows: models.actor.evaluate(rows, objective(data, config)))
+
+
+Config = ORPOConfig

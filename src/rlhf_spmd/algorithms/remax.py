@@ -1,0 +1,70 @@
+"""ReMax (Li et al. 2023, arXiv 2310.10505): no critic; a response is judged against the greedy one to the same prompt.
+
+The greedy responses come from the same continuous batch as the sampled ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from rlhf_spmd.algorithms.base import score, validate
+from rlhf_spmd.algorithms.policy import PolicyConfig, clipped_policy
+from rlhf_spmd.controller import Reference
+from rlhf_spmd.data.batch import Field
+from rlhf_spmd.workers.arithmetic import RoleClass, Whole
+from rlhf_spmd.workers.objective import Rows
+from rlhf_spmd.workers.reference import ReferenceWorker
+
+__all__ = ["Config", "ReMaxConfig", "step", "validate"]
+
+
+@dataclass(frozen=True)
+class ReMaxConfig(PolicyConfig):
+    name: str = "remax"
+    rows_in_flight: ClassVar[bool] = False
+
+    @property
+    def roles(self) -> Mapping[str, RoleClass]:
+        return {**super().roles, **({"reference": ReferenceWorker} if self.use_kl_loss else {})}
+
+
+def step(models: Any, data: Any, config: ReMaxConfig, number: int) -> list[Reference]:
+    """One ReMax step. Returns the calls whose values are the step's metrics."""
+    prompts = data.prompts.next()
+    greedy = prompts.firsts().copy()
+    both, best = prompts.concat(greedy), replace(data.sampling, temperature=0.0)
+    rollout = models.actor.generate_sequences(both, data.sampling, number, own=[(greedy, best)])
+    both = both.union(rollout)
+    scores, scored = score(models, both.take(prompts))
+    baseline, _ = score(models, both.take(greedy))  # by itself, so that the metrics of rewards are those of samples
+    judged = both.union(scores.concat(baseline))
+    advantages = models.arithmetic.apply(judged, minus_greedy, ("scores",), gives=("advantages",), keep_groups=True)
+    batch = both.union(advantages).take(prompts)
+    old = models.actor.compute_log_prob(batch)
+    batch = batch.union(old)
+    if config.use_kl_loss:
+        batch = batch.union(models.reference.compute_ref_log_prob(batch))
+    update = models.actor.update(batch, clipped_policy(config, data.sampling), **config.schedule)
+    return [rollout, *scored, old, advantages, update]
+
+
+def minus_greedy(fields: dict[str, Tensor], rows: Rows, whole: Whole) -> tuple[dict[str, Field], dict[str, float]]:
+    """A row's score minus that of its group's greedy row, which is the one with the highest id; on every token of the row
+    (section 3.1, algorithm 1)."""
+    scores = fields["scores"].double()
+    groups, at = rows.group_ids.unique(return_inverse=True)
+    greedy = torch.zeros_like(groups).scatter_reduce_(0, at, rows.row_ids, "amax", include_self=False)[at] == rows.row_ids
+    baseline = scores.new_zeros(len(groups)).index_copy_(0, at[greedy], scores[greedy])
+    advantages = scores - baseline[at]
+    sums = whole.sum(torch.stack([baseline.sum(), advantages.sum(), advantages.new_tensor(len(groups))]))
+    num_rows = whole.sum(torch.tensor(int((~greedy).sum())))
+    report = {"actor/baseline_mean": float(sums[0] / sums[2]), "actor/advantage_mean": float(sums[1] / num_rows)}
+    return {"advantages": rows.per_token(rows.spread(advantages))}, report
+
+
+Config = ReMaxConfig

@@ -1,0 +1,45 @@
+"""A reward model from preferences (Bradley-Terry; Ouyang et al. 2022, arXiv 2203.02155): a score at the last token of a response."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from rlhf_spmd.algorithms.preferences import ScoresConfig, of_pairs, validate_by
+from rlhf_spmd.controller import Reference
+from rlhf_spmd.objectives.preferences import bradley_terry
+from rlhf_spmd.workers.objective import Objective
+
+
+@dataclass(frozen=True)
+class RewardModelConfig(ScoresConfig):
+    name: str = "reward_model"
+
+
+def step(models: Any, data: Any, config: RewardModelConfig, number: int) -> list[Reference]:
+    return [models.reward.update(data.pairs.next(), objective())]
+
+
+def objective() -> Objective:
+    """Bradley-Terry with the rows' margins; which share of the pairs is in order."""
+
+    def loss(chosen: dict[str, Tensor], rejected: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        better, worse = chosen["row_values"], rejected["row_values"]
+        told = {
+            "accuracy": better > worse,
+            "rewards/chosen": better,
+            "rewards/rejected": worse,
+            "rewards/margins": better - worse,
+        }
+        return bradley_terry(better, worse, chosen["margin"]), told
+
+    return of_pairs(loss, ("margin",), "row_values")
+
+
+def validate(models: Any, data: Any, config: RewardModelConfig, number: int) -> dict[str, float]:
+    return validate_by(data, "pairs", lambda rows: models.reward.evaluate(rows, objective()))
+
+
+Config = RewardModelConfig

@@ -1,0 +1,142 @@
+"""Safe-RLHF (Dai et al. 2023, arXiv 2310.12773), PPO-Lagrangian: the reward is to rise while the mean cost stays below a threshold."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from rlhf_spmd.algorithms.base import Section, sample, score, validate
+from rlhf_spmd.algorithms.policy import clipped_policy
+from rlhf_spmd.algorithms.ppo import PPOConfig
+from rlhf_spmd.algorithms.sft import likelihood
+from rlhf_spmd.algorithms.values import clipped_value
+from rlhf_spmd.config.bounds import check_bounds
+from rlhf_spmd.controller import Reference
+from rlhf_spmd.data.batch import Field
+from rlhf_spmd.data.prompts import DataConfig
+from rlhf_spmd.data.sft import SftConfig
+from rlhf_spmd.objectives.advantages import gae, moments, token_level_rewards, whiten
+from rlhf_spmd.objectives.kl import kl_penalty
+from rlhf_spmd.workers.arithmetic import ArithmeticWorker, Function, RoleClass, Whole
+from rlhf_spmd.workers.critic import CriticWorker
+from rlhf_spmd.workers.objective import Objective, Rows, Totals
+from rlhf_spmd.workers.reward import RewardWorker
+
+__all__ = ["Config", "SafeRLHFConfig", "step", "validate"]
+
+LEAST_LOGARITHM = -20.0  # of the multiplier, whose own size is in its step: from far below it would not come back
+
+
+@dataclass(frozen=True)
+class SafeRLHFConfig(PPOConfig):
+    """PPO's knobs, and the multiplier's: ``lambda_init`` above 0, ``lambda_lr`` of its logarithm, ``lambda_max``, ``threshold`` of the
+    mean cost, and the steps before it moves. ``ptx_coeff``: of the likelihood of the texts in section ``ptx``."""
+
+    name: str = "safe_rlhf"
+    lambda_init: float = 1.0
+    lambda_lr: float = 0.1
+    lambda_max: float = 5.0
+    lambda_update_delay_steps: int = 0
+    threshold: float = 0.0
+    ptx_coeff: float = 0.0
+    streams: ClassVar[Mapping[str, Section]] = {
+        "prompts": Section("data", DataConfig),
+        "texts": Section("ptx", SftConfig, optional=True),
+    }
+
+    def check(self, where: str) -> None:
+        super().check(where)
+        check_bounds(self, where, "lambda_init", "lambda_max", above=0)
+        check_bounds(self, where, "lambda_lr", "ptx_coeff", "lambda_update_delay_steps", least=0)
+        check_bounds(self, where, "threshold")
+        if self.lambda_init > self.lambda_max:
+            raise ValueError(f"{where}.lambda_init={self.lambda_init} must be at most {where}.lambda_max={self.lambda_max}")
+        if not self.use_kl_in_reward or self.kl_ctrl.type != "fixed":
+            raise ValueError(f"{where}: safe_rlhf has the KL in the rewards, with kl_ctrl.type=fixed; use_kl_loss may be added")
+
+    def check_streams(self, given: Collection[str], where: str) -> None:
+        if ("texts" in given) != (self.ptx_coeff > 0):
+            raise ValueError(
+                f"{where}.ptx_coeff={self.ptx_coeff}: the coefficient and the section ptx go together; give both or none"
+            )
+
+    @property
+    def roles(self) -> Mapping[str, RoleClass]:
+        roles = dict(super().roles)
+        return {**roles, "cost_critic": CriticWorker, "cost": RewardWorker, "lagrange": ArithmeticWorker}
+
+
+def step(models: Any, data: Any, config: SafeRLHFConfig, number: int) -> list[Reference]:
+    """One step: as PPO's, with a cost beside the reward and advantages that weigh both by the multiplier."""
+    # 1. the rollout, and what each model says of it
+    batch, rollout = sample(models, data, number)
+    scores, scored = score(models, batch)
+    costs = models.cost.compute_reward(batch)
+    old, reference = models.actor.compute_log_prob(batch), models.reference.compute_ref_log_prob(batch)
+    values = models.critic.compute_values(batch).rename(values="old_values")
+    cost_values = models.cost_critic.compute_values(batch).rename(values="old_cost_values")
+
+    # 2. the multiplier and the advantages
+    batch = batch.union(old, reference)
+    reads = ("scores", "costs", "old_values", "old_cost_values", "old_log_probs", "ref_log_prob")
+    judged = batch.union(scores, costs.select("scores").rename(scores="costs"), values, cost_values)
+    advantages = models.lagrange.apply(judged, lagrangian(config, number), reads, ("advantages", "returns", "cost_returns"))
+
+    # 3. updates
+    of_costs = batch.union(
+        cost_values.rename(old_cost_values="old_values"), advantages.select("cost_returns").rename(cost_returns="returns")
+    )
+    calls = [rollout, *scored, costs, old, advantages]
+    calls.append(models.critic.update(batch.union(values, advantages), clipped_value(config), **config.schedule))
+    calls.append(models.cost_critic.update(of_costs, of_cost_critic(clipped_value(config)), **config.schedule))
+    if number > config.critic_warmup:
+        rows, objectives = [batch.union(advantages)], [clipped_policy(config, data.sampling)]
+        if config.ptx_coeff:
+            rows.append(data.texts.next())
+            objectives.append(replace(likelihood("token-mean"), weight=config.ptx_coeff))
+        calls.append(models.actor.update(rows, objectives, **config.schedule))
+    return calls
+
+
+def lagrangian(config: SafeRLHFConfig, number: int) -> Function:
+    """The multiplier's step on the mean cost, d log(lambda) = lr * lambda * (cost - threshold), then (A_r - lambda A_c) / (1 + lambda),
+    each of GAE over a score at the last token and half of the KL penalty, whitened over the batch (section 3.3, appendix B)."""
+
+    def compute_advantage(fields: dict[str, Tensor], rows: Rows, whole: Whole) -> tuple[dict[str, Field], dict[str, float]]:
+        kl = kl_penalty(fields["old_log_probs"], fields["ref_log_prob"], config.kl_penalty)
+        mine = [float(len(rows)), float(fields["costs"].double().sum()), float(len(kl)), float(kl.double().sum())]
+        count, cost, tokens, kl_sum = whole.sum(torch.tensor(mine, dtype=torch.float64)).tolist()
+        excess, multiplier = cost / count - config.threshold, whole.state.get("lambda", config.lambda_init)
+        if number > config.lambda_update_delay_steps:
+            logarithm = math.log(multiplier) + config.lambda_lr * multiplier * excess
+            multiplier = math.exp(max(min(logarithm, math.log(config.lambda_max)), LEAST_LOGARITHM))
+        whole.state["lambda"] = multiplier
+        sides, returns = [], []
+        for name, coef, values in (("scores", 0.5, "old_values"), ("costs", -0.5, "old_cost_values")):
+            rewards = token_level_rewards(fields[name], kl, coef * config.kl_ctrl.kl_coef, rows.lengths)
+            found = gae(rewards, fields[values], rows.lengths, config.gamma, config.lam)
+            sides.append(whiten(found[0], whole.sum(moments(found[0]))))
+            returns.append(rows.per_token(found[1]))
+        advantages = rows.per_token((sides[0] - multiplier * sides[1]) / (1 + multiplier))
+        told = {"safe_rlhf/lambda": multiplier, "safe_rlhf/cost_excess": excess, "actor/kl": kl_sum / tokens}
+        return {"advantages": advantages, "returns": returns[0], "cost_returns": returns[1]}, told
+
+    return compute_advantage
+
+
+def of_cost_critic(objective: Objective) -> Objective:
+    """A critic's objective whose statistics have the cost critic's name."""
+
+    def loss(fields: dict[str, Tensor], rows: Rows, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
+        value, told = objective.loss(fields, rows, totals)
+        return value, {name.replace("critic/", "cost_critic/"): x for name, x in told.items()}
+
+    return replace(objective, loss=loss)
+
+
+Config = SafeRLHFConfig

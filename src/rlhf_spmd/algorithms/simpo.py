@@ -1,0 +1,48 @@
+"""SimPO (Meng et al. 2024, arXiv 2405.14734): the reward of a response is its mean log-prob per token. No reference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from rlhf_spmd.algorithms.preferences import PairsConfig, implied_rewards, of_pairs, validate_by
+from rlhf_spmd.config.bounds import check_bounds
+from rlhf_spmd.controller import Reference
+from rlhf_spmd.objectives.preferences import simpo
+from rlhf_spmd.workers.objective import Objective
+
+
+@dataclass(frozen=True)
+class SimPOConfig(PairsConfig):
+    """``simpo_gamma``: the margin by which the chosen response's reward shall be above the other's, in units of the reward."""
+
+    name: str = "simpo"
+    beta: float = 2.0
+    simpo_gamma: float = 1.0
+
+    def check(self, where: str) -> None:
+        super().check(where)
+        check_bounds(self, where, "beta", above=0)
+        check_bounds(self, where, "simpo_gamma", least=0)
+
+
+def step(models: Any, data: Any, config: SimPOConfig, number: int) -> list[Reference]:
+    return [models.actor.update(data.pairs.next(), objective(data, config))]
+
+
+def objective(data: Any, config: SimPOConfig) -> Objective:
+    def loss(chosen: dict[str, Tensor], rejected: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        means = [side["logps"] / side["tokens"] for side in (chosen, rejected)]
+        told = implied_rewards(config.beta * means[0], config.beta * means[1], (chosen["logps"], rejected["logps"]))
+        return simpo(means[0], means[1], config.beta, config.simpo_gamma), told
+
+    return of_pairs(loss, (), "log_probs", data.sampling.log_prob_temperature)
+
+
+def validate(models: Any, data: Any, config: SimPOConfig, number: int) -> dict[str, float]:
+    return validate_by(data, "pairs", lambda rows: models.actor.evaluate(rows, objective(data, config)))
+
+
+Config = SimPOConfig

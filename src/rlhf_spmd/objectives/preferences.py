@@ -1,0 +1,104 @@
+"""Losses of preferences: what pairs of responses, or responses with a label, say of a model's scores or log-probs.
+
+Every function takes float tensors with one number per pair [pairs] or per row [rows], with gradients, and returns losses of the
+same shape, not aggregated. Log-probs are of whole responses, in nats.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+LOSS_TYPES = ("sigmoid", "ipo", "hinge", "robust")
+
+
+def row_sums(x: Tensor, lengths: Tensor) -> Tensor:
+    """The sum of each row's tokens in float64, [rows] of ``x`` [T]; ``lengths`` int64 [rows] on the CPU."""
+    row = torch.repeat_interleave(torch.arange(len(lengths)), lengths).to(x.device)
+    return x.new_zeros(len(lengths), dtype=torch.float64).index_add(0, row, x.double())
+
+
+def pair_indices(group_ids: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """Positions of the chosen and of the rejected row of each group, int64 [pairs] each. ``group_ids`` int64 [rows], ``chosen`` [rows]:
+    1 for one row of each group, 0 for the other."""
+    chosen = chosen.to(group_ids.device)
+    by_rank = torch.argsort(chosen, descending=True, stable=True)
+    order = by_rank[torch.argsort(group_ids[by_rank], stable=True)]
+    assert len(order) % 2 == 0, "a group without its second row"
+    first, second = order[0::2], order[1::2]
+    whole = torch.equal(group_ids[first], group_ids[second]) and bool((chosen[first] > chosen[second]).all())
+    assert whole, "groups that are no pair of a chosen and a rejected row"
+    return first, second
+
+
+def best_and_worst(scores: Tensor, group_ids: Tensor) -> Tensor:
+    """float64 [rows]: 1 for a group's first row of the highest score, 0 for its first of the lowest, else -1, as in a group whose
+    ``scores`` [rows] are equal. ``group_ids`` int64 [rows]; whole groups."""
+    result = torch.full((len(scores),), -1.0, dtype=torch.float64)
+    for group in torch.unique(group_ids):
+        rows = torch.nonzero(group_ids == group)[:, 0]
+        best, worst = rows[scores[rows].argmax()], rows[scores[rows].argmin()]
+        if scores[best] > scores[worst]:
+            result[best], result[worst] = 1.0, 0.0
+    return result
+
+
+def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor | float = 0.0) -> Tensor:
+    """-log sigmoid(chosen - rejected - margin) of scores [pairs]: Bradley-Terry (arXiv 2203.02155, eq. 1), with the margin of Llama 2
+    (arXiv 2307.09288, eq. 2)."""
+    return -logsigmoid(chosen - rejected - margin)
+
+
+def cost_preference(safer: Tensor, riskier: Tensor, safer_sign: Tensor, riskier_sign: Tensor) -> Tensor:
+    """Loss of costs [pairs]: the riskier response costs more, and costs are above 0 for unsafe responses only (Safe-RLHF, arXiv
+    2310.12773, eq. 6). Signs: 1 for a safe response, -1 for an unsafe one."""
+    signs = logsigmoid(-safer_sign * safer) + logsigmoid(-riskier_sign * riskier)
+    return -logsigmoid(riskier - safer) - signs
+
+
+def preference_loss(difference: Tensor, beta: float, loss_type: str = "sigmoid", smoothing: float = 0.0) -> Tensor:
+    """DPO's losses of ``difference`` [pairs]: log-ratio to the reference of the chosen minus that of the rejected response.
+
+    =========== ========================================================================================================
+    ``sigmoid`` -log sigmoid(beta d) (arXiv 2305.18290, eq. 7); ``smoothing`` is the share of pairs the wrong way round:
+                (1 - s) * that - s log sigmoid(-beta d), conservative DPO (https://ericmitchell.ai/cdpo.pdf)
+    ``robust``  its unbiased form, ((1 - s) * -log sigmoid(beta d) + s log sigmoid(-beta d)) / (1 - 2 s) (arXiv 2403.00409, eq. 8)
+    ``ipo``     (d - 1 / (2 beta))^2 (arXiv 2310.12036, eq. 17)
+    ``hinge``   max(0, 1 - beta d) (SLiC, arXiv 2305.10425)
+    =========== ========================================================================================================
+    """
+    if loss_type == "ipo":
+        return (difference - 1 / (2 * beta)).square()
+    if loss_type == "hinge":
+        return torch.relu(1 - beta * difference)
+    right, wrong = -logsigmoid(beta * difference), -logsigmoid(-beta * difference)
+    if loss_type == "robust":
+        return ((1 - smoothing) * right - smoothing * wrong) / (1 - 2 * smoothing)
+    assert loss_type == "sigmoid", f"loss_type {loss_type!r}"
+    return (1 - smoothing) * right + smoothing * wrong
+
+
+def odds_ratio(chosen: Tensor, rejected: Tensor) -> Tensor:
+    """-log sigmoid of the log odds ratio (ORPO, arXiv 2403.07691, eq. 4 and 7) of mean log-probs per token [pairs]."""
+
+    def log_odds(mean: Tensor) -> Tensor:
+        return mean - torch.log(-torch.expm1(mean.clamp(max=-1e-12)))
+
+    return -logsigmoid(log_odds(chosen) - log_odds(rejected))
+
+
+def simpo(chosen: Tensor, rejected: Tensor, beta: float, gamma: float) -> Tensor:
+    """-log sigmoid(beta (chosen - rejected) - gamma) of mean log-probs per token [pairs] (SimPO, arXiv 2405.14734, eq. 6)."""
+    return -logsigmoid(beta * (chosen - rejected) - gamma)
+
+
+def kto(ratio: Tensor, desirable: Tensor, baseline: float, beta: float, weights: tuple[float, float]) -> Tensor:
+    """KTO's loss (arXiv 2402.01306, eq. 8) of log-ratios to the reference [rows], without its constant weight.
+
+    ``desirable`` bool [rows]. ``baseline``: the estimate of the KL divergence, at least 0, without gradient. ``weights``: of desirable
+    and of undesirable rows.
+    """
+    value = torch.sigmoid(beta * torch.where(desirable, ratio - baseline, baseline - ratio))
+    good, bad = ratio.new_tensor(weights)
+    return torch.where(desirable, good, bad) * (1 - value)

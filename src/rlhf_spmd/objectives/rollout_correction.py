@@ -1,0 +1,124 @@
+"""What to do where the rollout's log-probs are not those of training: weights, masks and how far apart they are.
+
+Tokens are drawn by the generator's policy (``rollout_log_prob``), the update's ratio starts from training's forward pass
+(``old_log_prob``). r = exp(old - rollout) is what the first is off by. Truncated importance sampling: Yao et al. 2025
+(https://fengyao.notion.site/off-policy-rl); sequences and masks: Liu et al. 2025 (https://richardli.xyz/rl-collapse).
+All tensors are [T] packed, nats, ``lengths`` int64 [rows]; nothing takes gradients.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf_spmd.config.bounds import check_bounds
+from rlhf_spmd.objectives.advantages import row_means, row_sums
+from rlhf_spmd.objectives.kl import kl_penalty
+from rlhf_spmd.objectives.losses import LOG_RATIO_LIMIT
+
+IS_LEVELS = ("token", "sequence")
+RS_LEVELS = ("token", "seq_sum", "seq_mean")
+RS_KINDS = tuple(f"{level}_{kind}" for level in RS_LEVELS for kind in ("k1", "k2", "k3"))
+
+
+@dataclass(frozen=True)
+class RolloutCorrectionConfig:
+    """``rollout_correction``; the names are verl's.
+
+    ``rollout_is``: null, ``token`` or ``sequence`` (product over the row): the loss is weighted by min(r, ``rollout_is_threshold``).
+    ``rollout_rs``: null, or which tokens or rows are weighted by 0: by ``token``, ``seq_sum`` or ``seq_mean``, each with ``_k1``
+    (the ratio r of the token, of the row, or its geometric mean, must lie in [``rollout_rs_threshold_lower``,
+    ``rollout_rs_threshold``]; the lower bound defaults to 1 / the upper) or ``_k2``, ``_k3`` (estimates of the KL, at most
+    ``rollout_rs_threshold``).
+    """
+
+    rollout_is: str | None = None
+    rollout_is_threshold: float = 2.0
+    rollout_rs: str | None = None
+    rollout_rs_threshold: float | None = None
+    rollout_rs_threshold_lower: float | None = None
+
+    def check(self, where: str) -> None:
+        for key, value, known in (("rollout_is", self.rollout_is, IS_LEVELS), ("rollout_rs", self.rollout_rs, RS_KINDS)):
+            if value is not None and value not in known:
+                raise ValueError(f"unknown {where}.{key} {value!r}; available: {', '.join(known)}, or null")
+        check_bounds(self, where, "rollout_is_threshold", "rollout_rs_threshold", "rollout_rs_threshold_lower", above=0)
+        by_ratio = self.rollout_rs is not None and self.rollout_rs.endswith("_k1")
+        if self.rollout_rs is not None and self.rollout_rs_threshold is None:
+            raise ValueError(f"{where}.rollout_rs={self.rollout_rs} needs {where}.rollout_rs_threshold, above 0")
+        if self.rollout_rs is None and self.rollout_rs_threshold is not None:
+            raise ValueError(
+                f"{where}.rollout_rs_threshold={self.rollout_rs_threshold} does nothing without {where}.rollout_rs"
+            )
+        if self.rollout_rs_threshold_lower is not None and not by_ratio:
+            raise ValueError(f"{where}.rollout_rs_threshold_lower is for {where}.rollout_rs with _k1, not {self.rollout_rs}")
+        if by_ratio and not self.bounds[0] <= 1 <= self.bounds[1]:
+            raise ValueError(f"{where}: the ratio bounds {self.bounds} must include 1, or every row that is right is rejected")
+
+    @property
+    def active(self) -> bool:
+        return self.rollout_is is not None or self.rollout_rs is not None
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        upper = self.rollout_rs_threshold or math.inf
+        return (1 / upper if self.rollout_rs_threshold_lower is None else self.rollout_rs_threshold_lower), upper
+
+
+@torch.no_grad()
+def correction_weights(
+    config: RolloutCorrectionConfig, old_log_prob: Tensor, rollout_log_prob: Tensor, lengths: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """What each token's loss is multiplied by [T], and per token [T]: ``rollout_is_mean`` (the weights without rejection),
+    ``rollout_is_ratio_fraction_high`` (bool: truncated) and ``rollout_rs_masked_fraction`` (bool: rejected).
+
+    1 to the bit where both log-probs are the same numbers.
+    """
+
+    def at(level: str, x: Tensor) -> Tensor:
+        if level == "token":
+            return x
+        per_row = row_means(x, lengths) if level == "seq_mean" else row_sums(x, lengths)
+        return torch.repeat_interleave(per_row, lengths.to(x.device), output_size=len(x))
+
+    weights, stats = torch.ones_like(old_log_prob), {}
+    log_ratio = old_log_prob - rollout_log_prob
+    if config.rollout_is is not None:
+        ratio = at(config.rollout_is, log_ratio).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+        weights = ratio.clamp(max=config.rollout_is_threshold)
+        stats = {"rollout_is_mean": weights, "rollout_is_ratio_fraction_high": ratio > config.rollout_is_threshold}
+    if config.rollout_rs is not None:
+        level, _, kind = config.rollout_rs.rpartition("_")
+        lower, upper = config.bounds
+        if kind == "k1":
+            ratio = at(level, log_ratio).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+            rejected = (ratio < lower) | (ratio > upper)
+        else:
+            rejected = at(level, kl_penalty(rollout_log_prob, old_log_prob, kind)) > upper
+        weights = weights.masked_fill(rejected, 0.0)
+        stats["rollout_rs_masked_fraction"] = rejected
+    return weights, stats
+
+
+@torch.no_grad()
+def mismatch_sums(old_log_prob: Tensor, rollout_log_prob: Tensor, lengths: Tensor) -> dict[str, Any]:
+    """How far the two policies are apart: [total, count], of which both add over ranks, and under ``..._max`` this rank's largest.
+
+    ``rollout_corr/kl`` and ``rollout_corr/k3_kl``: of the rollout's policy from training's, nats per token, by k1 and k3.
+    ``rollout_corr/ppl_ratio``: training's perplexity of a response over the rollout's.
+    ``training/rollout_probs_diff_mean`` and ``_max``: |difference| of the tokens' probabilities.
+    """
+    old, rollout = old_log_prob.double(), rollout_log_prob.double()
+    difference = (old.exp() - rollout.exp()).abs()
+    terms = {
+        "rollout_corr/kl": rollout - old,
+        "rollout_corr/k3_kl": kl_penalty(rollout, old, "k3"),
+        "rollout_corr/ppl_ratio": row_means(rollout - old, lengths).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp(),
+        "training/rollout_probs_diff_mean": difference,
+    }
+    sums: dict[str, Any] = {name: [float(x.sum()), len(x)] for name, x in terms.items()}
+    return sums | ({"training/rollout_probs_diff_max": float(difference.max())} if len(difference) else {})

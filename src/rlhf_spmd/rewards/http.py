@@ -1,0 +1,106 @@
+"""Scores from a server: batches of rows as JSON, tried again after failures that may pass.
+
+Each request is a POST of ``{"prompts": [...], "completions": [...], "rows": [...]}``, prompts and completions as in TRL
+(texts, or lists of messages), ``rows`` the columns of each; the answer is ``{"scores": [...]}`` with a number, an object with ``score`` or null (the
+reward does not apply) for each. ``scripts/reward_server.py`` is such a server.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Sequence
+from typing import Any
+
+PASSING = (408, 425, 429, 500, 502, 503, 504)  # codes of failures that may pass
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """The token is for the server that was named, not for one that it names."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+_OPENER = urllib.request.build_opener(_NoRedirect)
+
+
+def check(
+    where: str,
+    url: str,
+    token_env: str | None = None,
+    batch_size: int = 64,
+    retries: int = 3,
+    request_timeout_s: float = 5.0,
+    backoff_s: float = 0.25,
+) -> None:
+    """Raises ValueError for a bad setting, and a token that is not in the environment."""
+    parts = urllib.parse.urlsplit(str(url))
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.username is not None:
+        raise ValueError(
+            f"{where}.url must be http:// or https:// with a host and without a user name; it is {parts.scheme!r}://..."
+        )
+    if token_env is not None and not os.environ.get(token_env):
+        raise ValueError(f"{where}.token_env={token_env!r}: there is no such variable in the environment")
+    for key, value, least in (("batch_size", batch_size, 1), ("retries", retries, 0), ("backoff_s", backoff_s, 0)):
+        if value < least:
+            raise ValueError(f"{where}.{key}={value} must be at least {least}")
+    if request_timeout_s <= 0:
+        raise ValueError(f"{where}.request_timeout_s={request_timeout_s} must be above 0")
+
+
+def score(
+    prompts: Sequence[Any],
+    completions: Sequence[Any],
+    row: Sequence[dict[str, Any]],
+    url: str,
+    token_env: str | None = None,
+    batch_size: int = 64,
+    retries: int = 3,
+    request_timeout_s: float = 5.0,
+    backoff_s: float = 0.25,
+) -> list[Any]:
+    """The server's scores; for rows of a request that failed to the end the error. ``token_env``: name of the variable that has the
+    bearer token. ``request_timeout_s`` of one try; the wait before the next doubles from ``backoff_s``. ``reward.timeout_s`` must be
+    enough for all requests of a call.
+    """
+    headers = {"Content-Type": "application/json"}
+    if token_env is not None:
+        headers["Authorization"] = f"Bearer {os.environ[token_env]}"
+    scores: list[Any] = []
+    for first in range(0, len(prompts), batch_size):
+        part = slice(first, first + batch_size)
+        body = json.dumps({"prompts": prompts[part], "completions": completions[part], "rows": row[part]}).encode()
+        request = urllib.request.Request(url, body, headers, method="POST")
+        try:
+            given = _ask(request, retries, request_timeout_s, backoff_s)["scores"]
+            if len(given) != len(prompts[part]):
+                raise ValueError(f"the server gave {len(given)} scores for {len(prompts[part])} rows")
+            scores += given
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            scores += [RuntimeError(f"{_place(url)}: {type(error).__name__}: {error}")] * len(prompts[part])
+    return scores
+
+
+def _ask(request: urllib.request.Request, retries: int, timeout_s: float, backoff_s: float) -> Any:
+    """The answer. Raises OSError of the last try, and ValueError for what is no JSON."""
+    for attempt in range(retries + 1):
+        try:
+            with _OPENER.open(request, timeout=timeout_s) as answer:
+                return json.loads(answer.read())
+        except OSError as error:
+            passing = not isinstance(error, urllib.error.HTTPError) or error.code in PASSING
+            if attempt == retries or not passing:
+                raise
+        time.sleep(backoff_s * 2**attempt)
+    raise AssertionError("the last try returns or raises")
+
+
+def _place(url: str) -> str:
+    """Without what may be a secret."""
+    parts = urllib.parse.urlsplit(url)
+    return f"{parts.scheme}://{parts.hostname}{f':{parts.port}' if parts.port else ''}{parts.path}"

@@ -1,0 +1,46 @@
+"""Is the response JSON that a schema allows? By the library jsonschema."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from typing import Any
+
+_FENCE = re.compile(r"```(?:json)?\s*\n(.*?)```", re.DOTALL)
+
+
+def check(where: str, schema: Any = None) -> None:
+    """Raises ValueError where the library is not installed, and for a schema that is none."""
+    if importlib.util.find_spec("jsonschema") is None:
+        raise ValueError("reward 'json_schema' needs the library: pip install 'rlhf_spmd[rewards]' (or jsonschema)")
+    if schema is not None:
+        _validator(schema, f"{where}.schema")
+
+
+def _validator(schema: Any, where: str) -> Any:
+    from jsonschema.exceptions import SchemaError
+    from jsonschema.validators import validator_for
+    from referencing import Registry
+
+    try:
+        schema = json.loads(schema) if isinstance(schema, str) else schema
+        kind = validator_for(schema)
+        kind.check_schema(schema)
+    except (ValueError, TypeError, SchemaError) as error:
+        raise ValueError(f"{where} is no JSON schema: {str(error).splitlines()[0]}") from error
+    return kind(schema, registry=Registry())  # which fetches nothing from the network
+
+
+def score(response: str, row: dict[str, Any], schema: Any = None) -> float:
+    """1.0 if the response, or its only fenced block, is JSON that ``schema`` allows, else 0.0. ``schema``: an object or its JSON
+    text; null: the row's column ``schema``. Raises ValueError where there is none."""
+    schema = row.get("schema") if schema is None else schema
+    if schema is None:
+        raise ValueError("there is no schema: give kwargs.schema or a column 'schema'")
+    blocks = _FENCE.findall(response)
+    try:
+        value = json.loads(blocks[0] if len(blocks) == 1 else response)
+    except (ValueError, RecursionError):
+        return 0.0
+    return float(_validator(schema, "the row's schema").is_valid(value))

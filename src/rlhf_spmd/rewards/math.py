@@ -1,0 +1,128 @@
+r"""MATH: is what stands in the last ``\boxed{}`` of the response the answer?
+
+The data set (Hendrycks et al. 2021, arXiv 2103.03874) ends its solutions with ``\boxed{\frac{3}{4}}``. Two answers are equal if they
+are the same text once spacing, units and ways to write are taken away, or the same number (``0.75``, ``3/4``), or as many
+equal entries in the same brackets. No algebra is done: ``math_verify`` does it.
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*")
+_SAID = re.compile(r"(?i)\banswer(?:\s+is)?\s*[:=]?\s*\**\s*([^\n]+)")
+_WORDS = r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname)\s*"
+_REWRITES = [
+    (r"\\text\s*\{\s*(?:or|and)\s*\}", ","),
+    (r"\\[!,;:> ]|~|\\(?:q?quad|left|right|displaystyle|limits)(?![a-zA-Z])", ""),
+    (r"\\[dtc]frac", r"\\frac"),
+    (r"\^\s*\{?\s*\\circ\s*\}?|\\degree|°", ""),
+    (r"\\?[%$]", ""),
+    (r"(?<=[\d}\s])" + _WORDS + r"\{[^{}]*\}(?:\s*\^\s*\{?\d\}?)?\s*$", ""),  # a unit
+    (_WORDS + r"\{([^{}]*)\}", r"\1"),
+    (r"^\s*\\?[a-zA-Z]\w*(?:\([a-z]\))?\s*(?:=|\\in(?![a-z]))", ""),  # x = ..., f(x) = ...
+    (r"\{,\}", ","),
+    (r"(?<=\d),(?=\d{3}(?:,\d{3})*(?![\d,]))(?<![\d,]{4},)", ""),
+    (r"\s+", ""),
+    (r"\\frac(\d)(\d)", r"\\frac{\1}{\2}"),
+    (r"\\frac(\{[^{}]*\})(\d)", r"\\frac\1{\2}"),
+    (r"\\frac(\d)(\{)", r"\\frac{\1}\2"),
+    (r"\\sqrt(\w)", r"\\sqrt{\1}"),
+    (r"\\(?:cdot|times)10\^\{?(-?\d{1,2})\}?", r"e\1"),
+    (r"[.,;]+$", ""),
+]
+_RULES = [(re.compile(pattern), to) for pattern, to in _REWRITES]
+_DECIMAL = r"(?:\d{1,60}(?:\.\d{0,60})?|\.\d{1,60})"
+_NUMBER = re.compile(rf"([-+]?)({_DECIMAL}(?:e-?\d{{1,2}})?)(?:/({_DECIMAL}))?")
+_FRACTION = re.compile(rf"([-+]?)(\d{{1,60}})?\\frac\{{([-+]?{_DECIMAL})\}}\{{({_DECIMAL})\}}")
+
+
+def boxed(text: str) -> str | None:
+    r"""What the last ``\boxed{...}`` holds, braces balanced; None where there is none or it is cut off."""
+    boxes = list(_BOX.finditer(text))
+    if not boxes:
+        return None
+    start = boxes[-1].end()
+    if text[start : start + 1] != "{":
+        return text[start : start + 1] or None
+    depth = 0
+    for end in range(start, len(text)):
+        depth += (text[end] == "{") - (text[end] == "}")
+        if depth == 0:
+            return text[start + 1 : end]
+    return None
+
+
+def final_answer(text: str) -> str | None:
+    """The last boxed text, or what follows the last "answer:" or "answer is"; None without either."""
+    said = _SAID.findall(text)
+    found = boxed(text)
+    return found if found is not None else said[-1] if said else None
+
+
+def normalise(text: str) -> str:
+    """One way to write an answer: see the module."""
+    for pattern, to in _RULES:
+        text = pattern.sub(to, text)
+    return text
+
+
+def number(text: str) -> Fraction | None:
+    """The value of a normalised decimal, fraction or mixed number, None of anything else."""
+    plain, fraction = _NUMBER.fullmatch(text), _FRACTION.fullmatch(text)
+    if plain:
+        sign, above, below = plain.groups()
+        whole, top, bottom = Fraction(0), Fraction(above.rstrip(".")), Fraction((below or "1").rstrip("."))
+    elif fraction:
+        sign, mixed, above, below = fraction.groups()
+        whole, top, bottom = Fraction(mixed or 0), Fraction(above.rstrip(".")), Fraction(below.rstrip("."))
+    else:
+        return None
+    return None if bottom == 0 else (whole + top / bottom) * (-1 if sign == "-" else 1)
+
+
+def equal(one: str, other: str) -> bool:
+    """Whether two answers are the same, see the module. Entries without brackets may come in any order."""
+    one, other = normalise(one), normalise(other)
+    if one == other and one:
+        return True
+    numbers = number(one), number(other)
+    if None not in numbers:
+        return numbers[0] == numbers[1]
+    parts = _entries(one), _entries(other)
+    if parts[0][1] == parts[1][1] == "" or parts[0][1] == parts[1][1] == "\\{\\}":
+        parts = (sorted(parts[0][0]), parts[0][1]), (sorted(parts[1][0]), parts[1][1])
+    return len(parts[0][0]) == len(parts[1][0]) > 1 and parts[0][1] == parts[1][1] and all(map(equal, parts[0][0], parts[1][0]))
+
+
+def _entries(text: str) -> tuple[list[str], str]:
+    """Of a tuple, interval, set or list its entries, and the brackets around them."""
+    around = next((mark for mark in ("\\{", "(", "[") if text.startswith(mark)), "")
+    closing = next((mark for mark in ("\\}", ")", "]") if around and text.endswith(mark)), "")
+    inside = text[len(around) : len(text) - len(closing)] if closing else text
+    found, depth, start = [], 0, 0
+    for i, character in enumerate(inside):
+        depth += (character in "([{") - (character in ")]}")
+        if character == "," and depth == 0:
+            found.append(inside[start:i])
+            start = i + 1
+    return [*found, inside[start:]], around + closing if closing else ""
+
+
+def right_answer(ground_truth: object) -> str:
+    """The answer itself, of a whole solution too."""
+    found = boxed(str(ground_truth))
+    return str(ground_truth) if found is None else found
+
+
+def score(response: str, ground_truth: object) -> float:
+    r"""1.0 if the last ``\boxed{}`` is the answer (a solution with a box, or the answer alone), else 0.0."""
+    found = boxed(response)
+    return float(found is not None and equal(found, right_answer(ground_truth)))
+
+
+def flexible(response: str, ground_truth: object) -> float:
+    """As ``score``, and where nothing is boxed by what follows the last "answer:" or "answer is"."""
+    found = final_answer(response)
+    return float(found is not None and equal(found.rstrip("* "), right_answer(ground_truth)))

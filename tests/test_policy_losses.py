@@ -1,0 +1,294 @@
+"""Policy losses against the formulas of their papers: value and gradient, in float64, whole and in micro-batches."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlhf_spmd.algorithms.policy import LOSS_MODES, PolicyConfig, clipped_policy
+from rlhf_spmd.generation.config import SamplingConfig
+from rlhf_spmd.objectives.losses import LOSS_AGG_MODES
+from rlhf_spmd.objectives.rollout_correction import RS_KINDS, RolloutCorrectionConfig, correction_weights, mismatch_sums
+from rlhf_spmd.workers.objective import Rows, Totals
+
+LENGTHS = [4, 1, 7, 3, 6]
+LIMIT = 9  # tokens of a response, at most
+LOW, HIGH = 0.15, 0.25
+
+
+def drawn(seed: int, spread: float = 1.0) -> Tensor:
+    return torch.randn(sum(LENGTHS), generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * spread
+
+
+def sample() -> dict[str, Tensor]:
+    """Advantages are a row's, of both signs; ratios are on both sides of the clip range."""
+    per_row = torch.tensor([0.7, -1.3, 0.4, -0.6, 1.1], dtype=torch.float64)
+    old = drawn(1) - 2
+    return {
+        "log_probs": (old + drawn(2, 0.4)).requires_grad_(),
+        "old_log_probs": old,
+        "rollout_log_probs": old + drawn(3, 0.3),
+        "advantages": torch.repeat_interleave(per_row, torch.tensor(LENGTHS)),
+        "entropy": drawn(4).abs(),
+    }
+
+
+def by_row(x: Tensor) -> list[list[float]]:
+    return [part.tolist() for part in x.detach().split(LENGTHS)]
+
+
+# Of one row: log-ratios and advantage -> each token's loss, and the derivative of their *mean* by each token's log-prob.
+Row = tuple[list[float], list[float]]
+
+
+def clip(x: float, low: float, high: float) -> float:
+    return min(max(x, low), high)
+
+
+def gspo(logs: list[float], a: float, new: list[float]) -> Row:
+    """arXiv 2507.18071, eq. 5 to 7, and the gradient of eq. 10: of an unclipped row, A s / |y| grad log p."""
+    s = math.prod(math.exp(x) for x in logs) ** (1 / len(logs))
+    loss = -min(s * a, clip(s, 1 - LOW, 1 + HIGH) * a)
+    is_free = s * a <= clip(s, 1 - LOW, 1 + HIGH) * a
+    return [loss] * len(logs), [-a * s / len(logs) if is_free else 0.0] * len(logs)
+
+
+def geo_mean(logs: list[float], a: float, new: list[float]) -> Row:
+    """arXiv 2507.20673, eq. 4: the product of min(r^sgn, clip(r, e^-low, e^high)^sgn)^sgn to the power 1 / |o|."""
+    sign = math.copysign(1, a)
+    ratios = [math.exp(x) for x in logs]
+    kept = [min(r**sign, clip(r, math.exp(-LOW), math.exp(HIGH)) ** sign) ** sign for r in ratios]
+    mean = math.prod(kept) ** (1 / len(kept))
+    slope = [-a * mean / len(kept) if abs(k - r) < 1e-15 * r else 0.0 for k, r in zip(kept, ratios, strict=True)]
+    return [-a * mean] * len(kept), slope
+
+
+def cispo(logs: list[float], a: float, new: list[float]) -> Row:
+    """arXiv 2506.13585, eq. 4 and 5: sg(clip(r)) A log p."""
+    weights = [clip(math.exp(x), 1 - LOW, 1 + HIGH) for x in logs]
+    return [-w * a * p for w, p in zip(weights, new, strict=True)], [-w * a / len(logs) for w in weights]
+
+
+def sapo(logs: list[float], a: float, new: list[float]) -> Row:
+    """arXiv 2511.20347, eq. 5 and 6; the gradient is that of eq. 8: sech^2(tau / 2 (r - 1)) r A."""
+    tau, ratios = (0.9 if a > 0 else 1.2), [math.exp(x) for x in logs]
+    gates = [4 / tau / (1 + math.exp(-tau * (r - 1))) for r in ratios]
+    slopes = [-a * r / math.cosh(tau / 2 * (r - 1)) ** 2 / len(logs) for r in ratios]
+    return [-a * gate for gate in gates], slopes
+
+
+def vanilla(logs: list[float], a: float, new: list[float]) -> Row:
+    """arXiv 1707.06347, eq. 7, and arXiv 1912.09729: for A < 0 at most -A c."""
+    losses, slopes = [], []
+    for r in map(math.exp, logs):
+        surrogate = min(r * a, clip(r, 1 - LOW, 1 + HIGH) * a)
+        bounded = max(surrogate, 3.0 * a) if a < 0 else surrogate
+        losses.append(-bounded)
+        slopes.append(-a * r / len(logs) if bounded == r * a else 0.0)
+    return losses, slopes
+
+
+PAPERS = {"vanilla": vanilla, "gspo": gspo, "geo_mean": geo_mean, "cispo": cispo, "sapo": sapo}
+
+
+def config(mode: str, agg: str = "seq-mean-token-mean", **more: Any) -> PolicyConfig:
+    knobs = {"tau_pos": 0.9, "tau_neg": 1.2} if mode == "sapo" else {"clip_ratio_low": LOW, "clip_ratio_high": HIGH}
+    made = PolicyConfig(loss_mode=mode, loss_agg_mode=agg, **knobs, **more)
+    made.check("algorithm")
+    return made
+
+
+def computed(made: PolicyConfig, parts: list[list[int]], number: int | None = None) -> tuple[float, Tensor, dict[str, float]]:
+    """Loss, gradient by the log-probs and statistics, summed over micro-batches of these rows."""
+    objective = clipped_policy(made, SamplingConfig(max_response_length=LIMIT), number)
+    fields = sample()
+    totals = Totals(sum(LENGTHS), len(LENGTHS))
+    loss, stats = torch.zeros((), dtype=torch.float64), {}  # type: Tensor, dict[str, float]
+    for part in parts:
+        mine = {name: torch.cat([x.split(LENGTHS)[row] for row in part]) for name, x in fields.items()}
+        ids = torch.tensor(part)
+        value, told = objective.loss(mine, Rows(ids, ids, torch.tensor([LENGTHS[row] for row in part])), totals)
+        loss = loss + value
+        stats = {name: stats.get(name, 0.0) + float(x) for name, x in told.items()}
+    (gradient,) = torch.autograd.grad(loss, fields["log_probs"])
+    return float(loss.detach()), gradient, stats
+
+
+WHOLE = [list(range(len(LENGTHS)))]
+
+
+def test_the_papers_of_all_modes_are_here() -> None:
+    assert PAPERS.keys() == LOSS_MODES.keys()
+
+
+@pytest.mark.parametrize("mode", LOSS_MODES)
+def test_value_and_gradient_are_the_papers(mode: str) -> None:
+    fields = sample()
+    log_ratios, new = by_row(fields["log_probs"] - fields["old_log_probs"]), by_row(fields["log_probs"])
+    rows = [PAPERS[mode](logs, a[0], its) for logs, a, its in zip(log_ratios, by_row(fields["advantages"]), new, strict=True)]
+    wanted = sum(sum(losses) / len(losses) for losses, _ in rows) / len(rows)
+    slopes = torch.tensor([slope / len(rows) for _, its in rows for slope in its], dtype=torch.float64)
+    loss, gradient, stats = computed(config(mode), WHOLE)
+    assert loss == pytest.approx(wanted, rel=1e-12) and stats["actor/pg_loss"] == loss
+    torch.testing.assert_close(gradient, slopes, rtol=1e-10, atol=1e-12)
+    if mode == "sapo":
+        assert "actor/clip_frac" not in stats
+    else:
+        assert 0 < stats["actor/clip_frac"] < 1, "the example clips some and not all"
+
+
+@pytest.mark.parametrize(("mode", "agg"), [(name, agg) for name, mode in LOSS_MODES.items() for agg in mode.agg_modes])
+def test_micro_batches_add_up_to_the_same_loss(mode: str, agg: str) -> None:
+    """With everything that a loss can have: correction, entropy."""
+    correction = RolloutCorrectionConfig("sequence", 1.1, "seq_mean_k1", 1.3)
+    made = config(mode, agg, rollout_correction=correction, entropy_coeff=0.01)
+    loss, gradient, stats = computed(made, WHOLE)
+    for parts in ([[0], [1], [2], [3], [4]], [[3, 0], [4, 2, 1]]):
+        other, its_gradient, its_stats = computed(made, parts)
+        assert other == pytest.approx(loss, rel=1e-12, abs=1e-14)
+        torch.testing.assert_close(its_gradient, gradient, rtol=1e-12, atol=1e-14)
+        assert its_stats == pytest.approx(stats, rel=1e-12, abs=1e-14)
+    assert gradient.abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("mode", LOSS_MODES)
+def test_at_the_old_policy_all_have_the_policy_gradient(mode: str) -> None:
+    """Ratio 1: -A / |y| / rows, whatever the bound."""
+    fields = sample()
+    log_probs = fields["old_log_probs"].clone().requires_grad_()
+    lengths, ids = torch.tensor(LENGTHS), torch.arange(len(LENGTHS))
+    objective = clipped_policy(config(mode), SamplingConfig(max_response_length=LIMIT))
+    loss, stats = objective.loss(
+        {**fields, "log_probs": log_probs}, Rows(ids, ids, lengths), Totals(sum(LENGTHS), len(LENGTHS))
+    )
+    (gradient,) = torch.autograd.grad(loss, log_probs)
+    wanted = -fields["advantages"] / torch.repeat_interleave(lengths, lengths) / len(LENGTHS)
+    torch.testing.assert_close(gradient, wanted, rtol=1e-12, atol=1e-14)
+    assert float(stats["actor/ppo_kl"]) == 0.0 and float(stats.get("actor/clip_frac", 0.0)) == 0.0
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_truncated_importance_sampling(level: str) -> None:
+    """min(pi_train / pi_rollout, threshold), of a token or of the product over its response; it takes no gradient."""
+    fields = sample()
+    logs = by_row(fields["old_log_probs"] - fields["rollout_log_probs"])
+    ratios = [math.exp(x) if level == "token" else math.exp(sum(row)) for row in logs for x in row]
+    made = config("vanilla", "token-mean", rollout_correction=RolloutCorrectionConfig(level, 1.2))
+    loss, gradient, stats = computed(made, WHOLE)
+    plain, its_gradient, _ = computed(config("vanilla", "token-mean"), WHOLE)
+    weights = torch.tensor([min(ratio, 1.2) for ratio in ratios], dtype=torch.float64)
+    torch.testing.assert_close(gradient, its_gradient * weights, rtol=1e-12, atol=1e-15)
+    assert loss != plain
+    assert stats["rollout_corr/rollout_is_mean"] == pytest.approx(float(weights.mean()), rel=1e-12)
+    assert stats["rollout_corr/rollout_is_ratio_fraction_high"] == sum(x > 1.2 for x in ratios) / len(ratios) > 0
+
+
+@pytest.mark.parametrize("kind", RS_KINDS)
+def test_rejection(kind: str) -> None:
+    level, _, estimate = kind.rpartition("_")
+    fields = sample()
+    rows = by_row(fields["old_log_probs"] - fields["rollout_log_probs"])
+    terms = {"k1": lambda d: d, "k2": lambda d: d * d / 2, "k3": lambda d: math.exp(d) - 1 - d}
+    flat = [[terms[estimate](d) for d in row] for row in rows]
+    if level != "token":
+        flat = [[sum(row) / (len(row) if level == "seq_mean" else 1)] * len(row) for row in flat]
+    values = [x for row in flat for x in row]
+    upper = math.exp(0.1) if estimate == "k1" else sorted(values)[len(values) // 2] * 1.001
+    made = RolloutCorrectionConfig(rollout_rs=kind, rollout_rs_threshold=upper)
+    made.check("algorithm.rollout_correction")
+    kept = [abs(x) <= 0.1 for x in values] if estimate == "k1" else [x <= upper for x in values]
+    weights, stats = correction_weights(made, fields["old_log_probs"], fields["rollout_log_probs"], torch.tensor(LENGTHS))
+    assert weights.tolist() == [float(x) for x in kept] and 0 < sum(kept) < len(kept)
+    assert stats["rollout_rs_masked_fraction"].tolist() == [not x for x in kept]
+
+
+def test_where_the_rollout_is_exact_a_correction_changes_no_bit() -> None:
+    old = sample()["old_log_probs"]
+    made = RolloutCorrectionConfig("sequence", 2.0, "seq_sum_k1", 1.01)
+    weights, _ = correction_weights(made, old, old.clone(), torch.tensor(LENGTHS))
+    assert torch.equal(weights, torch.ones_like(old))
+    told = mismatch_sums(old, old.clone(), torch.tensor(LENGTHS))
+    assert told.pop("rollout_corr/ppl_ratio") == [len(LENGTHS), len(LENGTHS)]
+    assert told.pop("training/rollout_probs_diff_max") == 0.0
+    assert all(total == 0.0 and count == len(old) for total, count in told.values())
+
+
+def test_mismatch_statistics() -> None:
+    fields = sample()
+    old, rollout = fields["old_log_probs"], fields["rollout_log_probs"]
+    pairs = [list(zip(a, b, strict=True)) for a, b in zip(by_row(old), by_row(rollout), strict=True)]
+    flat = [pair for row in pairs for pair in row]
+    told = mismatch_sums(old, rollout, torch.tensor(LENGTHS))
+    assert told["rollout_corr/kl"] == [pytest.approx(sum(b - a for a, b in flat), rel=1e-12), len(flat)]
+    assert told["rollout_corr/k3_kl"][0] == pytest.approx(sum(math.exp(a - b) - 1 - (a - b) for a, b in flat), rel=1e-12)
+    ratios = [math.exp(-sum(a for a, _ in row) / len(row)) / math.exp(-sum(b for _, b in row) / len(row)) for row in pairs]
+    assert told["rollout_corr/ppl_ratio"] == [pytest.approx(sum(ratios), rel=1e-12), len(ratios)]
+    assert told["training/rollout_probs_diff_max"] == pytest.approx(max(abs(math.exp(a) - math.exp(b)) for a, b in flat))
+
+
+def test_the_entropy_coefficient_moves_on_a_line() -> None:
+    made = config("vanilla", "token-mean", entropy_coeff=0.5, entropy_coeff_end=0.1, entropy_coeff_steps=5)
+    found = [made.entropy_coefficient(number) for number in range(1, 8)]
+    assert found == pytest.approx([0.5, 0.4, 0.3, 0.2, 0.1, 0.1, 0.1])
+    still, end = config("vanilla", "token-mean"), replace(made, entropy_coeff=0.1, entropy_coeff_end=None)
+    entropy = float(sample()["entropy"].mean())
+    assert computed(made, WHOLE, 5)[0] == pytest.approx(computed(still, WHOLE)[0] - 0.1 * entropy, rel=1e-12)
+    assert computed(made, WHOLE, 9)[0] == pytest.approx(computed(replace(end, entropy_coeff_steps=None), WHOLE)[0], rel=1e-12)
+    with pytest.raises(ValueError, match="does not tell clipped_policy its number"):
+        clipped_policy(made, SamplingConfig(max_response_length=LIMIT))
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({"loss_mode": "gpso"}, "unknown algorithm.loss_mode 'gpso'; available: vanilla, gspo"),
+        ({"loss_mode": "gspo"}, "loss_agg_mode=token-mean: .*use seq-mean-token-mean"),
+        ({"loss_mode": "sapo", "clip_ratio_high": 0.3}, "clip_ratio_high=0.3 does nothing with algorithm.loss_mode=sapo"),
+        ({"tau_neg": 2.0}, "tau_neg=2.0 does nothing with algorithm.loss_mode=vanilla"),
+        ({"loss_mode": "cispo", "clip_ratio_c": 5.0}, "clip_ratio_c=5.0 does nothing"),
+        ({"entropy_coeff_end": 0.0}, "need each other"),
+        (
+            {
+                "loss_mode": "geo_mean",
+                "loss_agg_mode": "seq-mean-token-mean",
+                "rollout_correction": RolloutCorrectionConfig("token"),
+            },
+            "rollout_correction by token",
+        ),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(knobs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PolicyConfig(**knobs).check("algorithm")
+
+
+@pytest.mark.parametrize("mode", LOSS_MODES)
+@pytest.mark.parametrize("agg", LOSS_AGG_MODES)
+def test_an_aggregation_is_computed_or_refused(mode: str, agg: str) -> None:
+    if agg in LOSS_MODES[mode].agg_modes:
+        assert math.isfinite(computed(config(mode, agg), WHOLE)[0])
+    else:
+        with pytest.raises(ValueError, match="loss_agg_mode"):
+            config(mode, agg)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({"rollout_is": "tokens"}, "unknown .*rollout_is 'tokens'; available: token, sequence, or null"),
+        ({"rollout_rs": "geometric"}, "unknown .*rollout_rs 'geometric'"),
+        ({"rollout_rs": "token_k1"}, "needs .*rollout_rs_threshold"),
+        ({"rollout_rs_threshold": 2.0}, "does nothing without"),
+        ({"rollout_rs": "token_k3", "rollout_rs_threshold": 2.0, "rollout_rs_threshold_lower": 0.1}, "is for .* with _k1"),
+        ({"rollout_rs": "token_k1", "rollout_rs_threshold": 0.5}, "must include 1"),
+        ({"rollout_is_threshold": 0.0}, "must be above 0"),
+    ],
+)
+def test_corrections_that_cannot_be_are_refused(knobs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RolloutCorrectionConfig(**knobs).check("algorithm.rollout_correction")
