@@ -153,3 +153,30 @@ def test_generate_keeps_the_best(model: Path, tmp_path: Path, capsys: pytest.Cap
         assert pair["chosen"] == its[int(np.argmax(scores))]["text"] and pair["rejected"] == its[int(np.argmin(scores))]["text"]
     with pytest.raises(ConfigError, match=r"keep=9 must be all, best, pairs, or a number from 1 to sampling\.n=4"):
         generate.prepare(None, [*common, "out=x", "keep=9"], Launch())
+
+
+def test_training_validates_by_the_same_measures(tmp_path: Path) -> None:
+    """Two sets: their measures, and the responses to the same prompts at every validation, the same on two ranks; in the report."""
+    for name, word in (("short", "ab"), ("long", "abcdef")):
+        rows = [{"prompt": f"{word}{i}", "id": i, "answer": "7"} for i in range(3)]
+        write_rows(tmp_path / f"{name}.jsonl", rows)
+    paths = f"data.val_path={{short: {tmp_path}/short.jsonl, other: {tmp_path}/long.jsonl}}"
+    more = [paths, "run.test_freq=1", "val_sampling.n=4", "run.log_samples=2", "run.seed=5"]
+    train(tmp_path / "one", 2, *more)
+    metrics = read_output(tmp_path / "one" / "metrics.jsonl")
+    assert [row["step"] for row in metrics] == [0, 1, 2]
+    for row in metrics:
+        assert row["val/reward_mean"] == pytest.approx((row["val/short/mean@4"] + row["val/other/mean@4"]) / 2, abs=1e-6)
+        assert {"val/short/pass@2", "val/other/pass@4", "val/other/maj@4"} <= set(row)
+    kept = read_output(tmp_path / "one" / "validation.jsonl")
+    prompts = [("short", "ab0"), ("short", "ab1"), ("other", "abcdef0"), ("other", "abcdef1")]
+    assert [(row["step"], row["set"], row["prompt"]) for row in kept] == [(step, *its) for step in range(3) for its in prompts]
+    assert kept[0]["response"] != kept[8]["response"] and {"answer", "score", "row_id"} <= set(kept[0])
+    page = (tmp_path / "one" / "report.html").read_text()
+    assert "Validation samples" in page and page.count("<th>Step 2</th>") == 1 and "abcdef1" in page
+
+    run_ranks(2, tasks.train_here, str(tasks.task() / "ppo.json"), tasks.settings(tmp_path / "two", 2, *more))
+    assert [row["response"] for row in read_output(tmp_path / "two" / "validation.jsonl")] == [row["response"] for row in kept]
+    for one, two in zip(metrics, read_output(tmp_path / "two" / "metrics.jsonl"), strict=True):
+        found = {key: value for key, value in one.items() if key.startswith("val/")}
+        assert {key: two[key] for key in found} == pytest.approx(found, abs=1e-9)

@@ -23,7 +23,7 @@ import numpy as np
 from rlhf_spmd.config.bounds import check_bounds
 from rlhf_spmd.config.load import check_tree, to_dict
 from rlhf_spmd.config.schema import ConfigError, Reader
-from rlhf_spmd.data.files import list_paths, read_rows
+from rlhf_spmd.data.files import list_paths, names_of, read_rows
 from rlhf_spmd.data.prompts import QuestionsConfig
 from rlhf_spmd.data.tokenizer import load_tokenizer
 from rlhf_spmd.generation import SamplingConfig
@@ -112,22 +112,6 @@ def named_sets(config: EvaluateConfig) -> dict[str, SetConfig]:
     if not found:
         raise ValueError("data.path or sets.<name>.path must be given: a jsonl or parquet file, or the name of a data set")
     return found
-
-
-def names_of(paths: Sequence[str]) -> dict[str, str]:
-    """Each path under its file's name without the suffix, with as many directories before it as tell it from the others.
-
-    Raises ValueError for a path that is there twice.
-    """
-    parts = [[*Path(path).parts[:-1], Path(path).name.partition(".")[0] or Path(path).name] for path in paths]
-    for length in range(1, max(map(len, parts), default=0) + 1):
-        names = ["/".join(its[-length:]) for its in parts]
-        if len(set(names)) == len(names):
-            return dict(zip(names, paths, strict=True))
-    if paths:
-        twice = next(path for path in paths if list(paths).count(path) > 1 or len(set(map(tuple, parts))) < len(parts))
-        raise ValueError(f"the set {twice} is given twice, or its name differs in the suffix only; name it in sets.<name>.path")
-    return {}
 
 
 def merged(common: Any, own: Mapping[str, Any], where: str) -> Any:

@@ -16,7 +16,7 @@ from rlhf_spmd.streams import merge_values
 from rlhf_spmd.telemetry.jsonl import JsonlLog
 from rlhf_spmd.telemetry.logger import MetricLogger
 from rlhf_spmd.telemetry.progress import Progress
-from rlhf_spmd.telemetry.run_dir import ROLLOUTS_FILE
+from rlhf_spmd.telemetry.run_dir import ROLLOUTS_FILE, VALIDATION_FILE
 
 
 class StepSize(NamedTuple):
@@ -65,18 +65,23 @@ class Recorder:
         resume = started_at or None
         self.metrics = MetricLogger(run_dir, config.logger, config.run.name, to_dict(config), resume)
         self.rollouts = JsonlLog(run_dir / ROLLOUTS_FILE, resume)
+        self.validations = JsonlLog(run_dir / VALIDATION_FILE, resume)
         self.num_samples = config.run.log_samples
         self.progress = Progress(config.run.steps, start_step=started_at)
 
-    def log(self, number: int, metrics: dict[str, float], samples: list[dict[str, Any]]) -> None:
+    def log(
+        self, number: int, metrics: dict[str, float], samples: list[dict[str, Any]], validated: list[dict[str, Any]]
+    ) -> None:
         self.metrics.log(number, {key: value for key, value in metrics.items() if key != "step"})
         shown = sorted(samples, key=lambda sample: int(sample["row_id"]))[: self.num_samples]
         self.rollouts.append({"step": number, **sample} for sample in shown)
+        self.validations.append({"step": number, **sample} for sample in validated)
         self.progress.update(number, metrics)
 
     def close(self) -> None:
         self.progress.close()
         self.rollouts.close()
+        self.validations.close()
         self.metrics.close()
 
 

@@ -120,6 +120,7 @@ def run_session_program(
 
 
 Step = Callable[[int], tuple[list[Reference], list[Batch]]]  # number -> the calls whose values are its metrics, and its rows
+Validate = Callable[[int], tuple[dict[str, float], list[dict[str, Any]]]]
 
 
 @dataclass
@@ -150,8 +151,8 @@ class Session:
         # FLOP/s of one rank, by which utilisation (perf/mfu) is measured
         self.peak_flops = matmul_rate(self.world.device, ready.plans[ready.exported].config.torch_dtype(self.world.device))
 
-    def run(self, one_step: Step, validate: Callable[[int], dict[str, float]], goal: float | None = None) -> None:
-        """All steps from where the run stands; what ``validate`` gives is the same on every rank.
+    def run(self, one_step: Step, validate: Validate, goal: float | None = None) -> None:
+        """All steps from where the run stands; what ``validate`` gives, metrics and samples, is the same on every rank.
 
         ``validate`` is called where ``run.test_freq`` says. The run ends when ``val/reward_mean`` has reached ``goal``.
         Collective over the world: every rank of it must call. Raises Preempted after saving if any rank was signalled.
@@ -171,10 +172,11 @@ class Session:
             atomic_write_text(self.run_dir / CONFIG_FILE, to_yaml(self.context.prepared.config))
         recorder = Recorder(self.run_dir, self.context.prepared.config, self.started_at) if self.is_first else None
         test_freq = self.config.test_freq
+        shown: list[dict[str, Any]]
         if test_freq and self.started_at == 0:
-            first = validate(0)
+            first, shown = validate(0)
             if recorder is not None:
-                recorder.log(0, first, [])
+                recorder.log(0, first, [], shown)
         for number in range(self.started_at + 1, self.config.steps + 1):
             self._take(one_step, number)
             preempted = self.controller.decide(self.board.preempted)
@@ -182,12 +184,14 @@ class Session:
             metrics, samples = merge_reports(number, self._size, reports, self._utilisation) if self.is_first else ({}, [])
             if "generation/idle_fraction" in metrics:
                 self.controller.timeline.instant("generation", idle_fraction=round(metrics["generation/idle_fraction"], 4))
+            shown = []
             if test_freq and (number % test_freq == 0 or number == self.config.steps):
-                metrics |= validate(number)
+                found, shown = validate(number)
+                metrics |= found
             stopped = goal is not None and metrics.get("val/reward_mean", -math.inf) >= goal
             ended = stopped or number == self.config.steps
             if recorder is not None:
-                recorder.log(number, {"data/epoch": self.epoch(), **metrics}, samples)
+                recorder.log(number, {"data/epoch": self.epoch(), **metrics}, samples, shown)
             if ended or preempted or (self.config.save_freq and number % self.config.save_freq == 0):
                 self.save(number, stopped)
             if preempted and not ended:

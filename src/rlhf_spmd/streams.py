@@ -6,20 +6,25 @@ and the run did not is given back to the loader.
 
 from __future__ import annotations
 
+import hashlib
 import zlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from rlhf_spmd.checkpoint.manifest import CheckpointError
 from rlhf_spmd.controller import Controller, Cut, Reference, source
 from rlhf_spmd.data.balance import partition_by_tokens
-from rlhf_spmd.data.batch import Batch, concat
-from rlhf_spmd.data.dataset import TokenDataset
+from rlhf_spmd.data.batch import Batch, Field, concat
 from rlhf_spmd.data.loader import Loader, validation_batches
+from rlhf_spmd.data.tokenizer import decode
 from rlhf_spmd.generation.config import SamplingConfig
+from rlhf_spmd.measures import final_answer, measure
+from rlhf_spmd.workers.arithmetic import Function, Whole
+from rlhf_spmd.workers.objective import Rows
 
 STREAM_STRIDE = 1 << 56  # between the ids of two streams, so that no row of one is taken for a row of another
 
@@ -181,23 +186,36 @@ class InFlightStream(RowStream):
         self.homes = np.concatenate([self.homes, homes])
 
 
+class ValidationRows(NamedTuple):
+    """``sets``: names of the files that the rows are from. ``batch_size``: None: all at once."""
+
+    dataset: Any
+    batch_size: int | None
+    sets: list[str]
+
+
 class Data:
     """``data`` of a step: the streams by name, ``sampling``, and ``kept``, references that a script keeps for later steps.
 
-    ``validation``: data set and batch size by stream. Row ids in it are positions in the data set.
+    ``validation``: by stream. Row ids in it are positions in the data set. ``num_shown``: prompts of each set whose responses are
+    kept in ``shown`` by a validation, until they are taken.
     """
 
     def __init__(
         self,
         controller: Controller,
         streams: Mapping[str, RowStream],
-        validation: Mapping[str, tuple[TokenDataset, int | None]],
+        validation: Mapping[str, ValidationRows],
         sampling: SamplingConfig,
         val_sampling: SamplingConfig,
+        tokenizer: Any = None,
+        num_shown: int = 0,
     ) -> None:
         self._controller, self._streams = controller, streams
         self.validation, self.sampling, self.val_sampling = validation, sampling, val_sampling
+        self.tokenizer, self.num_shown = tokenizer, num_shown
         self.kept: dict[str, Reference] = {}
+        self.shown: list[dict[str, Any]] = []
 
     def __getattr__(self, name: str) -> RowStream:
         try:
@@ -234,26 +252,63 @@ class Data:
 
         Collective over the world: every rank of it must call, in program order.
         """
-        dataset, batch_size = self.validation[name]
-        batches = map(source, validation_batches(dataset, batch_size))
+        given = self.validation[name]
+        batches = map(source, validation_batches(given.dataset, given.batch_size))
         return [value for rows in batches for value in self._controller.get(self._controller.run(call, rows))[0]]
 
-    def validate_rewards(self, name: str, script: Callable[[Reference, SamplingConfig], list[Reference]]) -> dict[str, float]:
-        """``val/reward_mean``, the mean sum of the rewards that ``script`` returns, and means of their extras.
+    def validate_rewards(
+        self, name: str, script: Callable[[Reference, SamplingConfig, Function], tuple[Reference, list[Reference]]]
+    ) -> dict[str, float]:
+        """``val/reward_mean``, the mean sum of the rewards that ``script`` reports, means of their extras, and for each set of prompts
+        ``val/<set>/...`` as :func:`measures.measure`. The first prompts of each set, with a response each, go to ``shown``.
 
+        ``script`` gets rows, sampling and a function for ``arithmetic.apply``, and returns the rows' ``scores`` and ``answer_codes``.
         Collective over the world: every rank of it must call, in program order.
         """
-        dataset, batch_size = self.validation[name]
+        given = self.validation[name]
         reports: list[dict[str, Any]] = []
-        total, rows = 0.0, 0
-        for batch in validation_batches(dataset, batch_size):
+        rows, fields = 0, {"scores": [torch.empty(0)], "answer_codes": [torch.empty(0)]}
+        for batch in validation_batches(given.dataset, given.batch_size):
             repeated = batch.repeat(self.val_sampling.n)
-            scored = self._controller.run(script, source(repeated), self.val_sampling)
-            found = [report for members in self._controller.get(*scored) for report in members]
-            reports += found
-            total += sum(report["score_sum"] for report in found if "score_sum" in report)
+            found, calls = self._controller.run(script, source(repeated), self.val_sampling, self._reader(given))
+            for field, parts in fields.items():
+                parts.append(self._controller.get_field(found, field))
+            reports += [report for members in self._controller.get(*calls) for report in members]
             rows += len(repeated)
-        return {"val/reward_mean": total / rows, **{f"val/{key}": value for key, value in mean_extras(reports).items()}}
+        samples = [sample for report in reports for sample in report.get("answers", [])]
+        self.shown += sorted(samples, key=lambda sample: int(sample["row_id"]))
+        total = sum(report["score_sum"] for report in reports if "score_sum" in report)
+        means = {f"val/{key}": value for key, value in mean_extras(reports).items()}
+        scores, codes = (torch.cat(parts).reshape(-1, self.val_sampling.n).numpy() for parts in fields.values())
+        answers = [[None if code < 0 else code for code in row] for row in codes.tolist()]
+        for number, its in enumerate(given.sets):
+            of_set = (given.dataset.sources == number).nonzero()[:, 0].tolist()
+            measured = measure(scores[of_set], [answers[i] for i in of_set]) if of_set else {}
+            means |= {f"val/{its}/{key}": value for key, value in measured.items()}
+        return {"val/reward_mean": total / rows, **means}
+
+    def _reader(self, given: ValidationRows) -> Function:
+        """A function for ``arithmetic.apply``: ``answer_codes`` float64 [rows], equal where final answers are, -1 for none."""
+        n, sources = self.val_sampling.n, given.dataset.sources
+        firsts = [int((sources < number).sum()) for number in range(len(given.sets))]
+        shown = {first + i for first in firsts for i in range(self.num_shown)}
+
+        def read_answers(fields: dict[str, Tensor], rows: Rows, whole: Whole) -> tuple[dict[str, Field], dict[str, Any]]:
+            ids = fields["response_ids"].split(rows.lengths.tolist()) if len(rows) else ()
+            texts = [str(row.tolist()) for row in ids] if self.tokenizer is None else decode(self.tokenizer, ids)
+            codes, samples = [], []
+            for text, row_id, number, score in zip(
+                texts, rows.row_ids.tolist(), rows.group_ids.tolist(), fields["scores"].tolist(), strict=True
+            ):
+                seen = given.dataset.rows[number]
+                answer = final_answer(text, seen["answer"])
+                codes.append(-1.0 if answer is None else float(int.from_bytes(hashlib.sha256(answer.encode()).digest()[:6])))
+                if number in shown and row_id == number * n:
+                    named = {"set": given.sets[int(sources[number])], "row_id": row_id, "prompt": seen["prompt"]}
+                    samples.append({**named, "response": text, "answer": seen["answer"], "score": score})
+            return {"answer_codes": torch.tensor(codes, dtype=torch.float64)}, {"answers": samples}
+
+        return read_answers
 
     def state_dict(self) -> dict[str, Any]:
         return {name: stream.state_dict() for name, stream in self._streams.items()}

@@ -44,7 +44,7 @@ from rlhf_spmd.roles import (
     plan_roles,
 )
 from rlhf_spmd.session import RunConfig, Session, run_session_program, start_controller
-from rlhf_spmd.streams import Data, InFlightStream, RowStream
+from rlhf_spmd.streams import Data, InFlightStream, RowStream, ValidationRows
 from rlhf_spmd.telemetry.logger import LoggerConfig
 from rlhf_spmd.workers.arithmetic import ArithmeticWorker, RoleClass
 from rlhf_spmd.workers.config import RoleConfig
@@ -277,9 +277,10 @@ def train(context: ProgramContext[Prepared]) -> None:
             raise RuntimeError(f"{name} made no call in step {number}: nothing was computed and nothing learnt")
         return calls, rows
 
-    def validate(number: int) -> dict[str, float]:
+    def validate(number: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
         found: dict[str, float] = ready.algorithm.validate(models, data, algorithm, number)
-        return found
+        shown, data.shown = data.shown, []
+        return found, shown
 
     session.run(one_step, validate, goal=algorithm.goal)
 
@@ -298,8 +299,12 @@ def build_data(ready: Prepared, controller: Controller) -> Data:
             streams[name] = InFlightStream(loader, config.sampling.n, ahead, replicas[0])
         else:
             streams[name] = RowStream(loader, config.sampling.n if isinstance(section, DataConfig) else 1, len(streams))
-    validation = {name: (dataset, sections[name].val_batch_size) for name, dataset in ready.validation.items()}
-    return Data(controller, streams, validation, ready.sampling(), ready.sampling(validates=True))
+    validation = {
+        name: ValidationRows(dataset, sections[name].val_batch_size, list(sections[name].val_sets))
+        for name, dataset in ready.validation.items()
+    }
+    sampling = ready.sampling(), ready.sampling(validates=True)
+    return Data(controller, streams, validation, *sampling, ready.tokenizer, config.run.log_samples)
 
 
 def role_states(controller: Controller, models: SimpleNamespace) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from rlhf_spmd.data.dataset import DatasetConfig, RowsConfig
 from rlhf_spmd.data.prompts import DataConfig
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.workers.actor import ActorWorker
-from rlhf_spmd.workers.arithmetic import RoleClass, Whole
+from rlhf_spmd.workers.arithmetic import Function, RoleClass, Whole
 from rlhf_spmd.workers.config import BatchLimits
 from rlhf_spmd.workers.objective import Rows
 from rlhf_spmd.workers.reward import RewardWorker
@@ -206,12 +206,20 @@ def add_scores(fields: dict[str, Tensor], rows: Rows, whole: Whole) -> tuple[dic
 
 
 def validate(models: Any, data: Any, config: Any, number: int, stream: str = "prompts") -> dict[str, float]:
-    """Mean score of the validation prompts' responses, and means of what else the reward functions returned.
+    """Mean score of the validation prompts' responses, means of what else the reward functions returned, and what ``evaluate`` says
+    of each set.
 
     Collective over the world: every rank of it must call, in program order.
     """
-    return data.validate_rewards(stream, lambda rows, sampling: _answer_and_score(models, rows, sampling, number))
+    return data.validate_rewards(stream, lambda *given: _answer_and_score(models, number, *given))
 
 
-def _answer_and_score(models: Any, rows: Reference, sampling: SamplingConfig, number: int) -> list[Reference]:
-    return score(models, rows.union(models.actor.generate_sequences(rows, sampling, number)))[1]
+def _answer_and_score(
+    models: Any, number: int, rows: Reference, sampling: SamplingConfig, read_answers: Function
+) -> tuple[Reference, list[Reference]]:
+    """``scores`` and what ``read_answers`` makes of the responses, and the calls whose values are reported."""
+    answered = rows.union(models.actor.generate_sequences(rows, sampling, number))
+    scores, calls = score(models, answered)
+    answered = answered.union(scores)
+    read = models.arithmetic.apply(answered, read_answers, ("response_ids", "scores"), gives=("answer_codes",))
+    return scores.union(read), [*calls, read]

@@ -13,7 +13,7 @@ from torch import Tensor
 from rlhf_spmd.config.bounds import check_bounds
 from rlhf_spmd.data.batch import Batch, Field, Ragged, ragged
 from rlhf_spmd.data.encoding import EncodingConfig
-from rlhf_spmd.data.files import DataError, Paths, Row, read_rows
+from rlhf_spmd.data.files import DataError, Paths, Row, list_paths, names_of, read_rows
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,13 @@ class RowsConfig(EncodingConfig):
 
 @dataclass(frozen=True)
 class DatasetConfig(RowsConfig):
-    """Rows for training, and for validation those of ``val_path``. Batch sizes count rows.
+    """Rows for training, and for validation those of ``val_path``, which may be a list or a mapping from names: several sets. Batch
+    sizes count rows.
 
     ``val_batch_size``: null = all rows at once. ``seed``: of the training order; null = ``run.seed``.
     """
 
-    val_path: str | None = None
+    val_path: str | list[str] | dict[str, str] | None = None
     val_split: str = "test"
     train_batch_size: int = 64
     val_batch_size: int | None = None
@@ -67,7 +68,12 @@ class DatasetConfig(RowsConfig):
         if not validation:
             return read_rows(self.path, self.split, self.subset, self.train_max_samples)
         assert self.val_path is not None, "there are no validation rows without val_path"
-        return read_rows(self.val_path, self.val_split, self.subset, self.val_max_samples)
+        return read_rows(list(self.val_sets.values()), self.val_split, self.subset, self.val_max_samples)
+
+    @property
+    def val_sets(self) -> dict[str, str]:
+        """Where each set of validation rows is. Raises ValueError."""
+        return self.val_path if isinstance(self.val_path, dict) else names_of(list_paths(self.val_path or []))
 
 
 class TokenDataset:
@@ -76,7 +82,8 @@ class TokenDataset:
     ``numbers``: besides, one number per entry, fields float64 [entries]; then there is ``entry``, its position, too.
     ``group_size``: entries of ``columns`` that make one row of the data, a group of as many rows of a batch: 2 for pairs.
     ``num_overlong`` rows are dropped, of which an entry has more than the limit's tokens, all columns together; ``kept``: the numbers
-    of the others. ``limit`` and ``drop`` are keys of ``data`` with their values; without ``drop`` a long row raises.
+    of the others, ``sources`` int64 [rows]: which of the paths they are from. ``limit`` and ``drop`` are keys of ``data`` with their
+    values; without ``drop`` a long row raises.
     """
 
     noun = "rows"
@@ -95,6 +102,7 @@ class TokenDataset:
         lengths = [max(each[at : at + size]) for at in range(0, len(each), size)]
         self.kept = [i for i, length in enumerate(lengths) if length <= limit[1]]
         self.num_overlong = len(rows) - len(self.kept)
+        self.sources = torch.tensor([rows[i].source for i in self.kept], dtype=torch.int64)
         if self.num_overlong and not drop[1]:
             first = next(i for i, length in enumerate(lengths) if length > limit[1])
             raise DataError(

@@ -8,7 +8,7 @@ import json
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
@@ -70,6 +70,22 @@ def _dotted(values: dict[str, Any]) -> Iterable[str]:
 
 def list_paths(path: Paths) -> list[str]:
     return [path] if isinstance(path, str) else list(path)
+
+
+def names_of(paths: Sequence[str]) -> dict[str, str]:
+    """Each path under its file's name without the suffix, with as many directories before it as tell it from the others.
+
+    Raises ValueError for a path that is there twice.
+    """
+    parts = [[*Path(path).parts[:-1], Path(path).name.partition(".")[0] or Path(path).name] for path in paths]
+    for length in range(1, max(map(len, parts), default=0) + 1):
+        names = ["/".join(its[-length:]) for its in parts]
+        if len(set(names)) == len(names):
+            return dict(zip(names, paths, strict=True))
+    if paths:
+        twice = next(path for path, its in zip(paths, parts, strict=True) if parts.count(its) > 1)
+        raise ValueError(f"the set {twice} is given twice, or its name differs from another's in the suffix only; name them")
+    return {}
 
 
 def read_rows(path: Paths, split: str = "train", subset: str | None = None, limit: int | None = None) -> list[Row]:

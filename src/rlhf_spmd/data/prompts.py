@@ -11,7 +11,7 @@ import torch
 from rlhf_spmd.data.batch import Batch, encode_json
 from rlhf_spmd.data.dataset import DatasetConfig, RowsConfig, TokenDataset
 from rlhf_spmd.data.encoding import PromptEncoder, check_ids
-from rlhf_spmd.data.files import DataError, Row, read_rows
+from rlhf_spmd.data.files import DataError, Row, list_paths, names_of, read_rows
 
 LIMITS = {"min_response_length": 0, "max_response_length": 1}  # columns of a row's own limits: the least that each may be
 
@@ -45,6 +45,11 @@ class ValidationPromptsConfig(PromptsConfig):
 
     def read(self) -> list[Row]:
         return read_rows(self.path, self.split, self.subset, self.max_samples)
+
+    @property
+    def val_sets(self) -> dict[str, str]:
+        """Where each set is. Raises ValueError."""
+        return names_of(list_paths(self.path))
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from rlhf_spmd.telemetry.report_sections import (
     samples_section,
     status_badge,
     status_message,
+    validation_section,
 )
 from rlhf_spmd.telemetry.run_dir import (
     CONFIG_FILE,
@@ -35,6 +37,7 @@ from rlhf_spmd.telemetry.run_dir import (
     REPORT_FILE,
     ROLLOUTS_FILE,
     TRACE_FILE,
+    VALIDATION_FILE,
     ExitStatus,
     atomic_write_text,
     read_exit_status,
@@ -42,6 +45,7 @@ from rlhf_spmd.telemetry.run_dir import (
 )
 
 TIMING = "timing_s/"
+DETAIL = re.compile(r"^val/loss$|/(pass|maj)@")  # of a validation: a panel of its own elsewhere, or among the others
 SPREAD = ("std", "min", "max")  # what may stand beside a mean
 AVERAGED_STEPS = 5  # what "first" and "last" mean in the tiles and in the summary
 
@@ -72,6 +76,7 @@ class Run:
     directory: Path
     metrics: Sequence[Mapping[str, Any]]
     rollouts: Sequence[Mapping[str, Any]]
+    validations: Sequence[Mapping[str, Any]]
     trace: Mapping[str, Any]
     config_text: str
     status: ExitStatus | None
@@ -98,6 +103,7 @@ def read_run(run_dir: str | os.PathLike[str], status: ExitStatus | None = None) 
         directory=directory,
         metrics=[by_step[step] for step in sorted(by_step)],
         rollouts=read_jsonl(directory / ROLLOUTS_FILE),
+        validations=read_jsonl(directory / VALIDATION_FILE),
         trace=trace if isinstance(trace, dict) else {},
         config_text=config.read_text(encoding="utf-8", errors="replace") if config.exists() else "",
         status=status or read_exit_status(directory),
@@ -130,6 +136,7 @@ def render(run: Run) -> str:
         _curves(run),
         _phase_section([row["step"] for row in timed], totals, phases, colors),
         _timeline_section(drawn, busy, colors),
+        validation_section(run.validations),
         samples_section(run.rollouts),
         artifacts_section(run.directory),
         config_section(config, run.config_text),
@@ -205,7 +212,7 @@ def _tiles(run: Run) -> str:
 
 def _curves(run: Run) -> str:
     names = run.names()
-    validation = [("Validation", (name,)) for name in names if name.startswith("val/") and name != "val/loss"]
+    validation = [("Validation", (name,)) for name in names if name.startswith("val/") and not DETAIL.search(name)]
     panels = [*PANELS[:1], *validation, *PANELS[1:]]
     shown = {name for _, metrics in panels for name in metrics} | {f"reward/{part}" for part in SPREAD}
     others = [name for name in names if name not in shown and not name.startswith(TIMING)]

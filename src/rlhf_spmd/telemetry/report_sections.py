@@ -12,6 +12,7 @@ from typing import Any
 from rlhf_spmd.telemetry.charts import number_text
 from rlhf_spmd.telemetry.run_dir import CHECKPOINTS_DIR, EXPORT_DIR, ExitStatus, list_checkpoints
 
+MAX_STEPS = 6  # columns of the validation samples
 SAMPLES_PER_STEP = 6
 MAX_TEXT = 4000
 SHOWN_KEYS = {"step", "row_id", "prompt", "response", "score"}
@@ -61,6 +62,37 @@ def samples_section(rollouts: Sequence[Mapping[str, Any]]) -> str:
     ]
     caption = "What the actor wrote at the start and at the end. All that were kept are in rollouts.jsonl."
     return f'<h2>Samples</h2><p class="caption">{caption}</p><div class="columns">{"".join(drawn)}</div>'
+
+
+def validation_section(samples: Sequence[Mapping[str, Any]]) -> str:
+    """The responses to the same prompts at every validation, side by side; of many validations the first, the last and some between."""
+    steps = sorted({sample["step"] for sample in samples if isinstance(sample.get("step"), int)})
+    if not steps:
+        return ""
+    shown = sorted({steps[round(i * (len(steps) - 1) / (MAX_STEPS - 1))] for i in range(MAX_STEPS)})
+    by_prompt: dict[tuple[Any, Any], dict[Any, Mapping[str, Any]]] = defaultdict(dict)
+    for sample in samples:
+        by_prompt[sample.get("set"), sample.get("row_id")][sample.get("step")] = sample
+    lines = []
+    for (name, _), its in by_prompt.items():
+        first = next(iter(its.values()))
+        answer = "" if first.get("answer") is None else f'<div class="extra">answer {escape(_text(first["answer"]))}</div>'
+        prompt = f'<pre>{escape(_text(first.get("prompt")))}</pre><div class="extra">{escape(str(name))}</div>{answer}'
+        lines.append(f'<tr><td class="sample">{prompt}</td>{"".join(_validated(its.get(step)) for step in shown)}</tr>')
+    head = "".join(f"<th>Step {step}</th>" for step in shown)
+    caption = "Responses to the same prompts at every validation. All are in validation.jsonl."
+    return (
+        f'<h2>Validation samples</h2><p class="caption">{caption}</p><div class="card"><table class="validation"><tr><th>Prompt</th>'
+        f"{head}</tr>{''.join(lines)}</table></div>"
+    )
+
+
+def _validated(sample: Mapping[str, Any] | None) -> str:
+    if sample is None:
+        return "<td></td>"
+    score = sample.get("score")
+    shown = f"score {number_text(score)}" if isinstance(score, (int, float)) else ""
+    return f'<td class="sample"><div class="score">{shown}</div><pre>{escape(_text(sample.get("response")))}</pre></td>'
 
 
 def artifacts_section(directory: Path) -> str:

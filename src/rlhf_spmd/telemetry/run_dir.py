@@ -12,6 +12,7 @@ from uuid import uuid4
 
 METRICS_FILE = "metrics.jsonl"
 ROLLOUTS_FILE = "rollouts.jsonl"
+VALIDATION_FILE = "validation.jsonl"
 CONFIG_FILE = "config.yaml"
 TRACE_FILE = "trace.json"
 REPORT_FILE = "report.html"
