@@ -78,42 +78,37 @@ class DAPOConfig(PolicyConfig):
 
 def step(models: Any, data: Any, config: DAPOConfig, number: int) -> list[Reference]:
     """One DAPO step. Returns the calls whose values are the step's metrics; those of rewards are of its first batch of prompts."""
-    # 1. prompts, until enough of them have responses that score differently
+    # 1. prompts, until enough of them have responses that score differently; counted in rows, of which each group has as many
     calls: list[Reference] = []
     batches: list[Reference] = []
     found = wanted = 0
-    filtering = config.filter_groups
+    filtering, judge = config.filter_groups, shaped(config, data.sampling.max_response_length)
     for _ in range(filtering.max_num_gen_batches if filtering.enable else 1):
         batch, rollout = sample(models, data, number)
         scores, scored = score(models, batch)
-        judge = shaped(config, data.sampling.max_response_length)
         judged = models.arithmetic.apply(
             batch.union(scores), judge, ("scores",), gives=("seq_rewards", "spread"), keep_groups=True
         )
-        calls, wanted = calls or [rollout, *scored, judged], wanted or num_groups(batch)
+        calls, wanted = calls or [rollout, *scored, judged], wanted or len(batch)
         batch = batch.union(judged)
         if filtering.enable:
             batch = batch.take(models.controller.get_field(judged, "spread") > 0)
         batches.append(batch)
-        found += num_groups(batch)
+        found += len(batch)
         if found >= wanted:
             break
+    kept_groups, size = found // data.sampling.n, wanted // data.sampling.n
     if found < wanted:
-        tell_of_few(models.controller, number, found, wanted, len(batches))
+        tell_of_few(models.controller, number, kept_groups, size, len(batches))
 
     # 2. the first of them, and the update
     kept = batches[0].concat(*batches[1:])
-    assert kept.rows is not None
-    kept = kept.take(np.isin(kept.rows.group_ids, np.unique(kept.rows.group_ids)[:wanted]))
-    reduce = in_group({"dapo/num_gen_batches": float(len(batches)), "dapo/kept_groups": float(found)})
-    advantages = models.arithmetic.apply(kept, reduce, ("seq_rewards",), gives=("advantages",), keep_groups=True)
+    kept = kept.take(np.arange(len(kept)) < wanted)
+    counts = {"dapo/num_gen_batches": float(len(batches)), "dapo/kept_groups": float(kept_groups)}
+    advantages = models.arithmetic.apply(kept, in_group(counts), ("seq_rewards",), gives=("advantages",), keep_groups=True)
     old = models.actor.compute_log_prob(kept)
     update = models.actor.update(kept.union(old, advantages), clipped_policy(config, data.sampling), **config.schedule)
     return [*calls, old, advantages, update]
-
-
-def num_groups(rows: Reference) -> int:
-    return rows.rows.num_groups if rows.rows is not None else 0
 
 
 def tell_of_few(controller: Any, number: int, found: int, wanted: int, tried: int) -> None:
