@@ -56,6 +56,9 @@ class SafeRLHFConfig(PPOConfig):
         check_bounds(self, where, "threshold")
         if self.lambda_init > self.lambda_max:
             raise ValueError(f"{where}.lambda_init={self.lambda_init} must be at most {where}.lambda_max={self.lambda_max}")
+        for key in ("share_actor_critic", "norm_reward", "norm_value"):
+            if getattr(self, key) != self.__dataclass_fields__[key].default:
+                raise ValueError(f"{where}.{key}={getattr(self, key)}: safe_rlhf has two critics and no such thing; leave it out")
         if not self.use_kl_in_reward or self.kl_ctrl.type != "fixed":
             raise ValueError(f"{where}: safe_rlhf has the KL in the rewards, with kl_ctrl.type=fixed; use_kl_loss may be added")
 
@@ -95,7 +98,7 @@ def step(models: Any, data: Any, config: SafeRLHFConfig, number: int) -> list[Re
     calls.append(models.critic.update(batch.union(values, advantages), clipped_value(config), **config.schedule))
     calls.append(models.cost_critic.update(of_costs, of_cost_critic(clipped_value(config)), **config.schedule))
     if number > config.critic_warmup:
-        rows, objectives = [batch.union(advantages)], [clipped_policy(config, data.sampling)]
+        rows, objectives = [batch.union(advantages)], [clipped_policy(config, data.sampling, number)]
         if config.ptx_coeff:
             rows.append(data.texts.next())
             objectives.append(replace(likelihood("token-mean"), weight=config.ptx_coeff))
