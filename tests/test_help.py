@@ -89,3 +89,11 @@ def test_two_ranks_say_it_once() -> None:
     ended = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("usage: python -m rlhf_spmd.sft") == ended.stdout.count("  run.steps = 100") == 1
+
+
+def test_an_algorithm_s_own_defaults_are_told_also_in_sections(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        train.main(["algorithm.name=rloo", "--help"])
+    told = capsys.readouterr().out
+    assert "algorithm.kl_ctrl.kl_coef = 0.05 (a number)" in told
+    assert 'algorithm.loss_agg_mode = "seq-mean-token-sum" (text)' in told
