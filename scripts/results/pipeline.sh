@@ -23,8 +23,9 @@ sample() { # name, configuration, steps, further settings: PPO-like training on 
 }
 
 judge() { # name, model: mean score of the words that nobody trained on
-    launch rlhf_spmd.evaluate model.path="$2" data.path="$data/prompts_test.jsonl" data.max_prompt_length=64 data.max_response_length=48 \
-        reward.function=happy_words sampling.n=4 out="$root/judged_$1" overwrite=true
+    rm -rf "$root/judged_$1"
+    launch rlhf_spmd.evaluate model.path="$2" data.path="$data/prompts_test.jsonl" reward.function=happy_words \
+        sampling.n=4 sampling.max_response_length=48 out="$root/judged_$1"
 }
 
 for what in "${@:-sft reward ppo helpful cost safe}"; do
