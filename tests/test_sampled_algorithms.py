@@ -26,7 +26,7 @@ from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.workers.arithmetic import Function, Whole
 from rlhf_spmd.workers.objective import Rows, Totals
-from test_algorithms import CASES, CONFIGS, Case
+from test_algorithms import CASES, CONFIGS, ROLLOUTS, Case
 
 ALONE = Whole(lambda x: x, lambda x: x, {})
 
@@ -165,11 +165,29 @@ def test_distillation_follows_the_reverse_kl_of_whole_responses() -> None:
 # -- in runs
 
 
-def run(directory: Path, name: str, *more: str, ranks: int = 1, steps: int = 3) -> tasks.Run:
-    case: Case = CASES[name]
+def run(directory: Path, given: str | Case, *more: str, ranks: int = 1, steps: int = 3) -> tasks.Run:
+    case = CASES[given] if isinstance(given, str) else given
     overrides = tasks.settings(directory, steps, *case.overrides(), *more)
     run_ranks(ranks, tasks.train_here, str(CONFIGS / f"{case.config}.yaml"), overrides)
     return tasks.read_run(directory)
+
+
+def test_remax_is_the_run_that_generates_twice(tmp_path: Path) -> None:
+    """tests/outside/greedy_baseline.py has a call for the greedy rows; rows of one batch that draw unlike are the same rows."""
+    case = Case("quickstart_remax", frozen=(), more=ROLLOUTS)
+    once = run(tmp_path / "once", case)
+    twice = run(tmp_path / "twice", case, "algorithm.name=outside.greedy_baseline", "algorithm.together=true")
+    assert once.responses.items() <= twice.responses.items()
+    assert [row["actor/advantage_mean"] for row in once.metrics] == pytest.approx(
+        [row["actor/advantage_mean"] for row in twice.metrics], abs=1e-12
+    )
+    assert tasks.worst_tensor(once, twice)[0] < 1e-9
+
+
+def test_remax_takes_the_rollouts_log_probs_where_they_are_exact(tmp_path: Path) -> None:
+    """The greedy rows beside them do not make a forward pass necessary, and the update finds no difference."""
+    for row in run(tmp_path / "run", "remax", "models.actor.dtype=float32", "models.reference.dtype=float32", steps=2).raw:
+        assert row["rollout/log_prob_diff_max"] == 0.0 and "timing_s/compute_log_prob" not in row
 
 
 def test_dapo_replaces_groups_that_score_alike(tmp_path: Path) -> None:

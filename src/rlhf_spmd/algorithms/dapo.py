@@ -37,8 +37,7 @@ class OverlongConfig:
 
 @dataclass(frozen=True)
 class FilterGroupsConfig:
-    """``filter_groups``: groups are kept whose ``metric`` differs between rows: "score", or with the over-long penalty
-    "seq_reward"; of at most ``max_num_gen_batches`` batches of prompts."""
+    """``filter_groups``: groups are kept whose ``metric`` differs between rows. "seq_reward": with the over-long penalty."""
 
     enable: bool = True
     metric: str = "score"
@@ -70,10 +69,9 @@ class DAPOConfig(PolicyConfig):
     def check_together(self, config: Any, plans: Any, tokenizer: Any) -> None:
         super().check_together(config, plans, tokenizer)
         limit = config.sampling.max_response_length or config.data.max_response_length
-        if self.overlong_buffer.enable and (self.overlong_buffer.len or 1) > limit:
-            raise ValueError(
-                f"algorithm.overlong_buffer.len={self.overlong_buffer.len} must be at most data.max_response_length={limit}"
-            )
+        room = self.overlong_buffer.len
+        if self.overlong_buffer.enable and (room or 1) > limit:
+            raise ValueError(f"algorithm.overlong_buffer.len={room} must be at most data.max_response_length={limit}")
 
 
 def step(models: Any, data: Any, config: DAPOConfig, number: int) -> list[Reference]:
@@ -86,9 +84,8 @@ def step(models: Any, data: Any, config: DAPOConfig, number: int) -> list[Refere
     for _ in range(filtering.max_num_gen_batches if filtering.enable else 1):
         batch, rollout = sample(models, data, number)
         scores, scored = score(models, batch)
-        judged = models.arithmetic.apply(
-            batch.union(scores), judge, ("scores",), gives=("seq_rewards", "spread"), keep_groups=True
-        )
+        batch = batch.union(scores)
+        judged = models.arithmetic.apply(batch, judge, ("scores",), gives=("seq_rewards", "spread"), keep_groups=True)
         calls, wanted = calls or [rollout, *scored, judged], wanted or len(batch)
         batch = batch.union(judged)
         if filtering.enable:
