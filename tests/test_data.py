@@ -220,11 +220,9 @@ def test_loader_order_and_resume(tmp_path: Path, tokenizer: Any) -> None:
 
 def sources(tmp_path: Path, tokenizer: Any, sizes: dict[str, int], **more: Any) -> Any:
     """A loader over files of so many rows, ``<file><number>`` each."""
-    paths = {
-        write(tmp_path / f"{name}.jsonl", *({"prompt": str(i), "f": name, "hard": -i} for i in range(n))): n
-        for name, n in sizes.items()
-    }
-    weights = dict(zip(paths, more.pop("weights"), strict=True)) if "weights" in more else list(paths)
+    made = {name: [{"prompt": str(i), "f": name, "hard": -i} for i in range(n)] for name, n in sizes.items()}
+    paths = [write(tmp_path / f"{name}.jsonl", *rows) for name, rows in made.items()]
+    weights = dict(zip(paths, more.pop("weights"), strict=True)) if "weights" in more else paths
     config = DataConfig(path=weights, train_batch_size=5, **more)
     return lambda: build_loader(PromptDataset(config.read(), config, tokenizer), config, 3)
 

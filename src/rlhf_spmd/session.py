@@ -50,10 +50,9 @@ EXPORTED_FILE = "checkpoint.txt"  # in the export: the checkpoint that it was ma
 
 @dataclass(frozen=True)
 class RunConfig:
-    """``run``. ``steps``: null: as many as ``data.epochs`` says. ``save_freq``, ``test_freq``: steps between checkpoints and validations; 0: only at the end, or never.
-
-    ``resume``: auto (from the newest good checkpoint in ``dir``, if there is one, and if it is of the same algorithm, models and
-    data), force (of whatever it is), never, or a checkpoint directory.
+    """``run``. ``steps``: null: as many as ``data.epochs`` says. ``save_freq``, ``test_freq``: steps between checkpoints and
+    validations; 0: only at the end, or never. ``resume``: auto (from the newest good checkpoint in ``dir``, if there is one, and if
+    it is of the same algorithm, models and data), force (of whatever it is), never, or a checkpoint directory.
     ``keep_checkpoints``: how many stay, at least 2. ``timeout_s``: how long ranks wait for each other before the run ends.
     ``threads``: of a rank on CPUs; on GPUs it is not read. ``log_samples``: rollouts written per step. ``export``: write a Hugging
     Face directory at the end.

@@ -125,8 +125,8 @@ class TokenDataset:
     ``numbers``: besides, one number per entry, fields float64 [entries]; then there is ``entry``, its position, too.
     ``group_size``: entries of ``columns`` that make one row of the data, a group of as many rows of a batch: 2 for pairs.
     ``num_overlong`` rows are dropped, of which an entry has more than the limit's tokens, all columns together; ``kept``: the numbers
-    of the others, ``sources`` int64 [rows]: which of the paths they are from, ``ranks`` float64 [rows]: of a curriculum. ``limit`` and ``drop`` are keys of ``data`` with their
-    values; without ``drop`` a long row raises.
+    of the others, ``sources`` int64 [rows]: which of the paths they are from, ``ranks`` float64 [rows]: of a curriculum. ``limit``
+    and ``drop`` are keys of ``data`` with their values; without ``drop`` a long row raises.
     """
 
     noun = "rows"
