@@ -13,7 +13,7 @@ import torch
 from rlhf_spmd.data import sort_digits
 from rlhf_spmd.data.batch import decode_json
 from rlhf_spmd.data.files import DataError, read_rows
-from rlhf_spmd.data.loader import Loader, validation_batches
+from rlhf_spmd.data.loader import Loader, build_loader, validation_batches
 from rlhf_spmd.data.prompts import DataConfig, PromptDataset
 from rlhf_spmd.data.sft import ResponseDataset, SftConfig
 from rlhf_spmd.data.tokenizer import decode, load_tokenizer
@@ -216,6 +216,79 @@ def test_loader_order_and_resume(tmp_path: Path, tokenizer: Any) -> None:
     assert loader.epochs == 4.0
     with pytest.raises(DataError, match="train_batch_size=11, but the data have only 10 usable rows"):
         Loader(data, 11)
+
+
+def sources(tmp_path: Path, tokenizer: Any, sizes: dict[str, int], **more: Any) -> Any:
+    """A loader over files of so many rows, ``<file><number>`` each."""
+    made = {name: [{"prompt": str(i), "f": name, "hard": -i} for i in range(n)] for name, n in sizes.items()}
+    paths = [write(tmp_path / f"{name}.jsonl", *rows) for name, rows in made.items()]
+    weights = dict(zip(paths, more.pop("weights"), strict=True)) if "weights" in more else paths
+    config = DataConfig(path=weights, train_batch_size=5, **more)
+    return lambda: build_loader(PromptDataset(config.read(), config, tokenizer), config, 3)
+
+
+def drawn(loader: Loader, steps: int) -> list[str]:
+    return [row["f"] + row["prompt"] for _ in range(steps) for row in decode_json(loader.next_batch()["row"])]
+
+
+def test_files_are_mixed_by_weight(tmp_path: Path, tokenizer: Any) -> None:
+    """Shares, whole passes of each file, the same again, and the same after a resume anywhere."""
+    build = sources(tmp_path, tokenizer, {"a": 30, "b": 10}, weights=(1.0, 3.0))
+    names = drawn(build(), 32)  # 4 epochs of 40
+    for epoch in range(4):
+        part = names[40 * epoch : 40 * (epoch + 1)]
+        assert sum(name[0] == "b" for name in part) == 30
+    own = [name for name in names if name[0] == "b"]
+    assert all(sorted(own[i : i + 10]) != own[i : i + 10] for i in range(0, 120, 10))
+    assert {name: own[:30].count(name) for name in own} == {f"b{i}": 3 for i in range(10)}
+    slow = [name for name in names if name[0] == "a"]
+    assert (
+        len(slow) == 40 and len(set(slow)) == 30 and max(map(slow.count, slow)) == 2
+    )  # no row a third time before all came twice
+    assert names == drawn(build(), 32) and names != drawn(sources(tmp_path, tokenizer, {"a": 30, "b": 10})(), 32)
+    for stop in (3, 8, 13):
+        first, second = build(), build()
+        drawn(first, stop)
+        second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        assert drawn(second, 4) == names[5 * stop : 5 * stop + 20]
+    flat = drawn(sources(tmp_path, tokenizer, {"a": 30, "b": 10}, weights=(1.0, 1.0), shuffle=False)(), 2)
+    assert flat == [f"{name}{i}" for i in range(5) for name in "ab"]
+    with pytest.raises(DataError, match=r"b\.jsonl' has 10 usable rows and with its weight 0\.01 a share of 0\.40 rows"):
+        sources(tmp_path, tokenizer, {"a": 30, "b": 10}, weights=(1.0, 0.01))()
+    with pytest.raises(ValueError, match=r"data\.path: the weight of 'x' is -1\.0; it must be above 0"):
+        DataConfig(path={"x": -1.0}).check("data")
+
+
+def test_a_curriculum_begins_with_the_smallest(tmp_path: Path, tokenizer: Any) -> None:
+    names = drawn(sources(tmp_path, tokenizer, {"a": 10}, curriculum_key="hard")(), 4)
+    assert names[:10] == [f"a{i}" for i in reversed(range(10))] and names[10:] != names[:10]
+    assert sorted(names[10:]) == sorted(names[:10])
+    with pytest.raises(DataError, match=r"a\.jsonl:1: 'f' \(data\.curriculum_key\) must be a number, not 'a'"):
+        sources(tmp_path, tokenizer, {"a": 3}, curriculum_key="f")()
+
+
+def test_duplicates_by_id(tmp_path: Path, tokenizer: Any) -> None:
+    path = write(tmp_path / "a.jsonl", *({"prompt": str(i), "id": name} for i, name in enumerate([1, "1", 1, None, None])))
+    with pytest.raises(DataError, match=r"a\.jsonl:3: the id 1 is also that of .*a\.jsonl:1; set data\.duplicates=drop"):
+        prompts(tokenizer, path)
+    assert [row["prompt"] for row in prompts(tokenizer, path, duplicates="drop").rows] == ["0", "1", "3", "4"]
+    assert len(prompts(tokenizer, path, duplicates="keep")) == 5
+
+
+def test_verl_s_parquet_has_its_answer(tmp_path: Path, tokenizer: Any) -> None:
+    """The columns of verl's preprocessed GSM8K; nothing is told of them."""
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    row = {
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "user", "content": "3 + 4?"}],
+        "ability": "math",
+        "reward_model": {"ground_truth": "7", "style": "rule"},
+        "extra_info": {"answer": "It is #### 7", "index": 0, "question": "3 + 4?", "split": "train"},
+    }
+    parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "train.parquet")
+    (found,) = prompts(tokenizer, str(tmp_path / "train.parquet"), chat_template=TEMPLATE).rows
+    assert found["answer"] == "7" and found["data_source"] == "openai/gsm8k" and found["messages"] == row["prompt"]
+    assert found["extra_info"] == row["extra_info"]
 
 
 def test_loader_warns_of_changed_data(tmp_path: Path, tokenizer: Any) -> None:

@@ -13,6 +13,7 @@ import tasks
 from ranks import run_ranks
 from rlhf_spmd import evaluate as program
 from rlhf_spmd import generate
+from rlhf_spmd import train as training
 from rlhf_spmd.config.schema import ConfigError
 from rlhf_spmd.parallel.world import Launch, World
 from test_generation_program import model, read_output, write_rows
@@ -180,3 +181,16 @@ def test_training_validates_by_the_same_measures(tmp_path: Path) -> None:
     for one, two in zip(metrics, read_output(tmp_path / "two" / "metrics.jsonl"), strict=True):
         found = {key: value for key, value in one.items() if key.startswith("val/")}
         assert {key: two[key] for key in found} == pytest.approx(found, abs=1e-9)
+
+
+def test_a_run_is_as_long_as_its_epochs(tmp_path: Path) -> None:
+    """20 prompts, 8 a step: 2 epochs are 5 steps; the configuration that is written says so, and goes on."""
+    train(tmp_path / "run", 2, "run.steps=null", "data.epochs=2")
+    assert [row["step"] for row in read_output(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4, 5]
+    assert "steps: 5\n" in (tmp_path / "run" / "config.yaml").read_text()
+    for more, message in (
+        (["data.epochs=2"], "run.steps=3 and data.epochs=2.0 both say how long the run is; set run.steps=null"),
+        (["run.steps=null"], "run.steps=null needs data.epochs"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            training.prepare(str(tasks.task() / "ppo.json"), tasks.settings(tmp_path / "other", 3, *more), 1)

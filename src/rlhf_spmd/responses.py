@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -91,8 +91,7 @@ class PromptSet:
         longest = [len(prompt) + n * most for prompt, (_, most) in zip(self.prompts, self.limits, strict=True)]
         mine = np.flatnonzero(partition_by_tokens(longest, num_replicas) == replica).tolist()
         order = sorted((i for i in mine if i not in self.errors), key=lambda i: -len(self.prompts[i]) - self.limits[i][1])
-        limits = [(most, least) for least, most in self.limits]
-        return [[Request(i * n + j, i, self.prompts[i], *limits[i]) for j in range(n)] for i in order]
+        return [[Request(i * n + j, i, self.prompts[i], self.limits[i][1], self.limits[i][0]) for j in range(n)] for i in order]
 
 
 @dataclass(frozen=True)
@@ -244,7 +243,9 @@ def answer(
         write(rows)
         num_tokens = sum(len(row["response_ids"]) for _, row in gathered)
         seconds = time.perf_counter() - loaded
-        before, missing = len(ready.journal.done), sum(len(s.errors) for s in ready.sets)
+        there = Counter((number, row_id // ready.sets[number].sampling.n) for number, row_id in ready.journal.done)
+        before = sum(count for (number, _), count in there.items() if count == ready.sets[number].sampling.n)
+        missing = sum(len(s.errors) for s in ready.sets)
         said = f"{len(gathered)} responses, {num_tokens} tokens in {seconds:.1f} s ({num_tokens / seconds:.0f} tokens/s; "
         said += f"{loaded - started:.1f} s to load) on {ready.layout}, {config.threads} thread(s), attention {backend}: {config.out}"
         said += f"; {before} of them were there from an earlier start" if before else ""
@@ -271,15 +272,20 @@ class Answerer:
         Collective over the replica: every rank of it must call, in program order.
         """
         requests = self.set.requests(self.mesh.dp_rank, self.ready.layout.dp)
-        before = {row_id for number, row_id in self.ready.journal.done if number == self.number}
-        done = set(json.loads(self.mesh.replica.broadcast_bytes(json.dumps(sorted(before)).encode(), "generate:done")))
-        mine = {request.row_id for group in requests for request in group}
-        records = [((self.number, row_id), self.ready.journal.done[self.number, row_id]) for row_id in sorted(mine & before)]
-        waiting = deque(left for group in requests if (left := [request for request in group if request.row_id not in done]))
+        before, n = self.ready.journal.done, self.set.sampling.n
+        there = [group for group in requests if all((self.number, request.row_id) in before for request in group)]
+        told = json.dumps([group[0].group_id for group in there]).encode()
+        done = set(json.loads(self.mesh.replica.broadcast_bytes(told, "generate:done")))
+        records = [(place, before[place]) for group in there for request in group if (place := (self.number, request.row_id))]
+        waiting = deque(group for group in requests if group[0].group_id not in done)
+        begun: dict[int, list[Completion]] = {}  # responses to a prompt go together: rewards may compare them
         try:
             for completions in self._generate(waiting):
-                if self.leads and completions:
-                    made = self._records(completions)
+                for completion in completions:
+                    begun.setdefault(completion.row_id // n, []).append(completion)
+                ended = [begun.pop(number) for number in [number for number, its in begun.items() if len(its) == n]]
+                if self.leads and ended:
+                    made = self._records([completion for its in ended for completion in sorted(its, key=lambda c: c.row_id)])
                     self.ready.journal.append(made)
                     records += made
         except NotFinite as error:
@@ -327,7 +333,9 @@ class Answerer:
         self.runner = self.runner or RewardRunner(reward, self.set.key)
         more = [{"completion_ids": ids[i]} if self.runner.bound.takes_ids else {} for i in chosen]
         result = self.runner.score(
-            [(prompts[i]["prompt"], texts[i], prompts[i] | extra) for i, extra in zip(chosen, more, strict=True)]
+            [(prompts[i]["prompt"], texts[i], prompts[i] | extra) for i, extra in zip(chosen, more, strict=True)],
+            [i // self.set.sampling.n for i in chosen],
+            self.tick,
         )
         failed, error = result.failures + result.timeouts, result.first_error or ""
         check_failures(reward, self.set.key, failed, len(chosen), error, first_step)

@@ -50,10 +50,9 @@ EXPORTED_FILE = "checkpoint.txt"  # in the export: the checkpoint that it was ma
 
 @dataclass(frozen=True)
 class RunConfig:
-    """``run``. ``save_freq``, ``test_freq``: steps between checkpoints and validations; 0: only at the end, or never.
-
-    ``resume``: auto (from the newest good checkpoint in ``dir``, if there is one, and if it is of the same algorithm, models and
-    data), force (of whatever it is), never, or a checkpoint directory.
+    """``run``. ``steps``: null: as many as ``data.epochs`` says. ``save_freq``, ``test_freq``: steps between checkpoints and
+    validations; 0: only at the end, or never. ``resume``: auto (from the newest good checkpoint in ``dir``, if there is one, and if
+    it is of the same algorithm, models and data), force (of whatever it is), never, or a checkpoint directory.
     ``keep_checkpoints``: how many stay, at least 2. ``timeout_s``: how long ranks wait for each other before the run ends.
     ``threads``: of a rank on CPUs; on GPUs it is not read. ``log_samples``: rollouts written per step. ``export``: write a Hugging
     Face directory at the end.
@@ -62,7 +61,7 @@ class RunConfig:
     name: str = "run"
     dir: str = "runs/${run.name}"
     seed: int = 0
-    steps: int = 100
+    steps: int | None = 100
     save_freq: int = 0
     test_freq: int = 0
     resume: str = "auto"
@@ -142,6 +141,8 @@ class Session:
     def __post_init__(self) -> None:
         self.world, self.board, ready = self.context.world, self.context.board, self.context.prepared
         self.config: RunConfig = ready.config.run
+        assert self.config.steps is not None, "the data have said how long the run is"
+        self.steps = self.config.steps
         self.controller: Controller = self.models.controller
         self.run_dir = Path(self.config.dir)
         self.is_first = self.world.rank == 0
@@ -158,10 +159,10 @@ class Session:
         Collective over the world: every rank of it must call. Raises Preempted after saving if any rank was signalled.
         """
         self.started_at = self.resume()
-        if self.finished_before or self.started_at >= self.config.steps:
+        if self.finished_before or self.started_at >= self.steps:
             self.board.set_step(self.started_at)
             if self.is_first:
-                done, remedy = f"step {self.started_at} of {self.config.steps} is done", "raise run.steps or "
+                done, remedy = f"step {self.started_at} of {self.steps} is done", "raise run.steps or "
                 if self.finished_before:
                     done, remedy = f"its goal was reached in step {self.started_at}", ""
                 print(f"nothing to do: {done}; {remedy}give another run.dir", file=sys.stderr)
@@ -177,7 +178,7 @@ class Session:
             first, shown = validate(0)
             if recorder is not None:
                 recorder.log(0, first, [], shown)
-        for number in range(self.started_at + 1, self.config.steps + 1):
+        for number in range(self.started_at + 1, self.steps + 1):
             self._take(one_step, number)
             preempted = self.controller.decide(self.board.preempted)
             reports = self.controller.receive_reports() if self.is_first else []
@@ -185,11 +186,11 @@ class Session:
             if "generation/idle_fraction" in metrics:
                 self.controller.timeline.instant("generation", idle_fraction=round(metrics["generation/idle_fraction"], 4))
             shown = []
-            if test_freq and (number % test_freq == 0 or number == self.config.steps):
+            if test_freq and (number % test_freq == 0 or number == self.steps):
                 found, shown = validate(number)
                 metrics |= found
             stopped = goal is not None and metrics.get("val/reward_mean", -math.inf) >= goal
-            ended = stopped or number == self.config.steps
+            ended = stopped or number == self.steps
             if recorder is not None:
                 recorder.log(number, {"data/epoch": self.epoch(), **metrics}, samples, shown)
             if ended or preempted or (self.config.save_freq and number % self.config.save_freq == 0):

@@ -5,6 +5,7 @@ torchrun --nproc-per-node 2 -m rlhf_spmd.train --config configs/quickstart_ppo.y
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -19,6 +20,7 @@ from rlhf_spmd.checks import check_batches, check_lengths, check_rows, check_val
 from rlhf_spmd.config.keys import list_keys
 from rlhf_spmd.config.load import check_tree, load
 from rlhf_spmd.config.registry import find
+from rlhf_spmd.config.schema import ConfigError
 from rlhf_spmd.controller import Controller, Reference
 from rlhf_spmd.data.batch import Batch
 from rlhf_spmd.data.dataset import DatasetConfig, TokenDataset
@@ -141,6 +143,7 @@ def prepare(path: str | None, overrides: Sequence[str], world_size: int, default
     Raises ConfigError, ValueError or DataError, one line each.
     """
     config, module = read_config(path, overrides, default)
+    config, epochs = check_duration(config)
     algorithm: AlgorithmConfig = config.algorithm
     sections = {name: getattr(config, section.key) for name, section in algorithm.streams.items()}
     sections = {name: data for name, data in sections.items() if data is not None}
@@ -163,6 +166,11 @@ def prepare(path: str | None, overrides: Sequence[str], world_size: int, default
     exact_rollouts(config, plans)  # raises if it is demanded and cannot be
     algorithm.check_together(config, plans, tokenizer)
     training, validation = read_data(config, sections, tokenizer, plans)
+    if epochs is not None:
+        rows = next(len(training[name]) for name, section in algorithm.streams.items() if section.key == "data")
+        config = with_steps(config, math.ceil(epochs * rows / config.data.train_batch_size))
+        check_batches(config, plans)
+        algorithm.check_together(config, plans, tokenizer)
     scored = [
         row for data in (*training.values(), *validation.values()) if isinstance(data, PromptDataset) for row in data.rows
     ]
@@ -171,6 +179,23 @@ def prepare(path: str | None, overrides: Sequence[str], world_size: int, default
         reward.check_rows(reward_key(name), scored)
     check_templates(plans, rewards, tokenizer, scored)
     return Prepared(config, module, plans, rewards, tokenizer, training, validation)
+
+
+def check_duration(config: TrainConfig) -> tuple[TrainConfig, float | None]:
+    """``data.epochs``, and then the configuration with more steps than any run has, until the data are known. Raises ConfigError."""
+    steps, epochs = config.run.steps, getattr(config.data, "epochs", None)
+    if steps is not None and epochs is not None:
+        raise ConfigError(
+            f"run.steps={steps} and data.epochs={epochs} both say how long the run is; set run.steps=null, or leave data.epochs out"
+        )
+    if steps is None and epochs is None:
+        raise ConfigError("run.steps=null needs data.epochs, which then says how long the run is")
+    return (config if epochs is None else with_steps(config, sys.maxsize)), epochs
+
+
+def with_steps(config: TrainConfig, steps: int) -> TrainConfig:
+    """As if ``run.steps`` had been given in place of ``data.epochs``, which ``config.yaml`` could not have both."""
+    return replace(config, run=replace(config.run, steps=steps), data=replace(config.data, epochs=None))
 
 
 def rewarded_roles(

@@ -41,7 +41,9 @@ class PPOConfig(CriticConfig):
             )
         check_bounds(self, where, "critic_warmup", "vf_coef", least=0)
         if not self.share_actor_critic and self.vf_coef != PPOConfig.vf_coef:
-            raise ValueError(f"{where}.vf_coef={self.vf_coef} weighs nothing without {where}.share_actor_critic=true; leave it out")
+            raise ValueError(
+                f"{where}.vf_coef={self.vf_coef} weighs nothing without {where}.share_actor_critic=true; leave it out"
+            )
         if self.share_actor_critic and self.critic_warmup:
             raise ValueError(
                 f"{where}.critic_warmup={self.critic_warmup} trains a critic by itself, and with {where}.share_actor_critic=true there "

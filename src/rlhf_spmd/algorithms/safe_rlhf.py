@@ -58,7 +58,9 @@ class SafeRLHFConfig(PPOConfig):
             raise ValueError(f"{where}.lambda_init={self.lambda_init} must be at most {where}.lambda_max={self.lambda_max}")
         for key in ("share_actor_critic", "norm_reward", "norm_value"):
             if getattr(self, key) != self.__dataclass_fields__[key].default:
-                raise ValueError(f"{where}.{key}={getattr(self, key)}: safe_rlhf has two critics and no such thing; leave it out")
+                raise ValueError(
+                    f"{where}.{key}={getattr(self, key)}: safe_rlhf has two critics and no such thing; leave it out"
+                )
         if not self.use_kl_in_reward or self.kl_ctrl.type != "fixed":
             raise ValueError(f"{where}: safe_rlhf has the KL in the rewards, with kl_ctrl.type=fixed; use_kl_loss may be added")
 

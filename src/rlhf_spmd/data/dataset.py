@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -14,6 +16,8 @@ from rlhf_spmd.config.bounds import check_bounds
 from rlhf_spmd.data.batch import Batch, Field, Ragged, ragged
 from rlhf_spmd.data.encoding import EncodingConfig
 from rlhf_spmd.data.files import DataError, Paths, Row, list_paths, names_of, read_rows
+
+DUPLICATES = ("refuse", "drop", "keep")
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,9 @@ class DatasetConfig(RowsConfig):
     """Rows for training, and for validation those of ``val_path``, which may be a list or a mapping from names: several sets. Batch
     sizes count rows.
 
-    ``val_batch_size``: null = all rows at once. ``seed``: of the training order; null = ``run.seed``.
+    ``val_batch_size``: null = all rows at once. ``seed``: of the training order; null = ``run.seed``. ``epochs``: how long the run is,
+    in place of ``run.steps``. ``curriculum_key``: the rows of the first ``curriculum_epochs`` epochs come by this number, the
+    smallest first. ``duplicates``: what happens to rows with the ``id`` of an earlier one.
     """
 
     val_path: str | list[str] | dict[str, str] | None = None
@@ -62,13 +68,50 @@ class DatasetConfig(RowsConfig):
     val_max_samples: int | None = None
     shuffle: bool = True
     seed: int | None = None
+    epochs: float | None = None
+    curriculum_key: str | None = None
+    curriculum_epochs: int = 1
+    duplicates: str = "refuse"
+
+    def check(self, where: str) -> None:
+        super().check(where)
+        check_bounds(self, where, "epochs", above=0)
+        if self.duplicates not in DUPLICATES:
+            raise ValueError(f"{where}.duplicates={self.duplicates!r} must be {', '.join(DUPLICATES)}")
+        weights = self.path if isinstance(self.path, dict) else {}
+        for path, weight in weights.items():
+            if not 0 < weight < math.inf:
+                raise ValueError(f"{where}.path: the weight of {path!r} is {weight}; it must be above 0")
 
     def read(self, validation: bool = False) -> list[Row]:
         """The training rows, or the validation rows. Raises DataError."""
         if not validation:
-            return read_rows(self.path, self.split, self.subset, self.train_max_samples)
+            rows = self.without_duplicates(read_rows(self.path, self.split, self.subset, self.train_max_samples))
+            return rows if self.curriculum_key is None else [replace(row, rank=self._rank(row)) for row in rows]
         assert self.val_path is not None, "there are no validation rows without val_path"
         return read_rows(list(self.val_sets.values()), self.val_split, self.subset, self.val_max_samples)
+
+    def without_duplicates(self, rows: list[Row]) -> list[Row]:
+        """The first row of each ``id``; rows without one are all their own. Raises DataError where duplicates are refused."""
+        first: dict[str, Row] = {}
+        for row in rows if self.duplicates != "keep" else ():
+            name = row.values.get("id")
+            earlier = row if name is None else first.setdefault(json.dumps(name), row)
+            if earlier is not row and self.duplicates == "refuse":
+                raise DataError(
+                    f"{row.where}: the id {name!r} is also that of {earlier.where}; set data.duplicates=drop to leave such rows out, "
+                    "or keep"
+                )
+        if len(first) == 0:
+            return rows
+        return [row for row in rows if row.values.get("id") is None or first[json.dumps(row.values["id"])] is row]
+
+    def _rank(self, row: Row) -> float:
+        assert self.curriculum_key is not None
+        value = row.get(self.curriculum_key, "data.curriculum_key")
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise DataError(f"{row.where}: '{self.curriculum_key}' (data.curriculum_key) must be a number, not {value!r}")
+        return float(value)
 
     @property
     def val_sets(self) -> dict[str, str]:
@@ -82,8 +125,8 @@ class TokenDataset:
     ``numbers``: besides, one number per entry, fields float64 [entries]; then there is ``entry``, its position, too.
     ``group_size``: entries of ``columns`` that make one row of the data, a group of as many rows of a batch: 2 for pairs.
     ``num_overlong`` rows are dropped, of which an entry has more than the limit's tokens, all columns together; ``kept``: the numbers
-    of the others, ``sources`` int64 [rows]: which of the paths they are from. ``limit`` and ``drop`` are keys of ``data`` with their
-    values; without ``drop`` a long row raises.
+    of the others, ``sources`` int64 [rows]: which of the paths they are from, ``ranks`` float64 [rows]: of a curriculum. ``limit``
+    and ``drop`` are keys of ``data`` with their values; without ``drop`` a long row raises.
     """
 
     noun = "rows"
@@ -103,6 +146,7 @@ class TokenDataset:
         self.kept = [i for i, length in enumerate(lengths) if length <= limit[1]]
         self.num_overlong = len(rows) - len(self.kept)
         self.sources = torch.tensor([rows[i].source for i in self.kept], dtype=torch.int64)
+        self.ranks = torch.tensor([rows[i].rank for i in self.kept], dtype=torch.float64)
         if self.num_overlong and not drop[1]:
             first = next(i for i, length in enumerate(lengths) if length > limit[1])
             raise DataError(

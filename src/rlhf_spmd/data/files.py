@@ -33,12 +33,14 @@ Paths = str | list[str] | dict[str, float]  # one source of rows, several, or se
 
 @dataclass(frozen=True)
 class Row:
-    """One row and where it came from (``train.jsonl:17``), for messages. ``number``: among all rows; ``source``: which of the paths."""
+    """One row and where it came from (``train.jsonl:17``), for messages. ``number``: among all rows; ``source``: which of the paths.
+    ``rank``: its place in a curriculum."""
 
     values: dict[str, Any]
     where: str
     number: int = 0
     source: int = 0
+    rank: float = 0.0
 
     def get(self, key: str, setting: str) -> Any:
         """The value of a required key, ``outer.inner`` of an object's; ``setting`` is the configuration key that names it."""

@@ -23,18 +23,57 @@ def epoch_order(num_rows: int, seed: int, epoch: int, shuffle: bool) -> np.ndarr
     return np.argsort(words, kind="stable")
 
 
+def mixture_order(sources: np.ndarray, weights: Sequence[float], seed: int, epoch: int, shuffle: bool) -> np.ndarray:
+    """int64 [rows]: of an epoch as long as all sources together, the i-th of which has its weight's share. Each source goes through all
+    of its own rows before it repeats one, over the ends of epochs too. Without ``shuffle`` they take turns evenly.
+
+    ``sources`` int64 [rows]: of each row. Follows from its arguments alone.
+    """
+    number, bounds = len(sources), np.cumsum([0.0, *weights]) / sum(weights)
+    parts, places = [], []
+    for source in range(len(weights)):
+        own = np.flatnonzero(sources == source)
+        begin, end = (int(at * number * bounds[source + 1]) - int(at * number * bounds[source]) for at in (epoch, epoch + 1))
+        taken = np.arange(begin, end)
+        orders = {p: epoch_order(len(own), seed + 1 + source, int(p), shuffle) for p in np.unique(taken // len(own))}
+        parts.append(
+            np.array([own[orders[p][i]] for p, i in zip(taken // len(own), taken % len(own), strict=True)], dtype=np.int64)
+        )
+        places.append((np.arange(len(taken)) + 0.5) / max(len(taken), 1))
+    order = np.concatenate(parts)
+    return order[epoch_order(len(order), seed, epoch, True) if shuffle else np.argsort(np.concatenate(places), kind="stable")]
+
+
 class Loader:
     """Full batches for ever; one that reaches the end of an epoch goes on with the first rows of the next.
 
     Row ids count samples over the whole run, so they never repeat. The same on every rank; nothing is communicated.
+    ``weights``: of the data's sources; without them all rows come once in an epoch. ``curriculum``: so many epochs go by rank.
     """
 
-    def __init__(self, dataset: TokenDataset, batch_size: int, shuffle: bool = True, seed: int = 0) -> None:
+    def __init__(
+        self,
+        dataset: TokenDataset,
+        batch_size: int,
+        shuffle: bool = True,
+        seed: int = 0,
+        weights: Mapping[str, float] | None = None,
+        curriculum: int = 0,
+    ) -> None:
         if len(dataset) < batch_size:
             raise DataError(
                 f"data.train_batch_size={batch_size}, but the data have only {len(dataset)} usable rows; "
                 f"lower it or give more data"
             )
+        self.weights, self.curriculum = weights, curriculum
+        for number, (path, weight) in enumerate((weights or {}).items()):
+            usable, share = int((dataset.sources == number).sum()), weight / sum((weights or {}).values()) * len(dataset)
+            if not usable or share < 2:
+                raise DataError(
+                    f"data.path: {path!r} has {usable} usable rows and with its weight {weight} a share of {share:.2f} rows in an "
+                    "epoch; it needs a row and a share of at least 2"
+                )
+        self.orders: dict[int, np.ndarray] = {}
         self.dataset = dataset
         self.batch_size = batch_size
         self.shuffle = shuffle
@@ -86,16 +125,28 @@ class Loader:
                 stacklevel=2,
             )
         self.epoch, self.index, self.samples = int(state["epoch"]), int(state["index"]), int(state["samples"])
-        self.seed = int(state["seed"])
+        self.seed, self.orders = int(state["seed"]), {}
         self.index = min(self.index, len(self.dataset))
 
     def _order(self, epoch: int) -> np.ndarray:
-        return epoch_order(len(self.dataset), self.seed, epoch, self.shuffle)
+        if epoch not in self.orders:
+            if self.weights:
+                sources = self.dataset.sources.numpy()
+                order = mixture_order(sources, list(self.weights.values()), self.seed, epoch, self.shuffle)
+            else:
+                order = epoch_order(len(self.dataset), self.seed, epoch, self.shuffle)
+            if epoch < self.curriculum:
+                order = order[np.argsort(self.dataset.ranks.numpy()[order], kind="stable")]
+            self.orders = {**dict([*self.orders.items()][-1:]), epoch: order}
+        return self.orders[epoch]
 
 
 def build_loader(dataset: TokenDataset, config: DatasetConfig, run_seed: int) -> Loader:
     """The training order that the configuration asks for. Raises DataError if there are too few rows."""
-    return Loader(dataset, config.train_batch_size, config.shuffle, run_seed if config.seed is None else config.seed)
+    weights = config.path if isinstance(config.path, dict) else None
+    curriculum = config.curriculum_epochs if config.curriculum_key is not None else 0
+    seed = run_seed if config.seed is None else config.seed
+    return Loader(dataset, config.train_batch_size, config.shuffle, seed, weights, curriculum)
 
 
 def validation_batches(dataset: TokenDataset, batch_size: int | None = None) -> Iterator[Batch]:
