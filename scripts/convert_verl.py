@@ -102,6 +102,8 @@ RENAMED = {
     "reward_model.model.path": "reward.model",
     "data.train_files": "data.path",
     "data.val_files": "data.val_path",
+    ACTOR + "tau_pos": "algorithm.tau_pos",
+    ACTOR + "tau_neg": "algorithm.tau_neg",
     ACTOR + "grad_clip": "models.actor.optim.clip_grad",
     "critic.grad_clip": "models.critic.optim.clip_grad",
     ACTOR + "megatron.tensor_model_parallel_size": "models.actor.layout.tp",
@@ -135,6 +137,7 @@ NOT_NEEDED = {  # a pattern of verl's key -> why there is nothing to set; "": it
     r"data\.(truncation|return_|reward_fn_key|trust_remote|image_key|video_key)": "",
     r"adv_estimator|loss_mode|custom_reward_function|enable_gradient_checkpointing|rollout\.top_k|val_kwargs": "",
     r"ulysses_sequence_parallel_size": "layout.sequence_parallel shares a sequence among tp ranks",
+    r"lora": "THERE IS NO LORA: this run trains all weights",
     r"profiler|^ray_kwargs|^transfer_queue|trainer\.ray": "there is no such part",
 }
 
@@ -232,11 +235,14 @@ def convert(verl: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
         dropped = ours is not None and any(f"models.{role}." in ours for role in absent)
         if dropped or (ours == "reward.model" and not verl.get("reward_model.enable")):
             continue
-        if ours is not None:
+        if ours is not None and value is not None:
             found[ours] = value
-        elif key in given:
+        elif ours is None and key in given:
             why = next((why for pattern, why in NOT_NEEDED.items() if re.search(pattern, key)), "not known: look it up")
             left |= {key: why} if why else {}
+    if found["algorithm.name"] != "grpo" or found.get("algorithm.loss_mode") != "sapo":
+        found = {key: value for key, value in found.items() if key not in ("algorithm.tau_pos", "algorithm.tau_neg")}
+    found.pop("algorithm.use_dynamic_bsz", None)
     if found.get("algorithm.ppo_micro_batch_size_per_gpu") and not verl.get(ACTOR + "use_dynamic_bsz"):
         found["algorithm.use_dynamic_bsz"] = False
     if verl.get(ROLLOUT + "top_k", -1) > 0:
