@@ -72,7 +72,7 @@ def test_the_example_works_and_every_key_of_it_is_listed(
 def test_types_and_defaults_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     lines = help_of(train, capsys).splitlines()
     for line in (
-        "run.steps = 100 (an integer)",
+        "run.steps = 100 (an integer or null)",
         'data.answer_key = "answer" (text)',
         "algorithm.gamma = 1.0 (a number)",
         "models.<name>.layout.zero = 0 (an integer)",
