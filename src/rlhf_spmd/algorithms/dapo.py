@@ -104,7 +104,7 @@ def step(models: Any, data: Any, config: DAPOConfig, number: int) -> list[Refere
     counts = {"dapo/num_gen_batches": float(len(batches)), "dapo/kept_groups": float(kept_groups)}
     advantages = models.arithmetic.apply(kept, in_group(counts), ("seq_rewards",), gives=("advantages",), keep_groups=True)
     old = models.actor.compute_log_prob(kept)
-    update = models.actor.update(kept.union(old, advantages), clipped_policy(config, data.sampling), **config.schedule)
+    update = models.actor.update(kept.union(old, advantages), clipped_policy(config, data.sampling, number), **config.schedule)
     return [*calls, old, advantages, update]
 
 

@@ -74,7 +74,7 @@ def step(models: Any, data: Any, config: DistillConfig, number: int) -> list[Ref
     batch = batch.union(old, models.teacher.compute_ref_log_prob(batch).rename(ref_log_prob="teacher_log_probs"))
     reads = ("old_log_probs", "teacher_log_probs")
     advantages = models.arithmetic.apply(batch, towards_teacher(config.gamma), reads, gives=("advantages",))
-    update = models.actor.update(batch.union(advantages), clipped_policy(config, data.sampling), **config.schedule)
+    update = models.actor.update(batch.union(advantages), clipped_policy(config, data.sampling, number), **config.schedule)
     return [rollout, *scored, old, advantages, update]
 
 

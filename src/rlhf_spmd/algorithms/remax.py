@@ -49,7 +49,7 @@ def step(models: Any, data: Any, config: ReMaxConfig, number: int) -> list[Refer
     batch = batch.union(old)
     if config.use_kl_loss:
         batch = batch.union(models.reference.compute_ref_log_prob(batch))
-    update = models.actor.update(batch, clipped_policy(config, data.sampling), **config.schedule)
+    update = models.actor.update(batch, clipped_policy(config, data.sampling, number), **config.schedule)
     return [rollout, *scored, old, advantages, update]
 
 
