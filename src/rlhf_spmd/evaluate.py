@@ -98,8 +98,8 @@ def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> Prepa
         rows = read_rows(given.path, given.split or data.split, given.subset or data.subset, given.max_samples)
         key = f"sets.{name}.reward" if given.reward else "reward"
         asked.append(check_set(name, key, rows, config, *chosen[name], (spec, tokenizer)))
-    journal = Journal(Path(config.out) / "part", job_of(config, checkpoint, asked), config.out)
-    return Prepared(config, spec, layout, checkpoint, tokenizer, asked, journal)
+    journal = Journal(Path(config.out) / "part", job_of(config, checkpoint, asked), config.out, checks=launch.rank == 0)
+    return Prepared(config, spec, layout, checkpoint, tokenizer, asked, journal, keeps_tokens=False)
 
 
 def named_sets(config: EvaluateConfig) -> dict[str, SetConfig]:
@@ -155,7 +155,7 @@ def output_rows(asked: PromptSet, made: Sequence[dict[str, Any]]) -> list[dict[s
         place = {"set": asked.name, "data_source": seen["data_source"]}
         if row:
             got = {"response": row["response"], "score": row["score"], "finish_reason": row["finish_reason"]}
-            rows.append({**named, **got, "length": len(row["response_ids"]), **place})
+            rows.append({**named, **got, "length": row["length"], **place})
         else:
             nothing = {"response": "", "score": 0.0, "finish_reason": None, "length": 0}
             rows.append({**named, **nothing, **place, "error": asked.errors[number]})

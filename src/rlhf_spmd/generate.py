@@ -66,7 +66,7 @@ def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> Prepa
     needed = has_text or bool(config.sampling.stop) or config.environment.cls is not None or config.reward.function is not None
     tokenizer = load_tokenizer(config.model.path, required=needed)
     asked = check_set("", "reward", rows, config, config.sampling, config.reward, (spec, tokenizer))
-    journal = Journal(Path(f"{config.out}.part"), job_of(config, checkpoint, [asked]), config.out)
+    journal = Journal(Path(f"{config.out}.part"), job_of(config, checkpoint, [asked]), config.out, checks=launch.rank == 0)
     return Prepared(config, spec, layout, checkpoint, tokenizer, [asked], journal, config.environment)
 
 
@@ -96,7 +96,7 @@ def output_rows(ready: Prepared, made: Sequence[dict[str, Any]]) -> Iterator[dic
         named = {"id": seen["id"], "prompt": seen["prompt"], "answer": seen["answer"], "prompt_ids": asked.prompts[number]}
         if row:
             text = response_text(ready, row["response_ids"], row["finish_reason"])
-            yield {**named, **{key: value for key, value in row.items() if key != "response"}, "text": text}
+            yield {**named, **{key: value for key, value in row.items() if key not in ("response", "length")}, "text": text}
         else:
             empty: dict[str, Any] = {"response_ids": [], "log_probs": [], "text": None, "finish_reason": None}
             yield {**named, **empty, "error": asked.errors[number]}

@@ -11,14 +11,15 @@ import json
 import os
 import sys
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from rlhf_spmd.config.load import to_dict
 from rlhf_spmd.data.balance import partition_by_tokens
@@ -96,7 +97,8 @@ class PromptSet:
 
 @dataclass(frozen=True)
 class Prepared:
-    """The checked input of a job. ``checkpoint``: where the weights are, if not in the model's directory."""
+    """The checked input of a job. ``checkpoint``: where the weights are, if not in the model's directory. ``keeps_tokens``: rows keep
+    their token ids and log-probs, and not only how many there are."""
 
     config: Any
     spec: ModelSpec
@@ -106,29 +108,40 @@ class Prepared:
     sets: list[PromptSet]
     journal: Journal
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
+    keeps_tokens: bool = True
 
 
 class Journal:
     """Rows that have ended, on disk as soon as they have: a file for each rank that answers for some, of lines [set, row id, row].
 
-    ``done``: what earlier starts of the same job have left, by (set, row id). A line torn by a kill is none.
-    Raises ValueError for the rows of another job, since their draws would be mixed with this one's.
+    A line torn by a kill is none. Raises ValueError for the rows of another job, since their draws would be mixed with this one's;
+    only the first rank looks (``checks``).
     """
 
-    def __init__(self, directory: Path, job: str, out: str) -> None:
+    def __init__(self, directory: Path, job: str, out: str, checks: bool) -> None:
         self.directory, self.job = directory, job
-        self.done: dict[tuple[int, int], dict[str, Any]] = {}
         self._file: Any = None
-        for path in sorted(directory.glob("*.jsonl")):
-            first, *lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-            if lines and first != json.dumps(job):
+        for path in sorted(directory.glob("*.jsonl")) if checks else ():
+            with path.open(encoding="utf-8", errors="replace") as lines:
+                first = lines.readline()
+            if first.endswith("\n") and first.rstrip("\n") != json.dumps(job):
                 raise ValueError(
                     f"out={out}: {directory} holds rows of a job with another model, other prompts or other settings; remove it, "
                     "or give another out"
                 )
-            for line in lines[:-1]:
-                number, row_id, row = json.loads(line)
-                self.done[number, row_id] = row
+
+    def read(self, number: int, row_ids: Collection[int]) -> dict[int, dict[str, Any]]:
+        """What earlier starts of the same job have left of these rows of a set, by row id."""
+        found: dict[int, dict[str, Any]] = {}
+        for path in sorted(self.directory.glob("*.jsonl")):
+            with path.open(encoding="utf-8", errors="replace") as lines:
+                lines.readline()
+                for line in lines:
+                    if line.endswith("\n"):
+                        of_set, row_id, row = json.loads(line)
+                        if of_set == number and row_id in row_ids:
+                            found[row_id] = row
+        return found
 
     def append(self, records: Sequence[tuple[tuple[int, int], Any]]) -> None:
         """Written and flushed: there after a kill of this process."""
@@ -141,12 +154,10 @@ class Journal:
         self._file.flush()
 
     def remove(self) -> None:
-        """When the results are in place."""
-        if self._file is not None:
-            self._file.close()
+        """When the results are in place, and no rank writes any more."""
         for path in self.directory.glob("*.jsonl"):
             path.unlink(missing_ok=True)
-        with suppress(OSError):  # another rank was first
+        with suppress(OSError):  # there was none
             self.directory.rmdir()
 
 
@@ -204,12 +215,23 @@ def limits_of(row: Row, room: int, sampling: SamplingConfig) -> tuple[int, int]:
 
 
 def job_of(config: Any, checkpoint: Path | None, sets: Sequence[PromptSet]) -> str:
-    """What makes rows the same: the weights, as far as their files' sizes and times tell, the prompts and the settings."""
+    """What makes rows the same: the weights, as far as samples of their files tell, the prompts and the settings. Copies of a model
+    on several nodes give the same."""
     source = checkpoint or Path(config.model.path)
-    files = sorted([path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in source.glob("*.safetensors"))
+    files = [[path.name, path.stat().st_size, sample_of(path)] for path in sorted(source.glob("*.safetensors"))]
     settings = {key: value for key, value in to_dict(config).items() if key in ("model", "sampling", "reward", "environment")}
     asked = [[s.prompts, s.limits, s.rows, to_dict(s.sampling), to_dict(s.reward)] for s in sets]
     return hashlib.sha256(json.dumps([settings, files, asked]).encode()).hexdigest()
+
+
+def sample_of(path: Path) -> str:
+    """A hash of 64 parts of a file, spread over it."""
+    digest, size = hashlib.sha256(), path.stat().st_size
+    with path.open("rb") as file:
+        for part in range(64):
+            file.seek(part * size // 64)
+            digest.update(file.read(4096))
+    return digest.hexdigest()
 
 
 def answer(
@@ -231,9 +253,9 @@ def answer(
     # before any rank generates: one that cannot load its weights must not leave the others in a collective for long
     world.all.barrier("generate:loaded")
     loaded = time.perf_counter()
-    records = [
-        record for number in range(len(ready.sets)) for record in Answerer(ready, number, mesh, generator, tick).answer()
-    ]
+    answerers = [Answerer(ready, number, mesh, generator, tick) for number in range(len(ready.sets))]
+    records = [record for answerer in answerers for record in answerer.answer()]
+    before = int(world.all.all_reduce(torch.tensor(sum(answerer.num_before for answerer in answerers)), "generate:before"))
     gathered = gather_records(world, records, "generate:results")
     said = None
     if gathered is not None:
@@ -241,10 +263,8 @@ def answer(
         for (number, row_id), row in gathered:
             rows[number][row_id] = row
         write(rows)
-        num_tokens = sum(len(row["response_ids"]) for _, row in gathered)
+        num_tokens = sum(row["length"] for _, row in gathered)
         seconds = time.perf_counter() - loaded
-        there = Counter((number, row_id // ready.sets[number].sampling.n) for number, row_id in ready.journal.done)
-        before = sum(count for (number, _), count in there.items() if count == ready.sets[number].sampling.n)
         missing = sum(len(s.errors) for s in ready.sets)
         said = f"{len(gathered)} responses, {num_tokens} tokens in {seconds:.1f} s ({num_tokens / seconds:.0f} tokens/s; "
         said += f"{loaded - started:.1f} s to load) on {ready.layout}, {config.threads} thread(s), attention {backend}: {config.out}"
@@ -252,7 +272,8 @@ def answer(
         first = next((error for s in ready.sets for error in s.errors.values()), "")
         said += f"; {missing} prompt(s) not answered, the first: {first}" if missing else ""
     world.all.barrier("generate:written")
-    ready.journal.remove()
+    if world.rank == 0:
+        ready.journal.remove()
     return said
 
 
@@ -265,6 +286,7 @@ class Answerer:
         self.leads = mesh.replica.rank == 0
         self.runner: RewardRunner | None = None
         self.told = False  # of the first call of the reward that failed
+        self.num_before = 0  # responses that were there from an earlier start
 
     def answer(self) -> list[tuple[tuple[int, int], dict[str, Any]]]:
         """((set, row id), row) of this replica's rows, on its first rank; nothing elsewhere.
@@ -272,11 +294,13 @@ class Answerer:
         Collective over the replica: every rank of it must call, in program order.
         """
         requests = self.set.requests(self.mesh.dp_rank, self.ready.layout.dp)
-        before, n = self.ready.journal.done, self.set.sampling.n
-        there = [group for group in requests if all((self.number, request.row_id) in before for request in group)]
+        n = self.set.sampling.n
+        before = self.ready.journal.read(self.number, {r.row_id for group in requests for r in group}) if self.leads else {}
+        there = [group for group in requests if all(request.row_id in before for request in group)]
+        self.num_before = n * len(there)
         told = json.dumps([group[0].group_id for group in there]).encode()
         done = set(json.loads(self.mesh.replica.broadcast_bytes(told, "generate:done")))
-        records = [(place, before[place]) for group in there for request in group if (place := (self.number, request.row_id))]
+        records = [((self.number, request.row_id), before[request.row_id]) for group in there for request in group]
         waiting = deque(group for group in requests if group[0].group_id not in done)
         begun: dict[int, list[Completion]] = {}  # responses to a prompt go together: rewards may compare them
         try:
@@ -313,7 +337,7 @@ class Answerer:
             yield self.generator.generate_until(requests, sampling, sampling.seed, 0, Until(fraction=ENDED), 0, self.tick)
 
     def _records(self, completions: Sequence[Completion]) -> list[tuple[tuple[int, int], dict[str, Any]]]:
-        rows = [record(completion) for completion in completions]
+        rows = [record(completion, self.ready.keeps_tokens) for completion in completions]
         if self.set.reward.function is not None:
             prompts = [self.set.rows[completion.row_id // self.set.sampling.n] for completion in completions]
             texts = decode(self.ready.tokenizer, [completion.token_ids for completion in completions])
@@ -348,10 +372,12 @@ class Answerer:
         return scores
 
 
-def record(completion: Completion) -> dict[str, Any]:
+def record(completion: Completion, keeps_tokens: bool) -> dict[str, Any]:
     """What only the replica knows of a row."""
-    row: dict[str, Any] = {"response_ids": completion.token_ids, "log_probs": completion.log_probs_t1.tolist()}
-    row["finish_reason"] = completion.finish_reason
+    row: dict[str, Any] = {"length": len(completion.token_ids), "finish_reason": completion.finish_reason}
+    if not keeps_tokens:
+        return row
+    row |= {"response_ids": completion.token_ids, "log_probs": completion.log_probs_t1.tolist()}
     if completion.top_log_probs is not None:
         pairs = zip(*(part.tolist() for part in completion.top_log_probs), strict=True)
         row["top_log_probs"] = [list(zip(ids, values, strict=True)) for ids, values in pairs]

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from rlhf_spmd.config.bounds import check_bounds
@@ -112,6 +113,12 @@ class MovingReferenceConfig(AlgorithmConfig):
             raise ValueError(
                 f"algorithm.sync_ref_model=true: models.reference.path={plans['reference'].config.path!r} is another architecture than "
                 f"models.actor.path={plans['actor'].config.path!r}; a reference that follows must be the same"
+            )
+        dtype = plans["reference"].config.torch_dtype(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        if self.ref_model_mixup_alpha < 1 and dtype.itemsize < 4:
+            raise ValueError(
+                f"algorithm.ref_model_mixup_alpha={self.ref_model_mixup_alpha}: in {dtype} the reference would round its small steps "
+                "away and stay where it is; set models.reference.dtype=float32, or ref_model_mixup_alpha=1"
             )
         if self.ref_model_sync_steps > config.run.steps:
             raise ValueError(

@@ -29,7 +29,8 @@ def mixture_order(sources: np.ndarray, weights: Sequence[float], seed: int, epoc
 
     ``sources`` int64 [rows]: of each row. Follows from its arguments alone.
     """
-    number, bounds = len(sources), np.cumsum([0.0, *weights]) / sum(weights)
+    running = np.cumsum([0.0, *weights])
+    number, bounds = len(sources), running / running[-1]  # the last is 1 to the bit, or an epoch would be a row short
     parts, places = [], []
     for source in range(len(weights)):
         own = np.flatnonzero(sources == source)
@@ -41,6 +42,7 @@ def mixture_order(sources: np.ndarray, weights: Sequence[float], seed: int, epoc
         )
         places.append((np.arange(len(taken)) + 0.5) / max(len(taken), 1))
     order = np.concatenate(parts)
+    assert len(order) == number, f"{len(order)} of {number} rows"
     return order[epoch_order(len(order), seed, epoch, True) if shuffle else np.argsort(np.concatenate(places), kind="stable")]
 
 

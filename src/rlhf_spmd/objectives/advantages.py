@@ -157,8 +157,10 @@ def group_statistics(scores: Tensor, group_ids: Tensor) -> Tensor:
 
 def row_sums(x: Tensor, lengths: Tensor) -> Tensor:
     """The sum of each row's tokens, [rows] of ``x`` [T]; it passes gradients."""
-    row = torch.repeat_interleave(torch.arange(len(lengths)), lengths).to(x.device)
-    return x.new_zeros(len(lengths)).index_add(0, row, x)
+    if not len(x):
+        return x.new_zeros(len(lengths))
+    # in the order of the tokens, on GPUs too, where index_add adds in any
+    return torch.segment_reduce(x, "sum", lengths=lengths.to(x.device), unsafe=True)
 
 
 def row_means(x: Tensor, lengths: Tensor) -> Tensor:
