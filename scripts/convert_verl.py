@@ -5,6 +5,8 @@
 
 Standard output is the configuration, with the torchrun line at its head. Standard error says, key by key, what has no counterpart:
 either it is not needed here, and why, or it is not known. verl's own defaults are written out where they differ from this project's.
+Of a script, bash expands the assignments that stand outside of conditions and loops, and the last command that starts verl; nothing
+else of it is run. What cannot be converted ends with one line and status 2.
 Source of names and defaults: verl's ppo_trainer.yaml (0.8 development version, January 2026).
 """
 
@@ -13,25 +15,39 @@ from __future__ import annotations
 import ast
 import os
 import re
-import shlex
+import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from rlhf_spmd.config.registry import find
 
 ROLLOUT, ACTOR, REF, CRITIC = "actor_rollout_ref.rollout.", "actor_rollout_ref.actor.", "actor_rollout_ref.ref.", "critic."
-DEFAULTS: dict[str, Any] = {  # verl's, where this project has another
+VALIDATION, FILTER = ROLLOUT + "val_kwargs.", "algorithm.filter_groups."
+DEFAULTS: dict[str, Any] = {  # verl's; those that this project has too are not written
     "algorithm.adv_estimator": "gae",
     "algorithm.use_kl_in_reward": False,
+    "algorithm.gamma": 1.0,
+    "algorithm.lam": 1.0,
+    "algorithm.norm_adv_by_std_in_grpo": True,
+    "algorithm.kl_ctrl.kl_coef": 0.001,
+    ACTOR + "use_kl_loss": False,
+    ACTOR + "kl_loss_coef": 0.001,
+    ACTOR + "kl_loss_type": "low_var_kl",
+    ACTOR + "loss_agg_mode": "token-mean",
+    ACTOR + "clip_ratio_low": 0.2,
+    ACTOR + "clip_ratio_high": 0.2,
+    ACTOR + "clip_ratio_c": 3.0,
+    ACTOR + "ppo_mini_batch_size": 256,
     "data.train_batch_size": 1024,
     "data.filter_overlong_prompts": False,
-    ACTOR + "use_kl_loss": False,
-    ROLLOUT + "val_kwargs.temperature": 0,
+    VALIDATION + "temperature": 0,
     "critic.optim.lr": 1e-5,
     "actor_rollout_ref.model.enable_gradient_checkpointing": True,
     "critic.model.enable_gradient_checkpointing": True,
@@ -47,6 +63,25 @@ OPTIM = (
     "min_lr_ratio",
     "lr_scheduler_type",
 )
+DATA = (
+    *("train_batch_size", "gen_batch_size", "val_batch_size", "max_prompt_length", "max_response_length"),
+    *("shuffle", "seed", "prompt_key", "filter_overlong_prompts", "train_max_samples", "val_max_samples"),
+)
+POLICY = (
+    *("ppo_mini_batch_size", "ppo_epochs", "use_dynamic_bsz", "ppo_max_token_len_per_gpu", "ppo_micro_batch_size_per_gpu"),
+    *(
+        "clip_ratio",
+        "clip_ratio_low",
+        "clip_ratio_high",
+        "clip_ratio_c",
+        "entropy_coeff",
+        "loss_agg_mode",
+        "tau_pos",
+        "tau_neg",
+    ),
+    *("use_kl_loss", "kl_loss_coef", "kl_loss_type"),
+)
+GENERATION = ("gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens", "enable_chunked_prefill", "enforce_eager")
 SAME = {  # verl's prefix -> ours, and the keys that keep their names
     "algorithm.": ("algorithm.", ("gamma", "lam", "kl_penalty", "use_kl_in_reward", "norm_adv_by_std_in_grpo")),
     "algorithm.kl_ctrl.": ("algorithm.kl_ctrl.", ("type", "kl_coef", "horizon", "target_kl")),
@@ -54,92 +89,117 @@ SAME = {  # verl's prefix -> ours, and the keys that keep their names
         "algorithm.rollout_correction.",
         ("rollout_is", "rollout_is_threshold", "rollout_rs", "rollout_rs_threshold"),
     ),
-    "data.": (
-        "data.",
-        (
-            "train_batch_size",
-            "val_batch_size",
-            "max_prompt_length",
-            "max_response_length",
-            "filter_overlong_prompts",
-            "shuffle",
-            "seed",
-            "prompt_key",
-        ),
-    ),
-    ACTOR: (
-        "algorithm.",
-        (
-            *(
-                "ppo_mini_batch_size",
-                "ppo_epochs",
-                "use_dynamic_bsz",
-                "ppo_max_token_len_per_gpu",
-                "ppo_micro_batch_size_per_gpu",
-            ),
-            *("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "entropy_coeff", "loss_agg_mode"),
-            *("use_kl_loss", "kl_loss_coef", "kl_loss_type"),
-        ),
-    ),
+    FILTER: (FILTER, ("enable", "max_num_gen_batches")),
+    "data.": ("data.", DATA),
+    ACTOR: ("algorithm.", POLICY),
     ACTOR + "optim.": ("models.actor.optim.", OPTIM),
     CRITIC + "optim.": ("models.critic.optim.", OPTIM),
     CRITIC: ("algorithm.", ("cliprange_value",)),
-    ROLLOUT: ("sampling.", ("n", "temperature", "top_p", "ignore_eos")),
-    ROLLOUT + "val_kwargs.": ("val_sampling.", ("n", "temperature", "top_p")),
-    "trainer.": ("run.", ("test_freq",)),
+    ROLLOUT: ("sampling.", ("n", "temperature", "top_p", "top_k", "ignore_eos")),
+    VALIDATION: ("val_sampling.", ("n", "temperature", "top_p", "top_k")),
+    "trainer.": ("run.", ("test_freq", "save_freq")),
 }
-GENERATION = (
-    "gpu_memory_utilization",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "enable_chunked_prefill",
-    "enable_prefix_caching",
-    "enforce_eager",
-)
+OVERLONG = {key: f"algorithm.overlong_buffer.{key}" for key in ("enable", "len", "penalty_factor")}
 RENAMED = {
     "actor_rollout_ref.model.path": "models.actor.path",
     "critic.model.path": "models.critic.path",
     "reward_model.model.path": "reward.model",
     "data.train_files": "data.path",
     "data.val_files": "data.val_path",
-    ACTOR + "tau_pos": "algorithm.tau_pos",
-    ACTOR + "tau_neg": "algorithm.tau_neg",
     ACTOR + "grad_clip": "models.actor.optim.clip_grad",
     "critic.grad_clip": "models.critic.optim.clip_grad",
-    ACTOR + "megatron.tensor_model_parallel_size": "models.actor.layout.tp",
-    ACTOR + "megatron.pipeline_model_parallel_size": "models.actor.layout.pp",
-    REF + "megatron.tensor_model_parallel_size": "models.reference.layout.tp",
-    REF + "megatron.pipeline_model_parallel_size": "models.reference.layout.pp",
-    "critic.megatron.tensor_model_parallel_size": "models.critic.layout.tp",
-    "critic.megatron.pipeline_model_parallel_size": "models.critic.layout.pp",
-    ACTOR + "fsdp_config.optimizer_offload": "models.actor.optim.offload",
-    "critic.model.fsdp_config.optimizer_offload": "models.critic.optim.offload",
-    REF + "fsdp_config.param_offload": "models.reference.offload",
-    "critic.model.fsdp_config.param_offload": "models.critic.offload",
     ROLLOUT + "tensor_model_parallel_size": "models.actor.generation.tp",
     ROLLOUT + "pipeline_model_parallel_size": "models.actor.generation.pp",
+    ROLLOUT + "enable_prefix_caching": "models.actor.generation.enable_prefix_caching",
     "actor_rollout_ref.model.enable_activation_offload": "models.actor.activation_offload",
     "trainer.total_training_steps": "run.steps",
     "trainer.critic_warmup": "algorithm.critic_warmup",
     "trainer.project_name": "logger.project",
     "trainer.experiment_name": "run.name",
+    "trainer.default_local_dir": "run.dir",
     "trainer.max_actor_ckpt_to_keep": "run.keep_checkpoints",
     **{ROLLOUT + key: f"models.actor.generation.{key}" for key in GENERATION},
+    **{f"reward_model.overlong_buffer.{key}": ours for key, ours in OVERLONG.items()},
+    **{f"reward_model.reward_kwargs.overlong_buffer_cfg.{key}": ours for key, ours in OVERLONG.items()},
 }
-NOT_NEEDED = {  # a pattern of verl's key -> why there is nothing to set; "": it is taken into account elsewhere
+for _role, _section, _model in (("actor", ACTOR, ACTOR), ("reference", REF, REF), ("critic", CRITIC, "critic.model.")):
+    RENAMED[_section + "megatron.tensor_model_parallel_size"] = f"models.{_role}.layout.tp"
+    RENAMED[_section + "megatron.pipeline_model_parallel_size"] = f"models.{_role}.layout.pp"
+    RENAMED[_section + "megatron.virtual_pipeline_model_parallel_size"] = f"models.{_role}.layout.vpp"
+    RENAMED[_section + "optim.warmup_style"] = f"models.{_role}.optim.lr_scheduler_type"  # verl's name until 2025
+    for _engine in (_model + "fsdp_config.", _section + "megatron."):
+        RENAMED[_engine + "param_offload"] = f"models.{_role}.offload"
+        RENAMED[_engine + "optimizer_offload"] = f"models.{_role}.optim.offload"
+ELSEWHERE = (  # taken into account below
+    r"adv_estimator|loss_mode|custom_reward_function|enable_gradient_checkpointing|do_sample|filter_groups\.metric|resume_",
+    r"trainer\.(logger|nnodes|n_gpus_per_node|total_epochs)|reward_model\.(enable|reward_manager)$",
+)
+NOT_NEEDED = {  # a pattern of verl's key -> why there is nothing to set
     r"use_remove_padding": "rows are always packed",
     r"log_prob_(micro_batch|use_dynamic|max_token)|forward_(micro_batch|max_token)": "forward passes are cut like updates",
     r"critic\.(ppo_micro|ppo_max_token|ppo_mini|use_dynamic|ppo_epochs|loss_agg)": "the critic's rows are cut like the actor's",
     r"rollout\.(name|mode|load_format|free_cache|layered_sum|dtype|max_model_len|disable)": "one generator, of the training weights",
     r"fsdp_config\.|\.strategy$|hybrid_engine": "layout.zero says how weights are sharded",
-    r"reward_model\.": "a reward model is named by reward.model and is a role like others",
-    r"trainer\.(logger|nnodes|n_gpus|val_before|total_epochs|save_freq|default_local|use_legacy|balance|device)": "",
-    r"data\.(truncation|return_|reward_fn_key|trust_remote|image_key|video_key)": "",
-    r"adv_estimator|loss_mode|custom_reward_function|enable_gradient_checkpointing|rollout\.top_k|val_kwargs": "",
+    r"reward_model\.(micro|num_workers|use_reward_loop|rollout\.|use_dynamic|model\.)": "a reward model is a role like others",
+    r"data\.(return_|reward_fn_key|image_key|video_key)|trainer\.(use_legacy|balance|device)": "there is no such choice",
+    r"data\.truncation": "prompts that are too long are dropped or refused (data.filter_overlong_prompts), never cut",
+    r"val_before_train": "with run.test_freq above 0 the first validation is before training",
     r"ulysses_sequence_parallel_size": "layout.sequence_parallel shares a sequence among tp ranks",
     r"lora": "THERE IS NO LORA: this run trains all weights",
     r"profiler|^ray_kwargs|^transfer_queue|trainer\.ray": "there is no such part",
 }
+
+
+class Refused(ValueError):
+    """What cannot be converted, in one line."""
+
+
+def read_script(path: Path) -> list[str]:
+    """The ``key=value`` arguments of the last command of a shell script that starts verl, as bash expands them."""
+    text = re.sub(r"\\\n", " ", path.read_text(encoding="utf-8"))
+    text = re.sub(r"\(\s*\n([^()]*)\)", lambda found: "(" + " ".join(found[1].split()) + ")", text)  # an array on several lines
+    assignments, command, depth = [], "", 0
+    for line in text.splitlines():
+        words = line.strip()
+        if words.startswith("#"):
+            continue
+        depth += len(re.findall(r"^(?:if|for|while|case|until)\b|\{$", words)) - len(
+            re.findall(r"^(?:fi|done|esac)\b|^\}", words)
+        )
+        if re.match(r"(?:export\s+|readonly\s+)?\w+\+?=", words):
+            if depth or re.search(r"`|\$\((?!\()", words):
+                what = "stands in a condition or a loop" if depth else "asks another program"
+                print(f"{path}: not read, since it {what}: {words[:80]}", file=sys.stderr)
+            else:
+                assignments.append(words)
+        elif re.search(r"\bpython3?\b.*\bmain_(?:ppo|dapo)\b", words):
+            command = words
+    if not command:
+        raise Refused(
+            f"{path}: no command 'python -m ...main_ppo' (or main_dapo); give the script that starts verl, or its YAML"
+        )
+    arguments = re.split(r"main_(?:ppo|dapo)(?:\.py)?", command, maxsplit=1)[1]
+    arguments = re.sub(r"(?:\d?>&?\d?|\||&&|;).*$", "", arguments)
+    if re.search(r"`|\$\((?!\()", arguments):
+        raise Refused(f"{path}: the command's arguments ask another program ($(...)); write what it answers in its place")
+    program = "\n".join(["set -u", *assignments, f"printf '%s\\0' {arguments}"])
+    done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, env=dict(os.environ))
+    if done.returncode:
+        said = (done.stderr.strip().splitlines() or ["no reason given"])[-1].split(": ", 1)[-1]
+        raise Refused(f"{path}: bash cannot expand it: {said}; set the variable in the environment of this command")
+    found = [word.lstrip("+") for word in done.stdout.split("\0") if re.match(r"[+~]*[a-z_]+\.[\w.]+=", word)]
+    return [*found, *(["algorithm.filter_groups.enable=True"] if "main_dapo" in command else [])]
+
+
+def value_of(text: str) -> Any:
+    """As Hydra reads it: numbers, lists with and without quotes, true, null."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        pass
+    if text[:1] in ("[", "{"):
+        return yaml.safe_load(text)
+    return {"true": True, "false": False, "null": None, "none": None}.get(text.lower(), text)
 
 
 def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
@@ -148,131 +208,177 @@ def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
     return {key: value for name, inner in tree.items() for key, value in flatten(inner, f"{prefix}{name}.").items()}
 
 
-def read_script(text: str) -> list[str]:
-    """The ``key=value`` arguments of the last command of a shell script, with its own plain variables put in."""
-    lines = re.sub(r"\\\n", " ", re.sub(r"(?m)^\s*#.*$", "", text)).splitlines()
-    variables = dict(os.environ)
-
-    def expand(word: str) -> str:
-        return re.sub(r"\$\{?(\w+)\}?", lambda found: variables.get(found[1], found[0]), word)
-
-    arguments: list[str] = []
-    for line in lines:
-        words = shlex.split(line, comments=True)
-        if len(words) == 1 and re.fullmatch(r"\w+=.*", words[0], re.DOTALL):
-            name, _, value = words[0].partition("=")
-            variables[name] = expand(value)
-        elif any("main_ppo" in word for word in words):
-            arguments = [expand(word).lstrip("+") for word in words if re.match(r"\+*[a-z_]+\.[\w.]+=", word)]
-    return arguments
-
-
-def value_of(text: str) -> Any:
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return {"true": True, "false": False, "null": None, "none": None}.get(text.lower(), text)
-
-
 def read(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
-    """Everything that the file and the overrides say, by dotted key."""
-    text = path.read_text(encoding="utf-8")
+    """Everything that the file and the overrides say, by dotted key, without what is null."""
+    if not path.is_file():
+        raise Refused(f"{path}: there is no such file")
     if path.suffix in (".yaml", ".yml"):
-        given = flatten(OmegaConf.to_container(OmegaConf.create(text), resolve=False))
-        given = {key: value for key, value in given.items() if not key.endswith("_target_") and "${" not in str(value)}
+        tree = OmegaConf.load(path)
+        for text in overrides:
+            key, _, value = text.partition("=")
+            OmegaConf.update(tree, key, value_of(value))
+        try:
+            given = flatten(OmegaConf.to_container(tree, resolve=True))
+        except OmegaConfBaseException as error:
+            raise Refused(f"{path}: {str(error).splitlines()[0]}") from error
     else:
-        given = dict(part.split("=", 1) for part in read_script(text))
-    given |= dict(part.split("=", 1) for part in overrides)
-    return {key: value_of(value) if isinstance(value, str) else value for key, value in given.items()}
+        words = [*read_script(path), *overrides]
+        given = {key: value_of(value) for key, _, value in (word.partition("=") for word in words)}
+    return {key: value for key, value in given.items() if value is not None and not key.endswith("_target_")}
 
 
-def algorithm_name(verl: dict[str, Any]) -> dict[str, Any]:
+def algorithm_of(verl: dict[str, Any]) -> dict[str, Any]:
+    """Its name, and what is not by a name of its own here."""
     estimator, mode = verl["algorithm.adv_estimator"], verl.get(ACTOR + "policy_loss.loss_mode", "vanilla")
-    if estimator == "gae":
-        found: dict[str, Any] = {"algorithm.name": "ppo"}
-    elif estimator == "grpo" and mode in ("gspo", "cispo"):
-        return {"algorithm.name": mode}
-    else:
-        found = {"algorithm.name": estimator}
-    return found | ({"algorithm.loss_mode": mode} if mode != "vanilla" else {})
+    name, more = {"gae": "ppo"}.get(estimator, estimator), {}
+    if estimator == "opo":
+        name, more = "grpo", {"algorithm.adv_estimator": "opo"}
+    if name == "grpo" and verl.get(FILTER + "enable"):
+        name = "dapo"
+    elif name == "grpo" and not more and mode in ("gspo", "cispo"):
+        name, mode = mode, "vanilla"
+    if mode != "vanilla":
+        more["algorithm.loss_mode"] = mode
+    try:
+        find("algorithm", "rlhf_spmd.algorithms", name, exports="step")
+    except ValueError as error:
+        raise Refused(f"algorithm.adv_estimator={estimator}: {error}") from error
+    return {"algorithm.name": name, **more}
 
 
-def reward_of(verl: dict[str, Any]) -> dict[str, Any]:
+def rewards_of(verl: dict[str, Any]) -> dict[str, Any]:
     if verl.get("reward_model.enable"):
         return {}
     path = verl.get("custom_reward_function.path")
-    return {"reward.function": f"{path}:{verl.get('custom_reward_function.name', 'compute_score')}" if path else "auto"}
+    function = f"{path}:{verl.get('custom_reward_function.name', 'compute_score')}" if path else "auto"
+    prefix = "custom_reward_function.reward_kwargs."
+    kwargs = {f"reward.kwargs.{key.removeprefix(prefix)}": value for key, value in verl.items() if key.startswith(prefix)}
+    return {"reward.function": function, **kwargs}
 
 
-def training_of(verl: dict[str, Any], roles: Sequence[str]) -> dict[str, Any]:
-    """Sharding and activation memory of each role, the run's length, its directory."""
+def run_of(verl: dict[str, Any], roles: Sequence[str]) -> dict[str, Any]:
+    """Sharding and activation memory of each role, the run's length, directory and tracker."""
     found: dict[str, Any] = {}
     for role in roles:
         section = "critic.model" if role == "critic" else "actor_rollout_ref.model"
-        if role != "reference" and verl.get(f"{section}.enable_gradient_checkpointing"):
+        if role in ("actor", "critic") and verl.get(f"{section}.enable_gradient_checkpointing"):
             found[f"models.{role}.activation_checkpointing"] = "full"
-        if not any(".megatron." in key for key in verl):
+        if role in ("actor", "critic", "reference") and not any(".megatron." in key for key in verl):
             found[f"models.{role}.layout.zero"] = 3
-    if verl.get("trainer.total_training_steps") is None:
+    if "trainer.total_training_steps" not in verl:
         found |= {"data.epochs": verl["trainer.total_epochs"], "run.steps": None}
-    found["run.dir"] = verl.get("trainer.default_local_dir") or f"runs/{verl.get('trainer.experiment_name', 'verl')}"
-    found["run.save_freq"] = max(verl.get("trainer.save_freq", -1), 0)
-    found["logger.wandb"] = "online" if "wandb" in verl.get("trainer.logger", ["wandb"]) else "disabled"
+    found["run.dir"] = f"runs/{verl.get('trainer.experiment_name', 'verl')}"
+    found["logger.wandb"] = "online" if "wandb" in str(verl.get("trainer.logger", "wandb")) else "disabled"
+    resume = {"auto": "auto", "disable": "never", "resume_path": verl.get("trainer.resume_from_path")}
+    if verl.get("trainer.resume_mode", "auto") != "auto":
+        found["run.resume"] = resume.get(verl["trainer.resume_mode"], "auto")
     return found
 
 
-def convert(verl: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+def convert(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     """This project's settings by dotted key, and of each of verl's keys that is not carried over, why."""
-    given, verl = dict(verl), DEFAULTS | verl
-    with_critic = verl["algorithm.adv_estimator"] == "gae"
-    with_reference = verl["algorithm.use_kl_in_reward"] or verl[ACTOR + "use_kl_loss"]
-    roles = ["actor", *(["critic"] if with_critic else []), *(["reference"] if with_reference else [])]
+    verl = DEFAULTS | given
+    chosen = algorithm_of(verl)
+    name = chosen["algorithm.name"]
+    config = find("algorithm", "rlhf_spmd.algorithms", name, exports="step").Config
     names = {f"{theirs}{key}": f"{ours}{key}" for theirs, (ours, keys) in SAME.items() for key in keys} | RENAMED
-    absent = [role for role in ("critic", "reference") if role not in roles]
-    found, left = {**algorithm_name(verl), **reward_of(verl), **training_of(verl, roles)}, {}
+    found: dict[str, Any] = dict(chosen)
+    left: dict[str, str] = {}
     for key, value in verl.items():
         ours = names.get(key)
-        dropped = ours is not None and any(f"models.{role}." in ours for role in absent)
-        if dropped or (ours == "reward.model" and not verl.get("reward_model.enable")):
-            continue
-        if ours is not None and value is not None:
-            found[ours] = value
-        elif ours is None and key in given:
+        if ours is None:
+            handled = any(re.search(pattern, key) for pattern in ELSEWHERE)
             why = next((why for pattern, why in NOT_NEEDED.items() if re.search(pattern, key)), "not known: look it up")
-            left |= {key: why} if why else {}
-    if found["algorithm.name"] != "grpo" or found.get("algorithm.loss_mode") != "sapo":
-        found = {key: value for key, value in found.items() if key not in ("algorithm.tau_pos", "algorithm.tau_neg")}
-    found.pop("algorithm.use_dynamic_bsz", None)
-    if found.get("algorithm.ppo_micro_batch_size_per_gpu") and not verl.get(ACTOR + "use_dynamic_bsz"):
+            left |= {} if handled or key not in given else {key: why}
+        elif ours.startswith("algorithm.") and default_of(config, ours) is MISSING:
+            left |= {key: f"{name} has no such setting"} if key in given else {}
+        elif key in given or not ours.startswith("algorithm.") or default_of(config, ours) != value:
+            found[ours] = value
+    settle(found, left, given, config)
+    plain = {
+        key.partition(".")[2]: value for key, value in found.items() if key.startswith("algorithm.") and key.count(".") == 1
+    }
+    roles = list(config(**plain).roles)
+    for key in [key for key in found if key.startswith("models.") and key.split(".")[1] not in roles]:
+        del found[key]
+    if not verl.get("reward_model.enable"):
+        found.pop("reward.model", None)
+    return {**run_of(verl, roles), **rewards_of(verl), **found}, left
+
+
+def settle(found: dict[str, Any], left: dict[str, str], given: dict[str, Any], config: type) -> None:
+    """What verl and this project say in other words, in place."""
+    if given.get(ACTOR + "use_dynamic_bsz") and found.pop("algorithm.ppo_micro_batch_size_per_gpu", None):
+        left[ACTOR + "ppo_micro_batch_size_per_gpu"] = "verl does not read it either, with use_dynamic_bsz"
+    elif "algorithm.ppo_micro_batch_size_per_gpu" in found:
         found["algorithm.use_dynamic_bsz"] = False
-    if verl.get(ROLLOUT + "top_k", -1) > 0:
-        found["sampling.top_k"] = verl[ROLLOUT + "top_k"]
-    if isinstance(found.get("algorithm.clip_ratio_low"), (int, float)):
-        found["algorithm.clip_ratio_low"] = min(found["algorithm.clip_ratio_low"], 1)  # no lower bound: a ratio is above 0
-    found = {key: value for key, value in found.items() if has_key(found["algorithm.name"], key)}
+    elif not found.get("algorithm.use_dynamic_bsz", True):
+        del found["algorithm.use_dynamic_bsz"]  # verl's default, without a size beside it
+    bounds = [key for key in ("algorithm.clip_ratio_low", "algorithm.clip_ratio_high") if ACTOR + key[10:] in given]
+    if "algorithm.clip_ratio" in found or not bounds:
+        for key in ("algorithm.clip_ratio_low", "algorithm.clip_ratio_high"):
+            if key not in bounds and default_of(config, key) is None:
+                found.pop(key, None)
+    if len(bounds) == 2:
+        found.pop("algorithm.clip_ratio", None)
+    mode = found.get("algorithm.loss_mode", default_of(config, "algorithm.loss_mode"))
+    if mode in ("gspo", "geo_mean"):
+        if found.pop("algorithm.loss_agg_mode", "seq-mean-token-mean") != "seq-mean-token-mean":
+            left[ACTOR + "loss_agg_mode"] = f"{mode} is a loss of whole responses: seq-mean-token-mean"
+        if default_of(config, "algorithm.loss_agg_mode") != "seq-mean-token-mean":
+            found["algorithm.loss_agg_mode"] = "seq-mean-token-mean"
+    if mode == "cispo" and found.get("algorithm.clip_ratio_low", 0) > 1:
+        found["algorithm.clip_ratio_low"] = 1  # no lower bound: a ratio is above 0
+    unread = {"vanilla": (), "sapo": ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c")}.get(
+        mode, ("clip_ratio_c",)
+    )
+    for key in (*unread, *(() if mode == "sapo" else ("tau_pos", "tau_neg"))):
+        found.pop(f"algorithm.{key}", None)
+    if not given.get(VALIDATION + "do_sample", True) or "val_sampling.temperature" not in found:
+        found["val_sampling.temperature"] = 0
+    for key in ("sampling.top_k", "val_sampling.top_k"):
+        if found.get(key, 0) < 0:
+            del found[key]
+    for key in ("run.test_freq", "run.save_freq"):
+        if found.get(key, 0) < 0:
+            found[key] = 0
+    for key in ("data.train_max_samples", "data.val_max_samples"):
+        if found.get(key, 0) < 0:
+            del found[key]
     for key in ("data.path", "data.val_path"):
         if isinstance(found.get(key), list) and len(found[key]) == 1:
             found[key] = found[key][0]
-    if found.get("run.test_freq", 0) < 0:
-        found["run.test_freq"] = 0
-    return found, left
+    if found["algorithm.name"] == "dapo" and found.pop("data.gen_batch_size", None):
+        left["data.gen_batch_size"] = "further prompts come in batches of data.train_batch_size"
+    if FILTER + "metric" in given:
+        found["algorithm.filter_groups.metric"] = {"seq_final_reward": "seq_reward"}.get(given[FILTER + "metric"], "score")
+        if given[FILTER + "metric"] == "acc":
+            left[FILTER + "metric"] = "acc is no field here: groups are kept by their score"
 
 
-def has_key(algorithm: str, key: str) -> bool:
-    """Whether the algorithm's configuration has this key; those of other sections are the same for all."""
-    first, _, name = key.partition(".")
-    if first != "algorithm":
-        return True
-    module = find("algorithm", "rlhf_spmd.algorithms", algorithm, exports="step")
-    return name.partition(".")[0] in {field.name for field in fields(module.Config)}
+MISSING = object()
+
+
+def default_of(config: type, key: str) -> Any:
+    """The default of ``algorithm.<a>.<b>`` in an algorithm's configuration; MISSING if it has no such key."""
+    value: Any = config()
+    for part in key.split(".")[1:]:
+        if not is_dataclass(value) or part not in {field.name for field in fields(value)}:
+            return MISSING
+        value = getattr(value, part)
+    return value
 
 
 def main(arguments: Sequence[str]) -> None:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(__doc__)
         return
-    verl = read(Path(arguments[0]), arguments[1:])
-    found, left = convert(verl)
+    try:
+        verl = read(Path(arguments[0]), arguments[1:])
+        found, left = convert(verl)
+    except (Refused, yaml.YAMLError) as error:
+        print(f"convert_verl: {error}", file=sys.stderr)
+        sys.exit(2)
     tree = OmegaConf.create()
     for key in sorted(found):
         OmegaConf.update(tree, key, found[key])

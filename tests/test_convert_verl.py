@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -75,6 +76,45 @@ def test_what_is_left_out_is_said(tmp_path: Path) -> None:
     assert "actor_rollout_ref.model.lora_rank: left out, THERE IS NO LORA: this run trains all weights" in said
     assert "actor_rollout_ref.actor.no_such_key: left out, not known" in said
     assert "use_remove_padding: left out, rows are always packed" in said and "trainer.nnodes" not in said
+
+
+def test_bash_expands_the_script_and_what_it_cannot_is_refused(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    text = """max=$((1024 * 2))
+export OUT=${NOWHERE_SET:-/tmp/here}
+DATA=(
+  data.train_files=[/d/a.parquet,/d/b.parquet]
+  data.max_prompt_length=${max}
+)
+python3 -m recipe.dapo.main_dapo "${DATA[@]}" algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=4 \\
+    actor_rollout_ref.model.path=$MODEL trainer.default_local_dir=$OUT algorithm.filter_groups.metric=acc 2>&1 | tee log
+"""
+    command = [sys.executable, str(tasks.ROOT / "scripts" / "convert_verl.py"), str(script)]
+    script.write_text(text)
+    refused = subprocess.run(command, capture_output=True, text=True)
+    assert refused.returncode == 2 and "MODEL: unbound variable" in refused.stderr and not refused.stdout
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | {"MODEL": "/m"})
+    (tmp_path / "mine.yaml").write_text(done.stdout)
+    config = read_config(str(tmp_path / "mine.yaml"), [])[0]
+    assert config.algorithm.name == "dapo" and config.data.path == ["/d/a.parquet", "/d/b.parquet"]
+    assert (config.data.max_prompt_length, config.run.dir, config.models["actor"].path) == (2048, "/tmp/here", "/m")
+    script.write_text("python3 -m other.program a.b=1\n")
+    assert subprocess.run(command, capture_output=True, text=True).returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("estimator", "expected"),
+    [("rloo", ("token-mean", 0.001, False)), ("opo", ("token-mean", 0.001, False))],
+)
+def test_verls_defaults_are_kept(tmp_path: Path, estimator: str, expected: tuple[str, float, bool]) -> None:
+    algorithm = convert(tmp_path, estimator)[0].algorithm
+    assert (algorithm.loss_agg_mode, algorithm.kl_ctrl.kl_coef, algorithm.use_kl_in_reward) == expected
+
+
+def test_an_estimator_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(subprocess.CalledProcessError) as raised:
+        convert(tmp_path, "gpg")
+    assert raised.value.returncode == 2 and "algorithm.adv_estimator=gpg" in raised.value.stderr
 
 
 def test_a_yaml(tmp_path: Path) -> None:
