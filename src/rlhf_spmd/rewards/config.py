@@ -25,9 +25,10 @@ class RewardConfig:
     through its own tokenizer in place of their tokens; ``auto``: if that differs from the actor's. ``apply_chat_template`` and
     ``chat_template`` are then as in ``data``. ``judge``: the model generates verdicts, which are its scores. ``data_sources``: rows
     of other ones are not scored: their score is 0 and they do not count in the statistics; None: all rows are. ``timeout_s``: time
-    limit of one call, seconds. ``default``: score of a row whose call failed. ``num_workers``: processes per rank. ``max_failure_rate``: share of
-    a step's calls that may fail (time-outs included); above it the run ends with class ``reward``; 1.0 never ends it after the
-    first step. ``max_memory_gb`` and ``max_file_gb``: limits of each process, GiB of private memory and of one file.
+    limit of one call, seconds. ``default``: score of a row whose call failed. ``num_workers``: processes per rank.
+    ``max_failure_rate``: share of a step's calls that may fail (time-outs included); above it the run ends with class ``reward``;
+    1.0 never ends it after the first step. ``max_memory_gb`` and ``max_file_gb``: limits of each process, GiB of private memory and
+    of one file.
     """
 
     function: str | None = None
