@@ -147,14 +147,14 @@ def test_a_judge_adds_to_other_rewards_for_its_sources_and_validates(tmp_path: P
 def test_questions_that_do_not_fit_have_failed(tmp_path: Path) -> None:
     model = tmp_path / "model"
     model.mkdir()
-    write_reward_model(model, context=28, template=CHAT, architecture="LlamaForCausalLM")
+    write_reward_model(model, context=33, template=CHAT, architecture="LlamaForCausalLM")
     run_ranks(1, train_here, config(), overrides(tmp_path / "run", "reward", "reward.function=null", model=model, steps=1))
     samples = samples_of(tmp_path / "run")
     lengths = [10 + len(s["prompt"]) + len(s["response"]) + len(s["prompt"].partition("a")[0]) + LENGTH for s in samples]
-    late = [s for s, length in zip(samples, lengths, strict=True) if length > 28]
+    late = [s for s, length in zip(samples, lengths, strict=True) if length > 33]
     assert 0 < len(late) < 16
     assert all(s["score"] == DEFAULT and s["verdict"] is None for s in late)
-    assert all(s["verdict"] is not None for s, length in zip(samples, lengths, strict=True) if length <= 28)
+    assert all(s["verdict"] is not None for s, length in zip(samples, lengths, strict=True) if length <= 33)
 
 
 @pytest.mark.parametrize(

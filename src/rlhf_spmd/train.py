@@ -218,8 +218,7 @@ def rewarded_roles(
 def with_templates(
     plans: Mapping[str, RolePlan], rewards: Mapping[str, RewardConfig], sections: Mapping[str, Any]
 ) -> dict[str, RewardConfig]:
-    """The settings of every reward role. Where text prompts go to the actor through a template, they do to reward models too
-    (not to judges, whose own tokenizers say)."""
+    """The settings of every reward role. Where text prompts go to the actor through a template, they do to reward models, too."""
     found = {role: rewards.get(role, RewardConfig()) for role, plan in plans.items() if issubclass(plan.worker, RewardWorker)}
     if any(isinstance(data, PromptsConfig) and data.apply_chat_template is True for data in sections.values()):
         found = {

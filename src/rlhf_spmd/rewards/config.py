@@ -81,6 +81,11 @@ class RewardConfig:
             except TypeError as error:  # a setting is missing, or of another type
                 raise bound.refusal(f"with kwargs={self.kwargs}: {error}") from error
 
+    @property
+    def scorer(self) -> str:
+        """What scores, for messages."""
+        return f"function {self.function!r}" if self.function is not None else "model" if self.judge is None else "judge"
+
     def bind(self, where: str) -> BoundReward:
         """The function, its arguments bound by name. Raises ValueError, one line, where it cannot be found or bound."""
         assert self.function is not None, "there is a function to bind"

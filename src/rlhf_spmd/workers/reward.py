@@ -165,15 +165,8 @@ class RewardWorker(ModelWorker):
         where = reward_key(self.name)
         check_failures(self.reward, where, failed, calls, said, first_step=not self.called)
         if not self.told and source == self.mesh.pool.rank:
-            which = (
-                f"function {self.reward.function!r}"
-                if self.reward.function is not None
-                else "model"
-                if self.reward.judge is None
-                else "judge"
-            )
             print(
-                f"{where}.{which} failed; such rows get {where}.default={self.reward.default} and count "
+                f"{where}.{self.reward.scorer} failed; such rows get {where}.default={self.reward.default} and count "
                 f"in {self.name}/failures or {self.name}/timeouts: {said}",
                 file=sys.stderr,
             )
