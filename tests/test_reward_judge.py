@@ -93,16 +93,18 @@ def expected(model: Path, sample: dict[str, Any], render: str) -> tuple[str, flo
 def test_scores_are_the_verdicts_numbers_in_any_layout(tmp_path: Path) -> None:
     runs = {
         "one": (1, []),
-        "colocated": (4, ["models.reward.layout.tp=2", "models.reward.layout.pp=2", "models.reward.offload=true"]),
-        "split": (
+        "colocated": (
+            4,
+            [f"models.reward.{key}" for key in ("layout={pp: 2, zero: 3}", "offload=true", "generation.rebalance_steps=1")],
+        ),
+        "split, on loan": (
             4,
             [
                 "placement.pools={a: [0, 1], b: [2, 3]}",
                 *("models.actor.pool=a", "models.reward.pool=b", "models.actor.layout.tp=2"),
-                "models.reward.generation.rebalance_steps=1",
+                "models.reward.calls.compute_reward.layout.tp=2",
             ],
         ),
-        "on loan": (4, ["models.reward.calls.compute_reward.layout.tp=2", "models.reward.layout.zero=3"]),
     }
     for name, (ranks, more) in runs.items():
         run_ranks(ranks, train_here, config(), overrides(tmp_path / name, "reward", "reward.function=null", *more))
