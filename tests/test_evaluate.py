@@ -94,7 +94,7 @@ def test_results_are_those_of_the_rows_in_every_layout(model: Path, tmp_path: Pa
         (["reward.function=gsm9k"], ConfigError, "gsm9k.*did you mean 'gsm8k'"),
         (["reward.model=/some/where"], ValueError, r"reward\.model=/some/where: here responses are scored by a function"),
         (
-            ["reward.judge.template={response}"],
+            ["reward.judge.template='{response}'"],
             ValueError,
             r"reward\.judge=.*: here responses are scored by a function; leave it out",
         ),
