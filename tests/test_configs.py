@@ -57,8 +57,10 @@ def test_there_are_configs() -> None:
 def keys(section: type, prefix: str = "") -> Iterator[str]:
     hints = typing.get_type_hints(section)
     for field in dataclasses.fields(section):
-        if dataclasses.is_dataclass(hints[field.name]):
-            yield from keys(hints[field.name], f"{prefix}{field.name}.")
+        kinds = (hints[field.name], *typing.get_args(hints[field.name]))  # also of one that may be null
+        section = next((kind for kind in kinds[:2] if dataclasses.is_dataclass(kind)), None)
+        if isinstance(section, type):
+            yield from keys(section, f"{prefix}{field.name}.")
         else:
             yield f"{prefix}{field.name}"
 

@@ -93,6 +93,11 @@ def test_results_are_those_of_the_rows_in_every_layout(model: Path, tmp_path: Pa
         (["reward.function=null"], ValueError, "set 'in' has nothing to be scored by: give reward.function"),
         (["reward.function=gsm9k"], ConfigError, "gsm9k.*did you mean 'gsm8k'"),
         (["reward.model=/some/where"], ValueError, r"reward\.model=/some/where: here responses are scored by a function"),
+        (
+            ["reward.judge.template='{response}'"],
+            ValueError,
+            r"reward\.judge=.*: here responses are scored by a function; leave it out",
+        ),
         (["sets.in.path=IN"], ValueError, r"is the set 'in', and so is sets\.in; give one of them another name"),
         (["data.path=[IN,IN]"], ValueError, "is given twice"),
         (["data.path=[]"], ValueError, r"data\.path or sets\.<name>\.path must be given"),

@@ -21,13 +21,19 @@ TOKENS = ("<s>", "</s>", "[", "]", *"zyxwvutsrqponmlkjihgfedcba9876543210", "?")
 CHAT = "data.chat_template='{% for m in messages %}{{ m.content }}{% endfor %}'"
 
 
-def write_reward_model(directory: Path, context: int = 64, template: str | None = TEMPLATE, vocab: int = len(TOKENS)) -> Path:
+def write_reward_model(
+    directory: Path,
+    context: int = 64,
+    template: str | None = TEMPLATE,
+    vocab: int = len(TOKENS),
+    architecture: str = "LlamaForSequenceClassification",
+) -> Path:
     """Other ids for the same characters; text begins with <s>."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
     config = {
         "model_type": "llama",
-        "architectures": ["LlamaForSequenceClassification"],
+        "architectures": [architecture],
         "vocab_size": vocab,
         "hidden_size": 32,
         "intermediate_size": 48,

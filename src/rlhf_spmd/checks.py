@@ -93,7 +93,9 @@ def check_lengths(config: Any, algorithm: AlgorithmConfig, plans: Mapping[str, R
         for name, sampling in uses.items():
             longest, lengths = check_sampling(name, sampling, section.key, data, plans)
             # validation's rows are cut into micro-batches by a reward model only
-            by_model = any(issubclass(plan.worker, RewardWorker) and plan.spec is not None for plan in plans.values())
+            by_model = any(
+                issubclass(plan.worker, RewardWorker) and plan.worker.head == "value" and plan.spec for plan in plans.values()
+            )
             is_cut = name == "sampling" or (getattr(data, "val_path", True) and by_model)
             if is_cut:
                 _check_budget(algorithm, longest, f"{lengths}, more than")

@@ -195,8 +195,9 @@ def check_set(
     config.generation.check_row("generation", longest, f"the longest row may have {longest} tokens")
     texts = [text or ("" if tokenizer is None else tokenizer.decode(ids)) for ids, text in encoded]
     seen = [reward_row(row, i, texts[i], config.data) for i, row in enumerate(rows)]
-    if reward.model is not None:
-        raise ValueError(f"{key}.model={reward.model}: here responses are scored by a function; leave it out")
+    for setting, value in (("model", reward.model), ("judge", reward.judge)):
+        if value is not None:
+            raise ValueError(f"{key}.{setting}={value}: here responses are scored by a function; leave it out")
     reward.check_rows(key, seen)
     given = [row.get(config.data.prompt_key, "") if config.data.prompt_key in row else None for row in rows]
     return PromptSet(name, key, sampling, reward, given, seen, prompts, limits, errors)

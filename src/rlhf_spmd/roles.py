@@ -13,7 +13,7 @@ from rlhf_spmd.controller import GroupShape, ResourcePool
 from rlhf_spmd.data.dataset import TokenDataset
 from rlhf_spmd.data.prompts import PromptDataset, PromptsConfig
 from rlhf_spmd.data.tokenizer import decoding
-from rlhf_spmd.generation.config import SamplingConfig
+from rlhf_spmd.generation.config import GenerationConfig, SamplingConfig
 from rlhf_spmd.generation.stopping import build_ends
 from rlhf_spmd.models.sharding import check_layout
 from rlhf_spmd.models.spec import ModelSpec, local_directory, read_spec
@@ -25,6 +25,7 @@ from rlhf_spmd.rewards.config import RewardConfig, reward_key
 from rlhf_spmd.workers.actor import ActorWorker
 from rlhf_spmd.workers.arithmetic import ArithmeticWorker, RoleClass
 from rlhf_spmd.workers.config import RoleConfig
+from rlhf_spmd.workers.judge import JudgeWorker
 from rlhf_spmd.workers.model_worker import Build, ModelWorker
 from rlhf_spmd.workers.retokenize import Retokenizer, build_retokenizer
 from rlhf_spmd.workers.reward import RewardWorker
@@ -86,6 +87,7 @@ def plan_roles(
             raise ValueError(f"{reward_key(name)}: this algorithm has no such reward{hint or ';'} its rewards are {listed}")
     known = {role: worker for role, worker in roles.items() if issubclass(worker, ModelWorker)}
     known |= {name: RewardWorker for name in rewards if name not in known}
+    known |= {name: JudgeWorker for name, reward in rewards.items() if reward.judge is not None and name != exported}
     for role in models:
         if role not in known:
             hint = nearest(role, list(known)) or ";"
@@ -126,6 +128,8 @@ def _reward_model(role: str, config: RoleConfig, reward: RewardConfig, rewarded:
     if reward.model is not None and config.path not in (None, reward.model):
         raise ValueError(f"{key}.model={reward.model!r} and models.{role}.path={config.path!r} name different models; give one")
     path = reward.model or config.path
+    if path is None and reward.judge is not None:
+        raise ValueError(f"{key}.judge needs a model that generates: give {key}.model or models.{role}.path")
     if path is None and reward.function is None and not rewarded:
         needed = " (rewards of other names add to it)" if role == "reward" else ""
         raise ValueError(f"there is no {role}: give {key}.function, a reward model as {key}.model, or environment.cls{needed}")
@@ -146,6 +150,8 @@ def _plan_role(role: str, worker: type[ModelWorker], config: RoleConfig, pool: R
         raise ValueError(
             f"{where}.generation.overlap=true: weights on loan to calls.generate_sequences come whole; leave it out"
         )
+    if issubclass(worker, JudgeWorker):
+        _check_judge(where, config, layout)
     if not issubclass(worker, ActorWorker) or "generate_sequences" in config.calls:
         return RolePlan(worker, config, pool, GroupShape(layout), spec)
     try:
@@ -165,6 +171,20 @@ def _plan_role(role: str, worker: type[ModelWorker], config: RoleConfig, pool: R
             f"{spec.num_hidden_layers} layers"
         )
     return RolePlan(worker, config, pool, GroupShape(layout, generation), spec)
+
+
+def _check_judge(where: str, config: RoleConfig, layout: Layout) -> None:
+    """Raises ValueError for what a judge, which generates with its weights as they lie, cannot have."""
+    usual = GenerationConfig()
+    for key in ("pp", "tp", "engine", "overlap"):
+        if getattr(config.generation, key) != getattr(usual, key):
+            raise ValueError(
+                f"{where}.generation.{key}={getattr(config.generation, key)}: a judge generates in {where}.layout; leave it out"
+            )
+    if layout.vpp > 1:
+        raise ValueError(
+            f"{where}.layout.vpp={layout.vpp}: a judge generates in this layout, and generation has no vpp; leave it out"
+        )
 
 
 def _plan_call(role: str, plan: RolePlan, method: str, pools: Mapping[str, ResourcePool]) -> CallPlan:

@@ -218,11 +218,11 @@ def rewarded_roles(
 def with_templates(
     plans: Mapping[str, RolePlan], rewards: Mapping[str, RewardConfig], sections: Mapping[str, Any]
 ) -> dict[str, RewardConfig]:
-    """The settings of every reward role. Where text prompts go to the actor through a template, they do to reward models too."""
+    """The settings of every reward role. Where text prompts go to the actor through a template, they do to reward models, too."""
     found = {role: rewards.get(role, RewardConfig()) for role, plan in plans.items() if issubclass(plan.worker, RewardWorker)}
     if any(isinstance(data, PromptsConfig) and data.apply_chat_template is True for data in sections.values()):
         found = {
-            role: replace(one, apply_chat_template=True) if one.apply_chat_template == "auto" else one
+            role: replace(one, apply_chat_template=True) if one.apply_chat_template == "auto" and one.judge is None else one
             for role, one in found.items()
         }
     return found

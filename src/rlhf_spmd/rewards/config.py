@@ -10,6 +10,7 @@ from typing import Any
 from rlhf_spmd.config import registry
 from rlhf_spmd.config.bounds import check_bounds
 from rlhf_spmd.rewards.binding import BoundReward, bind_reward
+from rlhf_spmd.rewards.judge import JudgeConfig
 
 FLOAT32_MAX = 3.4028234e38
 
@@ -22,11 +23,12 @@ class RewardConfig:
     it that are no columns. ``by_group``: a function that takes lists is called once for the responses to each prompt. ``model``:
     directory of a reward model (the same as ``models.<role>.path``); None for none. ``retokenize``: whether it reads the rows' text
     through its own tokenizer in place of their tokens; ``auto``: if that differs from the actor's. ``apply_chat_template`` and
-    ``chat_template`` are then as in ``data``. ``data_sources``: rows of other ones are not scored: their
-    score is 0 and they do not count in the statistics; None: all rows are. ``timeout_s``: time limit of one call,
-    seconds. ``default``: score of a row whose call failed. ``num_workers``: processes per rank. ``max_failure_rate``: share of
-    a step's calls that may fail (time-outs included); above it the run ends with class ``reward``; 1.0 never ends it after the
-    first step. ``max_memory_gb`` and ``max_file_gb``: limits of each process, GiB of private memory and of one file.
+    ``chat_template`` are then as in ``data``. ``judge``: the model generates verdicts, which are its scores. ``data_sources``: rows
+    of other ones are not scored: their score is 0 and they do not count in the statistics; None: all rows are. ``timeout_s``: time
+    limit of one call, seconds. ``default``: score of a row whose call failed. ``num_workers``: processes per rank.
+    ``max_failure_rate``: share of a step's calls that may fail (time-outs included); above it the run ends with class ``reward``;
+    1.0 never ends it after the first step. ``max_memory_gb`` and ``max_file_gb``: limits of each process, GiB of private memory and
+    of one file.
     """
 
     function: str | None = None
@@ -36,6 +38,7 @@ class RewardConfig:
     retokenize: bool | str = "auto"
     apply_chat_template: bool | str = "auto"
     chat_template: str | None = None
+    judge: JudgeConfig | None = None
     data_sources: list[str] | None = None
     weight: float = 1.0
     model_weight: float = 1.0
@@ -57,6 +60,8 @@ class RewardConfig:
         for key in ("retokenize", "apply_chat_template"):
             if getattr(self, key) not in ("auto", True, False):
                 raise ValueError(f"{where}.{key}={getattr(self, key)!r} must be auto, true or false")
+        if self.judge is not None and self.retokenize is False:
+            raise ValueError(f"{where}.retokenize=false: a judge reads text through its own tokenizer; leave it out")
         if self.function is None:
             given = next((key for key in ("kwargs", "by_group") if getattr(self, key)), None)
             if given:
@@ -75,6 +80,11 @@ class RewardConfig:
                 getattr(sys.modules[module], name, lambda *_, **__: None)(*args, **kwargs)
             except TypeError as error:  # a setting is missing, or of another type
                 raise bound.refusal(f"with kwargs={self.kwargs}: {error}") from error
+
+    @property
+    def scorer(self) -> str:
+        """What scores, for messages."""
+        return f"function {self.function!r}" if self.function is not None else "model" if self.judge is None else "judge"
 
     def bind(self, where: str) -> BoundReward:
         """The function, its arguments bound by name. Raises ValueError, one line, where it cannot be found or bound."""
@@ -95,15 +105,21 @@ class RewardConfig:
         return self.data_sources is None or row.get("data_source") in self.data_sources
 
     def check_rows(self, where: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Raises ValueError for a data source that no row is of, and for an argument of the function that no row has."""
+        """Raises ValueError for a data source that no row is of, for an argument of the function that no row has, and for a
+        row without the answer that a judge is told."""
         for source in self.data_sources or ():
             if not any(row.get("data_source") == source for row in rows):
                 there = sorted({str(row.get("data_source")) for row in rows})
                 raise ValueError(
                     f"{where}.data_sources: no row has the data_source {source!r}; there are {', '.join(there[:20])}"
                 )
+        chosen = [row for row in rows if self.chooses(row)]
+        if self.judge is not None and "answer" in self.judge.fields:
+            bare = next((row for row in chosen if row.get("answer") is None), None)
+            if bare is not None:
+                raise ValueError(f"{where}.judge.template has {{answer}}, and row {bare.get('id')} has none (data.answer_key)")
         if self.function is not None:
-            bound, chosen = self.bind(where), [row for row in rows if self.chooses(row)]
+            bound = self.bind(where)
             bound.check_rows(chosen)
             self._hook(bound, "check_rows", where, chosen)
 

@@ -70,8 +70,9 @@ def check_failures(config: RewardConfig, where: str, failed: int, calls: int, fi
     if failed and (everything or failed / calls > config.max_failure_rate):
         limit = "" if everything else f", more than {where}.max_failure_rate = {config.max_failure_rate}"
         step = "the first step" if everything else "this step"
-        which = f"function {config.function!r}" if config.function is not None else f"model {config.model!r}"
-        raise RewardError(f"{where}.{which} failed in {failed} of {calls} calls of {step}{limit}; first error: {first_error}")
+        raise RewardError(
+            f"{where}.{config.scorer} failed in {failed} of {calls} calls of {step}{limit}; first error: {first_error}"
+        )
 
 
 @dataclass(eq=False)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
-from functools import partial
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,21 +12,12 @@ from torch import Tensor
 from rlhf_spmd.controller import MICRO_DP, THREE_D, Production, Reference, register
 from rlhf_spmd.controller.reference import Piece
 from rlhf_spmd.data.batch import Batch, Field, concat, decode_json, pack, ragged, unpack
-from rlhf_spmd.data.tokenizer import decoding
-from rlhf_spmd.generation.backends import choose_backend
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.generation.episodes import Environments
-from rlhf_spmd.generation.generator import Generator
 from rlhf_spmd.generation.progress import Completion
 from rlhf_spmd.generation.sequence import Request
-from rlhf_spmd.models.decoder import Decoder
-from rlhf_spmd.models.sharding import plan_params
 from rlhf_spmd.objectives.rollout_correction import mismatch_sums
-from rlhf_spmd.parallel.collectives import Group
-from rlhf_spmd.parallel.layout import GenerationLayout
-from rlhf_spmd.parallel.mesh import build_group, build_mesh
-from rlhf_spmd.reshard import Engine, HybridEngine, choose_engine
-from rlhf_spmd.workers.engine import rank_shards
+from rlhf_spmd.workers.generating import build_generating
 from rlhf_spmd.workers.model_worker import ModelWorker
 from rlhf_spmd.workers.objective import MASK, ROW_INPUTS, drawn, log_prob_differences, model_tokens
 from rlhf_spmd.workers.rollouts import HeldRollouts
@@ -39,22 +27,17 @@ class ActorWorker(ModelWorker):
     trained = True
 
     def build_more(self) -> None:
-        build, pool, shape = self.build, self.pool, self.shape
+        build = self.build
         if build.environment.cls is None:
             self.unused, self.absent = frozenset({"row"}), frozenset({MASK, "environment_reward"})
         if not build.partial_rollouts:
             self.absent |= {"rollout_versions"}
         if not self.serves("generate_sequences"):
             return
-        layout = shape.generating
-        self.generation_mesh = build_mesh(build.world, pool.ranks, layout)
-        # a twin generates in the layout that its weights come in, so there is nothing to choose
-        name = "zero_redundancy" if build.serves else self.config.generation.engine
-        engine = choose_engine(name, layout, lambda i: pool.ranks[i] // build.world.launch.local_size)
-        # a channel of its own: the next bucket is on its way while the ranks' other groups compute
-        gather = build_group(build.world, pool.ranks, lambda i: engine.gather_ranks(layout, i), "gather", channel="gather")
-        if self.member:
-            self._build_generator(engine, layout, gather)
+        self.generating = build_generating(self, build.tokenizer)
+        if self.generating is not None:
+            self.generator = self.generating.generator
+            self.held = HeldRollouts(self.generator)
 
     def enter(self, call: Production) -> None:
         super().enter(call)
@@ -71,31 +54,6 @@ class ActorWorker(ModelWorker):
         samplings = [sampling for rows, sampling in own if np.isin(piece.ids, rows.rows.row_ids).any()]
         is_current = maker.role.name == self.name and maker.version == version
         return is_current and all(s.log_prob_temperature == self.build.temperature for s in (common, *samplings))
-
-    def _build_generator(self, engine: Engine, layout: GenerationLayout, gather: Group) -> None:
-        mesh, spec, meta = self.generation_mesh, self.spec, torch.device("meta")
-        assert spec is not None
-        decoder = Decoder(spec, "lm", mesh.pp_rank, layout.pp, mesh.tp, self.engine.dtype, meta, blocks=layout.blocks)
-        decoder.requires_grad_(False)
-        shards = partial(rank_shards, spec, "lm", self.shape.layout)  # generation has no use for a second head
-        mine = shards(self.mesh.pp_rank, self.mesh.tp_rank)
-        self.hybrid = HybridEngine(
-            shards,
-            lambda: {name: parameter for name, parameter in self.engine.parameters().items() if name in mine},
-            decoder,
-            lambda pp, tp: plan_params(spec, "lm", pp, layout.pp, tp, layout.tp, layout.blocks),
-            gather,
-            engine,
-            layout,
-            mesh.index,
-            self.config.generation.buffers,
-        )
-        decode = decoding(self.build.tokenizer)
-        generation, where = self.config.generation, "models.actor.generation.attention"
-        backend = choose_backend(generation.attention, self.engine.attention, self.engine.dtype, self.device, where)
-        generation = replace(generation, attention=backend)
-        self.generator = Generator(decoder, mesh, generation, spec.eos_token_ids, decode)
-        self.held = HeldRollouts(self.generator)
 
     @register(
         MICRO_DP,
@@ -127,17 +85,19 @@ class ActorWorker(ModelWorker):
         Collective over the pool: every rank of it must call, in program order.
         """
         requests = _requests(batch, sampling, own)
-        with self._generating():
+        generating = self.generating
+        assert generating is not None
+        with generating.weights():
             if num_groups is None:
                 environments = self._environments(batch)
-                completions = self.generator.generate(requests, sampling, sampling.seed, number, self._tick, environments)
+                completions = self.generator.generate(requests, sampling, sampling.seed, number, generating.tick, environments)
                 report: dict[str, Any] = {}
             else:
-                completions, groups = self.held.advance(requests, sampling, number, num_groups, self._tick)
+                completions, groups = self.held.advance(requests, sampling, number, num_groups, generating.tick)
                 stale = sum(int((completion.versions < number).sum()) for completion in completions)
                 drawn = sum(len(completion.token_ids) for completion in completions)
                 report = {"groups": groups, "rollout/stale_fraction": [stale, drawn]}
-        report |= self._generation_report()
+        report |= generating.report()
         if not completions:
             return Batch(batch.row_ids[:0], batch.group_ids[:0], {}) if len(batch) else batch, report
         responses = ragged([c.token_ids for c in completions], torch.int64)
@@ -170,37 +130,6 @@ class ActorWorker(ModelWorker):
         assert isinstance(worker, ActorWorker)
         if worker.member:
             worker.held.saved = concat([unpack(state) for state in states])
-
-    @contextmanager
-    def _generating(self) -> Iterator[None]:
-        """Collective over the pool: every rank of it must call, in program order."""
-        with self.controller.timeline.span("actor.to_generation", category="reshard"):
-            self.hybrid.to_generation(wait=not self.config.generation.overlap)
-            self.generator.reserved_bytes = self.hybrid.pending_bytes
-        yield
-        with self.controller.timeline.span("actor.to_training", category="reshard"):
-            self.hybrid.to_training()
-
-    def _tick(self) -> None:
-        """After each step, and on a replica that waits for others: those may be waiting for this rank's weights."""
-        self.hybrid.finish()
-        self.controller.tick()
-
-    def _generation_report(self) -> dict[str, Any]:
-        """Of the last call of the generator, also into the trace, where idle are waits for other stages and replicas."""
-        stats, span = self.generator.stats, self.controller.span
-        idle = stats.seconds - stats.busy_seconds + stats.stage_seconds
-        span |= {"busy_seconds": round(stats.seconds - idle, 6), "idle_seconds": round(idle, 6)}
-        counts = ("steps", "prompt_tokens", "preemptions", "moved_rows", "draft_tokens", "accepted_tokens")
-        return {
-            "generation/seconds": stats.busy_seconds,
-            "generation/seconds_max": stats.seconds,
-            "generation/stage_idle_fraction": [stats.stage_seconds, stats.busy_seconds],
-            "generation/prefix_hit_tokens": float(stats.hit_tokens),
-            "generation/prefix_hit_rate": [stats.hit_tokens, stats.prompt_tokens],
-            "reshard/peak_bytes": float(self.hybrid.peak_bytes),
-            **{f"generation/{name}": float(getattr(stats, name)) for name in counts},
-        }
 
     def _known_log_probs(self, batch: Reference) -> Reference | None:
         """The rollout's own, where a training forward would give the same bits; the next update compares them with its own."""

@@ -50,7 +50,7 @@ class RoleConfig(ComputeConfig):
     with ``random_init`` only its configuration and tokenizer are read and the weights are drawn from ``run.seed``.
 
     ``pool`` is a name in ``placement.pools``. With bfloat16 parameters ``optim.master_weights`` keeps float32 copies beside the
-    optimizer states. ``generation`` counts for the actor only.
+    optimizer states. ``generation`` counts for the actor and for judges.
     ``activation_checkpointing``: none, selective or full; ``activation_offload``: what is kept for the backward pass lies in host
     memory. Both: see ``Decoder.keep_activations``. ``offload``: between the role's calls its weights rest in host memory, pinned on
     GPUs; what the optimizer keeps has ``optim.offload``.

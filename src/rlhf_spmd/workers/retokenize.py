@@ -1,7 +1,8 @@
-"""Rows for a reward model with a tokenizer of its own: decoded, rendered through its chat template, tokenised again."""
+"""Rows for a model with a tokenizer of its own, a reward model or a judge: decoded, rendered through its template, tokenised again."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 
 from rlhf_spmd.data.batch import Batch, decode_json, ragged
 from rlhf_spmd.data.encoding import EncodingConfig, PromptEncoder
-from rlhf_spmd.data.tokenizer import decode, load_tokenizer
+from rlhf_spmd.data.tokenizer import Decoding, decode, load_tokenizer
 from rlhf_spmd.rewards.binding import chat_messages
 from rlhf_spmd.rewards.config import RewardConfig
 
@@ -41,10 +42,16 @@ class Retokenizer:
         return [*ids, end] if ended and end is not None and ids[-1:] != [end] else ids
 
     def __call__(self, batch: Batch) -> tuple[Batch, dict[int, str]]:
-        """``batch`` with the model's ``prompt_ids`` and ``response_ids`` (the row's last token), and for rows that the model cannot
-        read, which are cut or replaced, why not. The same on every rank that has the rows."""
+        """``batch`` with the model's ``prompt_ids`` and ``response_ids`` (the row's last token), and as :meth:`read` says."""
         if not len(batch):
             return batch, {}
+        whole, refused = self.read(batch)
+        first, last = [ids[:-1] for ids in whole], [ids[-1:] for ids in whole]
+        return batch.with_fields(prompt_ids=ragged(first, torch.int64), response_ids=ragged(last, torch.int64)), refused
+
+    def read(self, batch: Batch) -> tuple[list[list[int]], dict[int, str]]:
+        """The model's tokens of each row, and for rows that the model cannot read, which are replaced, why not. The same on every
+        rank that has the rows."""
         responses = [ids.tolist() for ids in batch["response_ids"].rows()]
         whole, refused = [], {}
         rows = zip(decode_json(batch["row"]), responses, decode(self.actor, responses), strict=True)
@@ -54,8 +61,7 @@ class Retokenizer:
             if why is not None:
                 refused[index], ids = why, [0]
             whole.append(ids)
-        first, last = [ids[:-1] for ids in whole], [ids[-1:] for ids in whole]
-        return batch.with_fields(prompt_ids=ragged(first, torch.int64), response_ids=ragged(last, torch.int64)), refused
+        return whole, refused
 
     def refusal(self, ids: Sequence[int]) -> str | None:
         """Why the model cannot read these tokens, None if it can."""
@@ -68,11 +74,49 @@ class Retokenizer:
         return None
 
 
+class JudgePrompts(Retokenizer):
+    """What a judge is asked about a row: the template's text, as a user's message where the judge has a chat template (or
+    ``apply_chat_template``). ``limit`` is of the tokens of question and verdict together."""
+
+    def __init__(self, own: Any, actor: Any, config: RewardConfig, limit: int, vocab_size: int, where: str) -> None:
+        assert config.judge is not None
+        most = config.judge.max_response_length
+        if most >= limit:
+            raise ValueError(
+                f"{where}.judge.max_response_length={most} leaves no room in the {limit} tokens that the judge can hold"
+            )
+        super().__init__(own, actor, config, limit - most, vocab_size, where)
+        self.judge = config.judge
+        has_template = self.encoder.template or getattr(own, "chat_template", None)
+        self.chats = bool(has_template) if config.apply_chat_template == "auto" else bool(config.apply_chat_template)
+        self.special = re.compile("|".join(map(re.escape, Decoding(own).special_ids)) or r"\Z(?!\Z)")
+
+    def encode(self, row: Mapping[str, Any], response: str, ended: bool) -> list[int]:
+        """Raises DataError where there is no chat template, or it refuses a user's message."""
+        messages = chat_messages(row)
+        prompt = row["prompt"] if messages is None else messages[0]["content"]
+        if messages is not None and len(messages) > 1:
+            prompt = "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)
+        values = {"prompt": prompt, "response": response, "answer": str(row.get("answer"))}
+        text = self.judge.render({name: self._without_special(value) for name, value in values.items()})
+        if self.chats:
+            text = self.encoder.apply_template([{"role": "user", "content": text}], f"{self.where}.judge, row {row.get('id')}")
+        return next(self.encoder.tokenize([text], special_tokens=not self.chats))
+
+    def _without_special(self, text: str) -> str:
+        """A policy that writes the names of the judge's special tokens must not end its message and begin another one."""
+        while (less := self.special.sub("", text)) != text:
+            text = less
+        return text
+
+
 def build_retokenizer(
     config: RewardConfig, path: str, actor: Any, limit: int, vocab_size: int, where: str
 ) -> Retokenizer | None:
     """None if the model in ``path`` reads the actor's tokens as they are: it has no tokenizer, or with ``retokenize=auto`` the
-    actor's vocabulary. Local: reads files. Raises DataError, one line."""
+    actor's vocabulary. Local: reads files. Raises DataError, ValueError, one line."""
+    if config.judge is not None:
+        return JudgePrompts(load_tokenizer(path), actor, config, limit, vocab_size, where)
     own = None if config.retokenize is False else load_tokenizer(path, required=config.retokenize is True)
     if own is None or (config.retokenize == "auto" and own.get_vocab() == actor.get_vocab()):
         return None

@@ -41,10 +41,14 @@ class RewardWorker(ModelWorker):
         self.retokenizer: Retokenizer | None = None
         if self.member and self.spec is not None and self.build.tokenizer is not None:
             assert self.config.path is not None
-            limits, longest = self.build.limits, self.spec.max_position_embeddings
-            longest = longest if limits.rows is not None else min(longest, limits.max_tokens)
+            longest = self.longest(self.spec.max_position_embeddings)
             own = (self.reward, self.config.path, self.build.tokenizer, longest, self.spec.vocab_size, reward_key(self.name))
             self.retokenizer = build_retokenizer(*own)
+
+    def longest(self, context: int) -> int:
+        """Tokens of a row that the model can hold."""
+        limits = self.build.limits
+        return context if limits.rows is not None else min(context, limits.max_tokens)
 
     def enter(self, call: Production) -> None:
         super().enter(call)
@@ -69,10 +73,9 @@ class RewardWorker(ModelWorker):
         scores = torch.zeros(len(batch), dtype=dtype)
         refused: dict[int, str] = {}
         if self.spec is not None:
-            read, refused = (batch, refused) if self.retokenizer is None else self.retokenizer(batch)
-            by_model = self.infer(read, last_token_value, torch.ones(len(batch), dtype=torch.int64))
+            by_model, refused = self.score_by_model(batch)
             if by_model is not None:
-                given = by_model.values.cpu().to(dtype)
+                given = by_model.to(dtype)
                 given[list(refused)] = self.reward.default
                 scores += self.reward.model_weight * given
         report, texts, scored = self._score_text(batch, scores, refused)
@@ -83,9 +86,18 @@ class RewardWorker(ModelWorker):
         report["extras"] |= self._by_source(texts, scores, scored)
         report |= {"score_sum": float(scores[scored].double().sum()), "rows": int(scored.sum())}
         report["samples"] = [
-            self._sample(batch, i, texts[i], scores) for i in range(len(texts)) if int(batch.row_ids[i]) in self.shown
+            self.sample(batch, i, texts[i], scores) for i in range(len(texts)) if int(batch.row_ids[i]) in self.shown
         ]
         return (batch.with_fields(scores=scores) if self.mesh.last_stage and len(batch) else None), report
+
+    def score_by_model(self, batch: Batch) -> tuple[Tensor | None, dict[int, str]]:
+        """The model's value of each row [rows], None off the last stage and without rows; and which rows it cannot read, and why.
+
+        Collective over the pool: every rank of it must call, in program order.
+        """
+        read, refused = (batch, {}) if self.retokenizer is None else self.retokenizer(batch)
+        found = self.infer(read, last_token_value, torch.ones(len(batch), dtype=torch.int64))
+        return (None if found is None else found.values.cpu()), refused
 
     def _by_source(self, texts: list[Row], scores: Tensor, scored: Tensor) -> dict[str, tuple[float, int]]:
         """For each ``data_source`` of the scored rows the sum of their scores, and their number."""
@@ -97,7 +109,7 @@ class RewardWorker(ModelWorker):
                 found[key] = (total + score, number + 1)
         return found
 
-    def _sample(self, batch: Batch, i: int, text: Row, scores: Tensor) -> dict[str, Any]:
+    def sample(self, batch: Batch, i: int, text: Row, scores: Tensor) -> dict[str, Any]:
         """The i-th row for people to read."""
         sample = {"row_id": int(batch.row_ids[i]), "prompt": text[0], "response": text[1], "score": float(scores[i])}
         if "rollout_versions" in batch:
@@ -130,7 +142,7 @@ class RewardWorker(ModelWorker):
         calls, failures, timeouts, rows, scored, *clipped, tokens, prompt_tokens, score, squares = summed
         *extremes, highest, lowest, first = self.mesh.pool.all_reduce(largest, "control", "max").tolist()
         if failures + timeouts:
-            self._judge_failures(int(failures + timeouts), int(calls), int(-first), report["first_error"])
+            self._report_failures(int(failures + timeouts), int(calls), int(-first), report["first_error"])
         self.called = self.called or calls > 0
         found = {"failures": failures, "timeouts": timeouts}
         if scored:
@@ -144,7 +156,7 @@ class RewardWorker(ModelWorker):
                 found[f"{name}/clip_ratio"] = clipped[i] / rows
         return found
 
-    def _judge_failures(self, failed: int, calls: int, source: int, error: str | None) -> None:
+    def _report_failures(self, failed: int, calls: int, source: int, error: str | None) -> None:
         """End the run, or tell once. ``source``: the first rank of the pool with an ``error``.
 
         Collective over the pool: every rank of it must call, in program order.
@@ -153,9 +165,8 @@ class RewardWorker(ModelWorker):
         where = reward_key(self.name)
         check_failures(self.reward, where, failed, calls, said, first_step=not self.called)
         if not self.told and source == self.mesh.pool.rank:
-            which = f"function {self.reward.function!r}" if self.reward.function is not None else "model"
             print(
-                f"{where}.{which} failed; such rows get {where}.default={self.reward.default} and count "
+                f"{where}.{self.reward.scorer} failed; such rows get {where}.default={self.reward.default} and count "
                 f"in {self.name}/failures or {self.name}/timeouts: {said}",
                 file=sys.stderr,
             )

@@ -1,0 +1,83 @@
+"""What a model that judges responses is asked, and what its verdict says (``reward.judge``)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from rlhf_spmd.config.bounds import check_bounds
+from rlhf_spmd.config.schema import nearest
+
+FIELDS = ("prompt", "response", "answer")
+LARGEST = 1e38  # of a score: a finite number in float32, too
+
+
+@dataclass(frozen=True)
+class JudgeConfig:
+    """A model generates a verdict on each response, as LLM-as-a-judge does (Zheng et al., arXiv:2306.05685, single-answer grading);
+    the number in it is the row's score.
+
+    ``template``: the question, a file or the text itself (recognised by a brace), in which {prompt}, {response} and {answer} stand
+    for the row's. ``pattern``: regular expression of the number; the first group of its last match counts, the whole match without
+    a group. ``range``: [lowest, highest], which become 0 and 1, and what lies outside is no verdict; null: the number as it is.
+    ``max_response_length``: tokens of a verdict. ``temperature``: 0 is greedy.
+    """
+
+    template: str = ""
+    pattern: str = r"[-+]?\d+(?:\.\d+)?"
+    range: list[float] | None = None
+    max_response_length: int = 256
+    temperature: float = 0.0
+
+    def check(self, where: str) -> None:
+        """Raises ValueError naming the key and the value; reads the template's file."""
+        check_bounds(self, where, "max_response_length", least=1)
+        check_bounds(self, where, "temperature", least=0)
+        try:
+            re.compile(self.pattern)
+        except re.error as error:
+            raise ValueError(f"{where}.pattern={self.pattern!r} is no regular expression: {error}") from error
+        limits = self.range
+        if limits is not None and not (len(limits) == 2 and -LARGEST <= limits[0] < limits[1] <= LARGEST):
+            raise ValueError(f"{where}.range={limits} must be [lowest, highest], two finite numbers in this order, or null")
+        try:
+            names = self.fields
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(
+                f"{where}.template={self.template!r} is neither a text with {{response}} nor a file that can be read: {error}"
+            ) from error
+        for name in names:
+            if name not in FIELDS:
+                hint = nearest(name, FIELDS) or ";"
+                raise ValueError(f"{where}.template: unknown field {{{name}}}{hint} known are {', '.join(FIELDS)}")
+        if "response" not in names:
+            raise ValueError(f"{where}.template has no field {{response}}, so the judge would not see what it judges")
+
+    @cached_property
+    def text(self) -> str:
+        return self.template if "{" in self.template else Path(self.template).expanduser().read_text(encoding="utf-8")
+
+    @property
+    def fields(self) -> list[str]:
+        return re.findall(r"\{(\w+)\}", self.text)
+
+    def render(self, values: Mapping[str, str]) -> str:
+        """The question about a row; braces in ``values`` (prompt, response, answer) are text."""
+        return re.sub(r"\{(\w+)\}", lambda match: values[match[1]], self.text)
+
+    def score(self, verdict: str) -> float:
+        """Raises ValueError, which says why, for a verdict that cannot be read."""
+        matches = list(re.finditer(self.pattern, verdict, re.DOTALL))
+        found = matches[-1].group(min(1, len(matches[-1].groups()))) if matches else None
+        try:
+            number = float(found or "")
+        except ValueError:
+            number = float("nan")
+        lowest, highest = self.range or (-LARGEST, LARGEST)
+        if not lowest <= number <= highest:
+            wanted = f"no number from {lowest:g} to {highest:g}" if self.range else "no number"
+            raise ValueError(f"{wanted} in the verdict {verdict[-200:]!r}")
+        return (number - lowest) / (highest - lowest) if self.range else number

@@ -1,0 +1,98 @@
+"""A role that generates: its weights in the generation layout, and the generator that runs on them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from rlhf_spmd.data.tokenizer import decoding
+from rlhf_spmd.generation.backends import choose_backend
+from rlhf_spmd.generation.generator import Generator
+from rlhf_spmd.models.decoder import Decoder
+from rlhf_spmd.models.sharding import plan_params
+from rlhf_spmd.parallel.mesh import build_group, build_mesh
+from rlhf_spmd.reshard import HybridEngine, choose_engine
+from rlhf_spmd.workers.engine import rank_shards
+from rlhf_spmd.workers.model_worker import ModelWorker
+
+
+class Generating:
+    """``hybrid``: the weights of ``worker`` on this rank, a member of its pool, in the layout that it generates in; ``generator``."""
+
+    def __init__(self, worker: ModelWorker, hybrid: HybridEngine, generator: Generator) -> None:
+        self.worker, self.hybrid, self.generator = worker, hybrid, generator
+
+    @contextmanager
+    def weights(self) -> Iterator[None]:
+        """Collective over the pool: every rank of it must call, in program order."""
+        timeline = self.worker.controller.timeline
+        with timeline.span(f"{self.worker.name}.to_generation", category="reshard"):
+            self.hybrid.to_generation(wait=not self.worker.config.generation.overlap)
+            self.generator.reserved_bytes = self.hybrid.pending_bytes
+        yield
+        with timeline.span(f"{self.worker.name}.to_training", category="reshard"):
+            self.hybrid.to_training()
+
+    def tick(self) -> None:
+        """After each step, and on a replica that waits for others: those may be waiting for this rank's weights."""
+        self.hybrid.finish()
+        self.worker.controller.tick()
+
+    def report(self) -> dict[str, Any]:
+        """Of the last call of the generator, also into the trace, where idle are waits for other stages and replicas."""
+        stats, span = self.generator.stats, self.worker.controller.span
+        idle = stats.seconds - stats.busy_seconds + stats.stage_seconds
+        span |= {"busy_seconds": round(stats.seconds - idle, 6), "idle_seconds": round(idle, 6)}
+        counts = ("steps", "prompt_tokens", "preemptions", "moved_rows", "draft_tokens", "accepted_tokens")
+        return {
+            "generation/seconds": stats.busy_seconds,
+            "generation/seconds_max": stats.seconds,
+            "generation/stage_idle_fraction": [stats.stage_seconds, stats.busy_seconds],
+            "generation/prefix_hit_tokens": float(stats.hit_tokens),
+            "generation/prefix_hit_rate": [stats.hit_tokens, stats.prompt_tokens],
+            "reshard/peak_bytes": float(self.hybrid.peak_bytes),
+            **{f"generation/{name}": float(getattr(stats, name)) for name in counts},
+        }
+
+
+def build_generating(worker: ModelWorker, tokenizer: Any) -> Generating | None:
+    """None on ranks outside the pool. ``tokenizer``: of the worker's model, for stop strings.
+
+    Collective over the world: every rank of it must call, in program order.
+    """
+    build, pool, layout, spec = worker.build, worker.pool, worker.shape.generating, worker.spec
+    mesh = build_mesh(build.world, pool.ranks, layout)
+    # a twin generates in the layout that its weights come in, so there is nothing to choose
+    name = "zero_redundancy" if build.serves else worker.config.generation.engine
+    engine = choose_engine(name, layout, lambda i: pool.ranks[i] // build.world.launch.local_size)
+    # a channel of its own: the next bucket is on its way while the ranks' other groups compute
+    gather = build_group(build.world, pool.ranks, lambda i: engine.gather_ranks(layout, i), "gather", channel="gather")
+    if not worker.member:
+        return None
+    assert spec is not None
+    decoder = Decoder(
+        spec, "lm", mesh.pp_rank, layout.pp, mesh.tp, worker.engine.dtype, torch.device("meta"), blocks=layout.blocks
+    )
+    decoder.requires_grad_(False)
+    shards = partial(rank_shards, spec, "lm", worker.shape.layout)  # generation has no use for a second head
+    mine = shards(worker.mesh.pp_rank, worker.mesh.tp_rank)
+    hybrid = HybridEngine(
+        shards,
+        lambda: {name: parameter for name, parameter in worker.engine.parameters().items() if name in mine},
+        decoder,
+        lambda pp, tp: plan_params(spec, "lm", pp, layout.pp, tp, layout.tp, layout.blocks),
+        gather,
+        engine,
+        layout,
+        mesh.index,
+        worker.config.generation.buffers,
+    )
+    config, where = worker.config.generation, f"models.{worker.name}.generation.attention"
+    backend = choose_backend(config.attention, worker.engine.attention, worker.engine.dtype, worker.device, where)
+    config = replace(config, attention=backend)
+    return Generating(worker, hybrid, Generator(decoder, mesh, config, spec.eos_token_ids, decoding(tokenizer)))
