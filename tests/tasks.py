@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import json
 import os
 import random
@@ -106,7 +107,8 @@ def other_task(algorithm: dict[str, Any], *roles: str) -> str:
     """The configuration file of another algorithm on the same data and models; ``algorithm``: its section."""
     config = json.loads((task() / "ppo.json").read_text())
     models = {role: config["models"][role] for role in roles}
-    path = task() / f"{algorithm['name']}.json"
+    digest = hashlib.sha256(json.dumps([algorithm, *roles]).encode()).hexdigest()[:8]  # ppo.json itself is not written over
+    path = task() / f"{algorithm['name']}-{digest}.json"
     path.write_text(json.dumps({**config, "algorithm": algorithm, "models": models}))
     return str(path)
 

@@ -492,7 +492,7 @@ def test_a_run_is_the_same_in_other_layouts(tmp_path: Path) -> None:
 def test_without_an_environment_there_is_no_field_of_it() -> None:
     ((fields, metrics),) = run_ranks(1, one_step, ("data.max_response_length=24",))
     assert not {"response_mask", "environment_reward"} & set(fields)
-    assert not [name for name in metrics if "turns" in name or "environment" in name]
+    assert not [name for name in metrics if "num_turns" in name or "environment" in name]
 
 
 def test_the_environments_reward_alone_is_enough(tmp_path: Path) -> None:

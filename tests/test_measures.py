@@ -70,7 +70,9 @@ def test_the_interval_holds_the_mean_as_often_as_it_says() -> None:
 
 def test_the_interval_of_few_prompts() -> None:
     low, high = interval(np.ones((10, 4)))  # type: ignore[misc]
-    assert high == 1.0 and low == pytest.approx(10 / (10 + 1.959964**2), abs=1e-6)  # Wilson's at p = 1, of 10 prompts
+    assert high == pytest.approx(1.0, abs=1e-12) and low == pytest.approx(
+        10 / (10 + 1.959964**2), abs=1e-6
+    )  # Wilson's at p = 1, of 10 prompts
     assert interval(np.array([[0.3, 0.4]])) is None
     low, high = interval(np.array([[0.0, 0.0], [2.0, 2.0], [4.0, 4.0]]))  # type: ignore[misc]
     assert (low, high) == pytest.approx((2 - 4.30265 * 2 / 3**0.5, 2 + 4.30265 * 2 / 3**0.5), abs=1e-4)
