@@ -67,7 +67,7 @@ def places(run_dir: str | os.PathLike[str]) -> list[str]:
 
 
 def _row(label: str, text: str) -> str:
-    return f"  {label:<{LABEL_WIDTH}}{text}"
+    return f"  {label:<{LABEL_WIDTH - 1}} {text}"
 
 
 def _one_line(value: Any, limit: int = 100) -> str:
