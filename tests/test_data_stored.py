@@ -15,6 +15,7 @@ import torch
 
 import tasks
 from ranks import run_ranks
+from rlhf_spmd import train
 from rlhf_spmd.data import building, cache
 from rlhf_spmd.data.batch import Ragged
 from rlhf_spmd.data.building import build_dataset
@@ -25,7 +26,7 @@ from rlhf_spmd.data.preferences import PreferencesConfig, UnpairedConfig
 from rlhf_spmd.data.prompts import DataConfig, PromptDataset, ValidationPromptsConfig
 from rlhf_spmd.data.sft import SftConfig
 from rlhf_spmd.data.tokenizer import load_tokenizer
-from rlhf_spmd.parallel.world import World
+from rlhf_spmd.parallel.world import Launch, World
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.content == 'bad' %}{{ raise_exception('no bad words') }}{% endif %}{{ m.role[0] }}{{ m.content }}"
@@ -113,7 +114,7 @@ def test_what_is_no_row_s_mistake_ends_the_run_whatever_the_limit(tmp_path: Path
         tmp_path / "a.jsonl", {"prompt": SAID[:1]}, {"prompt": "123456"}, {"prompt": "1", "id": 7}, {"prompt": "2", "id": 7}
     )
     for options, message in (
-        ({"chat_template": "{% if %}"}, "not valid Jinja"),
+        ({"chat_template": "{% if %}", "duplicates": "keep"}, "not valid Jinja"),
         ({"max_prompt_length": 3, "filter_overlong_prompts": False, "duplicates": "keep"}, "a.jsonl:2: 6 tokens are more than"),
         ({}, r"a\.jsonl:4: the id 7 is also that of"),
         ({"path": [path, str(tmp_path / "none.jsonl")], "duplicates": "drop"}, "does not exist"),
@@ -251,7 +252,7 @@ def test_one_that_waited_tells_what_the_maker_told(tmp_path: Path, tokenizer: An
             load_dataset(config, tokenizer)
 
 
-def test_a_run_leaves_bad_rows_out_on_every_layout(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_run_leaves_bad_rows_out_on_every_layout(tmp_path: Path) -> None:
     """The same numbers from the file, with bad rows in between, as of the good rows alone."""
     lines = (tasks.task() / "train.jsonl").read_bytes().splitlines()
     path = write(tmp_path / "bad.jsonl", *lines[:3], b"{", *lines[3:], {"prompt": 1})
@@ -264,5 +265,10 @@ def test_a_run_leaves_bad_rows_out_on_every_layout(tmp_path: Path, capfd: pytest
         assert "data/bad_rows" not in one and other["data/bad_rows"] == 2
         assert other["reward/mean"] == pytest.approx(one["reward/mean"], abs=1e-10)
         assert other["actor/grad_norm"] == pytest.approx(one["actor/grad_norm"], abs=1e-10)
-    told = capfd.readouterr().err
-    assert told.count("2 rows cannot be used and are left out") == 1 and "bad.jsonl:4: not valid JSON" in told
+    prepared = train.prepare(config, tasks.settings(tmp_path / "other", 2, *more), 2)
+    told = train.describe(prepared, World(Launch(size=2), torch.device("cpu"), torch.distributed.HashStore(), 1.0)).splitlines()
+    assert "2 bad ones left out" in told[0]
+    assert (
+        sum("2 rows cannot be used and are left out; the first: " in line and "bad.jsonl:4: not valid" in line for line in told)
+        == 1
+    )
