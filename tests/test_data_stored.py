@@ -258,8 +258,9 @@ def test_a_run_leaves_bad_rows_out_on_every_layout(tmp_path: Path) -> None:
     path = write(tmp_path / "bad.jsonl", *lines[:3], b"{", *lines[3:], {"prompt": 1})
     more = [f"data.path={path}", "data.max_bad_rows=2", f"data.cache_dir={tmp_path / 'cache'}"]
     config = str(tasks.task() / "ppo.json")
+    exact = [f"models.{role}.dtype=float64" for role in ("actor", "critic", "reference")]
     for ranks, name, own in ((1, "plain", []), (2, "stored", more)):
-        run_ranks(ranks, tasks.train_here, config, tasks.settings(tmp_path / name, 2, *own))
+        run_ranks(ranks, tasks.train_here, config, tasks.settings(tmp_path / name, 2, *exact, *own))
     plain, stored = ([json.loads(line) for line in (tmp_path / n / "metrics.jsonl").open()] for n in ("plain", "stored"))
     for one, other in zip(plain, stored, strict=True):
         assert "data/bad_rows" not in one and other["data/bad_rows"] == 2
@@ -272,3 +273,37 @@ def test_a_run_leaves_bad_rows_out_on_every_layout(tmp_path: Path) -> None:
         sum("2 rows cannot be used and are left out; the first: " in line and "bad.jsonl:4: not valid" in line for line in told)
         == 1
     )
+
+
+def test_verl_s_gsm8k_file_trains_with_its_own_reward(tmp_path: Path) -> None:
+    """The columns that verl's preprocessing writes, nested as it writes them; from the file that maps them."""
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    rows = [
+        {
+            "data_source": "openai/gsm8k",
+            "prompt": [{"role": "user", "content": f"what is {n} and {n}"}],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": str(2 * n)},
+            "extra_info": {"split": "train", "index": n, "answer": f"it is #### {2 * n}", "question": f"what is {n} and {n}"},
+        }
+        for n in range(12)
+    ]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "train.parquet")
+    config = tasks.other_task({"name": "grpo", "ppo_mini_batch_size": 4}, "actor", "reference")
+    own = [
+        f"data.path={tmp_path / 'train.parquet'}",
+        "data.max_prompt_length=32",
+        f"data.cache_dir={tmp_path}",
+        "reward.function=auto",
+    ]
+    (tmp_path / "t.jinja").write_text(TEMPLATE)
+    more = [*own, f"data.chat_template={tmp_path / 't.jinja'}"]
+    run_ranks(2, tasks.train_here, config, tasks.settings(tmp_path / "run", 1, *more))
+    (metrics,) = (json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open())
+    assert metrics["reward/openai/gsm8k/mean"] == metrics["reward/mean"] and metrics["reward/failures"] == 0
+    prepared = train.prepare(config, tasks.settings(tmp_path / "other", 1, *more), 1)
+    assert isinstance(data := prepared.training["prompts"], PromptDataset)
+    assert [row["answer"] for row in data.rows] == [str(2 * n) for n in range(12)]
+    assert [{key: row[key] for key in ("ability", "extra_info")} for row in data.rows] == [
+        {key: row[key] for key in ("ability", "extra_info")} for row in rows
+    ]
