@@ -156,7 +156,7 @@ DATA = [
     (["data.path=@lists.jsonl"], 1, ["@lists.jsonl:1", "must be a JSON object, not list"]),
     (["data.path=@empty.jsonl"], 1, ["@empty.jsonl' holds no rows"]),
     (["data.path=@one.jsonl"], 1, ["data.train_batch_size=8", "only 1 usable rows"]),
-    (["data.path=@binary.jsonl"], 1, ["@binary.jsonl", "cannot be read"]),
+    (["data.path=@binary.jsonl"], 1, ["@binary.jsonl:1", "not valid UTF-8"]),
     (["data.val_path=/nowhere/val.jsonl"], 1, ["'/nowhere/val.jsonl' does not exist"]),
     (["data.max_prompt_length=2"], 1, ["data.max_prompt_length=2", "the shortest has 3"]),
     (["models.actor.path=@no_tokenizer"], 1, ["@no_tokenizer' holds no tokenizer", "tokenizer.json"]),

@@ -147,3 +147,11 @@ def test_memory_predicts_and_measures_every_phase(tmp_path: Path) -> None:
     assert list(report["phases"]) == ["load", "generate", "log_probs", "update", "step"]
     for name, phase in report["phases"].items():
         assert phase["measured"] > 0 and min(phase["parts"].values()) > 0 and f"| {name} |" in printed
+
+
+def test_data_writes_every_rank_of_every_case(tmp_path: Path) -> None:
+    report, printed = run_script("data.py", tmp_path / "data.json", "--rows", "600", "--ranks", "2")
+    assert report["rows"] == 600 and set(report["cases"]) == {"without", "first", "again"} and report["file_mib"] > 0
+    for case, ranks in report["cases"].items():
+        assert len(ranks) == 2 and printed.count(f"{case} ") >= 2
+        assert all(its["seconds"] > 0 and its["peak"] > 0 and its["examples"] == 100 for its in ranks)

@@ -15,7 +15,7 @@ from rlhf_spmd.data.batch import decode_json
 from rlhf_spmd.data.files import DataError, read_rows
 from rlhf_spmd.data.loader import Loader, build_loader, validation_batches
 from rlhf_spmd.data.prompts import DataConfig, PromptDataset
-from rlhf_spmd.data.sft import ResponseDataset, SftConfig
+from rlhf_spmd.data.sft import SftConfig
 from rlhf_spmd.data.tokenizer import decode, load_tokenizer
 
 TEMPLATE = "{% for m in messages %}{{ m.content }} {% endfor %}{% if add_generation_prompt %}>{% endif %}"
@@ -35,7 +35,7 @@ def write(path: Path, *rows: Any) -> str:
 
 def prompts(tokenizer: Any, path: str, **options: Any) -> PromptDataset:
     config = DataConfig(path=path, **options)
-    return PromptDataset(config.read(), config, tokenizer)
+    return config.tokenize(config.read(), tokenizer)
 
 
 def ids_of(data: PromptDataset) -> list[Any]:
@@ -120,7 +120,7 @@ def test_keys_with_dots_reach_into_columns(tmp_path: Path, tokenizer: Any) -> No
         seen = decode_json(data.batch([1], [0])["row"])[0]
         assert (seen["prompt"], seen["answer"], seen["reward_model"]) == ("2>", "2", rows[1]["reward_model"])
         config = SftConfig(path=file, prompt_key="input.text", response_key="reward_model.ground_truth", append_eos=False)
-        assert ResponseDataset(config.read(), config, tokenizer).columns["response_ids"].rows()[1].tolist() == [6]
+        assert config.tokenize(config.read(), tokenizer).columns["response_ids"].rows()[1].tolist() == [6]
     path = write(tmp_path / "b.jsonl", {"a.b": "1>", "a": {"b": "2>"}})
     assert decode_json(prompts(tokenizer, path, prompt_key="a.b").batch([0], [0])["row"])[0]["prompt"] == "1>"
 
@@ -141,7 +141,7 @@ def test_text_prompts(tmp_path: Path, tokenizer: Any) -> None:
         {"prompt": "7>", "id": "x"},
     )
     data = prompts(tokenizer, path, max_prompt_length=5)
-    assert (len(data), data.num_overlong) == (2, 1)
+    assert (len(data), data.tally.num_overlong) == (2, 1)
     batch = data.batch([1, 0], [10, 11])
     assert [row.tolist() for row in batch["prompt_ids"].rows()] == [[1, 11, 14], [1, 6, 5, 14]]
     assert batch["prompt_ids"].values.dtype == torch.int64
@@ -224,7 +224,7 @@ def sources(tmp_path: Path, tokenizer: Any, sizes: dict[str, int], **more: Any) 
     paths = [write(tmp_path / f"{name}.jsonl", *rows) for name, rows in made.items()]
     weights = dict(zip(paths, more.pop("weights"), strict=True)) if "weights" in more else paths
     config = DataConfig(path=weights, train_batch_size=5, **more)
-    return lambda: build_loader(PromptDataset(config.read(), config, tokenizer), config, 3)
+    return lambda: build_loader(config.tokenize(config.read(), tokenizer), config, 3)
 
 
 def drawn(loader: Loader, steps: int) -> list[str]:
@@ -304,7 +304,7 @@ def test_loader_warns_of_changed_data(tmp_path: Path, tokenizer: Any) -> None:
 def test_validation_batches(tmp_path: Path, tokenizer: Any) -> None:
     path = write(tmp_path / "a.jsonl", *({"prompt": str(i)} for i in range(5)))
     config = DataConfig(path="-", val_path=path, val_max_samples=5)
-    data = PromptDataset(config.read(validation=True), config, tokenizer)
+    data = config.tokenize(config.read(validation=True), tokenizer)
     assert [batch.row_ids.tolist() for batch in validation_batches(data, 2)] == [[0, 1], [2, 3], [4]]
     assert [len(batch) for batch in validation_batches(data)] == [5]
 
@@ -312,7 +312,7 @@ def test_validation_batches(tmp_path: Path, tokenizer: Any) -> None:
 def test_sft_pairs(tmp_path: Path, tokenizer: Any) -> None:
     def pairs(path: str, **options: Any) -> list[tuple[list[int], list[int]]]:
         config = SftConfig(path=path, **options)
-        batch = next(validation_batches(ResponseDataset(config.read(), config, tokenizer)))
+        batch = next(validation_batches(config.tokenize(config.read(), tokenizer)))
         keys = ("prompt_ids", "response_ids")
         prompt, response = ([row.tolist() for row in batch[key].rows()] for key in keys)
         return list(zip(prompt, response, strict=True))

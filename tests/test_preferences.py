@@ -142,7 +142,7 @@ def test_pairs_as_a_batch_and_what_is_left_out() -> None:
         {"prompt": "xy", "chosen": "z", "rejected": "0"},
     )
     data = PreferencesConfig(path="x", max_length=8).tokenize(rows, tokenizer())
-    assert len(data) == 2 and data.num_overlong == 1
+    assert len(data) == 2 and data.tally.num_overlong == 1
     assert "1 over-long ones dropped" in data.summary()
     assert "1 left out whose two responses are equal, 1 left out whose response is empty (the first is x:2)" in data.summary()
     batch = data.batch([1, 0], [10, 11])
@@ -153,7 +153,7 @@ def test_pairs_as_a_batch_and_what_is_left_out() -> None:
     assert unusable(PreferencesConfig(path="x").pair(Row(parted, "x:1"))) == "dialogues part before their last turn"
     with pytest.raises(DataError, match=r"x:4: 13 tokens are more than data.max_length=8"):
         PreferencesConfig(path="x", max_length=8, filter_overlong=False).tokenize(rows, tokenizer())
-    with pytest.raises(DataError, match=r"'x': none of 2 pairs can be used, 1 left out whose two responses are equal, 1 left"):
+    with pytest.raises(DataError, match=r"none of 2 pairs can be used, 1 left out whose two responses are equal, 1 left"):
         PreferencesConfig(path="x").tokenize(rows[1:3], tokenizer())
 
 

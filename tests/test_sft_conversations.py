@@ -16,7 +16,7 @@ from ranks import run_ranks
 from rlhf_spmd.data.conversation import ConversationEncoder
 from rlhf_spmd.data.encoding import EncodingConfig, PromptEncoder
 from rlhf_spmd.data.files import DataError
-from rlhf_spmd.data.sft import ResponseDataset, SftConfig
+from rlhf_spmd.data.sft import SftConfig
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}"
@@ -90,7 +90,7 @@ def learnt(tmp_path: Path, tokenizer: Any, *rows: dict[str, Any], **options: Any
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = SftConfig(path=str(path), **options)
-    data = ResponseDataset(config.read(), config, tokenizer)
+    data = config.tokenize(config.read(), tokenizer)
     batch = data.batch(range(len(data)), range(len(data)))
     masks = batch["response_mask"].rows() if "response_mask" in batch else [None] * len(batch)
     found = []

@@ -13,7 +13,7 @@ from rlhf_spmd.controller import source
 from rlhf_spmd.data.batch import Batch, ragged
 from rlhf_spmd.data.files import Row
 from rlhf_spmd.data.loader import Loader
-from rlhf_spmd.data.sft import ResponseDataset, SftConfig
+from rlhf_spmd.data.sft import SftConfig
 from rlhf_spmd.parallel.collectives import solo
 from rlhf_spmd.streams import STREAM_STRIDE, InFlightStream, RowStream, merge_values
 from rlhf_spmd.workers.arithmetic import ArithmeticWorker
@@ -22,7 +22,7 @@ from rlhf_spmd.workers.objective import Rows
 
 def stream(number: int = 0, n: int = 1) -> RowStream:
     rows = [Row({"prompt_ids": [i + 1], "response_ids": [1]}, str(i)) for i in range(12)]
-    dataset = ResponseDataset(rows, SftConfig(path="unused"), None)
+    dataset = SftConfig(path="unused").tokenize(rows, None)
     return RowStream(Loader(dataset, 4, shuffle=False), n, number)
 
 

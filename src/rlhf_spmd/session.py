@@ -125,7 +125,7 @@ Validate = Callable[[int], tuple[dict[str, float], list[dict[str, Any]]]]
 @dataclass
 class Session:
     """What a run carries besides its ``models``. ``state``/``restore``: what a checkpoint holds besides the roles that change.
-    ``epoch``: passes over the data so far.
+    ``told``: metrics of the data so far.
 
     ``context.prepared`` has ``config`` (with ``run`` and ``logger``), ``plans`` and the role that is ``exported``.
     """
@@ -134,7 +134,7 @@ class Session:
     models: SimpleNamespace
     state: Callable[[], dict[str, Any]]
     restore: Callable[[dict[str, Any]], None]
-    epoch: Callable[[], float]
+    told: Callable[[], dict[str, float]]
     started_at: int = field(default=0, init=False)
     finished_before: bool = field(default=False, init=False)  # its goal was reached in an earlier start
 
@@ -192,7 +192,7 @@ class Session:
             stopped = goal is not None and metrics.get("val/reward_mean", -math.inf) >= goal
             ended = stopped or number == self.steps
             if recorder is not None:
-                recorder.log(number, {"data/epoch": self.epoch(), **metrics}, samples, shown)
+                recorder.log(number, {**self.told(), **metrics}, samples, shown)
             if ended or preempted or (self.config.save_freq and number % self.config.save_freq == 0):
                 self.save(number, stopped)
             if preempted and not ended:

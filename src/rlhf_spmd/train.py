@@ -23,6 +23,7 @@ from rlhf_spmd.config.registry import find
 from rlhf_spmd.config.schema import ConfigError
 from rlhf_spmd.controller import Controller, Reference
 from rlhf_spmd.data.batch import Batch
+from rlhf_spmd.data.cache import load_dataset
 from rlhf_spmd.data.dataset import DatasetConfig, TokenDataset
 from rlhf_spmd.data.loader import build_loader
 from rlhf_spmd.data.prompts import DataConfig, PromptDataset, PromptsConfig
@@ -171,9 +172,8 @@ def prepare(path: str | None, overrides: Sequence[str], world_size: int, default
         config = with_steps(config, math.ceil(epochs * rows / config.data.train_batch_size))
         check_batches(config, plans)
         algorithm.check_together(config, plans, tokenizer)
-    scored = [
-        row for data in (*training.values(), *validation.values()) if isinstance(data, PromptDataset) for row in data.rows
-    ]
+    prompts = [data for data in (*training.values(), *validation.values()) if isinstance(data, PromptDataset)]
+    scored = [row for data in prompts for row in data.examples()]
     for name, reward in rewards.items():
         reward.check_together(reward_key(name), config.run.timeout_s)
         reward.check_rows(reward_key(name), scored)
@@ -237,12 +237,10 @@ def read_data(
     validation: dict[str, TokenDataset] = {}
     for name, data in sections.items():
         if isinstance(data, DatasetConfig):
-            training[name] = data.tokenize(data.read(), tokenizer)
+            training[name] = load_dataset(data, tokenizer)
             build_loader(training[name], data, config.run.seed)  # raises if there are too few rows
-            if data.val_path:
-                validation[name] = data.tokenize(data.read(validation=True), tokenizer)
-        else:
-            validation[name] = data.tokenize(data.read(), tokenizer)
+        if not isinstance(data, DatasetConfig) or data.val_path:
+            validation[name] = load_dataset(data, tokenizer, validation=True)
         for use, dataset in (("sampling", training.get(name)), ("val_sampling", validation.get(name))):
             if dataset is not None:
                 check_vocabulary(dataset, plans[algorithm.exported])
@@ -278,12 +276,13 @@ def train(context: ProgramContext[Prepared]) -> None:
     )
     models = build_models(ready.plans, build)
     data = build_data(ready, controller)
+    bad_rows = sum(found.tally.num_bad for found in (*ready.training.values(), *ready.validation.values()))
     session = Session(
         context,
         models,
         state=lambda: {"data": data.state_dict(), "roles": role_states(controller, models), "kept": sorted(data.kept)},
         restore=lambda state: restore(state, data, models),
-        epoch=lambda: data.epoch,
+        told=lambda: {"data/epoch": data.epoch} | ({"data/bad_rows": bad_rows} if bad_rows else {}),
     )
     if session.is_first:
         print(describe(ready, world), file=sys.stderr)
@@ -360,9 +359,10 @@ def describe(ready: Prepared, world: World) -> str:
     lines = [f"{ready.config.run.name}: {ready.config.algorithm.name} on {world.size} rank(s), {rows}"]
     prompts = [data for data in ready.training.values() if isinstance(data, PromptDataset)]
     if any(reward.function for reward in ready.rewards.values()) and all(
-        r["answer"] is None for data in prompts for r in data.rows
+        r["answer"] is None for data in prompts for r in data.examples()
     ):
         lines.append("  warning: no row has an answer (data.answer_key), so a reward that looks for one finds none")
+    lines += [line for data in (*ready.training.values(), *ready.validation.values()) for line in data.tally.warnings()]
     plan, device = ready.plans[ready.exported], world.device
     dtype = plan.config.torch_dtype(device)
     attention = choose_attention(plan.config.attention, dtype, device, f"models.{ready.exported}.attention")

@@ -140,14 +140,15 @@ class Batch:
 def concat(batches: Sequence[Batch]) -> Batch:
     """Rows of all batches, one after the other; all must have the same fields."""
     first = batches[0]
-    fields: dict[str, Field] = {}
-    for name, field in first.fields.items():
-        parts = [b[name] for b in batches]
-        if isinstance(field, Ragged):
-            fields[name] = Ragged(torch.cat([p.values for p in parts]), torch.cat([p.lengths for p in parts]))
-        else:
-            fields[name] = torch.cat(parts)
+    fields = {name: concat_field([b[name] for b in batches]) for name in first.fields}
     return Batch(torch.cat([b.row_ids for b in batches]), torch.cat([b.group_ids for b in batches]), fields)
+
+
+def concat_field(parts: Sequence[Any]) -> Any:
+    """One field of the rows of all: tensors, or Ragged ones."""
+    if isinstance(parts[0], Ragged):
+        return Ragged(torch.cat([p.values for p in parts]), torch.cat([p.lengths for p in parts]))
+    return torch.cat(list(parts))
 
 
 def pack(batch: Batch) -> Tensor:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
 
 from rlhf_spmd.config.bounds import check_bounds
-from rlhf_spmd.data.batch import Batch, Field, Ragged, ragged
+from rlhf_spmd.data.batch import Batch, Field, Ragged, concat_field, ragged
 from rlhf_spmd.data.encoding import EncodingConfig
-from rlhf_spmd.data.files import DataError, Paths, Row, list_paths, names_of, read_rows
+from rlhf_spmd.data.files import DataError, Given, Paths, Row, all_usable, list_paths, names_of, stream_rows
 
 DUPLICATES = ("refuse", "drop", "keep")
 
@@ -33,7 +36,8 @@ class RowsConfig(EncodingConfig):
     def check(self, where: str) -> None:
         super().check(where)
         self.check_path(where)
-        counts = [field.name for field in fields(self) if type(getattr(self, field.name)) is int and field.name != "seed"]
+        counts = [field.name for field in fields(self) if type(getattr(self, field.name)) is int]
+        counts = [name for name in counts if name not in ("seed", "max_bad_rows")]
         check_bounds(self, where, *counts, least=1)
 
     def check_path(self, where: str) -> None:
@@ -41,17 +45,43 @@ class RowsConfig(EncodingConfig):
         if not self.path:
             raise ValueError(f"{where}.path must be given: a jsonl or parquet file, or the name of a data set")
 
-    def read(self) -> list[Row]:
+    def sources(self, validation: bool = False) -> list[str]:
+        """Where the rows are from, a name for each source."""
+        return list_paths(self.path)
+
+    def stream(self, validation: bool = False) -> Iterator[Given]:
+        """All rows one by one, those that cannot be used as the error. Raises DataError for what is not of a row."""
+        return stream_rows(self.path, self.split, self.subset)
+
+    def read(self, validation: bool = False) -> list[Row]:
         """All rows. Raises DataError."""
-        return read_rows(self.path, self.split, self.subset)
+        return all_usable(self.stream(validation))
+
+    def encode(self, rows: Sequence[Row], tokenizer: Any) -> TokenDataset:
+        """Some of the rows (or none) as this kind of data has them, for :func:`joined`. An error of a row begins with where it is."""
+        raise AssertionError(f"{type(self).__name__} does not say what its rows are")
 
     def tokenize(self, rows: Sequence[Row], tokenizer: Any) -> TokenDataset:
-        """The rows as this kind of data has them."""
-        raise AssertionError(f"{type(self).__name__} does not say what its rows are")
+        """The rows as this kind of data has them. Raises DataError."""
+        return joined([self.encode(rows, tokenizer)])
 
 
 @dataclass(frozen=True)
-class DatasetConfig(RowsConfig):
+class StoredRowsConfig(RowsConfig):
+    """``max_bad_rows``: so many rows that cannot be used are left out. ``cache_dir``: a directory for tokens and rows, from which all
+    ranks map them into memory; null: each rank reads and tokenises for itself. ``one_chunk``: rows are encoded all together."""
+
+    max_bad_rows: int = 0
+    cache_dir: str | None = None
+    one_chunk: ClassVar[bool] = False
+
+    def check(self, where: str) -> None:
+        super().check(where)
+        check_bounds(self, where, "max_bad_rows", least=0)
+
+
+@dataclass(frozen=True)
+class DatasetConfig(StoredRowsConfig):
     """Rows for training, and for validation those of ``val_path``, which may be a list or a mapping from names: several sets. Batch
     sizes count rows.
 
@@ -83,28 +113,40 @@ class DatasetConfig(RowsConfig):
             if not 0 < weight < math.inf:
                 raise ValueError(f"{where}.path: the weight of {path!r} is {weight}; it must be above 0")
 
-    def read(self, validation: bool = False) -> list[Row]:
-        """The training rows, or the validation rows. Raises DataError."""
-        if not validation:
-            rows = self.without_duplicates(read_rows(self.path, self.split, self.subset, self.train_max_samples))
-            return rows if self.curriculum_key is None else [replace(row, rank=self._rank(row)) for row in rows]
-        assert self.val_path is not None, "there are no validation rows without val_path"
-        return read_rows(list(self.val_sets.values()), self.val_split, self.subset, self.val_max_samples)
+    def sources(self, validation: bool = False) -> list[str]:
+        return list(self.val_sets.values()) if validation else list_paths(self.path)
 
-    def without_duplicates(self, rows: list[Row]) -> list[Row]:
+    def stream(self, validation: bool = False) -> Iterator[Given]:
+        """The training rows, or the validation rows."""
+        if validation:
+            assert self.val_path is not None, "there are no validation rows without val_path"
+            return stream_rows(self.sources(validation=True), self.val_split, self.subset, self.val_max_samples)
+        rows = self.without_duplicates(stream_rows(self.path, self.split, self.subset, self.train_max_samples))
+        return rows if self.curriculum_key is None else map(self._ranked, rows)
+
+    def without_duplicates(self, rows: Iterable[Given]) -> Iterator[Given]:
         """The first row of each ``id``; rows without one are all their own. Raises DataError where duplicates are refused."""
-        first: dict[str, Row] = {}
-        for row in rows if self.duplicates != "keep" else ():
-            name = row.values.get("id")
-            earlier = row if name is None else first.setdefault(json.dumps(name), row)
-            if earlier is not row and self.duplicates == "refuse":
+        first: dict[str, str] = {}
+        for row in rows:
+            name = None if isinstance(row, DataError) or self.duplicates == "keep" else row.values.get("id")
+            if isinstance(row, DataError) or name is None:
+                yield row
+                continue
+            key = json.dumps(name)
+            if key not in first:
+                first[key] = row.where
+                yield row
+            elif self.duplicates == "refuse":
                 raise DataError(
-                    f"{row.where}: the id {name!r} is also that of {earlier.where}; set data.duplicates=drop to leave such rows out, "
+                    f"{row.where}: the id {name!r} is also that of {first[key]}; set data.duplicates=drop to leave such rows out, "
                     "or keep"
                 )
-        if len(first) == 0:
-            return rows
-        return [row for row in rows if row.values.get("id") is None or first[json.dumps(row.values["id"])] is row]
+
+    def _ranked(self, row: Given) -> Given:
+        try:
+            return row if isinstance(row, DataError) else replace(row, rank=self._rank(row))
+        except DataError as error:
+            return error
 
     def _rank(self, row: Row) -> float:
         assert self.curriculum_key is not None
@@ -119,18 +161,54 @@ class DatasetConfig(RowsConfig):
         return self.val_path if isinstance(self.val_path, dict) else names_of(list_paths(self.val_path or []))
 
 
+@dataclass
+class Tally:
+    """Counts of a data set's rows, and of each kind that is left out the first. ``overlong``: the first row that is too long;
+    ``shortest``: tokens of the shortest. ``left_out``: by reason. ``bad``: the first rows of ``num_bad`` that cannot be used."""
+
+    num_overlong: int = 0
+    overlong: str = ""
+    shortest: int = sys.maxsize
+    left_out: dict[str, int] = field(default_factory=dict)
+    first_left_out: str = ""
+    num_bad: int = 0
+    bad: list[str] = field(default_factory=list)
+
+    def add(self, other: Tally) -> None:
+        """What was counted of the rows that follow."""
+        self.num_overlong += other.num_overlong
+        self.overlong, self.first_left_out = self.overlong or other.overlong, self.first_left_out or other.first_left_out
+        self.shortest = min(self.shortest, other.shortest)
+        self.left_out = dict(Counter(self.left_out) + Counter(other.left_out))
+
+    def told(self) -> str:
+        """In words, with a comma before each."""
+        text = f", {self.num_overlong} over-long ones dropped" if self.num_overlong else ""
+        text += "".join(f", {count} left out whose {reason}" for reason, count in self.left_out.items())
+        text += f" (the first is {self.first_left_out})" if self.left_out else ""
+        return text + (f", {self.num_bad} bad ones left out" if self.num_bad else "")
+
+    def warnings(self) -> list[str]:
+        """A line about the bad rows, if there are any."""
+        told = f"{self.num_bad} rows cannot be used and are left out; the first: {'; '.join(self.bad)}"
+        return [f"  warning: {told}"] if self.num_bad else []
+
+
 class TokenDataset:
     """``batch(indices, row_ids)`` has one field (Ragged int64) for each of ``columns``, which holds them as int32.
 
     ``numbers``: besides, one number per entry, fields float64 [entries]; then there is ``entry``, its position, too.
     ``group_size``: entries of ``columns`` that make one row of the data, a group of as many rows of a batch: 2 for pairs.
-    ``num_overlong`` rows are dropped, of which an entry has more than the limit's tokens, all columns together; ``kept``: the numbers
-    of the others, ``sources`` int64 [rows]: which of the paths they are from, ``ranks`` float64 [rows]: of a curriculum. ``limit``
-    and ``drop`` are keys of ``data`` with their values; without ``drop`` a long row raises.
+    Rows are dropped of which an entry has more than the limit's tokens, all columns together; ``kept``: positions of the others in
+    ``rows``. ``limit`` and ``drop`` are keys of ``data`` with their values; without ``drop`` a long row raises.
+    ``beside``: fields by row that are no tokens; always ``source`` int64, which of the paths it is from, and ``rank`` float64, of a
+    curriculum. One whose values all are that of ``trivial`` is left out. All of it is tensors, and a tally, so that a file can hold it.
     """
 
     noun = "rows"
     group_size = 1
+    trivial: ClassVar[dict[str, int]] = {}
+    fingerprint = ""
 
     def __init__(
         self,
@@ -143,35 +221,59 @@ class TokenDataset:
         size = self.group_size
         each = [sum(map(len, entries)) for entries in zip(*columns.values(), strict=True)]
         lengths = [max(each[at : at + size]) for at in range(0, len(each), size)]
+        self.limit, self.drop, self.known = limit, drop, dict[str, Tensor]()
         self.kept = [i for i, length in enumerate(lengths) if length <= limit[1]]
-        self.num_overlong = len(rows) - len(self.kept)
-        self.sources = torch.tensor([rows[i].source for i in self.kept], dtype=torch.int64)
-        self.ranks = torch.tensor([rows[i].rank for i in self.kept], dtype=torch.float64)
-        if self.num_overlong and not drop[1]:
+        self.tally = Tally(len(rows) - len(self.kept), shortest=min(lengths, default=sys.maxsize))
+        if self.tally.num_overlong:
             first = next(i for i, length in enumerate(lengths) if length > limit[1])
-            raise DataError(
-                f"{rows[first].where}: {lengths[first]} tokens are more than data.{limit[0]}={limit[1]}; raise it, or set "
-                f"data.{drop[0]}=true ({self.num_overlong} of {len(rows)} {self.noun} are too long)"
-            )
-        if not self.kept:
-            raise DataError(
-                f"all {len(rows)} {self.noun} are longer than data.{limit[0]}={limit[1]} tokens (the shortest has {min(lengths)})"
-            )
+            self.tally.overlong = f"{rows[first].where}: {lengths[first]} tokens"
+        self.beside: dict[str, Field] = {
+            "source": torch.tensor([rows[i].source for i in self.kept], dtype=torch.int64),
+            "rank": torch.tensor([rows[i].rank for i in self.kept], dtype=torch.float64),
+        }
         entries = [i * size + j for i in self.kept for j in range(size)]
         self.columns = {name: ragged([column[i] for i in entries], torch.int32) for name, column in columns.items()}
         self.numbers = {name: torch.tensor(column, dtype=torch.float64)[entries] for name, column in (numbers or {}).items()}
+
+    def check(self) -> None:
+        """Raises DataError where a row is too long and none may be dropped, and where no row is left."""
+        tally, limit = self.tally, f"data.{self.limit[0]}={self.limit[1]}"
+        if tally.num_overlong and not self.drop[1]:
+            raise DataError(
+                f"{tally.overlong} are more than {limit}; raise it, or set data.{self.drop[0]}=true "
+                f"({tally.num_overlong} of {len(self) + tally.num_overlong} {self.noun} are too long)"
+            )
+        if len(self) == 0 and tally.num_overlong:
+            all_of_them = f"all {tally.num_overlong} {self.noun}{replace(tally, num_overlong=0).told()}"
+            raise DataError(f"{all_of_them} are longer than {limit} tokens (the shortest has {tally.shortest})")
+        if len(self) == 0:
+            reasons = "".join(f"; {bad}" for bad in tally.bad)
+            raise DataError(
+                f"none of {sum(tally.left_out.values()) + tally.num_bad} {self.noun} can be used{tally.told()}{reasons}"
+            )
+
+    def digest(self) -> str:
+        """What tells these rows from others."""
         digest = hashlib.sha256()
         for column in self.columns.values():
             digest.update(column.offsets.numpy().tobytes())
             digest.update(column.values.numpy().tobytes())
         for number in self.numbers.values():
             digest.update(number.numpy().tobytes())
-        self.fingerprint = f"{len(self)}-{digest.hexdigest()[:16]}"
-        if self.numbers:
-            self.numbers["entry"] = torch.arange(len(entries), dtype=torch.float64)
+        return f"{len(self)}-{digest.hexdigest()[:16]}"
 
     def __len__(self) -> int:
-        return len(self.kept)
+        return len(self.sources)
+
+    @property
+    def sources(self) -> Tensor:
+        """int64 [rows]: which of the paths each is from."""
+        return cast(Tensor, self.beside["source"])
+
+    @property
+    def ranks(self) -> Tensor:
+        """float64 [rows]: of a curriculum."""
+        return cast(Tensor, self.beside["rank"])
 
     @property
     def lengths(self) -> Tensor:
@@ -186,16 +288,40 @@ class TokenDataset:
         for name, column in self.columns.items():
             taken = column.take(at)
             fields[name] = Ragged(taken.values.long(), taken.lengths)
-        fields |= {name: column[at] for name, column in self.numbers.items() if not column[at].isnan().any()}
+        numbers = {name: column[at] for name, column in (self.numbers | self.known).items()}
+        fields |= {name: values for name, values in numbers.items() if not values.isnan().any()}
+        if self.numbers:
+            fields["entry"] = at.double()
         return Batch(ids, groups.repeat_interleave(self.group_size), fields)
 
     def keep(self, name: str, entries: Tensor, numbers: Tensor) -> None:
         """One more of ``numbers``, of these entries; a batch has the field if it is known of all its rows."""
-        column = self.numbers.setdefault(name, torch.full_like(self.numbers["entry"], torch.nan))
-        column[entries.long()] = numbers
+        empty = torch.full((len(self) * self.group_size,), torch.nan, dtype=torch.float64)
+        self.known.setdefault(name, empty)[entries.long()] = numbers
 
     def summary(self) -> str:
         lengths = self.lengths
-        dropped = f", {self.num_overlong} over-long ones dropped" if self.num_overlong else ""
         shortest, longest, mean = int(lengths.min()), int(lengths.max()), float(lengths.double().mean())
-        return f"{len(self)} {self.noun} of {shortest} to {longest} tokens (mean {mean:.1f}){dropped}"
+        return f"{len(self)} {self.noun} of {shortest} to {longest} tokens (mean {mean:.1f}){self.tally.told()}"
+
+
+def joined(parts: Sequence[TokenDataset], bad: Sequence[DataError] = (), num_bad: int = 0) -> TokenDataset:
+    """One data set of the rows of all, one after the other. ``bad``: the first of ``num_bad`` rows that are in none.
+
+    Raises DataError.
+    """
+    whole, full = copy.copy(parts[0]), [part for part in parts if len(part)] or parts[:1]
+    whole.tally = Tally(num_bad=num_bad, bad=[str(error) for error in bad])
+    for part in parts:
+        whole.tally.add(part.tally)
+    whole.columns = {name: concat_field([part.columns[name] for part in full]) for name in full[0].columns}
+    whole.numbers = {name: torch.cat([part.numbers[name] for part in full]) for name in full[0].numbers}
+    beside = {name: concat_field([part.beside[name] for part in full]) for name in full[0].beside}
+    whole.beside = {name: x for name, x in beside.items() if name not in whole.trivial or not _all(x, whole.trivial[name])}
+    whole.check()
+    whole.fingerprint = whole.digest()
+    return whole
+
+
+def _all(field: Field, value: int) -> bool:
+    return bool(((field.values if isinstance(field, Ragged) else field) == value).all())

@@ -41,7 +41,7 @@ class PromptEncoder:
         self.tokenizer = tokenizer
         self.config = config
         self.section = section
-        self.template = _read_template(config.chat_template, section)
+        self.template = read_template(config.chat_template, section)
 
     def render(self, prompt: Any, where: str) -> tuple[str, bool]:
         """The text to tokenise, and whether it came from the template (which writes the special tokens itself)."""
@@ -130,7 +130,8 @@ def check_ids(ids: Any, vocab_size: int | None, where: str, key: str) -> list[in
     return ids
 
 
-def _read_template(setting: str | None, section: str) -> str | None:
+def read_template(setting: str | None, section: str) -> str | None:
+    """The Jinja text that ``chat_template`` gives, itself or by its file. Raises DataError."""
     if setting is None:
         return None
     if "{" in setting:

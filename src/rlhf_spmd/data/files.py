@@ -70,6 +70,9 @@ def _dotted(values: dict[str, Any]) -> Iterable[str]:
         yield from (f"{key}.{inner}" for inner in _dotted(value)) if isinstance(value, dict) and value else [str(key)]
 
 
+Given = Row | DataError  # of a line: what it holds, or why it cannot be used
+
+
 def list_paths(path: Paths) -> list[str]:
     return [path] if isinstance(path, str) else list(path)
 
@@ -97,22 +100,44 @@ def read_rows(path: Paths, split: str = "train", subset: str | None = None, limi
     directory that ``datasets`` saved or loads, or the name of a data set on the hub (these two take ``split`` and ``subset``).
     Raises DataError.
     """
-    return list(islice(stream_rows(path, split, subset), limit))
+    return all_usable(stream_rows(path, split, subset, limit))
 
 
-def stream_rows(path: Paths, split: str, subset: str | None) -> Iterator[Row]:
-    """As :func:`read_rows`, one by one."""
+def all_usable(rows: Iterable[Given]) -> list[Row]:
+    """The rows. Raises DataError at the first that cannot be used."""
+    found = []
+    for row in rows:
+        if isinstance(row, DataError):
+            raise row
+        found.append(row)
+    return found
+
+
+def stream_rows(path: Paths, split: str, subset: str | None, limit: int | None = None) -> Iterator[Given]:
+    """As :func:`read_rows`, one by one; a row that cannot be read is there as the error, and counts. Raises DataError for files."""
+    return islice(_numbered(path, split, subset), limit)
+
+
+def local_files(path: str) -> list[Path]:
+    """The files that ``path`` stands for, those of a directory at any depth; none for the name of a data set on the hub."""
+    here = Path(path).expanduser()
+    if any(mark in path for mark in "*?["):
+        return sorted(map(Path, glob.glob(str(here), recursive=True)))
+    return sorted(file for file in here.rglob("*") if file.is_file()) if here.is_dir() else [here] if here.is_file() else []
+
+
+def _numbered(path: Paths, split: str, subset: str | None) -> Iterator[Given]:
     number = 0
     for source, name in enumerate(list_paths(path)):
         first = number
         for row in _rows(name, split, subset):
-            yield replace(row, number=number, source=source)
+            yield replace(row, number=number, source=source) if isinstance(row, Row) else row
             number += 1
         if number == first:
             raise DataError(f"'{name}' holds no rows")
 
 
-def _rows(path: str, split: str, subset: str | None) -> Iterable[Row]:
+def _rows(path: str, split: str, subset: str | None) -> Iterable[Given]:
     expanded = str(Path(path).expanduser())
     if any(mark in expanded for mark in "*?["):
         matches = sorted(glob.glob(expanded, recursive=True))
@@ -135,7 +160,7 @@ def _looks_local(path: str) -> bool:
     return path.endswith(JSON_SUFFIXES + PARQUET_SUFFIXES) or path.startswith((".", "/", "~")) or path.count("/") > 1
 
 
-def _file_rows(file: Path) -> Iterable[Row]:
+def _file_rows(file: Path) -> Iterable[Given]:
     name = file.name.lower()
     try:
         if name.endswith(PARQUET_SUFFIXES):
@@ -153,20 +178,20 @@ def _file_rows(file: Path) -> Iterable[Row]:
 
 
 def _open(file: Path) -> Any:
-    return gzip.open(file, "rt", encoding="utf-8") if file.name.endswith(".gz") else file.open(encoding="utf-8")
+    return gzip.open(file) if file.name.endswith(".gz") else file.open("rb")
 
 
-def _jsonl_rows(file: Path) -> Iterable[Row]:
+def _jsonl_rows(file: Path) -> Iterable[Given]:
     with _open(file) as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
-                yield _row(_parse(line, f"{file}:{number}"), f"{file}:{number}")
+                yield _row(line, f"{file}:{number}")
 
 
-def _json_rows(file: Path) -> Iterable[Row]:
+def _json_rows(file: Path) -> Iterable[Given]:
     """One JSON list of objects; a file that holds several lines of objects is read as jsonl."""
     with _open(file) as stream:
-        text = stream.read()
+        text = stream.read().decode()
     if not text.lstrip().startswith("["):
         yield from _jsonl_rows(file)
         return
@@ -178,12 +203,15 @@ def _json_rows(file: Path) -> Iterable[Row]:
         yield _row(value, f"{file}, entry {number}")
 
 
-def _parse(line: str, where: str) -> Any:
+def _parse(data: bytes, where: str) -> Any:
     try:
+        line = data.decode()
         value = json.loads(line)
         if "\\u" in line:  # an escape may stand for half a character
             json.dumps(value, ensure_ascii=False).encode()
         return value
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where}: not valid UTF-8: byte {error.start} of the line is 0x{data[error.start]:02x}") from error
     except UnicodeEncodeError as error:
         half = error.object[error.start]
         raise DataError(
@@ -195,13 +223,18 @@ def _parse(line: str, where: str) -> Any:
         raise DataError(f"{where}: JSON nested too deeply") from error
 
 
-def _row(value: Any, where: str) -> Row:
+def _row(value: Any, where: str) -> Given:
+    """``value``: of a line its bytes."""
+    try:
+        value = _parse(value, where) if isinstance(value, bytes) else value
+    except DataError as error:
+        return error
     if not isinstance(value, dict):
-        raise DataError(f"{where}: must be a JSON object, not {type(value).__name__}")
+        return DataError(f"{where}: must be a JSON object, not {type(value).__name__}")
     return Row(json_value(value), where)
 
 
-def _parquet_rows(file: Path) -> Iterable[Row]:
+def _parquet_rows(file: Path) -> Iterable[Given]:
     import pyarrow
     import pyarrow.parquet
 
@@ -214,7 +247,7 @@ def _parquet_rows(file: Path) -> Iterable[Row]:
         raise DataError(f"data file '{file}' is not readable parquet: {first_line(error)}") from error
 
 
-def _dataset_rows(path: str, split: str, subset: str | None) -> Iterable[Row]:
+def _dataset_rows(path: str, split: str, subset: str | None) -> Iterable[Given]:
     import datasets
     import huggingface_hub.constants
     from datasets.exceptions import DatasetsError

@@ -72,7 +72,7 @@ class PreferencesConfig(ResponsesConfig):
         )
         return chosen, rejected
 
-    def tokenize(self, rows: Sequence[Row], tokenizer: Any) -> GroupDataset:
+    def encode(self, rows: Sequence[Row], tokenizer: Any) -> GroupDataset:
         return GroupDataset([self.pair(row) for row in rows], self, tokenizer, "pairs")
 
 
@@ -111,6 +111,7 @@ class UnpairedConfig(ResponsesConfig):
 
     completion_key: str = "completion"
     label_key: str = "label"
+    one_chunk: ClassVar[bool] = True  # any row may be another's second response
 
     def single(self, row: Row) -> list[Response]:
         """The row's response, or both of a pair. Raises DataError."""
@@ -121,7 +122,7 @@ class UnpairedConfig(ResponsesConfig):
         text = answer_to(prompt, row.get(self.completion_key, "data.completion_key"), row.where)
         return [Response(prompt, text, row, {"desirable": float(_flag(row, self.label_key, "data.label_key"))})]
 
-    def tokenize(self, rows: Sequence[Row], tokenizer: Any) -> GroupDataset:
+    def encode(self, rows: Sequence[Row], tokenizer: Any) -> GroupDataset:
         responses = [response for row in rows for response in self.single(row)]
         count = len(responses)
         groups = []
@@ -143,23 +144,14 @@ class GroupDataset(TokenDataset):
     def __init__(self, groups: Sequence[tuple[Response, Response]], config: ResponsesConfig, tokenizer: Any, noun: str) -> None:
         self.noun = noun
         found = [unusable(group) for group in groups]
-        self.left_out = Counter(reason for reason in found if reason)
         usable = [group for group, reason in zip(groups, found, strict=True) if not reason]
-        self.first_left_out = next((group[0].row.where for group, reason in zip(groups, found, strict=True) if reason), "")
-        if not usable:
-            raise DataError(f"'{config.path}': none of {len(groups)} {noun} can be used{self._told()}")
         flat = [response for group in usable for response in group]
         columns = _encode(flat, config, tokenizer)
-        numbers = {name: [response.numbers[name] for response in flat] for name in flat[0].numbers}
+        numbers = {name: [response.numbers[name] for response in flat] for name in (flat[0].numbers if flat else ())}
         limit, drop = ("max_length", config.max_length), ("filter_overlong", config.filter_overlong)
         super().__init__([group[0].row for group in usable], columns, limit, drop, numbers)
-
-    def summary(self) -> str:
-        return super().summary() + self._told()
-
-    def _told(self) -> str:
-        reasons = "".join(f", {count} left out whose {reason}" for reason, count in self.left_out.items())
-        return reasons and f"{reasons} (the first is {self.first_left_out})"
+        self.tally.left_out = dict(Counter(reason for reason in found if reason))
+        self.tally.first_left_out = next((g[0].row.where for g, reason in zip(groups, found, strict=True) if reason), "")
 
 
 def unusable(group: tuple[Response, Response]) -> str:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import json
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, ClassVar, cast
 
+import numpy as np
 import torch
+from torch import Tensor
 
-from rlhf_spmd.data.batch import Batch, encode_json
-from rlhf_spmd.data.dataset import DatasetConfig, RowsConfig, TokenDataset
+from rlhf_spmd.data.batch import Batch, Ragged, encode_json
+from rlhf_spmd.data.dataset import DatasetConfig, RowsConfig, StoredRowsConfig, TokenDataset
 from rlhf_spmd.data.encoding import PromptEncoder, check_ids
-from rlhf_spmd.data.files import DataError, Row, list_paths, names_of, read_rows
+from rlhf_spmd.data.files import DataError, Given, Row, list_paths, names_of, stream_rows
 
 LIMITS = {"min_response_length": 0, "max_response_length": 1}  # columns of a row's own limits: the least that each may be
+NUM_FIRST = 100  # rows that are always among the examples
 
 
 @dataclass(frozen=True)
@@ -32,19 +38,19 @@ class PromptsConfig(QuestionsConfig):
     max_response_length: int = 512
     filter_overlong_prompts: bool = True
 
-    def tokenize(self, rows: Sequence[Row], tokenizer: Any) -> PromptDataset:
+    def encode(self, rows: Sequence[Row], tokenizer: Any) -> PromptDataset:
         return PromptDataset(rows, self, tokenizer)
 
 
 @dataclass(frozen=True)
-class ValidationPromptsConfig(PromptsConfig):
+class ValidationPromptsConfig(StoredRowsConfig, PromptsConfig):
     """``val_prompts``: prompts to validate by. ``max_samples``: only so many rows are read. ``val_batch_size``: null = all at once."""
 
     max_samples: int | None = None
     val_batch_size: int | None = None
 
-    def read(self) -> list[Row]:
-        return read_rows(self.path, self.split, self.subset, self.max_samples)
+    def stream(self, validation: bool = True) -> Iterator[Given]:
+        return stream_rows(self.path, self.split, self.subset, self.max_samples)
 
     @property
     def val_sets(self) -> dict[str, str]:
@@ -81,6 +87,7 @@ class PromptDataset(TokenDataset):
     """
 
     noun = "prompts"
+    trivial: ClassVar[dict[str, int]] = dict.fromkeys(LIMITS, 0)
 
     def __init__(self, rows: Sequence[Row], config: PromptsConfig, tokenizer: Any) -> None:
         encoded = encode_prompts(rows, config, tokenizer, None if tokenizer is None else len(tokenizer))
@@ -89,15 +96,53 @@ class PromptDataset(TokenDataset):
             rows, {"prompt_ids": [ids for ids, _ in encoded]}, ("max_prompt_length", longest), ("filter_overlong_prompts", drop)
         )
         decode = (lambda tokens: "") if tokenizer is None else tokenizer.decode
-        self.rows = [reward_row(rows[i], i, encoded[i][1] or decode(encoded[i][0]), config) for i in self.kept]
-        limits = torch.tensor([_limits_within(rows[i], config.max_response_length) for i in self.kept])
-        self.limits = {key: column for key, column in zip(LIMITS, limits.T, strict=True) if bool(column.any())}
+        kept = [(rows[i], *encoded[i]) for i in self.kept]
+        seen = [reward_row(row, row.number, text or decode(ids), config) for row, ids, text in kept]
+        limits = torch.tensor([_limits_within(row, config.max_response_length) for row, *_ in kept], dtype=torch.int64)
+        self.beside |= dict(zip(LIMITS, limits.view(-1, len(LIMITS)).T, strict=True))
+        self.beside |= {"row": encode_json(seen), "kind": torch.tensor([_kind(row) for row in seen], dtype=torch.int64)}
+
+    @property
+    def limits(self) -> dict[str, Tensor]:
+        """The columns of rows' own limits, where a row has one."""
+        return {name: cast(Tensor, self.beside[name]) for name in LIMITS if name in self.beside}
+
+    @cached_property
+    def rows(self) -> JsonRows:
+        """What rewards see of each."""
+        return JsonRows(cast(Ragged, self.beside["row"]))
+
+    def examples(self) -> list[dict[str, Any]]:
+        """The first rows, and of every ``data_source`` and every set of columns that have a value the first: what there is to check,
+        without a look at every row."""
+        _, first = np.unique(cast(Tensor, self.beside["kind"]).numpy(), return_index=True)
+        return [self.rows[i] for i in sorted({*range(min(len(self), NUM_FIRST)), *first.tolist()})]
 
     def batch(self, indices: Sequence[int], row_ids: Sequence[int]) -> Batch:
         """Rows by index; each row is its own group."""
-        batch = super().batch(indices, row_ids)
-        limits = {key: column[list(indices)] for key, column in self.limits.items()}
-        return batch.with_fields(**batch.fields, row=encode_json(self.rows[i] for i in indices), **limits)
+        batch, at = super().batch(indices, row_ids), torch.tensor(list(indices), dtype=torch.int64)
+        limits = {name: column[at] for name, column in self.limits.items()}
+        return batch.with_fields(**batch.fields, row=cast(Ragged, self.beside["row"]).take(at), **limits)
+
+
+class JsonRows(Sequence[dict[str, Any]]):
+    """The rows of a field of JSON, decoded when one is asked for."""
+
+    def __init__(self, field: Ragged) -> None:
+        self._values, self._offsets = field.values, field.offsets
+
+    def __len__(self) -> int:
+        return len(self._offsets) - 1
+
+    def __getitem__(self, index: Any) -> Any:
+        at = range(len(self))[index]
+        begin, end = self._offsets[at : at + 2].tolist()
+        return json.loads(bytes(self._values[begin:end].numpy()))
+
+
+def _kind(row: Mapping[str, Any]) -> int:
+    there = sorted(key for key, value in row.items() if value is not None)
+    return zlib.crc32(json.dumps([str(row["data_source"]), there]).encode())
 
 
 def has_ids(row: Row, config: RowsConfig) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -48,7 +48,7 @@ class SftConfig(DatasetConfig, PairsConfig):
         super().check(where)
         check_bounds(self, where, "max_length", least=2)
 
-    def tokenize(self, rows: Sequence[Row], tokenizer: Any) -> ResponseDataset:
+    def encode(self, rows: Sequence[Row], tokenizer: Any) -> ResponseDataset:
         return ResponseDataset(rows, self, tokenizer)
 
 
@@ -58,6 +58,8 @@ class ResponseDataset(TokenDataset):
     Columns ``prompt_ids`` and ``response_ids`` are taken as they are, nothing appended; only then may ``tokenizer`` be None. Where a
     conversation goes on after the assistant's first turn, also ``response_mask`` (Ragged bool): the tokens that are learnt.
     """
+
+    trivial: ClassVar[dict[str, int]] = {"response_mask": 1}
 
     def __init__(self, rows: Sequence[Row], config: SftConfig, tokenizer: Any) -> None:
         vocab_size = None if tokenizer is None else len(tokenizer)
@@ -69,18 +71,18 @@ class ResponseDataset(TokenDataset):
         columns = {"prompt_ids": [prompt for prompt, _, _ in whole], "response_ids": [response for _, response, _ in whole]}
         super().__init__(rows, columns, ("max_length", config.max_length), ("filter_overlong", config.filter_overlong))
         masks = [whole[i][2] or [True] * len(whole[i][1]) for i in self.kept]
-        self.mask: Ragged | None = None
-        if not all(map(all, masks)):
-            self.mask = ragged(masks, torch.bool)
-            self.fingerprint += f"-{zlib.crc32(self.mask.values.numpy().tobytes()):08x}"
+        self.beside["response_mask"] = ragged(masks, torch.bool)
+
+    def digest(self) -> str:
+        mask = self.beside.get("response_mask")
+        return super().digest() + (f"-{zlib.crc32(mask.values.numpy().tobytes()):08x}" if isinstance(mask, Ragged) else "")
 
     def batch(self, indices: Sequence[int], row_ids: Sequence[int]) -> Batch:
         """Rows by index; each row is its own group."""
-        batch = super().batch(indices, row_ids)
-        if self.mask is None:
+        batch, mask = super().batch(indices, row_ids), self.beside.get("response_mask")
+        if not isinstance(mask, Ragged):
             return batch
-        mask = self.mask.take(torch.tensor(list(indices), dtype=torch.int64))
-        return batch.with_fields(**batch.fields, response_mask=mask)
+        return batch.with_fields(**batch.fields, response_mask=mask.take(torch.tensor(list(indices), dtype=torch.int64)))
 
 
 def has_ids(row: Row) -> bool:

@@ -1,0 +1,150 @@
+"""Data sets as safetensors files, made once and mapped into memory by every process that reads them.
+
+A file's name is the hash of all that its content follows from: the data's files by path, size and time of change, the tokenizer's
+files, the template, the settings and the code of this package. One process makes it while the others wait for its lock, which the
+kernel takes back where a process ends; it is written aside and renamed, so what bears the name is whole.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import hashlib
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import IO, Any
+from uuid import uuid4
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rlhf_spmd.config.load import to_dict
+from rlhf_spmd.config.schema import first_line
+from rlhf_spmd.data.batch import Field, Ragged
+from rlhf_spmd.data.building import build_dataset
+from rlhf_spmd.data.dataset import StoredRowsConfig, Tally, TokenDataset
+from rlhf_spmd.data.encoding import read_template
+from rlhf_spmd.data.files import DataError, local_files
+
+# of the section: what changes neither tokens nor rows; paths are there as files
+ORDER = ("train_batch_size", "val_batch_size", "gen_batch_size", "shuffle", "seed", "epochs", "curriculum_epochs")
+UNSEEN = (*ORDER, "path", "val_path", "cache_dir")
+TOKENIZER_PATTERNS = ("*token*", "vocab*", "merges*", "*.model", "*.jinja", "config.json")
+WAIT_S = 3600.0  # for another process that makes the file
+POLL_S = 0.2
+TELL_S = 30.0  # between two signs of life of the one that makes it
+
+
+def load_dataset(config: StoredRowsConfig, tokenizer: Any, validation: bool = False) -> TokenDataset:
+    """As :func:`build_dataset`; with ``cache_dir`` from there, made first if need be. Rows from the hub are not stored.
+
+    Local: no communication; processes of any jobs may call it at once. Raises DataError, one line.
+    """
+    files = [local_files(source) for source in config.sources(validation)]
+    if config.cache_dir is None or not all(files):
+        return build_dataset(config, tokenizer, validation)
+    directory, since = Path(config.cache_dir).expanduser(), time.time()
+    path = directory / f"{_key(config, tokenizer, validation, files)}.safetensors"
+    try:
+        if not path.is_file():
+            directory.mkdir(parents=True, exist_ok=True)
+            with _alone(path.with_suffix(".lock"), since) as lock:
+                if not path.is_file():
+                    _make(path, lock, config, tokenizer, validation)
+        return _mapped(path, config.encode([], tokenizer))
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or first_line(error)
+        raise DataError(f"data.cache_dir={config.cache_dir}: {path.name} cannot be made or read: {reason}") from error
+
+
+def _key(config: StoredRowsConfig, tokenizer: Any, validation: bool, files: list[list[Path]]) -> str:
+    settings = {key: value for key, value in to_dict(config).items() if key not in UNSEEN}
+    seen = [[(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in group] for group in files]
+    home = Path(getattr(tokenizer, "name_or_path", "") or os.devnull)
+    own = sorted({file for pattern in TOKENIZER_PATTERNS for file in home.glob(pattern) if file.is_file()})
+    code = sorted(Path(__file__).parent.glob("*.py"))
+    contents = [(file.name, hashlib.sha256(file.read_bytes()).hexdigest()) for file in (*own, *code)]
+    versions = [version(name) for name in ("tokenizers", "transformers")]
+    template = read_template(config.chat_template, "data")
+    whole = [type(config).__qualname__, validation, settings, seen, contents, versions, template]
+    return hashlib.sha256(json.dumps(whole).encode()).hexdigest()[:32]
+
+
+@contextmanager
+def _alone(path: Path, since: float) -> Iterator[IO[str]]:
+    """The lock's file while no other process has it. Raises DataError as the one that had it last did, if that was after ``since``."""
+    with path.open("a+") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.time() - since > WAIT_S:
+                    raise DataError(
+                        f"data.cache_dir: another process has held {path} for {WAIT_S:.0f} s; see what it does"
+                    ) from None
+                time.sleep(POLL_S)
+        file.seek(0)
+        told = file.read().partition("\n")
+        if told[0] and float(told[0]) >= since:
+            raise DataError(told[2])
+        yield file
+
+
+def _make(path: Path, lock: IO[str], config: StoredRowsConfig, tokenizer: Any, validation: bool) -> None:
+    for left in path.parent.glob(f".{path.name}.*.tmp"):  # by a process that was killed
+        left.unlink(missing_ok=True)
+    last = time.monotonic()
+
+    def tick(rows: int) -> None:
+        nonlocal last
+        if time.monotonic() - last > TELL_S:
+            last = time.monotonic()
+            print(f"data.cache_dir: {rows} rows so far for {path}", file=sys.stderr, flush=True)
+
+    temporary = path.with_name(f".{path.name}.{uuid4().hex}.tmp")
+    try:
+        dataset = build_dataset(config, tokenizer, validation, tick)
+        told = {"tally": json.dumps(dataclasses.asdict(dataset.tally)), "fingerprint": dataset.fingerprint}
+        save_file(_tensors(dataset), temporary, told)
+        with temporary.open("rb") as written:
+            os.fsync(written.fileno())
+        temporary.replace(path)
+    except DataError as error:
+        lock.truncate(0)
+        lock.write(f"{time.time()}\n{error}")
+        lock.flush()
+        raise
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _tensors(dataset: TokenDataset) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for kind in ("columns", "numbers", "beside"):
+        for name, field in getattr(dataset, kind).items():
+            parts = {"values": field.values, "lengths": field.lengths} if isinstance(field, Ragged) else {"": field}
+            found |= {f"{kind}/{name}/{part}": values.contiguous() for part, values in parts.items()}
+    return found
+
+
+def _mapped(path: Path, empty: TokenDataset) -> TokenDataset:
+    """The file's data set; its tensors are views of the file. ``empty``: one without rows, of its kind."""
+    with safe_open(path, "pt") as file:
+        told, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+    for kind in ("columns", "numbers", "beside"):
+        fields: dict[str, Field] = {}
+        for name in tensors:
+            its, field, part = name.split("/")
+            if its == kind and part != "lengths":
+                fields[field] = Ragged(tensors[name], tensors[f"{kind}/{field}/lengths"]) if part else tensors[name]
+        setattr(empty, kind, fields)
+    empty.tally, empty.fingerprint = Tally(**json.loads(told["tally"])), told["fingerprint"]
+    return empty
