@@ -16,6 +16,7 @@ from rlhf_spmd import generate
 from rlhf_spmd import train as training
 from rlhf_spmd.config.schema import ConfigError
 from rlhf_spmd.parallel.world import Launch, World
+from rlhf_spmd.telemetry.summary import summarize
 from test_generation_program import model, read_output, write_rows
 from test_session import train
 
@@ -110,8 +111,8 @@ def test_mistakes_are_named(model: Path, tmp_path: Path, overrides: list[str], e
         program.prepare(None, arguments(model, tmp_path / "out", *given), Launch())
 
 
-def test_a_run_stands_for_its_weights(tmp_path: Path) -> None:
-    """Its export, and a checkpoint that has none, give the same responses."""
+def test_a_run_stands_for_its_newest_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its export, and a checkpoint that has none, give the same responses; an export that is older than a checkpoint is not taken."""
     train(tmp_path / "run", 1, "run.export=true")
     out = {}
     rows = tasks.task() / "train.jsonl"
@@ -121,6 +122,14 @@ def test_a_run_stands_for_its_weights(tmp_path: Path) -> None:
         program.main(argv)
         out[name] = (tmp_path / "out" / name / "rows.jsonl").read_text()
     assert out["run"] == out["export"] == out["checkpoint"]
+    train(tmp_path / "run", 2, "run.export=false")  # the run goes on, and its export stays that of step 1
+    capsys.readouterr()
+    for name, path in (("newest", "run"), ("last", "run/checkpoints/step_2")):
+        program.main(arguments(tmp_path / path, tmp_path / "out" / name, *more))
+        out[name] = (tmp_path / "out" / name / "rows.jsonl").read_text()
+    assert out["newest"] == out["last"] != out["run"]
+    assert f"the weights of step_2, from {tmp_path}/run/checkpoints/step_2" in capsys.readouterr().err
+    assert f"{tmp_path}/run/export (of step_1, not of the one below)" in summarize(tmp_path / "run")
     (tmp_path / "run" / "config.yaml").unlink()
     with pytest.raises(ValueError, match=r"is a checkpoint, and .*config\.yaml does not name models\.actor\.path"):
         program.prepare(None, arguments(tmp_path / "run/checkpoints/step_1", tmp_path / "new", f"data.path={rows}"), Launch())
