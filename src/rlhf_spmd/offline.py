@@ -98,7 +98,8 @@ def find_weights(path: str) -> tuple[str, Path | None]:
     """The directory with the model's configuration and tokenizer, and the checkpoint with its weights where they are not there.
 
     ``path``: a Hugging Face directory; a run's directory, which stands for its newest checkpoint (read from its export where that
-    is of it, or there is no checkpoint); or one of its checkpoints. Raises ValueError for a checkpoint whose run does not say what it began with.
+    is of it, or there is no checkpoint); or one of its checkpoints. Raises ValueError for a checkpoint whose run does not say
+    what it began with.
     """
     here = Path(path).expanduser()
     whole = committed(here)
