@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -163,6 +164,56 @@ def test_generate_keeps_the_best(model: Path, tmp_path: Path, capsys: pytest.Cap
         assert pair["chosen"] == its[int(np.argmax(scores))]["text"] and pair["rejected"] == its[int(np.argmin(scores))]["text"]
     with pytest.raises(ConfigError, match=r"keep=9 must be all, best, pairs, or a number from 1 to sampling\.n=4"):
         generate.prepare(None, [*common, "out=x", "keep=9"], Launch())
+
+
+def test_what_is_kept_ends_before_the_stop_string(model: Path, tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "in.jsonl", ROWS[:6])
+    common = [
+        f"model.path={model}",
+        f"data.path={rows}",
+        f"sampling.n={K}",
+        "sampling.max_response_length=40",
+        "sampling.seed=1",
+    ]
+    common += ["sampling.stop=[a,b,c,d]", "reward.function=length_rewards:length"]
+    written = {}
+    for keep in ("all", K, "pairs"):
+        generate.main([*common, f"out={tmp_path / str(keep)}.jsonl", f"keep={keep}"])
+        written[keep] = read_output(tmp_path / f"{keep}.jsonl")
+    stopped = [row for row in written["all"] if row["score"] == (len(row["text"]) + 1) / 10]  # the reward saw the stop string
+    assert stopped
+    texts = sorted((row["id"], row["text"], row["score"]) for row in written["all"])
+    assert sorted((row["id"], row["response"], row["score"]) for row in written[K]) == texts
+    for pair in written["pairs"]:
+        assert {(pair["id"], pair[key], pair[f"{key}_score"]) for key in ("chosen", "rejected")} <= set(texts)
+
+
+def test_results_of_another_job_are_not_replaced(model: Path, tmp_path: Path) -> None:
+    """Other settings, or other code of the reward; the same job again gives the same files."""
+    rows, out, reward = write_rows(tmp_path / "in.jsonl", ROWS[:3]), tmp_path / "out", tmp_path / "own.py"
+    reward.write_text("def score(response): return 1.0 * len(response)\n")
+    argv = arguments(model, out, f"data.path={rows}", f"reward.function={reward}:score")
+    program.main(argv)
+    before = (out / "results.json").read_bytes()
+    program.main(argv)
+    assert (out / "results.json").read_bytes() == before
+    refused = r"out=.*out: its results\.json is that of a job with another model, other prompts or other settings; remove it"
+    for other in ("sampling.n=2", "pass_score=3"):
+        with pytest.raises(ValueError, match=refused):
+            program.prepare(None, [*argv, other], Launch())
+    reward.write_text("def score(response): return 2.0 * len(response)\n")
+    with pytest.raises(ValueError, match=refused):
+        program.prepare(None, argv, Launch())
+    (out / "results.json").unlink()
+    assert program.prepare(None, argv, Launch()).journal.job != json.loads(before)["job"]
+
+
+def test_a_reward_that_fails_names_the_set(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "own.py").write_text("def score(response): raise KeyError('x')\n")
+    rows = write_rows(tmp_path / "in.jsonl", ROWS[:3])
+    with pytest.raises(SystemExit):
+        program.main(arguments(model, tmp_path / "out", f"data.path={rows}", f"reward.function={tmp_path / 'own.py'}:score"))
+    assert re.search(r"failed in (\d+) of \1 calls of the set 'in' so far; first error:", capsys.readouterr().err)
 
 
 def test_training_validates_by_the_same_measures(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -89,7 +90,12 @@ class DatasetConfig(RowsConfig):
             rows = self.without_duplicates(read_rows(self.path, self.split, self.subset, self.train_max_samples))
             return rows if self.curriculum_key is None else [replace(row, rank=self._rank(row)) for row in rows]
         assert self.val_path is not None, "there are no validation rows without val_path"
-        return read_rows(list(self.val_sets.values()), self.val_split, self.subset, self.val_max_samples)
+        paths = enumerate(self.val_sets.values())
+        sets = [
+            [replace(row, source=i) for row in read_rows(path, self.val_split, self.subset, self.val_max_samples)]
+            for i, path in paths
+        ]
+        return [replace(row, number=number) for number, row in enumerate(chain.from_iterable(sets))]
 
     def without_duplicates(self, rows: list[Row]) -> list[Row]:
         """The first row of each ``id``; rows without one are all their own. Raises DataError where duplicates are refused."""
