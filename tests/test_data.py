@@ -309,6 +309,16 @@ def test_validation_batches(tmp_path: Path, tokenizer: Any) -> None:
     assert [len(batch) for batch in validation_batches(data)] == [5]
 
 
+def test_so_many_rows_of_each_validation_set(tmp_path: Path, tokenizer: Any) -> None:
+    paths = {
+        name: write(tmp_path / f"{name}.jsonl", *({"prompt": f"{digit}{i}"} for i in range(3)))
+        for name, digit in (("a", 1), ("b", 2))
+    }
+    rows = DataConfig(path="-", val_path=paths, val_max_samples=2).read(validation=True)
+    assert [row.values["prompt"] for row in rows] == ["10", "11", "20", "21"]
+    assert [(row.number, row.source) for row in rows] == [(0, 0), (1, 0), (2, 1), (3, 1)]
+
+
 def test_sft_pairs(tmp_path: Path, tokenizer: Any) -> None:
     def pairs(path: str, **options: Any) -> list[tuple[list[int], list[int]]]:
         config = SftConfig(path=path, **options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from rlhf_spmd import generate
 from rlhf_spmd import train as training
 from rlhf_spmd.config.schema import ConfigError
 from rlhf_spmd.parallel.world import Launch, World
+from rlhf_spmd.telemetry.summary import summarize
 from test_generation_program import model, read_output, write_rows
 from test_session import train
 
@@ -115,8 +117,8 @@ def test_mistakes_are_named(model: Path, tmp_path: Path, overrides: list[str], e
         program.prepare(None, arguments(model, tmp_path / "out", *given), Launch())
 
 
-def test_a_run_stands_for_its_weights(tmp_path: Path) -> None:
-    """Its export, and a checkpoint that has none, give the same responses."""
+def test_a_run_stands_for_its_newest_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its export, and a checkpoint that has none, give the same responses; an export that is older than a checkpoint is not taken."""
     train(tmp_path / "run", 1, "run.export=true")
     out = {}
     rows = tasks.task() / "train.jsonl"
@@ -126,6 +128,14 @@ def test_a_run_stands_for_its_weights(tmp_path: Path) -> None:
         program.main(argv)
         out[name] = (tmp_path / "out" / name / "rows.jsonl").read_text()
     assert out["run"] == out["export"] == out["checkpoint"]
+    train(tmp_path / "run", 2, "run.export=false")  # the run goes on, and its export stays that of step 1
+    capsys.readouterr()
+    for name, path in (("newest", "run"), ("last", "run/checkpoints/step_2")):
+        program.main(arguments(tmp_path / path, tmp_path / "out" / name, *more))
+        out[name] = (tmp_path / "out" / name / "rows.jsonl").read_text()
+    assert out["newest"] == out["last"] != out["run"]
+    assert f"the weights of step_2, from {tmp_path}/run/checkpoints/step_2" in capsys.readouterr().err
+    assert f"{tmp_path}/run/export (of step_1, not of the one below)" in summarize(tmp_path / "run")
     (tmp_path / "run" / "config.yaml").unlink()
     with pytest.raises(ValueError, match=r"is a checkpoint, and .*config\.yaml does not name models\.actor\.path"):
         program.prepare(None, arguments(tmp_path / "run/checkpoints/step_1", tmp_path / "new", f"data.path={rows}"), Launch())
@@ -159,6 +169,56 @@ def test_generate_keeps_the_best(model: Path, tmp_path: Path, capsys: pytest.Cap
         assert pair["chosen"] == its[int(np.argmax(scores))]["text"] and pair["rejected"] == its[int(np.argmin(scores))]["text"]
     with pytest.raises(ConfigError, match=r"keep=9 must be all, best, pairs, or a number from 1 to sampling\.n=4"):
         generate.prepare(None, [*common, "out=x", "keep=9"], Launch())
+
+
+def test_what_is_kept_ends_before_the_stop_string(model: Path, tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "in.jsonl", ROWS[:6])
+    common = [
+        f"model.path={model}",
+        f"data.path={rows}",
+        f"sampling.n={K}",
+        "sampling.max_response_length=40",
+        "sampling.seed=1",
+    ]
+    common += ["sampling.stop=[a,b,c,d]", "reward.function=length_rewards:length"]
+    written = {}
+    for keep in ("all", K, "pairs"):
+        generate.main([*common, f"out={tmp_path / str(keep)}.jsonl", f"keep={keep}"])
+        written[keep] = read_output(tmp_path / f"{keep}.jsonl")
+    stopped = [row for row in written["all"] if row["score"] == (len(row["text"]) + 1) / 10]  # the reward saw the stop string
+    assert stopped
+    texts = sorted((row["id"], row["text"], row["score"]) for row in written["all"])
+    assert sorted((row["id"], row["response"], row["score"]) for row in written[K]) == texts
+    for pair in written["pairs"]:
+        assert {(pair["id"], pair[key], pair[f"{key}_score"]) for key in ("chosen", "rejected")} <= set(texts)
+
+
+def test_results_of_another_job_are_not_replaced(model: Path, tmp_path: Path) -> None:
+    """Other settings, or other code of the reward; the same job again gives the same files."""
+    rows, out, reward = write_rows(tmp_path / "in.jsonl", ROWS[:3]), tmp_path / "out", tmp_path / "own.py"
+    reward.write_text("def score(response): return 1.0 * len(response)\n")
+    argv = arguments(model, out, f"data.path={rows}", f"reward.function={reward}:score")
+    program.main(argv)
+    before = (out / "results.json").read_bytes()
+    program.main(argv)
+    assert (out / "results.json").read_bytes() == before
+    refused = r"out=.*out: its results\.json is that of a job with another model, other prompts or other settings; remove it"
+    for other in ("sampling.n=2", "pass_score=3"):
+        with pytest.raises(ValueError, match=refused):
+            program.prepare(None, [*argv, other], Launch())
+    reward.write_text("def score(response): return 2.0 * len(response)\n")
+    with pytest.raises(ValueError, match=refused):
+        program.prepare(None, argv, Launch())
+    (out / "results.json").unlink()
+    assert program.prepare(None, argv, Launch()).journal.job != json.loads(before)["job"]
+
+
+def test_a_reward_that_fails_names_the_set(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "own.py").write_text("def score(response): raise KeyError('x')\n")
+    rows = write_rows(tmp_path / "in.jsonl", ROWS[:3])
+    with pytest.raises(SystemExit):
+        program.main(arguments(model, tmp_path / "out", f"data.path={rows}", f"reward.function={tmp_path / 'own.py'}:score"))
+    assert re.search(r"failed in (\d+) of \1 calls of the set 'in' so far; first error:", capsys.readouterr().err)
 
 
 def test_training_validates_by_the_same_measures(tmp_path: Path) -> None:

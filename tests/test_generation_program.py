@@ -15,9 +15,9 @@ from ranks import run_ranks
 from rlhf_spmd import generate as program
 from rlhf_spmd.config.schema import ConfigError
 from rlhf_spmd.data.files import DataError
+from rlhf_spmd.journal import Journal
 from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel.world import Launch, World
-from rlhf_spmd.responses import Journal
 from rlhf_spmd.telemetry.run_dir import EXIT_CODES
 
 CONFIG = {

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from rlhf_spmd.measures import final_answer, interval, majority, measure, pass_at_k, student_95
+from rlhf_spmd.rewards import math
 
 
 @pytest.mark.parametrize("num_right", range(7))
@@ -42,7 +43,16 @@ def test_the_majority_is_the_first_of_the_most_frequent() -> None:
     ("response", "answer", "expected"),
     [
         ("so \\boxed{\\frac{1}{2}} or \\boxed{3{4}5}", None, "3{4}5"),
-        ("the sum\n#### 1,000\n", "#### 5", "1E+3"),
+        ("so \\boxed{1,2}", "12", " 1,2"),
+        ("so \\boxed{5-3}", "2", "5-3"),
+        ("so 1.2.3", None, "so 1.2.3"),
+        ("\\boxed{1.2.3}", None, "1.2.3"),
+        ("\\boxed{3,-2}", "1,-2", " -2,3"),
+        ("it is 3,-2", "1,-2", "it is 3,-2"),
+        ("#### 72 apples", 72, "72"),
+        ("#### none", 72, "none"),
+        ("1,000.", None, "1000"),
+        ("the sum\n#### 1,000\n", "#### 5", "1000"),
         ("it costs $72.00 then.", "2+70 #### 72", "72"),
         ("it costs 72", "72", "72"),
         ("no number", "72", None),
@@ -54,6 +64,24 @@ def test_the_majority_is_the_first_of_the_most_frequent() -> None:
 )
 def test_the_final_answer(response: str, answer: Any, expected: str | None) -> None:
     assert final_answer(response, answer) == expected
+
+
+def test_the_majority_is_of_answers_that_the_reward_takes_for_the_same() -> None:
+    responses = ["\\boxed{3}"] * 3 + ["\\boxed{\\frac{1}{2}}", "\\boxed{\\dfrac12}", "\\boxed{0.5}", "\\boxed{ 1/2 }"]
+    answers = [final_answer(response, "\\frac{1}{2}") for response in responses]
+    assert answers == ["3"] * 3 + ["1/2"] * 4
+    assert measure(np.array([[math.score(r, "\\frac{1}{2}") for r in responses]]), [answers])["maj@7"] == 1.0
+    different = [
+        "\\boxed{1,-2}",
+        "\\boxed{3,-2}",
+        "\\boxed{(1,-2)}",
+        "\\boxed{(-2,1)}",
+        "\\boxed{-2}",
+        "\\boxed{1-2}",
+        "\\boxed{12}",
+    ]
+    assert len({final_answer(response, "1,-2") for response in different}) == len(different)
+    assert final_answer("\\boxed{-2, 1.0}") == final_answer("\\boxed{1,-2}")
 
 
 def test_the_interval_holds_the_mean_as_often_as_it_says() -> None:

@@ -6,7 +6,8 @@ torchrun --nproc-per-node 2 -m rlhf_spmd.evaluate model.path=runs/quickstart/ppo
 ``model.path`` is a Hugging Face directory, a run's directory or one of its checkpoints. Each file of ``data.path`` is a set with
 the file's name; ``sets.<name>`` has others, which may have ``reward`` and ``sampling`` of their own. In ``out``: ``results.json`` with
 ``<set>/mean@k``, ``<set>/pass@k``, ``<set>/maj@k``, ``<set>/ci95`` and ``<set>/n`` (prompts), the same for each ``data_source`` of a
-set that has several, and ``rows.jsonl``, ``sampling.n`` rows per prompt in input order. See docs/evaluation.md.
+set that has several, and ``job``, a hash of what makes them the same; and ``rows.jsonl``, ``sampling.n`` rows per prompt in input
+order. See docs/evaluation.md.
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ from rlhf_spmd.data.files import list_paths, names_of, read_rows
 from rlhf_spmd.data.prompts import QuestionsConfig
 from rlhf_spmd.data.tokenizer import load_tokenizer
 from rlhf_spmd.generation import SamplingConfig
+from rlhf_spmd.journal import Journal
 from rlhf_spmd.measures import final_answer, interval, measure
 from rlhf_spmd.offline import check_out, read_config, read_weights, run_offline_program, write_rows
 from rlhf_spmd.parallel.world import Launch, World
-from rlhf_spmd.responses import AnswerConfig, Journal, Prepared, PromptSet, answer, check_set, job_of
+from rlhf_spmd.responses import AnswerConfig, Prepared, PromptSet, answer, check_set, job_of
 from rlhf_spmd.rewards.config import RewardConfig
 from rlhf_spmd.telemetry.run_dir import atomic_write_json
 
@@ -98,8 +100,24 @@ def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> Prepa
         rows = read_rows(given.path, given.split or data.split, given.subset or data.subset, given.max_samples)
         key = f"sets.{name}.reward" if given.reward else "reward"
         asked.append(check_set(name, key, rows, config, *chosen[name], (spec, tokenizer)))
-    journal = Journal(Path(config.out) / "part", job_of(config, checkpoint, asked), config.out, checks=launch.rank == 0)
+    job = job_of(config, checkpoint, asked)
+    if launch.rank == 0:
+        check_results(Path(config.out) / RESULTS_FILE, job)
+    journal = Journal(Path(config.out) / "part", job, config.out, checks=launch.rank == 0)
     return Prepared(config, spec, layout, checkpoint, tokenizer, asked, journal, keeps_tokens=False)
+
+
+def check_results(file: Path, job: str) -> None:
+    """Raises ValueError where there are results of another job, which this one would replace."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8")).get("job") if file.exists() else job
+    except (ValueError, AttributeError):
+        found = None
+    if found != job:
+        raise ValueError(
+            f"out={file.parent}: its {file.name} is that of a job with another model, other prompts or other settings; remove it, "
+            "or give another out"
+        )
 
 
 def named_sets(config: EvaluateConfig) -> dict[str, SetConfig]:
@@ -137,7 +155,7 @@ def evaluate(ready: Prepared, world: World, tick: Callable[[], None] = lambda: N
             results.update(measure_set(asked, its, ready.config.pass_score))
         out = Path(ready.config.out)
         write_rows(str(out / ROWS_FILE), (row for its in rows for row in its))
-        atomic_write_json(out / RESULTS_FILE, results)
+        atomic_write_json(out / RESULTS_FILE, {**results, "job": ready.journal.job})
 
     said = answer(ready, world, tick, write)
     if said is not None:

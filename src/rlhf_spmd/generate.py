@@ -27,9 +27,10 @@ from rlhf_spmd.data.tokenizer import decoding, load_tokenizer
 from rlhf_spmd.environments.config import EnvironmentConfig
 from rlhf_spmd.generation import StopStrings
 from rlhf_spmd.generation.stopping import special_stops
+from rlhf_spmd.journal import Journal
 from rlhf_spmd.offline import check_out, read_config, read_weights, run_offline_program, write_rows
 from rlhf_spmd.parallel.world import Launch, World
-from rlhf_spmd.responses import AnswerConfig, Journal, Prepared, PromptSet, answer, check_set, job_of
+from rlhf_spmd.responses import AnswerConfig, Prepared, answer, check_set, job_of
 
 KEEP = ("all", "best", "pairs")
 
@@ -77,9 +78,7 @@ def generate(ready: Prepared, world: World, tick: Callable[[], None] = lambda: N
     """
 
     def write(sets: list[list[dict[str, Any]]]) -> None:
-        chosen = (
-            output_rows(ready, sets[0]) if ready.config.keep == "all" else kept_rows(ready.sets[0], sets[0], ready.config.keep)
-        )
+        chosen = output_rows(ready, sets[0]) if ready.config.keep == "all" else kept_rows(ready, sets[0], ready.config.keep)
         write_rows(ready.config.out, chosen)
 
     said = answer(ready, world, tick, write)
@@ -102,12 +101,17 @@ def output_rows(ready: Prepared, made: Sequence[dict[str, Any]]) -> Iterator[dic
             yield {**named, **empty, "error": asked.errors[number]}
 
 
-def kept_rows(asked: PromptSet, made: Sequence[dict[str, Any]], keep: str | int) -> list[dict[str, Any]]:
+def kept_rows(ready: Prepared, made: Sequence[dict[str, Any]], keep: str | int) -> list[dict[str, Any]]:
     """The best responses of each prompt, or its best and its worst one, with the prompt as it was given; of equal scores the first.
 
     A prompt whose responses all have one score makes no pair. Tells how many prompts gave nothing. Raises ValueError if all did.
     """
-    n, rows, none = asked.sampling.n, [], 0
+    asked, rows, none = ready.sets[0], [], 0
+    n = asked.sampling.n
+
+    def text(row: dict[str, Any]) -> str | None:
+        return response_text(ready, row["response_ids"], row["finish_reason"])
+
     for number, given in enumerate(asked.given):
         scored = [row for row in made[number * n : (number + 1) * n] if row and row["score"] is not None]
         ranked = sorted(scored, key=lambda row: -row["score"])
@@ -116,11 +120,11 @@ def kept_rows(asked: PromptSet, made: Sequence[dict[str, Any]], keep: str | int)
         none += not ranked or (keep == "pairs" and ranked[0]["score"] == ranked[-1]["score"])
         if keep == "pairs" and ranked and ranked[0]["score"] > ranked[-1]["score"]:
             best, worst = ranked[0], next(row for row in ranked if row["score"] == ranked[-1]["score"])
-            pair = {"chosen": best["response"], "rejected": worst["response"]}
+            pair = {"chosen": text(best), "rejected": text(worst)}
             rows.append({**named, **pair, "chosen_score": best["score"], "rejected_score": worst["score"]})
         elif keep != "pairs":
             taken = ranked[: 1 if keep == "best" else int(keep)]
-            rows += [{**named, "response": row["response"], "score": row["score"]} for row in taken]
+            rows += [{**named, "response": text(row), "score": row["score"]} for row in taken]
     why = "have no two responses with different scores" if keep == "pairs" else "have no response with a score"
     if not rows:
         raise ValueError(f"keep={keep}: all {none} prompts {why}; there is nothing to write")

@@ -20,40 +20,32 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_spmd.rewards.gsm8k import last_number
+from rlhf_spmd.rewards.gsm8k import last_number, marked_number
+from rlhf_spmd.rewards.math import boxed, canonical
 
 NORMAL_95 = 1.959963984540054
 STUDENT_95 = (12.7062, 4.30265, 3.18245, 2.77645, 2.57058, 2.44691, 2.36462, 2.30600, 2.26216, 2.22814)  # by degrees of freedom
 _MARKED = re.compile(r"####[ \t]*([^\n]+)")
+_DECIMAL = re.compile(r"[-+]?\$?[-+]?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+)%?")
 
 
 def final_answer(response: str, answer: Any = None) -> str | None:
     """The answer that a response ends in, for :func:`majority`; None if it gives none.
 
-    The last ``\\boxed{...}``; else the rest of the line after the last ``####``; else, where the row's ``answer`` is a number (or a
-    solution that ends in one after ``####``), the last number; else the whole text. Numbers that are equal are one answer.
+    The last ``\\boxed{...}``; else, where the row's ``answer`` is a decimal number (or a solution that ends in one after ``####``),
+    the number after the last ``####``, without one the last number; else the rest of the line after the last ``####``; else the
+    whole text. Of all but the whole text answers are the same where ``rewards.math`` says so.
     """
-    marked = _MARKED.findall(response)
-    found: str | None = _boxed(response) or (marked[-1] if marked else None)
-    if found is None:
-        expected = str(answer).rpartition("####")[2].strip() if answer is not None else ""
-        number = last_number(expected) is not None and not re.search(r"[^\W\d_]", expected)
-        last = last_number(response) if number and not isinstance(answer, bool) else None
-        found = str(last) if last is not None else None if number else response
-    text = (found or "").strip().strip("$").strip().rstrip(".")
-    value = last_number(text) if re.fullmatch(r"[-+$\d,.]+", text) else None
-    return str(value.normalize()) if value is not None else text or None
-
-
-def _boxed(text: str) -> str | None:
-    """What the last ``\\boxed{...}`` holds; None without one that is closed."""
-    start = text.rfind("\\boxed{")
-    depth = 0
-    for end in range(start + 6, len(text)) if start >= 0 else ():
-        depth += {"{": 1, "}": -1}.get(text[end], 0)
-        if depth == 0:
-            return text[start + 7 : end]
-    return None
+    found, marked = boxed(response), _MARKED.findall(response)
+    number = _DECIMAL.fullmatch(str(answer).rpartition("####")[2].strip()) is not None
+    if not found and number:
+        value = marked_number(response) if marked else last_number(response)
+        found = None if value is None else f"{value:f}"
+    found = found or (marked[-1] if marked else None)
+    if found is None and number:
+        return None
+    text = response.strip().strip("$").strip().rstrip(".") if found is None else found
+    return (canonical(text) if found is not None or _DECIMAL.fullmatch(text) else text) or None
 
 
 def majority(answers: Sequence[Hashable | None]) -> int | None:

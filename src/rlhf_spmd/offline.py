@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,7 +30,7 @@ from rlhf_spmd.parallel.layout import Layout, LayoutConfig, resolve_layout
 from rlhf_spmd.parallel.program import ProgramSettings, read_command_line, run_program
 from rlhf_spmd.parallel.world import Launch, World, read_launch
 from rlhf_spmd.telemetry.report_sections import flatten_config
-from rlhf_spmd.telemetry.run_dir import CONFIG_FILE, EXPORT_DIR, atomic_write_text
+from rlhf_spmd.telemetry.run_dir import CONFIG_FILE, EXPORT_DIR, atomic_write_text, exported_checkpoint
 from rlhf_spmd.workers.config import ComputeConfig
 
 ROLE = "actor"  # of a run's checkpoints: the role that generates
@@ -96,13 +97,15 @@ def read_model(config: Config, launch: Launch) -> tuple[Config, ModelSpec, Layou
 def find_weights(path: str) -> tuple[str, Path | None]:
     """The directory with the model's configuration and tokenizer, and the checkpoint with its weights where they are not there.
 
-    ``path``: a Hugging Face directory; a run's directory, which stands for its export, else its newest checkpoint; or one of its
-    checkpoints. Raises ValueError for a checkpoint whose run does not say what it began with.
+    ``path``: a Hugging Face directory; a run's directory, which stands for its newest checkpoint (read from its export where that
+    is of it, or there is no checkpoint); or one of its checkpoints. Raises ValueError for a checkpoint whose run does not say
+    what it began with.
     """
     here = Path(path).expanduser()
-    if (here / EXPORT_DIR / "config.json").is_file() and (here / CONFIG_FILE).is_file():
-        return str(here / EXPORT_DIR), None
     whole = committed(here)
+    exported = (here / EXPORT_DIR / "config.json").is_file() and (here / CONFIG_FILE).is_file()
+    if exported and (not whole or exported_checkpoint(here) == whole[0].path.name):
+        return str(here / EXPORT_DIR), None
     checkpoint = here if (here / COMMIT).is_file() else whole[0].path if whole else None
     if (here / "config.json").is_file() or checkpoint is None:
         return path, None
@@ -116,7 +119,11 @@ def find_weights(path: str) -> tuple[str, Path | None]:
 
 def read_weights(config: Config, launch: Launch) -> tuple[Config, ModelSpec, Layout, Path | None]:
     """As :func:`read_model`, of a run's checkpoint too. Local: no communication."""
+    given = Path(config.model.path)
     directory, checkpoint = find_weights(config.model.path)
+    if launch.rank == 0 and (given / CONFIG_FILE).is_file():
+        of = (checkpoint.name if checkpoint else exported_checkpoint(given)) or "an unknown checkpoint"
+        print(f"model.path={given}: the weights of {of}, from {checkpoint or directory}", file=sys.stderr)
     config, spec, layout = read_model(replace(config, model=replace(config.model, path=directory)), launch)
     if checkpoint is None:
         check_pretrained(spec, config.model.path, "lm")

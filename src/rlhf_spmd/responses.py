@@ -7,13 +7,12 @@ layout, beside any other rows, and in a job that was killed and goes on. Rows th
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
-import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ from rlhf_spmd.generation.backends import choose_backend
 from rlhf_spmd.generation.episodes import Environments
 from rlhf_spmd.generation.stopping import build_ends
 from rlhf_spmd.generation.until import Until
+from rlhf_spmd.journal import Journal
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.spec import ModelSpec, read_eos_ids
 from rlhf_spmd.offline import OfflineConfig, gather_records, load_weights, not_finite
@@ -111,56 +111,6 @@ class Prepared:
     keeps_tokens: bool = True
 
 
-class Journal:
-    """Rows that have ended, on disk as soon as they have: a file for each rank that answers for some, of lines [set, row id, row].
-
-    A line torn by a kill is none. Raises ValueError for the rows of another job, since their draws would be mixed with this one's;
-    only the first rank looks (``checks``).
-    """
-
-    def __init__(self, directory: Path, job: str, out: str, checks: bool) -> None:
-        self.directory, self.job = directory, job
-        self._file: Any = None
-        for path in sorted(directory.glob("*.jsonl")) if checks else ():
-            with path.open(encoding="utf-8", errors="replace") as lines:
-                first = lines.readline()
-            if first.endswith("\n") and first.rstrip("\n") != json.dumps(job):
-                raise ValueError(
-                    f"out={out}: {directory} holds rows of a job with another model, other prompts or other settings; remove it, "
-                    "or give another out"
-                )
-
-    def read(self, number: int, row_ids: Collection[int]) -> dict[int, dict[str, Any]]:
-        """What earlier starts of the same job have left of these rows of a set, by row id."""
-        found: dict[int, dict[str, Any]] = {}
-        for path in sorted(self.directory.glob("*.jsonl")):
-            with path.open(encoding="utf-8", errors="replace") as lines:
-                lines.readline()
-                for line in lines:
-                    if line.endswith("\n"):
-                        of_set, row_id, row = json.loads(line)
-                        if of_set == number and row_id in row_ids:
-                            found[row_id] = row
-        return found
-
-    def append(self, records: Sequence[tuple[tuple[int, int], Any]]) -> None:
-        """Written and flushed: there after a kill of this process."""
-        if self._file is None:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            path = self.directory / f"{time.time_ns()}-{os.getpid()}.jsonl"
-            self._file = path.open("x", encoding="utf-8", errors="replace")
-            self._file.write(json.dumps(self.job) + "\n")
-        self._file.writelines(json.dumps([*place, row]) + "\n" for place, row in records)
-        self._file.flush()
-
-    def remove(self) -> None:
-        """When the results are in place, and no rank writes any more."""
-        for path in self.directory.glob("*.jsonl"):
-            path.unlink(missing_ok=True)
-        with suppress(OSError):  # there was none
-            self.directory.rmdir()
-
-
 def check_set(
     name: str,
     key: str,
@@ -216,13 +166,27 @@ def limits_of(row: Row, room: int, sampling: SamplingConfig) -> tuple[int, int]:
 
 
 def job_of(config: Any, checkpoint: Path | None, sets: Sequence[PromptSet]) -> str:
-    """What makes rows the same: the weights, as far as samples of their files tell, the prompts and the settings. Copies of a model
-    on several nodes give the same."""
+    """What makes rows the same: the weights, as far as samples of their files tell, the prompts, the settings and the reward
+    function's file. Copies of a model on several nodes give the same."""
     source = checkpoint or Path(config.model.path)
     files = [[path.name, path.stat().st_size, sample_of(path)] for path in sorted(source.glob("*.safetensors"))]
-    settings = {key: value for key, value in to_dict(config).items() if key in ("model", "sampling", "reward", "environment")}
-    asked = [[s.prompts, s.limits, s.rows, to_dict(s.sampling), to_dict(s.reward)] for s in sets]
+    settings = {
+        key: value
+        for key, value in to_dict(config).items()
+        if key in ("model", "sampling", "reward", "environment", "pass_score")
+    }
+    asked = [[s.name, s.prompts, s.limits, s.rows, to_dict(s.sampling), to_dict(s.reward), code_of(s)] for s in sets]
     return hashlib.sha256(json.dumps([settings, files, asked]).encode()).hexdigest()
+
+
+def code_of(asked: PromptSet) -> str | None:
+    """A hash of the file that the set's reward function is in; None without one."""
+    if asked.reward.function is None:
+        return None
+    function = inspect.unwrap(asked.reward.bind(asked.key).function)
+    function = getattr(function, "func", function)  # of a partial
+    file = getattr(sys.modules.get(function.__module__), "__file__", None)
+    return None if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()
 
 
 def sample_of(path: Path) -> str:
@@ -363,7 +327,8 @@ class Answerer:
             self.tick,
         )
         failed, error = result.failures + result.timeouts, result.first_error or ""
-        check_failures(reward, self.set.key, failed, len(chosen), error, first_step)
+        rows = f"the set {self.set.name!r}" if self.set.name else "the rows"
+        check_failures(reward, self.set.key, failed, len(chosen), error, first_step, f"{rows} so far" if first_step else rows)
         if failed and not self.told:
             told = f"{self.set.key}.function {reward.function!r} failed; such rows get {self.set.key}.default={reward.default}"
             print(f"{told}: {error}", file=sys.stderr)

@@ -35,9 +35,11 @@ from rlhf_spmd.telemetry.report import write_report
 from rlhf_spmd.telemetry.run_dir import (
     CONFIG_FILE,
     EXPORT_DIR,
+    EXPORTED_FILE,
     TRACE_FILE,
     ExitStatus,
     atomic_write_text,
+    exported_checkpoint,
 )
 from rlhf_spmd.telemetry.summary import places
 from rlhf_spmd.telemetry.trace import Timeline, write_trace
@@ -45,7 +47,6 @@ from rlhf_spmd.workers.flops import forward_flops, matmul_rate
 from rlhf_spmd.workers.model_worker import ModelWorker
 
 RESUME = ("auto", "force", "never")
-EXPORTED_FILE = "checkpoint.txt"  # in the export: the checkpoint that it was made of
 
 
 @dataclass(frozen=True)
@@ -292,10 +293,8 @@ class Session:
 
     def _is_exported(self) -> bool:
         """Whether the export is of the last checkpoint."""
-        mark = self.run_dir / EXPORT_DIR / EXPORTED_FILE
-        return self.board.last_checkpoint is None or (
-            mark.is_file() and mark.read_text() == Path(self.board.last_checkpoint).name
-        )
+        newest = self.board.last_checkpoint
+        return newest is None or exported_checkpoint(self.run_dir) == Path(newest).name
 
     def _export(self) -> None:
         """Rank 0 writes for as long as it takes; nobody waits for it in one collective, whose time is limited."""

@@ -82,23 +82,23 @@ def number(text: str) -> Fraction | None:
     return None if bottom == 0 else (whole + top / bottom) * (-1 if sign == "-" else 1)
 
 
+def canonical(text: str) -> str:
+    """The same text for answers that are the same, see the module. Entries without brackets may come in any order."""
+    text = normalise(text)
+    value = number(text)
+    if value is not None:
+        return str(value)
+    entries, brackets = _entries(text)
+    if len(entries) == 1:
+        return text
+    each = [canonical(entry) for entry in entries]
+    ordered = sorted(each) if brackets in ("", "\\{\\}") else each
+    return f"{brackets} {','.join(ordered)}"
+
+
 def equal(one: str, other: str) -> bool:
-    """Whether two answers are the same, see the module. Entries without brackets may come in any order."""
-    one, other = normalise(one), normalise(other)
-    if one == other and one:
-        return True
-    numbers = number(one), number(other)
-    if None not in numbers:
-        return numbers[0] == numbers[1]
-    parts = _entries(one), _entries(other)
-    if parts[0][1] == parts[1][1] == "" or parts[0][1] == parts[1][1] == "\\{\\}":
-        parts = (sorted(parts[0][0], key=_order), parts[0][1]), (sorted(parts[1][0], key=_order), parts[1][1])
-    return len(parts[0][0]) == len(parts[1][0]) > 1 and parts[0][1] == parts[1][1] and all(map(equal, parts[0][0], parts[1][0]))
-
-
-def _order(entry: str) -> str:
-    value = number(entry)
-    return entry if value is None else str(value)
+    """Whether two answers are the same; no answer equals none."""
+    return canonical(one) == canonical(other) != ""
 
 
 def _entries(text: str) -> tuple[list[str], str]:

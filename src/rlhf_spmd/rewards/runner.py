@@ -61,15 +61,18 @@ class RewardError(RuntimeError):
     exit_class = "reward"  # how the run ends: parallel/program.py
 
 
-def check_failures(config: RewardConfig, where: str, failed: int, calls: int, first_error: str, first_step: bool) -> None:
+def check_failures(
+    config: RewardConfig, where: str, failed: int, calls: int, first_error: str, first_step: bool, rows: str | None = None
+) -> None:
     """Raises RewardError if more than ``max_failure_rate`` of a step's rows failed, or all of the first step's.
 
-    ``failed`` (failures and time-outs) and ``calls`` are summed over ranks, so that every rank comes to the same end.
+    ``failed`` (failures and time-outs) and ``calls`` are summed over ranks, so that every rank comes to the same end. ``rows``: what
+    the calls are of where there are no steps, for the message.
     """
     everything = first_step and failed == calls
     if failed and (everything or failed / calls > config.max_failure_rate):
         limit = "" if everything else f", more than {where}.max_failure_rate = {config.max_failure_rate}"
-        step = "the first step" if everything else "this step"
+        step = rows or ("the first step" if everything else "this step")
         raise RewardError(
             f"{where}.{config.scorer} failed in {failed} of {calls} calls of {step}{limit}; first error: {first_error}"
         )

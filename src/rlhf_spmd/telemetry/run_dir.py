@@ -19,6 +19,7 @@ REPORT_FILE = "report.html"
 EXIT_STATUS_FILE = "exit_status.json"
 CHECKPOINTS_DIR = "checkpoints"
 EXPORT_DIR = "export"
+EXPORTED_FILE = "checkpoint.txt"  # in the export: the name of the checkpoint that it was made of
 
 # class of an ending -> exit code of every rank's process (torchrun itself reports 1 whatever its workers return)
 EXIT_CODES = {
@@ -129,6 +130,12 @@ def read_json(path: str | os.PathLike[str]) -> Any:
         return json.loads(Path(path).read_text(encoding="utf-8", errors="replace"))
     except (OSError, ValueError):
         return None
+
+
+def exported_checkpoint(run_dir: str | os.PathLike[str]) -> str | None:
+    """The name of the checkpoint that the run's export was made of; None where there is no export or it does not say."""
+    mark = Path(run_dir) / EXPORT_DIR / EXPORTED_FILE
+    return mark.read_text(encoding="utf-8", errors="replace").strip() if mark.is_file() else None
 
 
 def list_checkpoints(run_dir: str | os.PathLike[str]) -> list[Path]:

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from rlhf_spmd.telemetry.charts import number_text
 from rlhf_spmd.telemetry.progress import reward_of
 from rlhf_spmd.telemetry.report import AVERAGED_STEPS, first_and_last, read_run, run_on_directory
-from rlhf_spmd.telemetry.run_dir import EXPORT_DIR, REPORT_FILE, list_checkpoints
+from rlhf_spmd.telemetry.run_dir import EXPORT_DIR, REPORT_FILE, exported_checkpoint, list_checkpoints
 
 LABEL_WIDTH = 20
 NUM_SAMPLES = 3  # of the first and of the last step
@@ -60,10 +60,12 @@ def _samples(rollouts: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def places(run_dir: str | os.PathLike[str]) -> list[str]:
-    """Where report, export and newest checkpoint lie, one a line; those that are there."""
-    named = [("report", Path(run_dir) / REPORT_FILE), ("export", Path(run_dir) / EXPORT_DIR)]
-    named += [("checkpoint", path) for path in list_checkpoints(run_dir)[-1:]]
-    return [_row(label, str(path)) for label, path in named if path.exists()]
+    """Where report, export and newest checkpoint lie, one a line; those that are there. An export of another checkpoint says so."""
+    newest, of = list_checkpoints(run_dir)[-1:], exported_checkpoint(run_dir)
+    stale = f" (of {of or 'an unknown checkpoint'}, not of the one below)" if newest and of != newest[0].name else ""
+    named = [("report", Path(run_dir) / REPORT_FILE, ""), ("export", Path(run_dir) / EXPORT_DIR, stale)]
+    named += [("checkpoint", path, "") for path in newest]
+    return [_row(label, f"{path}{more}") for label, path, more in named if path.exists()]
 
 
 def _row(label: str, text: str) -> str:
