@@ -72,6 +72,14 @@ HH = "\n\nHuman: hi\n\nAssistant: yes?\n\nHuman: a\n\nAssistant:"
         ),
         ({"chosen": HH + " same start", "rejected": HH + " same end"}, HH, " same start", " same end"),
         (PKU, "p", "zero", "one"),
+        ({"prompt": "p:", "chosen": "p: a", "rejected": "p: b"}, "p:", " a", " b"),
+        ({"prompt": "p", "chosen": "pa", "rejected": "b"}, "p", "pa", "b"),  # one may begin so by chance
+        (
+            {"prompt": "p", "chosen": [user("p"), assistant("a")], "rejected": [user("p"), assistant("b")]},
+            [user("p")],
+            "a",
+            "b",
+        ),
     ],
 )
 def test_forms_of_pairs(row: dict[str, Any], prompt: Any, chosen: str, rejected: str) -> None:
@@ -93,6 +101,17 @@ def test_pku_s_fields_for_a_cost_model() -> None:
     ("config", "row", "message"),
     [
         (PreferencesConfig, {"prompt": "p", "chosen": "a"}, r"x:1: no key 'rejected' \(data.rejected_key=rejected\)"),
+        (
+            PreferencesConfig,
+            {"prompt": "p", "chosen": "a", "rejected": None},
+            r"x:1: 'rejected' \(data.rejected_key=rejected\) must be text or messages, not None",
+        ),
+        (PreferencesConfig, {"chosen": 3, "rejected": "b"}, r"x:1: 'chosen' \(data.chosen_key=chosen\) must be .* not 3"),
+        (
+            PreferencesConfig,
+            {"prompt": "q", "chosen": [user("p"), assistant("a")], "rejected": [user("p"), assistant("b")]},
+            r"x:1: a response must be one message of the assistant after the prompt; there are: user, assistant",
+        ),
         (PreferencesConfig, {"chosen": "yes, a", "rejected": "yes, b"}, r"x:1: without a prompt two texts must be dialogues"),
         (PreferencesConfig, {"chosen": "a", "rejected": [assistant("b")]}, r"x:1: .* one is text and one is messages"),
         (
@@ -163,25 +182,6 @@ def test_margins_and_labels_are_part_of_what_data_are() -> None:
         for m in (0, 1)
     )
     assert one.fingerprint != other.fingerprint
-
-
-def test_kto_s_rows_and_their_mismatched_partners() -> None:
-    rows = rows_of(
-        {"prompt": "a", "completion": "1", "label": True},
-        {"prompt": "a", "completion": "2", "label": False},
-        {"prompt": "b", "chosen": "3", "rejected": "4"},
-    )
-    batch = UnpairedConfig(path="x", append_eos=False).tokenize(rows, tokenizer()).batch(range(4), range(4))
-    prompts, texts = (
-        ["".join(tasks.VOCABULARY[i] for i in ids) for ids in batch[f"{name}_ids"].rows()] for name in ("prompt", "response")
-    )
-    assert prompts == list("aaaabbbb")
-    assert texts == list("13233141")  # each with the completion of the next row of another prompt
-    assert batch["desirable"].tolist() == [1, 1, 0, 0, 1, 1, 0, 0]
-    with pytest.raises(DataError, match=r"'x' has one prompt only"):
-        UnpairedConfig(path="x").tokenize(rows[:2], tokenizer())
-    with pytest.raises(DataError, match=r"x:1: 'label' must be true or false, not 'good'"):
-        UnpairedConfig(path="x").tokenize(rows_of({"prompt": "a", "completion": "1", "label": "good"}), tokenizer())
 
 
 @pytest.mark.parametrize("config", [PreferencesConfig, SafetyPreferencesConfig, UnpairedConfig])

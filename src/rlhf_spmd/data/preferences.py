@@ -6,6 +6,7 @@ A row of the data becomes a group of two rows of a batch, which nothing cuts apa
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -59,12 +60,14 @@ class PreferencesConfig(ResponsesConfig):
     def pair(self, row: Row) -> tuple[Response, Response]:
         """The chosen and the rejected response. Raises DataError."""
         if self.chosen_key not in row and self.better in row:
-            first, texts = _index(row, self.better), [row.get(f"response_{i}", "PKU-SafeRLHF's") for i in (0, 1)]
+            first, texts = _index(row, self.better), [_response(row, f"response_{i}", "PKU-SafeRLHF's") for i in (0, 1)]
             prompt: Any = row.get(self.prompt_key, "data.prompt_key")
             texts = [texts[first], texts[1 - first]]
         else:
-            texts = [row.get(self.chosen_key, "data.chosen_key"), row.get(self.rejected_key, "data.rejected_key")]
+            keys = (self.chosen_key, "data.chosen_key"), (self.rejected_key, "data.rejected_key")
+            texts = [_response(row, *key) for key in keys]
             prompt = row.get(self.prompt_key, "data.prompt_key") if self.prompt_key in row else common_prompt(texts, row.where)
+        prompt, texts = without_repeated_prompt(prompt, texts, row.where)
         margin = _number(row, self.margin_key, 0.0)
         chosen, rejected = (
             Response(prompt, answer_to(prompt, text, row.where), row, {"chosen": is_chosen, "margin": margin})
@@ -106,7 +109,7 @@ class UnpairedConfig(ResponsesConfig):
     a pair as :class:`PreferencesConfig` has them, which is a desirable and an undesirable response.
 
     Field ``desirable`` [rows]: 1 or 0. Each row of a batch comes with a second one of the same label: its prompt with the completion
-    of the next row that has another prompt, from which KTO's baseline is estimated.
+    of the next response of that label that has another prompt, from which KTO's baseline is estimated; cut to ``max_length``.
     """
 
     completion_key: str = "completion"
@@ -119,34 +122,69 @@ class UnpairedConfig(ResponsesConfig):
         if self.completion_key not in row and (pairs.chosen_key in row or pairs.better in row):
             return [replace(response, numbers={"desirable": response.numbers["chosen"]}) for response in pairs.pair(row)]
         prompt = row.get(self.prompt_key, "data.prompt_key")
-        text = answer_to(prompt, row.get(self.completion_key, "data.completion_key"), row.where)
+        text = answer_to(prompt, _response(row, self.completion_key, "data.completion_key"), row.where)
         return [Response(prompt, text, row, {"desirable": float(_flag(row, self.label_key, "data.label_key"))})]
 
     def encode(self, rows: Sequence[Row], tokenizer: Any) -> GroupDataset:
         responses = [response for row in rows for response in self.single(row)]
-        count = len(responses)
-        groups = []
-        for at, response in enumerate(responses):
-            others = (responses[(at + step) % count] for step in range(1, count))
-            other = next((other for other in others if other.prompt != response.prompt and other.text.strip()), None)
-            if other is None:
-                raise DataError(f"'{self.path}' has one prompt only; KTO compares with responses to other prompts")
-            groups.append((response, replace(response, text=other.text)))
-        return GroupDataset(groups, self, tokenizer, "responses")
+        groups = [(one, replace(one, text=text)) for one, text in zip(responses, self._partners(responses), strict=True)]
+        return GroupDataset(groups, self, tokenizer, "responses", cut_second=True)
+
+    def _partners(self, responses: Sequence[Response]) -> list[str]:
+        """For each response the next completion to another prompt: of its label, where there is one, so that both kinds enter
+        the baseline as often as they are in the data. Raises DataError."""
+        found = _next_with_other_prompt(responses)
+        for label in (0.0, 1.0):
+            its = [at for at, response in enumerate(responses) if response.numbers["desirable"] == label]
+            if len(its) == len(responses):
+                kind, key = ("desirable", "undesirable")[:: 1 if label else -1]
+                where = responses[0].row.where
+                raise DataError(f"{where}: this and all other responses are {kind}; KTO needs {key} ones, too (data.label_key)")
+            for at, other in zip(its, _next_with_other_prompt([responses[at] for at in its]), strict=True):
+                found[at] = other or found[at]
+        texts = [other.text for other in found if other]
+        if len(texts) < len(responses):
+            raise DataError(f"'{self.path}' has one prompt only; KTO compares with responses to other prompts")
+        return texts
+
+
+def _next_with_other_prompt(responses: Sequence[Response]) -> list[Response | None]:
+    """For each response the next usable one to another prompt; after the last comes the first."""
+    found: list[Response | None] = [None] * len(responses)
+    near: Response | None = None  # the next usable one, and the next that has another prompt than it
+    beyond: Response | None = None
+    for at in (*reversed(range(len(responses))), *reversed(range(len(responses)))):
+        here = responses[at]
+        changes = near is None or near.prompt != here.prompt
+        found[at] = near if changes else beyond
+        if not unusable((here,)):
+            near, beyond = here, near if changes else beyond
+    return found
 
 
 class GroupDataset(TokenDataset):
     """``batch(indices, row_ids)`` has for each index two rows with ``prompt_ids`` and ``response_ids`` (Ragged int64), and as float64
-    [rows] their numbers and ``entry``. Groups with an empty response, or with the same response twice, are left out and counted."""
+    [rows] their numbers and ``entry``. Groups with an empty response, or with the same response twice, are left out and counted.
+    ``cut_second``: a group's second response ends where it would be too long."""
 
     group_size = 2
 
-    def __init__(self, groups: Sequence[tuple[Response, Response]], config: ResponsesConfig, tokenizer: Any, noun: str) -> None:
+    def __init__(
+        self,
+        groups: Sequence[tuple[Response, Response]],
+        config: ResponsesConfig,
+        tokenizer: Any,
+        noun: str,
+        cut_second: bool = False,
+    ) -> None:
         self.noun = noun
         found = [unusable(group) for group in groups]
         usable = [group for group, reason in zip(groups, found, strict=True) if not reason]
         flat = [response for group in usable for response in group]
         columns = _encode(flat, config, tokenizer)
+        if cut_second:
+            pairs = zip(columns["prompt_ids"][1::2], columns["response_ids"][1::2], strict=True)
+            columns["response_ids"][1::2] = [ids[: max(config.max_length - len(prompt), 0)] for prompt, ids in pairs]
         numbers = {name: [response.numbers[name] for response in flat] for name in (flat[0].numbers if flat else ())}
         limit, drop = ("max_length", config.max_length), ("filter_overlong", config.filter_overlong)
         super().__init__([group[0].row for group in usable], columns, limit, drop, numbers)
@@ -154,14 +192,14 @@ class GroupDataset(TokenDataset):
         self.tally.first_left_out = next((g[0].row.where for g, reason in zip(groups, found, strict=True) if reason), "")
 
 
-def unusable(group: tuple[Response, Response]) -> str:
+def unusable(group: tuple[Response, ...]) -> str:
     """Why a group teaches nothing; empty if it may."""
     if not all(response.text.strip() for response in group):
         return "response is empty"
     if any(HUMAN in response.text for response in group):
         return "dialogues part before their last turn"
     is_pair = "chosen" in group[0].numbers
-    return "two responses are equal" if is_pair and group[0].text == group[1].text else ""
+    return "two responses are equal" if is_pair and group[0].text == group[-1].text else ""
 
 
 def common_prompt(dialogues: Sequence[Any], where: str) -> Any:
@@ -181,6 +219,17 @@ def common_prompt(dialogues: Sequence[Any], where: str) -> Any:
     first, second = check_messages(one, where), check_messages(other, where)
     same = next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second)))
     return first[: min(same, len(first) - 1, len(second) - 1)]
+
+
+def without_repeated_prompt(prompt: Any, responses: list[Any], where: str) -> tuple[Any, list[Any]]:
+    """A text prompt that both responses begin with is cut off from texts; before messages it is theirs, as messages."""
+    if isinstance(prompt, str) and all(isinstance(response, str) and response.startswith(prompt) for response in responses):
+        return prompt, [response[len(prompt) :] for response in responses]
+    if isinstance(prompt, str) and all(isinstance(response, list) and len(response) > 1 for response in responses):
+        messages = common_prompt(responses, where)
+        if messages and messages[-1]["content"] == prompt:
+            return messages, responses
+    return prompt, responses
 
 
 def answer_to(prompt: Any, response: Any, where: str) -> str:
@@ -203,9 +252,23 @@ def _encode(responses: Sequence[Response], config: ResponsesConfig, tokenizer: A
         raise DataError(f"tokenizer '{tokenizer.name_or_path}' has no eos token; set data.append_eos=false")
     end = [int(tokenizer.eos_token_id)] if config.append_eos else []
     encoder = PromptEncoder(tokenizer, config)
-    prompts = encoder.encode([response.prompt for response in responses], [response.row.where for response in responses])
-    texts = encoder.tokenize([response.text for response in responses], special_tokens=False)
-    return {"prompt_ids": [ids for ids, _ in prompts], "response_ids": [[*ids, *end] for ids in texts]}
+    # a prompt and a completion stand in several rows; each is tokenised once
+    keys = [response.prompt if isinstance(response.prompt, str) else json.dumps(response.prompt) for response in responses]
+    firsts: dict[str, Response] = {}
+    for key, response in zip(keys, responses, strict=True):
+        firsts.setdefault(key, response)
+    encoded = encoder.encode([one.prompt for one in firsts.values()], [one.row.where for one in firsts.values()])
+    prompts = {key: ids for key, (ids, _) in zip(firsts, encoded, strict=True)}
+    distinct = list(dict.fromkeys(response.text for response in responses))
+    texts = {text: [*ids, *end] for text, ids in zip(distinct, encoder.tokenize(distinct, special_tokens=False), strict=True)}
+    return {"prompt_ids": [prompts[key] for key in keys], "response_ids": [texts[response.text] for response in responses]}
+
+
+def _response(row: Row, key: str, setting: str) -> Any:
+    value = row.get(key, setting)
+    if not isinstance(value, (str, dict, list)):
+        raise DataError(f"{row.where}: '{key}' ({setting}={key}) must be text or messages, not {value!r}")
+    return value
 
 
 def _index(row: Row, key: str) -> int:
