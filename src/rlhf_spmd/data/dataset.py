@@ -120,11 +120,11 @@ class DatasetConfig(StoredRowsConfig):
         """The training rows, or the validation rows."""
         if validation:
             assert self.val_path is not None, "there are no validation rows without val_path"
-            each = enumerate(self.sources(validation=True))
-            rows = (
-                (i, row) for i, path in each for row in stream_rows(path, self.val_split, self.subset, self.val_max_samples)
+            sets = enumerate(self.sources(validation=True))
+            found = (
+                (i, row) for i, path in sets for row in stream_rows(path, self.val_split, self.subset, self.val_max_samples)
             )
-            numbered = enumerate(rows)
+            numbered = enumerate(found)
             return (replace(row, number=n, source=i) if isinstance(row, Row) else row for n, (i, row) in numbered)
         rows = self.without_duplicates(stream_rows(self.path, self.split, self.subset, self.train_max_samples))
         return rows if self.curriculum_key is None else map(self._ranked, rows)

@@ -136,10 +136,9 @@ class UnpairedConfig(ResponsesConfig):
         found = _next_with_other_prompt(responses)
         for label in (0.0, 1.0):
             its = [at for at, response in enumerate(responses) if response.numbers["desirable"] == label]
-            if len(its) == len(responses):
+            if responses and len(its) == len(responses):
                 kind, key = ("desirable", "undesirable")[:: 1 if label else -1]
-                where = responses[0].row.where
-                raise DataError(f"{where}: this and all other responses are {kind}; KTO needs {key} ones, too (data.label_key)")
+                raise DataError(f"'{self.path}': all responses are {kind}; KTO needs {key} ones, too (data.label_key)")
             for at, other in zip(its, _next_with_other_prompt([responses[at] for at in its]), strict=True):
                 found[at] = other or found[at]
         texts = [other.text for other in found if other]
