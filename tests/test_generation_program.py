@@ -15,6 +15,7 @@ from ranks import run_ranks
 from rlhf_spmd import generate as program
 from rlhf_spmd.config.schema import ConfigError
 from rlhf_spmd.data.files import DataError
+from rlhf_spmd.generation.generator import Generator
 from rlhf_spmd.journal import Journal
 from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel.world import Launch, World
@@ -246,6 +247,17 @@ def test_a_job_that_was_killed_goes_on(
     assert f"24 responses, {2 * sum(range(3, 15))} tokens" in (said := capsys.readouterr().err)
     assert f"{left} of them were there from an earlier start" in said
     assert out.read_bytes() == (tmp_path / "whole.jsonl").read_bytes() and not part.parent.exists()
+
+
+def test_a_job_of_many_rows_builds_few_decode_loops(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = write_rows(tmp_path / "in.jsonl", [{"prompt_ids": [5, 6, 7 + i % 20]} for i in range(64)])
+    built: list[Any] = []
+    build = Generator._loop
+    monkeypatch.setattr(Generator, "_loop", lambda *given: built.append(given) or build(*given))
+    more = ["generation.max_num_seqs=4", "generation.steps_per_sync=4", "sampling.max_response_length=12"]
+    program.main(arguments(model, rows, tmp_path / "out.jsonl", *more))
+    assert len(read_output(tmp_path / "out.jsonl")) == 64
+    assert len(built) <= 8  # 64 rows are 16 times as many as run together
 
 
 def test_a_prompt_without_room_is_a_row_with_an_error(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -42,8 +42,9 @@ from rlhf_spmd.parallel.world import World
 from rlhf_spmd.rewards.config import RewardConfig
 from rlhf_spmd.rewards.runner import RewardRunner, check_failures
 
-IN_FLIGHT = 2  # times generation.max_num_seqs rows are with the generator, so that it never lacks any
-ENDED = 0.25  # the share of them that ends before rows are written and others follow
+IN_FLIGHT = 8  # times generation.max_num_seqs rows are with the generator: each call builds its decode loop (graphs) anew
+ENDED = 0.5  # the share of their prompts that ends before rows are written and others follow, so that it never lacks any
+WRITTEN_S = 60.0  # seconds after which those that have ended are written in any case
 
 
 @dataclass(frozen=True)
@@ -298,7 +299,9 @@ class Answerer:
             room = most - len({row.request.group_id for row in self.generator.kept})
             groups = [waiting.popleft() for _ in range(min(room, len(waiting)))]
             requests = [request for group in groups for request in group]
-            yield self.generator.generate_until(requests, sampling, sampling.seed, 0, Until(fraction=ENDED), 0, self.tick)
+            yield self.generator.generate_until(
+                requests, sampling, sampling.seed, 0, Until(fraction=ENDED, seconds=WRITTEN_S), 0, self.tick
+            )
 
     def _records(self, completions: Sequence[Completion]) -> list[tuple[tuple[int, int], dict[str, Any]]]:
         rows = [record(completion, self.ready.keeps_tokens) for completion in completions]
