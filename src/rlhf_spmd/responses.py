@@ -13,6 +13,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -268,15 +269,20 @@ class Answerer:
         records = [((self.number, request.row_id), before[request.row_id]) for group in there for request in group]
         waiting = deque(group for group in requests if group[0].group_id not in done)
         begun: dict[int, list[Completion]] = {}  # responses to a prompt go together: rewards may compare them
+        scored: Future[list[tuple[tuple[int, int], dict[str, Any]]]] | None = None
         try:
-            for completions in self._generate(waiting):
-                for completion in completions:
-                    begun.setdefault(completion.row_id // n, []).append(completion)
-                ended = [begun.pop(number) for number in [number for number, its in begun.items() if len(its) == n]]
-                if self.leads and ended:
-                    made = self._records([completion for its in ended for completion in sorted(its, key=lambda c: c.row_id)])
-                    self.ready.journal.append(made)
-                    records += made
+            with ThreadPoolExecutor(1) as pool:  # rewards take their time: the next rows are made meanwhile
+                for completions in self._generate(waiting):
+                    for completion in completions:
+                        begun.setdefault(completion.row_id // n, []).append(completion)
+                    ended = [begun.pop(number) for number in [number for number, its in begun.items() if len(its) == n]]
+                    if self.leads and ended:
+                        records += scored.result() if scored else []
+                        taken = [completion for its in ended for completion in sorted(its, key=lambda c: c.row_id)]
+                        scored = pool.submit(self._write_down, taken)
+                records += scored.result() if scored else []
+                if self.runner is not None:
+                    self.runner.close()  # its processes end with the thread that started them
         except NotFinite as error:
             row = error.row_id // self.set.sampling.n
             raise not_finite(row, self.set.rows[row]["id"], self.ready.config.model) from error
@@ -302,6 +308,12 @@ class Answerer:
             yield self.generator.generate_until(
                 requests, sampling, sampling.seed, 0, Until(fraction=ENDED, seconds=WRITTEN_S), 0, self.tick
             )
+
+    def _write_down(self, completions: Sequence[Completion]) -> list[tuple[tuple[int, int], dict[str, Any]]]:
+        """On the thread that the reward's processes belong to."""
+        made = self._records(completions)
+        self.ready.journal.append(made)
+        return made
 
     def _records(self, completions: Sequence[Completion]) -> list[tuple[tuple[int, int], dict[str, Any]]]:
         rows = [record(completion, self.ready.keeps_tokens) for completion in completions]
