@@ -67,6 +67,26 @@ def sections(raw: Mapping[str, Any]) -> dict[str, type]:
     return {"algorithm": PPO}
 
 
+@pytest.mark.parametrize(
+    ("key", "hint"),
+    [
+        ("algorithm.lam", ""),  # far from algorithm.name, whatever they begin with
+        ("algorithm.num_generations", " it is TRL's: docs/migrating.md says what stands for it;"),
+        ("algorithm.beta", " it is TRL's: docs/migrating.md says what stands for it;"),
+        ("max_completion_length", " it is TRL's: docs/migrating.md says what stands for it;"),
+        ("trainer.nnodes", " it is verl's: docs/migrating.md says what stands for it;"),
+        ("actor_rollout_ref.model.path", " it is verl's: docs/migrating.md says what stands for it;"),
+        ("train_batch_sizes", " did you mean 'data.train_batch_size'?"),
+        ("data.clip_ratio", " did you mean 'algorithm.clip_ratio'?"),
+    ],
+)
+def test_only_a_name_that_is_near_is_suggested(key: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load(Main, None, [f"{key}=1"], sections)
+    shown = key.partition(".")[0] if key.startswith(("trainer", "actor")) else key
+    assert str(error.value).startswith(f"unknown key '{shown}';{hint} allowed here: ")
+
+
 def test_file_then_overrides(tmp_path: Path) -> None:
     file = tmp_path / "x.yaml"
     file.write_text(

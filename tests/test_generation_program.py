@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ from ranks import run_ranks
 from rlhf_spmd import generate as program
 from rlhf_spmd.config.schema import ConfigError
 from rlhf_spmd.data.files import DataError
+from rlhf_spmd.generation.generator import Generator
 from rlhf_spmd.journal import Journal
 from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel.world import Launch, World
+from rlhf_spmd.rewards.runner import RewardRunner
 from rlhf_spmd.telemetry.run_dir import EXIT_CODES
 
 CONFIG = {
@@ -246,6 +249,41 @@ def test_a_job_that_was_killed_goes_on(
     assert f"24 responses, {2 * sum(range(3, 15))} tokens" in (said := capsys.readouterr().err)
     assert f"{left} of them were there from an earlier start" in said
     assert out.read_bytes() == (tmp_path / "whole.jsonl").read_bytes() and not part.parent.exists()
+
+
+def test_a_job_of_many_rows_builds_few_decode_loops(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = write_rows(tmp_path / "in.jsonl", [{"prompt_ids": [5, 6, 7 + i % 20]} for i in range(64)])
+    built: list[Any] = []
+    build = Generator._loop
+    monkeypatch.setattr(Generator, "_loop", lambda *given: built.append(given) or build(*given))
+    more = ["generation.max_num_seqs=4", "generation.steps_per_sync=4", "sampling.max_response_length=12"]
+    program.main(arguments(model, rows, tmp_path / "out.jsonl", *more))
+    assert len(read_output(tmp_path / "out.jsonl")) == 64
+    assert len(built) <= 8  # 64 rows are 16 times as many as run together
+
+
+def test_rows_are_made_while_others_are_scored(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = write_rows(tmp_path / "in.jsonl", [{"prompt_ids": [5, 6, 7 + i]} for i in range(12)])
+    calls: list[int] = []
+    second, met = threading.Event(), []
+    generate, score = Generator.generate_until, RewardRunner.score
+
+    def generated(*given: Any) -> Any:
+        calls.append(len(calls))
+        if len(calls) == 2:
+            second.set()
+        return generate(*given)
+
+    def scored(*given: Any) -> Any:
+        met.append(second.wait(20.0))
+        return score(*given)
+
+    monkeypatch.setattr(Generator, "generate_until", generated)
+    monkeypatch.setattr(RewardRunner, "score", scored)
+    more = ["generation.max_num_seqs=1", "sampling.max_response_length=5", "reward.function=length_rewards:length"]
+    program.main(arguments(model, rows, tmp_path / "out.jsonl", *more))
+    assert len(calls) > 2 and met and all(met)
+    assert all(row["score"] == len(row["text"]) / 10 for row in read_output(tmp_path / "out.jsonl"))
 
 
 def test_a_prompt_without_room_is_a_row_with_an_error(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

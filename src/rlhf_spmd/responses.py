@@ -13,6 +13,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -42,8 +43,9 @@ from rlhf_spmd.parallel.world import World
 from rlhf_spmd.rewards.config import RewardConfig
 from rlhf_spmd.rewards.runner import RewardRunner, check_failures
 
-IN_FLIGHT = 2  # times generation.max_num_seqs rows are with the generator, so that it never lacks any
-ENDED = 0.25  # the share of them that ends before rows are written and others follow
+IN_FLIGHT = 8  # times generation.max_num_seqs rows are with the generator: each call builds its decode loop (graphs) anew
+ENDED = 0.5  # the share of their prompts that ends before rows are written and others follow, so that it never lacks any
+WRITTEN_S = 60.0  # seconds after which those that have ended are written in any case
 
 
 @dataclass(frozen=True)
@@ -268,15 +270,20 @@ class Answerer:
         records = [((self.number, request.row_id), before[request.row_id]) for group in there for request in group]
         waiting = deque(group for group in requests if group[0].group_id not in done)
         begun: dict[int, list[Completion]] = {}  # responses to a prompt go together: rewards may compare them
+        scored: Future[list[tuple[tuple[int, int], dict[str, Any]]]] | None = None
         try:
-            for completions in self._generate(waiting):
-                for completion in completions:
-                    begun.setdefault(completion.row_id // n, []).append(completion)
-                ended = [begun.pop(number) for number in [number for number, its in begun.items() if len(its) == n]]
-                if self.leads and ended:
-                    made = self._records([completion for its in ended for completion in sorted(its, key=lambda c: c.row_id)])
-                    self.ready.journal.append(made)
-                    records += made
+            with ThreadPoolExecutor(1) as pool:  # rewards take their time: the next rows are made meanwhile
+                for completions in self._generate(waiting):
+                    for completion in completions:
+                        begun.setdefault(completion.row_id // n, []).append(completion)
+                    ended = [begun.pop(number) for number in [number for number, its in begun.items() if len(its) == n]]
+                    if self.leads and ended:
+                        records += scored.result() if scored else []
+                        taken = [completion for its in ended for completion in sorted(its, key=lambda c: c.row_id)]
+                        scored = pool.submit(self._write_down, taken)
+                records += scored.result() if scored else []
+                if self.runner is not None:
+                    self.runner.close()  # its processes end with the thread that started them
         except NotFinite as error:
             row = error.row_id // self.set.sampling.n
             raise not_finite(row, self.set.rows[row]["id"], self.ready.config.model) from error
@@ -299,7 +306,15 @@ class Answerer:
             room = most - len({row.request.group_id for row in self.generator.kept})
             groups = [waiting.popleft() for _ in range(min(room, len(waiting)))]
             requests = [request for group in groups for request in group]
-            yield self.generator.generate_until(requests, sampling, sampling.seed, 0, Until(fraction=ENDED), 0, self.tick)
+            yield self.generator.generate_until(
+                requests, sampling, sampling.seed, 0, Until(fraction=ENDED, seconds=WRITTEN_S), 0, self.tick
+            )
+
+    def _write_down(self, completions: Sequence[Completion]) -> list[tuple[tuple[int, int], dict[str, Any]]]:
+        """On the thread that the reward's processes belong to."""
+        made = self._records(completions)
+        self.ready.journal.append(made)
+        return made
 
     def _records(self, completions: Sequence[Completion]) -> list[tuple[tuple[int, int], dict[str, Any]]]:
         rows = [record(completion, self.ready.keeps_tokens) for completion in completions]

@@ -14,6 +14,12 @@ from dataclasses import dataclass, field
 from typing import Any, Union, get_args, get_origin
 
 SHOWN_KEYS = 40
+NEAR, NEARER = 0.6, 0.8  # likeness of a mistyped name to a known one; of a key to that of another section
+FOREIGN = {
+    **dict.fromkeys(("trainer", "actor_rollout_ref", "critic", "reward_model", "custom_reward_function"), "verl"),
+    **dict.fromkeys(("num_generations", "beta", "max_completion_length", "num_train_epochs", "learning_rate"), "TRL"),
+    **dict.fromkeys(("per_device_train_batch_size", "gradient_accumulation_steps"), "TRL"),
+}
 UNSET = "???"  # OmegaConf's word for a value that must be given
 WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "text", type(None): "null", Any: "any value"}
 READABLE = {int: (int, str), float: (float, int, str), str: (str, int, float, bool), bool: (bool, int, str)}
@@ -31,7 +37,7 @@ def first_line(error: BaseException) -> str:
 
 def nearest(name: str, known: Sequence[str]) -> str:
     """``; did you mean 'x'?`` or the empty string."""
-    found = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    found = difflib.get_close_matches(name, known, n=1, cutoff=NEAR)
     return f"; did you mean '{found[0]}'?" if found else ""
 
 
@@ -118,11 +124,17 @@ class Reader:
 
     def _unknown_key(self, where: str, key: str, allowed: Sequence[str]) -> str:
         known = sorted(set(self._known(self.schema, self.plain, "")))
-        same_name = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
-        hint = nearest(_dotted(where, key), [_dotted(where, name) for name in allowed]) if nearest(key, allowed) else ""
-        if not hint:
-            hint = f"; did you mean '{same_name[0]}'?" if same_name else nearest(_dotted(where, key), known)
-        return f"unknown key '{_dotted(where, key)}'{hint or ';'} allowed here: {_listed(sorted(allowed))}"
+        last = {name: name.rpartition(".")[2] for name in known}
+        same_name = [name for name in known if last[name] == key.rpartition(".")[2]]
+        here = [_dotted(where, name) for name in difflib.get_close_matches(key, allowed, 1, NEAR)]
+        elsewhere = [
+            name for end in difflib.get_close_matches(key, last.values(), 1, NEARER) for name in known if last[name] == end
+        ]
+        meant = next(iter([*here, *same_name, *elsewhere]), None)
+        hint = f"; did you mean '{meant}'?" if meant else ";"
+        if key in FOREIGN and not same_name:
+            hint = f"; it is {FOREIGN[key]}'s: docs/migrating.md says what stands for it;"
+        return f"unknown key '{_dotted(where, key)}'{hint} allowed here: {_listed(sorted(allowed))}"
 
     def _known(self, annotation: Any, value: Any, where: str) -> Iterator[str]:
         """Dotted names of the schema; inside a dict of dataclasses, under the names that ``value`` uses."""
