@@ -13,7 +13,7 @@ from ranks import run_ranks
 from rlhf_spmd.checkpoint.directory import read_manifest
 from rlhf_spmd.checkpoint.load import read_pieces
 from rlhf_spmd.train import prepare
-from test_algorithms import CONFIGS, ROLLOUTS, Case
+from test_algorithms import CASES, CONFIGS, ROLLOUTS, Case
 
 CASE = Case(
     "quickstart_grpo", more=(*ROLLOUTS, "algorithm.kl_loss_coef=0.5", "algorithm.sync_ref_model=true", "run.save_freq=1")
@@ -68,6 +68,20 @@ def test_with_alpha_1_it_is_replaced_and_the_next_kl_is_0(tmp_path: Path) -> Non
     )
     kl = [row["actor/kl_loss"] for row in train(1, tmp_path, 3, *more).metrics]
     assert kl[0] > 1e-3 and max(kl[1:]) < 1e-20
+
+
+def test_an_actor_s_value_head_stays_behind(tmp_path: Path) -> None:
+    """Of actor and critic in one model the reference takes the weights that it has."""
+    given = CASES["ppo, one model"].overrides()
+    more = ("algorithm.sync_ref_model=true", "algorithm.ref_model_sync_steps=1", "algorithm.ref_model_mixup_alpha=0.3")
+    run = tasks.settings(tmp_path, 2, *given, *more, "run.save_freq=1", "run.keep_checkpoints=9")
+    run_ranks(2, tasks.train_here, str(CONFIGS / "quickstart_ppo_shared.yaml"), run)
+    one, two = saved(tmp_path, 1), saved(tmp_path, 2)
+    assert ("actor", "v_head.weight") in two and ("reference", "v_head.weight") not in two
+    for name in [name for role, name in two if role == "reference"]:
+        mixed = 0.3 * two["actor", name] + 0.7 * one["reference", name]
+        torch.testing.assert_close(two["reference", name], mixed, atol=1e-15, rtol=1e-15)
+        assert not torch.equal(mixed, one["reference", name])
 
 
 @pytest.mark.parametrize("layout", [(1, ()), (3, LAYOUT)], ids=["1 rank", "pools, tensor slices, ZeRO, offload"])

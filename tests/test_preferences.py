@@ -12,6 +12,7 @@ import torch
 
 import tasks
 from ranks import run_ranks
+from rlhf_spmd.algorithms import preferences
 from rlhf_spmd.algorithms.preferences import of_pairs
 from rlhf_spmd.data.batch import Batch, encode_json
 from rlhf_spmd.data.dataset import DatasetConfig
@@ -21,6 +22,7 @@ from rlhf_spmd.data.sort_digits import write_task
 from rlhf_spmd.data.tokenizer import load_tokenizer
 from rlhf_spmd.objectives.preferences import bradley_terry
 from rlhf_spmd.parallel.world import World
+from rlhf_spmd.streams import RowStream
 from rlhf_spmd.train import prepare
 from rlhf_spmd.workers.config import BatchLimits
 from test_algorithms import CASES, CONFIGS
@@ -252,6 +254,52 @@ def test_the_reference_is_asked_once_about_each_row(tmp_path: Path) -> None:
     difference, where = tasks.worst_metric(whole, resumed, 1e-3)
     assert difference < 1e-12, where
     assert abs(whole.metrics[-1]["rewards/margins"]) > 1e-4
+
+
+def train_and_count(world: World, config: str, given: list[str], keeps: bool) -> list[int]:
+    """How many rows the reference was asked about, in each trace and each run of a step."""
+    asked: list[int] = []
+    ask = preferences.reference_log_probs
+
+    def counted(models: Any, rows: Any) -> Any:
+        asked.append(len(rows))
+        return ask(models, rows)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(preferences, "reference_log_probs", counted)
+        if not keeps:
+            patch.setattr(RowStream, "keep", lambda *_: None)
+        tasks.train_here(world, config, given)
+    return asked
+
+
+@pytest.mark.parametrize("name", ["dpo", "kto"])
+def test_of_a_batch_the_reference_is_asked_about_the_rows_that_are_new(tmp_path: Path, name: str) -> None:
+    """20 pairs in batches of 8: in the third step half are known; the numbers are those of a run that asks about all rows."""
+    config, num = str(CONFIGS / f"{CASES[name].config}.yaml"), 16 if name == "dpo" else 32
+    for run_dir, keeps in (("kept", True), ("all", False)):
+        batch = f"data.train_batch_size={num // 2}"
+        given = overrides(name, tmp_path / run_dir, 4, batch, "run.test_freq=0", "run.save_freq=4")
+        counts = run_ranks(2, train_and_count, config, given, keeps)
+        assert counts[0] == counts[1] and len(counts[0]) == (6 if keeps else 8) and counts[0][:4] == [num] * 4
+        if keeps:  # a row that is twice in the batch in which an epoch ends is asked about twice
+            assert num // 2 <= counts[0][4] == counts[0][5] < 0.7 * num
+    one, other = (tasks.read_run(tmp_path / run_dir) for run_dir in ("kept", "all"))
+    difference, where = tasks.worst_metric(one, other, 1e-3)
+    assert difference < 1e-10, where
+    assert tasks.worst_tensor(one, other)[0] < 1e-9
+
+
+def test_kto_s_validation_is_of_all_rows_of_a_label_however_they_are_batched(tmp_path: Path) -> None:
+    """The first batch of three has desirable rows only, so that the mean over batches is another."""
+    labels = [True, True, True, False, False, True, False]
+    rows = [{"prompt": f"{i}{i + 1}>", "completion": str(2 * i), "label": label} for i, label in enumerate(labels)]
+    (tmp_path / "val.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    more = (f"data.val_path={tmp_path / 'val.jsonl'}", "run.test_freq=2")
+    whole = train(1, "kto", tmp_path / "whole", 2, *more).metrics[-1]
+    parts = train(1, "kto", tmp_path / "parts", 2, *more, "data.val_batch_size=3").metrics[-1]
+    for name in ("val/rewards/chosen", "val/rewards/rejected"):
+        assert abs(whole[name]) > 1e-4 and parts[name] == pytest.approx(whole[name], rel=1e-9)
 
 
 def scores_of(world: World, model: str, batch: Batch) -> list[float]:

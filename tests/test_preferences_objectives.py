@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlhf_spmd.algorithms import cost_model, dpo, kto, orpo, reward_model, safe_rlhf, simpo
 from rlhf_spmd.objectives.advantages import gae
@@ -110,6 +111,31 @@ def test_dpo(name: str) -> None:
     assert told["rewards/accuracies"] == sum(margin > 0 for margin in margins) / 4
     assert told["rewards/chosen"] == pytest.approx(sum(implied[w] for w, _ in PAIRS) / 4)
     assert told["logps/rejected"] == pytest.approx(sum(float(LOG_PROBS.split(LENGTHS)[b].sum()) for _, b in PAIRS) / 4)
+
+
+class Copies(TorchDispatchMode):
+    """Counts copies of integers from the CPU to another device, and refuses the other way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        device = (kwargs or {}).get("device")
+        if func is torch.ops.aten._to_copy.default and device is not None and args[0].device.type != device.type:
+            assert device.type == "meta", "the loss waits for the device"
+            self.sizes += [args[0].numel()] if not args[0].is_floating_point() else []
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_pairs_of_a_micro_batch_are_found_without_waiting_for_the_device() -> None:
+    """``chosen`` stays on the CPU, and the positions go to the device once, for all fields and both sides."""
+    objective = dpo.objective(DATA, dpo.Config())
+    assert objective.on_cpu == ("chosen",)
+    there = {"log_probs": LOG_PROBS.to("meta"), "ref_logps": REF_LOGPS.to("meta")}
+    with Copies() as copies:
+        loss, _ = objective.loss({**there, "chosen": torch.tensor(CHOSEN)}, ROWS, Totals(sum(LENGTHS), 8))
+    assert loss.device.type == "meta" and len(copies.sizes) <= 3, copies.sizes  # positions, and lengths of the rows twice
 
 
 def test_orpo() -> None:

@@ -239,6 +239,11 @@ def test_distillation_comes_nearer_to_its_teacher_without_a_reward(tmp_path: Pat
         ("dapo", "algorithm.filter_groups.metric=acc", "filter_groups.metric='acc' is not known; allowed: score, seq_reward"),
         ("dapo", "data.gen_batch_size=16", "data.gen_batch_size=16: dapo takes no prompts in flight"),
         ("remax", "data.gen_batch_size=16", "data.gen_batch_size=16: remax takes no prompts in flight"),
+        (
+            "remax",
+            "reward={function: 'reward_functions:best_of_group', by_group: true}",
+            "reward.by_group=true: remax scores the greedy response to a prompt by itself",
+        ),
     ],
 )
 def test_settings_that_cannot_be_are_refused(tmp_path: Path, name: str, override: str, message: str) -> None:

@@ -60,9 +60,23 @@ class RowStream:
 
     def keep(self, rows: Reference, name: str, numbers: Tensor) -> None:
         """``numbers`` float64 [rows], the same on every rank, of rows that ``next`` gave: from the next step on these rows of the
-        data come with them as field ``name``, in a batch of which all are known. Not in checkpoints: a resumed run asks again."""
-        (batch,) = (batch for batch, given, _ in self._given if given.rows is rows.rows)
-        self._told.append((name, batch["entry"], numbers))
+        data come with them as field ``name``, in a batch of which all are known; of others :meth:`split_by_kept` tells which are.
+        Not in checkpoints: a resumed run asks again."""
+        self._told.append((name, self._entries(rows)["entry"], numbers))
+
+    def split_by_kept(self, rows: Reference, name: str) -> tuple[Reference, Reference]:
+        """Of ``rows`` that ``next`` gave: those of which the field ``name`` is kept, with it; and the others."""
+        batch, kept = self._entries(rows), self.loader.dataset.numbers.get(name)
+        numbers = torch.full((len(batch),), torch.nan) if kept is None else kept[batch["entry"].long()]
+        batch = Batch(batch.row_ids, batch.group_ids, {name: numbers})
+        known, unknown = (source(batch.take(torch.nonzero(mask)[:, 0])) for mask in (~numbers.isnan(), numbers.isnan()))
+        return rows.take(known).union(known), rows.take(unknown)
+
+    def _entries(self, rows: Reference) -> Batch:
+        """``entry`` of rows that ``next`` gave, in their order."""
+        assert rows.rows is not None, "rows that next() gave"
+        given = [Batch(batch.row_ids, batch.group_ids, {"entry": batch["entry"]}) for batch, *_ in self._given]
+        return concat(given).reorder(torch.from_numpy(rows.rows.row_ids))
 
     def begin(self) -> None:
         """Of a script: the trace and the run get the same rows."""

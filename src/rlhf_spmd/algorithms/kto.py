@@ -67,7 +67,7 @@ def mean_log_ratio(fields: dict[str, Tensor], rows: Rows, whole: Whole) -> tuple
 
 
 def objective(data: Any, config: KTOConfig, baseline: float, desirable: float) -> Objective:
-    """``desirable``: the share of such rows, by which their mean reward is reported."""
+    """``desirable``: the share of such rows, by which their mean reward is reported; in validation of all batches together."""
 
     def loss(fields: dict[str, Tensor], rows: Rows, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
         is_good = fields["desirable"] > 0
@@ -75,18 +75,19 @@ def objective(data: Any, config: KTOConfig, baseline: float, desirable: float) -
         losses = kto(ratios, is_good, baseline, config.beta, (config.desirable_weight, config.undesirable_weight))
         told = {"accuracy": ((ratios > baseline) == is_good).double().sum() / totals.rows}
         for name, side, share in (("chosen", is_good, desirable), ("rejected", ~is_good, 1 - desirable)):
-            told[f"rewards/{name}"] = (config.beta * ratios.detach() * side).sum() / max(totals.rows * share, 1.0)
+            told[f"rewards/{name}"] = (config.beta * ratios.detach() * side).sum() / (totals.rows * share or 1.0)
         return losses.sum() / totals.rows, told
 
     return Objective(loss, ("desirable", "ref_logps"), temperature=data.sampling.log_prob_temperature)
 
 
 def validate(models: Any, data: Any, config: KTOConfig, number: int) -> dict[str, float]:
-    """``val/accuracy``: the share of responses whose log-ratio is on the label's side of the baseline."""
+    """``val/accuracy``: the share of responses whose log-ratio is on the label's side of their batch's baseline."""
+    desirable = float(data.validation["responses"].dataset.numbers["desirable"].mean())
 
     def evaluate(rows: Reference) -> Reference:
         rows = reference_log_probs(models, rows)
-        _, baseline, desirable = estimate_kl(models, rows)
+        _, baseline, _ = estimate_kl(models, rows)
         return models.actor.evaluate(rows.firsts(), objective(data, config, baseline, desirable))
 
     return validate_by(data, "responses", evaluate)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from rlhf_spmd.algorithms.base import AlgorithmConfig, Section
@@ -86,18 +87,17 @@ def of_pairs(loss: PairLoss, reads: tuple[str, ...], model: str, temperature: fl
     their number as ``tokens``, or ``row_values``: whatever ``model`` names."""
 
     def whole(fields: dict[str, Tensor], rows: Rows, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
-        numbers = dict(fields)
+        numbers = {name: x for name, x in fields.items() if name != "chosen"}
         if "log_probs" in numbers:
             numbers["logps"] = row_sums(numbers.pop("log_probs"), rows.lengths)
             numbers["tokens"] = rows.lengths.to(numbers["logps"])
-        chosen, rejected = (
-            {name: x[at.to(x.device)] for name, x in numbers.items()} for at in pair_indices(rows.group_ids, fields["chosen"])
-        )
+        at = torch.stack(pair_indices(rows.group_ids, fields["chosen"])).to(next(iter(numbers.values())).device)
+        chosen, rejected = ({name: x[side] for name, x in numbers.items()} for side in at)
         losses, told = loss(chosen, rejected)
         num_pairs = totals.rows / 2
         return losses.sum() / num_pairs, {name: x.detach().double().sum() / num_pairs for name, x in told.items()}
 
-    return Objective(whole, ("chosen", *reads), (model,), temperature, keep_groups=True)
+    return Objective(whole, ("chosen", *reads), (model,), temperature, keep_groups=True, on_cpu=("chosen",))
 
 
 def implied_rewards(chosen: Tensor, rejected: Tensor, logps: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
@@ -132,12 +132,14 @@ def sum_log_probs(fields: dict[str, Tensor], rows: Rows, whole: Whole) -> tuple[
 
 
 def next_with_reference(models: Any, stream: Any) -> Reference:
-    """The step's rows with ``ref_logps``, which the reference computes in the first epoch and the data keep for the others."""
+    """The step's rows with ``ref_logps``, which the reference computes where a row first comes and the data keep for later steps."""
     rows = stream.next()
-    if "ref_logps" not in rows:
-        rows = reference_log_probs(models, rows)
-        stream.keep(rows, "ref_logps", models.controller.get_field(rows, "ref_logps"))
-    return rows
+    if "ref_logps" in rows:
+        return rows
+    known, unknown = stream.split_by_kept(rows, "ref_logps")
+    asked = reference_log_probs(models, unknown)
+    stream.keep(asked, "ref_logps", models.controller.get_field(asked, "ref_logps"))
+    return known.concat(asked) if len(known) else asked
 
 
 def validate_by(data: Any, stream: str, evaluate: Callable[[Reference], Reference]) -> dict[str, float]:

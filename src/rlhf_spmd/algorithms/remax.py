@@ -16,6 +16,7 @@ from rlhf_spmd.algorithms.base import score, validate
 from rlhf_spmd.algorithms.policy import PolicyConfig, clipped_policy
 from rlhf_spmd.controller import Reference
 from rlhf_spmd.data.batch import Field
+from rlhf_spmd.rewards.config import named_rewards, reward_key
 from rlhf_spmd.workers.arithmetic import RoleClass, Whole
 from rlhf_spmd.workers.objective import Rows
 from rlhf_spmd.workers.reference import ReferenceWorker
@@ -27,6 +28,15 @@ __all__ = ["Config", "ReMaxConfig", "step", "validate"]
 class ReMaxConfig(PolicyConfig):
     name: str = "remax"
     rows_in_flight: ClassVar[bool] = False
+
+    def check_together(self, config: Any, plans: Mapping[str, Any], tokenizer: Any) -> None:
+        super().check_together(config, plans, tokenizer)
+        for name, reward in named_rewards(config.reward, config.rewards).items():
+            if reward.by_group:
+                raise ValueError(
+                    f"{reward_key(name)}.by_group=true: remax scores the greedy response to a prompt by itself, so a reward that "
+                    "compares the responses to a prompt gives no baseline; leave by_group out, or use grpo"
+                )
 
     @property
     def roles(self) -> Mapping[str, RoleClass]:

@@ -318,4 +318,5 @@ class ModelWorker(Worker):
 def _fields(objective: Objective, decoder: Decoder, hidden: Tensor, micro: Packed) -> dict[str, Tensor]:
     """What the objective reads, of the model and of the batch."""
     fields = model_outputs(objective, decoder, hidden, micro)
-    return fields | {name: take_field(micro.extra, name, hidden.device) for name in objective.reads}
+    devices = {name: torch.device("cpu") if name in objective.on_cpu else hidden.device for name in objective.reads}
+    return fields | {name: take_field(micro.extra, name, device) for name, device in devices.items()}

@@ -65,7 +65,8 @@ class Objective:
 
     ``reads``: fields of the batch, per token or per row. ``model``: what the forward pass gives, of
     ``log_probs``, ``entropy`` and ``values`` [tokens], at ``temperature``, and ``row_values`` [rows], the value head at a row's last
-    token. ``keep_groups``: the rows of one group come in one micro-batch. ``weight``: of the loss, among several.
+    token. ``keep_groups``: the rows of one group come in one micro-batch. ``weight``: of the loss, among several. ``on_cpu``: of
+    ``reads``, those that stay on the CPU.
     """
 
     loss: Loss
@@ -74,6 +75,7 @@ class Objective:
     temperature: float = 1.0
     keep_groups: bool = False
     weight: float = 1.0
+    on_cpu: tuple[str, ...] = ()
 
 
 def as_objectives(given: Objective | Sequence[Objective]) -> list[Objective]:
@@ -90,8 +92,9 @@ def joint(*objectives: Objective) -> Objective:
         told = {name: value for _, _, stats in parts for name, value in stats.items()}
         return torch.stack([weight * value for weight, value, _ in parts]).sum(), told
 
-    reads, model = (tuple(dict.fromkeys(sum((getattr(one, key) for one in objectives), ()))) for key in ("reads", "model"))
-    return Objective(loss, reads, model, first.temperature, first.keep_groups)
+    keys = "reads", "model", "on_cpu"
+    reads, model, on_cpu = (tuple(dict.fromkeys(sum((getattr(one, key) for one in objectives), ()))) for key in keys)
+    return Objective(loss, reads, model, first.temperature, first.keep_groups, on_cpu=on_cpu)
 
 
 def model_outputs(objective: Objective, decoder: Decoder, hidden: Tensor, micro: Packed) -> dict[str, Tensor]:
