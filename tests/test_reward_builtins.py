@@ -49,6 +49,30 @@ MATH500 = ROOT.parent / "shared" / "data" / "math500" / "test.jsonl"
         ("\\sqrt2", "\\sqrt{2}", True),
         ("2 \\times 10^{3}", "2000", True),
         ("7.", "7", True),
+        ("1,234,567", "1234567", True),
+        ("11,\\! 111,\\! 111,\\! 100", "11111111100", True),
+        ("1{,}234{,}567", "1234567", True),
+        ("1,\\!234", "1{,}234", True),
+        ("2+3\\mathrm{i}", "2+3i", True),
+        ("1 1/2", "\\frac{3}{2}", True),
+        ("3\\pi\\text{ cm}^2", "3\\pi", True),
+        ("60\\text{ miles per hour}", "60", True),
+        ("x^{2}", "x^2", True),
+        ("1011_{2}", "1011_2", True),
+        ("10^{3}", "10^3", True),
+        ("x=3, x=1, x=2", "1,2,3", True),
+        ("x=1,y=2", "y=2,x=1", True),
+        ("x \\in [-2,7]", "[-2,7]", True),
+        ("x=2,y=1", "1,2", False),
+        ("5\\mathrm{i}", "5", False),
+        ("5\\text{ million}", "5", False),
+        ("3\\mathrm{e}", "3", False),
+        ("3\\textbf{x}", "3", False),
+        ("1 1/2", "\\frac{11}{2}", False),
+        ("2 3", "23", False),
+        ("(3,100)", "(3100)", False),
+        ("y=2x+1", "x=2x+1", False),
+        ("x^{2}3", "x^{23}", False),
         ("(1,2)", "(2,1)", False),
         ("(1,2)", "[1,2]", False),
         ("(1,2]", "(1,2)", False),
@@ -112,6 +136,19 @@ def test_aime():
         ("(D)", "D"),
         ("First choice (A). No, the answer is B", "B"),
         ("It is (C), as (C) says", "C"),
+        ("**B**", "B"),
+        ("B) Paris", "B"),
+        ("B. Paris", "B"),
+        ("(B) Paris", "B"),
+        ("The answer is I think B", "B"),
+        ("The answer is A because of that", "A"),
+        ("Answer: A good choice would be B", "B"),
+        ("A is wrong, so the answer must be B", "B"),
+        ("The answer is option B.", "B"),
+        ("It is not (A) but (B)", "B"),
+        ("It is not (A)", None),
+        ("The answer is not A", None),
+        ("A. red\nB. blue", None),
         ("(A) or (B)", None),
         ("A good question", None),
         ("The answer is Z", None),
@@ -281,6 +318,12 @@ class Flaky(BaseHTTPRequestHandler):
             return
         if self.path == "/hang":
             threading.Event().wait(3)
+        if self.path == "/cut":  # more is said to come than comes
+            self.send_response(200)
+            self.send_header("Content-Length", "1000")
+            self.end_headers()
+            self.wfile.write(b"{")
+            return
         code = 503 if self.path == "/down" or (self.path == "/late" and tried < 3) else 200
         scores = [1.0] * (number - (self.path == "/short"))
         body = b"no json" if self.path == "/garbage" else json.dumps({"scores": scores}).encode()
@@ -305,6 +348,7 @@ def test_a_server_that_fails_is_asked_again_and_then_its_rows_get_the_default(mo
             ("garbage", 1, False),
             ("redirect", 1, False),
             ("hang", 3, False),
+            ("cut", 3, False),
         ):
             scores = http.score(["p"] * 2, ["c"] * 2, [{}] * 2, url=f"{place}/{path}", **common)
             assert Flaky.tries[f"/{path}"] == tries

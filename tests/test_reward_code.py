@@ -84,10 +84,10 @@ def test_it_cannot_write_elsewhere(tmp_path):
     outcome = run(
         f"open('here', 'w').write('x')\nopen('/dev/null', 'w').write('x')\nprint(1)\nopen({str(tmp_path / 'mine')!r}, 'w')"
     )
-    if "PermissionError" not in outcome.error:
+    if not ISOLATED and "PermissionError" not in outcome.error:
         pytest.skip("Landlock is not there")
     assert outcome.output == "1\n" and (tmp_path / "mine").read_text() == "x"
-    assert "PermissionError" in run(f"import os\nos.remove({str(tmp_path / 'mine')!r})").error
+    assert "Error" in run(f"import os\nos.remove({str(tmp_path / 'mine')!r})").error
 
 
 def test_forks_are_limited_and_end_with_the_program(tmp_path):
@@ -111,6 +111,107 @@ def _state_of_sandboxed(process):
         return is_ours and (process / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+CHEATS = {
+    "globals of the process": """
+import os, sys
+main = sys.modules["__main__"]
+for name in ("verdict", "payload"):
+    os.write(getattr(main, name, 1), (getattr(main, "nonce", "1") + "\\n").encode() * 20)
+os._exit(0)""",
+    "every open file": """
+import os
+for number in range(3, 64):
+    for text in (b"1\\n2\\n", b"[null, true, []]\\n"):
+        try: os.write(number, text)
+        except OSError: pass""",
+    "equal to everything": """
+class Any:
+    def __eq__(self, other): return True
+    def __ne__(self, other): return False
+def double(x): return Any()""",
+    "other built-in functions": """
+import builtins
+class same(int):
+    pass
+builtins.int = builtins.set = same
+class Any(int):
+    def __eq__(self, other): return True
+def double(x): return Any(7)
+def json(*a): pass
+json.loads = json.dumps = double""",
+    "what its process has of the tests": """
+import gc
+found = []
+for thing in gc.get_objects():
+    if isinstance(thing, dict):
+        for value in list(thing.values()):
+            if isinstance(value, (str, list)) and "=" + "= 4" in str(value)[:9999]: found.append(value)
+def double(x): return 2 * x if found else None""",
+    "memory of the judge": """
+import os
+def double(x):
+    for judge in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            if b"code_judge.py" in open(f"/proc/{judge}/cmdline", "rb").read() and int(judge) != int(os.readlink("/proc/self")):
+                open(f"/proc/{judge}/mem", "rb").close()
+                return 2 * x
+        except OSError: pass""",
+}
+
+
+@pytest.mark.parametrize("cheat", CHEATS)
+def test_a_program_cannot_say_that_it_is_right(cheat):
+    for row, truth in (
+        (HUMANEVAL | {"prompt": "text, not Python:"}, None),
+        ({"test_list": MBPP["test_list"]}, None),
+        ({}, CALLS),
+        ({}, STDIN),
+    ):
+        assert code.score(CHEATS[cheat], row, truth, partial=True)["score"] == 0.0, (row, truth)
+
+
+def test_tests_reach_objects_changed_arguments_and_errors_of_the_program():
+    program = """
+import math
+class Node:
+    def __init__(self, value): self.value, self.next = value, None
+def length(node): return 0 if node is None else 1 + length(node.next)
+def push(items): items.append(4)
+def fails(x): raise KeyError(x)
+def pair(): return (1, {2, 3}), b"x", 1j
+def each(): yield from (1, 2)
+def drop(items, kind): return [i for i in items if not isinstance(i, kind)]
+def sum(a, b): return a + b
+root = Node(3)
+root.next = Node(4)
+math.isclose = lambda *a: True"""
+    tests = [
+        "assert length(root) == 2 and root.value == 3 and root.next.value == 4",
+        "assert length(Node(1)) == 1",
+        "items = [1]\npush(items)\nassert items == [1, 4]",
+        "try:\n    fails('a')\n    assert False\nexcept KeyError:\n    pass",
+        "assert pair() == ((1, {2, 3}), b'x', 1j)",
+        "assert list(each()) == [1, 2]",
+        "assert drop([1, 'a'], str) == [1]",
+        "assert sum(10, 15) == 25",
+        "root.value = 5\nassert root.value == 5",
+    ]
+    outcome = run(program, tests)
+    assert outcome.passed == len(tests), outcome.error
+    assert run(program, ["assert math.isclose(sum(1, 0), 2)", "assert root == 5", "nothing()"]).passed == 0
+
+
+@namespaces
+@pytest.mark.parametrize("harm", ["os.truncate({!r}, 0)", "os.chmod({!r}, 0)", "os.utime({!r}, (0, 0))"])
+def test_files_elsewhere_keep_their_length_and_mode(tmp_path, harm):
+    mine = tmp_path / "mine"
+    mine.write_text("x")
+    before = mine.stat()
+    outcome = run("import os\n" + harm.format(str(mine)))
+    after = mine.stat()
+    assert "Error" in outcome.error and (after.st_size, after.st_mode, after.st_mtime) == (1, before.st_mode, before.st_mtime)
 
 
 HUMANEVAL = {
@@ -141,6 +242,14 @@ CALLS = {"inputs": [[1], [4]], "outputs": [2, 8], "fn_name": "double"}
         ("print(2)", {}, STDIN, 0.0),
         ("def double(x): return 2 * x", {}, CALLS, 1.0),
         ("def double(x): return 2", {}, json.dumps(CALLS), 0.0),
+        ("def double(x): return 2 * x", {}, {**CALLS, "outputs": [[2], [8]]}, 1.0),  # APPS
+        ("def double(x): return [2 * x]", {}, {**CALLS, "outputs": [[2], [8]]}, 1.0),
+        ("def double(x): return 2 * x", {}, {**CALLS, "outputs": [[2, 1], [8, 1]]}, 0.0),
+        ("def add(a, b): return a + b", {}, {"fn_name": "add", "inputs": ["1\n2", '"a"\n"b"'], "outputs": ["3", '"ab"']}, 1.0),
+        ("class Solution:\n    def double(self, x: int) -> List[int]: return 2 * x", {}, CALLS, 1.0),
+        ("class Solution:\n    def triple(self, x): return 2 * x", {}, CALLS, 0.0),
+        ("def f(x): return (x[1], {2: 3})", {}, {"fn_name": "f", "inputs": [[{"1": 5}]], "outputs": [[5, {"2": 3}]]}, 1.0),
+        ("print(int(input()) + int(input()))", {}, {"inputs": [["1", "2"]], "outputs": [["3"]]}, 1.0),
     ],
 )
 def test_rows_of_each_kind(response, row, truth, expected):
@@ -153,6 +262,32 @@ def test_a_share_of_the_tests_and_rows_without_any():
     assert code.score("print(2)", {}, STDIN, partial=True)["score"] == 0.5
     with pytest.raises(ValueError, match="the row has no tests"):
         code.score("x", {}, "7")
+    for truth, message in (
+        ({"inputs": [{"a": 1}], "outputs": ["1"]}, "neither a text nor a list of lines"),
+        ({"inputs": ["1 2"], "outputs": ["3"], "fn_name": "f"}, "not a JSON value per line"),
+        ({"inputs": [7], "outputs": [3], "fn_name": "f"}, "neither a list of arguments"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            code.score("x", {}, truth)
+    with pytest.raises(ValueError, match="is no Python"):
+        code.score("x", {"test_list": ["assert ("]})
+
+
+@pytest.mark.parametrize(
+    ("response", "program"),
+    [
+        ("```python\na\n```\nRun:\n```bash\nb\n```", "a\n"),
+        ("```py\na\n```\nOutput:\n```\n2\n```\n", "a\n"),
+        ("```\na\n```\n```\nb\n```", "b\n"),
+        ("```Python3\na\n```\n```python\nb\n```", "b\n"),
+        ("```python\na", "a"),
+        ("````python\nx\n```\ny\n````", "x\n```\ny\n"),
+        ("```cpp\na\n```", ""),
+        ("a", "a"),
+    ],
+)
+def test_the_block_that_is_the_program(response, program):
+    assert code.extract(response) == program
 
 
 def test_programs_are_scored_in_the_workers_and_what_they_started_is_gone():

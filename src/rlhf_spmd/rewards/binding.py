@@ -104,7 +104,10 @@ class BoundReward:
             task.cancel()
         if late:
             await asyncio.wait(late)  # one that does not let itself be cancelled ends with the process
-        return [OVERRUN if task in late else task.exception() or task.result() for task in tasks]
+        cancelled = RuntimeError("the function was cancelled from within")
+        return [
+            OVERRUN if task in late else cancelled if task.cancelled() else task.exception() or task.result() for task in tasks
+        ]
 
     def _keywords(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
         missing = [name for name in self.required if name not in values]

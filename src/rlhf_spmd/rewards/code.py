@@ -5,10 +5,14 @@
 | ``test``, ``entry_point`` | HumanEval (arXiv 2107.03374) | continues the prompt, or defines the function |
 | ``test_list``, and perhaps ``test_setup_code``, ``test_imports`` | MBPP (arXiv 2108.07732) | defines what the assertions call |
 | an answer (JSON) with ``inputs``, ``outputs``, perhaps ``fn_name`` | verl's code data | reads standard input; or has ``fn_name`` |
+
+verl's inputs and outputs: for standard input texts, or lists of lines; of a function each a text with a JSON value per line (an
+argument; the result), or a list of arguments and the result. A result may stand in a list of its own (APPS, arXiv 2105.09938).
 """
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections.abc import Mapping
@@ -17,18 +21,32 @@ from typing import Any
 
 from rlhf_spmd.rewards.sandbox import Limits, Outcome, run
 
-_FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
+_FENCE = re.compile(r"^[ \t]*(`{3,})[ \t]*(\w*)[^`\n]*\n(.*?)(?:^[ \t]*\1`*[ \t]*$|\Z)", re.DOTALL | re.MULTILINE)
+_PYTHON = ("python", "py", "python3")
+# What a judge of function calls has imported for the program, as the sites that the tasks come from have.
+_IMPORTED = "".join(
+    f"import {name}\nfrom {name} import *\n"
+    for name in ("collections", "heapq", "bisect", "math", "itertools", "functools", "string", "typing", "builtins")
+)
+_SAME = """import json
+from math import inf, nan
+def same(output, expected, wrapped):
+    output = json.loads(json.dumps(output))
+    return output == expected or (wrapped and output == expected[0])
+"""
 
 
 @dataclass(frozen=True)
 class Task:
-    """What a row asks: ``before``, the program and ``after`` run, then ``tests``; or for each of ``cases`` (standard input, output)
-    the program."""
+    """What a row asks: ``before``, the program and ``after`` run as one, then ``tests``, after ``set_up``; or for each of ``cases``
+    (standard input, output) the program. ``names``: what the tests call."""
 
     before: str = ""
     after: str = ""
     tests: tuple[str, ...] = ()
     cases: tuple[tuple[str, str], ...] = ()
+    names: tuple[str, ...] = ()
+    set_up: str = ""
 
 
 def check(where: str, partial: bool = False, **limits: float) -> None:
@@ -39,37 +57,81 @@ def check(where: str, partial: bool = False, **limits: float) -> None:
 
 
 def extract(response: str) -> str:
-    """The last fenced block, or the whole response where there is none."""
-    blocks: list[str] = _FENCE.findall(response)
-    return blocks[-1] if blocks else response
+    """The last fenced block that says Python, else the last that names no language; the response where nothing is fenced."""
+    blocks = [(language.lower(), block) for _, language, block in _FENCE.findall(response)]
+    python, plain = ([block for language, block in blocks if language in kind] for kind in (_PYTHON, ("",)))
+    return (python or plain or [""])[-1] if blocks else response
 
 
 def read_task(row: Mapping[str, Any], ground_truth: object) -> Task:
-    """Raises ValueError for a row without tests."""
+    """Raises ValueError for a row without tests, and for tests that cannot be read."""
     if row.get("test") and row.get("entry_point"):
-        return Task(tests=(f"{row['test']}\ncheck({row['entry_point']})\n",))
-    if row.get("test_list"):
+        task = Task(tests=(f"{row['test']}\ncheck({row['entry_point']})\n",), names=(str(row["entry_point"]),))
+    elif row.get("test_list"):
         before = "\n".join(row.get("test_imports") or ())
-        return Task(before, row.get("test_setup_code") or "", tuple(row["test_list"]))  # the set-up uses the program's classes
+        # the set-up uses the program's classes
+        task = Task(before, row.get("test_setup_code") or "", tuple(row["test_list"]), set_up=before)
+    else:
+        task = _read_cases(ground_truth)
+    for test in (*task.tests, task.set_up):
+        try:
+            ast.parse(test)
+        except SyntaxError as error:
+            raise ValueError(f"the row's test {test[:80]!r} is no Python: {error}") from error
+    return task
+
+
+def _read_cases(ground_truth: object) -> Task:
+    """Of verl's code data."""
     cases = json.loads(ground_truth) if isinstance(ground_truth, str) and ground_truth.lstrip()[:1] == "{" else ground_truth
     if not isinstance(cases, Mapping) or not cases.get("inputs") or len(cases["inputs"]) != len(cases.get("outputs") or ()):
         raise ValueError("the row has no tests: test and entry_point, test_list, or an answer with inputs and outputs")
-    pairs = list(zip(cases["inputs"], cases["outputs"], strict=True))
-    if cases.get("fn_name"):
-        call = "import json as _j\nassert _j.loads(_j.dumps({}(*_j.loads({!r})))) == _j.loads({!r})\n"
-        return Task(tests=tuple(call.format(cases["fn_name"], json.dumps(given), json.dumps(out)) for given, out in pairs))
-    return Task(cases=tuple((str(given), str(out)) for given, out in pairs))
+    pairs, name = list(zip(cases["inputs"], cases["outputs"], strict=True)), cases.get("fn_name")
+    if not name:
+        return Task(cases=tuple((_lines(given), _lines(out)) for given, out in pairs))
+    calls = [_call(given, out) for given, out in pairs]
+    wrapped = all(isinstance(out, list) and len(out) == 1 for _, out in calls)
+    tests = tuple(f"assert same({name}(*{given!r}), {out!r}, {wrapped})\n" for given, out in calls)
+    return Task(_IMPORTED, tests=tests, names=(str(name),), set_up=_SAME)
 
 
-def _program(response: str, row: Mapping[str, Any], task: Task) -> str:
+def _lines(text: object) -> str:
+    """Standard input or output. Raises ValueError for what is neither text nor lines."""
+    if isinstance(text, list) and all(isinstance(line, str | int | float) for line in text):
+        return "\n".join(map(str, text))
+    if isinstance(text, str | int | float):
+        return str(text)
+    raise ValueError(f"the row's test {str(text)[:80]!r} is neither a text nor a list of lines")
+
+
+def _call(given: object, out: Any) -> tuple[list[Any], Any]:
+    """The arguments and the result. JSON has made texts of the whole numbers that were keys."""
+    try:
+        arguments = [json.loads(line) for line in given.split("\n") if line.strip()] if isinstance(given, str) else given
+        out = json.loads(out) if isinstance(given, str) and isinstance(out, str) else out
+    except ValueError as error:
+        raise ValueError(
+            f"the row's test {str(given)[:80]!r} -> {str(out)[:80]!r} is not a JSON value per line: {error}"
+        ) from error
+    if not isinstance(arguments, list):
+        raise ValueError(f"the row's test {str(given)[:80]!r} is neither a list of arguments nor a text with one in each line")
+    return [
+        {int(key): value for key, value in each.items()}
+        if isinstance(each, Mapping) and all(re.fullmatch(r"-?\d+", key) for key in each)
+        else each
+        for each in arguments
+    ], out
+
+
+def _program(response: str, row: Mapping[str, Any], task: Task) -> list[str]:
     code, name, prompt = extract(response), row.get("entry_point"), row.get("prompt") or ""
     if not name:
-        return f"{task.before}\n{code}\n{task.after}"
+        return [task.before, code, task.after]
     try:
         compile(prompt, "prompt", "exec")
     except (SyntaxError, ValueError):  # chat, or prose
-        return code
-    return f"{prompt}\n{code}" if re.search(rf"^\s*def\s+{re.escape(str(name))}\b", code, re.MULTILINE) else prompt + code
+        return [code]
+    return [f"{prompt}\n{code}" if re.search(rf"^\s*def\s+{re.escape(str(name))}\b", code, re.MULTILINE) else prompt + code]
 
 
 def _same(output: str, expected: str) -> bool:
@@ -97,7 +159,7 @@ def score(
     task, limits = read_task(row, ground_truth), Limits(time_s, memory_mb, processes, file_mb)
     program, outcomes, passed = _program(response, row, task), list[Outcome](), 0
     if task.tests:
-        outcomes.append(run(program, task.tests, limits=limits))
+        outcomes.append(run(program, task.tests, limits=limits, names=task.names, before=task.set_up))
         passed = outcomes[0].passed
     for given, expected in task.cases:
         outcomes.append(run(program, stdin=given, limits=limits))
@@ -105,6 +167,6 @@ def score(
         passed += right
         if not right and not partial:
             break
-    share = passed / (len(task.tests) + len(task.cases))
+    share = min(1.0, passed / (len(task.tests) + len(task.cases)))
     isolated = min(float(outcome.isolated) for outcome in outcomes)
     return {"score": share if partial else float(share == 1.0), "passed": share, "isolated": isolated}

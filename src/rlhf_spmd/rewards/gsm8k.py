@@ -13,7 +13,8 @@ from typing import Any
 
 # Sign and dollar in either order, digits with commas between, an optional fraction.
 _NUMBER = r"[-+]?\$?[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
-_MARKED = re.compile(r"####[ \t]*(" + _NUMBER + ")")
+# A number that goes on (18/2, 5-3, 5e3) is no final one.
+_MARKED = re.compile(r"####[ \t]*(" + _NUMBER + r")([eE][-+]?\d|[ \t]*[-+*/^][ \t]*[\d$(])?")
 _ANY = re.compile(_NUMBER)
 
 
@@ -25,9 +26,9 @@ def _parse(text: str) -> Decimal | None:
 
 
 def marked_number(text: str) -> Decimal | None:
-    """The last number that follows ``####``, None without one. Commas and a dollar sign are dropped."""
+    """The last number that follows ``####``, None without one or where a formula goes on. Commas and a dollar sign are dropped."""
     found = _MARKED.findall(text)
-    return _parse(found[-1]) if found else None
+    return _parse(found[-1][0]) if found and not found[-1][1] else None
 
 
 def last_number(text: str) -> Decimal | None:

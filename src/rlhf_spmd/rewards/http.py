@@ -14,6 +14,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Sequence
+from http.client import HTTPException
 from typing import Any
 
 PASSING = (408, 425, 429, 500, 502, 503, 504)  # codes of failures that may pass
@@ -81,18 +82,18 @@ def score(
             if len(given) != len(prompts[part]):
                 raise ValueError(f"the server gave {len(given)} scores for {len(prompts[part])} rows")
             scores += given
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, HTTPException, ValueError, KeyError, TypeError) as error:
             scores += [RuntimeError(f"{_place(url)}: {type(error).__name__}: {error}")] * len(prompts[part])
     return scores
 
 
 def _ask(request: urllib.request.Request, retries: int, timeout_s: float, backoff_s: float) -> Any:
-    """The answer. Raises OSError of the last try, and ValueError for what is no JSON."""
+    """The answer. Raises OSError or HTTPException (cut off) of the last try, and ValueError for what is no JSON."""
     for attempt in range(retries + 1):
         try:
             with _OPENER.open(request, timeout=timeout_s) as answer:
                 return json.loads(answer.read())
-        except OSError as error:
+        except (OSError, HTTPException) as error:
             passing = not isinstance(error, urllib.error.HTTPError) or error.code in PASSING
             if attempt == retries or not passing:
                 raise

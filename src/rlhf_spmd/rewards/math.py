@@ -13,26 +13,37 @@ from fractions import Fraction
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*")
 _SAID = re.compile(r"(?i)\banswer(?:\s+is)?\s*[:=]?\s*\**\s*([^\n]+)")
 _WORDS = r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname)\s*"
-_REWRITES = [
+_UNITS = (
+    r"(?:(?:square|sq\.?|cubic|cu\.?)\s*)?(?:inch(?:es)?|in|f(?:oo|ee)t|ft|(?:centi|milli|kilo)?met(?:er|re)s?|[cmk]?m|miles?|mi|"
+    r"yards?|yd|(?:kilo|milli)?grams?|k?g|mg|pounds?|lbs?|ounces?|oz|tons?|(?:milli)?lit(?:er|re)s?|m?L|ml|gallons?|cups?|"
+    r"seconds?|sec|s|minutes?|min|hours?|hrs?|h|days?|weeks?|months?|years?|degrees?|deg|radians?|rad|cents?|dollars?|percent|"
+    r"units?|ways|people|students|points|sides|mph)\.?"
+)
+_UNIT = rf"\\(?:text|textrm|mathrm|mbox)\s*\{{\s*{_UNITS}(?:(?:\s*/\s*|\s+per\s+){_UNITS})?\s*(?:\^\s*\{{?\d\}}?\s*)?\}}"
+_REWRITES: list[tuple[str, str | None]] = [
     (r"\\text\s*\{\s*(?:or|and)\s*\}", ","),
-    (r"\\[!,;:> ]|~|\\(?:q?quad|left|right|displaystyle|limits)(?![a-zA-Z])", ""),
+    (r"(?<=\d)(?:\{,\}|,\s*\\!|\\,)\s*(?=\d{3}(?!\d))", ""),  # 1{,}000
+    (r"\\!|\\(?:left|right|displaystyle|limits)(?![a-zA-Z])", ""),
+    (r"\\[,;:> ]|~|\\q?quad(?![a-zA-Z])", " "),
     (r"\\[dtc]frac", r"\\frac"),
     (r"\^\s*\{?\s*\\circ\s*\}?|\\degree|°", ""),
     (r"\\?[%$]", ""),
-    (r"(?<=[\d}])\s*" + _WORDS + r"\{[^{}]*\}(?:\s*\^\s*\{?\d\}?)?\s*$", ""),  # a unit
+    (r"(?<=\S)\s*" + _UNIT + r"(?:\s*\^\s*\{?\d\}?)?\s*$", ""),
     (_WORDS + r"\{([^{}]*)\}", r"\1"),
-    (r"^\s*\\?[a-zA-Z]\w*(?:\([a-z]\))?\s*(?:=|\\in(?![a-z]))", ""),  # x = ..., f(x) = ...
     (r"\{,\}", ","),
-    (r"(?<=\d),(?=\d{3}(?:,\d{3})*(?![\d,]))(?<![\d,]{4},)", ""),
-    (r"\s+", ""),
-    (r"\\frac(\d)(\d)", r"\\frac{\1}{\2}"),
+    (r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])", None),  # 1,000, see normalise
+    (r"(?<![\d.\\])(\d+)\s+(\d+)\s*/\s*(\d+)", r"\1\\frac{\2}{\3}"),  # 1 1/2
+    (r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"),
+    (r"(?<!\d)\s+|\s+(?!\d)", ""),  # 2 3 is not 23
     (r"\\frac(\{[^{}]*\})(\d)", r"\\frac\1{\2}"),
     (r"\\frac(\d)(\{)", r"\\frac{\1}\2"),
     (r"\\sqrt(\w)", r"\\sqrt{\1}"),
+    (r"([\^_])\{(\w(?!\}\d)|-?\d+(?!\}\w))\}", r"\1\2"),  # x^{2}
     (r"\\(?:cdot|times)10\^\{?(-?\d{1,2})\}?", r"e\1"),
     (r"[.,;]+$", ""),
 ]
 _RULES = [(re.compile(pattern), to) for pattern, to in _REWRITES]
+_ASSIGNED = re.compile(r"(\\?[a-zA-Z]\w*(?:\([a-z]\))?)(?:=|\\in(?![a-z]))(.*)")  # x = ..., f(x) = ...
 _DECIMAL = r"(?:\d{1,60}(?:\.\d{0,60})?|\.\d{1,60})"
 _NUMBER = re.compile(rf"([-+]?)({_DECIMAL}(?:e-?\d{{1,2}})?)(?:/({_DECIMAL}))?")
 _FRACTION = re.compile(rf"([-+]?)(\d{{1,60}})?\\frac\{{([-+]?{_DECIMAL})\}}\{{({_DECIMAL})\}}")
@@ -62,9 +73,15 @@ def final_answer(text: str) -> str | None:
 
 
 def normalise(text: str) -> str:
-    """One way to write an answer: see the module."""
+    """One way to write an answer: see the module. Commas stay where they may be between entries: in brackets, or before a space."""
+
+    def joined(match: re.Match[str]) -> str:
+        before = match.string[: match.start()]
+        inside = sum(before.count(mark) for mark in ("(", "[", "\\{")) > sum(before.count(mark) for mark in (")", "]", "\\}"))
+        return match.group() if inside else match.group().replace(",", "")
+
     for pattern, to in _RULES:
-        text = pattern.sub(to, text)
+        text = pattern.sub(joined if to is None else to, text)
     return text
 
 
@@ -97,8 +114,37 @@ def canonical(text: str) -> str:
 
 
 def equal(one: str, other: str) -> bool:
-    """Whether two answers are the same; no answer equals none."""
-    return canonical(one) == canonical(other) != ""
+    """Whether two answers are the same, see the module. Entries without brackets may come in any order, unless they are values of
+    several names. Where both answers say what they are of (``y = 2``), that must be the same."""
+    if canonical(one) == canonical(other) != "":
+        return True
+    one, other = normalise(one), normalise(other)
+    if None not in (number(one), number(other)):
+        return False
+    (ones, around), (others, around_other) = _entries(one), _entries(other)
+    (name, value), (name_other, value_other) = _assigned(ones), _assigned(others)
+    if name or name_other:
+        values = value if name else one, value_other if name_other else other
+        return (not name or not name_other or name == name_other) and equal(*values)
+    if around != around_other or len(ones) != len(others) or len(ones) < 2:
+        return False
+    if around in ("", "\\{\\}"):
+        names = [{_assigned([entry])[0] for entry in entries} - {""} for entries in (ones, others)]
+        if max(map(len, names)) < 2 or names[0] == names[1]:
+            ones, others = sorted(ones, key=_order), sorted(others, key=_order)
+    return all(map(equal, ones, others))
+
+
+def _assigned(entries: list[str]) -> tuple[str, str]:
+    """Of a single ``x=3`` the name and the value; without a name empty texts."""
+    found = _ASSIGNED.fullmatch(entries[0]) if len(entries) == 1 else None
+    return (found.group(1), found.group(2)) if found else ("", "")
+
+
+def _order(entry: str) -> str:
+    entry = _assigned([entry])[1] or entry
+    value = number(entry)
+    return entry if value is None else str(value)
 
 
 def _entries(text: str) -> tuple[list[str], str]:

@@ -1,0 +1,296 @@
+"""The program that ``sandbox`` starts: a judge, which runs a row's tests, and the program that they judge, a process of its own.
+
+The judge never runs the program, and the program's process never holds a test: it is forked before they are read. A test runs in the
+judge, where a name of the program stands for it: a call goes to the program by value, and what comes back is compared here. So a
+program can give wrong answers, but say nothing about whether they are right.
+
+Protocol, lines of JSON. To the program: ``[how, what, arguments, keywords]``; back: ``[error or null, result, arguments]``, the last
+for functions that change what they are given. An object that is no plain value stays with the program, and has a number here.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import collections
+import ctypes
+import importlib
+import json
+import os
+import resource
+import struct
+import sys
+from types import ModuleType
+from typing import Any, BinaryIO
+
+SEQUENCES: dict[str, type] = {"tuple": tuple, "set": set, "frozenset": frozenset, "deque": collections.deque}
+WRITES = 0x1FF2  # Landlock's rights to write, remove and make files
+TRUNCATE = 1 << 14
+NAMESPACES = 0x10000000 | 0x40000000 | 0x20000000 | 0x08000000 | 0x00020000  # user, network, processes, IPC, mounts
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Remote:
+    """In the judge: an object of the program, by its number. Equal to nothing but itself."""
+
+    def __init__(self, program: Program, number: int) -> None:
+        self.__dict__.update(_program=program, _number=number)
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        return self._program.ask("call", self._number, arguments, keywords)
+
+    def __getattr__(self, name: str) -> Any:
+        return self._program.ask("attribute", self._number, (name,))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._program.ask("set", self._number, (name, value))
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._program.ask("item", self._number, (key,))
+
+    def __len__(self) -> int:
+        return int(self._program.ask("length", self._number))
+
+    def __bool__(self) -> bool:
+        return bool(self._program.ask("truth", self._number))
+
+    def __iter__(self) -> Any:
+        return iter(self._program.ask("list", self._number))
+
+
+def encode(value: Any, keep: Any) -> Any:
+    """As JSON. ``keep(object)``: the number of one that is no plain value."""
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, int | float):
+        return (int if isinstance(value, int) else float)(value)
+    if isinstance(value, list):
+        return [encode(entry, keep) for entry in value]
+    if isinstance(value, dict):
+        return {"dict": [[encode(key, keep), encode(entry, keep)] for key, entry in value.items()]}
+    sequence = next((name for name, kind in SEQUENCES.items() if isinstance(value, kind)), None)
+    if sequence:
+        return {sequence: [encode(entry, keep) for entry in value]}
+    if isinstance(value, complex):
+        return {"complex": [value.real, value.imag]}
+    if isinstance(value, bytes | bytearray):
+        return {"bytes": list(value)}
+    if isinstance(value, type) and value in vars(builtins).values():
+        return {"type": value.__name__}
+    if hasattr(value, "tolist"):  # NumPy's
+        return encode(value.tolist(), keep)
+    return {"object": keep(value)}
+
+
+def decode(value: Any, find: Any) -> Any:
+    """What :func:`encode` was given. ``find(number)``: the object."""
+    if isinstance(value, list):
+        return [decode(entry, find) for entry in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, inside),) = value.items()
+    if kind == "object":
+        return find(inside)
+    if kind == "dict":
+        return {decode(key, find): decode(entry, find) for key, entry in inside}
+    if kind == "complex":
+        return complex(*inside)
+    if kind == "type":
+        found = getattr(builtins, inside)
+        return found if isinstance(found, type) else None
+    if kind == "bytes":
+        return bytes(inside)
+    return SEQUENCES[kind](decode(entry, find) for entry in inside)
+
+
+class Program:
+    """In the judge: the way to the program."""
+
+    def __init__(self, calls: BinaryIO, answers: BinaryIO) -> None:
+        self.calls, self.answers = calls, answers
+
+    def ask(self, how: str, what: object, arguments: tuple[Any, ...] = (), keywords: dict[str, Any] | None = None) -> Any:
+        """What the program answers. Raises what it says it raised, and EOFError if it has ended."""
+        sent = [how, what, encode(list(arguments), self._number), encode(keywords or {}, self._number)]
+        self.calls.write(json.dumps(sent).encode() + b"\n")
+        line = self.answers.readline()
+        if not line:
+            raise EOFError("the program has ended")
+        error, result, after = json.loads(line)
+        if error is not None:
+            kind = getattr(builtins, str(error[0]), RuntimeError)
+            raise (kind if isinstance(kind, type) and issubclass(kind, Exception) else RuntimeError)(str(error[1]))
+        for mine, changed in zip(arguments, decode(after, self._object), strict=False):
+            if isinstance(mine, list) and isinstance(changed, list):
+                mine[:] = changed
+            elif isinstance(mine, dict | set) and isinstance(changed, type(mine)):
+                mine.clear()
+                mine.update(changed)
+        return decode(result, self._object)
+
+    def _object(self, number: int) -> Remote:
+        return Remote(self, number)
+
+    def _number(self, value: object) -> int:
+        if isinstance(value, Remote):
+            return int(value.__dict__["_number"])
+        raise TypeError(f"a test cannot give the program a {type(value).__name__}")
+
+
+class Scope(dict[str, Any]):
+    """Names in tests: Python's own, modules of its library where a test takes something from them, else the program's. ``theirs``:
+    always the program's."""
+
+    def __init__(self, program: Program, tests: list[str], theirs: list[str]) -> None:
+        super().__init__(__name__="tests")
+        self.program, self.theirs, self.modules = program, set(theirs), set[str]()
+        for test in tests:
+            nodes = list(ast.walk(ast.parse(test)))
+            loaded = {node.id for node in nodes if isinstance(node, ast.Name)}
+            bases = {node.value.id for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)}
+            self.modules |= bases & sys.stdlib_module_names
+            if all(hasattr(builtins, name) for name in loaded - self.modules):  # the program's has the name of one of them
+                self.theirs |= {
+                    node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+                }
+
+    def __missing__(self, name: str) -> Any:
+        if name not in self.theirs:
+            if hasattr(builtins, name):
+                return getattr(builtins, name)
+            if name in self.modules:
+                return importlib.import_module(name)
+        return self.program.ask("name", name)
+
+
+def judge(program: Program, given: dict[str, Any], verdict: int) -> None:
+    """Run each test once; the number of one that passes goes to ``verdict``."""
+    scope = Scope(program, given["tests"], given["names"])
+    for number, test in enumerate([given["before"], *given["tests"]]):
+        try:
+            program.ask("wait", 0)  # until its own lines have run: one that has ended passes nothing
+            exec(compile(test, "test.py", "exec"), scope)
+        except BaseException as error:
+            print(f"{type(error).__name__}: {error}"[:500], file=sys.stderr)
+        else:
+            os.write(verdict, b"%d\n" % number)
+
+
+def serve(scope: dict[str, Any], calls: BinaryIO, answers: BinaryIO) -> None:
+    """In the program's process: answer what the judge asks."""
+    objects: list[Any] = []
+
+    def keep(value: object) -> int:
+        objects.append(value)
+        return len(objects) - 1
+
+    def name(what: str) -> Any:
+        return scope[what] if what in scope or "Solution" not in scope else getattr(scope["Solution"](), what)
+
+    for line in calls:
+        how, what, arguments, keywords = json.loads(line)
+        given, after = decode(arguments, objects.__getitem__), []
+        try:
+            if how == "wait":
+                result = None
+            elif how == "name":
+                if what not in scope and "Solution" not in scope:
+                    raise NameError(f"name {what!r} is not defined")
+                result = name(what)
+            else:
+                about = objects[what]
+                if how == "call":
+                    result = about(*given, **decode(keywords, objects.__getitem__))
+                    after = given
+                elif how == "item":
+                    result = about[given[0]]
+                else:
+                    functions = {"attribute": getattr, "set": setattr, "length": len, "truth": bool, "list": list}
+                    result = functions[how](about, *given)  # type: ignore[operator]
+            answer = [None, encode(result, keep), encode(after, keep)]
+        except BaseException as error:
+            answer = [[type(error).__name__, str(error)[:500]], None, []]
+        answers.write(json.dumps(answer).encode() + b"\n")
+
+
+def isolate() -> bool:
+    """Namespaces of its own for what this process starts, and all mounts read-only but its directory. False where that is refused."""
+    if _libc.unshare(NAMESPACES):
+        return False
+    here = os.getcwd().encode()
+    private = 1 << 18 | 1 << 14  # MS_PRIVATE | MS_REC
+    only_read, may_write = struct.pack("=4Q", 1, 0, 0, 0), struct.pack("=4Q", 0, 1, 0, 0)  # struct mount_attr: set, clear
+    done = (
+        _libc.mount(None, b"/", None, ctypes.c_ulong(private), None) == 0
+        and _libc.mount(here, here, None, ctypes.c_ulong(1 << 12), None) == 0  # MS_BIND
+        and _libc.syscall(442, -100, b"/", 0x8000, only_read, ctypes.c_size_t(32)) == 0  # mount_setattr, AT_RECURSIVE
+        and _libc.syscall(442, -100, here, 0, may_write, ctypes.c_size_t(32)) == 0
+    )
+    os.chdir(here)  # into the mount
+    return bool(done)
+
+
+def limit(limits: dict[str, Any]) -> None:
+    """Resources of this process and all that it starts; no rights of root."""
+    for kind, value in (
+        (resource.RLIMIT_CPU, int(limits["time_s"]) + 1),
+        (resource.RLIMIT_AS, limits["memory_mb"] << 20),
+        (resource.RLIMIT_FSIZE, limits["file_mb"] << 20),
+        (resource.RLIMIT_NPROC, limits["processes"]),
+        (resource.RLIMIT_NOFILE, 64),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        resource.setrlimit(kind, (value, value))
+    _libc.prctl(38, 1, 0, 0, 0)  # no new rights by what it executes
+    _libc.capset(struct.pack("=Ii", 0x20080522, 0), bytes(24))
+
+
+def guard() -> None:
+    """Landlock: writes below this directory only. A process with a guard of its own cannot look into one without it."""
+    version = _libc.syscall(444, None, ctypes.c_size_t(0), 1)
+    rights = WRITES | (TRUNCATE if version >= 3 else 0)
+    ruleset = _libc.syscall(444, ctypes.byref(ctypes.c_uint64(rights)), ctypes.c_size_t(8), 0)
+    if ruleset < 0:
+        return
+    for place, allowed in ((".", rights), ("/dev/null", rights & (2 | TRUNCATE))):
+        opened = os.open(place, os.O_PATH)
+        _libc.syscall(445, ruleset, 1, struct.pack("=Qi", allowed, opened), 0)
+        os.close(opened)
+    _libc.syscall(446, ruleset, 0)
+    os.close(ruleset)
+
+
+def main(payload: int, tests: int, verdict: int) -> None:
+    """``payload``, ``tests`` and ``verdict``: open files. The exit code is the program's."""
+    with os.fdopen(payload) as file:
+        job = json.load(file)
+    _libc.prctl(1, 9, 0, 0, 0)  # end with the parent
+    os.write(verdict, b"isolated\n" if isolate() else b"open\n")
+    limit(job["limits"])
+    guard()
+    _libc.prctl(4, 0, 0, 0, 0)  # no process of this user may look into the judge
+    (asked, asks), (hears, answers) = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        for file_number in (tests, verdict, asks, hears):
+            os.close(file_number)
+        _libc.prctl(1, 9, 0, 0, 0)
+        _libc.prctl(4, 1, 0, 0, 0)
+        os.setpriority(os.PRIO_PROCESS, 0, 10)
+        guard()
+        sys.argv[:] = ["program.py"]
+        module = sys.modules[job["name"]] = ModuleType(job["name"])
+        for part in job["program"]:
+            exec(compile(part, "program.py", "exec", dont_inherit=True), module.__dict__)
+        serve(module.__dict__, os.fdopen(asked, "rb"), os.fdopen(answers, "wb", 0))
+        return
+    os.close(asked)
+    os.close(answers)
+    with os.fdopen(tests) as file, os.fdopen(asks, "wb", 0) as calls, os.fdopen(hears, "rb") as answered:
+        judge(Program(calls, answered), json.load(file), verdict)
+    os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 255)
+
+
+if __name__ == "__main__":
+    _this = sys.modules["__main__"]  # the program's module takes its place
+    main(*map(int, sys.argv[1:]))
