@@ -1,7 +1,7 @@
 """Responses to the prompts of one set or several, scored where there is a reward: what ``generate`` and ``evaluate`` share.
 
 A row's place is (set, row id), its row id ``prompt number * n + sample``. Draws are keyed by it, so a row is the same in every
-layout, beside any other rows, and in a job that was killed and goes on. Rows that have ended are in the :class:`Journal` at once.
+layout, beside any other rows, and in a job that was killed and goes on. Rows that are scored are in the :class:`Journal`.
 """
 
 from __future__ import annotations
