@@ -47,7 +47,9 @@ def test_async_functions_are_awaited_together():
         assert time.monotonic() - started < 15  # one after the other: 30 s
         assert result.scores == [*map(float, range(60)), -9.0]
         assert (result.failures, result.timeouts) == (1, 0)
-        assert result.first_error == "row 60: RuntimeError: broken on purpose"
+        assert result.first_error.startswith("row 60: RuntimeError: broken on purpose (")
+        result = shared.score([*texts(1), *texts(7, do="cancel"), *texts(2)])
+        assert result.scores == [1.0, -9.0, 2.0] and "cancelled from within" in result.first_error
     with runner("later_batched") as shared:
         assert shared.score(texts(1, 2)).scores == [1.0, 2.0]
     with runner("AsyncScaled") as shared:

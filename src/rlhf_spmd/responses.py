@@ -197,7 +197,7 @@ def check_set(
     seen = [reward_row(row, i, texts[i], config.data) for i, row in enumerate(rows)]
     if reward.model is not None:
         raise ValueError(f"{key}.model={reward.model}: here responses are scored by a function; leave it out")
-    reward.check_rows(key, seen)
+    reward.check_rows(key, seen, [row.where for row in rows])
     given = [row.get(config.data.prompt_key, "") if config.data.prompt_key in row else None for row in rows]
     return PromptSet(name, key, sampling, reward, given, seen, prompts, limits, errors)
 

@@ -171,12 +171,12 @@ def prepare(path: str | None, overrides: Sequence[str], world_size: int, default
         config = with_steps(config, math.ceil(epochs * rows / config.data.train_batch_size))
         check_batches(config, plans)
         algorithm.check_together(config, plans, tokenizer)
-    scored = [
-        row for data in (*training.values(), *validation.values()) if isinstance(data, PromptDataset) for row in data.rows
-    ]
+    prompts = [data for data in (*training.values(), *validation.values()) if isinstance(data, PromptDataset)]
+    scored = [row for data in prompts for row in data.rows]
+    places = [place for data in prompts for place in data.places]
     for name, reward in rewards.items():
         reward.check_together(reward_key(name), config.run.timeout_s)
-        reward.check_rows(reward_key(name), scored)
+        reward.check_rows(reward_key(name), scored, places)
     check_templates(plans, rewards, tokenizer, scored)
     return Prepared(config, module, plans, rewards, tokenizer, training, validation)
 

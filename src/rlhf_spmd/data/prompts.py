@@ -90,6 +90,7 @@ class PromptDataset(TokenDataset):
         )
         decode = (lambda tokens: "") if tokenizer is None else tokenizer.decode
         self.rows = [reward_row(rows[i], i, encoded[i][1] or decode(encoded[i][0]), config) for i in self.kept]
+        self.places = [rows[i].where for i in self.kept]
         limits = torch.tensor([_limits_within(rows[i], config.max_response_length) for i in self.kept])
         self.limits = {key: column for key, column in zip(LIMITS, limits.T, strict=True) if bool(column.any())}
 

@@ -94,8 +94,9 @@ class RewardConfig:
         """Whether this reward scores a row with these columns."""
         return self.data_sources is None or row.get("data_source") in self.data_sources
 
-    def check_rows(self, where: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Raises ValueError for a data source that no row is of, and for an argument of the function that no row has."""
+    def check_rows(self, where: str, rows: Sequence[Mapping[str, Any]], places: Sequence[str] = ()) -> None:
+        """Raises ValueError for a data source that no row is of, and for an argument of the function that no row has. ``places``:
+        file and number of each row, for messages."""
         for source in self.data_sources or ():
             if not any(row.get("data_source") == source for row in rows):
                 there = sorted({str(row.get("data_source")) for row in rows})
@@ -103,9 +104,10 @@ class RewardConfig:
                     f"{where}.data_sources: no row has the data_source {source!r}; there are {', '.join(there[:20])}"
                 )
         if self.function is not None:
-            bound, chosen = self.bind(where), [row for row in rows if self.chooses(row)]
-            bound.check_rows(chosen)
-            self._hook(bound, "check_rows", where, chosen)
+            bound, chosen = self.bind(where), [i for i, row in enumerate(rows) if self.chooses(row)]
+            bound.check_rows([rows[i] for i in chosen])
+            own = [rows[i] for i in chosen], [places[i] if places else f"row {i}" for i in chosen]
+            self._hook(bound, "check_rows", where, *own)
 
 
 def reward_key(name: str) -> str:
