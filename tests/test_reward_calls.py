@@ -178,3 +178,12 @@ def test_daemons_that_a_function_leaves_behind_end_with_its_process(tmp_path):
             return
         time.sleep(0.05)
     raise AssertionError("the daemon lives on")
+
+
+def test_a_mistake_in_the_function_is_shown_with_its_line_and_one_traceback(tmp_path, capfd):
+    (tmp_path / "mine.py").write_text("def helper(x):\n    return 1 / 0\n\n\ndef f(response):\n    return helper(response)\n")
+    with RewardRunner(RewardConfig(function=f"{tmp_path}/mine.py:f")) as shared:
+        result = shared.score(texts(1, 2, 3))
+    assert result.first_error == f"row 0: ZeroDivisionError: division by zero ({tmp_path}/mine.py:2 in helper)"
+    said = capfd.readouterr().err
+    assert said.count("Traceback") == 1 and f'{tmp_path}/mine.py", line 6, in f' in said

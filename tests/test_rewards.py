@@ -258,7 +258,7 @@ def test_what_cannot_be_bound_is_refused_in_one_line():
         RewardConfig(function=f"reward_functions:{name}", data_sources=["sums"]).check_rows("reward", rows)
     unanswered = [{"answer": None, "data_source": None, "id": 0}]
     for name, argument in (("verl", "ground_truth"), ("by_name", "answer")):
-        with pytest.raises(ValueError, match=f"no row has {argument}; the columns are answer, data_source, id"):
+        with pytest.raises(ValueError, match=f"no row has {argument}.*; the columns are id"):
             RewardConfig(function=f"reward_functions:{name}").check_rows("reward", unanswered)
     with pytest.raises(ValueError, match=r"reward.data_sources: no row has the data_source 'smus'; there are sums$"):
         RewardConfig(data_sources=["sums", "smus"]).check_rows("reward", rows)
