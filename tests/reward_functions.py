@@ -111,6 +111,8 @@ async def later(response, row):
     await asyncio.sleep(row.get("sleep", 0.05))
     if action == "raise":
         raise RuntimeError("broken on purpose")
+    if action == "cancel":
+        raise asyncio.CancelledError
     if action == "forever":
         await asyncio.sleep(3600)
     if action == "block":

@@ -63,7 +63,7 @@ def test_a_kto_row_that_fits_stays_whatever_its_partner() -> None:
         {"prompt": "h", "completion": "901234567", "label": False},
     )
     data = UnpairedConfig(path="x", append_eos=False, max_length=7).tokenize(rows, tokenizer())
-    assert len(data) == 4 - 1 and data.num_overlong == 1
+    assert len(data) == 4 - 1 and data.tally.num_overlong == 1
     batch = data.batch(range(3), range(3))
     assert texts_of(batch["response_ids"].rows()) == ["1", "2345", "234567", "1", "8", "901234"]
     assert "2 left out" not in data.summary() and "1 left out whose response is empty" in data.summary()

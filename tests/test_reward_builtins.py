@@ -265,11 +265,31 @@ def test_rows_find_their_reward_by_data_source():
     RewardConfig(function="auto").check_rows("reward", [row for _, _, row in rows])
     unknown = [*(row for _, _, row in rows), {"data_source": "mine", "answer": "1"}]
     with pytest.raises(
-        ValueError, match=r"reward.function=auto has no reward for the data_source 'mine'; it knows openai/gsm8k, "
+        ValueError, match=r"row 12: reward.function=auto has no reward for the data_source 'mine'; it knows openai/gsm8k, "
     ):
         RewardConfig(function="auto").check_rows("reward", unknown)
+    with pytest.raises(ValueError, match=r"a.parquet:3: reward.function=auto has no reward for the data_source 'mine'"):
+        RewardConfig(function="auto").check_rows("reward", unknown[-2:], ["a.parquet:2", "a.parquet:3"])
     RewardConfig(function="auto", data_sources=[source for source, *_ in ROUTED]).check_rows("reward", unknown)
     assert {"lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "codecontests", "taco"} <= auto.SOURCES.keys()
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (
+            "gsm8k",
+            r"a.jsonl:1: reward.function=gsm8k: no row has 'answer' \(data.answer_key .*; the columns are data_source, question",
+        ),
+        ("code", r"a.jsonl:1: reward.function=code: the row has no tests: .*; the columns are data_source, question"),
+        ("math", r"no row has ground_truth \(data.answer_key .*; the columns are data_source, question\."),
+        ("auto", r"a.jsonl:1: .*no row of the data_source 'gsm8k' has an answer .*; the columns are data_source, question"),
+    ],
+)
+def test_rows_without_answers_are_refused_before_the_start(function, message):
+    rows = [{"question": "1+1", "answer": None, "data_source": "gsm8k"}] * 2
+    with pytest.raises(ValueError, match=message):
+        RewardConfig(function=function).check_rows("reward", rows, ["a.jsonl:1", "a.jsonl:2"])
 
 
 @pytest.fixture

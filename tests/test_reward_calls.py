@@ -47,7 +47,9 @@ def test_async_functions_are_awaited_together():
         assert time.monotonic() - started < 15  # one after the other: 30 s
         assert result.scores == [*map(float, range(60)), -9.0]
         assert (result.failures, result.timeouts) == (1, 0)
-        assert result.first_error == "row 60: RuntimeError: broken on purpose"
+        assert result.first_error.startswith("row 60: RuntimeError: broken on purpose (")
+        result = shared.score([*texts(1), *texts(7, do="cancel"), *texts(2)])
+        assert result.scores == [1.0, -9.0, 2.0] and "cancelled from within" in result.first_error
     with runner("later_batched") as shared:
         assert shared.score(texts(1, 2)).scores == [1.0, 2.0]
     with runner("AsyncScaled") as shared:
@@ -176,3 +178,12 @@ def test_daemons_that_a_function_leaves_behind_end_with_its_process(tmp_path):
             return
         time.sleep(0.05)
     raise AssertionError("the daemon lives on")
+
+
+def test_a_mistake_in_the_function_is_shown_with_its_line_and_one_traceback(tmp_path, capfd):
+    (tmp_path / "mine.py").write_text("def helper(x):\n    return 1 / 0\n\n\ndef f(response):\n    return helper(response)\n")
+    with RewardRunner(RewardConfig(function=f"{tmp_path}/mine.py:f")) as shared:
+        result = shared.score(texts(1, 2, 3))
+    assert result.first_error == f"row 0: ZeroDivisionError: division by zero ({tmp_path}/mine.py:2 in helper)"
+    said = capfd.readouterr().err
+    assert said.count("Traceback") == 1 and f'{tmp_path}/mine.py", line 6, in f' in said

@@ -4,6 +4,7 @@ import gzip
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -55,7 +56,7 @@ def test_a_call_that_fails_gets_the_default_and_is_counted(patient):
     result = patient.score(rows(1, "raise", "nan", "none", "exit", 2, {"do": "return", "value": "5"}))
     assert result.scores == [1.0, -9.0, -9.0, -9.0, -9.0, 2.0, -9.0]
     assert (result.failures, result.timeouts) == (5, 0)
-    assert result.first_error == "row 1: RuntimeError: broken on purpose"
+    assert re.fullmatch(r"row 1: RuntimeError: broken on purpose \(\S*/reward_functions.py:\d+ in by_row\)", result.first_error)
 
 
 @pytest.mark.parametrize(("action", "how"), [("die", "exit code 7"), ("kill", "signal 9")])
@@ -257,7 +258,7 @@ def test_what_cannot_be_bound_is_refused_in_one_line():
         RewardConfig(function=f"reward_functions:{name}", data_sources=["sums"]).check_rows("reward", rows)
     unanswered = [{"answer": None, "data_source": None, "id": 0}]
     for name, argument in (("verl", "ground_truth"), ("by_name", "answer")):
-        with pytest.raises(ValueError, match=f"no row has {argument}; the columns are answer, data_source, id"):
+        with pytest.raises(ValueError, match=f"no row has {argument}.*; the columns are id"):
             RewardConfig(function=f"reward_functions:{name}").check_rows("reward", unanswered)
     with pytest.raises(ValueError, match=r"reward.data_sources: no row has the data_source 'smus'; there are sums$"):
         RewardConfig(data_sources=["sums", "smus"]).check_rows("reward", rows)

@@ -9,7 +9,7 @@ import torch
 
 from rlhf_spmd.algorithms.base import AlgorithmConfig
 from rlhf_spmd.data.dataset import DatasetConfig, TokenDataset
-from rlhf_spmd.data.prompts import DataConfig, PromptsConfig
+from rlhf_spmd.data.prompts import DataConfig, PromptDataset, PromptsConfig
 from rlhf_spmd.models.attention import exact_in_threads
 from rlhf_spmd.roles import RolePlan, check_sampling
 from rlhf_spmd.workers.model_worker import ModelWorker
@@ -79,6 +79,22 @@ def _check_generation(config: Any, plans: Mapping[str, RolePlan]) -> None:
                 f"data.gen_batch_size={config.data.gen_batch_size} prompts in flight must be divisible by the {generation.dp} "
                 f"generation replicas"
             )
+
+
+def scored_rows(
+    algorithm: AlgorithmConfig,
+    sections: Mapping[str, Any],
+    training: Mapping[str, TokenDataset],
+    validation: Mapping[str, TokenDataset],
+) -> tuple[list[str], list[dict[str, Any]]]:
+    """Of the prompts that rewards will see: examples, and where each stands, for messages."""
+    found: list[tuple[str, dict[str, Any]]] = []
+    for name, data in (*training.items(), *validation.items()):
+        trains = data is training.get(name) or not isinstance(sections[name], DatasetConfig)
+        where = f"{algorithm.streams[name].key}.{'path' if trains else 'val_path'}"
+        if isinstance(data, PromptDataset):
+            found += [(f"{where}, row {row['id']!r}", row) for row in data.examples()]
+    return [place for place, _ in found], [row for _, row in found]
 
 
 def check_lengths(config: Any, algorithm: AlgorithmConfig, plans: Mapping[str, RolePlan]) -> None:

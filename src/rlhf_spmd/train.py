@@ -16,7 +16,7 @@ import torch
 
 from rlhf_spmd.algorithms.base import AlgorithmConfig, move_reference
 from rlhf_spmd.checkpoint.manifest import CheckpointError
-from rlhf_spmd.checks import check_batches, check_lengths, check_rows, check_validation, exact_rollouts, in_flight
+from rlhf_spmd.checks import check_batches, check_lengths, check_rows, check_validation, exact_rollouts, in_flight, scored_rows
 from rlhf_spmd.config.keys import list_keys
 from rlhf_spmd.config.load import check_tree, load
 from rlhf_spmd.config.registry import find
@@ -172,11 +172,10 @@ def prepare(path: str | None, overrides: Sequence[str], world_size: int, default
         config = with_steps(config, math.ceil(epochs * rows / config.data.train_batch_size))
         check_batches(config, plans)
         algorithm.check_together(config, plans, tokenizer)
-    prompts = [data for data in (*training.values(), *validation.values()) if isinstance(data, PromptDataset)]
-    scored = [row for data in prompts for row in data.examples()]
+    places, scored = scored_rows(algorithm, sections, training, validation)
     for name, reward in rewards.items():
         reward.check_together(reward_key(name), config.run.timeout_s)
-        reward.check_rows(reward_key(name), scored)
+        reward.check_rows(reward_key(name), scored, places)
     check_templates(plans, rewards, tokenizer, scored)
     return Prepared(config, module, plans, rewards, tokenizer, training, validation)
 

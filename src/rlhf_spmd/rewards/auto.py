@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rlhf_spmd.rewards import aime, code, gsm8k, math, multiple_choice
+from rlhf_spmd.rewards.binding import right_answer
 
 _CODE = ("codecontests", "apps", "codeforces", "taco", "openai_humaneval", "mbpp")
 _NUMINA = ("aops_forum", "synthetic_math", "amc_aime", "synthetic_amc", "cn_k12", "olympiads")
@@ -25,13 +26,24 @@ def _reward(data_source: object) -> Callable[..., Any] | None:
     return SOURCES.get(str(data_source)) or next(by_prefix, None)
 
 
-def check_rows(where: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Raises ValueError for a ``data_source`` that is not known."""
-    for row in rows:
+def check_rows(where: str, rows: Sequence[Mapping[str, Any]], places: Sequence[str]) -> None:
+    """Raises ValueError for a ``data_source`` that is not known, and one whose rows have no answers."""
+    without: dict[object, list[str]] = {}
+    for row, place in zip(rows, places, strict=True):
         if _reward(row.get("data_source")) is None:
             known = ", ".join((*SOURCES, *(f"{prefix}*" for prefix in PREFIXES)))
             raise ValueError(
-                f"{where}.function=auto has no reward for the data_source {row.get('data_source')!r}; it knows {known}"
+                f"{place}: {where}.function=auto has no reward for the data_source {row.get('data_source')!r}; it knows {known}"
+            )
+        if right_answer(row) is None and _reward(row.get("data_source")) is not code.score:
+            without.setdefault(row["data_source"], [place]).append(
+                ", ".join(sorted(k for k, v in row.items() if v is not None))
+            )
+    for source, (place, columns, *_) in without.items():
+        if not any(row.get("data_source") == source and right_answer(row) is not None for row in rows):
+            raise ValueError(
+                f"{place}: {where}.function=auto: no row of the data_source {source!r} has an answer (data.answer_key names its "
+                f"column); the columns are {columns}"
             )
 
 

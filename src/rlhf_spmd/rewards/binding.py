@@ -124,9 +124,10 @@ class BoundReward:
             missing -= _values("", "", row).keys()
             if not missing:
                 return
-            columns |= row.keys()
+            columns |= {key for key, value in row.items() if value is not None}
         if missing:
-            raise self.refusal(f"no row has {', '.join(sorted(missing))}; the columns are {', '.join(sorted(columns))}")
+            hint = " (data.answer_key names the answer's column)" if missing & {"answer", "ground_truth"} else ""
+            raise self.refusal(f"no row has {', '.join(sorted(missing))}{hint}; the columns are {', '.join(sorted(columns))}")
 
     def refusal(self, why: str) -> ValueError:
         """The error for a function that cannot be called; names it, its arguments and what is allowed."""
@@ -178,12 +179,16 @@ def bind_reward(function: Callable[..., Any], label: str, kwargs: Mapping[str, A
     return bound
 
 
-def _values(prompt: str, response: str, row: Mapping[str, Any]) -> dict[str, Any]:
-    """Every name that a row has a value for. Where the data have no answer, ``answer`` is none of them."""
+def right_answer(row: Mapping[str, Any]) -> Any:
+    """What verl calls ``ground_truth``; None where the row has none."""
     nested = row.get("reward_model")
     truths = row.get("ground_truth"), row.get("answer"), nested.get("ground_truth") if isinstance(nested, Mapping) else None
-    truth = next((value for value in truths if value is not None), None)
-    columns = {**row, "ground_truth": truth, "extra_info": row.get("extra_info") or {}}
+    return next((value for value in truths if value is not None), None)
+
+
+def _values(prompt: str, response: str, row: Mapping[str, Any]) -> dict[str, Any]:
+    """Every name that a row has a value for. Where the data have no answer, ``answer`` is none of them."""
+    columns = {**row, "ground_truth": right_answer(row), "extra_info": row.get("extra_info") or {}}
     values = {key: value for key, value in columns.items() if value is not None or key not in ("answer", "ground_truth")}
     return values | {"prompt": prompt, "response": response, "solution_str": response, "row": row}
 

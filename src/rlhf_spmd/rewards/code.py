@@ -15,10 +15,11 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rlhf_spmd.rewards.binding import right_answer
 from rlhf_spmd.rewards.sandbox import Limits, Outcome, run
 
 _FENCE = re.compile(r"^[ \t]*(`{3,})[ \t]*(\w*)[^`\n]*\n(.*?)(?:^[ \t]*\1`*[ \t]*$|\Z)", re.DOTALL | re.MULTILINE)
@@ -54,6 +55,22 @@ def check(where: str, partial: bool = False, **limits: float) -> None:
     for key, value in limits.items():
         if not isinstance(value, int | float) or value <= 0:
             raise ValueError(f"{where}.{key}={value!r} must be above 0")
+
+
+def check_rows(where: str, rows: Sequence[Mapping[str, Any]], places: Sequence[str]) -> None:
+    """Raises ValueError where no row has tests that can be read."""
+    error: ValueError | None = None
+    for row in rows:
+        try:
+            read_task(row, right_answer(row))
+            return
+        except ValueError as found:
+            error = error or found
+    if error is not None:
+        columns = ", ".join(sorted(key for key, value in rows[0].items() if value is not None))
+        raise ValueError(
+            f"{places[0]}: {where}.function=code: {error}; so it is in all rows; the columns are {columns}"
+        ) from error
 
 
 def extract(response: str) -> str:

@@ -104,9 +104,9 @@ class RewardConfig:
         """Whether this reward scores a row with these columns."""
         return self.data_sources is None or row.get("data_source") in self.data_sources
 
-    def check_rows(self, where: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    def check_rows(self, where: str, rows: Sequence[Mapping[str, Any]], places: Sequence[str] = ()) -> None:
         """Raises ValueError for a data source that no row is of, for an argument of the function that no row has, and for a
-        row without the answer that a judge is told."""
+        row without the answer that a judge is told. ``places``: file and number of each row, for messages."""
         for source in self.data_sources or ():
             if not any(row.get("data_source") == source for row in rows):
                 there = sorted({str(row.get("data_source")) for row in rows})
@@ -121,7 +121,8 @@ class RewardConfig:
         if self.function is not None:
             bound = self.bind(where)
             bound.check_rows(chosen)
-            self._hook(bound, "check_rows", where, chosen)
+            named = [places[i] if places else f"row {i}" for i, row in enumerate(rows) if self.chooses(row)]
+            self._hook(bound, "check_rows", where, chosen, named)
 
 
 def reward_key(name: str) -> str:

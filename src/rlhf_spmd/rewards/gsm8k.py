@@ -8,6 +8,7 @@ The row's ``answer`` is a whole solution (``... #### 72``) or the number alone.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
@@ -46,6 +47,15 @@ def right_number(row: dict[str, Any]) -> Decimal:
     if number is None:
         raise ValueError(f"no number in the row's answer {str(answer)[-80:]!r}")
     return number
+
+
+def check_rows(where: str, rows: Sequence[dict[str, Any]], places: Sequence[str]) -> None:
+    """Raises ValueError where no row has an answer."""
+    if rows and all(row.get("answer") is None for row in rows):
+        columns = ", ".join(sorted(key for key, value in rows[0].items() if value is not None))
+        raise ValueError(
+            f"{places[0]}: {where}.function=gsm8k: no row has 'answer' (data.answer_key names its column); the columns are {columns}"
+        )
 
 
 def score(prompt: str, response: str, row: dict[str, Any]) -> float:

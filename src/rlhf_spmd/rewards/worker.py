@@ -16,7 +16,9 @@ import os
 import resource
 import signal
 import sys
+import sysconfig
 import time
+import traceback
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -67,8 +69,18 @@ def read_result(value: Any) -> tuple[float, dict[str, float]]:
     return _number(value["score"]), extras
 
 
+_told: set[str] = set()  # places in the user's code whose tracebacks were written
+
+
 def _said(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"[:2000]
+    """The error, and where the user's own code raised it; the whole traceback of each place goes to standard error, once."""
+    apart = (str(Path(__file__).parent), *(sysconfig.get_paths()[key] for key in ("stdlib", "purelib", "platlib")), "<")
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(apart)]
+    place = f" ({frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
+    if place and place not in _told:
+        _told.add(place)
+        traceback.print_exception(error)
+    return f"{type(error).__name__}: {error}"[: 2000 - len(place)] + place
 
 
 def _read(value: Any, batched: bool) -> tuple[float | None, dict[str, float]] | str | None:
