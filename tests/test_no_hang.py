@@ -252,7 +252,8 @@ def test_a_reward_that_fails_too_often(jobs: dict[str, Job]) -> None:
     job = jobs["reward"]
     line = check(job, "reward", 7, ("reward.compute_reward",), 1)
     assert "outside.rewards:often_fails" in line and "reward.max_failure_rate = 0.2" in line and "no opinion" in line
-    assert "Traceback" not in job.said
+    assert job.said.count("Traceback") <= 2, "of the function, once for each rank's worker, and no other"
+    assert "in often_fails" in job.said and "program.py" not in job.said
 
 
 def test_a_rank_that_is_killed_in_a_step(jobs: dict[str, Job]) -> None:

@@ -66,7 +66,7 @@ class RowStream:
 
     def split_by_kept(self, rows: Reference, name: str) -> tuple[Reference, Reference]:
         """Of ``rows`` that ``next`` gave: those of which the field ``name`` is kept, with it; and the others."""
-        batch, kept = self._entries(rows), self.loader.dataset.numbers.get(name)
+        batch, kept = self._entries(rows), self.loader.dataset.known.get(name)
         numbers = torch.full((len(batch),), torch.nan) if kept is None else kept[batch["entry"].long()]
         batch = Batch(batch.row_ids, batch.group_ids, {name: numbers})
         known, unknown = (source(batch.take(torch.nonzero(mask)[:, 0])) for mask in (~numbers.isnan(), numbers.isnan()))
