@@ -180,9 +180,9 @@ def attack(response, row):
     if action == "eat memory":
         return float(len(bytearray(2**31)))
     if action == "close":
-        os.closerange(3, 200)
+        os.closerange(3, 5000)
     if action == "garbage":
-        for fd in range(3, 60):
+        for fd in range(3, 5000):  # the pipe has the number that it had in the process that started this one
             with contextlib.suppress(OSError):
                 os.write(fd, b"[0, 0.0, 1]\nnoise\n")
     if action == "block signals":
