@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from rlhf_spmd.config.bounds import check_bounds
-from rlhf_spmd.data.dataset import DatasetConfig, TokenDataset
+from rlhf_spmd.data.dataset import TokenDataset
 from rlhf_spmd.data.encoding import PromptEncoder, check_messages
 from rlhf_spmd.data.files import DataError, Row
+from rlhf_spmd.data.sft import ResponsesConfig
 
 HUMAN, TURN = "\n\nHuman:", "\n\nAssistant:"  # before what each says in dialogues that are one text, as those of hh-rlhf
 
@@ -28,19 +28,6 @@ class Response:
     text: str
     row: Row
     numbers: dict[str, float]
-
-
-@dataclass(frozen=True)
-class ResponsesConfig(DatasetConfig):
-    """``max_length`` counts tokens of prompt and response; rows of which one is longer are dropped."""
-
-    max_length: int = 1024
-    filter_overlong: bool = True
-    append_eos: bool = True
-
-    def check(self, where: str) -> None:
-        super().check(where)
-        check_bounds(self, where, "max_length", least=2)
 
 
 @dataclass(frozen=True)

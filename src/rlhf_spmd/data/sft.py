@@ -29,7 +29,20 @@ class PairsConfig(RowsConfig):
 
 
 @dataclass(frozen=True)
-class SftConfig(DatasetConfig, PairsConfig):
+class ResponsesConfig(DatasetConfig):
+    """``max_length`` counts tokens of prompt and response; rows of which one is longer are dropped."""
+
+    max_length: int = 1024
+    filter_overlong: bool = True
+    append_eos: bool = True
+
+    def check(self, where: str) -> None:
+        super().check(where)
+        check_bounds(self, where, "max_length", least=2)
+
+
+@dataclass(frozen=True)
+class SftConfig(ResponsesConfig, PairsConfig):
     """``data`` of SFT. ``max_length`` counts prompt and response tokens together; batch sizes count rows.
 
     Of messages under ``prompt_key`` or ``messages`` every turn of the assistant is learnt; if there is a completion of messages too,
@@ -40,13 +53,6 @@ class SftConfig(DatasetConfig, PairsConfig):
     """
 
     text_key: str | None = None
-    max_length: int = 1024
-    filter_overlong: bool = True
-    append_eos: bool = True
-
-    def check(self, where: str) -> None:
-        super().check(where)
-        check_bounds(self, where, "max_length", least=2)
 
     def encode(self, rows: Sequence[Row], tokenizer: Any) -> ResponseDataset:
         return ResponseDataset(rows, self, tokenizer)
