@@ -45,6 +45,7 @@ def step(models: Any, data: Any, config: OnlineDPOConfig, number: int) -> list[R
     pairs = batch.union(decided).take(models.controller.get_field(decided, "chosen") >= 0)
     calls = [rollout, *scored, decided]
     if len(pairs) == 0:
+        models.controller.tell(f"step {number}: the responses to each prompt score alike, so nothing was learnt")
         return calls
     pairs = reference_log_probs(models, pairs)
     return [
