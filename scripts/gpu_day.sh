@@ -56,7 +56,7 @@ if ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2
 fi
 
 launch() { "$python" -m torch.distributed.run --standalone --nproc-per-node 1 -m "$@"; }
-tests() { cd "$root" && "$python" -m pytest -p no:cacheprovider -v -rs --durations=0 tests/test_gpu.py tests/test_triton.py; }
+tests() { cd "$root" && "$python" -m pytest -p no:cacheprovider -v -rs --durations=0 tests/workers/test_gpu.py tests/generation/test_triton.py; }
 ppo() {
   "$python" -m rlhf_spmd.data.sort_digits --out runs/quickstart/task || return
   launch rlhf_spmd.sft --config "$root/configs/quickstart_sft.yaml" "${steps[@]}" || return

@@ -8,4 +8,4 @@ ruff check src tests scripts
 ruff format --check src tests scripts
 mypy
 CUDA_VISIBLE_DEVICES= python -m pytest "$@"  # ranks of tests are CPU ranks, also where there are GPUs
-if [ -e /dev/nvidiactl ]; then python -m pytest tests/test_gpu.py tests/test_triton.py; fi
+if [ -e /dev/nvidiactl ]; then python -m pytest tests/workers/test_gpu.py tests/generation/test_triton.py; fi

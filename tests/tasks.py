@@ -25,12 +25,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from places import ROOT
+
 if TYPE_CHECKING:
     from torch import Tensor
 
     from rlhf_spmd.parallel.world import World
 
-ROOT = Path(__file__).resolve().parent.parent
 VOCABULARY = ("<eos>", *"0123456789abcdefghijklmnopqrstuvwxyz")
 EOS = 0
 MAX_RESPONSE = 12
@@ -275,7 +276,7 @@ def read_run(run_dir: Path) -> Run:
     from rlhf_spmd.checkpoint.directory import read_manifest
     from rlhf_spmd.checkpoint.load import read_pieces
     from rlhf_spmd.checkpoint.manifest import DTYPES
-    from rlhf_spmd.restart import ROWS_IN_FLIGHT
+    from rlhf_spmd.runtime.restart import ROWS_IN_FLIGHT
 
     raw, samples = _lines(run_dir / "metrics.jsonl"), _lines(run_dir / "rollouts.jsonl")
     metrics = [{key: value for key, value in row.items() if not key.startswith(NOT_THE_SAME)} for row in raw]

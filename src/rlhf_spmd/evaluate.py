@@ -28,12 +28,12 @@ from rlhf_spmd.data.files import list_paths, names_of, read_rows
 from rlhf_spmd.data.prompts import QuestionsConfig
 from rlhf_spmd.data.tokenizer import load_tokenizer
 from rlhf_spmd.generation import SamplingConfig
-from rlhf_spmd.journal import Journal
-from rlhf_spmd.measures import final_answer, interval, measure
-from rlhf_spmd.offline import check_out, read_config, read_weights, run_offline_program, write_rows
 from rlhf_spmd.parallel.world import Launch, World
-from rlhf_spmd.responses import AnswerConfig, Prepared, PromptSet, answer, check_set, job_of
 from rlhf_spmd.rewards.config import RewardConfig
+from rlhf_spmd.runtime.inference import check_out, read_config, read_weights, run_inference_program, write_rows
+from rlhf_spmd.runtime.journal import Journal
+from rlhf_spmd.runtime.measures import final_answer, interval, measure
+from rlhf_spmd.runtime.responses import AnswerConfig, Prepared, PromptSet, answer, check_set, job_of
 from rlhf_spmd.telemetry.run_dir import atomic_write_json
 
 RESULTS_FILE, ROWS_FILE = "results.json", "rows.jsonl"
@@ -234,7 +234,7 @@ def _cell(value: Any) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line: overrides, and ``--config FILE`` if there are many."""
-    run_offline_program("evaluate", __doc__, EvaluateConfig, prepare, evaluate, argv)
+    run_inference_program("evaluate", __doc__, EvaluateConfig, prepare, evaluate, argv)
 
 
 if __name__ == "__main__":

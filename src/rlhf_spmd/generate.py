@@ -27,10 +27,10 @@ from rlhf_spmd.data.tokenizer import decoding, load_tokenizer
 from rlhf_spmd.environments.config import EnvironmentConfig
 from rlhf_spmd.generation import StopStrings
 from rlhf_spmd.generation.stopping import special_stops
-from rlhf_spmd.journal import Journal
-from rlhf_spmd.offline import check_out, read_config, read_weights, run_offline_program, write_rows
 from rlhf_spmd.parallel.world import Launch, World
-from rlhf_spmd.responses import AnswerConfig, Prepared, answer, check_set, job_of
+from rlhf_spmd.runtime.inference import check_out, read_config, read_weights, run_inference_program, write_rows
+from rlhf_spmd.runtime.journal import Journal
+from rlhf_spmd.runtime.responses import AnswerConfig, Prepared, answer, check_set, job_of
 
 KEEP = ("all", "best", "pairs")
 
@@ -148,7 +148,7 @@ def response_text(ready: Prepared, token_ids: Sequence[int], finish_reason: str)
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line: overrides, and ``--config FILE`` if there are many."""
-    run_offline_program("generate", __doc__, GenerateConfig, prepare, generate, argv)
+    run_inference_program("generate", __doc__, GenerateConfig, prepare, generate, argv)
 
 
 if __name__ == "__main__":

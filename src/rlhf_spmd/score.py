@@ -31,16 +31,23 @@ from rlhf_spmd.data.sft import ID_KEYS, PairsConfig, encode_pairs, has_ids
 from rlhf_spmd.data.tokenizer import load_tokenizer
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.spec import ModelSpec
-from rlhf_spmd.offline import OfflineConfig, gather_records, not_finite, read_input, run_offline_program, write_rows
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.parallel.world import Launch, World
+from rlhf_spmd.runtime.inference import (
+    InferenceConfig,
+    gather_records,
+    not_finite,
+    read_input,
+    run_inference_program,
+    write_rows,
+)
 from rlhf_spmd.workers.engine import Packed, TrainEngine
 from rlhf_spmd.workers.objective import pack_rows, response_log_probs, sequence_lengths
 
 
 @dataclass(frozen=True)
-class ScoreConfig(OfflineConfig):
+class ScoreConfig(InferenceConfig):
     """Everything that ``score`` takes. ``max_token_len_per_gpu``: tokens of a micro-batch on one rank."""
 
     data: PairsConfig = field(default_factory=PairsConfig)
@@ -153,7 +160,7 @@ def check_finite(ready: Prepared, scored: Sequence[tuple[int, list[float]]]) -> 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line: overrides, and ``--config FILE`` if there are many."""
-    run_offline_program("score", __doc__, ScoreConfig, prepare, lambda ready, world, tick: score(ready, world), argv)
+    run_inference_program("score", __doc__, ScoreConfig, prepare, lambda ready, world, tick: score(ready, world), argv)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ import torch
 
 from rlhf_spmd.algorithms.base import AlgorithmConfig, move_reference
 from rlhf_spmd.checkpoint.manifest import CheckpointError
-from rlhf_spmd.checks import check_batches, check_lengths, check_rows, check_validation, exact_rollouts, in_flight, scored_rows
 from rlhf_spmd.config.keys import list_keys
 from rlhf_spmd.config.load import check_tree, load
 from rlhf_spmd.config.registry import find
@@ -36,7 +35,8 @@ from rlhf_spmd.parallel.program import ProgramContext
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.planner.placement import PlacementConfig
 from rlhf_spmd.rewards.config import RewardConfig, named_rewards, reward_key
-from rlhf_spmd.roles import (
+from rlhf_spmd.runtime import checks
+from rlhf_spmd.runtime.roles import (
     RolePlan,
     build_models,
     check_prompts,
@@ -46,8 +46,8 @@ from rlhf_spmd.roles import (
     model_directory,
     plan_roles,
 )
-from rlhf_spmd.session import RunConfig, Session, run_session_program, start_controller
-from rlhf_spmd.streams import Data, InFlightStream, RowStream, ValidationRows
+from rlhf_spmd.runtime.session import RunConfig, Session, run_session_program, start_controller
+from rlhf_spmd.runtime.streams import Data, InFlightStream, RowStream, ValidationRows
 from rlhf_spmd.telemetry.logger import LoggerConfig
 from rlhf_spmd.workers.arithmetic import ArithmeticWorker, RoleClass
 from rlhf_spmd.workers.config import RoleConfig
@@ -156,23 +156,23 @@ def prepare(path: str | None, overrides: Sequence[str], world_size: int, default
     tokenizer = load_tokenizer(model_directory(plans, algorithm.exported))
     rewards = with_templates(plans, rewards, sections)
     plans = find_text_readers(plans, rewards, algorithm.exported, tokenizer)
-    ahead = in_flight(config) is not None
+    ahead = checks.in_flight(config) is not None
     for plan in plans.values():
         if plan.generation is not None:
             steps = plan.config.generation.rebalance_steps
             config.environment.check_together("environment", config.run.timeout_s, steps, ahead)
-    check_validation(config, algorithm, hasattr(module, "validate"))
-    check_batches(config, plans)
-    check_lengths(config, algorithm, plans)
-    exact_rollouts(config, plans)  # raises if it is demanded and cannot be
+    checks.check_validation(config, algorithm, hasattr(module, "validate"))
+    checks.check_batches(config, plans)
+    checks.check_lengths(config, algorithm, plans)
+    checks.exact_rollouts(config, plans)  # raises if it is demanded and cannot be
     algorithm.check_together(config, plans, tokenizer)
     training, validation = read_data(config, sections, tokenizer, plans)
     if epochs is not None:
         rows = next(len(training[name]) for name, section in algorithm.streams.items() if section.key == "data")
         config = with_steps(config, math.ceil(epochs * rows / config.data.train_batch_size))
-        check_batches(config, plans)
+        checks.check_batches(config, plans)
         algorithm.check_together(config, plans, tokenizer)
-    places, scored = scored_rows(algorithm, sections, training, validation)
+    places, scored = checks.scored_rows(algorithm, sections, training, validation)
     for name, reward in rewards.items():
         reward.check_together(reward_key(name), config.run.timeout_s)
         reward.check_rows(reward_key(name), scored, places)
@@ -247,7 +247,7 @@ def read_data(
                 assert dataset is None or isinstance(dataset, PromptDataset)
                 check_prompts(use, getattr(config, use), dataset, tokenizer, plans)
             elif dataset is not None:
-                check_rows(algorithm.streams[name].key, data, dataset, algorithm, plans)
+                checks.check_rows(algorithm.streams[name].key, data, dataset, algorithm, plans)
     return training, validation
 
 
@@ -270,8 +270,8 @@ def train(context: ProgramContext[Prepared]) -> None:
         environment=config.environment,
         tokenizer=ready.tokenizer,
         num_samples=config.run.log_samples,
-        exact_rollouts=exact_rollouts(config, ready.plans),
-        partial_rollouts=in_flight(config) is not None,
+        exact_rollouts=checks.exact_rollouts(config, ready.plans),
+        partial_rollouts=checks.in_flight(config) is not None,
     )
     models = build_models(ready.plans, build)
     data = build_data(ready, controller)
@@ -317,7 +317,7 @@ def build_data(ready: Prepared, controller: Controller) -> Data:
     for name, dataset in ready.training.items():
         section = sections[name]
         loader = build_loader(dataset, section, config.run.seed)
-        ahead = in_flight(config) if section is config.data else None
+        ahead = checks.in_flight(config) if section is config.data else None
         if ahead is not None:
             streams[name] = InFlightStream(loader, config.sampling.n, ahead, replicas[0])
         else:

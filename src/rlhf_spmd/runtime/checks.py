@@ -1,0 +1,194 @@
+"""What a configuration must hold together before a run starts: sizes, lengths and layouts against each other. Pure, but for devices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from rlhf_spmd.algorithms.base import AlgorithmConfig
+from rlhf_spmd.data.dataset import DatasetConfig, TokenDataset
+from rlhf_spmd.data.prompts import DataConfig, PromptDataset, PromptsConfig
+from rlhf_spmd.models.attention import exact_in_threads
+from rlhf_spmd.runtime.roles import RolePlan, check_sampling
+from rlhf_spmd.workers.model_worker import ModelWorker
+from rlhf_spmd.workers.reward import RewardWorker
+
+
+def in_flight(config: Any) -> int | None:
+    """Prompts in flight, where they are more than a step takes (``data.gen_batch_size``)."""
+    data = config.data
+    more = isinstance(data, DataConfig) and data.gen_batch_size is not None and data.gen_batch_size > data.train_batch_size
+    return data.gen_batch_size if more else None
+
+
+def check_batches(config: Any, plans: Mapping[str, RolePlan]) -> None:
+    """Batch sizes against each other and against the layouts. Raises ValueError with both sides and the remedy."""
+    algorithm, batch = config.algorithm, config.data.train_batch_size
+    mini = algorithm.mini_batch_size or batch
+    if batch % min(mini, batch):
+        raise ValueError(f"algorithm.ppo_mini_batch_size={mini} must divide data.train_batch_size={batch} (both count prompts)")
+    samples = config.sampling.n if isinstance(config.data, PromptsConfig) else 1
+    for role, plan in plans.items():
+        trained = issubclass(plan.worker, ModelWorker) and plan.worker.trained
+        if trained and algorithm.updates(role, config.run.steps, batch) < 1:
+            raise ValueError(
+                f"run.steps={config.run.steps} is too few: models.{role} would never be trained (algorithm.critic_warmup?)"
+            )
+        rows = min(mini, batch) * samples
+        if trained and rows < plan.shape.layout.dp:
+            what = f"{min(mini, batch)} prompts * sampling.n={samples} = {rows} rows" if samples > 1 else f"{rows} rows"
+            raise ValueError(
+                f"a mini-batch has {what}, fewer than models.{role}.layout.dp={plan.shape.layout.dp}; use a larger "
+                f"{'algorithm.ppo_mini_batch_size' if mini < batch else 'data.train_batch_size'}, or a smaller dp"
+            )
+    if isinstance(config.data, DataConfig):
+        _check_generation(config, plans)
+
+
+def _check_generation(config: Any, plans: Mapping[str, RolePlan]) -> None:
+    """A step's prompts against the replicas that generate."""
+    prompts, least = config.data.train_batch_size, config.algorithm.min_samples
+    if config.sampling.greedy:
+        raise ValueError("sampling.temperature=0: training needs samples; use a temperature above 0")
+    if in_flight(config) is not None and not config.algorithm.rows_in_flight:
+        raise ValueError(
+            f"data.gen_batch_size={config.data.gen_batch_size}: {config.algorithm.name} takes no prompts in flight; leave it out"
+        )
+    if config.sampling.n < least:
+        raise ValueError(
+            f"sampling.n={config.sampling.n}: {config.algorithm.name} compares the responses to a prompt; use at least {least}"
+        )
+    for role, plan in plans.items():
+        generation, kv_cache = plan.generation, plan.config.generation.kv_cache
+        if generation is None:
+            continue
+        if kv_cache != "free" and in_flight(config) is None:
+            raise ValueError(
+                f"models.{role}.generation.kv_cache={kv_cache}: all responses end in their step and no pages are left to keep; set "
+                f"data.gen_batch_size above data.train_batch_size={prompts}, or leave it out"
+            )
+        if prompts % generation.dp:
+            raise ValueError(
+                f"rollout has {prompts} prompts in groups of sampling.n={config.sampling.n}; {generation.dp} generation replicas "
+                f"would split a group: use a data.train_batch_size divisible by {generation.dp}"
+            )
+        if (in_flight(config) or prompts) % generation.dp:
+            raise ValueError(
+                f"data.gen_batch_size={config.data.gen_batch_size} prompts in flight must be divisible by the {generation.dp} "
+                f"generation replicas"
+            )
+
+
+def scored_rows(
+    algorithm: AlgorithmConfig,
+    sections: Mapping[str, Any],
+    training: Mapping[str, TokenDataset],
+    validation: Mapping[str, TokenDataset],
+) -> tuple[list[str], list[dict[str, Any]]]:
+    """Of the prompts that rewards will see: examples, and where each stands, for messages."""
+    found: list[tuple[str, dict[str, Any]]] = []
+    for name, data in (*training.items(), *validation.items()):
+        trains = data is training.get(name) or not isinstance(sections[name], DatasetConfig)
+        where = f"{algorithm.streams[name].key}.{'path' if trains else 'val_path'}"
+        if isinstance(data, PromptDataset):
+            found += [(f"{where}, row {row['id']!r}", row) for row in data.examples()]
+    return [place for place, _ in found], [row for _, row in found]
+
+
+def check_lengths(config: Any, algorithm: AlgorithmConfig, plans: Mapping[str, RolePlan]) -> None:
+    """What is sampled against the models and the token budget. Raises ValueError as :func:`check_batches`."""
+    for section in algorithm.streams.values():
+        data = getattr(config, section.key)
+        if not isinstance(data, PromptsConfig):
+            continue
+        uses = {"val_sampling": config.val_sampling} | (
+            {"sampling": config.sampling} if isinstance(data, DatasetConfig) else {}
+        )
+        for name, sampling in uses.items():
+            longest, lengths = check_sampling(name, sampling, section.key, data, plans)
+            # validation's rows are cut into micro-batches by a reward model only
+            by_model = any(
+                issubclass(plan.worker, RewardWorker) and plan.worker.head == "value" and plan.spec for plan in plans.values()
+            )
+            is_cut = name == "sampling" or (getattr(data, "val_path", True) and by_model)
+            if is_cut:
+                _check_budget(algorithm, longest, f"{lengths}, more than")
+
+
+def check_rows(
+    key: str, data: DatasetConfig, dataset: TokenDataset, algorithm: AlgorithmConfig, plans: Mapping[str, RolePlan]
+) -> None:
+    """Rows that are trained on as they are, against contexts and token budget. Raises ValueError with both sides."""
+    longest = int(dataset.lengths.max())
+    for role, plan in plans.items():
+        if plan.spec is not None and longest > plan.spec.max_position_embeddings:
+            raise ValueError(
+                f"the longest row has {longest} tokens, more than the context of models.{role} = {plan.spec.max_position_embeddings}; "
+                f"set {key}.max_length={plan.spec.max_position_embeddings} to drop such rows"
+            )
+    together = int(dataset.lengths.view(-1, dataset.group_size).sum(1).max())
+    what = "row" if dataset.group_size == 1 else "pair"
+    _check_budget(algorithm, together, f"the longest {what} of {key} has {together} tokens, more than", what)
+
+
+def _check_budget(algorithm: AlgorithmConfig, longest: int, words: str, what: str = "row") -> None:
+    budget = algorithm.limits
+    if budget.rows is None and longest > budget.max_tokens:
+        raise ValueError(
+            f"{words} {budget.where}={budget.max_tokens}: a micro-batch must hold a {what}; raise it, or lower the lengths"
+        )
+
+
+def check_validation(config: Any, algorithm: AlgorithmConfig, can_validate: bool) -> None:
+    """``run.test_freq`` against what there is to validate by. Raises ValueError."""
+    freq = config.run.test_freq
+    sections = {section.key: getattr(config, section.key) for section in algorithm.streams.values()}
+    paths = [f"{key}.{'val_path' if isinstance(data, DatasetConfig) else 'path'}" for key, data in sections.items()]
+    paths += [f"{s.key}.path" for s in algorithm.streams.values() if s.only_validates and sections[s.key] is None]
+    if freq and not can_validate:
+        raise ValueError(f"run.test_freq={freq}, but algorithm {algorithm.name!r} has no validation; set it to 0")
+    if freq and not any(data is not None and getattr(data, "val_path", True) for data in sections.values()):
+        raise ValueError(f"run.test_freq={freq} needs {' or '.join(dict.fromkeys(paths))}")
+    for section in algorithm.streams.values():
+        if section.only_validates and sections[section.key] is not None and not freq:
+            raise ValueError(
+                f"{section.key}.path is given, but run.test_freq=0 never validates; set it above 0 or leave {section.key} out"
+            )
+    prompts = any(isinstance(data, PromptsConfig) for data in sections.values())
+    if algorithm.goal is not None and not (freq and prompts):
+        raise ValueError("algorithm.stop_at_reward needs val_prompts.path, a reward and run.test_freq above 0")
+
+
+def exact_rollouts(config: Any, plans: Mapping[str, RolePlan]) -> bool:
+    """Whether generation's log-probs are a training forward's, bit for bit, so that no such forward is needed.
+
+    Raises ValueError where ``models.<role>.generation.exact`` demands it and something stands against it.
+    """
+    found = [_exact(role, plan, config) for role, plan in plans.items() if plan.generation is not None]
+    return bool(found) and all(found)
+
+
+def _exact(role: str, plan: RolePlan, config: Any) -> bool:
+    generation, settings = plan.generation, plan.config.generation
+    assert generation is not None
+    if settings.exact is False:
+        return False
+    against = None
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        against = "only the kernels for CPUs do not depend on the batch"
+    elif plan.config.dtype == "float64":
+        against = "in float64 generation's products are other ones than training's"
+    elif generation.tp != plan.shape.layout.tp:
+        against = f"generation has tp={generation.tp} and training tp={plan.shape.layout.tp}, and they add in another order"
+    elif settings.attention not in ("auto", plan.config.attention):
+        against = f"models.{role}.generation.attention={settings.attention} is not models.{role}.attention"
+    elif config.run.threads > 1 and not exact_in_threads(plan.config.attention, plan.config.torch_dtype(device), device):
+        against = f"with run.threads={config.run.threads} only the C++ kernels are exact, and torch computes some of it here"
+    elif in_flight(config) is not None:
+        against = f"with data.gen_batch_size={config.data.gen_batch_size} tokens may come from weights of earlier steps"
+    if settings.exact and against:
+        raise ValueError(f"models.{role}.generation.exact=true, but {against}; leave it out")
+    return against is None

@@ -1,0 +1,201 @@
+"""What ``generate``, ``evaluate`` and ``score`` share: a model directory and rows in, a jsonl file out, one command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from rlhf_spmd.checkpoint.directory import COMMIT, committed, read_manifest
+from rlhf_spmd.checkpoint.load import load_checkpoint
+from rlhf_spmd.checkpoint.manifest import DTYPES, PARAM
+from rlhf_spmd.checkpoint.save import RoleState
+from rlhf_spmd.config.bounds import check_bounds
+from rlhf_spmd.config.keys import list_keys
+from rlhf_spmd.config.load import check_tree, load
+from rlhf_spmd.data.dataset import RowsConfig
+from rlhf_spmd.data.files import Row, list_paths
+from rlhf_spmd.models.decoder import Decoder
+from rlhf_spmd.models.sharding import check_layout
+from rlhf_spmd.models.spec import ModelSpec, local_directory, read_spec
+from rlhf_spmd.models.weights import check_pretrained, load_pretrained
+from rlhf_spmd.parallel.layout import Layout, LayoutConfig, resolve_layout
+from rlhf_spmd.parallel.program import ProgramSettings, read_command_line, run_program
+from rlhf_spmd.parallel.world import Launch, World, read_launch
+from rlhf_spmd.telemetry.report_sections import flatten_config
+from rlhf_spmd.telemetry.run_dir import CONFIG_FILE, EXPORT_DIR, atomic_write_text, exported_checkpoint
+from rlhf_spmd.workers.config import ComputeConfig
+
+ROLE = "actor"  # of a run's checkpoints: the role that generates
+
+
+@dataclass(frozen=True)
+class ModelConfig(ComputeConfig):
+    """``path``: a Hugging Face directory."""
+
+    path: str = field(kw_only=True)
+
+
+@dataclass(frozen=True)
+class InferenceConfig:
+    """``out``: the file to write. ``timeout_s``: the longest that one rank may keep the others waiting. ``threads``: of a rank, on
+    CPUs."""
+
+    model: ModelConfig
+    out: str
+    data: RowsConfig = field(default_factory=RowsConfig)
+    layout: LayoutConfig = field(default_factory=LayoutConfig)
+    timeout_s: float = 3600.0
+    threads: int = 1
+
+    def check(self, where: str) -> None:
+        check_bounds(self, where, "timeout_s", above=0)
+        check_bounds(self, where, "threads", least=1)
+
+
+Config = TypeVar("Config", bound=InferenceConfig)
+
+
+def read_input(
+    schema: type[Config], path: str | None, overrides: Sequence[str], launch: Launch
+) -> tuple[Config, ModelSpec, Layout, list[Row]]:
+    """The configuration, what it says of model and layout, and the rows, all checked. Local: no communication.
+
+    Raises ConfigError, ValueError or DataError, one line each.
+    """
+    config = read_config(schema, path, overrides)
+    if launch.rank == 0:
+        check_out(Path(config.out), *list_paths(config.data.path))
+    config, spec, layout = read_model(config, launch)
+    check_pretrained(spec, config.model.path, "lm")
+    return config, spec, layout, config.data.read()
+
+
+def read_config(schema: type[Config], path: str | None, overrides: Sequence[str]) -> Config:
+    """Raises ConfigError, one line."""
+    config = load(schema, path, overrides)
+    check_tree(config)
+    return config
+
+
+def read_model(config: Config, launch: Launch) -> tuple[Config, ModelSpec, Layout]:
+    """The configuration with the model's directory in full, its architecture, and the layout. Raises ValueError, one line."""
+    config = replace(config, model=replace(config.model, path=local_directory(config.model.path, "model.path")))
+    spec = read_spec(config.model.path)
+    layout = resolve_layout(config.layout, launch.size, "layout on all ranks")
+    check_layout(spec, layout.pp, layout.tp, "layout", layout.vpp)
+    return config, spec, layout
+
+
+def find_weights(path: str) -> tuple[str, Path | None]:
+    """The directory with the model's configuration and tokenizer, and the checkpoint with its weights where they are not there.
+
+    ``path``: a Hugging Face directory; a run's directory, which stands for its newest checkpoint (read from its export where that
+    is of it, or there is no checkpoint); or one of its checkpoints. Raises ValueError for a checkpoint whose run does not say
+    what it began with.
+    """
+    here = Path(path).expanduser()
+    whole = committed(here)
+    exported = (here / EXPORT_DIR / "config.json").is_file() and (here / CONFIG_FILE).is_file()
+    if exported and (not whole or exported_checkpoint(here) == whole[0].path.name):
+        return str(here / EXPORT_DIR), None
+    checkpoint = here if (here / COMMIT).is_file() else whole[0].path if whole else None
+    if (here / "config.json").is_file() or checkpoint is None:
+        return path, None
+    written = checkpoint.parent.parent / CONFIG_FILE
+    key = f"models.{ROLE}.path"
+    model = flatten_config(written.read_text(encoding="utf-8", errors="replace")).get(key) if written.is_file() else None
+    if model is None:
+        raise ValueError(f"model.path={path} is a checkpoint, and {written} does not name {key}, whose tokenizer it needs")
+    return model, checkpoint
+
+
+def read_weights(config: Config, launch: Launch) -> tuple[Config, ModelSpec, Layout, Path | None]:
+    """As :func:`read_model`, of a run's checkpoint too. Local: no communication."""
+    given = Path(config.model.path)
+    directory, checkpoint = find_weights(config.model.path)
+    if launch.rank == 0 and (given / CONFIG_FILE).is_file():
+        of = (checkpoint.name if checkpoint else exported_checkpoint(given)) or "an unknown checkpoint"
+        print(f"model.path={given}: the weights of {of}, from {checkpoint or directory}", file=sys.stderr)
+    config, spec, layout = read_model(replace(config, model=replace(config.model, path=directory)), launch)
+    if checkpoint is None:
+        check_pretrained(spec, config.model.path, "lm")
+    return config, spec, layout, checkpoint
+
+
+def load_weights(decoder: Decoder, directory: str, checkpoint: Path | None, world: World) -> None:
+    """From the model's directory or the checkpoint, whose dtype is converted.
+
+    Collective over the world: every rank of it must call, in program order. Raises ValueError, CheckpointError.
+    """
+    if checkpoint is None:
+        load_pretrained(decoder, directory)
+        return
+    pieces = next(iter(read_manifest(checkpoint).pieces_of(ROLE, PARAM).values()))
+    parameters = dict(decoder.named_parameters())
+    stored = {name: torch.empty(value.shape, dtype=DTYPES[pieces[0].dtype]) for name, value in parameters.items()}
+    load_checkpoint(checkpoint, ROLE, RoleState(decoder.shards, stored), world.all)
+    with torch.no_grad():
+        for name, value in parameters.items():
+            value.copy_(stored.pop(name))
+
+
+def check_out(out: Path, *sources: str) -> None:
+    """Make the directory of ``out`` and see that a file can be put there: before hours of work, not after. Raises ValueError."""
+    try:
+        if out.exists() and not out.is_file():
+            raise ValueError(f"out={out} is {'a directory' if out.is_dir() else 'not a regular file'}; name a file")
+        for source in sources:
+            if out.exists() and os.path.exists(source) and out.samefile(source):
+                raise ValueError(f"out={out} is the input, data.path={source}; name another file")
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out.parent):
+            pass
+    except OSError as error:
+        raise ValueError(f"out={out}: cannot write in {out.parent}: {error.strerror or error}") from error
+
+
+def gather_records(world: World, records: Sequence[tuple[Any, Any]], label: str) -> list[tuple[Any, Any]] | None:
+    """On rank 0 all ranks' (row id or place, what was made for it, as JSON) in the order of the rows; None elsewhere.
+
+    Collective over the world: every rank of it must call, in program order.
+    """
+    parts = world.all.gather_bytes(json.dumps(records).encode(), label)
+    if parts is None:
+        return None
+    return sorted(((row_id, made) for part in parts for row_id, made in json.loads(part)), key=lambda record: record[0])
+
+
+def not_finite(row: int, name: Any, model: ModelConfig) -> FloatingPointError:
+    """What to raise for row number ``row``, which is called ``name`` outside."""
+    return FloatingPointError(
+        f"row {row} (id {name!r}) has log-probs that are not finite; check the weights in {model.path}, or set model.dtype=float32"
+    )
+
+
+def write_rows(out: str, rows: Iterable[Mapping[str, Any]]) -> None:
+    atomic_write_text(out, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+
+
+def run_inference_program(
+    name: str,
+    description: str | None,
+    schema: type[InferenceConfig],
+    prepare: Callable[[str | None, Sequence[str], Launch], Any],
+    work: Callable[[Any, World, Callable[[], None]], None],
+    argv: Sequence[str] | None,
+) -> None:
+    """The command line: ``prepare(config file, overrides, launch)``, then ``work(prepared, world, tick)`` on all ranks."""
+    config, overrides = read_command_line(name, description, lambda: list_keys(schema, {}), argv)
+    run_program(
+        lambda: prepare(config, overrides, read_launch()),
+        lambda context: work(context.prepared, context.world, context.board.tick),
+        lambda ready: ProgramSettings(timeout_s=ready.config.timeout_s, threads=ready.config.threads),
+    )

@@ -1,0 +1,98 @@
+"""Rank 0's side of a session: the ranks' reports as metrics, and where metrics and samples are written."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from rlhf_spmd.config.load import to_dict
+from rlhf_spmd.controller import ordered_values
+from rlhf_spmd.data.batch import Batch, Ragged
+from rlhf_spmd.runtime.streams import merge_values
+from rlhf_spmd.telemetry.jsonl import JsonlLog
+from rlhf_spmd.telemetry.logger import MetricLogger
+from rlhf_spmd.telemetry.progress import Progress
+from rlhf_spmd.telemetry.run_dir import ROLLOUTS_FILE, VALIDATION_FILE
+
+
+class StepSize(NamedTuple):
+    """Of what the data gave a step: ``tokens`` without those that were generated, if any were. ``calls``: those whose values are
+    reported."""
+
+    rows: int
+    tokens: int
+    calls: int
+    generates: bool
+
+
+def merge_reports(
+    number: int, size: StepSize, reports: Sequence[Any], utilisation: Callable[[int, float, float], float]
+) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """A step's metrics and samples. ``reports``: of each rank the values of its calls, and [seconds, seconds by phase, GiB, bytes].
+
+    ``utilisation(rows, tokens, seconds)``: the share of the devices' arithmetic that the step used.
+    """
+    values, parts = zip(*reports, strict=True)
+    metrics, samples = merge_values(ordered_values(values, size.calls))
+    seconds = max(part[0] for part in parts)
+    metrics = {"step": float(number), **metrics, "timing_s/step": seconds, "reshard/bytes": 0.0}
+    for _, phase_seconds, peak, num_bytes in parts:
+        metrics["reshard/bytes"] = max(metrics["reshard/bytes"], float(num_bytes))
+        for name, value in phase_seconds.items():
+            metrics[f"timing_s/{name}"] = max(metrics.get(f"timing_s/{name}", 0.0), value)
+        metrics["memory/peak_gb"] = max(metrics.get("memory/peak_gb", 0.0), peak)
+    if metrics.get("generation/seconds_max"):
+        metrics["generation/idle_fraction"] = 1 - metrics["generation/seconds"] / metrics["generation/seconds_max"]
+    if size.rows and (
+        "response_length/mean" in metrics or not size.generates
+    ):  # which a reward reports; its call may be left out
+        responses = metrics.get("response_length/mean", 0.0) + metrics.get("rollout/environment_tokens_mean", 0.0)
+        num_tokens = size.tokens + responses * size.rows
+        metrics["perf/tokens_per_s"] = num_tokens / seconds
+        metrics["perf/mfu"] = utilisation(size.rows, num_tokens, seconds)
+    return metrics, samples
+
+
+class Recorder:
+    """Rank 0's side of a session: metrics, samples, progress."""
+
+    def __init__(self, run_dir: Path, config: Any, started_at: int) -> None:
+        """``config``: the whole configuration, with ``run`` and ``logger``."""
+        resume = started_at or None
+        self.metrics = MetricLogger(run_dir, config.logger, config.run.name, to_dict(config), resume)
+        self.rollouts = JsonlLog(run_dir / ROLLOUTS_FILE, resume)
+        self.validations = JsonlLog(run_dir / VALIDATION_FILE, resume)
+        self.num_samples = config.run.log_samples
+        self.progress = Progress(config.run.steps, start_step=started_at)
+
+    def log(
+        self, number: int, metrics: dict[str, float], samples: list[dict[str, Any]], validated: list[dict[str, Any]]
+    ) -> None:
+        self.metrics.log(number, {key: value for key, value in metrics.items() if key != "step"})
+        shown = sorted(samples, key=lambda sample: int(sample["row_id"]))[: self.num_samples]
+        self.rollouts.append({"step": number, **sample} for sample in shown)
+        self.validations.append({"step": number, **sample} for sample in validated)
+        self.progress.update(number, metrics)
+
+    def close(self) -> None:
+        self.progress.close()
+        self.rollouts.close()
+        self.validations.close()
+        self.metrics.close()
+
+
+def token_count(batch: Batch) -> int:
+    """Of all token fields that the data gave."""
+    lengths = [x.lengths for name, x in batch.fields.items() if isinstance(x, Ragged) and name.endswith("_ids")]
+    return int(sum(int(x.sum()) for x in lengths))
+
+
+def peak_memory_gb(device: torch.device) -> float:
+    """Peak memory so far: of the GPU's allocator, on CPUs the resident size of the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

@@ -1,0 +1,368 @@
+"""Responses to the prompts of one set or several, scored where there is a reward: what ``generate`` and ``evaluate`` share.
+
+A row's place is (set, row id), its row id ``prompt number * n + sample``. Draws are keyed by it, so a row is the same in every
+layout, beside any other rows, and in a job that was killed and goes on. Rows that are scored are in the :class:`Journal`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlhf_spmd.config.load import to_dict
+from rlhf_spmd.data.balance import partition_by_tokens
+from rlhf_spmd.data.encoding import check_ids
+from rlhf_spmd.data.files import DataError, Row
+from rlhf_spmd.data.prompts import QuestionsConfig, encode_prompts, response_limits, reward_row
+from rlhf_spmd.data.tokenizer import decode, decoding
+from rlhf_spmd.environments.config import EnvironmentConfig
+from rlhf_spmd.generation import Completion, GenerationConfig, Generator, NotFinite, Request, SamplingConfig
+from rlhf_spmd.generation.backends import choose_backend
+from rlhf_spmd.generation.episodes import Environments
+from rlhf_spmd.generation.stopping import build_ends
+from rlhf_spmd.generation.until import Until
+from rlhf_spmd.models.decoder import Decoder
+from rlhf_spmd.models.spec import ModelSpec, read_eos_ids
+from rlhf_spmd.parallel.layout import Layout
+from rlhf_spmd.parallel.mesh import Mesh, build_mesh
+from rlhf_spmd.parallel.world import World
+from rlhf_spmd.rewards.config import RewardConfig
+from rlhf_spmd.rewards.runner import RewardRunner, check_failures
+from rlhf_spmd.runtime.inference import InferenceConfig, gather_records, load_weights, not_finite
+from rlhf_spmd.runtime.journal import Journal
+
+IN_FLIGHT = 8  # times generation.max_num_seqs rows are with the generator: each call builds its decode loop (graphs) anew
+ENDED = 0.5  # the share of their prompts that ends before rows are written and others follow, so that it never lacks any
+WRITTEN_S = 60.0  # seconds after which those that have ended are written in any case
+
+
+@dataclass(frozen=True)
+class AnswerConfig(InferenceConfig):
+    """What ``generate`` and ``evaluate`` both take. The generation layout is ``layout``; ``generation`` holds the other knobs."""
+
+    data: QuestionsConfig = field(default_factory=QuestionsConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    generation: GenerationConfig = field(default_factory=GenerationConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+
+    def check(self, where: str) -> None:
+        super().check(where)
+        for axis in ("pp", "tp"):
+            if getattr(self.generation, axis) != 1:
+                raise ValueError(
+                    f"generation.{axis}={getattr(self.generation, axis)}: here layout.{axis} says it; leave it out"
+                )
+        if self.layout.zero:
+            raise ValueError(f"layout.zero={self.layout.zero}: nothing is trained here; allowed is 0")
+        if self.layout.vpp != 1:
+            raise ValueError(f"layout.vpp={self.layout.vpp}: generation does not interleave stages; allowed is 1")
+        if self.layout.sequence_parallel:
+            raise ValueError("layout.sequence_parallel=true: generation runs without it; allowed is false")
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """Checked prompts. ``given``: as the file has them; ``rows``: as rewards see them; ``limits``: least and most tokens of each
+    prompt's responses; ``errors``: by number, those that are not answered. ``key``: of the reward, for messages."""
+
+    name: str
+    key: str
+    sampling: SamplingConfig
+    reward: RewardConfig
+    given: list[Any]
+    rows: list[dict[str, Any]]
+    prompts: list[list[int]]
+    limits: list[tuple[int, int]]
+    errors: dict[int, str]
+
+    def requests(self, replica: int, num_replicas: int) -> list[list[Request]]:
+        """A replica's rows, a list for each prompt, so that a prompt is computed once; token counts (at most) balanced over
+        replicas. The longest come first: pages that were made for them have room for all that follow."""
+        n = self.sampling.n
+        longest = [len(prompt) + n * most for prompt, (_, most) in zip(self.prompts, self.limits, strict=True)]
+        mine = np.flatnonzero(partition_by_tokens(longest, num_replicas) == replica).tolist()
+        order = sorted((i for i in mine if i not in self.errors), key=lambda i: -len(self.prompts[i]) - self.limits[i][1])
+        return [[Request(i * n + j, i, self.prompts[i], self.limits[i][1], self.limits[i][0]) for j in range(n)] for i in order]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The checked input of a job. ``checkpoint``: where the weights are, if not in the model's directory. ``keeps_tokens``: rows keep
+    their token ids and log-probs, and not only how many there are."""
+
+    config: Any
+    spec: ModelSpec
+    layout: Layout
+    checkpoint: Path | None
+    tokenizer: Any
+    sets: list[PromptSet]
+    journal: Journal
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
+    keeps_tokens: bool = True
+
+
+def check_set(
+    name: str,
+    key: str,
+    rows: Sequence[Row],
+    config: Any,
+    sampling: SamplingConfig,
+    reward: RewardConfig,
+    model: tuple[ModelSpec, Any],
+) -> PromptSet:
+    """The rows of a set as what is asked of ``model`` (its architecture and tokenizer). Raises ValueError or DataError, one line.
+
+    A prompt that leaves no room in the model's context becomes an error of its own; if all do, that is raised.
+    """
+    spec, tokenizer = model
+    encoded = encode_prompts(rows, config.data, tokenizer, spec.vocab_size)
+    prompts = [
+        check_ids(ids, spec.vocab_size, row.where, config.data.prompt_key) for row, (ids, _) in zip(rows, encoded, strict=True)
+    ]
+    context = spec.max_position_embeddings
+    errors = {
+        i: f"{rows[i].where}: the prompt has {len(ids)} tokens, the model's context {context}"
+        for i, ids in enumerate(prompts)
+        if len(ids) >= context
+    }
+    if len(errors) == len(rows):
+        raise DataError(errors[0])
+    limits = [(0, 0) if i in errors else limits_of(row, context - len(prompts[i]), sampling) for i, row in enumerate(rows)]
+    where = f"{key.rpartition('reward')[0]}sampling"
+    ends = build_ends(sampling, spec.eos_token_ids, decoding(tokenizer), where)
+    sampling.check_ids(spec.vocab_size, ends.token_ids, any(least for least, _ in limits), where)
+    longest = max(len(prompt) + most for prompt, (_, most) in zip(prompts, limits, strict=True))
+    config.generation.check_row("generation", longest, f"the longest row may have {longest} tokens")
+    texts = [text or ("" if tokenizer is None else tokenizer.decode(ids)) for ids, text in encoded]
+    seen = [reward_row(row, i, texts[i], config.data) for i, row in enumerate(rows)]
+    for setting, value in (("model", reward.model), ("judge", reward.judge)):
+        if value is not None:
+            raise ValueError(f"{key}.{setting}={value}: here responses are scored by a function; leave it out")
+    reward.check_rows(key, seen, [row.where for row in rows])
+    given = [row.get(config.data.prompt_key, "") if config.data.prompt_key in row else None for row in rows]
+    return PromptSet(name, key, sampling, reward, given, seen, prompts, limits, errors)
+
+
+def limits_of(row: Row, room: int, sampling: SamplingConfig) -> tuple[int, int]:
+    """Least and most tokens: the row's own limits or the common ones, cut at the end of the model's context."""
+    least, own = response_limits(row)
+    most = min(room, own or sampling.max_response_length or room)
+    if least > most:
+        raise DataError(
+            f"{row.where}: min_response_length={least} must be at most {most}, which max_response_length (the row's, else "
+            "sampling's) and the model's context leave"
+        )
+    return least, most
+
+
+def job_of(config: Any, checkpoint: Path | None, sets: Sequence[PromptSet]) -> str:
+    """What makes rows the same: the weights, as far as samples of their files tell, the prompts, the settings and the reward
+    function's file. Copies of a model on several nodes give the same."""
+    source = checkpoint or Path(config.model.path)
+    files = [[path.name, path.stat().st_size, sample_of(path)] for path in sorted(source.glob("*.safetensors"))]
+    settings = {
+        key: value
+        for key, value in to_dict(config).items()
+        if key in ("model", "sampling", "reward", "environment", "pass_score")
+    }
+    asked = [[s.name, s.prompts, s.limits, s.rows, to_dict(s.sampling), to_dict(s.reward), code_of(s)] for s in sets]
+    return hashlib.sha256(json.dumps([settings, files, asked]).encode()).hexdigest()
+
+
+def code_of(asked: PromptSet) -> str | None:
+    """A hash of the file that the set's reward function is in; None without one."""
+    if asked.reward.function is None:
+        return None
+    function = inspect.unwrap(asked.reward.bind(asked.key).function)
+    function = getattr(function, "func", function)  # of a partial
+    file = getattr(sys.modules.get(function.__module__), "__file__", None)
+    return None if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()
+
+
+def sample_of(path: Path) -> str:
+    """A hash of 64 parts of a file, spread over it."""
+    digest, size = hashlib.sha256(), path.stat().st_size
+    with path.open("rb") as file:
+        for part in range(64):
+            file.seek(part * size // 64)
+            digest.update(file.read(4096))
+    return digest.hexdigest()
+
+
+def answer(
+    ready: Prepared, world: World, tick: Callable[[], None], write: Callable[[list[list[dict[str, Any]]]], None]
+) -> str | None:
+    """All responses. On rank 0 ``write`` gets for each set its rows, ``n`` for each prompt in order, as :class:`Answerer` made them
+    (empty for prompts that are not answered); returns there what to tell of the work, elsewhere None.
+
+    Collective over the world: every rank of it must call. Raises FloatingPointError where a log-prob is not finite.
+    """
+    config, started = ready.config, time.perf_counter()
+    mesh = build_mesh(world, range(world.size), ready.layout)
+    dtype = config.model.torch_dtype(world.device)
+    decoder = Decoder(ready.spec, "lm", mesh.pp_rank, ready.layout.pp, mesh.tp, dtype, world.device)
+    load_weights(decoder, config.model.path, ready.checkpoint, world)
+    backend = choose_backend(config.generation.attention, config.model.attention, dtype, world.device, "generation.attention")
+    generation = replace(config.generation, attention=backend)
+    generator = Generator(decoder, mesh, generation, read_eos_ids(config.model.path), decoding(ready.tokenizer))
+    # before any rank generates: one that cannot load its weights must not leave the others in a collective for long
+    world.all.barrier("generate:loaded")
+    loaded = time.perf_counter()
+    answerers = [Answerer(ready, number, mesh, generator, tick) for number in range(len(ready.sets))]
+    records = [record for answerer in answerers for record in answerer.answer()]
+    before = int(world.all.all_reduce(torch.tensor(sum(answerer.num_before for answerer in answerers)), "generate:before"))
+    gathered = gather_records(world, records, "generate:results")
+    said = None
+    if gathered is not None:
+        rows: list[list[dict[str, Any]]] = [[{} for _ in s.prompts for _ in range(s.sampling.n)] for s in ready.sets]
+        for (number, row_id), row in gathered:
+            rows[number][row_id] = row
+        write(rows)
+        num_tokens = sum(row["length"] for _, row in gathered)
+        seconds = time.perf_counter() - loaded
+        missing = sum(len(s.errors) for s in ready.sets)
+        said = f"{len(gathered)} responses, {num_tokens} tokens in {seconds:.1f} s ({num_tokens / seconds:.0f} tokens/s; "
+        said += f"{loaded - started:.1f} s to load) on {ready.layout}, {config.threads} thread(s), attention {backend}: {config.out}"
+        said += f"; {before} of them were there from an earlier start" if before else ""
+        first = next((error for s in ready.sets for error in s.errors.values()), "")
+        said += f"; {missing} prompt(s) not answered, the first: {first}" if missing else ""
+    world.all.barrier("generate:written")
+    if world.rank == 0:
+        ready.journal.remove()
+    return said
+
+
+class Answerer:
+    """One set's rows on one replica: asked for, made, scored and written down as they end."""
+
+    def __init__(self, ready: Prepared, number: int, mesh: Mesh, generator: Generator, tick: Callable[[], None]) -> None:
+        self.ready, self.number, self.mesh, self.generator, self.tick = ready, number, mesh, generator, tick
+        self.set = ready.sets[number]
+        self.leads = mesh.replica.rank == 0
+        self.runner: RewardRunner | None = None
+        self.told = False  # of the first call of the reward that failed
+        self.num_before = 0  # responses that were there from an earlier start
+
+    def answer(self) -> list[tuple[tuple[int, int], dict[str, Any]]]:
+        """((set, row id), row) of this replica's rows, on its first rank; nothing elsewhere.
+
+        Collective over the replica: every rank of it must call, in program order.
+        """
+        requests = self.set.requests(self.mesh.dp_rank, self.ready.layout.dp)
+        n = self.set.sampling.n
+        before = self.ready.journal.read(self.number, {r.row_id for group in requests for r in group}) if self.leads else {}
+        there = [group for group in requests if all(request.row_id in before for request in group)]
+        self.num_before = n * len(there)
+        told = json.dumps([group[0].group_id for group in there]).encode()
+        done = set(json.loads(self.mesh.replica.broadcast_bytes(told, "generate:done")))
+        records = [((self.number, request.row_id), before[request.row_id]) for group in there for request in group]
+        waiting = deque(group for group in requests if group[0].group_id not in done)
+        begun: dict[int, list[Completion]] = {}  # responses to a prompt go together: rewards may compare them
+        scored: Future[list[tuple[tuple[int, int], dict[str, Any]]]] | None = None
+        try:
+            with ThreadPoolExecutor(1) as pool:  # rewards take their time: the next rows are made meanwhile
+                for completions in self._generate(waiting):
+                    for completion in completions:
+                        begun.setdefault(completion.row_id // n, []).append(completion)
+                    ended = [begun.pop(number) for number in [number for number, its in begun.items() if len(its) == n]]
+                    if self.leads and ended:
+                        records += scored.result() if scored else []
+                        taken = [completion for its in ended for completion in sorted(its, key=lambda c: c.row_id)]
+                        scored = pool.submit(self._write_down, taken)
+                records += scored.result() if scored else []
+                if self.runner is not None:
+                    self.runner.close()  # its processes end with the thread that started them
+        except NotFinite as error:
+            row = error.row_id // self.set.sampling.n
+            raise not_finite(row, self.set.rows[row]["id"], self.ready.config.model) from error
+        return records if self.leads else []
+
+    def _generate(self, waiting: deque[list[Request]]) -> Iterator[list[Completion]]:
+        """The completions as they end. Rows that environments extend or that change replicas end together."""
+        sampling, config = self.set.sampling, self.ready.config.generation
+        environment = self.ready.environment
+        if environment.cls is not None or (config.rebalance_steps and self.ready.layout.dp > 1):
+            requests = [request for group in waiting for request in group]
+            environments = None
+            if environment.cls is not None and requests:
+                rows = {request.row_id: self.set.rows[request.group_id] for request in requests}
+                environments = Environments(environment, rows, self.ready.tokenizer)
+            yield self.generator.generate(requests, sampling, sampling.seed, 0, self.tick, environments)
+            return
+        most = max(IN_FLIGHT * config.max_num_seqs // sampling.n, 1)
+        while waiting or self.generator.kept:
+            room = most - len({row.request.group_id for row in self.generator.kept})
+            groups = [waiting.popleft() for _ in range(min(room, len(waiting)))]
+            requests = [request for group in groups for request in group]
+            yield self.generator.generate_until(
+                requests, sampling, sampling.seed, 0, Until(fraction=ENDED, seconds=WRITTEN_S), 0, self.tick
+            )
+
+    def _write_down(self, completions: Sequence[Completion]) -> list[tuple[tuple[int, int], dict[str, Any]]]:
+        """On the thread that the reward's processes belong to."""
+        made = self._records(completions)
+        self.ready.journal.append(made)
+        return made
+
+    def _records(self, completions: Sequence[Completion]) -> list[tuple[tuple[int, int], dict[str, Any]]]:
+        rows = [record(completion, self.ready.keeps_tokens) for completion in completions]
+        if self.set.reward.function is not None:
+            prompts = [self.set.rows[completion.row_id // self.set.sampling.n] for completion in completions]
+            texts = decode(self.ready.tokenizer, [completion.token_ids for completion in completions])
+            scores = self._score(prompts, texts, [completion.token_ids for completion in completions])
+            for row, text, score in zip(rows, texts, scores, strict=True):
+                row |= {"response": text, "score": score}
+        return [((self.number, completion.row_id), row) for completion, row in zip(completions, rows, strict=True)]
+
+    def _score(self, prompts: Sequence[dict[str, Any]], texts: Sequence[str], ids: Sequence[list[int]]) -> list[float | None]:
+        """None for rows that the reward does not score. Raises RewardError as training does, taking these rows for a step."""
+        reward = self.set.reward
+        scores: list[float | None] = [None] * len(texts)
+        chosen = [i for i, row in enumerate(prompts) if reward.chooses(row)]
+        if not chosen:
+            return scores
+        first_step = self.runner is None
+        self.runner = self.runner or RewardRunner(reward, self.set.key)
+        more = [{"completion_ids": ids[i]} if self.runner.bound.takes_ids else {} for i in chosen]
+        result = self.runner.score(
+            [(prompts[i]["prompt"], texts[i], prompts[i] | extra) for i, extra in zip(chosen, more, strict=True)],
+            [i // self.set.sampling.n for i in chosen],
+            self.tick,
+        )
+        failed, error = result.failures + result.timeouts, result.first_error or ""
+        rows = f"the set {self.set.name!r}" if self.set.name else "the rows"
+        check_failures(reward, self.set.key, failed, len(chosen), error, first_step, f"{rows} so far" if first_step else rows)
+        if failed and not self.told:
+            told = f"{self.set.key}.function {reward.function!r} failed; such rows get {self.set.key}.default={reward.default}"
+            print(f"{told}: {error}", file=sys.stderr)
+            self.told = True
+        for i, score in zip(chosen, result.scores, strict=True):
+            scores[i] = None if score is None else reward.weight * score
+        return scores
+
+
+def record(completion: Completion, keeps_tokens: bool) -> dict[str, Any]:
+    """What only the replica knows of a row."""
+    row: dict[str, Any] = {"length": len(completion.token_ids), "finish_reason": completion.finish_reason}
+    if not keeps_tokens:
+        return row
+    row |= {"response_ids": completion.token_ids, "log_probs": completion.log_probs_t1.tolist()}
+    if completion.top_log_probs is not None:
+        pairs = zip(*(part.tolist() for part in completion.top_log_probs), strict=True)
+        row["top_log_probs"] = [list(zip(ids, values, strict=True)) for ids, values in pairs]
+    if completion.episode is not None:
+        told = completion.episode
+        row |= {"response_mask": list(map(int, told.mask)), "environment_reward": told.reward, "num_turns": told.num_turns}
+    return row

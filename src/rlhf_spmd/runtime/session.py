@@ -1,0 +1,328 @@
+"""A run from its first step to its last: the loop that ``train`` and ``sft`` share, with its metrics, checkpoints and resume."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import yaml
+
+from rlhf_spmd.checkpoint.directory import read_manifest
+from rlhf_spmd.checkpoint.export import export_hugging_face
+from rlhf_spmd.checkpoint.load import find_resumable, load_checkpoint
+from rlhf_spmd.checkpoint.save import save_checkpoint
+from rlhf_spmd.config.bounds import check_bounds
+from rlhf_spmd.config.load import to_yaml
+from rlhf_spmd.controller import Controller, Reference
+from rlhf_spmd.data.batch import Batch
+from rlhf_spmd.parallel.collectives import RECORDER
+from rlhf_spmd.parallel.program import Preempted, ProgramContext, ProgramSettings, read_command_line, run_program
+from rlhf_spmd.parallel.world import read_launch
+from rlhf_spmd.reshard import LABELS
+from rlhf_spmd.runtime.recorder import Recorder, StepSize, merge_reports, peak_memory_gb, token_count
+from rlhf_spmd.runtime.restart import compare_runs, restore_rows_in_flight, role_state, rows_in_flight
+from rlhf_spmd.runtime.roles import model_directory
+from rlhf_spmd.telemetry.report import write_report
+from rlhf_spmd.telemetry.run_dir import (
+    CONFIG_FILE,
+    EXPORT_DIR,
+    EXPORTED_FILE,
+    TRACE_FILE,
+    ExitStatus,
+    atomic_write_text,
+    exported_checkpoint,
+)
+from rlhf_spmd.telemetry.summary import places
+from rlhf_spmd.telemetry.trace import Timeline, write_trace
+from rlhf_spmd.workers.flops import forward_flops, matmul_rate
+from rlhf_spmd.workers.model_worker import ModelWorker
+
+RESUME = ("auto", "force", "never")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """``run``. ``steps``: null: as many as ``data.epochs`` says. ``save_freq``, ``test_freq``: steps between checkpoints and
+    validations; 0: only at the end, or never. ``resume``: auto (from the newest good checkpoint in ``dir``, if there is one, and if
+    it is of the same algorithm, models and data), force (of whatever it is), never, or a checkpoint directory.
+    ``keep_checkpoints``: how many stay, at least 2. ``timeout_s``: how long ranks wait for each other before the run ends.
+    ``threads``: of a rank on CPUs; on GPUs it is not read. ``log_samples``: rollouts written per step. ``export``: write a Hugging
+    Face directory at the end.
+    """
+
+    name: str = "run"
+    dir: str = "runs/${run.name}"
+    seed: int = 0
+    steps: int | None = 100
+    save_freq: int = 0
+    test_freq: int = 0
+    resume: str = "auto"
+    keep_checkpoints: int = 2
+    timeout_s: float = 600.0
+    threads: int = 1
+    log_samples: int = 4
+    export: bool = True
+
+    def check(self, where: str) -> None:
+        check_bounds(self, where, "steps", "threads", least=1)
+        check_bounds(self, where, "save_freq", "test_freq", "log_samples", least=0)
+        check_bounds(self, where, "keep_checkpoints", least=2)
+        check_bounds(self, where, "timeout_s", above=0)
+        here = Path(self.dir).absolute()
+        root = next(path for path in (here, *here.parents) if path.exists())
+        if not (root.is_dir() and os.access(root, os.W_OK)):
+            raise ValueError(f"{where}.dir={self.dir}: {root} is not a directory that this user can write to; give another one")
+        if self.resume not in RESUME and not Path(self.resume).is_dir():
+            raise ValueError(f"{where}.resume={self.resume!r} is none of {', '.join(RESUME)}, and no checkpoint directory")
+
+
+def run_dir_hint(path: str | None, overrides: Sequence[str]) -> Path | None:
+    """Where exit_status.json goes when the configuration is refused: ``run.dir`` of the command line or file, as far as readable."""
+    given = [value.removeprefix("run.dir=") for value in overrides if value.startswith("run.dir=")]
+    if given or path is None:
+        return Path(given[-1]) if given else None
+    try:
+        written = (yaml.safe_load(Path(path).read_text()) or {}).get("run", {}).get("dir")
+    except (OSError, UnicodeDecodeError, AttributeError, yaml.YAMLError):
+        return None
+    return Path(written) if isinstance(written, str) and "${" not in written else None
+
+
+def run_session_program(
+    name: str,
+    description: str | None,
+    prepare: Callable[[str | None, Sequence[str], int], Any],
+    body: Callable[[ProgramContext[Any]], None],
+    keys: Callable[[], Iterable[str]],
+    argv: Sequence[str] | None,
+) -> None:
+    """The command line of ``train`` and ``sft``: ``prepare(config file, overrides, world size)``, then ``body`` on all ranks.
+
+    ``keys``: lines about the configuration's keys, for ``--help``.
+    """
+    config, overrides = read_command_line(name, description, keys, argv)
+    run_program(
+        lambda: prepare(config, overrides, read_launch().size),
+        body,
+        lambda ready: ProgramSettings(Path(ready.config.run.dir), ready.config.run.timeout_s, ready.config.run.threads),
+        run_dir_hint(config, overrides),
+        saves_on_signal=True,
+    )
+
+
+Step = Callable[[int], tuple[list[Reference], list[Batch]]]  # number -> the calls whose values are its metrics, and its rows
+Validate = Callable[[int], tuple[dict[str, float], list[dict[str, Any]]]]
+
+
+@dataclass
+class Session:
+    """What a run carries besides its ``models``. ``state``/``restore``: what a checkpoint holds besides the roles that change.
+    ``told``: metrics of the data so far.
+
+    ``context.prepared`` has ``config`` (with ``run`` and ``logger``), ``plans`` and the role that is ``exported``.
+    """
+
+    context: ProgramContext[Any]
+    models: SimpleNamespace
+    state: Callable[[], dict[str, Any]]
+    restore: Callable[[dict[str, Any]], None]
+    told: Callable[[], dict[str, float]]
+    started_at: int = field(default=0, init=False)
+    finished_before: bool = field(default=False, init=False)  # its goal was reached in an earlier start
+
+    def __post_init__(self) -> None:
+        self.world, self.board, ready = self.context.world, self.context.board, self.context.prepared
+        self.config: RunConfig = ready.config.run
+        assert self.config.steps is not None, "the data have said how long the run is"
+        self.steps = self.config.steps
+        self.controller: Controller = self.models.controller
+        self.run_dir = Path(self.config.dir)
+        self.is_first = self.world.rank == 0
+        workers = {role: worker for role, worker in vars(self.models).items() if isinstance(worker, ModelWorker)}
+        moved = ready.config.algorithm.moved
+        self.saved = {role: worker for role, worker in workers.items() if worker.trained or role in moved}
+        # FLOP/s of one rank, by which utilisation (perf/mfu) is measured
+        self.peak_flops = matmul_rate(self.world.device, ready.plans[ready.exported].config.torch_dtype(self.world.device))
+
+    def run(self, one_step: Step, validate: Validate, goal: float | None = None) -> None:
+        """All steps from where the run stands; what ``validate`` gives, metrics and samples, is the same on every rank.
+
+        ``validate`` is called where ``run.test_freq`` says. The run ends when ``val/reward_mean`` has reached ``goal``.
+        Collective over the world: every rank of it must call. Raises Preempted after saving if any rank was signalled.
+        """
+        self.started_at = self.resume()
+        if self.finished_before or self.started_at >= self.steps:
+            self.board.set_step(self.started_at)
+            if self.is_first:
+                done, remedy = f"step {self.started_at} of {self.steps} is done", "raise run.steps or "
+                if self.finished_before:
+                    done, remedy = f"its goal was reached in step {self.started_at}", ""
+                print(f"nothing to do: {done}; {remedy}give another run.dir", file=sys.stderr)
+            if self.config.export and self.controller.decide(self.is_first and not self._is_exported()):
+                self._export()  # the run was ended between its last checkpoint and its export
+            return
+        if self.is_first:
+            atomic_write_text(self.run_dir / CONFIG_FILE, to_yaml(self.context.prepared.config))
+        recorder = Recorder(self.run_dir, self.context.prepared.config, self.started_at) if self.is_first else None
+        test_freq = self.config.test_freq
+        shown: list[dict[str, Any]]
+        if test_freq and self.started_at == 0:
+            first, shown = validate(0)
+            if recorder is not None:
+                recorder.log(0, first, [], shown)
+        for number in range(self.started_at + 1, self.steps + 1):
+            self._take(one_step, number)
+            preempted = self.controller.decide(self.board.preempted)
+            reports = self.controller.receive_reports() if self.is_first else []
+            metrics, samples = merge_reports(number, self._size, reports, self._utilisation) if self.is_first else ({}, [])
+            if "generation/idle_fraction" in metrics:
+                self.controller.timeline.instant("generation", idle_fraction=round(metrics["generation/idle_fraction"], 4))
+            shown = []
+            if test_freq and (number % test_freq == 0 or number == self.steps):
+                found, shown = validate(number)
+                metrics |= found
+            stopped = goal is not None and metrics.get("val/reward_mean", -math.inf) >= goal
+            ended = stopped or number == self.steps
+            if recorder is not None:
+                recorder.log(number, {**self.told(), **metrics}, samples, shown)
+            if ended or preempted or (self.config.save_freq and number % self.config.save_freq == 0):
+                self.save(number, stopped)
+            if preempted and not ended:
+                self._close(recorder, "preempted", number)
+                raise Preempted(f"saved {self.board.last_checkpoint}; start again with run.resume=auto to go on")
+            if ended:
+                break
+        if self.config.export:
+            self._export()
+        self._close(recorder, "done", number)
+
+    def _take(self, one_step: Step, number: int) -> None:
+        """One step, and this rank's part of what is told of it, on its way to rank 0 while the rank goes on."""
+        self.board.set_step(number)
+        self.controller.timeline.begin_step(number)
+        received = sum(RECORDER.received[label] for label in LABELS)
+        start = time.perf_counter()
+        calls, rows = one_step(number)
+        seconds = time.perf_counter() - start
+        phases = self.controller.timeline.phase_totals(number)
+        own_phases: dict[str, float] = {}  # of a method the sum over roles
+        for name, value in phases.items():
+            if ":" not in name:
+                key = name.rsplit(".", 1)[-1]
+                own_phases[key] = own_phases.get(key, 0.0) + value
+        received = sum(RECORDER.received[label] for label in LABELS) - received
+        own = [seconds, own_phases, peak_memory_gb(self.world.device), received]
+        self.controller.send_report([self.controller.values(*calls), own])
+        generates = any(node.kind == "generate" for node in self.controller.taken)
+        self._size = StepSize(sum(map(len, rows)), sum(map(token_count, rows)), len(calls), generates)
+
+    def _utilisation(self, num_rows: int, num_tokens: float, seconds: float) -> float:
+        """Of all devices, by the calls that the step made; an update counts three forward passes in each epoch: one, and backward
+        twice that."""
+        plans, mean = self.context.prepared.plans, num_tokens / num_rows
+        calls = [(plans[node.role].spec, node) for node in self.controller.taken if node.kind in ("generate", "infer", "train")]
+        passes = [
+            (spec, node.rows, 3.0 * node.epochs if node.kind == "train" else 1.0) for spec, node in calls if spec is not None
+        ]
+        flops = sum(forward_flops(spec, rows * mean, mean) * count for spec, rows, count in passes)
+        return flops / seconds / (self.peak_flops * self.world.size)
+
+    # Checkpoints
+
+    def save(self, number: int, stopped: bool = False) -> None:
+        """Collective over the world: every rank of it must call, in program order. Raises CheckpointError on all of them."""
+        with self.controller.timeline.span("save_checkpoint", category="io"):
+            progress = self.controller.get(*(worker.progress() for worker in self.saved.values()))
+            steps = {role: values[0]["optimizer_steps"] for role, values in zip(self.saved, progress, strict=True)}
+            state = {"step": number, "stopped": stopped, "optimizer_steps": steps, **self.state()}
+            held = {role: role_state(worker) for role, worker in self.saved.items() if worker.member}
+            held |= rows_in_flight(self.saved)
+            path = save_checkpoint(self.run_dir, number, held, state, self.world.all, self.config.keep_checkpoints)
+        self.board.last_checkpoint = str(path)
+
+    def resume(self) -> int:
+        """Load the checkpoint that ``run.resume`` asks for; returns its step, 0 for a new run.
+
+        Collective over the world: every rank of it must call. Raises CheckpointError, and ValueError where a new run would
+        mix with the checkpoints of an older one, or go on with those of another experiment.
+        """
+        found = find_resumable(self.run_dir, self.world.all)
+        if self.config.resume == "never" and found.directory is not None:
+            raise ValueError(
+                f"run.resume=never, but run.dir={self.config.dir} holds {found.directory.name}; give another run.dir"
+            )
+        path = found.directory if self.config.resume in RESUME else Path(self.config.resume)
+        if self.is_first:
+            for warning in found.warnings:
+                print(f"warning: {warning}", file=sys.stderr)
+        if path is None:
+            return 0
+        state = read_manifest(path).state
+        told = compare_runs(path, self.context.prepared.config, state, self.state())
+        if told and self.is_first:
+            print(told, file=sys.stderr)
+        for role, worker in self.saved.items():
+            if worker.member:
+                load_checkpoint(path, role, role_state(worker), worker.mesh.pool)
+                if worker.engine.optimizer is not None:
+                    worker.engine.optimizer.step_count = int(state["optimizer_steps"][role])
+        self.restore(dict(state))
+        restore_rows_in_flight(path, self.saved)
+        self.finished_before = bool(state["stopped"])
+        self.board.last_checkpoint = str(path)
+        if self.is_first:
+            print(f"resumed from {path} (step {state['step']})", file=sys.stderr)
+        return int(state["step"])
+
+    def _close(self, recorder: Recorder | None, ended: str, number: int) -> None:
+        payloads = self.world.all.gather_bytes(self.controller.timeline.to_bytes(), "control")
+        if recorder is not None and payloads is not None:
+            write_trace(self.run_dir / TRACE_FILE, payloads)
+            recorder.close()
+            write_report(self.run_dir, status=ExitStatus(ended, step=number, last_checkpoint=self.board.last_checkpoint))
+            print(*places(self.run_dir), sep="\n", file=sys.stderr)
+
+    def _is_exported(self) -> bool:
+        """Whether the export is of the last checkpoint."""
+        newest = self.board.last_checkpoint
+        return newest is None or exported_checkpoint(self.run_dir) == Path(newest).name
+
+    def _export(self) -> None:
+        """Rank 0 writes for as long as it takes; nobody waits for it in one collective, whose time is limited."""
+        if self.board.last_checkpoint is None:
+            return
+        role = self.context.prepared.exported
+        source = model_directory(self.context.prepared.plans, role)
+        with ThreadPoolExecutor(1) as pool:
+            arguments = Path(self.board.last_checkpoint), role, source, self.run_dir / EXPORT_DIR
+            written = pool.submit(export_hugging_face, *arguments) if self.is_first else None
+            pause_s = 0.01
+            while self.controller.decide(written is not None and not written.done()):
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, 1.0)
+        if written is not None:
+            written.result()
+            atomic_write_text(self.run_dir / EXPORT_DIR / EXPORTED_FILE, Path(self.board.last_checkpoint).name)
+        self.world.all.barrier("control")
+
+
+def start_controller(context: ProgramContext[Any]) -> Controller:
+    """A controller whose timeline has the pools that this rank is in; on GPUs the wait for the started work ends a timed span.
+
+    It waits for the work of the present stream only: weights on loan are sent from another one while the script goes on.
+    """
+    world, plans = context.world, context.prepared.plans.values()
+    pools = [pool for plan in plans for pool in (plan.pool, *(call.pool for call in plan.calls.values()))]
+    names = sorted({pool.name for pool in pools if world.rank in pool.ranks})
+    synchronize = (lambda: torch.cuda.current_stream().synchronize()) if world.device.type == "cuda" else None
+    timeline = Timeline(world.rank, names, synchronize=synchronize)
+    return Controller(world.all, context.board, timeline, context.prepared.config.run.seed)

@@ -1,0 +1,124 @@
+"""Every algorithm as a case: its configuration, the layouts it runs in, what its run has to show."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import tasks
+from places import ROOT
+from ppo_layouts import micro_batches
+
+CONFIGS = ROOT / "configs"
+
+
+@dataclass(frozen=True)
+class Case:
+    """``config``: a file in configs/. ``roles``: those with a model, which are small ones here; ``frozen`` are not trained.
+    ``more``: overrides. ``split``: those of the run on two pools. ``cut``: those that cut its rows into several micro-batches."""
+
+    config: str
+    roles: tuple[str, ...] = ("actor",)
+    frozen: tuple[str, ...] = ("reference",)
+    more: tuple[str, ...] = ()
+    split: tuple[str, ...] = ()
+    cut: tuple[str, ...] = micro_batches(rows=4)
+
+    def overrides(self) -> list[str]:
+        root = tasks.task()
+        models = [
+            f"models.{role}.path={root / ('actor' if role == 'actor' else 'reference')}" for role in (*self.roles, *self.frozen)
+        ]
+        models += [f"models.{role}.dtype=float64" for role in (*self.roles, *self.frozen)]
+        # Adam does not magnify what rounds off at 0
+        trained = [f"models.{role}.optim.{key}" for role in self.roles for key in ("lr=1e-3", "eps=1e-3")]
+        return [*models, *trained, "run.test_freq=0", "run.save_freq=0", *self.more]
+
+
+ROLLOUTS = (
+    f"data.path={tasks.task() / 'train.jsonl'}",
+    "data.val_path=null",
+    "data.max_prompt_length=12",
+    f"data.max_response_length={tasks.MAX_RESPONSE}",
+    f"data.train_batch_size={tasks.PROMPTS}",
+    "sampling.n=4",
+    "run.log_samples=32",
+    "algorithm.ppo_mini_batch_size=4",
+    "reward.function=tasks:even_share",
+)
+
+CORRECTED = tuple(
+    f"algorithm.rollout_correction.{key}"
+    for key in ("rollout_is=sequence", "rollout_is_threshold=1.1", "rollout_rs=token_k1", "rollout_rs_threshold=1.5")
+)
+
+GMPO = ("algorithm.loss_mode=geo_mean", "algorithm.loss_agg_mode=seq-mean-token-mean", "algorithm.ppo_epochs=2")
+
+NORMALISED = (
+    *("algorithm.norm_reward=mean_std", "algorithm.norm_value=true", "algorithm.kl_ctrl.kl_coef=0.05"),
+    *("algorithm.entropy_coeff=0.02", "algorithm.entropy_coeff_end=0", "algorithm.entropy_coeff_steps=3"),
+)
+
+PAIRS = (
+    f"data.path={tasks.pairs()}",
+    f"data.val_path={tasks.pairs('pairs_val', 7)}",
+    "data.train_batch_size=8",
+    "run.test_freq=2",
+)
+
+
+def of_pairs(name: str, *more: str, roles: tuple[str, ...] = ("actor",), frozen: tuple[str, ...] = ()) -> Case:
+    """20 pairs in batches of 8 pairs: the third step has rows of the second epoch."""
+    return Case(f"quickstart_{name}", roles, frozen, (*PAIRS, *more), cut=("algorithm.max_token_len_per_gpu=80",))
+
+
+CASES: dict[str, Case] = {
+    "ppo, one model": Case("quickstart_ppo_shared", more=(*ROLLOUTS, "algorithm.kl_ctrl.kl_coef=0.05")),
+    "grpo": Case("quickstart_grpo", more=(*ROLLOUTS, "algorithm.ppo_epochs=2", "algorithm.kl_loss_coef=0.05")),
+    "dr_grpo": Case("quickstart_dr_grpo", frozen=(), more=(*ROLLOUTS, "algorithm.ppo_epochs=2")),
+    "rloo": Case("quickstart_rloo", more=(*ROLLOUTS, "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.horizon=100")),
+    "reinforce_plus_plus": Case("quickstart_reinforce_plus_plus", more=(*ROLLOUTS, "algorithm.gamma=0.97")),
+    "reinforce_plus_plus_baseline": Case("quickstart_reinforce_plus_plus_baseline", more=ROLLOUTS),
+    "gspo": Case("quickstart_gspo", frozen=(), more=(*ROLLOUTS, "algorithm.ppo_epochs=2", "algorithm.clip_ratio_high=0.001")),
+    "cispo": Case("quickstart_cispo", frozen=(), more=(*ROLLOUTS, "algorithm.ppo_epochs=2", *CORRECTED)),
+    "sapo with opo": Case("quickstart_grpo", more=(*ROLLOUTS, "algorithm.adv_estimator=opo", "algorithm.loss_mode=sapo")),
+    "gmpo": Case("quickstart_dr_grpo", frozen=(), more=(*ROLLOUTS, *GMPO)),
+    "ppo": Case("quickstart_ppo", ("actor", "critic"), more=(*ROLLOUTS, *NORMALISED)),
+    "grpo, a reference that follows": Case(
+        "quickstart_grpo",
+        more=(*ROLLOUTS, "algorithm.kl_loss_coef=0.5", "algorithm.sync_ref_model=true", "algorithm.ref_model_sync_steps=1"),
+        split=(
+            "placement.pools={a: [0, 1], b: [2, 3]}",
+            *(f"models.{key}" for key in ("actor.pool=a", "actor.layout.dp=1", "actor.layout.zero=0", "reward.pool=b")),
+            *("models.reference.pool=b", "models.reference.layout={dp: 2, zero: 3}"),
+        ),
+    ),
+    "remax": Case("quickstart_remax", more=(*ROLLOUTS, "algorithm.use_kl_loss=true")),
+    "dapo": Case("quickstart_dapo", frozen=(), more=(*ROLLOUTS, "reward.function=tasks:coarse_share")),
+    "distill": Case("quickstart_distill", frozen=("teacher",), more=(*ROLLOUTS, "algorithm.gamma=0.5")),
+    "reward_model": of_pairs("reward_model", roles=("reward",)),
+    "cost_model": of_pairs("cost_model", roles=("cost",)),
+    "dpo": of_pairs("dpo", frozen=("reference",)),
+    "dpo, robust, by token": of_pairs(
+        "dpo",
+        *(f"algorithm.{key}" for key in ("loss_type=robust", "label_smoothing=0.1", "length_normalized=true")),
+        frozen=("reference",),
+    ),
+    "kto": of_pairs("kto", frozen=("reference",)),
+    "orpo": of_pairs("orpo"),
+    "simpo": of_pairs("simpo"),
+    "online_dpo": Case("quickstart_online_dpo", more=ROLLOUTS),
+    "safe_rlhf": Case(
+        "quickstart_safe_rlhf",
+        roles=("actor", "critic", "cost_critic"),
+        more=(
+            *ROLLOUTS,
+            f"ptx.path={tasks.pairs()}",
+            "ptx.response_key=chosen",
+            "ptx.train_batch_size=8",
+            f"rewards.cost.model={tasks.task() / 'critic'}",
+            "models.cost.dtype=float64",
+            "algorithm.threshold=0.1",
+            "algorithm.lambda_lr=1.0",
+        ),
+    ),
+}

@@ -1,0 +1,254 @@
+"""ReMax, DAPO and distillation: their arithmetic against float64 derivations from the papers, and what they do in a run."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import tasks
+from algorithm_cases import CASES, CONFIGS, ROLLOUTS, Case
+from ranks import run_ranks
+from rlhf_spmd.algorithms.dapo import DAPOConfig, FilterGroupsConfig, OverlongConfig, in_group, shaped
+from rlhf_spmd.algorithms.distill import DistillConfig, towards_teacher
+from rlhf_spmd.algorithms.policy import PolicyConfig, clipped_policy
+from rlhf_spmd.algorithms.remax import ReMaxConfig, minus_greedy
+from rlhf_spmd.controller.reference import COPY_STRIDE
+from rlhf_spmd.data.batch import Ragged
+from rlhf_spmd.generation.config import SamplingConfig
+from rlhf_spmd.parallel.world import World
+from rlhf_spmd.workers.arithmetic import Function, Whole
+from rlhf_spmd.workers.objective import Rows, Totals
+
+ALONE = Whole(lambda x: x, lambda x: x, {})
+
+
+def rows_of(lengths: list[int], groups: list[int], ids: list[int] | None = None) -> Rows:
+    return Rows(torch.tensor(ids or range(len(lengths))), torch.tensor(groups), torch.tensor(lengths))
+
+
+def per_token(function: Function, fields: dict[str, Tensor], rows: Rows) -> tuple[Tensor, dict[str, float]]:
+    made, report = function(fields, rows, ALONE)
+    field = made["advantages"]
+    assert isinstance(field, Ragged)
+    return field.values, report
+
+
+def loss_and_gradient(
+    config: PolicyConfig, log_probs: Tensor, old: Tensor, advantages: Tensor, rows: Rows
+) -> tuple[float, Tensor]:
+    leaf = log_probs.clone().requires_grad_()
+    fields = {"log_probs": leaf, "old_log_probs": old, "advantages": advantages, "entropy": torch.zeros_like(leaf)}
+    totals = Totals(int(rows.lengths.sum()), len(rows))
+    loss, _ = clipped_policy(config, SamplingConfig(max_response_length=8)).loss(fields, rows, totals)
+    loss.backward()
+    assert leaf.grad is not None
+    return float(loss.detach()), leaf.grad
+
+
+def test_remax_is_the_gradient_of_the_paper() -> None:
+    """Algorithm 1: the sum over samples of (r(x, a) - r(x, greedy)) * sum_t grad log pi(a_t), over their number."""
+    scores = torch.tensor([1.0, 0.25, 3.0, -2.0, 0.5, 4.0], dtype=torch.float64)
+    ids = [0, 1, COPY_STRIDE, 2, 3, COPY_STRIDE + 2]
+    rows = rows_of([2, 1, 3, 2, 3, 1], [7, 7, 7, 9, 9, 9], ids)
+    advantages, report = per_token(minus_greedy, {"scores": scores}, rows)
+    baseline, sampled = {7: 3.0, 9: 4.0}, [0, 1, 3, 4]
+    wanted = [float(scores[i]) - baseline[int(rows.group_ids[i])] for i in range(6)]
+    assert advantages.tolist() == [a for a, n in zip(wanted, rows.lengths.tolist(), strict=True) for _ in range(n)]
+    assert report == {"actor/baseline_mean": 3.5, "actor/advantage_mean": sum(wanted[i] for i in sampled) / 4}
+
+    kept = torch.cat([part for i, part in enumerate(advantages.split(rows.lengths.tolist())) if i in sampled])
+    of_samples = rows_of([2, 1, 2, 3], [7, 7, 9, 9])
+    log_probs = -torch.rand(8, generator=torch.Generator().manual_seed(0), dtype=torch.float64) - 0.1
+    config = ReMaxConfig(loss_agg_mode="seq-mean-token-sum")
+    _, gradient = loss_and_gradient(config, log_probs, log_probs, kept, of_samples)
+    torch.testing.assert_close(gradient, -kept / 4, atol=1e-12, rtol=0)
+
+
+def test_dapo_penalty_advantages_and_clip_are_those_of_the_paper() -> None:
+    """Equations 8 (objective), 9 (advantages) and 13 (penalty) in plain numbers."""
+    limit, room, factor = 8, 3, 0.5
+    scores, lengths = [1.0, 0.0, 1.0, 0.5], [4, 6, 8, 7]
+    penalties = [0.0 if n <= limit - room else factor * ((limit - room) - n) / room for n in lengths]
+    rewards = np.array([s + p for s, p in zip(scores, penalties, strict=True)])
+    wanted = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
+    config = DAPOConfig(overlong_buffer=OverlongConfig(len=room, penalty_factor=factor))
+    rows = rows_of(lengths, [3] * 4)
+    made, report = shaped(config, limit)({"scores": torch.tensor(scores, dtype=torch.float64)}, rows, ALONE)
+    rewarded = made["seq_rewards"]
+    assert isinstance(rewarded, Tensor) and rewarded.tolist() == pytest.approx(rewards.tolist(), abs=1e-12)
+    assert report == {"dapo/overlong_penalty_mean": pytest.approx(sum(penalties) / 4), "dapo/equal_group_fraction": 0.0}
+    advantages, _ = per_token(in_group({}), {"seq_rewards": rewarded}, rows)
+    assert advantages.tolist() == pytest.approx(np.repeat(wanted, lengths).tolist(), abs=1e-12)
+
+    generator = torch.Generator().manual_seed(1)
+    old = -torch.rand(sum(lengths), generator=generator, dtype=torch.float64)
+    log_probs = old + torch.randn(len(old), generator=generator, dtype=torch.float64) * 0.3
+    loss, gradient = loss_and_gradient(config, log_probs, old, advantages, rows)
+    terms, slopes = [], []
+    for a, new, before in zip(advantages.tolist(), log_probs.tolist(), old.tolist(), strict=True):
+        ratio = math.exp(new - before)
+        clipped = min(max(ratio, 1 - 0.2), 1 + 0.28)
+        value, slope = min((ratio * a, ratio * a), (clipped * a, ratio * a if clipped == ratio else 0.0))
+        if a < 0 and value < 3.0 * a:  # the dual clip, which the configuration has beside the paper's
+            value, slope = 3.0 * a, 0.0
+        terms.append(-value / len(old))
+        slopes.append(-slope / len(old))
+    assert loss == pytest.approx(sum(terms), abs=1e-12)
+    assert gradient.tolist() == pytest.approx(slopes, abs=1e-12)
+    assert any(slope == 0.0 for slope in slopes) and any(r > 1.2 for r in (log_probs - old).exp().tolist())
+
+
+@pytest.mark.parametrize(("metric", "spreads"), [("score", [0.0, 0.0, 1.0]), ("seq_reward", [1.0, 0.0, 1.0])])
+def test_dapo_keeps_groups_by_the_metric(metric: str, spreads: list[float]) -> None:
+    """Group 0 has equal scores and unequal lengths, group 1 equal both, group 2 unequal scores that differ by rounding only."""
+    config = DAPOConfig(overlong_buffer=OverlongConfig(len=4), filter_groups=FilterGroupsConfig(metric=metric))
+    scores = torch.tensor([0.3, 0.3, 0.3, 0.7, 0.7, 0.7, 0.1, 0.1, 0.1 + 1e-12], dtype=torch.float64)
+    made, _ = shaped(config, 8)({"scores": scores}, rows_of([2, 8, 8, 3, 3, 3, 2, 2, 2], [0] * 3 + [1] * 3 + [2] * 3), ALONE)
+    spread = made["spread"]
+    assert isinstance(spread, Tensor) and (spread > 0).double().view(3, 3).tolist() == [[s] * 3 for s in spreads]
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.7, 1.0])
+def test_distillation_counts_the_kl_of_later_tokens(gamma: float) -> None:
+    generator = torch.Generator().manual_seed(2)
+    rows = rows_of([3, 1, 4], [0, 1, 2])
+    student, teacher = (-torch.rand(8, generator=generator, dtype=torch.float64) for _ in range(2))
+    advantages, report = per_token(towards_teacher(gamma), {"old_log_probs": student, "teacher_log_probs": teacher}, rows)
+    wanted: list[float] = []
+    for mine, its in zip(student.split([3, 1, 4]), teacher.split([3, 1, 4]), strict=True):
+        kl = (mine - its).tolist()
+        wanted += [-sum(gamma ** (later - t) * kl[later] for later in range(t, len(kl))) for t in range(len(kl))]
+    assert advantages.tolist() == pytest.approx(wanted, abs=1e-12)
+    assert report["actor/reverse_kl"] == pytest.approx(float((student - teacher).mean()), abs=1e-12)
+    assert report["actor/reverse_kl_per_row"] == pytest.approx(float((student - teacher).sum()) / 3, abs=1e-12)
+
+
+def test_distillation_follows_the_reverse_kl_of_whole_responses() -> None:
+    """MiniLLM's gradient: over all responses of two tokens, weighted by their probability, ours is that of the divergence itself."""
+    generator = torch.Generator().manual_seed(3)
+    size, config = 3, DistillConfig(gamma=1.0, loss_agg_mode="seq-mean-token-sum")
+    weights = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((size,), (size, size)) * 2]
+    first, then, *teacher = weights
+    its_first, its_then = (table.log_softmax(-1) for table in teacher)
+
+    def log_probs(a: int, b: int) -> Tensor:
+        return torch.stack([first.log_softmax(-1)[a], then.log_softmax(-1)[a, b]])
+
+    first.requires_grad_(), then.requires_grad_()
+    pairs = list(itertools.product(range(size), repeat=2))
+    divergence = torch.stack(
+        [log_probs(a, b).sum().exp() * (log_probs(a, b).sum() - its_first[a] - its_then[a, b]) for a, b in pairs]
+    ).sum()
+    exact = torch.autograd.grad(divergence, (first, then))
+    ours = [torch.zeros_like(first), torch.zeros_like(then)]
+    for a, b in pairs:
+        student, rows = log_probs(a, b), rows_of([2], [0])
+        fields = {"old_log_probs": student.detach(), "teacher_log_probs": torch.stack([its_first[a], its_then[a, b]])}
+        advantages, _ = per_token(towards_teacher(1.0), fields, rows)
+        _, slope = loss_and_gradient(config, student.detach(), student.detach(), advantages, rows)
+        gradients = torch.autograd.grad(student, (first, then), slope * student.detach().sum().exp())
+        for total, gradient in zip(ours, gradients, strict=True):
+            total += gradient
+    for mine, wanted in zip(ours, exact, strict=True):
+        torch.testing.assert_close(mine, wanted, atol=1e-12, rtol=0)
+
+
+# -- in runs
+
+
+def run(directory: Path, given: str | Case, *more: str, ranks: int = 1, steps: int = 3) -> tasks.Run:
+    case = CASES[given] if isinstance(given, str) else given
+    overrides = tasks.settings(directory, steps, *case.overrides(), *more)
+    run_ranks(ranks, tasks.train_here, str(CONFIGS / f"{case.config}.yaml"), overrides)
+    return tasks.read_run(directory)
+
+
+def test_remax_is_the_run_that_generates_twice(tmp_path: Path) -> None:
+    """tests/outside/greedy_baseline.py has a call for the greedy rows; rows of one batch that draw unlike are the same rows."""
+    case = Case("quickstart_remax", frozen=(), more=ROLLOUTS)
+    once = run(tmp_path / "once", case)
+    twice = run(tmp_path / "twice", case, "algorithm.name=outside.greedy_baseline", "algorithm.together=true")
+    assert once.responses.items() <= twice.responses.items()
+    assert [row["actor/advantage_mean"] for row in once.metrics] == pytest.approx(
+        [row["actor/advantage_mean"] for row in twice.metrics], abs=1e-12
+    )
+    assert tasks.worst_tensor(once, twice)[0] < 1e-9
+
+
+def test_remax_takes_the_rollouts_log_probs_where_they_are_exact(tmp_path: Path) -> None:
+    """The greedy rows beside them do not make a forward pass necessary, and the update finds no difference."""
+    for row in run(tmp_path / "run", "remax", "models.actor.dtype=float32", "models.reference.dtype=float32", steps=2).raw:
+        assert row["rollout/log_prob_diff_max"] == 0.0 and "timing_s/compute_log_prob" not in row
+
+
+def test_dapo_replaces_groups_that_score_alike(tmp_path: Path) -> None:
+    """Every step has as many groups as it wants, whole ones, of more prompts than one batch."""
+    found = run(tmp_path / "run", "dapo")
+    for row in found.metrics:
+        assert row["dapo/kept_groups"] >= tasks.PROMPTS and row["dapo/num_gen_batches"] > 1
+        assert row["dapo/equal_group_fraction"] > 0
+
+
+def train_and_listen(world: World, config: str, overrides: list[str]) -> str:
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        tasks.train_here(world, config, overrides)
+    return said.getvalue()
+
+
+def test_dapo_tells_of_a_bound_and_refuses_to_learn_nothing(tmp_path: Path) -> None:
+    more = (*CASES["dapo"].overrides(), "algorithm.filter_groups.max_num_gen_batches=1")
+    arguments = str(CONFIGS / "quickstart_dapo.yaml"), tasks.settings(tmp_path / "few", 1, *more)
+    said = run_ranks(2, train_and_listen, *arguments)
+    kept = int(tasks.read_run(tmp_path / "few").metrics[0]["dapo/kept_groups"])
+    assert 0 < kept < tasks.PROMPTS
+    told = (
+        f"step 1: of {tasks.PROMPTS} prompts in 1 batches {kept} have responses whose scores differ, where {tasks.PROMPTS} were"
+    )
+    assert [text.count(told) for text in said] == [1, 0]
+    with pytest.raises(
+        AssertionError,
+        match=r"ValueError: step 1: of 16 prompts in 2 batches 0 have responses whose scores differ, so",
+    ):
+        run(tmp_path / "none", "dapo", "reward.function=tasks:always_one", "algorithm.filter_groups.max_num_gen_batches=2")
+
+
+def test_distillation_comes_nearer_to_its_teacher_without_a_reward(tmp_path: Path) -> None:
+    whole = (f"data.train_batch_size={tasks.NUM_TRAIN}", f"algorithm.ppo_mini_batch_size={tasks.NUM_TRAIN}", "sampling.n=8")
+    more = ("reward.function=null", "algorithm.gamma=0", "models.actor.optim.eps=1e-8", "models.actor.optim.lr=3e-4", *whole)
+    kl = [row["actor/reverse_kl"] for row in run(tmp_path / "run", "distill", *more, steps=6).metrics]
+    assert max(kl[-3:]) < 0.75 * kl[0], kl
+    assert "reward/mean" not in run(tmp_path / "one", "distill", *more, steps=1).metrics[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "override", "message"),
+    [
+        ("distill", "models.teacher.path=null", "models.teacher.path must be given"),
+        ("distill", "algorithm.use_kl_loss=true", "distill's KL is that to the teacher"),
+        ("distill", "algorithm.gamma=1.5", "algorithm.gamma=1.5: must be at least 0 and at most 1"),
+        ("dapo", "algorithm.overlong_buffer.len=13", "overlong_buffer.len=13 must be at most data.max_response_length=12"),
+        ("dapo", "algorithm.filter_groups.metric=acc", "filter_groups.metric='acc' is not known; allowed: score, seq_reward"),
+        ("dapo", "data.gen_batch_size=16", "data.gen_batch_size=16: dapo takes no prompts in flight"),
+        ("remax", "data.gen_batch_size=16", "data.gen_batch_size=16: remax takes no prompts in flight"),
+        (
+            "remax",
+            "reward={function: 'reward_functions:best_of_group', by_group: true}",
+            "reward.by_group=true: remax scores the greedy response to a prompt by itself",
+        ),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(tmp_path: Path, name: str, override: str, message: str) -> None:
+    from rlhf_spmd.train import prepare
+
+    overrides = tasks.settings(tmp_path, 3, *CASES[name].overrides(), override)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        prepare(str(CONFIGS / f"{CASES[name].config}.yaml"), overrides, 1)

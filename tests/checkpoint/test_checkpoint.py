@@ -1,0 +1,376 @@
+"""Checkpoints: any layout in, any layout out, bit for bit; damage and interruption are seen."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from checkpoint_shards import flip_bit, rank_shards
+from ranks import run_ranks
+from rlhf_spmd.checkpoint import files
+from rlhf_spmd.checkpoint.directory import committed, read_manifest
+from rlhf_spmd.checkpoint.load import find_resumable, load_checkpoint, read_role, verify_checkpoint
+from rlhf_spmd.checkpoint.manifest import CheckpointError, held_boxes, plan_writes
+from rlhf_spmd.checkpoint.save import RoleState, save_checkpoint
+from rlhf_spmd.models.sharding import tensor_shapes
+from rlhf_spmd.models.spec import ModelSpec
+from rlhf_spmd.parallel.boxes import Box, ParamShard, cover
+from rlhf_spmd.parallel.collectives import RECORDER, solo
+from rlhf_spmd.parallel.layout import Layout
+from rlhf_spmd.parallel.world import World
+
+SPEC = ModelSpec("llama", 37, 24, 40, 4, 4, 2, 6, attention_bias=True, tie_word_embeddings=True)
+UNTIED = ModelSpec("llama", 37, 24, 40, 4, 4, 2, 6)
+KINDS = ("exp_avg", "exp_avg_sq")
+STATE = {"loader": {"epoch": 1, "row": 17}, "kl": 0.1 + 0.2, "steps": {"actor": 3}}
+
+
+def global_value(kind: str, name: str, shape: tuple[int, ...], salt: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(map(ord, kind + name)) * 7 + salt)
+    return torch.randn(shape, generator=generator)
+
+
+def filled(shards: dict[str, ParamShard], kind: str, salt: int = 0) -> dict[str, Tensor]:
+    tensors = {}
+    for name, shard in shards.items():
+        tensors[name] = torch.full(shard.shape, torch.nan)
+        for box in shard.boxes:
+            tensors[name][box.local_slices] = global_value(kind, box.name, box.shape, salt)[box.global_slices]
+    return tensors
+
+
+def by_name(by_kind: dict[str, dict[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
+    names = dict.fromkeys(name for tensors in by_kind.values() for name in tensors)
+    return {name: {kind: tensors[name] for kind, tensors in by_kind.items() if name in tensors} for name in names}
+
+
+def state_of(shards: dict[str, ParamShard], salt: int = 0) -> RoleState:
+    return RoleState(shards, filled(shards, "param", salt), by_name({kind: filled(shards, kind, salt) for kind in KINDS}))
+
+
+def blank(shards: dict[str, ParamShard]) -> RoleState:
+    def zeros() -> dict[str, Tensor]:
+        return {name: torch.zeros(shard.shape) for name, shard in shards.items()}
+
+    return RoleState(shards, zeros(), by_name({kind: zeros() for kind in KINDS}))
+
+
+def assert_equal(a: RoleState, b: RoleState) -> None:
+    for kind, tensors in a.kinds().items():
+        for name, tensor in tensors.items():
+            assert torch.equal(tensor, b.kinds()[kind][name]), (kind, name)
+
+
+def save_alone(run_dir: Path, step: int, spec: ModelSpec = SPEC, keep: int = 2, salt: int = 0) -> Path:
+    roles = {"actor": state_of(rank_shards(spec, "lm", Layout(), 0), salt)}
+    return save_checkpoint(run_dir, step, roles, STATE, solo(), keep)
+
+
+def save_on_ranks(world: World, run_dir: Path, layout: Layout, spec: ModelSpec) -> str:
+    roles = {"actor": state_of(rank_shards(spec, "lm", layout, world.rank))}
+    if world.rank >= world.size // 2:  # a role that lives on part of the ranks
+        roles["critic"] = state_of(rank_shards(spec, "value", Layout(tp=world.size // 2), world.rank - world.size // 2), salt=5)
+    return str(save_checkpoint(run_dir, 3, roles, STATE, world.all))
+
+
+def load_on_ranks(world: World, directory: Path, layout: Layout, spec: ModelSpec) -> bool:
+    shards = rank_shards(spec, "lm", layout, world.rank)
+    target = blank(shards)
+    load_checkpoint(directory, "actor", target, world.all)
+    assert_equal(target, state_of(shards))
+    return True
+
+
+def test_cover_takes_every_element_once() -> None:
+    target = Box("w", (8, 6), (1, 1), (6, 5), (10, 0))
+    sources = [Box("w", (8, 6), (0, 0), (4, 4), (0, 0)), Box("w", (8, 6), (2, 2), (6, 4), (0, 0))]
+    taken, missing = cover(target, sources)
+    count = torch.zeros(8, 6)
+    for _, _, part in taken:
+        count[part.global_slices] += 1
+    for box in missing:
+        count[box.global_slices] -= 1
+    expected = torch.zeros(8, 6)
+    expected[1:7, 1:6] = -1
+    for source in sources:
+        expected[source.global_slices] = expected[source.global_slices].abs()
+    assert torch.equal(count, expected)
+
+
+def test_each_box_is_written_once_and_replicas_share() -> None:
+    layout = Layout(pp=2, tp=2, dp=2)
+    held = [list(held_boxes(rank_shards(SPEC, "lm", layout, i))) for i in range(layout.size)]
+    writes = plan_writes(held)
+    flat = [key for keys in writes for key in keys]
+    assert len(flat) == len(set(flat)) and set(flat) == {key for keys in held for key in keys}
+    assert all(set(mine) <= set(has) and mine for mine, has in zip(writes, held, strict=True))
+    assert sum("embed_tokens" in key[0] for key in flat) == 2  # tied copies on both end stages: one owner per slice
+
+
+@pytest.mark.parametrize("spec", [SPEC, UNTIED])
+def test_round_trip_alone(tmp_path: Path, spec: ModelSpec) -> None:
+    path = save_alone(tmp_path, 7, spec)
+    assert path == tmp_path / "checkpoints" / "step_7" and (tmp_path / "checkpoints" / "latest").read_text() == "step_7"
+    shards = rank_shards(spec, "lm", Layout(), 0)
+    target = blank(shards)
+    load_checkpoint(path, "actor", target, solo())
+    assert_equal(target, state_of(shards))
+    manifest = read_manifest(path)
+    assert manifest.state == STATE and manifest.step == 7
+    body = json.loads((path / "manifest.json").read_text())
+    expected = {n: list(s) for n, s in tensor_shapes(spec, "lm").items()}
+    assert {name: t["shape"] for name, t in body["roles"]["actor"]["tensors"].items()} == expected
+    assert not [f for f in path.iterdir() if f.suffix not in (".safetensors", ".json", "")]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(tp=2),
+        Layout(pp=4),
+        Layout(pp=2, tp=2, dp=2),
+        Layout(dp=3, zero=3),
+        Layout(tp=2, dp=5, zero=1),
+        Layout(pp=2, dp=2, zero=2),
+    ],
+    ids=str,
+)
+def test_any_layout_reads_it(tmp_path: Path, layout: Layout) -> None:
+    path = save_alone(tmp_path, 1)
+    for index in range(layout.size):
+        shards = rank_shards(SPEC, "lm", layout, index)
+        target = blank(shards)
+        read_role(path, read_manifest(path), "actor", target)
+        assert_equal(target, state_of(shards))
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2, dp=2, zero=1), Layout(pp=2, tp=2), Layout(dp=4, zero=3)], ids=str)
+def test_ranks_write_and_others_read(tmp_path: Path, layout: Layout) -> None:
+    path = Path(run_ranks(4, save_on_ranks, tmp_path, layout, SPEC)[0])
+    manifest = read_manifest(path)
+    assert manifest.roles == ["actor", "critic"] and manifest.world_size == 4
+    for kind in ("param", *KINDS):
+        for name, pieces in manifest.pieces_of("actor", kind).items():
+            assert len({(p.start, p.size) for p in pieces}) == len(pieces), name
+    verify_checkpoint(path, solo())
+    for other in (Layout(tp=2, dp=2), Layout(pp=4), layout):
+        assert all(run_ranks(4, load_on_ranks, path, other, SPEC))
+    assert all(run_ranks(2, load_on_ranks, path, Layout(dp=2, zero=2), SPEC))
+    critic = blank(rank_shards(SPEC, "value", Layout(), 0))
+    load_checkpoint(path, "critic", critic, solo())
+    assert_equal(critic, state_of(critic.shards, salt=5))  # type: ignore[arg-type]
+
+
+def test_low_precision_and_partial_optimizer_state(tmp_path: Path) -> None:
+    shards = rank_shards(UNTIED, "lm", Layout(), 0)
+    params = {name: t.bfloat16() for name, t in filled(shards, "param").items()}
+    master = {name: t for name, t in filled(shards, "master").items() if "norm" not in name}
+    path = save_checkpoint(tmp_path, 1, {"actor": RoleState(shards, params, by_name({"master": master}))}, {}, solo())
+    target = RoleState(
+        shards,
+        {name: torch.zeros_like(t) for name, t in params.items()},
+        {name: {"master": torch.zeros_like(t)} for name, t in master.items()},
+    )
+    load_checkpoint(path, "actor", target, solo())
+    assert_equal(target, RoleState(shards, params, by_name({"master": master})))
+    wrong = RoleState(shards, {name: t.float() for name, t in params.items()})
+    with pytest.raises(CheckpointError, match=r"is BF16, the model's is F32; resume with the dtype"):
+        load_checkpoint(path, "actor", wrong, solo())
+
+
+def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
+    path = save_alone(tmp_path, 1)
+    with pytest.raises(CheckpointError, match="holds no role 'critic'; it holds: actor"):
+        load_checkpoint(path, "critic", blank(rank_shards(SPEC, "lm", Layout(), 0)), solo())
+    deeper = ModelSpec("llama", 37, 24, 40, 5, 4, 2, 6, attention_bias=True, tie_word_embeddings=True)
+    with pytest.raises(CheckpointError, match=r"model\.layers\.4\..* lacks"):
+        load_checkpoint(path, "actor", blank(rank_shards(deeper, "lm", Layout(), 0)), solo())
+    shallower = ModelSpec("llama", 37, 24, 40, 3, 4, 2, 6, attention_bias=True, tie_word_embeddings=True)
+    with pytest.raises(CheckpointError, match=r"tensors that the model has not, such as model\.layers\.3"):
+        load_checkpoint(path, "actor", blank(rank_shards(shallower, "lm", Layout(), 0)), solo())
+    wider = ModelSpec("llama", 39, 24, 40, 4, 4, 2, 6, attention_bias=True, tie_word_embeddings=True)
+    with pytest.raises(CheckpointError, match=r"embed_tokens\.weight is \(37, 24\), the model's is \(39, 24\)"):
+        load_checkpoint(path, "actor", blank(rank_shards(wider, "lm", Layout(), 0)), solo())
+    shards = rank_shards(SPEC, "lm", Layout(), 0)
+    master = by_name({"master": filled(shards, "x")})
+    with pytest.raises(CheckpointError, match="holds no 'master' of role 'actor'; it holds: exp_avg, exp_avg_sq, param"):
+        load_checkpoint(path, "actor", RoleState(shards, filled(shards, "param"), master), solo())
+    with pytest.raises(ValueError, match="must be plain JSON"):
+        save_checkpoint(tmp_path, 2, {}, {"a": (1, 2)}, solo())
+    with pytest.raises(ValueError, match="keep=1 must be at least 2"):
+        save_checkpoint(tmp_path, 2, {}, {}, solo(), keep=1)
+
+
+def test_a_flipped_bit_is_found_and_the_one_before_is_used(tmp_path: Path) -> None:
+    first, second = save_alone(tmp_path, 1), save_alone(tmp_path, 2)
+    assert find_resumable(tmp_path, solo()).directory == second
+    flip_bit(next(second.glob("*.safetensors")))
+    with pytest.raises(CheckpointError, match=r"actor\.rank_00000\.safetensors: piece \S+ is damaged"):
+        load_checkpoint(second, "actor", blank(rank_shards(SPEC, "lm", Layout(), 0)), solo())
+    found = find_resumable(tmp_path, solo())
+    assert found.directory == first and len(found.warnings) == 1 and "step_2" in found.warnings[0]
+
+
+def damage(path: Path, how: str) -> None:
+    file = next(path.glob("*.safetensors"))
+    if how == "truncated":
+        os.truncate(file, file.stat().st_size - 4)
+    elif how == "file missing":
+        file.unlink()
+    elif how == "zero tail":
+        size = file.stat().st_size
+        os.truncate(file, size - 64)
+        os.truncate(file, size)
+    elif how == "header":
+        data = bytearray(file.read_bytes())
+        data[20] ^= 1
+        file.write_bytes(data)
+    elif how == "manifest":
+        flip_bit(path / "manifest.json", 40)
+    elif how == "commit missing":
+        (path / "COMMIT").unlink()
+    elif how == "commit empty":
+        (path / "COMMIT").write_text("")
+
+
+@pytest.mark.parametrize(
+    "how", ["truncated", "file missing", "zero tail", "header", "manifest", "commit missing", "commit empty"]
+)
+def test_damage_of_every_kind(tmp_path: Path, how: str) -> None:
+    first, second = save_alone(tmp_path, 1), save_alone(tmp_path, 2)
+    damage(second, how)
+    with pytest.raises(CheckpointError, match=str(second)):
+        verify_checkpoint(second, solo())
+    assert find_resumable(tmp_path, solo()).directory == first
+    damage(first, how)
+    assert find_resumable(tmp_path, solo()).directory is None
+
+
+def test_a_forged_manifest_cannot_leave_its_directory(tmp_path: Path) -> None:
+    path = save_alone(tmp_path, 1)
+    text = (path / "manifest.json").read_text().replace("actor.rank_00000.safetensors", "../x.safetensors")
+    import hashlib
+
+    (path / "manifest.json").write_text(text)
+    (path / "COMMIT").write_text(json.dumps({"serial": 1, "manifest_sha256": hashlib.sha256(text.encode()).hexdigest()}))
+    with pytest.raises(CheckpointError, match="not a plain"):
+        verify_checkpoint(path, solo())
+
+
+def test_interrupted_saves_never_look_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = save_alone(tmp_path, 1)
+
+    class Killed(BaseException):
+        pass
+
+    import rlhf_spmd.checkpoint.directory as directory
+    import rlhf_spmd.checkpoint.files as files
+
+    def kill(*args: Any) -> None:
+        raise Killed
+
+    real = directory.os.rename
+    for module, name in ((files.os, "fsync"), (directory.os, "rename")):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, kill)
+            with pytest.raises(Killed):
+                save_alone(tmp_path, 2)
+        assert [c.path for c in committed(tmp_path)] == [first]
+        assert find_resumable(tmp_path, solo()).directory == first
+        assert (tmp_path / "checkpoints" / "step_2.tmp").is_dir()
+    # killed between moving the old save of a step away and putting the new one in its place
+    with monkeypatch.context() as patch:
+        patch.setattr(directory.os, "rename", lambda a, b: kill() if str(a).endswith(".tmp") else real(a, b))
+        with pytest.raises(Killed):
+            save_alone(tmp_path, 1, salt=9)
+    assert find_resumable(tmp_path, solo()).directory == first.with_name("step_1.old")
+    second = save_alone(tmp_path, 2)
+    names = sorted(p.name for p in (tmp_path / "checkpoints").iterdir())
+    assert names == ["latest", "step_1.old", "step_2"] and find_resumable(tmp_path, solo()).directory == second
+
+
+def test_a_file_system_that_does_not_sync_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some network ones: renames are atomic there all the same, so a save goes through."""
+    real = os.fsync
+
+    def refuse_directories(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", refuse_directories)
+    verify_checkpoint(save_alone(tmp_path, 1), solo())
+
+
+def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
+    save_alone(tmp_path, 1)
+    path = save_alone(tmp_path, 1, salt=3)
+    target = blank(rank_shards(SPEC, "lm", Layout(), 0))
+    load_checkpoint(path, "actor", target, solo())
+    assert_equal(target, state_of(target.shards, salt=3))  # type: ignore[arg-type]
+    assert [c.path for c in committed(tmp_path)] == [path]
+
+
+def test_the_newest_stay(tmp_path: Path) -> None:
+    for step in (10, 20, 30, 5):  # 5: a run that fell back and went on from there
+        save_alone(tmp_path, step, keep=3)
+    assert [c.step for c in committed(tmp_path)] == [5, 30, 20]
+    copied = tmp_path / "copy"
+    shutil.copytree(tmp_path / "checkpoints", copied / "checkpoints")
+    assert [c.step for c in committed(copied)] == [5, 30, 20]
+    save_alone(tmp_path, 6)
+    assert [c.step for c in committed(tmp_path)] == [6, 5]
+
+
+def fail_on_one_rank(world: World, run_dir: Path) -> str:
+    import rlhf_spmd.checkpoint.save as save
+
+    real = save.write_safetensors
+
+    def full(path: Path, *args: Any) -> list[str]:
+        path.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    save.write_safetensors = full if world.rank == 1 else real
+    try:
+        save_on_ranks(world, run_dir, Layout(dp=2, zero=1), SPEC)
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        save.write_safetensors = real
+    return "no error"
+
+
+def test_a_full_disk_on_one_rank_fails_on_all_and_harms_nothing(tmp_path: Path) -> None:
+    first = Path(run_ranks(2, save_on_ranks, tmp_path, Layout(dp=2), SPEC)[0])
+    messages = run_ranks(2, fail_on_one_rank, tmp_path)
+    assert len(set(messages)) == 1
+    assert messages[0].startswith("rank 1: ") and "No space left on device" in messages[0] and "intact" in messages[0]
+    assert [c.path for c in committed(tmp_path)] == [first] and not list((tmp_path / "checkpoints").glob("*.tmp"))
+    verify_checkpoint(first, solo())
+
+
+def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("in the way")
+    with pytest.raises(CheckpointError, match="cannot write checkpoint"):
+        save_alone(tmp_path, 1)
+
+
+def test_a_long_save_is_seen_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each chunk that is written or read counts as progress: a file may take longer than ranks may stand still."""
+    monkeypatch.setattr(files, "_CHUNK", 64)
+    specs = [files.Spec("a", torch.float32, (40,)), files.Spec("b", torch.float32, (3,))]
+    before = RECORDER.ticks
+    files.write_safetensors(tmp_path / "x", specs, lambda spec: torch.ones(spec.shape), {})
+    assert RECORDER.ticks == before + 4
+    files.hash_tensor(torch.ones(40))
+    assert RECORDER.ticks == before + 7

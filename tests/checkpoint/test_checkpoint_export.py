@@ -1,0 +1,113 @@
+"""Export: a directory that transformers loads with the same logits, whatever layout wrote the checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from checkpoint_shards import flip_bit
+from exported_models import checkpoint_of, logits
+from rlhf_spmd.checkpoint.export import export_hugging_face, plan_files
+from rlhf_spmd.checkpoint.files import Spec
+from rlhf_spmd.checkpoint.manifest import CheckpointError
+
+
+def make_model(path: Path, family: str, tied: bool, value_head: bool = False) -> torch.nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        family,
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=tied,
+        pad_token_id=0,
+    )
+    if value_head:
+        config.num_labels = 1
+    kind = AutoModelForSequenceClassification if value_head else AutoModelForCausalLM
+    model = kind.from_config(config).eval()
+    model.save_pretrained(path)
+    (path / "tokenizer.json").write_text("{}")
+    return model
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("shard_bytes", [4 << 30, 10_000])
+def test_transformers_loads_the_export(tmp_path: Path, family: str, tied: bool, shard_bytes: int) -> None:
+    from transformers import AutoModelForCausalLM
+
+    source, out = tmp_path / "source", tmp_path / "run" / "export"
+    model = make_model(source, family, tied)
+    path = checkpoint_of(model.state_dict(), source, tmp_path / "run", "lm")
+    for _ in range(2):  # the second replaces the first
+        export_hugging_face(path, "actor", source, out, shard_bytes)
+    loaded, report = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert torch.equal(logits(loaded.eval()), logits(model))
+    assert (out / "model.safetensors").is_file() == (shard_bytes > 10_000)
+    assert (out / "tokenizer.json").is_file() and (out / "generation_config.json").is_file()
+    assert sorted(p.name for p in out.parent.iterdir()) == ["checkpoints", "export"]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_policy_that_is_its_own_critic_is_a_language_model(tmp_path: Path, tied: bool) -> None:
+    from transformers import AutoModelForCausalLM
+
+    source = tmp_path / "source"
+    model = make_model(source, "llama", tied)
+    path = checkpoint_of({**model.state_dict(), "v_head.weight": torch.ones(1, 32)}, source, tmp_path / "run", "both")
+    out = export_hugging_face(path, "actor", source, tmp_path / "out")
+    loaded, report = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert torch.equal(logits(loaded.eval()), logits(model))
+
+
+def test_value_head_and_dtype(tmp_path: Path) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    critic = make_model(tmp_path / "critic", "llama", tied=False, value_head=True)
+    make_model(tmp_path / "source", "llama", tied=True)  # the critic started from a language model
+    path = checkpoint_of(critic.state_dict(), tmp_path / "source", tmp_path / "run", "value")
+    out = export_hugging_face(path, "actor", tmp_path / "source", tmp_path / "out")
+    loaded = AutoModelForSequenceClassification.from_pretrained(out)
+    assert type(loaded).__name__ == "LlamaForSequenceClassification" and loaded.config.num_labels == 1
+    assert torch.equal(logits(loaded.eval()), logits(critic))
+    out = export_hugging_face(path, "actor", tmp_path / "source", tmp_path / "half", dtype=torch.bfloat16)
+    loaded = AutoModelForSequenceClassification.from_pretrained(out, dtype="auto")
+    assert loaded.dtype == torch.bfloat16 and json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
+    assert torch.equal(loaded.model.norm.weight, critic.model.norm.weight.bfloat16())
+
+
+def test_what_export_refuses(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "source", "llama", tied=True)
+    path = checkpoint_of(model.state_dict(), tmp_path / "source", tmp_path / "run", "lm")
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "thesis.txt").write_text("x")
+    with pytest.raises(ValueError, match="not empty and not a model directory"):
+        export_hugging_face(path, "actor", tmp_path / "source", precious)
+    with pytest.raises(ValueError, match=r"has no config\.json"):
+        export_hugging_face(path, "actor", precious, tmp_path / "out")
+    with pytest.raises(CheckpointError, match="no role 'critic'"):
+        export_hugging_face(path, "critic", tmp_path / "source", tmp_path / "out")
+    flip_bit(next(path.glob("*.safetensors")))
+    with pytest.raises(CheckpointError, match="is damaged"):
+        export_hugging_face(path, "actor", tmp_path / "source", tmp_path / "out")
+    assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".out*"))
+
+
+def test_files_are_bounded() -> None:
+    specs = [Spec(str(i), torch.float32, (n,)) for i, n in enumerate((10, 10, 100, 5, 5))]
+    files = plan_files(specs, 80)
+    assert [[s.key for s in part] for part in files.values()] == [["0", "1"], ["2"], ["3", "4"]]
+    assert list(files) == [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]

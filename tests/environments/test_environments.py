@@ -1,0 +1,602 @@
+"""Rows that environments extend: the same tokens whatever the timing and the layout, losses on the model's tokens only."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+import tasks
+from generators import Generator, alone, load, read_eos_ids, training_log_probs
+from ranks import run_ranks
+from rlhf_spmd import generate as program
+from rlhf_spmd.data.tokenizer import decoding, load_tokenizer
+from rlhf_spmd.environments.calculator import Calculator, calculate
+from rlhf_spmd.environments.config import EnvironmentConfig
+from rlhf_spmd.environments.runner import Answer, EnvironmentRunner
+from rlhf_spmd.generation import Completion, GenerationConfig, Request, SamplingConfig
+from rlhf_spmd.generation.episodes import Environments
+from rlhf_spmd.parallel.layout import Layout
+from rlhf_spmd.parallel.mesh import build_mesh
+from rlhf_spmd.parallel.world import Launch, World
+from rlhf_spmd.train import prepare
+
+
+class Parrot:
+    """Says a turn's last characters backwards, sometimes nothing, and is done when it hears enough; takes up to ``sleep_s``."""
+
+    def __init__(self, sleep_s: float = 0.0, patience: int = 4) -> None:
+        self.sleep_s, self.patience, self.heard = sleep_s, patience, 0
+
+    def _think(self) -> None:
+        time.sleep(random.SystemRandom().random() * self.sleep_s)  # another time in every run
+
+    def reset(self, row: Mapping[str, Any]) -> str | None:
+        self._think()
+        return row["prompt"][:2] if len(row["prompt"]) % 2 else None
+
+    def step(self, text: str) -> tuple[str, float, bool]:
+        self._think()
+        self.heard += 1
+        return text[::-1][: len(text) % 4], len(text) / 8, self.heard >= self.patience
+
+
+class Waiting(Parrot):
+    """A parrot that answers the first turn of a row marked ``waits`` when the others have drawn ``TOKENS`` more."""
+
+    TOKENS = 100
+    generators: ClassVar[list[Generator]] = []  # whose counter it watches
+    drawn: ClassVar[list[int]] = []  # when it was asked, and when it answered
+
+    def reset(self, row: Mapping[str, Any]) -> str | None:
+        self.waits = "waits" in row
+        return super().reset(row)
+
+    def step(self, text: str) -> tuple[str, float, bool]:
+        if self.waits and self.heard == 0:
+            self.drawn.append(self.generators[0].stats.decode_tokens)
+            while self.generators[0].stats.decode_tokens < self.drawn[0] + self.TOKENS:
+                time.sleep(1e-3)  # if the others wait too, until environment.timeout_s
+            self.drawn.append(self.generators[0].stats.decode_tokens)
+        return super().step(text)
+
+
+class Broken:
+    """``how`` it goes wrong in the second turn."""
+
+    def __init__(self, how: str) -> None:
+        self.how, self.turns = how, 0
+
+    def reset(self, row: Mapping[str, Any]) -> str | None:
+        if self.how == "reset":
+            raise KeyError("no such game")
+        return {"long": "z" * 99, "surrogate": "a\ud83db"}.get(self.how)
+
+    def step(self, text: str) -> Any:
+        self.turns += 1
+        if self.turns == 2:
+            if self.how == "sleep":
+                time.sleep(3600)
+            wrong: dict[str, Callable[[], Any]] = {
+                "raise": lambda: 1 // 0,
+                "pair": lambda: ("", 0.0),
+                "nan": lambda: ("", float("nan"), False),
+                "surrogate": lambda: ("\udc80", 0.0, False),
+            }
+            return wrong[self.how]()
+        return "", 0.0, False
+
+
+# -- generating
+
+SAMPLING = SamplingConfig(stop=["7", "ab"], stop_token_ids=[12, 13, 14])
+SMALL = GenerationConfig(page_size=4, max_num_seqs=16, max_num_batched_tokens=64)
+
+
+def requests() -> tuple[list[Request], dict[int, dict[str, Any]]]:
+    """Twelve prompts, two rows each, of different limits, and what their environments begin with."""
+    rng = random.Random(3)
+    prompts = ["".join(rng.choices(tasks.VOCABULARY[1:], k=rng.randint(1, 14))) for _ in range(12)]
+    ids = {prompt: [tasks.VOCABULARY.index(c) for c in prompt] for prompt in prompts}
+    rows = {2 * i + j: {"prompt": prompt} for i, prompt in enumerate(prompts) for j in range(2)}
+    return [Request(r, r // 2, ids[row["prompt"]], 24 + r % 9) for r, row in rows.items()], rows
+
+
+def environments(**settings: Any) -> Environments:
+    config = EnvironmentConfig(**{"cls": "test_environments:Parrot", "num_workers": 4, **settings})
+    return Environments(config, requests()[1], load_tokenizer(tasks.task() / "actor"))
+
+
+def generate(
+    world: World, path: str, layout: Layout, config: GenerationConfig, settings: dict[str, Any]
+) -> list[tuple[list[int], list[bool], float, int, str]] | None:
+    """What each row of this replica went through."""
+    mesh = build_mesh(world, range(world.size), layout) if world.size > 1 else alone()[1]
+    found = environments(**settings)
+    generator = Generator(load(path, mesh), mesh, config, read_eos_ids(path), decoding(found.tokenizer))
+    return [outcome(done) for done in generator.generate(requests()[0], SAMPLING, 1, 2, environments=found)]
+
+
+def outcome(done: Completion) -> tuple[list[int], list[bool], float, int, str]:
+    assert done.episode is not None
+    return done.token_ids, done.episode.mask, done.episode.reward, done.episode.num_turns, done.finish_reason
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[Any]:
+    """Rows one by one, environments at once: the reference for all else."""
+    world = alone()[0]
+    return generate(world, str(tasks.task() / "actor"), Layout(), replace(SMALL, max_num_seqs=1), {}) or []
+
+
+def test_rows_are_what_the_environment_and_the_model_said(plain: list[Any]) -> None:
+    """Each row's environment, run again by hand on the model's turns, says what lies between them."""
+    made, rows = requests()
+    vocabulary = tasks.VOCABULARY
+    for request, (token_ids, mask, reward, turns, reason) in zip(made, plain, strict=True):
+        assert len(token_ids) == len(mask) <= request.max_new_tokens and mask[-1]
+        environment, at, total, number, done = Parrot(), 0, 0.0, 0, False
+        expected = encode_by_hand(environment.reset(rows[request.row_id]))
+        while True:
+            assert token_ids[at : at + len(expected)] == expected and not any(mask[at : at + len(expected)])
+            start = at = at + len(expected)
+            while not ends_turn(token_ids[start:at]) and at < len(token_ids):
+                assert mask[at]
+                at += 1
+            said = "".join(vocabulary[i] for i in token_ids[start:at] if i != tasks.EOS)
+            observation, value, done = environment.step(said)
+            expected, total, number = encode_by_hand(observation), total + value, number + 1
+            if at == len(token_ids):
+                break
+            assert not done
+        assert (total, number) == (pytest.approx(reward, abs=1e-12), turns)
+        full = len(token_ids) == request.max_new_tokens
+        assert done or full or at + len(expected) >= request.max_new_tokens
+        assert reason == ("stop" if (ends_turn(token_ids[start:]) if full else done) else "length")
+    assert sum(row[3] for row in plain) > 2 * len(plain) and {row[4] for row in plain} == {"stop", "length"}
+
+
+def encode_by_hand(text: str | None) -> list[int]:
+    return [tasks.VOCABULARY.index(c) for c in text or ""]
+
+
+def ends_turn(token_ids: list[int]) -> bool:
+    text = "".join(tasks.VOCABULARY[i] if i != tasks.EOS else "." for i in token_ids)
+    return bool(token_ids) and (token_ids[-1] in (tasks.EOS, 12, 13, 14) or text.endswith(("7", "ab")))
+
+
+@pytest.mark.parametrize(
+    ("config", "settings"),
+    [
+        (SMALL, {"args": {"sleep_s": 0.02}}),
+        (replace(SMALL, page_size=16, max_num_batched_tokens=16, enable_prefix_caching=False), {"num_workers": 1}),
+        (replace(SMALL, page_size=2, num_pages=24, max_num_seqs=24), {"args": {"sleep_s": 0.01}, "num_workers": 24}),
+        (replace(SMALL, speculative_tokens=3), {}),
+        (replace(SMALL, steps_per_sync=4), {"args": {"sleep_s": 0.01}}),
+    ],
+    ids=["slow", "other pages", "preemption", "guessing", "several tokens per look"],
+)
+def test_tokens_do_not_depend_on_timing_and_pages(plain: list[Any], config: GenerationConfig, settings: dict[str, Any]) -> None:
+    assert generate(alone()[0], str(tasks.task() / "actor"), Layout(), config, settings) == plain
+
+
+@pytest.mark.parametrize("layout", [Layout(pp=2), Layout(tp=2)], ids=["pp2", "tp2"])
+def test_every_rank_of_a_replica_hears_the_same(plain: list[Any], layout: Layout) -> None:
+    settings = {"args": {"sleep_s": 0.01}}
+    config = replace(SMALL, page_size=2, num_pages=40)
+    first, second = run_ranks(2, generate, str(tasks.task() / "actor"), layout, config, settings)
+    assert first == second
+    if layout.tp == 1:
+        assert first == plain
+
+
+@pytest.mark.parametrize(("ahead", "likeliest"), [(1, 2), (4, 0)])
+def test_log_probs_are_those_of_training_and_none_of_the_environment(ahead: int, likeliest: int) -> None:
+    path = str(tasks.task() / "actor")
+    config = replace(SMALL, steps_per_sync=ahead)
+    found = environments()
+    generator = Generator(load(path, alone()[1]), alone()[1], config, read_eos_ids(path), decoding(found.tokenizer))
+    made, _ = requests()
+    completions = generator.generate(made, replace(SAMPLING, logprobs=likeliest), 1, 2, environments=found)
+    wanted = training_log_probs(generator.decoder, made, completions, 1.0)
+    for completion, log_probs in zip(completions, wanted, strict=True):
+        assert completion.episode is not None
+        mask = torch.tensor(completion.episode.mask)
+        assert torch.equal(completion.log_probs[mask], log_probs[mask])
+        assert not completion.log_probs[~mask].any()
+        if completion.top_log_probs is not None:
+            assert not completion.top_log_probs[1][~mask].any() and completion.top_log_probs[1][mask].all()
+        assert (completion.top_log_probs is not None) == (likeliest > 0)
+
+
+def test_other_rows_go_on_while_one_waits(plain: list[Any]) -> None:
+    mesh, path = alone()[1], str(tasks.task() / "actor")
+    found = environments(cls="test_environments:Waiting", timeout_s=300.0)
+    generator = Generator(load(path, mesh), mesh, SMALL, read_eos_ids(path), decoding(found.tokenizer))
+    Waiting.generators[:], Waiting.drawn[:] = [generator], []
+    rows = {row: {**values, **({"waits": True} if row == 5 else {})} for row, values in found.rows.items()}
+    completions = generator.generate(requests()[0], SAMPLING, 1, 2, environments=replace(found, rows=rows))
+    asked, answered = Waiting.drawn
+    assert answered - asked >= Waiting.TOKENS and completions[5].episode is not None
+    assert completions[5].episode.num_turns > 1
+    assert [outcome(done) for done in completions] == plain
+
+
+def test_max_turns() -> None:
+    path = str(tasks.task() / "actor")
+    rows = generate(alone()[0], path, Layout(), SMALL, {"max_turns": 2, "args": {"patience": 1000}})
+    assert rows is not None and {row[3] for row in rows} == {1, 2}
+    assert all(row[4] == "stop" or len(row[0]) > 20 for row in rows)
+
+
+def test_a_rows_next_call_may_begin_before_the_last_ones_thread_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Answers(SimpleQueue):  # type: ignore[type-arg]
+        def put(self, answer: Answer) -> None:
+            super().put(answer)
+            given.append(answer)
+            if len(given) == 1:  # another thread takes the next call and is done with it at once
+                runner.step(answer.row_id, "ab")
+                limit = time.monotonic() + 60
+                while len(given) < 2 and time.monotonic() < limit:
+                    time.sleep(1e-3)
+
+    given: list[Answer] = []
+    failures: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", failures.append)
+    others = set(threading.enumerate())
+    runner = EnvironmentRunner(EnvironmentConfig(cls="test_environments:Parrot", num_workers=2), {0: {"prompt": "a"}, 1: {}})
+    runner._answers = Answers()
+    runner.reset(0)
+    found: list[Answer] = []
+    while len(found) < 2:
+        found += runner.answers(wait=True)
+    runner.close()
+    for thread in set(threading.enumerate()) - others:
+        thread.join(60)
+    assert not failures
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("raise", r"environment 'test_environments:Broken' of row \d+ failed in step\(\): ZeroDivisionError"),
+        ("reset", r"failed in reset\(\): KeyError: 'no such game'"),
+        ("pair", r"it must return \(observation, reward, done\), not \('', 0.0\)"),
+        ("nan", r"the reward must be a finite number, not nan"),
+        ("sleep", r"has not returned within environment.timeout_s=2.0"),
+        ("long", r"reset\(\) of row \d+ observes 99 tokens, but max_response_length=\d+, which they count to, must leave one"),
+    ],
+)
+def test_a_failing_environment_ends_the_call(how: str, message: str) -> None:
+    timeout_s = 2.0 if how == "sleep" else 300.0
+    settings = {"cls": "test_environments:Broken", "args": {"how": how}, "timeout_s": timeout_s}
+    with pytest.raises(RuntimeError, match=message) as caught:
+        generate(alone()[0], str(tasks.task() / "actor"), Layout(), SMALL, settings)
+    assert type(caught.value).exit_class == "reward"  # type: ignore[attr-defined]
+
+
+def test_half_a_surrogate_pair_is_read_as_a_question_mark() -> None:
+    settings = {"cls": "test_environments:Broken", "args": {"how": "surrogate"}, "max_turns": 3}
+    rows = generate(alone()[0], str(tasks.task() / "actor"), Layout(), SMALL, settings)
+    assert rows is not None and any(turns == 3 for _, _, _, turns, _ in rows)
+    heard = [*encode_by_hand("a"), tasks.EOS, *encode_by_hand("b")]  # <eos> stands for what the tokenizer does not know
+    assert all(token_ids[:3] == heard and mask[:4] == [0, 0, 0, 1] for token_ids, mask, _, _, _ in rows)
+
+
+# -- training
+
+PARROT = (
+    "environment.cls=test_environments:Parrot",
+    "environment.weight=0.5",
+    "environment.num_workers=3",
+    "data.max_response_length=24",
+    'sampling.stop=["7","ab"]',
+)
+FP64 = tuple(f"models.{role}.dtype=float64" for role in ("actor", "critic", "reference", "reward"))
+ONE_UPDATE = (
+    "algorithm.ppo_mini_batch_size=8",
+    "algorithm.ppo_epochs=1",
+    "algorithm.loss_agg_mode=seq-mean-token-mean",
+    "algorithm.use_kl_loss=true",
+    "algorithm.kl_loss_coef=0.1",
+    "algorithm.gamma=0.9",
+    "algorithm.lam=0.8",
+)
+
+
+def one_step(world: World, overrides: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The first step of PPO on one rank: the fields of its batch (lists per row) and its metrics."""
+    from rlhf_spmd.algorithms.policy import clipped_policy
+    from rlhf_spmd.algorithms.values import clipped_value, gae_advantages
+    from rlhf_spmd.controller import Controller
+    from rlhf_spmd.data.batch import Batch, Ragged, encode_json, ragged
+    from rlhf_spmd.runtime.roles import build_models
+    from rlhf_spmd.runtime.streams import merge_values
+    from rlhf_spmd.workers.config import BatchLimits
+    from rlhf_spmd.workers.model_worker import Build
+
+    ready = prepare(str(tasks.task() / "ppo.json"), tasks.settings(Path("unused"), 1, *overrides), 1)
+    config = ready.config.algorithm
+    controller = Controller(world.all)
+    build = Build(
+        controller,
+        world,
+        BatchLimits(max_tokens=100),
+        seed=0,
+        rewards={"reward": ready.config.reward},
+        environment=ready.config.environment,
+        tokenizer=ready.tokenizer,
+    )
+    models = build_models(ready.plans, build)
+    made, rows = requests()
+    made = made[:16]
+    fields = {"prompt_ids": ragged([r.prompt_ids for r in made], torch.int64), "row": encode_json(rows[r.row_id] for r in made)}
+    ids, groups = (torch.tensor([getattr(r, name) for r in made]) for name in ("row_id", "group_id"))
+    seen: dict[str, Any] = {}
+
+    def script(prompts: Any) -> list[Any]:
+        """As ppo.step without the updates, to see what they get; then they run."""
+        batch = prompts
+        for call in (
+            lambda batch: models.actor.generate_sequences(batch, ready.sampling(), 1),
+            models.reward.compute_reward,
+            models.actor.compute_log_prob,
+            models.critic.compute_values,
+            models.reference.compute_ref_log_prob,
+            lambda batch: models.arithmetic.apply(batch, gae_advantages(config), reads, gives=("advantages", "returns")),
+        ):
+            batch = batch.union(call(batch))
+            calls.append(batch)
+        learnt = batch.rename(values="old_values")
+        return [
+            models.actor.update(learnt, clipped_policy(config, ready.sampling())),
+            models.critic.update(learnt, clipped_value(config)),
+        ]
+
+    calls: list[Any] = []
+    reads = ("scores", "values", "old_log_probs", "ref_log_prob")
+    updates = script(controller.source(Batch(ids, groups, fields)))
+    for name, (piece,) in calls[-1].fields.items():
+        assert piece.producer.data is not None
+        field = piece.producer.data[piece.name]
+        seen[name] = [row.tolist() for row in field.rows()] if isinstance(field, Ragged) else field.tolist()
+    metrics, _ = merge_values(controller.get(calls[0], calls[1], calls[5], *updates))
+    return seen, metrics
+
+
+@pytest.fixture(scope="module")
+def stepped() -> tuple[dict[str, Any], dict[str, Any]]:
+    ((fields, metrics),) = run_ranks(1, one_step, (*PARROT, *FP64, *ONE_UPDATE))
+    return fields, metrics
+
+
+def masked_gae(rewards: list[float], values: list[float], mask: list[int], gamma: float, lam: float) -> list[float]:
+    """Backwards over all tokens; those of environments pass on what they got."""
+    following = last = 0.0
+    advantages = []
+    for reward, value, drawn in reversed(list(zip(rewards, values, mask, strict=True))):
+        if drawn:
+            last = reward + gamma * following - value + gamma * lam * last
+            following = value
+        advantages.append(last)
+    return advantages[::-1]
+
+
+def test_losses_see_the_models_tokens_only(stepped: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    """Rewards, KL, GAE, whitening, losses and gradient norms again, in float64, from transformers' models and padded rows."""
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    batch, metrics = stepped
+    models = {role: AutoModelForCausalLM.from_pretrained(tasks.task() / role).double() for role in ("actor", "reference")}
+    critic = AutoModelForSequenceClassification.from_pretrained(tasks.task() / "critic", num_labels=1).double()
+    size = max(map(len, batch["response_ids"]))
+    shape = len(batch["response_ids"]), size
+    log_probs, entropy, ref, values = (torch.zeros(shape, dtype=torch.float64) for _ in range(4))
+    mask, token_rewards, raw = (torch.zeros(shape, dtype=torch.float64) for _ in range(3))
+    for i, (prompt, response) in enumerate(zip(batch["prompt_ids"], batch["response_ids"], strict=True)):
+        ids, n = torch.tensor([prompt + response]), len(response)
+        logits = models["actor"](ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        log_probs[i, :n] = logits.gather(1, torch.tensor(response)[:, None])[:, 0]
+        entropy[i, :n] = -(logits.exp() * logits).sum(-1)
+        with torch.no_grad():
+            other = models["reference"](ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        ref[i, :n] = other.gather(1, torch.tensor(response)[:, None])[:, 0]
+        values[i, :n] = critic.score(critic.model(ids).last_hidden_state)[0, len(prompt) - 1 : -1, 0]
+        mask[i, :n] = torch.tensor(batch["response_mask"][i], dtype=torch.float64)
+    assert 0 < mask.sum() < sum(map(len, batch["response_ids"]))
+    old, kl = log_probs.detach(), ((log_probs - ref) * mask).detach()
+    for i, response in enumerate(batch["response_ids"]):
+        text = "".join(tasks.VOCABULARY[token] for token in response if token != tasks.EOS)
+        score = tasks.even_share("", text, {}) + 0.5 * batch["environment_reward"][i]
+        assert batch["scores"][i] == pytest.approx(score, abs=1e-6)
+        last = int(mask[i].nonzero()[-1])
+        token_rewards[i] = -0.05 * kl[i]
+        token_rewards[i, last] += score
+        raw[i] = torch.tensor(masked_gae(token_rewards[i].tolist(), values[i].tolist(), mask[i].tolist(), 0.9, 0.8))
+    picked = raw[mask.bool()]
+    white = (raw - picked.mean()) * torch.rsqrt(picked.var(correction=1) + 1e-8) * mask
+    returns = (raw + values.detach()) * mask
+    for name, wanted in (("advantages", white), ("returns", returns), ("old_log_probs", old * mask), ("values", values * mask)):
+        for i, row in enumerate(batch[name]):
+            assert row == pytest.approx(wanted[i, : len(row)].tolist(), abs=5e-6), name
+
+    def row_means(x: torch.Tensor) -> torch.Tensor:
+        return ((x * mask).sum(1) / mask.sum(1)).mean()
+
+    def token_mean(x: torch.Tensor) -> torch.Tensor:
+        return (x * mask).sum() / mask.sum()
+
+    gap = ref - log_probs
+    pg, kl_loss = row_means(-(log_probs - old).exp() * white), row_means(gap.exp() - gap - 1)
+    vf = token_mean(0.5 * (values - returns).square())
+    (pg - 0.01 * row_means(entropy) + 0.1 * kl_loss).backward()
+    vf.backward()
+    expected = {
+        "actor/pg_loss": pg,
+        "actor/kl_loss": kl_loss,
+        "actor/entropy": token_mean(entropy),
+        "actor/kl": token_mean(kl),
+        "critic/vf_loss": vf,
+        "critic/values_mean": token_mean(values),
+        "actor/grad_norm": norm(models["actor"]),
+        "critic/grad_norm": norm(critic),
+        "response_length/mean": mask.sum() / len(mask),
+        "rollout/environment_tokens_mean": (sum(map(len, batch["response_ids"])) - mask.sum()) / len(mask),
+        "rollout/environment_reward_mean": sum(batch["environment_reward"]) / len(mask),
+    }
+    for name, number in expected.items():
+        assert metrics[name] == pytest.approx(float(torch.as_tensor(number).detach()), rel=1e-5, abs=1e-9), name
+    assert metrics["rollout/num_turns_mean"] > 1.5
+
+
+def norm(model: torch.nn.Module) -> float:
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    return float(torch.stack([g.square().sum() for g in gradients]).sum().sqrt())
+
+
+def test_a_run_is_the_same_in_other_layouts(tmp_path: Path) -> None:
+    def train(name: str, ranks: int, *more: str) -> tasks.Run:
+        overrides = tasks.settings(tmp_path / name, 2, *PARROT, *FP64, "environment.args.sleep_s=0.01", *more)
+        run_ranks(ranks, tasks.train_here, str(tasks.task() / "ppo.json"), overrides)
+        return tasks.read_run(tmp_path / name)
+
+    one = train("one", 1)
+    stages = [f"models.{role}.layout.pp=2" for role in ("actor", "critic")]
+    other = train(
+        "pp2",
+        2,
+        *stages,
+        "models.actor.generation.pp=2",
+        "models.actor.generation.num_pages=40",
+        "models.actor.generation.page_size=2",
+    )
+    replicas = train("dp2", 2, "algorithm.ppo_max_token_len_per_gpu=64")
+    for run in (other, replicas):
+        assert run.responses == one.responses
+        difference, where = tasks.worst_metric(one, run, floor=1e-2)
+        assert difference < 1e-8, where
+    assert one.raw[-1]["rollout/num_turns_mean"] > 1.5
+    assert one.log_prob_difference() < 1e-9
+
+
+def test_without_an_environment_there_is_no_field_of_it() -> None:
+    ((fields, metrics),) = run_ranks(1, one_step, ("data.max_response_length=24",))
+    assert not {"response_mask", "environment_reward"} & set(fields)
+    assert not [name for name in metrics if "num_turns" in name or "environment" in name]
+
+
+def test_the_environments_reward_alone_is_enough(tmp_path: Path) -> None:
+    overrides = tasks.settings(tmp_path, 1, *PARROT, "reward.function=null")
+    run_ranks(1, tasks.train_here, str(tasks.task() / "ppo.json"), overrides)
+    (metrics,) = tasks.read_run(tmp_path).metrics
+    assert metrics["reward/mean"] == pytest.approx(0.5 * metrics["rollout/environment_reward_mean"], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("environment.cls=calculatr", r"unknown environment.cls 'calculatr'; did you mean 'calculator'\?"),
+        ("environment.cls=test_environments:random", r"environment.cls.*random is a module, not a function"),
+        ("environment.args.patients=3", r"environment.args=.*unexpected keyword argument 'patients'"),
+        ("environment.max_turns=0", r"environment.max_turns=0: must be at least 1"),
+        ("environment.timeout_s=600", r"environment.timeout_s=600.0: other ranks wait for it, and no longer than 600.0 s"),
+        ("models.actor.generation.rebalance_steps=4", r"generation.rebalance_steps=4: an environment's rows stay"),
+        ("data.gen_batch_size=16", r"data.gen_batch_size above data.train_batch_size together with environment.cls"),
+    ],
+)
+def test_mistakes_are_named(override: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        prepare(str(tasks.task() / "ppo.json"), tasks.settings(Path("x"), 1, *PARROT, override), 1)
+
+
+def test_a_run_whose_environment_fails_ends_with_one_line(tmp_path: Path) -> None:
+    """On one of two replicas, which other ranks wait for."""
+    broken = ("environment.cls=test_environments:Fragile", "environment.weight=1", *PARROT[2:])
+    process = tasks.start_torchrun(tmp_path, tasks.settings(tmp_path, 1, *broken), *tasks.one_node(2))
+    assert tasks.finish(process, tmp_path) == 1
+    status = json.loads((tmp_path / "exit_status.json").read_text())
+    assert (status["class"], status["code"]) == ("reward", 7)
+    assert "failed in step(): ValueError: odd rank" in status["message"] and status["rank"] == 1
+    text = (tmp_path / "output.txt").read_text()
+    assert text.count("ValueError: odd rank") == 1 and "Traceback" not in text.split("ValueError: odd rank")[0]
+
+
+class Fragile(Parrot):
+    """Fails on rank 1 only."""
+
+    def step(self, text: str) -> tuple[str, float, bool]:
+        if os.environ["RANK"] == "1":
+            raise ValueError("odd rank")
+        return super().step(text)
+
+
+# -- the programs and the calculator
+
+
+def test_generate_writes_masks_and_rewards(tmp_path: Path) -> None:
+    model, source, out = tasks.task() / "actor", tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("".join(json.dumps({"prompt": f"{n}a{n}"}) + "\n" for n in range(5)))
+    overrides = [
+        f"model.path={model}",
+        f"data.path={source}",
+        f"out={out}",
+        *PARROT[:3],
+        PARROT[4],
+        "sampling.max_response_length=20",
+    ]
+    program.generate(program.prepare(None, overrides, Launch()), alone()[0])
+    made = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(made) == 5 and any(0 in row["response_mask"] for row in made)
+    for row in made:
+        assert len(row["response_mask"]) == len(row["response_ids"]) == len(row["log_probs"])
+        assert all(log_prob == 0 for log_prob, drawn in zip(row["log_probs"], row["response_mask"], strict=True) if not drawn)
+        assert row["environment_reward"] > 0 and row["num_turns"] >= 1
+
+
+def test_the_calculator() -> None:
+    given = {
+        "48/2": "24",
+        "2*(3+4)-1": "13",
+        "1/3": "0.3333333333",
+        "0.1+0.2": "0.3",
+        "3,000*2": "6000",
+        "-4+1": "-3",
+        "+8-(-1)": "9",
+    }
+    assert {text: calculate(text) for text in given} == given
+    for bad in ("2**9", "1/0", "__import__('os')", "", "4 4", "abs(1)", "1 if 1 else 2", "0x10", "(" * 500):
+        assert calculate(bad) == "error"
+    large = {"7" * 200: "7" * 200, "1e300*1e8": "1" + "0" * 308, "1e200/1e308": "1e-108", "((" * 40 + "1" + "))" * 40: "1"}
+    assert {text: calculate(text) for text in large} == large
+    for bad in (
+        "1e9999999",
+        "0e9999999",
+        "1e-9999999",
+        "1e400/3",
+        "1e308*1e308/3",
+        "*".join(["1e308"] * 30),
+        "-" * 5000 + "1",
+        "1" * 5000,
+    ):
+        assert calculate(bad) == "error"
+    played = Calculator()
+    played.reset({"answer": 3})
+    assert played.step("<<1e308*1e308=") == ("error>>", 0.0, False)
+    assert played.step(f"#### {'3' * 5000}") == ("", 0.0, True)
+    assert played.reset({"answer": "She sold 24. #### 1,072"}) is None
+    assert played.step("48/2 =") == ("", 0.0, False)
+    assert played.step(" <<48/2=") == ("24>>", 0.0, False)
+    assert played.step(" so #### $1072.0") == ("", 1.0, True)
+    played.reset({"answer": 3})
+    with pytest.raises(ValueError, match="no number in the row's 'answer': 'None'"):
+        Calculator().reset({})

@@ -1,0 +1,214 @@
+"""The generator against transformers, against the training forward (bit for bit), and against itself in every layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from generators import (
+    MODELS,
+    SMALL,
+    alone,
+    build_generator,
+    generate_on_rank,
+    load,
+    num_unequal,
+    ragged_requests,
+    tokens_of,
+    training_log_probs,
+    transformers_greedy,
+)
+from generators import backend as backend  # a fixture
+from places import SHARED
+from ranks import run_ranks
+from rlhf_spmd import kernels
+from rlhf_spmd.generation import Generator, Request, SamplingConfig
+from rlhf_spmd.models.weights import write_random_model
+from rlhf_spmd.parallel.layout import Layout
+
+TINYSTORIES = SHARED / "models" / "tinystories-656k"
+SAMPLED = SamplingConfig(temperature=1.0)
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("models")
+    for name, config in MODELS.items():
+        write_random_model(root / name, config, seed=7)
+    return {name: str(root / name) for name in MODELS}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_equals_transformers(models: dict[str, str], name: str) -> None:
+    requests = ragged_requests(samples=1, max_new_tokens=40)
+    completions = build_generator(models[name]).generate(requests, SamplingConfig(temperature=0.0), 0, 0)
+    assert tokens_of(completions) == transformers_greedy(models[name], [list(r.prompt_ids) for r in requests], 40)
+
+
+@pytest.mark.skipif(not TINYSTORIES.is_dir(), reason="needs shared/models/tinystories-656k")
+def test_greedy_equals_transformers_on_a_pretrained_model() -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(TINYSTORIES)
+    texts = ["Once upon a time, there was a little girl named Lily. ", "One day, Tom and his dog went to the ", "The "]
+    prompts = [tokenizer(text)["input_ids"] for text in texts]
+    requests = [Request(i, i, prompt, 120) for i, prompt in enumerate(prompts)]
+    completions = build_generator(str(TINYSTORIES)).generate(requests, SamplingConfig(temperature=0.0), 0, 0)
+    assert tokens_of(completions) == transformers_greedy(str(TINYSTORIES), prompts, 120)
+
+
+@pytest.fixture(params=["highest", "medium", "kernels"])  # MKL, oneDNN, our own
+def matmul_precision(request: pytest.FixtureRequest) -> Iterator[str]:
+    before = torch.get_float32_matmul_precision()
+    if request.param == "kernels":
+        yield request.param
+    else:
+        torch.set_float32_matmul_precision(request.param)
+        with kernels.suspended():
+            yield request.param
+    torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.usefixtures("matmul_precision")
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probs_are_bit_equal_to_a_training_forward(models: dict[str, str], name: str, temperature: float) -> None:
+    generator = build_generator(models[name])
+    requests = ragged_requests()
+    completions = generator.generate(requests, SamplingConfig(temperature=temperature, top_k=50, top_p=0.95), 3, 5)
+    assert num_unequal(generator.decoder, requests, completions, temperature) == 0
+    at_one = training_log_probs(generator.decoder, requests, completions, 1.0)
+    assert all(torch.equal(c.log_probs_t1, wanted) for c, wanted in zip(completions, at_one, strict=True))
+    assert (temperature == 1.0) == all(torch.equal(c.log_probs, c.log_probs_t1) for c in completions)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"page_size": 1},
+        {"page_size": 5},
+        {"page_size": 64},
+        {"page_size": 100},
+        {"max_num_seqs": 1},
+        {"max_num_seqs": 3, "max_num_batched_tokens": 7},
+        {"max_num_seqs": 256},
+        {"max_num_seqs": 16, "num_pages": 17},
+        {"max_num_seqs": 16, "num_pages": 30, "max_num_batched_tokens": 33},
+        {"enable_prefix_caching": False},
+        {"enable_prefix_caching": False, "num_pages": 25},
+        {"enable_chunked_prefill": False, "num_pages": 40},
+    ],
+    ids=str,
+)
+@pytest.mark.usefixtures("backend")
+def test_batching_paging_and_preemption_change_no_bit(models: dict[str, str], changes: dict[str, Any]) -> None:
+    requests = ragged_requests()
+    reference = build_generator(models["llama"], replace(SMALL, page_size=64)).generate(requests, SAMPLED, 3, 5)
+    generator = build_generator(models["llama"], replace(SMALL, **changes))
+    completions = generator.generate(requests, SAMPLED, 3, 5)
+    assert tokens_of(completions) == tokens_of(reference)
+    assert all(torch.equal(a.log_probs, b.log_probs) for a, b in zip(completions, reference, strict=True))
+    assert num_unequal(generator.decoder, requests, completions, 1.0) == 0
+    if "num_pages" in changes and changes["num_pages"] < 40:
+        assert generator.stats.preemptions > 0
+
+
+def test_fp64_draws_the_same_rows_and_bf16_runs(models: dict[str, str]) -> None:
+    requests = ragged_requests(samples=2)
+    fp32 = build_generator(models["qwen3"]).generate(requests, SAMPLED, 0, 0)
+    fp64 = build_generator(models["qwen3"], dtype=torch.float64).generate(requests, SAMPLED, 0, 0)
+    assert tokens_of(fp32) == tokens_of(fp64)
+    for a, b in zip(fp32, fp64, strict=True):
+        assert b.log_probs.dtype == torch.float64
+        torch.testing.assert_close(a.log_probs.double(), b.log_probs, atol=2e-5, rtol=0)
+    generator = build_generator(models["qwen3"], dtype=torch.bfloat16)
+    bf16 = generator.generate(requests, SAMPLED, 0, 0)
+    assert num_unequal(generator.decoder, requests, bf16, 1.0) == 0
+
+
+def test_a_row_is_the_same_alone_and_in_any_company(models: dict[str, str]) -> None:
+    generator = build_generator(models["qwen2"])
+    requests = ragged_requests()
+    together = generator.generate(requests, SAMPLED, 1, 2)
+    backwards = generator.generate(requests[::-1], SAMPLED, 1, 2)[::-1]
+    assert tokens_of(backwards) == tokens_of(together)
+    for i in (0, 4, 20):
+        (single,) = generator.generate([requests[i]], SAMPLED, 1, 2)
+        assert single.token_ids == together[i].token_ids and torch.equal(single.log_probs, together[i].log_probs)
+        assert single.row_id == requests[i].row_id
+    assert tokens_of(generator.generate(requests, SAMPLED, 1, 3)) != tokens_of(together)
+    assert tokens_of(generator.generate(requests, SAMPLED, 2, 2)) != tokens_of(together)
+    renamed = [replace(r, row_id=r.row_id + 1000) for r in requests]
+    assert tokens_of(generator.generate(renamed, SAMPLED, 1, 2)) != tokens_of(together)
+
+
+def test_stops_lengths_and_statistics(models: dict[str, str]) -> None:
+    mesh = alone()[1]
+    generator = Generator(load(models["llama"], mesh), mesh, SMALL, range(0, 20))  # many stop tokens: rows end early
+    requests = ragged_requests()
+    completions = generator.generate(requests, SAMPLED, 0, 0)
+    assert {c.finish_reason for c in completions} == {"stop", "length"}
+    for request, completion in zip(requests, completions, strict=True):
+        assert len(completion.log_probs) == len(completion.token_ids) <= request.max_new_tokens
+        assert all(token >= 20 for token in completion.token_ids[:-1])
+        stopped = completion.token_ids[-1] < 20
+        assert completion.finish_reason == ("stop" if stopped else "length")
+        assert stopped or len(completion.token_ids) == request.max_new_tokens
+    stats = generator.stats
+    assert stats.decode_tokens == sum(len(c.token_ids) for c in completions)
+    distinct = {tuple(r.prompt_ids) for r in requests}
+    assert stats.prefill_tokens <= sum(len(p) - 1 for p in distinct) and stats.hit_tokens > 0
+    assert stats.preemptions == 0 and stats.steps > 0 and stats.seconds > 0
+    ignoring = generator.generate(requests, replace(SAMPLED, ignore_eos=True), 0, 0)
+    assert [len(c.token_ids) for c in ignoring] == [r.max_new_tokens for r in requests]
+    assert all(b.token_ids[: len(a.token_ids)] == a.token_ids for a, b in zip(completions, ignoring, strict=True))
+    assert generator.generate([], SAMPLED, 0, 0) == []
+
+
+def test_bad_requests_are_refused(models: dict[str, str]) -> None:
+    generator = build_generator(models["llama"], replace(SMALL, num_pages=2))
+    with pytest.raises(ValueError, match="row 5: the prompt is empty"):
+        generator.generate([Request(5, 0, [], 4)], SAMPLED, 0, 0)
+    with pytest.raises(ValueError, match="max_new_tokens=0"):
+        generator.generate([Request(5, 0, [1], 0)], SAMPLED, 0, 0)
+    with pytest.raises(ValueError, match=r"prompt ids must lie in 0 \.\. 300"):
+        generator.generate([Request(5, 0, [301], 4)], SAMPLED, 0, 0)
+    with pytest.raises(ValueError, match="row ids must differ"):
+        generator.generate([Request(5, 0, [3], 4), Request(5, 0, [3], 4)], SAMPLED, 0, 0)
+    with pytest.raises(ValueError, match="needs 3 pages of 8 tokens, but the KV cache has 2"):
+        generator.generate([Request(5, 0, [3] * 10, 8)], SAMPLED, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("layout", "num_pages"),
+    [
+        (Layout(tp=2), None),
+        (Layout(pp=2), None),
+        (Layout(dp=2), None),
+        (Layout(tp=2), 20),
+        (Layout(pp=2), 20),
+        (Layout(pp=2, tp=2), 20),
+    ],
+    ids=str,
+)
+def test_every_layout_draws_the_same_rows(models: dict[str, str], layout: Layout, num_pages: int | None) -> None:
+    path = models["qwen3"]
+    reference = build_generator(path).generate(ragged_requests(), replace(SAMPLED, temperature=0.9), 3, 5)
+    config = replace(SMALL, num_pages=num_pages)
+    results = run_ranks(layout.size, generate_on_rank, path, layout, config, 0.9)
+    union: dict[int, Any] = {}
+    for found, unequal, preemptions in results:
+        assert unequal == 0  # exact in its own layout too
+        assert (preemptions > 0) == (num_pages is not None)
+        union.update(found)
+    for found, _, _ in results:
+        assert all(union[row] == value for row, value in found.items())  # all ranks of a replica hold the same
+    for completion in reference:
+        tokens, log_probs = union[completion.row_id]
+        assert tokens == completion.token_ids
+        tolerance = 0.0 if layout.tp == 1 else 2e-5  # sums over tp are rounded in another order
+        torch.testing.assert_close(torch.tensor(log_probs), completion.log_probs, atol=tolerance, rtol=0)

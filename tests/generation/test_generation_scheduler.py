@@ -1,0 +1,290 @@
+"""Random schedules: no page leaks, none is freed twice, every row ends, prompts are computed once."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from places import ROOT
+from rlhf_spmd.generation.block_manager import BlockManager
+from rlhf_spmd.generation.scheduler import Limits, Scheduler, Step
+from rlhf_spmd.generation.sequence import Interner, Row
+
+
+class FakeCache:
+    """Remembers which token of which text each cache slot holds, as the runner would write it, and since when: ``epoch`` counts
+    how often prompts were forgotten."""
+
+    def __init__(self, limits: Limits, texts: list[list[int]]) -> None:
+        self.page_size, self.texts = limits.page_size, texts
+        self.slots: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = {}
+        self.epoch = 0
+        self.begun: dict[int, int] = {}  # the epoch in which each row was admitted last
+
+    def run(self, step: Step) -> None:
+        for source, to in step.copies:
+            self.slots.update({(to, i): self.slots[source, i] for i in range(self.page_size) if (source, i) in self.slots})
+        known = {}
+        for row, start, count, _ in step.work:
+            known[row.index] = now = tuple(self.texts[row.index][: row.length] + row.draft)
+            for position in range(start, start + count):
+                self.slots[row.pages[position // self.page_size], position % self.page_size] = (self.epoch, now[: position + 1])
+        for row, start, count, _ in step.work:  # what attention reads is the row's own history
+            now, begun = known[row.index], self.begun[row.index]
+            for position in range(start + count):
+                epoch, held = self.slots[row.pages[position // self.page_size], position % self.page_size]
+                assert held == now[: position + 1], f"row {row.index} reads a foreign token"
+                assert epoch >= begun, f"row {row.index} reads what was forgotten before it began"
+
+
+def check_pages(scheduler: Scheduler) -> None:
+    references = Counter(page for row in scheduler.running for page in row.pages)
+    pages = scheduler.pages
+    for page in range(pages.num_pages):
+        assert pages.references(page) == references[page]
+    assert pages.num_free == sum(references[page] == 0 for page in range(pages.num_pages))
+    assert not any(row.pages for rows in (scheduler.waiting, scheduler.paused) for row in rows)
+
+
+class Chaos:
+    """What others do to a scheduler between its steps, each with probability ``often``: environments hold rows and let them go
+    on with more tokens, rows leave for other replicas, weights change, guesses come, and several tokens are drawn at once."""
+
+    def __init__(self, rng: random.Random, often: float, most: int) -> None:
+        self.rng, self.often, self.most = rng, often, most
+        self.done = Counter[str]()
+
+    def act(self, scheduler: Scheduler, rows: list[Row], texts: list[list[int]], lasts: list[int], cache: FakeCache) -> None:
+        """``lasts``: length of each row at its end."""
+        rng = self.rng
+        if rng.random() < self.often:
+            scheduler.forget_prompts()
+            cache.epoch += 1
+            self.done["forget"] += 1
+        for row in [row for row in rows if not row.ended and rng.random() < self.often]:
+            if row.held:
+                self.let_go(scheduler, row, lasts[row.index])
+            elif rng.random() < 0.2:
+                scheduler.remove(row)
+                rows.remove(row)
+                self.done["remove"] += 1
+            elif rng.random() < 0.5:
+                row.draft = []
+                scheduler.hold(row)
+                self.done["hold"] += 1
+            elif row in scheduler.running:
+                right = rng.randint(0, min(self.most, row.limit - row.length - 1))
+                row.draft = texts[row.index][row.length : row.length + right]
+                if row.draft and rng.random() < 0.5:
+                    row.draft[rng.randrange(right)] = -1
+                self.done["draft"] += bool(row.draft)
+
+    def let_go(self, scheduler: Scheduler, row: Row, last: int) -> None:
+        self.done["pause"] += row in scheduler.paused
+        row.length += self.rng.randint(0, max(min(3, last - 1 - row.length), 0))
+        scheduler.resume(row)
+
+    def look_ahead(self, scheduler: Scheduler, step: Step, texts: list[list[int]]) -> None:
+        """As the loop on the device: rows have guessed all of their tokens but the last, and rightly."""
+        most = self.rng.randint(2, 5) if self.rng.random() < self.often else 0
+        if most and (tokens := scheduler.look_ahead(step, most)) > 1:
+            for i, (row, *_) in enumerate(step.work):
+                count = min(tokens, row.limit - row.length)
+                row.draft = texts[row.index][row.length : row.length + count - 1]
+                step.work[i] = step.work[i]._replace(num_tokens=count)
+            self.done["look ahead"] += 1
+
+
+QUIET = Chaos(random.Random(0), 0.0, 0)
+
+
+def draw(row: Row, text: list[int], last: int, stops: bool) -> None:
+    """All tokens up to the first that the row's draft did not foresee, or the row's end."""
+    for guess in (*row.draft, None):
+        token = text[row.length]
+        row.length += 1
+        row.stopped = stops and row.length == last
+        if token != guess or row.stopped:
+            break
+    row.draft = []
+
+
+def run_to_the_end(
+    limits: Limits, prompts: list[list[int]], response_lengths: list[int], stops: list[bool], chaos: Chaos = QUIET
+) -> Scheduler:
+    interner = Interner(limits.page_size)
+    responses = [[1000 * (i + 1) + j for j in range(n + 3)] for i, n in enumerate(response_lengths)]
+    texts = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
+    lasts = [len(text) - 3 for text in texts]
+    scheduler = Scheduler(limits)
+    rows = []
+    for i, (prompt, n, stop) in enumerate(zip(prompts, response_lengths, stops, strict=True)):
+        rows.append(Row(i, len(prompt), len(prompt) + n + (3 if stop else 0), interner.contents(prompt)))
+        scheduler.add(rows[-1])
+    cache = FakeCache(limits, texts)
+    num_steps = 0
+    while not scheduler.finished:
+        if chaos.often:
+            before = sum(chaos.done.values())
+            chaos.act(scheduler, rows, texts, lasts, cache)
+            check_pages(scheduler)
+            num_steps = 0 if sum(chaos.done.values()) > before else num_steps
+            if scheduler.finished:
+                break
+        here = set(scheduler.running)
+        step = scheduler.schedule()
+        cache.begun |= {row.index: cache.epoch for row in scheduler.running if row not in here}
+        check_pages(scheduler)
+        if not step.work:
+            held = [row for row in rows if row.held]
+            assert held, "nothing runs, and nobody is waited for"
+            for row in held:
+                chaos.let_go(scheduler, row, lasts[row.index])
+            continue
+        assert len({work.row.index for work in step.work}) == len(step.work) <= limits.max_num_seqs
+        assert sum(work.num_tokens for work in step.work) <= limits.max_num_batched_tokens
+        assert all(work.start == work.row.num_computed and work.num_tokens > 0 and not work.row.held for work in step.work)
+        chaos.look_ahead(scheduler, step, texts)
+        check_pages(scheduler)
+        cache.run(step)
+        for row, _, _, samples in step.work:
+            if samples:
+                draw(row, texts[row.index], lasts[row.index], stops[row.index])
+        scheduler.complete(step)
+        check_pages(scheduler)
+        num_steps += 1
+        # left alone, the oldest row is never preempted and gains a token in every step
+        assert num_steps <= sum(row.limit for row in rows), "starvation"
+    assert scheduler.pages.num_free == limits.num_pages
+    assert [row.length for row in rows] == [lasts[row.index] for row in rows] and all(row.ended for row in rows)
+    assert not scheduler._claimed
+    return scheduler
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_random_schedules(data: st.DataObject) -> None:
+    page_size = data.draw(st.integers(1, 9))
+    stems = data.draw(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=30), min_size=1, max_size=4))
+    row = st.tuples(st.integers(0, len(stems) - 1), st.integers(0, 12), st.integers(1, 20), st.booleans())
+    rows = data.draw(st.lists(row, max_size=16))
+    prompts = [stems[stem] + [7] * (extra if extra < 4 else 0) for stem, extra, _, _ in rows]
+    longest = max([-(-(len(p) + n + 3) // page_size) for p, (_, _, n, _) in zip(prompts, rows, strict=True)], default=1)
+    max_num_seqs = data.draw(st.integers(1, 8))
+    limits = Limits(
+        page_size,
+        num_pages=longest + data.draw(st.integers(0, 20)),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_seqs + data.draw(st.integers(0, 60)),
+        prefix_caching=data.draw(st.booleans()),
+    )
+    run_to_the_end(limits, prompts, [n for _, _, n, _ in rows], [stop for _, _, _, stop in rows])
+
+
+def random_schedule(rng: random.Random, chaos: Chaos) -> Scheduler:
+    """A few rows on a small pool; some share their prompts' beginnings, some stop before their limit."""
+    page_size, max_num_seqs = rng.randint(1, 4), rng.randint(1, 5)
+    stems = [[rng.randint(0, 1) for _ in range(rng.randint(1, 9))] for _ in range(2)]
+    count = rng.randint(1, 6)
+    prompts = [rng.choice(stems) + [7] * rng.choice((0, 0, 1, 3)) for _ in range(count)]
+    lengths = [rng.randint(1, 7) for _ in range(count)]
+    longest = max(-(-(len(prompt) + n + 3) // page_size) for prompt, n in zip(prompts, lengths, strict=True))
+    limits = Limits(
+        page_size,
+        num_pages=longest + rng.choice((0, 0, 1, 2, 5, 20)),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_seqs + rng.randint(0, 12),
+        prefix_caching=rng.random() < 0.8,
+    )
+    return run_to_the_end(limits, prompts, lengths, [rng.random() < 0.3 for _ in range(count)], chaos)
+
+
+def test_ten_thousand_random_schedules() -> None:
+    """Half of them disturbed."""
+    rng = random.Random(0)
+    chaos = Chaos(rng, 0.1, 4)
+    counts = Counter[str]()
+    for number in range(10_000):
+        scheduler = random_schedule(rng, chaos if number % 2 else QUIET)
+        counts["preempted"] += scheduler.num_preemptions > 0
+        counts["shared"] += scheduler.num_hit_tokens > 0
+    assert min(counts["preempted"], counts["shared"]) > 1000, counts  # the schedules are not all easy
+    assert len(chaos.done) == 6 and min(chaos.done.values()) > 500, chaos.done
+
+
+@settings(max_examples=50, deadline=None)
+@given(lengths=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 20)), min_size=1, max_size=12), extra=st.integers(0, 10))
+def test_whole_prompts_without_chunking(lengths: list[tuple[int, int]], extra: int) -> None:
+    limits = Limits(4, num_pages=14 + extra, max_num_seqs=5, max_num_batched_tokens=55, chunked_prefill=False)
+    prompts = [list(range(n)) for n, _ in lengths]
+    run_to_the_end(limits, prompts, [n for _, n in lengths], [False] * len(lengths))
+
+
+@pytest.mark.parametrize("prompt_length", [1, 7, 8, 9, 16, 17, 50])
+def test_a_prompt_is_computed_once(prompt_length: int) -> None:
+    limits = Limits(8, num_pages=200, max_num_seqs=3, max_num_batched_tokens=64)
+    prompts = [list(range(prompt_length))] * 6 + [[99] * prompt_length] * 6
+    scheduler = run_to_the_end(limits, prompts, [5] * 12, [False] * 12)
+    # all rows but the first of each prompt; the last prompt token is every row's own
+    assert scheduler.num_hit_tokens == (prompt_length - 1) * 10
+    assert scheduler.num_preemptions == 0
+
+
+def test_pressure_preempts_and_still_ends() -> None:
+    limits = Limits(4, num_pages=10, max_num_seqs=8, max_num_batched_tokens=64)
+    scheduler = run_to_the_end(limits, [[i, i + 1, i + 2] for i in range(8)], [30] * 8, [False] * 8)
+    assert scheduler.num_preemptions > 0
+
+
+def test_rows_that_cannot_fit_are_refused() -> None:
+    scheduler = Scheduler(Limits(4, num_pages=2, max_num_seqs=8, max_num_batched_tokens=64))
+    with pytest.raises(ValueError, match="needs 3 pages of 4 tokens, but the KV cache has 2"):
+        scheduler.add(Row(0, 5, 10, (0, 1)))
+    scheduler.add(Row(0, 5, 9, (0, 1)))  # the last token is never written
+    whole = Scheduler(Limits(4, num_pages=20, max_num_seqs=8, max_num_batched_tokens=16, chunked_prefill=False))
+    with pytest.raises(ValueError, match="max_num_batched_tokens=16"):
+        whole.add(Row(0, 15, 17, (0, 1, 2, 3)))
+
+
+def test_free_pages_are_revived_and_evicted_oldest_first() -> None:
+    manager = BlockManager(2)
+    a, b = manager.allocate(), manager.allocate()
+    manager.register(a, 10)
+    manager.register(b, 11)
+    manager.release([b])
+    manager.release([a])
+    manager.share(a)
+    assert manager.references(a) == 1 and manager.num_free == 1
+    manager.release([a])
+    assert manager.allocate() == b  # freed before a's second release
+    assert manager.find(11) is None and manager.find(10) == a
+    with pytest.raises(AssertionError, match="released once too often"):
+        manager.release([a])
+
+
+def test_the_schedulers_half_imports_no_torch() -> None:
+    names = ", ".join(("sequence", "block_manager", "scheduler"))
+    code = f"import sys; from rlhf_spmd.generation import {names}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": "src"}, cwd=ROOT).returncode == 0
+
+
+def test_a_row_that_comes_back_computes_the_last_token_of_its_prompt_anew() -> None:
+    """As a fresh one does: in a cached page that nobody holds, a row of one token may have written over that position."""
+    scheduler, contents = Scheduler(Limits(page_size=4, num_pages=8, max_num_seqs=4, max_num_batched_tokens=64)), Interner(4)
+    prompt = [1, 2, 3, 4, 5, 6]
+    first, second = (Row(i, 6, 20, contents.contents(prompt), 0) for i in range(2))
+    scheduler.add(first)
+    step = scheduler.schedule()
+    first.length, first.stopped = 7, True
+    scheduler.complete(step)
+    second.length = 9  # it was preempted with three tokens
+    scheduler.add(second)
+    (work,) = scheduler.schedule().work
+    assert (work.start, work.num_tokens) == (5, 4) and scheduler.num_hit_tokens == 5

@@ -1,0 +1,221 @@
+"""The Triton attention against attention in float64 and against itself, bit for bit; on GPUs its kernels are compiled."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from generators import MODELS, SMALL, alone, load, ragged_requests, tokens_of
+from places import ROOT
+from rlhf_spmd.generation import GenerationConfig, Generator, SamplingConfig, backends, triton_attention
+from rlhf_spmd.generation.backends import build_backend, choose_backend
+from rlhf_spmd.generation.kv_cache import KVCache
+from rlhf_spmd.generation.scheduler import Work
+from rlhf_spmd.generation.sequence import Row
+from rlhf_spmd.generation.triton_attention import TritonAttention
+from rlhf_spmd.models.spec import AttentionRule, read_eos_ids
+from rlhf_spmd.models.weights import write_random_model
+from triton_device import DEVICE
+
+PLAIN = AttentionRule(0.25, None, None)
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short rows have several blocks and splits."""
+    monkeypatch.setattr(triton_attention, "SPLIT_KEYS", 64)
+    monkeypatch.setattr(triton_attention, "BLOCK_BYTES", 1 << 9)
+
+
+@dataclass
+class Rows:
+    """Rows whose queries, keys and values [positions, heads, D] are known in full."""
+
+    queries: list[Tensor]
+    keys: list[Tensor]
+    values: list[Tensor]
+
+    @classmethod
+    def draw(cls, lengths: Sequence[int], kv_heads: int, group: int, dim: int, dtype: torch.dtype = torch.float32) -> Rows:
+        generator = torch.Generator().manual_seed(sum(lengths) + dim)
+
+        def some(heads: int) -> list[Tensor]:
+            return [torch.randn(n, heads, dim, generator=generator).to(DEVICE, dtype) for n in lengths]
+
+        return cls(some(kv_heads * group), some(kv_heads), some(kv_heads))
+
+    def attend(
+        self, chunks: Sequence[tuple[int, int, int]], rule: AttentionRule, page_size: int, seed: int = 0
+    ) -> list[Tensor]:
+        """What one step gives for each chunk (row, first position, tokens); what comes before lies in the pages already."""
+        kv_heads, dim = self.keys[0].shape[1:]
+        needed = [-(-(start + count) // page_size) for _, start, count in chunks]
+        order = torch.randperm(sum(needed) + 3, generator=torch.Generator().manual_seed(seed)).tolist()
+        dtype = self.keys[0].dtype
+        cache = KVCache(2, kv_heads, dim, len(order), page_size, dtype, DEVICE, build_backend("triton", dtype, DEVICE))
+        cache.pages.fill_(torch.nan)  # what is not written must not be used
+        by_slot = cache.pages[1].view(2, kv_heads, -1, dim)
+        work = []
+        for (row, start, count), pages in zip(chunks, needed, strict=True):
+            held = [order.pop() for _ in range(pages)]
+            work.append(Work(Row(row, 1, 9999, (), pages=held), start, count, True))
+            for position in range(start):
+                slot = held[position // page_size] * page_size + position % page_size
+                by_slot[0, :, slot], by_slot[1, :, slot] = self.keys[row][position], self.values[row][position]
+        parts = [
+            torch.cat([x[row][start : start + count] for row, start, count in chunks])
+            for x in (self.queries, self.keys, self.values)
+        ]
+        whole = torch.cat(parts, 1)  # heads of a token lie together, as the decoder gives them
+        q, k, v = whole.split([x.shape[1] for x in parts], 1)
+        context = TritonAttention.over(work, cache, q.shape[1])
+        positions = torch.cat([torch.arange(start, start + count) for _, start, count in chunks])
+        assert torch.equal(context.positions.cpu(), positions)
+        return list(context.attend(1, q, k, v, rule).split([count for *_, count in chunks]))
+
+    def expected(self, row: int, start: int, count: int, rule: AttentionRule) -> Tensor:
+        q, k, v = (x[row].double() for x in (self.queries, self.keys, self.values))
+        group = q.shape[1] // k.shape[1]
+        scores = torch.einsum("qhd,khd->hqk", q[start : start + count], k.repeat_interleave(group, 1)) * rule.scale
+        if rule.softcap is not None:
+            scores = rule.softcap * torch.tanh(scores / rule.softcap)
+        ahead = torch.arange(start, start + count, device=DEVICE)[:, None] - torch.arange(len(k), device=DEVICE)
+        seen = (ahead >= 0) & (ahead < (rule.window or len(k)))
+        return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v.repeat_interleave(group, 1))
+
+
+LENGTHS = [1, 7, 64, 65, 130, 203]
+CHUNKS = [(0, 0, 1), (1, 0, 7), (2, 63, 1), (3, 40, 25), (4, 129, 1), (5, 190, 1), (4, 60, 17)]
+
+
+@pytest.mark.parametrize(
+    ("page_size", "kv_heads", "group", "dim", "rule"),
+    [
+        (16, 2, 2, 16, PLAIN),
+        (1, 1, 4, 24, PLAIN),
+        (64, 1, 8, 128, PLAIN),
+        (16, 3, 1, 80, replace(PLAIN, softcap=5.0)),
+        (5, 2, 3, 32, replace(PLAIN, window=37)),
+        (64, 1, 1, 64, replace(PLAIN, window=1)),
+        (16, 1, 20, 16, replace(PLAIN, softcap=2.0, window=64)),
+    ],
+    ids=str,
+)
+def test_ragged_work_equals_float64(page_size: int, kv_heads: int, group: int, dim: int, rule: AttentionRule) -> None:
+    rows = Rows.draw(LENGTHS, kv_heads, group, dim)
+    for chunk, found in zip(CHUNKS, rows.attend(CHUNKS, rule, page_size), strict=True):
+        torch.testing.assert_close(found.double(), rows.expected(*chunk, rule), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 2e-3), (torch.bfloat16, 1.6e-2)], ids=str)
+def test_half_precision_equals_float64_within_its_rounding(dtype: torch.dtype, tolerance: float) -> None:
+    rows = Rows.draw(LENGTHS, 2, 2, 32, dtype)
+    for chunk, found in zip(CHUNKS, rows.attend(CHUNKS, PLAIN, 16), strict=True):
+        assert found.dtype == dtype
+        torch.testing.assert_close(found.double(), rows.expected(*chunk, PLAIN), atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize("rule", [PLAIN, replace(PLAIN, softcap=3.0, window=50)], ids=str)
+def test_batch_chunks_and_pages_change_no_bit(rule: AttentionRule) -> None:
+    """Each token alone through the split kernel, in company, in chunks of several sizes, over pages of several sizes."""
+    rows = Rows.draw(LENGTHS, 1, 3, 24)
+    ((whole,), (other,)) = (rows.attend([(row, 0, LENGTHS[row])], rule, 16) for row in (4, 3))
+    for page_size, size in ((1, 64), (7, 23)):
+        for start in range(0, 130, size):
+            count = min(size, 130 - start)
+            (found,) = rows.attend([(4, start, count)], rule, page_size, start)
+            assert torch.equal(found, whole[start : start + count])
+    for start in (0, 50, 63, 64, 129):
+        (single,) = rows.attend([(4, start, 1)], rule, 16, start)
+        company = rows.attend([(3, start // 2, 1), (5, 9, 20), (4, start, 1), (1, 2, 1)], rule, 5, start)
+        assert torch.equal(single[0], whole[start]) and torch.equal(company[2][0], whole[start])
+        assert torch.equal(company[0][0], other[start // 2])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("triton") / "qwen3"
+    write_random_model(path, {**MODELS["qwen3"], "num_hidden_layers": 2}, seed=7)
+    return str(path)
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="compares with the CPU's numbers; test_gpu.py generates on a GPU")
+@pytest.mark.parametrize(
+    "changes", [{}, {"page_size": 5, "max_num_batched_tokens": 33, "num_pages": 45, "steps_per_sync": 3}], ids=str
+)
+def test_the_generator_draws_the_same_tokens(model: str, changes: dict[str, int]) -> None:
+    requests = ragged_requests(num_prompts=6, samples=2, max_new_tokens=6)
+    results = []
+    for attention in ("torch", "triton"):
+        decoder = load(model, alone()[1])
+        config = replace(SMALL, attention=attention, **changes)
+        generator = Generator(decoder, alone()[1], config, read_eos_ids(model))
+        results.append(generator.generate(requests, SamplingConfig(temperature=0.9), 3, 5))
+    assert tokens_of(results[0]) == tokens_of(results[1])
+    for ours, torchs in zip(*results[::-1], strict=True):
+        torch.testing.assert_close(ours.log_probs, torchs.log_probs, atol=2e-5, rtol=0)
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="generates on the CPU, in the interpreter")
+def test_the_command_line_takes_it_and_names_it(model: str, tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text('{"prompt_ids": [5, 6, 7]}\n')
+    settings = {
+        "model.path": model,
+        "data.path": tmp_path / "in.jsonl",
+        "out": tmp_path / "out.jsonl",
+        "sampling.max_response_length": 3,
+        "generation.attention": "triton",
+    }
+    program = "import triton_device; from rlhf_spmd.generate import main; main()"
+    command = [sys.executable, "-c", program, *(f"{key}={value}" for key, value in settings.items())]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(("src", "tests"))}
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert ended.returncode == 0 and "attention triton" in ended.stderr, ended.stderr
+    assert len(json.loads((tmp_path / "out.jsonl").read_text())["response_ids"]) == 3
+
+
+@pytest.mark.parametrize(("dtype", "products"), [("bf16", "mma.sync"), ("fp32", "fma.rn.f32")])
+def test_the_kernels_compile_for_a_gpu(dtype: str, products: str, tmp_path: Path) -> None:
+    """And multiplications and additions are fused in the matrix products alone: elsewhere both forms must round alike."""
+    environment = os.environ | {"PYTHONPATH": "src", "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
+    command = [sys.executable, "tests/started/compile_triton.py", dtype]
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    whole, split, *others = ended.stdout.split(".visible .entry")[1:]
+    assert whole.count(products) == split.count(products) > 0
+    assert dtype == "fp32" or "fma.rn" not in ended.stdout
+    assert [kernel.split("(")[0].strip() for kernel in (whole, split, *others)] == [
+        "_attend",
+        "_attend",
+        "_add_parts",
+        "_write",
+    ]
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="the backends are there on a GPU")
+def test_a_backend_that_cannot_serve_is_refused_with_those_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, allowed = torch.device("cpu"), "allowed here: auto, torch, cpp"
+    with pytest.raises(
+        ValueError, match=rf"^here\.attention=flash_attn: flash_attn is not installed: pip .*; {allowed}, triton$"
+    ):
+        GenerationConfig(attention="flash_attn", page_size=256).check("here")
+    with pytest.raises(ValueError, match=r"attention=triton: it does not compute torch\.float64"):
+        choose_backend("triton", "auto", torch.float64, cpu, "attention")
+    assert choose_backend("triton", "torch", torch.float32, cpu, "attention") == "triton"
+    assert choose_backend("auto", "torch", torch.float32, cpu, "attention") == "torch"
+    monkeypatch.delenv("TRITON_INTERPRET")
+    with pytest.raises(ValueError, match=rf"^here\.attention=triton: it needs a CUDA device, here is cpu; {allowed}$"):
+        GenerationConfig(attention="triton").check("here")
+    monkeypatch.setattr(backends, "unavailable", lambda *arguments: None)
+    with pytest.raises(ValueError, match=r"^here\.page_size=64: flash_attn's pages are multiples of 256 tokens"):
+        GenerationConfig(attention="flash_attn").check("here")
+    assert choose_backend("auto", "torch", torch.float32, torch.device("cuda"), "attention") == "triton"

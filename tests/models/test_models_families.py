@@ -1,0 +1,343 @@
+"""The families that differ from Llama in more than names: gradients, generation, training and export, and what is refused."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+import tasks
+from engine_runs import assert_same, together, train
+from exported_models import checkpoint_of, logits
+from generators import (
+    SMALL,
+    build_generator,
+    generate_on_rank,
+    num_unequal,
+    ragged_requests,
+    tokens_of,
+    transformers_greedy,
+)
+from hf_models import LENGTHS, make_batch, make_model
+from model_configs import CONFIGS
+from ranks import run_ranks
+from reshard_cases import Simulated, layout_of
+from reshard_generation import generate_in_layout
+from reshard_plans import check_plans
+from rlhf_spmd.checkpoint.export import export_config, export_hugging_face
+from rlhf_spmd.checkpoint.files import Spec
+from rlhf_spmd.generation import SamplingConfig
+from rlhf_spmd.models.attention import PackedAttention
+from rlhf_spmd.models.decoder import Decoder
+from rlhf_spmd.models.experts import mix_experts, route
+from rlhf_spmd.models.heads import local_logits, token_log_probs, values
+from rlhf_spmd.models.layers import swiglu
+from rlhf_spmd.models.sharding import check_layout
+from rlhf_spmd.models.spec import AttentionRule, Experts, read_spec, spec_from_config
+from rlhf_spmd.models.weights import load_pretrained, write_random_model
+from rlhf_spmd.parallel.collectives import solo
+from rlhf_spmd.parallel.layout import Layout
+from rlhf_spmd.workers.flops import forward_flops
+
+FAMILIES = ("mistral", "phi3", "gemma2", "gemma3", "qwen3-moe")
+ROLES = ("actor", "critic", "reference")
+WEIGHTS = torch.linspace(-1, 1, sum(LENGTHS))
+
+
+def make_ids(vocab_size: int) -> tuple[Tensor, Tensor]:
+    """Without the padding token, which transformers gives no gradient in the embedding."""
+    ids, labels = make_batch(vocab_size)
+    return ids.clamp(min=1), labels
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("families")
+    return {name: make_model(root / name, {**CONFIGS[name], "vocab_size": 301}) for name in FAMILIES}
+
+
+def their_gradients(path: Path) -> dict[str, Tensor]:
+    """By the names on disk."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    ids, labels = make_ids(read_spec(path).vocab_size)
+    for some, targets, weights in zip(ids.split(LENGTHS), labels.split(LENGTHS), WEIGHTS.split(LENGTHS), strict=True):
+        log_probs = model(some[None]).logits[0].log_softmax(-1)
+        (log_probs.gather(1, targets[:, None])[:, 0] * weights).sum().backward()
+    found: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        if name.endswith("experts.gate_up_proj"):
+            for i, both in enumerate(parameter.grad):
+                prefix = name.removesuffix("gate_up_proj") + f"{i}."
+                found[prefix + "gate_proj.weight"], found[prefix + "up_proj.weight"] = both.chunk(2)
+        elif name.endswith("experts.down_proj"):
+            found |= {f"{name.removesuffix('down_proj')}{i}.down_proj.weight": g for i, g in enumerate(parameter.grad)}
+        else:
+            found[name] = parameter.grad
+    return found
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_gradients_equal_transformers(models: dict[str, Path], name: str) -> None:
+    path = models[name]
+    decoder = Decoder(read_spec(path), "lm", 0, 1, solo(), torch.float32, "cpu")
+    load_pretrained(decoder, path)
+    ids, labels = make_ids(decoder.spec.vocab_size)
+    log_probs, _ = decoder(ids, PackedAttention(LENGTHS), lambda d, hidden: token_log_probs(d, hidden, labels))
+    (log_probs * WEIGHTS).sum().backward()
+    theirs = their_gradients(path)
+    scale = max(float(g.abs().max()) for g in theirs.values())
+    for key, parameter in decoder.named_parameters():
+        assert parameter.grad is not None
+        for box in decoder.shards[key].boxes:
+            expected = theirs[box.name][box.global_slices]
+            assert (parameter.grad[box.local_slices] - expected).abs().max() < 2e-5 * scale, box.name
+            theirs[box.name][box.global_slices] = 0
+    assert not any(g.any() for g in theirs.values()), "a gradient that no parameter has"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_generation(models: dict[str, Path], name: str) -> None:
+    """transformers' greedy tokens, with windows shorter than the texts; sampled log-probs are a training forward's, to the bit."""
+    requests = ragged_requests(samples=1, max_new_tokens=30)
+    generator = build_generator(str(models[name]))
+    greedy = generator.generate(requests, SamplingConfig(temperature=0.0), 0, 0)
+    assert tokens_of(greedy) == transformers_greedy(str(models[name]), [list(r.prompt_ids) for r in requests], 30)
+    sampled = generator.generate(requests, SamplingConfig(temperature=0.7), 3, 5)
+    assert num_unequal(generator.decoder, requests, sampled, 0.7) == 0
+
+
+@pytest.mark.parametrize(("name", "layout"), [("gemma2", Layout(pp=2)), ("qwen3-moe", Layout(tp=2)), ("phi3", Layout(tp=2))])
+def test_generation_in_layouts(models: dict[str, Path], name: str, layout: Layout) -> None:
+    results = run_ranks(layout.size, generate_on_rank, str(models[name]), layout, SMALL, 0.8)
+    reference = build_generator(str(models[name])).generate(ragged_requests(), SamplingConfig(temperature=0.8), 3, 5)
+    for found, unequal, _ in results:
+        assert unequal == 0
+        for completion in reference:
+            tokens, log_probs = found[completion.row_id]
+            assert tokens == completion.token_ids
+            torch.testing.assert_close(torch.tensor(log_probs), completion.log_probs, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "head", "layout", "checkpointing"),
+    [
+        ("qwen3-moe", "lm", Layout(tp=2, dp=2, zero=3), "selective"),
+        ("qwen3-moe", "value", Layout(tp=2, sequence_parallel=True), "none"),
+        ("gemma2", "lm", Layout(pp=2, tp=2, sequence_parallel=True), "none"),
+        ("gemma3", "lm", Layout(dp=2, zero=3), "full"),
+        ("phi3", "lm", Layout(tp=4), "none"),
+    ],
+    ids=str,
+)
+def test_training_is_the_same_in_layouts(
+    models: dict[str, Path], name: str, head: str, layout: Layout, checkpointing: str
+) -> None:
+    path, options = str(models[name]), {"activation_checkpointing": checkpointing}
+    got = together(run_ranks(layout.size, train, path, layout, [2, 3], head, options))
+    assert_same(got, together(run_ranks(1, train, path, Layout(), [1], head, {})), 1e-9)
+
+
+def test_ppo_with_two_families(tmp_path: Path) -> None:
+    """A Gemma 2 learns with a critic that is a mixture of experts: the same run on one rank and, split, on two."""
+    task = tasks.task()
+    sizes = {"vocab_size": len(tasks.VOCABULARY), "eos_token_id": tasks.EOS, "initializer_range": 0.12}
+    for role, name, kind in (("actor", "gemma2", "CausalLM"), ("critic", "qwen3-moe", "SequenceClassification")):
+        config = {**CONFIGS[name], **sizes, "architectures": [f"AFor{kind}"]}
+        write_random_model(tmp_path / role, config, 3)
+        shutil.copytree(task / "tokenizer", tmp_path / role, dirs_exist_ok=True)
+    common = [f"models.{role}.path={tmp_path / model}" for role, model in zip(ROLES, ("actor", "critic", "actor"), strict=True)]
+    common += [f"models.{role}.dtype=float64" for role in ROLES]
+    split = ["models.actor.layout.tp=2", "models.actor.generation.tp=1", "models.critic.layout.dp=2"]
+    split += ["models.critic.layout.zero=3", "models.reference.layout.pp=2"]
+    for ranks, overrides in ((1, []), (2, split)):
+        run_ranks(
+            ranks, tasks.train_here, str(task / "ppo.json"), tasks.settings(tmp_path / str(ranks), 2, *common, *overrides)
+        )
+    alone, both = (tasks.read_run(tmp_path / str(ranks)) for ranks in (1, 2))
+    assert alone.log_prob_difference() < 1e-12 and alone.responses == both.responses
+    for difference, where in (tasks.worst_metric(alone, both, 1e-3), tasks.worst_tensor(alone, both)):
+        assert difference < 1e-8, where
+
+
+@pytest.mark.parametrize("name", ["gemma3", "phi3", "qwen3-moe"])
+def test_transitions_of_the_hybrid_engine(name: str) -> None:
+    """Exact to the element, and computed in the generation layout, where fused rows of two training slices lie together."""
+    spec = spec_from_config({**CONFIGS[name], "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8}, "test")
+    for train_layout, pp, tp in ((Layout(2, 4, 1), 1, 2), (Layout(1, 2, 4, 3), 2, 4)):
+        check_plans(Simulated("zero_redundancy", layout_of("zero_redundancy", train_layout, pp, tp), spec))
+    layout = layout_of("zero_redundancy", Layout(tp=4), 1, 2)
+    assert max(run_ranks(4, generate_in_layout, spec, "zero_redundancy", layout, True)) < 1e-12
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_export_is_what_transformers_writes(tmp_path: Path, name: str) -> None:
+    """transformers writes a directory, four ranks read it and write a checkpoint, and its export is the same model."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = {key: value for key, value in CONFIGS[name].items() if key not in ("architectures", "model_type")}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(CONFIGS[name]["model_type"], **config)).eval()
+    model.save_pretrained(tmp_path / "source")
+    path = checkpoint_of(load_file(tmp_path / "source" / "model.safetensors"), tmp_path / "source", tmp_path / "run", "lm")
+    out = export_hugging_face(path, "actor", tmp_path / "source", tmp_path / "out")
+    written, exported = (load_file(tmp_path / part / "model.safetensors") for part in ("source", "out"))
+    assert written.keys() == exported.keys() and all(torch.equal(written[key], exported[key]) for key in written)
+    loaded, report = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert torch.equal(logits(loaded.eval()), logits(model))
+
+
+def test_the_language_model_of_one_that_sees(tmp_path: Path) -> None:
+    """transformers writes a Gemma 3 with a vision tower; two ranks read its language model, and the export is one for text."""
+    from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
+
+    torch.manual_seed(0)
+    text = {key: value for key, value in CONFIGS["gemma3"].items() if key not in ("architectures", "model_type")}
+    eyes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
+    ids = dict.fromkeys(("image_token_index", "boi_token_index", "eoi_token_index"), text["vocab_size"] - 1)
+    config = Gemma3Config(text_config=text, vision_config={**eyes, "patch_size": 14}, mm_tokens_per_image=4, **ids)
+    model = Gemma3ForConditionalGeneration(config).eval()
+    model.save_pretrained(tmp_path / "source")
+    stored = load_file(tmp_path / "source" / "model.safetensors")
+    assert any(name.startswith("vision_tower.") for name in stored)
+    named = {name.removeprefix("language_model."): x for name, x in stored.items() if name.startswith("language_model.")}
+    path = checkpoint_of(named, tmp_path / "source", tmp_path / "run", "lm")
+    out = export_hugging_face(path, "actor", tmp_path / "source", tmp_path / "out")
+    loaded, report = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert type(loaded).__name__ == "Gemma3ForCausalLM"
+    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert torch.equal(logits(loaded.eval()), logits(model))
+    spec = read_spec(tmp_path / "source")
+    decoder = Decoder(spec, "lm", 0, 1, solo(), torch.float32, "cpu")
+    load_pretrained(decoder, tmp_path / "source")
+    tokens, _ = make_batch(spec.vocab_size)
+    with torch.no_grad():
+        got = local_logits(decoder, decoder(tokens, PackedAttention(LENGTHS)))
+        want = torch.cat([model(some[None]).logits[0] for some in tokens.split(LENGTHS)])
+    assert (got - want).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen3-moe"])
+def test_value_models_equal_transformers_classifiers(tmp_path: Path, name: str) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    path = make_model(tmp_path, {**CONFIGS[name], "architectures": ["AForSequenceClassification"], "num_labels": 1})
+    spec = read_spec(path)
+    decoder = Decoder(spec, "value", 0, 1, solo(), torch.float32, "cpu")
+    load_pretrained(decoder, path)
+    model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, dtype=torch.float32).eval()
+    ids, _ = make_batch(spec.vocab_size)
+    with torch.no_grad():
+        got = decoder(ids, PackedAttention(LENGTHS), values)
+        want = torch.cat([model.score(model.model(some[None])[0])[0, :, 0] for some in ids.split(LENGTHS)])
+    assert (got - want).abs().max() < 1e-4
+    head = [Spec("score.weight", torch.float32, (1, 32))]
+    assert export_config(CONFIGS[name], head)["architectures"] == [type(model).__name__]
+
+
+@pytest.mark.parametrize("normalise", [False, True])
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_experts_against_a_loop_over_tokens(normalise: bool, blocks: int) -> None:
+    experts, hidden, width = Experts(5, 2, 6, normalise), 4, 6
+    torch.manual_seed(0)
+    x, router, gate, up, down = (
+        torch.randn(shape, dtype=torch.float64, requires_grad=True)
+        for shape in ((9, hidden), (5, hidden), (5, width, hidden), (5, width, hidden), (5, hidden, width))
+    )
+    with torch.no_grad():
+        x[2:] = x[2]  # several tokens to the same experts, and one expert without any
+    expected = []
+    for row in x:
+        probabilities = (router @ row).softmax(0)
+        best = probabilities.argsort(descending=True)[:2].tolist()
+        total = probabilities[best].sum() if normalise else 1
+        parts = [down[e] @ (torch.nn.functional.silu(gate[e] @ row) * (up[e] @ row)) for e in best]
+        expected.append(sum(probabilities[e] / total * part for e, part in zip(best, parts, strict=True)))
+    halves = [part.chunk(blocks, 1) for part in (gate, up)]
+    entry = torch.cat([torch.cat([half[b] for half in halves], 1).reshape(-1, hidden) for b in range(blocks)])
+    got = mix_experts(x, router, entry, down.reshape(-1, width), experts, swiglu, blocks)
+    assert len(set(route(x, router, experts)[1].flatten().tolist())) < 5
+    weight = torch.randn_like(got)
+    inputs = [x, router, gate, up, down]
+    for a, b in zip(
+        torch.autograd.grad((got * weight).sum(), inputs),
+        torch.autograd.grad((torch.stack(expected) * weight).sum(), inputs),
+        strict=True,
+    ):
+        assert (a - b).abs().max() < 1e-12
+    assert (got - torch.stack(expected)).abs().max() < 1e-12
+
+
+def test_rules_of_layers() -> None:
+    gemma2, gemma3 = (spec_from_config(CONFIGS[name], "test") for name in ("gemma2", "gemma3"))
+    assert gemma2.attention_rule(0) == AttentionRule(12**-0.5, 2.0, 5) and gemma2.attention_rule(1).window is None
+    assert [gemma3.local_rope(layer) for layer in range(4)] == [True, True, False, True]
+    both = {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 50000.0}}
+    both["sliding_attention"] = {"rope_type": "default", "rope_theta": 500.0}
+    old = {key: value for key, value in CONFIGS["gemma3"].items() if not key.startswith("rope_")}
+    new = spec_from_config({**old, "rope_parameters": both}, "test")
+    assert new == gemma3 and (new.rope_theta, new.local_rope_theta) == (50000.0, 500.0)
+    named = {**CONFIGS["gemma2"], "layer_types": ["full_attention"] * 3 + ["sliding_attention"]}
+    assert spec_from_config(named, "test").windows == (None, None, None, 5)
+    no_window = {key: value for key, value in CONFIGS["mistral"].items() if key != "sliding_window"}
+    assert spec_from_config(no_window, "test").windows == (4096,) * 4
+    assert spec_from_config({**no_window, "sliding_window": None}, "test").windows == ()
+    assert spec_from_config({**CONFIGS["phi3"], "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"}}, "test")
+    moe = {**CONFIGS["qwen3-moe"], "decoder_sparse_step": 2}
+    assert [bool(spec_from_config(moe, "test").experts_of(layer)) for layer in range(4)] == [False, False, False, True]
+
+
+def test_flops_count_active_experts_and_windows() -> None:
+    spec = spec_from_config(CONFIGS["qwen3-moe"], "test")
+    attention, head = 32 * 12 * (2 * 4 + 2 * 2), 101 * 32
+    weights = 4 * attention + 3 * 32 * (6 + 3 * 3 * 24) + 32 * 3 * 48 + head
+    assert forward_flops(spec, 10, 0) == 10 * 2 * weights
+    assert forward_flops(spec, 10, 8) == 10 * (2 * weights + 4 * 4 * 48 * 4)  # a query sees half of its sequence
+    short = spec_from_config({**CONFIGS["mistral"], "sliding_window": 9}, "test")
+    plain = spec_from_config({**CONFIGS["mistral"], "sliding_window": None}, "test")
+    assert forward_flops(short, 10, 9) == forward_flops(plain, 10, 9)
+    longer = forward_flops(short, 10, 1e9) - forward_flops(short, 10, 0)
+    assert longer == pytest.approx(10 * 4 * 4 * 32 * 9)  # never more than the window
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("phi3", {"partial_rotary_factor": 0.75}, "'partial_rotary_factor' is 0.75"),
+        ("phi3", {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4}}, "rope_type' is 'longrope'"),
+        ("mistral", {"sliding_window": 0}, "'sliding_window' is 0"),
+        ("gemma2", {"layer_types": ["full_attention"]}, "'layer_types' is .* num_hidden_layers=4"),
+        ("gemma2", {"layer_types": ["chunked_attention"] * 4}, "'layer_types' is "),
+        ("gemma2", {"hidden_activation": "gelu"}, "'hidden_activation' is 'gelu'"),
+        ("gemma2", {"use_bidirectional_attention": True}, "'use_bidirectional_attention' is True"),
+        ("gemma2", {"final_logit_softcapping": -1.0}, "'final_logit_softcapping' is -1.0"),
+        ("gemma3", {"attn_logit_softcapping": 50.0}, "'attn_logit_softcapping' is 50.0"),
+        ("gemma3", {"model_type": "gemma3"}, "'text_config' is None"),
+        ("gemma3", {"rope_parameters": {"sliding_attention": {"rope_type": "linear"}}}, "'rope_type' is 'linear'"),
+        ("qwen3-moe", {"num_experts_per_tok": 7}, "num_experts_per_tok=7 exceeds num_experts=6"),
+        ("qwen3-moe", {"use_sliding_window": True}, "'use_sliding_window' is True"),
+    ],
+)
+def test_what_is_refused(name: str, changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=r"^test: .*" + words):
+        spec_from_config({**CONFIGS[name], **changes}, "test")
+
+
+def test_experts_that_tp_does_not_divide() -> None:
+    spec = spec_from_config({**CONFIGS["qwen3-moe"], "moe_intermediate_size": 22}, "test")
+    with pytest.raises(ValueError, match=r"layout: tp=4 does not divide moe_intermediate_size=22"):
+        check_layout(spec, 1, 4, "layout")
+
+
+def test_norms_of_random_weights_multiply_by_one(tmp_path: Path) -> None:
+    write_random_model(tmp_path, CONFIGS["gemma2"], 0)
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert not tensors["model.norm.weight"].any() and tensors["model.embed_tokens.weight"].any()

@@ -1,0 +1,98 @@
+"""Several threads per rank: generation's log-probs stay a training forward's, and runs repeat bit for bit."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import tasks
+from generators import SMALL, build_generator, num_unequal, ragged_requests
+from hf_models import make_model
+from model_configs import CONFIGS
+from places import ROOT
+from rlhf_spmd import kernels
+from rlhf_spmd.generation import SamplingConfig
+from rlhf_spmd.models.attention import exact_in_threads
+from rlhf_spmd.train import exact_rollouts, prepare
+
+CPU = torch.device("cpu")
+KERNELS = all(exact_in_threads("cpp", dtype, CPU) for dtype in (torch.float32, torch.bfloat16))
+needs_kernels = pytest.mark.skipif(not KERNELS, reason="needs the C++ products and attention")
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    yield
+    torch.set_num_threads(1)
+
+
+@needs_kernels
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_log_probs_are_a_training_forwards_for_every_family(tmp_path: Path, dtype: torch.dtype) -> None:
+    requests = ragged_requests(samples=2, max_new_tokens=12, vocabulary=101)
+    for name, config in CONFIGS.items():
+        generator = build_generator(str(make_model(tmp_path / name, config)), replace(SMALL, attention="cpp"), dtype)
+        alone = generator.generate(requests, SamplingConfig(), 3, 5)
+        torch.set_num_threads(2)
+        together = generator.generate(requests, SamplingConfig(), 3, 5)
+        assert num_unequal(generator.decoder, requests, together, 1.0) == 0, name
+        for a, b in zip(together, alone, strict=True):
+            assert a.token_ids == b.token_ids and torch.equal(a.log_probs, b.log_probs), name
+
+
+def run(directory: Path, *more: str) -> tuple[tasks.Run, str]:
+    process = tasks.start_torchrun(directory, tasks.settings(directory, 2, "run.threads=2", *more), *tasks.one_node(1))
+    output = directory / "output.txt"
+    assert tasks.finish(process, directory) == 0, output.read_text()
+    return tasks.read_run(directory), output.read_text()
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_run_repeats_bit_for_bit_and_takes_the_generators_log_probs(
+    tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")  # other tests want the cores
+    settings = (f"models.actor.dtype={dtype}", "models.actor.attention=cpp", "models.actor.generation.exact=true")
+    one, output = run(tmp_path / "one", *settings)
+    assert "2 thread(s)" in output
+    if dtype == "float32":
+        tasks.assert_bit_equal(one, run(tmp_path / "other", *settings)[0])
+    assert one.log_prob_difference() == 0
+    assert "timing_s/actor.compute_log_prob" not in one.raw[0]
+
+
+def test_where_torch_computes_nothing_is_said_to_be_exact(tmp_path: Path) -> None:
+    config = str(tasks.task() / "ppo.json")
+    settings = tasks.settings(tmp_path, 1, "models.actor.attention=torch", "run.threads=2")
+    ready = prepare(config, settings, 1)
+    assert not exact_rollouts(ready.config, ready.plans)
+    with pytest.raises(ValueError, match=r"exact=true, but with run.threads=2 only the C\+\+ kernels are exact"):
+        prepare(config, [*settings, "models.actor.generation.exact=true"], 1)
+    ready = prepare(config, [*settings, "run.threads=1", "models.actor.generation.exact=true"], 1)
+    assert exact_rollouts(ready.config, ready.plans)
+    with kernels.suspended():  # as without a compiler, auto is torch
+        assert not exact_in_threads("auto", torch.float32, CPU)
+    with pytest.raises(ValueError, match=r"run.threads=0: must be at least 1"):
+        prepare(config, [*settings, "run.threads=0"], 1)
+
+
+@needs_kernels
+def test_generate_has_the_same_bits_with_two_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
+    model = make_model(tmp_path / "model", CONFIGS["llama"])
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"prompt_ids": [5 + i, 6, 7]}) + "\n" for i in range(20)))
+    settings = [f"model.path={model}", f"data.path={tmp_path}/in.jsonl", "sampling.max_response_length=8"]
+    for threads in (1, 2):
+        command = [sys.executable, "-m", "rlhf_spmd.generate", *settings, f"out={tmp_path}/{threads}", f"threads={threads}"]
+        done = subprocess.run(command, cwd=ROOT / "src", capture_output=True, text=True)
+        assert done.returncode == 0 and f"{threads} thread(s)" in done.stderr, done.stderr
+    assert (tmp_path / "1").read_text() == (tmp_path / "2").read_text()

@@ -1,0 +1,21 @@
+"""Overrides for layouts and precisions of a PPO run."""
+
+STEADY = tuple(f"models.{role}.optim.eps=1e-3" for role in ("actor", "critic"))  # Adam does not magnify what rounds off at 0
+
+FP64 = tuple(f"models.{role}.dtype=float64" for role in ("actor", "critic", "reference", "reward"))
+
+
+def layout(role: str, pp: int = 1, tp: int = 1, dp: int = 1, zero: int = 0) -> tuple[str, ...]:
+    """Overrides; ``role`` "generation" is the actor's generation layout."""
+    if role == "generation":
+        return f"models.actor.generation.pp={pp}", f"models.actor.generation.tp={tp}"
+    return tuple(f"models.{role}.layout.{axis}={n}" for axis, n in (("pp", pp), ("tp", tp), ("dp", dp), ("zero", zero)))
+
+
+def micro_batches(rows: int | None = None, tokens: int | None = None) -> tuple[str, ...]:
+    if tokens:
+        return (f"algorithm.ppo_max_token_len_per_gpu={tokens}",)
+    return "algorithm.use_dynamic_bsz=false", f"algorithm.ppo_micro_batch_size_per_gpu={rows}"
+
+
+ACROSS_NODES = (*layout("actor", tp=2), *layout("critic", dp=2, zero=1))

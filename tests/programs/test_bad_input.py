@@ -1,0 +1,294 @@
+"""Bad input stops a training run before it starts: one line that names the key or file, the value and what is allowed.
+
+The table goes through the program's own ``prepare`` in this process, a few rows through the command line, one under torchrun.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import tasks
+from places import ROOT
+from rlhf_spmd.parallel.program import classify
+from rlhf_spmd.train import prepare
+
+LIMIT_S = 30.0  # of a CPU
+BUSY_LIMIT_S = 150.0  # of the clock, imports on a busy machine included: ranks that wait for each other do so for 300 s
+
+# overrides, number of ranks, parts of the line. Paths that start with ``@`` are made by MADE below.
+CONFIG = [
+    (["run.stepz=3"], 1, ["unknown key 'run.stepz'", "did you mean 'run.steps'?", "save_freq"]),
+    (["model.actor.path=x"], 1, ["unknown key 'model'", "did you mean 'models'?"]),
+    (["models.actor.optim.learning_rate=1"], 1, ["models.actor.optim.learning_rate", "lr"]),
+    (["models.crtic.dtype=float32"], 1, ["models.crtic", "did you mean 'critic'?", "actor, critic, reference, reward"]),
+    (["run.steps=many"], 1, ["run.steps='many'", "an integer"]),
+    (["run.steps=0"], 1, ["run.steps=0", "at least 1"]),
+    (["reward.timeout_s=700"], 1, ["reward.timeout_s=700.0", "run.timeout_s=600.0"]),
+    (["run.timeout_s=nan"], 1, ["run.timeout_s=nan", "above 0"]),
+    (["run.resume=/nowhere"], 1, ["run.resume='/nowhere'", "auto", "never", "directory"]),
+    (["run.dir=@file/run"], 1, ["run.dir=", "not a directory"]),
+    (["run.test_freq=2"], 1, ["run.test_freq=2", "data.val_path"]),
+    (["run.name"], 1, ["'run.name'", "key.subkey=value"]),
+    (["run=3"], 1, ["run=3", "mapping"]),
+    (["run.seed=1", "run=3", "run.steps=2"], 1, ["'run=3'", "'run' is a section", "run.<key>="]),
+    (["run.steps.more=3"], 1, ["run.steps={'more': 3}", "an integer"]),
+    (["models.actor.optim.betas[0]=0.5"], 1, ["models.actor.optim.betas={'0': 0.5}", "a list, each entry a number"]),
+    (["run.dir=${run.nmae}"], 1, ["run.dir", "run.nmae"]),
+    (["sampling.temperature=-1"], 1, ["sampling.temperature=-1.0", "0.001"]),
+    (["sampling.temperature=0"], 1, ["sampling.temperature=0", "above 0"]),
+    (["sampling.top_p=2"], 1, ["sampling.top_p=2.0", "(0, 1]"]),
+    (["algorithm.gamma=1.5"], 1, ["algorithm.gamma=1.5", "at least 0 and at most 1"]),
+    (["algorithm.clip_ratio_low=nan"], 1, ["algorithm.clip_ratio_low = nan", "[0, 1]"]),
+    (["algorithm.cliprange_value=nan"], 1, ["algorithm.cliprange_value=nan", "at least 0"]),
+    (["algorithm.adv_estimator=gea"], 1, ["algorithm.adv_estimator='gea'", "ppo has gae"]),
+    (["algorithm.kl_ctrl.type=fixd"], 1, ["algorithm.kl_ctrl.type 'fixd'", "adaptive, fixed"]),
+    (["algorithm.name=grop"], 1, ["unknown algorithm 'grop'", "did you mean 'grpo'?", "available: ", "grpo", "ppo", "sft"]),
+    (["algorithm.name=outside.nothing"], 1, ["'outside.nothing'", "PYTHONPATH"]),
+    (["algorithm.name=outside.rewards"], 1, ["outside.rewards", "'step'"]),
+    (["algorithm.name=outside.no_config"], 1, ["outside.no_config", "AlgorithmConfig"]),
+    (["reward.function=gsm8"], 1, ["reward.function 'gsm8'", "did you mean 'gsm8k'?"]),
+    (["reward.function=outside.rewards:oftn_fails"], 1, ["'outside.rewards:oftn_fails'", "often_fails"]),
+    (
+        ["reward.function=outside.rewards:unknown_arguments"],
+        1,
+        ["reward.function='outside.rewards:unknown_arguments' takes (text, question): no row has", "prompt, response, row;"],
+    ),
+    (["reward.function=null"], 1, ["reward.function", "reward.model"]),
+    (["reward.data_sources=[sums]"], 1, ["reward.data_sources", "'sums'", "None"]),
+    (["rewards.critic.function=gsm8k"], 1, ["rewards.critic: this algorithm has no such reward", "its rewards are reward"]),
+    (["rewards.controller.function=gsm8k"], 1, ["rewards.controller: this algorithm has no such reward", "its rewards are"]),
+    (["rewards.cost.weight=2"], 1, ["there is no cost: give rewards.cost.function", "rewards.cost.model"]),
+    (["rewards.reward.function=gsm8k"], 1, ["reward and rewards.reward", "give one"]),
+    (["reward.max_failure_rate=2"], 1, ["reward.max_failure_rate=2.0", "at least 0 and at most 1"]),
+    (["logger.wandb=sometimes"], 1, ["logger.wandb='sometimes'", "online, offline, disabled"]),
+    # layouts and pools
+    (["models.actor.layout.dp=4"], 2, ["models.actor.layout", "= 4 ranks", "has 2"]),
+    (["models.critic.layout.tp=3"], 4, ["models.critic.layout", "tp(3)", "= 3 ranks", "has 4"]),
+    (["models.actor.layout.tp=3"], 3, ["models.actor.layout", "tp=3", "num_attention_heads=4"]),
+    (["models.critic.layout.pp=8"], 8, ["models.critic.layout", "pp=8", "num_hidden_layers=4"]),
+    (["models.actor.layout.vpp=2"], 1, ["models.actor.layout", "vpp=2", "pp=1"]),
+    (["models.critic.layout.pp=2", "models.critic.layout.vpp=3"], 2, ["layout: pp=2 * vpp=3 stages", "num_hidden_layers=4"]),
+    (["models.actor.layout.zero=5"], 2, ["models.actor.layout", "zero=5", "0, 1, 2, 3"]),
+    (
+        ["models.actor.generation.exact=true", "models.actor.layout.tp=2"],
+        2,
+        ["models.actor.generation.exact=true", "generation has tp=1 and training tp=2"],
+    ),
+    (["models.actor.generation.tp=2"], 2, ["models.actor.generation.tp=2", "must divide", "tp=1"]),
+    (["models.actor.generation.engine=fast"], 1, ["models.actor.generation.engine='fast'", "zero_redundancy"]),
+    (["placement.pools.a=[0,5]"], 2, ["placement.pools.a", "rank 5", "0 to 1"]),
+    (["placement.pools.a=[0]"], 2, ["placement.pools.a", "no role's pool names it"]),
+    (["placement.pools.a=[1,0]"], 2, ["placement.pools.a", "[1, 0]", "ascend"]),
+    (["models.critic.pool=b"], 2, ["models.critic.pool='b'", "placement.pools", "none"]),
+    (["placement.strategy=splt"], 2, ["placement.strategy 'splt'", "did you mean 'split'?"]),
+    (["placement.strategy=split"], 1, ["placement.strategy='split'", "2 ranks", "has 1"]),
+    (["models.critic.calls.compute_value.layout.tp=1"], 1, ["calls.compute_value", "did you mean 'compute_values'?"]),
+    (["models.critic.calls.update.layout.dp=1"], 1, ["calls.update:", "the role's own pool", "compute_values"]),
+    (["models.critic.calls.compute_values.layout.tp=4"], 2, ["critic.calls.compute_values.layout", "= 4 ranks", "has 2"]),
+    (["models.critic.calls.compute_values.layout.tp=3"], 3, ["calls.compute_values.layout", "num_attention_heads=4"]),
+    (["models.critic.calls.compute_values.layuot.tp=1"], 1, ["layuot", "did you mean", "layout"]),
+    (["models.critic.calls.compute_values.pool=b"], 2, ["models.critic.calls.compute_values.pool='b'", "placement.pools"]),
+    (["models.reward.calls.compute_reward.layout.dp=1"], 1, ["models.reward.calls.compute_reward", "has no model"]),
+    (["models.actor.calls.generate_sequences.layout.zero=3"], 2, ["calls.generate_sequences.layout", "zero(3)", "leave"]),
+    (
+        ["models.actor.calls.generate_sequences.layout.tp=2", "models.actor.layout.tp=2", "models.actor.generation.tp=2"],
+        2,
+        ["models.actor.generation.pp=1 and tp=2", "calls.generate_sequences.layout"],
+    ),
+    (["models.actor.calls.generate_sequences.layout.dp=3"], 3, ["8 prompts", "3 generation replicas"]),
+    (
+        ["models.actor.generation.overlap=true", "models.actor.generation.engine=full_gather", "models.actor.layout.tp=2"],
+        2,
+        ["models.actor.generation.overlap=true", "engine=zero_redundancy", "engine=full_gather", "leave it out"],
+    ),
+    (
+        ["models.actor.generation.overlap=true", "models.actor.calls.generate_sequences.layout.tp=2"],
+        2,
+        ["models.actor.generation.overlap=true", "calls.generate_sequences"],
+    ),
+    # batches and lengths
+    (["data.train_batch_size=6"], 1, ["algorithm.ppo_mini_batch_size=4", "data.train_batch_size=6"]),
+    ([], 3, ["8 prompts", "3 generation replicas", "data.train_batch_size divisible by 3"]),
+    (["algorithm.ppo_mini_batch_size=1", "sampling.n=1"], 4, ["1 rows", "models.actor.layout.dp=4", "ppo_mini_batch_size"]),
+    (["data.max_prompt_length=60"], 1, ["data.max_prompt_length", "= 72 tokens", "models.actor", "64"]),
+    (["val_sampling.max_response_length=60"], 1, ["val_sampling.max_response_length = 72 tokens", "64"]),
+    (["val_sampling.stop=['a<eos>']"], 1, ["val_sampling.stop: 'a<eos>'", "special token '<eos>'", "its id 0"]),
+    (["val_sampling.logprobs=38"], 1, ["val_sampling.logprobs=38", "between 0 and 37"]),
+    (["sampling.min_response_length=13"], 1, ["sampling.min_response_length=13", "data.max_response_length=12"]),
+    (
+        ["models.actor.generation.num_pages=2", "models.actor.generation.page_size=8"],
+        1,
+        ["models.actor.generation.num_pages=2", "= 24 tokens", "need 3 pages of page_size=8"],
+    ),
+    (
+        ["models.actor.generation.enable_chunked_prefill=false"]
+        + [f"models.actor.generation.{key}=20" for key in ("max_num_batched_tokens", "max_num_seqs")],
+        1,
+        ["models.actor.generation.max_num_batched_tokens=20", "= 24 tokens", "enable_chunked_prefill=true"],
+    ),
+    (["algorithm.ppo_max_token_len_per_gpu=9"], 1, ["= 24 tokens", "algorithm.ppo_max_token_len_per_gpu=9"]),
+    # models
+    (["models.actor.path=/nowhere/model"], 1, ["models.actor.path=/nowhere/model is not a directory", "hf download NAME"]),
+    (["models.actor.path=Qwen/Qwen2.5-0.5B"], 1, ["models.actor.path=Qwen/Qwen2.5-0.5B is not a directory", "not downloaded"]),
+    (["models.critic.path=@no_weights"], 1, ["@no_weights", "model.safetensors", "is there"]),
+    (["models.actor.path=@cut_weights"], 1, ["@cut_weights/model.safetensors", "cannot be read as safetensors"]),
+    (["models.actor.path=@other_shapes"], 1, ["@other_shapes/model.safetensors", "[96, 64]", "[128, 64]"]),
+    (["models.reference.path=@a_tensor_less"], 1, ["@a_tensor_less/model.safetensors", "'model.norm.weight' is missing"]),
+    (["reward.model=@no_value_head"], 1, ["@no_value_head/model.safetensors", "'score.weight' is missing"]),
+    (["models.actor.path=@unknown_family"], 1, ["@unknown_family/config.json", "'lama'", "did you mean 'llama'?"]),
+    (["models.critic.path=@other_vocabulary", "models.critic.random_init=true"], 1, ["models.critic.path", "40", "37"]),
+    (["models.actor.path=@broken_config"], 1, ["@broken_config/config.json", "not readable as JSON"]),
+]
+DATA = [
+    (["data.path=/nowhere/train.jsonl"], 1, ["data file '/nowhere/train.jsonl' does not exist"]),
+    (["data.path=nowhere/train"], 1, ["'nowhere/train' is not a file or directory here"]),
+    (["data.path=@broken.jsonl"], 1, ["@broken.jsonl:2: not valid JSON"]),
+    (["data.path=@no_prompt.jsonl"], 1, ["@no_prompt.jsonl:1: no key 'prompt'", "data.prompt_key", "text"]),
+    (["data.path=@half.jsonl"], 1, ["@half.jsonl:1: not valid Unicode", "\\ud83d"]),
+    (["data.chat_template='{% if'", "data.apply_chat_template=true"], 1, ["data.chat_template, line 1: not valid Jinja"]),
+    (["data.path=@lists.jsonl"], 1, ["@lists.jsonl:1", "must be a JSON object, not list"]),
+    (["data.path=@empty.jsonl"], 1, ["@empty.jsonl' holds no rows"]),
+    (["data.path=@one.jsonl"], 1, ["data.train_batch_size=8", "only 1 usable rows"]),
+    (["data.path=@binary.jsonl"], 1, ["@binary.jsonl:1", "not valid UTF-8"]),
+    (["data.val_path=/nowhere/val.jsonl"], 1, ["'/nowhere/val.jsonl' does not exist"]),
+    (["data.max_prompt_length=2"], 1, ["data.max_prompt_length=2", "the shortest has 3"]),
+    (["models.actor.path=@no_tokenizer"], 1, ["@no_tokenizer' holds no tokenizer", "tokenizer.json"]),
+]
+
+
+def with_config(**changes: object) -> Callable[[Path], None]:
+    def change(model: Path) -> None:
+        config = json.loads((model / "config.json").read_text())
+        (model / "config.json").write_text(json.dumps(config | changes))
+
+    return change
+
+
+def cut(model: Path) -> None:
+    weights = (model / "model.safetensors").read_bytes()
+    (model / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+
+
+def drop_tensor(model: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(model / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+
+
+MADE: dict[str, bytes | Callable[[Path], object]] = {
+    "file": b"",
+    "broken.jsonl": b'{"prompt": "12"}\n{"prompt": \n',
+    "no_prompt.jsonl": b'{"text": "12"}\n',
+    "half.jsonl": b'{"prompt": "12", "note": "\\ud83d"}\n',
+    "lists.jsonl": b"[1]\n",
+    "empty.jsonl": b"",
+    "one.jsonl": b'{"prompt": "12"}\n',
+    "binary.jsonl": b"\xff\xfe\x00abc",
+    "no_weights": lambda model: (model / "model.safetensors").unlink(),
+    "cut_weights": cut,
+    "other_shapes": with_config(intermediate_size=128),
+    "a_tensor_less": drop_tensor,
+    "unknown_family": with_config(model_type="lama"),
+    "other_vocabulary": with_config(vocab_size=40),
+    "broken_config": lambda model: (model / "config.json").write_text('{"a":'),
+    "no_value_head": lambda model: None,
+    "no_tokenizer": lambda model: [file.unlink() for file in model.glob("tokenizer*")],
+}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("bad")
+    for name, content in MADE.items():
+        if isinstance(content, bytes):
+            (root / name).write_bytes(content)
+        else:
+            content(Path(shutil.copytree(tasks.task() / "actor", root / name)))
+    return root
+
+
+def place(texts: list[str], made: Path) -> list[str]:
+    return [text.replace("@", f"{made}/") for text in texts]
+
+
+def named(row: tuple[list[str], int, list[str]]) -> str:
+    return " ".join(row[0]) or f"{row[1]} ranks"
+
+
+@pytest.mark.parametrize("row", [*CONFIG, *DATA], ids=named)
+def test_the_line_names_key_or_file_value_and_what_is_allowed(row: tuple[list[str], int, list[str]], made: Path) -> None:
+    overrides, ranks, parts = row
+    since = time.process_time()
+    with pytest.raises(ValueError, match=r"\A[^\n]+\Z") as refused:
+        prepare(str(tasks.task() / "ppo.json"), place(overrides, made), ranks)
+    assert [part for part in place(parts, made) if part not in str(refused.value)] == [], str(refused.value)
+    assert classify(refused.value) == ("data" if row in DATA else "config")
+    assert time.process_time() - since < LIMIT_S
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, r"config file '.*' does not exist"),
+        ("run: {steps: 3\n", r"config file '.*':2 is not valid YAML: .*"),
+        ("- run\n", r"config file '.*' must hold a mapping .*"),
+    ],
+)
+def test_a_configuration_file_that_cannot_be_read(content: str | None, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(ValueError, match=rf"\A{message}\Z"):
+        prepare(str(file), [], 1)
+
+
+COMMANDS = {  # code of exit_status.json, override, the line; the process exits with 2 for each
+    "config": (2, "run.stepz=3", r"config error: unknown key 'run\.stepz'; did you mean 'run\.steps'\?.*"),
+    "flag": (2, "--stepz", r"config error: override '--stepz' is not of the form key\.subkey=value"),
+    "data": (3, "data.path=@broken.jsonl", r"data error: \S*/broken\.jsonl:2: not valid JSON.*"),
+    "weights": (2, "models.actor.path=@cut_weights", r"config error: \S*/cut_weights/model\.safetensors: cannot be read .*"),
+}
+
+
+@pytest.mark.parametrize("kind", COMMANDS)
+def test_the_command_prints_the_line_alone_and_exits_with_2(kind: str, made: Path, tmp_path: Path) -> None:
+    """As a person starts it, without torchrun."""
+    code, override, line = COMMANDS[kind]
+    command = [sys.executable, "-m", "rlhf_spmd.train", "--config", str(tasks.task() / "ppo.json"), f"run.dir={tmp_path}"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT / "tests")))}
+    since = time.monotonic()
+    ended = subprocess.run([*command, *place([override], made)], env=environment, capture_output=True, text=True)
+    assert time.monotonic() - since < BUSY_LIMIT_S
+    assert re.fullmatch(line + r"\n", ended.stderr), ended.stderr
+    assert ended.stdout == ""
+    status = json.loads((tmp_path / "exit_status.json").read_text())
+    assert (ended.returncode, status["code"], status["message"]) == (2, code, ended.stderr.strip())
+
+
+def test_under_torchrun_the_line_comes_once_and_each_rank_has_the_code(tmp_path: Path) -> None:
+    since = time.monotonic()
+    process = tasks.start_torchrun(tmp_path, [f"run.dir={tmp_path}", "models.actor.layout.tp=4"], *tasks.one_node(2))
+    assert tasks.finish(process, tmp_path) == 1
+    output = (tmp_path / "output.txt").read_text()
+    said = [
+        line
+        for line in re.split(r"^E\d{4} ", output, maxsplit=1, flags=re.M)[0].splitlines()
+        if not re.match(r"\[?W\d{4} ", line)
+    ]
+    assert len(said) == 1, output
+    assert re.match(
+        r"config error: models\.actor\.layout on pool 'all': pp\(1\) \* tp\(4\) \* dp\(1\) = 4 ranks, .* 2;", said[0]
+    )
+    assert re.findall(r"exitcode\s+: (\d+)", output) == ["2", "2"]
+    assert json.loads((tmp_path / "exit_status.json").read_text())["class"] == "config"
+    assert time.monotonic() - since < BUSY_LIMIT_S

@@ -1,0 +1,261 @@
+"""``rlhf_spmd.evaluate``: its files against numbers counted from its own rows, on one rank and two; sets, mistakes, checkpoints."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import tasks
+from generate_runs import model, read_output, write_rows
+from ranks import run_ranks
+from rlhf_spmd import evaluate as program
+from rlhf_spmd import generate
+from rlhf_spmd import train as training
+from rlhf_spmd.config.schema import ConfigError
+from rlhf_spmd.parallel.world import Launch, World
+from rlhf_spmd.telemetry.summary import summarize
+from session_runs import train
+
+__all__ = ["model"]  # a fixture
+
+K = 4
+
+
+ROWS = [
+    {"prompt": letters, "id": f"p{i}", "answer": None if i % 2 else str(i), "data_source": "odd" if i % 2 else "even"}
+    for i, letters in enumerate(["abc", "ab", "cd ef", "x", "1+1=", "hello", "b" * 70])
+]
+
+
+def arguments(model: Path, out: Path, *more: str) -> list[str]:
+    sampling = [f"sampling.n={K}", "sampling.max_response_length=6", "sampling.seed=3"]
+    return [f"model.path={model}", f"out={out}", "reward.function=length_rewards:even_length", *sampling, *more]
+
+
+def evaluate_on_rank(world: World, argv: list[str]) -> None:
+    program.evaluate(program.prepare(None, argv, world.launch), world)
+
+
+def test_results_are_those_of_the_rows_in_every_layout(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows, more = write_rows(tmp_path / "first.jsonl", ROWS), write_rows(tmp_path / "second.jsonl", ROWS[:3])
+    own = ["sets.long.path=" + str(more), "sets.long.reward.function=length_rewards:length", "sets.long.sampling.n=1"]
+    argv = ["data.path=[" + f"{rows},{more}]", *own]
+    program.main(arguments(model, tmp_path / "one", *argv))
+    printed = capsys.readouterr()
+    results = json.loads((tmp_path / "one" / "results.json").read_text())
+    written = read_output(tmp_path / "one" / "rows.jsonl")
+
+    assert [(row["set"], row["id"]) for row in written] == [
+        *(("long", f"p{i}") for i in range(3)),
+        *(("first", f"p{i}") for i in range(7) for _ in range(K)),
+        *(("second", f"p{i}") for i in range(3) for _ in range(K)),
+    ]
+    assert written[3]["prompt"] == "abc" and written[3]["answer"] == "0"
+    assert {"response", "score", "finish_reason", "length"} <= set(written[0])
+    for name, source in (("first", None), ("first/odd", "odd"), ("first/even", "even")):
+        its = [row for row in written if row["set"] == "first" and source in (None, row["data_source"])]
+        prompts = [its[start : start + K] for start in range(0, len(its), K)]
+        scores = np.array([[row["score"] for row in part] for part in prompts])
+        assert results[f"{name}/n"] == len(prompts)
+        assert results[f"{name}/mean@{K}"] == pytest.approx(scores.mean())
+        assert results[f"{name}/pass@{K}"] == pytest.approx((scores.max(1) == 1).mean())
+        assert results[f"{name}/pass@1"] == pytest.approx(scores.mean())
+        low, high = results[f"{name}/ci95"]
+        assert 0 <= low < scores.mean() < high <= 1
+    odd = [row["response"] for row in written if row["set"] == "first" and row["data_source"] == "odd"]
+    texts = [odd[start : start + K] for start in range(0, len(odd), K)]
+    majority = [max(its, key=lambda text, its=its: (Counter(its)[text], -its.index(text))) for its in texts]
+    by_hand = np.mean([text != "" and len(text) % 2 == 0 for text in majority])
+    assert results[f"first/odd/maj@{K}"] == pytest.approx(by_hand)  # no answer in the data: the whole text is the answer
+    for row in written:
+        if "error" not in row:
+            expected = len(row["response"]) / 10 if row["set"] == "long" else float(len(row["response"]) % 2 == 0)
+            assert row["score"] == expected
+    lost = [row for row in written if row["id"] == "p6"]
+    assert len(lost) == K and all("the prompt has 70 tokens, the model's context 64" in row["error"] for row in lost)
+    assert all(row["score"] == 0 for row in lost) and results["first/num_unanswered"] == 1
+    assert "1 prompt(s) not answered" in printed.err
+    lines = [line.split() for line in printed.out.splitlines()]
+    assert lines[0][:3] == ["set", "n", "mean@1"] and [line[0] for line in lines[1:4]] == ["long", "long/even", "long/odd"]
+
+    run_ranks(2, evaluate_on_rank, arguments(model, tmp_path / "two", *argv))
+    for file in ("rows.jsonl", "results.json"):
+        assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes()
+    assert sorted(path.name for path in (tmp_path / "two").iterdir()) == ["results.json", "rows.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "error", "message"),
+    [
+        (["reward.function=null"], ValueError, "set 'in' has nothing to be scored by: give reward.function"),
+        (["reward.function=gsm9k"], ConfigError, "gsm9k.*did you mean 'gsm8k'"),
+        (["reward.model=/some/where"], ValueError, r"reward\.model=/some/where: here responses are scored by a function"),
+        (
+            ["reward.judge.template='{response}'"],
+            ValueError,
+            r"reward\.judge=.*: here responses are scored by a function; leave it out",
+        ),
+        (["sets.in.path=IN"], ValueError, r"is the set 'in', and so is sets\.in; give one of them another name"),
+        (["data.path=[IN,IN]"], ValueError, "is given twice"),
+        (["data.path=[]"], ValueError, r"data\.path or sets\.<name>\.path must be given"),
+        (["data.path={a: 2}"], ConfigError, r"data\.path must be a file or a list of files"),
+        (["sets.b.path=IN", "sets.b.sampling.temprature=1"], ConfigError, r"^sets\.b\.sampling: unknown key 'temprature'; did"),
+        (["sets.b.path=IN", "sets.b.sampling.n=0"], ConfigError, r"^sets\.b\.sampling\.n=0: must be at least 1"),
+        (["out=IN"], ValueError, "cannot write"),
+    ],
+)
+def test_mistakes_are_named(model: Path, tmp_path: Path, overrides: list[str], error: type[Exception], message: str) -> None:
+    rows = write_rows(tmp_path / "in.jsonl", ROWS[:2])
+    given = [override.replace("IN", str(rows)) for override in overrides]
+    given = given if any(override.startswith("data.path") for override in given) else [f"data.path={rows}", *given]
+    with pytest.raises(error, match=message):
+        program.prepare(None, arguments(model, tmp_path / "out", *given), Launch())
+
+
+def test_a_run_stands_for_its_newest_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its export, and a checkpoint that has none, give the same responses; an export that is older than a checkpoint is not taken."""
+    train(tmp_path / "run", 1, "run.export=true")
+    out = {}
+    rows = tasks.task() / "train.jsonl"
+    more = [f"data.path={rows}", "reward.function=length_rewards:length", "model.dtype=float64"]
+    for name, path in (("run", "run"), ("export", "run/export"), ("checkpoint", "run/checkpoints/step_1")):
+        argv = arguments(tmp_path / path, tmp_path / "out" / name, *more)
+        program.main(argv)
+        out[name] = (tmp_path / "out" / name / "rows.jsonl").read_text()
+    assert out["run"] == out["export"] == out["checkpoint"]
+    train(tmp_path / "run", 2, "run.export=false")  # the run goes on, and its export stays that of step 1
+    capsys.readouterr()
+    for name, path in (("newest", "run"), ("last", "run/checkpoints/step_2")):
+        program.main(arguments(tmp_path / path, tmp_path / "out" / name, *more))
+        out[name] = (tmp_path / "out" / name / "rows.jsonl").read_text()
+    assert out["newest"] == out["last"] != out["run"]
+    assert f"the weights of step_2, from {tmp_path}/run/checkpoints/step_2" in capsys.readouterr().err
+    assert f"{tmp_path}/run/export (of step_1, not of the one below)" in summarize(tmp_path / "run")
+    (tmp_path / "run" / "config.yaml").unlink()
+    with pytest.raises(ValueError, match=r"is a checkpoint, and .*config\.yaml does not name models\.actor\.path"):
+        program.prepare(None, arguments(tmp_path / "run/checkpoints/step_1", tmp_path / "new", f"data.path={rows}"), Launch())
+
+
+def test_generate_keeps_the_best(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    chat = [{"role": "user", "content": "abd"}]
+    rows = write_rows(tmp_path / "in.jsonl", [*ROWS[:3], {"prompt": chat, "id": "chat"}])
+    common = [
+        f"model.path={model}",
+        f"data.path={rows}",
+        f"sampling.n={K}",
+        "sampling.max_response_length=8",
+        "sampling.seed=1",
+    ]
+    common.append("reward.function=length_rewards:length")
+    generate.main([*common, f"out={tmp_path / 'all.jsonl'}"])
+    everything = read_output(tmp_path / "all.jsonl")
+    assert all(row["score"] == len(row["text"]) / 10 for row in everything)
+    groups = [everything[start : start + K] for start in range(0, 4 * K, K)]
+    generate.main([*common, f"out={tmp_path / 'best.jsonl'}", "keep=2"])
+    best = read_output(tmp_path / "best.jsonl")
+    ranked = [sorted((row["score"] for row in its), reverse=True) for its in groups]
+    assert [row["score"] for row in best] == [score for scores in ranked for score in scores[:2]]
+    assert best[-1]["prompt"] == chat and set(best[0]) == {"id", "prompt", "answer", "response", "score"}
+    generate.main([*common, f"out={tmp_path / 'pairs.jsonl'}", "keep=pairs"])
+    spread = [its for its in groups if len({row["score"] for row in its}) > 1]
+    for pair, its in zip(read_output(tmp_path / "pairs.jsonl"), spread, strict=True):
+        scores = [row["score"] for row in its]
+        assert (pair["chosen_score"], pair["rejected_score"]) == (max(scores), min(scores))
+        assert pair["chosen"] == its[int(np.argmax(scores))]["text"] and pair["rejected"] == its[int(np.argmin(scores))]["text"]
+    with pytest.raises(ConfigError, match=r"keep=9 must be all, best, pairs, or a number from 1 to sampling\.n=4"):
+        generate.prepare(None, [*common, "out=x", "keep=9"], Launch())
+
+
+def test_what_is_kept_ends_before_the_stop_string(model: Path, tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "in.jsonl", ROWS[:6])
+    common = [
+        f"model.path={model}",
+        f"data.path={rows}",
+        f"sampling.n={K}",
+        "sampling.max_response_length=40",
+        "sampling.seed=1",
+    ]
+    common += ["sampling.stop=[a,b,c,d]", "reward.function=length_rewards:length"]
+    written = {}
+    for keep in ("all", K, "pairs"):
+        generate.main([*common, f"out={tmp_path / str(keep)}.jsonl", f"keep={keep}"])
+        written[keep] = read_output(tmp_path / f"{keep}.jsonl")
+    stopped = [row for row in written["all"] if row["score"] == (len(row["text"]) + 1) / 10]  # the reward saw the stop string
+    assert stopped
+    texts = sorted((row["id"], row["text"], row["score"]) for row in written["all"])
+    assert sorted((row["id"], row["response"], row["score"]) for row in written[K]) == texts
+    for pair in written["pairs"]:
+        assert {(pair["id"], pair[key], pair[f"{key}_score"]) for key in ("chosen", "rejected")} <= set(texts)
+
+
+def test_results_of_another_job_are_not_replaced(model: Path, tmp_path: Path) -> None:
+    """Other settings, or other code of the reward; the same job again gives the same files."""
+    rows, out, reward = write_rows(tmp_path / "in.jsonl", ROWS[:3]), tmp_path / "out", tmp_path / "own.py"
+    reward.write_text("def score(response): return 1.0 * len(response)\n")
+    argv = arguments(model, out, f"data.path={rows}", f"reward.function={reward}:score")
+    program.main(argv)
+    before = (out / "results.json").read_bytes()
+    program.main(argv)
+    assert (out / "results.json").read_bytes() == before
+    refused = r"out=.*out: its results\.json is that of a job with another model, other prompts or other settings; remove it"
+    for other in ("sampling.n=2", "pass_score=3"):
+        with pytest.raises(ValueError, match=refused):
+            program.prepare(None, [*argv, other], Launch())
+    reward.write_text("def score(response): return 2.0 * len(response)\n")
+    with pytest.raises(ValueError, match=refused):
+        program.prepare(None, argv, Launch())
+    (out / "results.json").unlink()
+    assert program.prepare(None, argv, Launch()).journal.job != json.loads(before)["job"]
+
+
+def test_a_reward_that_fails_names_the_set(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "own.py").write_text("def score(response): raise KeyError('x')\n")
+    rows = write_rows(tmp_path / "in.jsonl", ROWS[:3])
+    with pytest.raises(SystemExit):
+        program.main(arguments(model, tmp_path / "out", f"data.path={rows}", f"reward.function={tmp_path / 'own.py'}:score"))
+    assert re.search(r"failed in (\d+) of \1 calls of the set 'in' so far; first error:", capsys.readouterr().err)
+
+
+def test_training_validates_by_the_same_measures(tmp_path: Path) -> None:
+    """Two sets: their measures, and the responses to the same prompts at every validation, the same on two ranks; in the report."""
+    for name, word in (("short", "ab"), ("long", "abcdef")):
+        rows = [{"prompt": f"{word}{i}", "id": i, "answer": "7"} for i in range(3)]
+        write_rows(tmp_path / f"{name}.jsonl", rows)
+    paths = f"data.val_path={{short: {tmp_path}/short.jsonl, other: {tmp_path}/long.jsonl}}"
+    more = [paths, "run.test_freq=1", "val_sampling.n=4", "run.log_samples=2", "run.seed=5"]
+    train(tmp_path / "one", 2, *more)
+    metrics = read_output(tmp_path / "one" / "metrics.jsonl")
+    assert [row["step"] for row in metrics] == [0, 1, 2]
+    for row in metrics:
+        assert row["val/reward_mean"] == pytest.approx((row["val/short/mean@4"] + row["val/other/mean@4"]) / 2, abs=1e-6)
+        assert {"val/short/pass@2", "val/other/pass@4", "val/other/maj@4"} <= set(row)
+    kept = read_output(tmp_path / "one" / "validation.jsonl")
+    prompts = [("short", "ab0"), ("short", "ab1"), ("other", "abcdef0"), ("other", "abcdef1")]
+    assert [(row["step"], row["set"], row["prompt"]) for row in kept] == [(step, *its) for step in range(3) for its in prompts]
+    assert kept[0]["response"] != kept[8]["response"] and {"answer", "score", "row_id"} <= set(kept[0])
+    page = (tmp_path / "one" / "report.html").read_text()
+    assert "Validation samples" in page and page.count("<th>Step 2</th>") == 1 and "abcdef1" in page
+
+    run_ranks(2, tasks.train_here, str(tasks.task() / "ppo.json"), tasks.settings(tmp_path / "two", 2, *more))
+    assert [row["response"] for row in read_output(tmp_path / "two" / "validation.jsonl")] == [row["response"] for row in kept]
+    for one, two in zip(metrics, read_output(tmp_path / "two" / "metrics.jsonl"), strict=True):
+        found = {key: value for key, value in one.items() if key.startswith("val/")}
+        assert {key: two[key] for key in found} == pytest.approx(found, abs=1e-9)
+
+
+def test_a_run_is_as_long_as_its_epochs(tmp_path: Path) -> None:
+    """20 prompts, 8 a step: 2 epochs are 5 steps; the configuration that is written says so, and goes on."""
+    train(tmp_path / "run", 2, "run.steps=null", "data.epochs=2")
+    assert [row["step"] for row in read_output(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4, 5]
+    assert "steps: 5\n" in (tmp_path / "run" / "config.yaml").read_text()
+    for more, message in (
+        (["data.epochs=2"], "run.steps=3 and data.epochs=2.0 both say how long the run is; set run.steps=null"),
+        (["run.steps=null"], "run.steps=null needs data.epochs"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            training.prepare(str(tasks.task() / "ppo.json"), tasks.settings(tmp_path / "other", 3, *more), 1)

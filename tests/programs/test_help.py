@@ -1,0 +1,100 @@
+"""``--help`` of the programs: every key of the configuration, an example that works, once for all ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import tasks
+from places import ROOT
+from rlhf_spmd import evaluate, generate, score, sft, train
+from rlhf_spmd.config.load import to_yaml
+from rlhf_spmd.data import sort_digits
+from rlhf_spmd.models.weights import write_random_model
+from rlhf_spmd.parallel.world import Launch
+from rlhf_spmd.telemetry.report_sections import flatten_config
+
+PROGRAMS = {"train": train, "sft": sft, "generate": generate, "evaluate": evaluate, "score": score}
+
+
+def help_of(program: Any, capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as ending:
+        program.main(["--help"])
+    assert ending.value.code == 0
+    return capsys.readouterr().out
+
+
+@pytest.fixture
+def quickstart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In an empty directory, what scripts/quickstart.sh makes, with random weights."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    task = tmp_path / "runs" / "quickstart" / "task"
+    sort_digits.main(["--out", str(task), "--sft", "200", "--train", "100", "--val", "10"])
+    for part in ("sft", "ppo"):
+        export = tmp_path / "runs" / "quickstart" / part / "export"
+        write_random_model(export, json.loads((task / "model" / "config.json").read_text()), seed=1)
+        shutil.copytree(task / "model", export, dirs_exist_ok=True)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_example_works_and_every_key_of_it_is_listed(
+    name: str, quickstart: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = help_of(PROGRAMS[name], capsys)
+    command = next(part for part in text.replace("\\\n", "").split("\n") if part.startswith("torchrun"))
+    module, *arguments = shlex.split(command.partition(" -m ")[2])
+    assert module == f"rlhf_spmd.{name}"
+    config = arguments[1] if arguments[0] == "--config" else None
+    overrides = arguments[2 * (config is not None) :]
+    if name in ("train", "sft"):
+        ready: Any = train.prepare(config, overrides, 2, "ppo" if name == "train" else "sft")
+    else:
+        ready = PROGRAMS[name].prepare(config, overrides, Launch(size=2))
+
+    keys = [line.split()[0] for line in text.partition("keys, their defaults and types:\n")[2].splitlines()]
+    assert len(keys) == len(set(keys)) > 20
+    tree = yaml.safe_load(to_yaml(ready.config))
+    if "models" in tree:
+        tree["models"] = {"<name>": next(iter(tree["models"].values()))}
+    empty = {"models.<name>.calls", "rewards", "reward.judge", "sets"}  # sections and mappings to sections
+    assert set(flatten_config(yaml.safe_dump(tree))) - empty <= set(keys)
+
+
+def test_types_and_defaults_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = help_of(train, capsys).splitlines()
+    for line in (
+        "run.steps = 100 (an integer or null)",
+        'data.answer_key = "answer" (text)',
+        "algorithm.gamma = 1.0 (a number)",
+        "models.<name>.layout.zero = 0 (an integer)",
+        "models.<name>.optim.betas = [0.9, 0.999] (a list, each entry a number)",
+        "placement.pools = {} (a mapping, each value a list, each entry an integer)",
+    ):
+        assert f"  {line}" in lines
+    assert "  model.path must be given (text)" in help_of(generate, capsys).splitlines()
+
+
+def test_two_ranks_say_it_once() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", *tasks.one_node(2), "-m", "rlhf_spmd.sft", "--help"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("usage: python -m rlhf_spmd.sft") == ended.stdout.count("  run.steps = 100") == 1
+
+
+def test_an_algorithm_s_own_defaults_are_told_also_in_sections(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        train.main(["algorithm.name=rloo", "--help"])
+    told = capsys.readouterr().out
+    assert "algorithm.kl_ctrl.kl_coef = 0.05 (a number)" in told
+    assert 'algorithm.loss_agg_mode = "seq-mean-token-sum" (text)' in told

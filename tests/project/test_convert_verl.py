@@ -1,0 +1,130 @@
+"""scripts/convert_verl.py: what it writes loads, means the same, and what it leaves out is said."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from places import ROOT
+from rlhf_spmd.train import TrainConfig, read_config
+
+SCRIPT = r"""
+train=$PLACE/gsm8k/train.parquet
+more="['$train', '$PLACE/math/train.parquet']"
+python3 -m verl.trainer.main_ppo \
+    algorithm.adv_estimator=ESTIMATOR \
+    data.train_files="$more" data.val_files=$PLACE/gsm8k/test.parquet \
+    data.train_batch_size=64 data.max_prompt_length=128 data.filter_overlong_prompts=True \
+    actor_rollout_ref.model.path=/models/small actor_rollout_ref.model.use_remove_padding=True \
+    actor_rollout_ref.actor.optim.lr=2e-6 actor_rollout_ref.actor.ppo_mini_batch_size=16 \
+    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4 actor_rollout_ref.actor.use_kl_loss=KL \
+    actor_rollout_ref.actor.fsdp_config.optimizer_offload=True \
+    actor_rollout_ref.rollout.n=5 actor_rollout_ref.rollout.tensor_model_parallel_size=2 actor_rollout_ref.rollout.top_k=-1 \
+    critic.model.path=/models/critic \
+    trainer.logger='["console"]' trainer.experiment_name=mine trainer.nnodes=2 trainer.n_gpus_per_node=4 \
+    trainer.total_epochs=3 trainer.save_freq=-1 trainer.test_freq=5 MORE $@
+"""
+
+
+def convert(tmp_path: Path, estimator: str, *more: str, kl: bool = False) -> tuple[TrainConfig, str, str]:
+    source, out = tmp_path / "run.sh", tmp_path / "mine.yaml"
+    text = SCRIPT.replace("ESTIMATOR", estimator).replace("KL", str(kl)).replace("MORE", " ".join(more))
+    source.write_text(text.replace("$PLACE", "/data"))
+    command = [sys.executable, str(ROOT / "scripts" / "convert_verl.py"), str(source)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    out.write_text(done.stdout)
+    return read_config(str(out), [])[0], done.stdout, done.stderr
+
+
+def test_a_script_with_a_critic(tmp_path: Path) -> None:
+    config, text, _ = convert(tmp_path, "gae")
+    assert text.startswith("# torchrun --nnodes 2 --nproc-per-node 4 -m rlhf_spmd.train")
+    assert config.algorithm.name == "ppo" and not config.algorithm.use_kl_in_reward, "verl's default, not this project's"
+    assert config.data.path == ["/data/gsm8k/train.parquet", "/data/math/train.parquet"]
+    assert (config.data.val_path, config.data.epochs, config.run.steps) == ("/data/gsm8k/test.parquet", 3, None)
+    assert (config.run.save_freq, config.run.test_freq, config.logger.wandb) == (0, 5, "disabled")
+    actor, critic = config.models["actor"], config.models["critic"]
+    assert (actor.path, actor.optim.lr, actor.optim.offload, actor.layout.zero) == ("/models/small", 2e-6, True, 3)
+    assert (actor.generation.tp, actor.activation_checkpointing) == (2, "full")
+    assert (critic.path, critic.optim.lr) == ("/models/critic", 1e-5)
+    assert (config.sampling.n, config.val_sampling.temperature, config.reward.function) == (5, 0, "auto")
+    assert (config.algorithm.use_dynamic_bsz, config.algorithm.ppo_micro_batch_size_per_gpu) == (False, 4)
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "remax", "reinforce_plus_plus", "reinforce_plus_plus_baseline"])
+def test_scripts_without_one(tmp_path: Path, estimator: str) -> None:
+    config, _, _ = convert(tmp_path, estimator, kl=estimator == "grpo")
+    assert config.algorithm.name == estimator and set(config.models) == {
+        "actor",
+        *(["reference"] if estimator == "grpo" else []),
+    }
+
+
+def test_a_loss_and_a_reward_of_ones_own(tmp_path: Path) -> None:
+    more = ("actor_rollout_ref.actor.policy_loss.loss_mode=gspo", "custom_reward_function.path=mine.py")
+    (tmp_path / "mine.py").write_text("def compute_score(solution_str):\n    return 1.0\n")
+    config, _, _ = convert(tmp_path, "grpo", *(text.replace("mine.py", str(tmp_path / "mine.py")) for text in more))
+    assert config.algorithm.name == "gspo" and config.reward.function == f"{tmp_path}/mine.py:compute_score"
+
+
+def test_what_is_left_out_is_said(tmp_path: Path) -> None:
+    _, _, said = convert(tmp_path, "grpo", "actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.actor.no_such_key=1")
+    assert "actor_rollout_ref.model.lora_rank: left out, THERE IS NO LORA: this run trains all weights" in said
+    assert "actor_rollout_ref.actor.no_such_key: left out, not known" in said
+    assert "use_remove_padding: left out, rows are always packed" in said and "trainer.nnodes" not in said
+
+
+def test_bash_expands_the_script_and_what_it_cannot_is_refused(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    text = """max=$((1024 * 2))
+export OUT=${NOWHERE_SET:-/tmp/here}
+DATA=(
+  data.train_files=[/d/a.parquet,/d/b.parquet]
+  data.max_prompt_length=${max}
+)
+python3 -m recipe.dapo.main_dapo "${DATA[@]}" algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=4 \\
+    actor_rollout_ref.model.path=$MODEL trainer.default_local_dir=$OUT algorithm.filter_groups.metric=acc 2>&1 | tee log
+"""
+    command = [sys.executable, str(ROOT / "scripts" / "convert_verl.py"), str(script)]
+    script.write_text(text)
+    refused = subprocess.run(command, capture_output=True, text=True)
+    assert refused.returncode == 2 and "MODEL: unbound variable" in refused.stderr and not refused.stdout
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | {"MODEL": "/m"})
+    (tmp_path / "mine.yaml").write_text(done.stdout)
+    config = read_config(str(tmp_path / "mine.yaml"), [])[0]
+    assert config.algorithm.name == "dapo" and config.data.path == ["/d/a.parquet", "/d/b.parquet"]
+    assert (config.data.max_prompt_length, config.run.dir, config.models["actor"].path) == (2048, "/tmp/here", "/m")
+    script.write_text("python3 -m other.program a.b=1\n")
+    assert subprocess.run(command, capture_output=True, text=True).returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("estimator", "expected"),
+    [("rloo", ("token-mean", 0.001, False)), ("opo", ("token-mean", 0.001, False))],
+)
+def test_verls_defaults_are_kept(tmp_path: Path, estimator: str, expected: tuple[str, float, bool]) -> None:
+    algorithm = convert(tmp_path, estimator)[0].algorithm
+    assert (algorithm.loss_agg_mode, algorithm.kl_ctrl.kl_coef, algorithm.use_kl_in_reward) == expected
+
+
+def test_an_estimator_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(subprocess.CalledProcessError) as raised:
+        convert(tmp_path, "gpg")
+    assert raised.value.returncode == 2 and "algorithm.adv_estimator=gpg" in raised.value.stderr
+
+
+def test_a_yaml(tmp_path: Path) -> None:
+    text = "algorithm: {adv_estimator: grpo}\nactor_rollout_ref: {model: {path: /m}, rollout: {n: 2, temperature: 0.7}}\n"
+    (tmp_path / "verl.yaml").write_text(
+        text + "data: {train_files: /d.parquet, val_files: null}\ntrainer: {total_training_steps: 9}\n"
+    )
+    command = [sys.executable, str(ROOT / "scripts" / "convert_verl.py"), str(tmp_path / "verl.yaml"), "trainer.nnodes=3"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    (tmp_path / "mine.yaml").write_text(done.stdout)
+    config = read_config(str(tmp_path / "mine.yaml"), [])[0]
+    assert (config.run.steps, config.sampling.temperature, config.data.train_batch_size) == (9, 0.7, 1024)
+    assert "--nnodes 3" in done.stdout

@@ -1,0 +1,104 @@
+"""The documents' code runs, and what they say of files is so."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import sys
+import textwrap
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import yaml
+
+import tasks
+from outside.protocol import LAST_FIRST
+from places import ROOT
+from ranks import run_ranks
+from rlhf_spmd.data import sort_digits
+from rlhf_spmd.models.weights import write_random_model
+from rlhf_spmd.parallel.world import World
+
+SOURCE = ROOT / "src" / "rlhf_spmd"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def own_algorithm(language: str, first: str) -> str:
+    """The block of docs/own_algorithm.md that begins with ``first``."""
+    (found,) = (block for block in blocks(ROOT / "docs" / "own_algorithm.md", language) if block.startswith(first))
+    return found
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "README.md"], ids=lambda page: page.stem)
+def test_every_block_of_python_runs_and_every_block_of_yaml_can_be_read(page: Path) -> None:
+    for block in blocks(page, "python"):
+        module = sys.modules["a_document"] = ModuleType("a_document")  # dataclasses look theirs up
+        names = vars(module)
+        exec(compile(block, page.name, "exec"), names)
+        if "LAST_FIRST" in names:
+            shape: Any = type("Shape", (), {"size": 3})()
+            assert names["LAST_FIRST"].collect(shape) == LAST_FIRST.collect(shape) == [2, 1, 0]
+    for block in blocks(page, "yaml"):
+        assert yaml.safe_load(block)
+
+
+def test_code_that_is_said_to_be_a_file_s_is() -> None:
+    (excerpt,) = blocks(ROOT / "README.md", "python")
+    assert textwrap.indent(excerpt, "    ") in (SOURCE / "algorithms" / "ppo.py").read_text()
+    assert own_algorithm("python", '"""GRPO') == (SOURCE / "algorithms" / "grpo.py").read_text()
+
+
+def test_the_readme_s_table_of_files_tells_their_lengths() -> None:
+    """To a tenth, so that not every line that is added changes the table."""
+    rows = re.findall(r"^\| \d+ \| `([\w/.]+)` \| (\d+) \|", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
+    assert len(rows) > 10
+    for file, told in rows:
+        assert len((SOURCE / file).read_text().splitlines()) == pytest.approx(int(told), rel=0.1), file
+
+
+def test_links_lead_to_files_and_headings() -> None:
+    for page in PAGES:
+        for target, _, anchor in re.findall(r"\]\((?!http)([^)#]*)(#([^)]*))?\)", page.read_text()):
+            file = page.parent / target if target else page
+            assert file.exists(), f"{page.name}: {target}"
+            if anchor:
+                headings = re.findall(r"^#+ (.*)$", file.read_text(), flags=re.MULTILINE)
+                assert anchor in [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings], anchor
+
+
+def test_the_algorithm_with_all_of_it_learns_on_two_ranks(tmp_path: Path) -> None:
+    module, config = own_algorithm("python", "# my_project/mixed.py"), own_algorithm("yaml", "# my_project/mixed.yaml")
+    (tmp_path / "my_project").mkdir()
+    (tmp_path / "my_project" / "mixed.py").write_text(module)
+    (tmp_path / "my_project" / "mixed.yaml").write_text(config)
+    with contextlib.chdir(tmp_path):
+        sort_digits.main(["--out", "runs/quickstart/task", "--sft", "200", "--train", "100", "--val", "10"])
+        size = json.loads(Path("runs/quickstart/task/model/config.json").read_text())
+        write_random_model(Path("runs/quickstart/sft/export"), size, seed=1)
+        for file in Path("runs/quickstart/task/model").glob("tokenizer*"):
+            Path("runs/quickstart/sft/export", file.name).write_bytes(file.read_bytes())
+    # a random model is never right, so the reward is one that differs
+    more = ["run.steps=3", "run.test_freq=0", "run.export=false", "data.train_batch_size=8", "sampling.n=2"]
+    more += ["reward.function=tasks:even_share", "algorithm.ppo_mini_batch_size=4", "texts.train_batch_size=8"]
+    run_ranks(2, train_there, str(tmp_path), more)
+    rows = [json.loads(line) for line in (tmp_path / "runs" / "mixed" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert all(row["actor/text_loss"] > 0 and row["actor/grad_norm"] > 0 for row in rows)
+    # the first step learns from its own rollout, the second from the same again: another policy by then
+    assert rows[0]["actor/ppo_kl_first"] == 0.0 and rows[1]["actor/ppo_kl_first"] != 0.0
+
+
+def train_there(world: World, directory: str, overrides: list[str]) -> None:
+    sys.path.insert(0, directory)
+    try:
+        with contextlib.chdir(directory):
+            tasks.train_here(world, "my_project/mixed.yaml", overrides)
+    finally:
+        sys.path.remove(directory)

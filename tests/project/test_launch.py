@@ -1,0 +1,228 @@
+"""The launch scripts: torchrun on one and two nodes here, and the sbatch templates on a real SLURM where one can be started."""
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import tasks
+from places import ROOT
+from ppo_layouts import ACROSS_NODES
+from ranks import run_ranks
+from tasks import free_port
+
+SLURM = ROOT.parent / "shared" / "slurm"
+PROGRAM = ROOT / "tests" / "started" / "launched.py"
+LIMIT_S = 300.0  # for a job to start or to end, on a busy machine
+
+
+def environment(**variables: str) -> dict[str, str]:
+    own = {"PYTHON": sys.executable, "PROGRAM": str(PROGRAM), "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    return os.environ | own | variables
+
+
+def torchrun(run_dir: Path, steps: int, **variables: str) -> subprocess.Popen[str]:
+    config = ROOT / "pyproject.toml"  # any file: the program only checks that it exists
+    command = ["bash", "launch/torchrun.sh", str(config), f"run.dir={run_dir}", f"run.steps={steps}", "run.resume=auto"]
+    return subprocess.Popen(command, cwd=ROOT, env=environment(**variables), stderr=subprocess.PIPE, text=True)
+
+
+def status_of(run_dir: Path) -> dict[str, object]:
+    path = run_dir / "exit_status.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def starts(run_dir: Path) -> list[str]:
+    path = run_dir / "starts"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+@pytest.mark.parametrize(
+    "script", sorted([*(ROOT / "launch").iterdir(), *(ROOT / "scripts").glob("*.sh")]), ids=lambda p: p.name
+)
+def test_scripts_parse(script):
+    subprocess.run(["bash", "-n", str(script)], check=True)
+
+
+def test_everything_that_the_gpu_day_names_exists():
+    script = (ROOT / "scripts" / "gpu_day.sh").read_text()
+    benchmarks = re.findall(r"\$bench/(\w+\.py)((?:[^\n]|\\\n)*)", script)
+    assert len(benchmarks) == 4
+    for name, arguments in benchmarks:
+        source = (ROOT / "scripts" / "bench" / name).read_text()
+        assert all(f'"{option}"' in source for option in re.findall(r"--[\w-]+", arguments)), (name, arguments)
+    paths = re.findall(r"(?:configs|tests)/\w+\.\w+", script)
+    assert len(paths) == 4 and all((ROOT / path).is_file() for path in paths)
+    modules = re.findall(r"rlhf_spmd(?:\.\w+)+", script)
+    assert len(modules) == 4 and all(importlib.util.find_spec(module) for module in modules)
+    blocks = (ROOT / "docs" / "benchmarks.md").read_text().partition("## On a GPU")[2].split("```")
+    commands = next(re.sub(r"--out \S+|scripts/bench/|\Abash", "", block) for block in blocks if "train_step.py" in block)
+    missing = set(re.findall(r"[^\s\\]+", commands)) - set(re.findall(r"[\w.=,-]+", script))
+    assert not missing, f"docs/benchmarks.md has {missing}, scripts/gpu_day.sh has not"
+
+
+def test_every_part_of_the_gpu_day_starts_is_limited_and_leaves_its_log(tmp_path):
+    """Where there is no GPU too; a part that meets its limit does not stop the next one."""
+    own = environment(LIMIT="1", CUDA_VISIBLE_DEVICES="")
+    subprocess.run(["bash", "scripts/gpu_day.sh", str(tmp_path)], cwd=ROOT, env=own, check=True, timeout=LIMIT_S)
+    lines = [line.split() for line in (tmp_path / "summary.txt").read_text().splitlines() if not line.startswith("#")]
+    names = ["tests", "ppo", "agreement", "train_1.7b", "train_8b", "nano"]
+    assert [(name, status) for name, status, _ in lines] == [(name, "124") for name in names]
+    assert {path.name for path in tmp_path.iterdir()} == {"summary.txt", "results.json", *(f"{name}.log" for name in names)}
+    assert json.loads((tmp_path / "results.json").read_text()) == {}
+    refused = subprocess.run(["bash", "scripts/gpu_day.sh", str(tmp_path), "nanno"], cwd=ROOT, capture_output=True, text=True)
+    assert refused.returncode == 2 and "no part 'nanno'; there are: tests ppo" in refused.stderr
+
+
+def test_torchrun_without_arguments_explains_itself():
+    done = subprocess.run(["bash", "launch/torchrun.sh"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "NPROC_PER_NODE" in done.stdout and "set -euo" not in done.stdout
+
+
+def test_two_nodes_save_on_a_signal_to_one_of_them_and_one_node_resumes(tmp_path):
+    """Two agents on loopback; SIGTERM to the second stops both nodes after a save; then one node with two ranks goes on."""
+    shared = {"NNODES": "2", "NPROC_PER_NODE": "1", "MASTER_PORT": str(free_port())}
+    agents = [torchrun(tmp_path, 500, NODE_RANK=str(node), **shared) for node in range(2)]
+    deadline = time.monotonic() + LIMIT_S
+    while not (tmp_path / "last_step").exists():
+        assert time.monotonic() < deadline and agents[0].poll() is None, "the job did not reach its first step"
+        time.sleep(0.1)
+    agents[1].send_signal(signal.SIGTERM)
+    for agent in agents:
+        agent.communicate(timeout=LIMIT_S)
+    status = status_of(tmp_path)
+    assert (status["class"], status["code"]) == ("preempted", 75)
+    assert starts(tmp_path) == ["ranks 2 step 1 nodes [0, 1]"]
+    step = int((tmp_path / "last_step").read_text())
+    assert status["last_checkpoint"] == f"step_{step}"
+
+    again = torchrun(tmp_path, step + 2, NPROC_PER_NODE="2", MASTER_PORT=str(free_port()))
+    again.communicate(timeout=LIMIT_S)
+    assert again.returncode == 0
+    assert status_of(tmp_path) | {"message": ""} == {
+        "class": "done",
+        "code": 0,
+        "rank": None,
+        "call": None,
+        "step": step + 2,
+        "last_checkpoint": f"step_{step + 2}",
+        "message": "",
+    }
+    assert starts(tmp_path)[1] == f"ranks 2 step {step + 1} nodes [0, 0]"
+
+
+# ---- SLURM ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """A private SLURM of two nodes; yields the environment for its commands."""
+    if not (SLURM / "start-slurm.sh").exists():
+        pytest.skip("no script to start a SLURM")
+    if shutil.which("sbatch") is None and (os.getuid() != 0 or shutil.which("apt-get") is None):
+        pytest.skip("SLURM is not installed and cannot be")
+    sandbox = tmp_path_factory.mktemp("slurm")
+    for directory in (sandbox, *sandbox.parents):  # slurmd walks it as another user
+        if directory.stat().st_uid == os.getuid():
+            directory.chmod(directory.stat().st_mode | 0o011)
+    variables = os.environ | {"SLURM_SANDBOX": str(sandbox), "SLURM_PORT": str(free_port())}
+    started = subprocess.run([str(SLURM / "start-slurm.sh")], env=variables, capture_output=True, text=True, timeout=180)
+    if started.returncode:
+        subprocess.run([str(SLURM / "stop-slurm.sh"), "--purge"], env=variables, capture_output=True)
+        pytest.skip(f"SLURM does not start: {started.stderr[-300:]}")
+    conf = re.search(r"SLURM_CONF=(\S+)", started.stdout)
+    assert conf is not None, started.stdout
+    yield environment(SLURM_CONF=conf[1])
+    subprocess.run([str(SLURM / "stop-slurm.sh"), "--purge"], env=variables, capture_output=True)
+
+
+def submit(slurm: dict[str, str], template: str, run_dir: Path, steps: int, *options: str, ranks: int) -> str:
+    """The job's number. The templates' settings for a cluster are overridden on the command line, as users may."""
+    run_dir.mkdir()
+    command = ["sbatch", "--parsable", "--gpus-per-node=2", "--cpus-per-task=2", f"--output={run_dir}/out", *options]
+    command += [f"launch/{template}", "pyproject.toml", f"run.dir={run_dir}", f"run.steps={steps}"]
+    variables = slurm | {"NPROC_PER_NODE": str(ranks)}
+    return subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def job_state(slurm: dict[str, str], job: str) -> str:
+    shown = subprocess.run(["scontrol", "show", "job", job], env=slurm, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"JobState=(\w+)", shown)
+    assert found is not None, shown
+    return found[1]
+
+
+def await_end(slurm: dict[str, str], job: str, run_dir: Path, seconds: float = LIMIT_S) -> str:
+    deadline = time.monotonic() + seconds
+    while (state := job_state(slurm, job)) in ("PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "REQUEUED"):
+        assert time.monotonic() < deadline, f"{state}\n{(run_dir / 'out').read_text()}"
+        time.sleep(0.3)
+    return state
+
+
+def await_step(run_dir: Path) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not (run_dir / "last_step").exists():
+        assert time.monotonic() < deadline, (run_dir / "out").read_text() if (run_dir / "out").exists() else "no output"
+        time.sleep(0.2)
+
+
+@pytest.mark.slow
+def test_slurm_one_and_two_nodes_save_requeue_and_resume(slurm, tmp_path):
+    """A job on one node gets the signal that warns of its time limit; another runs on two nodes."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    first = submit(slurm, "slurm_one_node.sbatch", one, 100, ranks=2)
+    await_step(one)
+    subprocess.run(["scancel", "--batch", "--signal=USR1", first], env=slurm, check=True)  # what --signal=B:USR1@300 sends
+    assert await_end(slurm, first, one) == "COMPLETED", (one / "out").read_text()
+    assert status_of(one)["class"] == "done"
+    assert (one / "last_step").read_text() == "100"
+    assert [line.split(" step ")[0] for line in starts(one)] == ["ranks 2", "ranks 2"]
+    assert int(starts(one)[1].split()[3]) > 1, "the second start resumed"
+    assert "requeued" in (one / "out").read_text()
+
+    second = submit(slurm, "slurm_multi_node.sbatch", two, 15, ranks=1)
+    assert await_end(slurm, second, two) == "COMPLETED", (two / "out").read_text()
+    assert starts(two) == ["ranks 2 step 1 nodes [0, 1]"]
+    assert status_of(two)["class"] == "done"
+
+
+@pytest.mark.slow
+def test_slurm_bad_input_and_cancelled_jobs_are_not_requeued(slurm, tmp_path):
+    cancelled, refused = tmp_path / "cancelled", tmp_path / "refused"
+    job = submit(slurm, "slurm_one_node.sbatch", cancelled, 500, ranks=1)
+    refusing = submit(slurm, "slurm_one_node.sbatch", refused, -1, "--export=ALL,PROGRAM=json.tool", ranks=1)
+    await_step(cancelled)
+    subprocess.run(["scancel", job], env=slurm, check=True)
+    assert await_end(slurm, job, cancelled) == "CANCELLED"
+    assert await_end(slurm, refusing, refused) == "FAILED"
+    time.sleep(1.0)
+    assert job_state(slurm, job) == "CANCELLED"
+    assert status_of(cancelled)["class"] == "preempted"
+
+
+@pytest.mark.slow
+def test_training_through_slurm_on_two_nodes_is_training_on_one(slurm, tmp_path):
+    """The two-node template with the real program: the bits of two ranks on one node."""
+    run_dir = tmp_path / "two"
+    run_dir.mkdir()
+    overrides = tasks.settings(run_dir, 2, *ACROSS_NODES)
+    command = ["sbatch", "--parsable", "--gpus-per-node=2", "--cpus-per-task=2", f"--output={run_dir}/out"]
+    command += ["launch/slurm_multi_node.sbatch", str(tasks.task() / "ppo.json"), *overrides]
+    paths = os.pathsep.join((str(ROOT / "src"), str(ROOT / "tests")))
+    variables = slurm | {"NPROC_PER_NODE": "1", "PROGRAM": "rlhf_spmd.train", "PYTHONPATH": paths}
+    job = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, check=True).stdout.strip()
+    together = tmp_path / "one"
+    run_ranks(2, tasks.train_here, str(tasks.task() / "ppo.json"), tasks.settings(together, 2, *ACROSS_NODES))
+    assert await_end(slurm, job, run_dir) == "COMPLETED", (run_dir / "out").read_text()
+    tasks.assert_bit_equal(tasks.read_run(together), tasks.read_run(run_dir))

@@ -1,0 +1,42 @@
+"""The benchmark of transitions runs at its smallest size: its bytes are the formula's, its memory too but for buckets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bench_runs import run_script
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    report, printed = run_script("reshard.py", tmp_path / "reshard.json", "--ranks", "2", "--repeats", "1")
+    assert {(row["layout"], row["engine"]) for row in report["rows"]} == {
+        (layout, engine)
+        for layout in ("1-2-1 -> 1-1", "2-1-1 -> 1-1", "1-1-2 z3 -> 1-1")
+        for engine in ("zero_redundancy", "full_gather", "naive_groups")
+    }
+    for row in report["rows"]:
+        assert row["exact"] and row["counted_bytes"] == row["formula_bytes"] > 0
+        assert row["formula_peak"] <= row["counted_peak"] <= row["formula_peak"] + row["bucket_bytes"]
+        assert min(row["to_generation_s"], row["to_training_s"], row["all_gather_s"], row["full_tensor_s"]) > 0
+        assert row["layout"] in printed and row["engine"] in printed
+    assert "9 of 9 rows; beyond the formula one bucket at most in 9" in printed
+
+
+def test_planning_alone(tmp_path: Path) -> None:
+    """The plans of ranks receive what the formula says, and peak at what it says beside norms and buckets."""
+    report, printed = run_script("reshard.py", tmp_path / "plan.json", "--plan", "--models", "7B", "70B", "--most-ranks", "16")
+    rows = report["rows"]
+    assert {row["ranks"] for row in rows} == {8, 16} and {row["model"] for row in rows} == {"7B", "70B"} and "70B" in printed
+    for row in rows:
+        assert row["plans"] >= 1 and row["plan_s"] > 0
+        if row["formula"] is not None:
+            assert row["received"] == pytest.approx(row["formula"], rel=1e-6)  # rows in 8 or 16 parts
+        buckets = 2 * (2 << 28)
+        assert row["formula_peak"] <= row["peak"] * 1.002 and row["peak"] <= row["formula_peak"] * 1.002 + buckets
+        if row["engine"] == "zero_redundancy":
+            naive = next(
+                r for r in rows if r["engine"] == "naive_groups" and (r["model"], r["layout"]) == (row["model"], row["layout"])
+            )
+            assert row["received"] <= naive["received"] and row["peak"] < naive["peak"]

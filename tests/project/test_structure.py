@@ -1,0 +1,85 @@
+"""The rules of the house that a program can check: floors, where collectives live, sizes."""
+
+from __future__ import annotations
+
+import ast
+
+from places import ROOT
+
+SOURCE = ROOT / "src" / "rlhf_spmd"
+FLOORS = {
+    "config": 0,
+    **dict.fromkeys(("telemetry", "objectives", "rewards", "environments"), 1),
+    **dict.fromkeys(("parallel", "data", "kernels"), 2),
+    "models": 3,
+    **dict.fromkeys(("controller", "reshard", "generation", "checkpoint"), 4),
+    **dict.fromkeys(("workers", "planner"), 5),
+    "algorithms": 6,
+    "runtime": 7,
+}
+TOP = 8  # modules of the root package: the programs
+COLLECTIVES = ("parallel/", "controller/transport.py", "reshard/execute.py", "reshard/move.py")
+
+
+def modules() -> list[tuple[str, ast.Module]]:
+    return [(str(path.relative_to(SOURCE)), ast.parse(path.read_text())) for path in sorted(SOURCE.rglob("*.py"))]
+
+
+def imports(tree: ast.Module) -> list[str]:
+    names = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return names
+
+
+def test_a_module_imports_only_from_lower_floors_or_its_own_package() -> None:
+    wrong = []
+    for file, tree in modules():
+        package = file.split("/")[0] if "/" in file else ""
+        floor = FLOORS[package] if package else TOP
+        for name in imports(tree):
+            parts = name.split(".")
+            if parts[0] != "rlhf_spmd" or len(parts) < 2:
+                continue
+            other = parts[1] if parts[1] in FLOORS else ""
+            if not other and package:
+                wrong.append(f"{file} (F{floor}) imports the program {name}")
+            elif other and other != package and FLOORS[other] >= floor:
+                wrong.append(f"{file} (F{floor}) imports {name} (F{FLOORS[other]})")
+    assert not wrong, "\n".join(sorted(set(wrong)))
+
+
+def test_torch_distributed_is_imported_in_few_places() -> None:
+    found = {file for file, tree in modules() if any(name.startswith("torch.distributed") for name in imports(tree))}
+    assert {file for file in found if not file.startswith(COLLECTIVES)} == set()
+
+
+def test_files_and_functions_are_short() -> None:
+    long_files, functions = [], []
+    for path in sorted(SOURCE.rglob("*.py")):
+        text = path.read_text()
+        name = str(path.relative_to(SOURCE))
+        if text.count("\n") > 400:
+            long_files.append(name)
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                functions.append(((node.end_lineno or 0) - node.lineno + 1, f"{name}:{node.lineno} {node.name}"))
+    print("longest functions:", *sorted(functions, reverse=True)[:10], sep="\n  ")
+    assert not long_files
+    assert [where for length, where in functions if length > 80] == []
+
+
+def test_no_pickle_and_no_remote_code() -> None:
+    for path in sorted(SOURCE.rglob("*.py")):
+        text = path.read_text()
+        for forbidden in (
+            "import pickle",
+            "torch.load(",
+            "trust_remote_code=True",
+            "broadcast_object_list",
+            "all_gather_object",
+        ):
+            assert forbidden not in text, f"{path.name} has {forbidden}"

@@ -1,0 +1,426 @@
+"""What a run directory says of runs that were started again, and what rows may ask for themselves."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+
+import tasks
+from ppo_layouts import layout
+from ranks import run_ranks
+from rlhf_spmd.controller import Controller
+from rlhf_spmd.data.files import DataError
+from rlhf_spmd.models.spec import read_spec
+from rlhf_spmd.parallel.world import World
+from rlhf_spmd.runtime import session
+from rlhf_spmd.runtime.session import Session
+from rlhf_spmd.runtime.streams import merge_values
+from rlhf_spmd.train import main, prepare
+from rlhf_spmd.workers.flops import forward_flops
+from rlhf_spmd.workers.objective import log_prob_differences
+from session_runs import train
+
+
+def test_config_yaml_is_the_record_of_what_ran(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir, config = tmp_path / "run", tmp_path / "run" / "config.yaml"
+    train(run_dir, 1)
+    first = config.read_text()
+    assert yaml.safe_load(first)["run"]["steps"] == 1
+    assert "other settings" not in capsys.readouterr().err
+
+    train(run_dir, 1, "algorithm.gamma=0.5")
+    said = capsys.readouterr().err
+    assert "nothing to do: step 1 of 1 is done; raise run.steps or give another run.dir\n" in said
+    with pytest.raises(ValueError, match=r"^run\.resume=never, but run\.dir=.* holds step_1; give another run\.dir$"):
+        train(run_dir, 2, "algorithm.gamma=0.5", "run.resume=never")
+    assert config.read_text() == first
+    capsys.readouterr()
+
+    train(run_dir, 2, "algorithm.gamma=0.5")
+    lines = [line for line in capsys.readouterr().err.splitlines() if "other settings" in line]
+    assert lines == [f"other settings than in {config}: run.steps=2 (was 1), algorithm.gamma=0.5 (was 0.99)"]
+    assert yaml.safe_load(config.read_text())["algorithm"]["gamma"] == 0.5
+
+    train(tmp_path / "other", 2, f"run.resume={run_dir / 'checkpoints' / 'step_1'}", "algorithm.gamma=0.7")
+    assert f"other settings than in {config}: algorithm.gamma=0.7 (was 0.5)\n" in capsys.readouterr().err
+
+
+def test_a_run_of_another_experiment_is_not_gone_on_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Another algorithm, model or data set, and other rows in the same file; a path in another form is the same path."""
+    run_dir, data = tmp_path / "run", tmp_path / "data.jsonl"
+    rows = (tasks.task() / "train.jsonl").read_text()
+    data.write_text(rows)
+    train(run_dir, 1, f"data.path={data}")
+    config, step_1 = (run_dir / "config.yaml").read_text(), run_dir / "checkpoints" / "step_1"
+    other = {
+        "algorithm.name=outside.unreported": "algorithm.name=outside.unreported (was ppo)",
+        f"models.critic.path={tasks.task() / 'actor'}": rf"models.critic.path={tasks.task()}/actor (was {tasks.task()}/critic)",
+        f"data.path={tasks.task() / 'train.jsonl'}": f"data.path={tasks.task() / 'train.jsonl'} (was {data})",
+    }
+    remedy = "; give another run.dir, or run.resume=force to go on with it"
+    for override, told in other.items():
+        with pytest.raises(ValueError, match="^" + re.escape(f"{step_1} is of another experiment: {told}{remedy}") + "$"):
+            train(run_dir, 2, f"data.path={data}", override)
+    data.write_text(rows + json.dumps({"prompt": "abc"}) + "\n")
+    with pytest.raises(ValueError, match=r"another experiment: the prompts in the data are 21-\w+ \(were 20-\w+\); give"):
+        train(run_dir, 2, f"data.path={data}")
+    assert (run_dir / "config.yaml").read_text() == config and not step_1.with_name("step_2").exists()
+    capsys.readouterr()
+
+    with pytest.raises(SystemExit) as ending:  # as a person meets it
+        main(["--config", str(tasks.task() / "ppo.json"), *tasks.settings(run_dir, 2, f"data.path={data}")])
+    said = capsys.readouterr().err.splitlines()
+    assert ending.value.code == 2 and said[-1].startswith(
+        f"config error: {step_1} is of another experiment: the prompts in the data are"
+    )
+    assert json.loads((run_dir / "exit_status.json").read_text())["class"] == "config"
+
+    data.write_text(rows)
+    train(run_dir, 2, f"data.path={tmp_path}/./data.jsonl", "reward.function=tasks:even_share", "reward.weight=2.0")
+    assert "reward.weight=2.0 (was 1.0)" in capsys.readouterr().err
+    train(run_dir, 3, f"data.path={tasks.task() / 'train.jsonl'}", "run.resume=force")
+    assert f"data.path={tasks.task() / 'train.jsonl'} (was " in capsys.readouterr().err
+
+
+def test_a_run_that_went_on_is_exported_as_it_ended(tmp_path: Path) -> None:
+    """Also if it was ended between its last checkpoint and its export, when an export of an earlier end is there."""
+    export = tmp_path / "export" / "model.safetensors"
+    train(tmp_path, 1, "run.export=true")
+    train(tmp_path, 2, "run.export=false")
+    before = export.read_bytes()
+    train(tmp_path, 2, "run.export=true")
+    assert export.read_bytes() != before
+    after = export.stat().st_mtime_ns
+    train(tmp_path, 2, "run.export=true")
+    assert export.stat().st_mtime_ns == after, "nothing to do, and nothing done"
+
+
+def test_a_coefficient_that_was_fixed_is_not_gone_on_with(tmp_path: Path) -> None:
+    control = ["algorithm.kl_ctrl.type=fixed", "algorithm.kl_ctrl.kl_coef=0"]
+    train(tmp_path, 1, *control)
+    train(tmp_path, 2)
+    assert tasks.read_run(tmp_path).metrics[-1]["actor/kl_coef"] > 0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["algorithm.critic_warmup=2"], "run.steps=2 is too few: models.actor would never be trained"),
+        (
+            ["algorithm.ppo_micro_batch_size_per_gpu=4"],
+            "ppo_micro_batch_size_per_gpu=4 does nothing with algorithm.use_dynamic_bsz=true",
+        ),
+    ],
+)
+def test_settings_that_would_do_nothing_are_refused(tmp_path: Path, overrides: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        prepare(str(tasks.task() / "ppo.json"), tasks.settings(tmp_path, 2, *overrides), 1)
+
+
+def test_a_log_tells_steps_validations_and_where_things_lie(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    validation = [f"data.val_path={tasks.task() / 'train.jsonl'}", "run.test_freq=2", "run.export=true"]
+    train(tmp_path, 2, *validation)
+    said = capsys.readouterr().err
+    for number in (1, 2):
+        line = rf"^step {number}/2  reward -?\d\.\d+  KL -?\d\.\d+  [\d,]+ tokens/s  \d+\.\d\d s/step  \d\d:\d\d left$"
+        assert len(re.findall(line, said, flags=re.M)) == 1, said
+    assert re.findall(
+        r"^validation after step (\d): val/reward_mean -?\d\.\d{4}, val/train/mean@1 -?\d\.\d{4}, .*$", said, flags=re.M
+    ) == ["0", "2"]
+    places = [("report", "report.html"), ("export", "export"), ("checkpoint", "checkpoints/step_2")]
+    assert said.splitlines()[-3:] == [f"  {name:<20}{tmp_path / path}" for name, path in places]
+
+
+def test_while_only_the_critic_learns_nothing_of_the_actor_s_update_is_reported(tmp_path: Path) -> None:
+    """The rollout is compared by the first forward pass of an update: it takes one to compare."""
+    train(tmp_path, 2, "algorithm.critic_warmup=1")
+    warm, whole = tasks.read_run(tmp_path).raw
+    assert "critic/vf_loss" in warm and "actor/kl" in warm
+    assert not {"actor/pg_loss", "timing_s/update_actor", "rollout/log_prob_diff_max"} & warm.keys()
+    assert {"actor/pg_loss", "timing_s/update_actor"} <= whole.keys() and whole["rollout/log_prob_diff_max"] == 0.0
+
+
+PEAK = 1e9  # FLOP/s
+
+
+def flops_of(row: dict[str, Any]) -> float:
+    return float(row["perf/mfu"] * row["timing_s/step"] * PEAK)
+
+
+def test_utilisation_counts_the_calls_that_were_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not those that only the trace made, as of a step whose update is skipped."""
+    monkeypatch.setattr(session, "matmul_rate", lambda device, dtype: PEAK)
+    spec = {role: read_spec(tasks.task() / role) for role in ("actor", "critic")}
+
+    def passes(row: dict[str, Any], role: str) -> float:
+        tokens = row["perf/tokens_per_s"] * row["timing_s/step"]
+        return forward_flops(spec[role], tokens, tokens / (tasks.PROMPTS * tasks.SAMPLES))
+
+    train(tmp_path / "ppo", 2, "algorithm.critic_warmup=1")
+    for row, updates in zip(tasks.read_run(tmp_path / "ppo").raw, (0, 1), strict=True):
+        actor = 2 + 2 * 3 * updates  # generation and reference; two epochs, each forward and twice that backward
+        assert flops_of(row) == pytest.approx(actor * passes(row, "actor") + 7 * passes(row, "critic"), rel=1e-6)
+
+    config = json.loads((tasks.task() / "ppo.json").read_text())
+    del config["models"]["critic"], config["models"]["reference"]
+    for learns in (False, True):
+        config["algorithm"] = {"name": "outside.undecided", "ppo_mini_batch_size": 4, "learns": learns}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        train(tmp_path / str(learns), 1, config=tmp_path / "config.json")
+        (row,) = tasks.read_run(tmp_path / str(learns)).raw
+        assert ("actor/grad_norm" in row) == learns
+        assert flops_of(row) == pytest.approx((4 if learns else 1) * passes(row, "actor"), rel=1e-6)
+
+
+def test_a_mean_is_over_tokens_not_over_replicas() -> None:
+    """A tenth of a nat for each of 10 tokens here, none for 990 tokens there, and a rank without rows."""
+    there = [log_prob_differences(difference) for difference in (torch.full((10,), 0.1), torch.zeros(990), torch.empty(0))]
+    extras = [{"extras": {"reward/extra/length": pair}} for pair in ([30.0, 10], [70.0, 990])]
+    metrics, samples = merge_values([json.loads(json.dumps(there)), extras, [{"samples": [{"row_id": 3}]}]])
+    assert metrics == pytest.approx(
+        {"rollout/log_prob_diff_max": 0.1, "rollout/log_prob_diff_mean": 0.001, "reward/extra/length": 0.1}
+    )
+    assert samples == [{"row_id": 3}]
+    assert merge_values([[{"a/mean": [0.0, 0]}, {"a/min": 2.0}, {"a/min": -1.0, "a/seconds": 1.0}, {"a/seconds": 2.0}]])[0] == {
+        "a/mean": 0.0,
+        "a/min": -1.0,
+        "a/seconds": 1.5,
+    }
+
+
+def report_late(world: World) -> list[list[Any]]:
+    """On rank 0 what each step received. The other rank goes on without waiting, sends late, and more each time."""
+    controller, received = Controller(world.all), []
+    for number in range(1, 5):
+        if world.rank == 1:
+            time.sleep(0.02 * (number % 2))
+        controller.send_report([world.rank, number, "x" * 1000 * number])
+        if world.rank == 0:
+            time.sleep(0.03 * (number == 3))
+            received.append([[rank, step, len(text)] for rank, step, text in controller.receive_reports()])
+    controller.settle()
+    world.all.barrier("control")
+    return received
+
+
+def test_reports_of_a_step_are_received_in_that_step() -> None:
+    received, none = run_ranks(2, report_late)
+    assert none == [] and received == [[[rank, number, 1000 * number] for rank in (0, 1)] for number in range(1, 5)]
+
+
+def test_metrics_from_another_rank_are_those_of_their_step(tmp_path: Path) -> None:
+    """The reward is on rank 1 alone; rank 0 writes."""
+    pools = ["placement.pools={a: [0], b: [1]}", *(f"models.{role}.pool=a" for role in ("actor", "critic", "reference"))]
+    overrides = tasks.settings(tmp_path, 3, *pools, "models.reward.pool=b")
+    run_ranks(2, tasks.train_here, str(tasks.task() / "ppo.json"), overrides)
+    samples = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
+    rows = tasks.read_run(tmp_path).raw
+    assert [row["step"] for row in rows] == [1, 2, 3] and len({row["reward/mean"] for row in rows}) == 3
+    for row in rows:
+        scores = [sample["score"] for sample in samples if sample["step"] == row["step"]]
+        assert len(scores) == 16 and row["reward/mean"] == pytest.approx(sum(scores) / 16, abs=1e-6)
+
+
+def export_slowly(world: World, run_dir: Path, fails: bool) -> int:
+    """How often a rank asks while rank 0 writes."""
+
+    def write(checkpoint: Path, role: str, source: str, directory: Path) -> None:
+        for _ in range(1000):  # until it was asked for often enough
+            if len(asked) > 3 or fails:
+                break
+            time.sleep(0.01)
+        if fails:
+            raise OSError("disk full")
+        directory.mkdir()
+
+    controller, asked = Controller(world.all), []
+    decide = controller.decide
+    controller.decide = lambda wish: asked.append(wish) or decide(wish)  # type: ignore[method-assign,func-returns-value]
+    board, prepared = SimpleNamespace(last_checkpoint="x"), SimpleNamespace(plans={}, exported="actor")
+    here = SimpleNamespace(controller=controller, world=world, board=board, context=SimpleNamespace(prepared=prepared))
+    here.is_first, here.run_dir = world.rank == 0, run_dir
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(session, "export_hugging_face", write)
+        patch.setattr(session, "model_directory", lambda plans, role: "")
+        Session._export(here)  # type: ignore[arg-type]
+    return len(asked)
+
+
+def test_nobody_waits_for_an_export_in_one_collective(tmp_path: Path) -> None:
+    """It may take longer than a collective may: the others ask again and again."""
+    assert all(asked > 3 for asked in run_ranks(2, export_slowly, tmp_path, False))
+    assert (tmp_path / "export" / session.EXPORTED_FILE).read_text() == "x"
+
+
+def test_an_export_that_fails_raises(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="disk full"):
+        run_ranks(1, export_slowly, tmp_path, True)
+    assert not (tmp_path / "export").exists()
+
+
+def test_an_algorithm_need_not_return_the_call_that_counts_tokens(tmp_path: Path) -> None:
+    train(tmp_path, 1, "algorithm.name=outside.unreported")
+    row = tasks.read_run(tmp_path).raw[0]
+    assert row["actor/grad_norm"] > 0 and "critic/vf_loss" in row and row["timing_s/step"] > 0
+    assert {key for key in row if key.startswith(("perf/", "response_length/"))} == set()
+
+
+def test_as_many_responses_are_kept_as_asked_for(tmp_path: Path) -> None:
+    run_ranks(2, tasks.train_here, str(tasks.task() / "ppo.json"), tasks.settings(tmp_path, 1, "run.log_samples=3"))
+    assert [json.loads(line)["row_id"] for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()] == [0, 1, 2]
+
+
+def test_paths_of_models_may_begin_with_the_home_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tasks.task()))
+    paths = [f"models.{role}.path=~/{role}" for role in ("actor", "critic", "reference")]
+    ready = prepare(str(tasks.task() / "ppo.json"), tasks.settings(tmp_path, 1, *paths), 1)
+    assert [ready.plans[role].config.path for role in ("actor", "critic")] == [
+        str(tasks.task() / r) for r in ("actor", "critic")
+    ]
+    overrides = ["models.actor.path=~/actor", f"data.path={tasks.task() / 'train.jsonl'}", "data.response_key=prompt"]
+    overrides.append("data.train_batch_size=4")
+    assert prepare(None, overrides, 1, "sft").plans["actor"].config.path == str(tasks.task() / "actor")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["run.test_freq=2"], r"^run\.test_freq=2 needs data\.val_path or val_prompts\.path$"),
+        (["val_prompts.path=@", "reward.function=gsm8k"], r"^val_prompts\.path is given, but run\.test_freq=0 never validates"),
+        (["val_prompts.path=@", "val_prompts.shuffle=false"], r"^unknown key 'val_prompts\.shuffle'"),
+        (["val_prompts.path=@", "val_prompts.val_path=x"], r"^unknown key 'val_prompts\.val_path'"),
+        (["val_prompts.max_prompt_length=9"], r"^val_prompts\.path must be given"),
+        (
+            ["models.actor.path=Qwen/Qwen2.5-0.5B"],
+            r"^models\.actor\.path=Qwen/Qwen2\.5-0\.5B is not a directory; .* `hf download NAME",
+        ),
+        (
+            ["val_prompts.path=@", "val_prompts.max_prompt_length=60", "reward.function=gsm8k", "run.test_freq=1"],
+            r"^val_prompts\.max_prompt_length \+ val_prompts\.max_response_length = 572 tokens, but models\.actor has a context of 64",
+        ),
+    ],
+)
+def test_sft_refuses_what_it_would_have_to_ignore(overrides: list[str], message: str) -> None:
+    data = str(tasks.task() / "train.jsonl")
+    common = [f"models.actor.path={tasks.task() / 'actor'}", f"data.path={data}", "data.response_key=prompt"]
+    with pytest.raises(ValueError, match=message):
+        prepare(None, [*common, *(text.replace("@", data) for text in overrides)], 1, "sft")
+
+
+# -- limits of a row's own
+
+LIMITS: list[dict[str, int]] = [{}, {"max_response_length": 3}, {"min_response_length": 9}, {"max_response_length": 5}]
+
+
+def limited(path: Path) -> str:
+    """Prompts of the shared task, every fourth with no limit, a minimum, one or another maximum."""
+    rows = [json.loads(line) for line in (tasks.task() / "train.jsonl").read_text().splitlines()]
+    rows = [{**row, "kind": i % 4, **LIMITS[i % 4]} for i, row in enumerate(rows)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return f"data.path={path}"
+
+
+def lengths_of(run_dir: Path, prompts: dict[str, int]) -> dict[int, set[int]]:
+    """Kind of row -> lengths of its responses, stop token included where the limit did not end it (then it is not counted)."""
+    samples = [json.loads(line) for line in (run_dir / "rollouts.jsonl").read_text().splitlines()]
+    found: dict[int, set[int]] = {}
+    for sample in samples:
+        found.setdefault(prompts[sample["prompt"]], set()).add(len(sample["response"]))
+    return found
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        (),
+        (*layout("actor", tp=2), *layout("generation", tp=2)),
+        ("data.gen_batch_size=16", "models.actor.generation.max_num_seqs=8"),
+    ],
+    ids=["dp2", "tp2", "several steps"],
+)
+def test_training_honours_limits_of_rows(tmp_path: Path, more: tuple[str, ...]) -> None:
+    data = limited(tmp_path / "limited.jsonl")
+    prompts = {row["prompt"]: row["kind"] for row in map(json.loads, (tmp_path / "limited.jsonl").read_text().splitlines())}
+    overrides = tasks.settings(tmp_path / "run", 3, data, "sampling.logit_bias={0: 1.0}", *more)
+    run_ranks(2, tasks.train_here, str(tasks.task() / "ppo.json"), overrides)
+    found = lengths_of(tmp_path / "run", prompts)
+    assert max(found[1]) == 3 and max(found[3]) == 5 and max(found[0]) > 5
+    assert min(found[2]) >= 9 and min(found[0]) < 9
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"max_response_length": 13}, r"a\.jsonl:2: max_response_length=13 must be at most data\.max_response_length=12"),
+        ({"max_response_length": 0}, r"a\.jsonl:2: max_response_length=0 must be a whole number of at least 1"),
+        ({"max_response_length": "3"}, r"a\.jsonl:2: max_response_length='3' must be a whole number of at least 1"),
+        ({"min_response_length": 13}, r"a\.jsonl:2: min_response_length=13 must be at most data's max_response_length=12"),
+        (
+            {"max_response_length": 3, "min_response_length": 4},
+            r"a\.jsonl:2: min_response_length=4 must be at most the row's max_response_length=3",
+        ),
+    ],
+)
+def test_limits_of_rows_are_checked(tmp_path: Path, row: dict[str, Any], message: str) -> None:
+    rows = [{"prompt": "12"}, {"prompt": "34", **row}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+    with pytest.raises(DataError, match=message):
+        prepare(str(tasks.task() / "ppo.json"), tasks.settings(tmp_path, 1, f"data.path={tmp_path / 'a.jsonl'}"), 1)
+
+
+def test_a_rows_own_minimum_leaves_tokens_to_draw(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"prompt": "12", "min_response_length": i}) + "\n" for i in range(8)))
+    only_end = [f"data.path={tmp_path / 'a.jsonl'}", "sampling.allowed_token_ids=[0]"]
+    with pytest.raises(ValueError, match="leave no token to draw"):
+        prepare(str(tasks.task() / "ppo.json"), tasks.settings(tmp_path, 1, *only_end), 1)
+
+
+def test_a_rollout_that_is_not_finite_names_its_row(tmp_path: Path) -> None:
+    broken = tmp_path / "actor"
+    shutil.copytree(tasks.task() / "actor", broken)
+    tensors = load_file(broken / "model.safetensors")
+    tensors["model.embed_tokens.weight"][5] = torch.nan
+    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(FloatingPointError, match=r"^row \d+: the log-prob of a drawn token is not finite"):
+        train(tmp_path / "run", 1, f"models.actor.path={broken}")
+
+
+def test_a_step_that_does_nothing_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rlhf_spmd.algorithms import ppo
+
+    for result, message in (
+        (None, "step returned NoneType; it must return the list of the calls"),
+        ([], "made no call in step 1"),
+    ):
+        monkeypatch.setattr(ppo, "step", lambda *args, result=result: result)
+        with pytest.raises((TypeError, RuntimeError), match=message):
+            train(tmp_path / str(result), 1)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("class Config(PPOConfig):\n    ppo_epochs: int = 4\n", "put @dataclass(frozen=True) above it"),
+        ("@dataclass(frozen=True)\nclass Config(PPOConfig):\n    ppo_epochs = 4\n", "give ppo_epochs a type"),
+    ],
+)
+def test_settings_of_an_algorithm_s_own_are_not_ignored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, message: str
+) -> None:
+    name = f"own_{'frozen' in message}"
+    head = "from dataclasses import dataclass\nfrom rlhf_spmd.algorithms.ppo import PPOConfig, step\n"
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "algorithm.py").write_text(head + source)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        prepare(str(tasks.task() / "ppo.json"), tasks.settings(tmp_path, 1, f"algorithm.name={name}.algorithm"), 1)

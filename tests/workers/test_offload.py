@@ -1,0 +1,58 @@
+"""``models.<role>.offload``: between a role's calls its weights are in host memory only, and no bit of a run changes."""
+
+from pathlib import Path
+
+import pytest
+
+import tasks
+from ppo_layouts import layout
+from ranks import run_ranks
+
+ROLES = ("actor", "critic", "reference", "reward")
+# name -> ranks and overrides
+CASES: dict[str, tuple[int, tuple[str, ...]]] = {
+    "1 rank": (1, ()),
+    "ZeRO-3, optimizer states there too, bf16": (
+        2,
+        (
+            *(part for role in ROLES for part in layout(role, dp=2, zero=3)),
+            *(f"models.{role}.dtype=bfloat16" for role in ROLES),
+            "models.actor.optim.offload=true",
+        ),
+    ),
+    "tp2 -> tp1, in buffers that stay": (
+        2,
+        (*(part for role in ROLES for part in layout(role, tp=2)), "models.actor.generation.buffers=keep"),
+    ),
+    "pp2 tp2 -> pp1 tp2; values and log-probs elsewhere": (
+        4,
+        (
+            *layout("actor", pp=2, tp=2),
+            *layout("generation", tp=2),
+            *layout("critic", tp=2, dp=2, zero=1),
+            "models.critic.calls.compute_values.layout.pp=2",
+            "models.reference.calls.compute_ref_log_prob.layout.tp=4",
+        ),
+    ),
+}
+
+
+def train(run_dir: Path, name: str, offload: bool, *more: str) -> tasks.Run:
+    ranks, overrides = CASES[name]
+    every = [f"models.{role}.offload={str(offload).lower()}" for role in ROLES]
+    keeps = offload and "buffers=keep" not in " ".join(overrides)  # generation parameters that are kept are on the device
+    watched = ["algorithm.name=outside.at_rest", f"algorithm.offload={str(offload).lower()}"] if keeps or not offload else []
+    overrides = (*overrides, *every, *watched, f"reward.model={tasks.task() / 'critic'}", "run.save_freq=1", *more)
+    run_ranks(ranks, tasks.train_here, str(tasks.task() / "ppo.json"), tasks.settings(run_dir, 2, *overrides))
+    return tasks.read_run(run_dir)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_same_bits_and_nothing_on_the_device_between_calls(tmp_path: Path, name: str) -> None:
+    """Without ``offload``, with it, and with it from a checkpoint on."""
+    plain, resting = train(tmp_path / "plain", name, False), train(tmp_path / "resting", name, True)
+    tasks.assert_bit_equal(plain, resting)
+    assert all(row["timing_s/reload"] > 0 for row in resting.raw) and not any("timing_s/reload" in row for row in plain.raw)
+    resumed = train(tmp_path / "resumed", name, True, f"run.resume={tmp_path / 'resting' / 'checkpoints' / 'step_1'}")
+    assert resumed.metrics == resting.metrics[1:] and resumed.state == resting.state
+    assert all((tensor == resumed.weights[key]).all() for key, tensor in resting.weights.items())
