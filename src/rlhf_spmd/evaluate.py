@@ -1,7 +1,7 @@
 """How good a model's responses are, on one set of prompts or several. After ``scripts/quickstart.sh``, which makes both:
 
 torchrun --nproc-per-node 2 -m rlhf_spmd.evaluate model.path=runs/quickstart/ppo/export \\
-    data.path=[runs/quickstart/task/val.jsonl] reward.function=sort_digits sampling.n=4 out=runs/quickstart/evaluation
+    data.path=[runs/quickstart/task/val.jsonl] reward.function=exact_match sampling.n=4 out=runs/quickstart/evaluation
 
 ``model.path`` is a Hugging Face directory, a run's directory or one of its checkpoints. Each file of ``data.path`` is a set with
 the file's name; ``sets.<name>`` has others, which may have ``reward`` and ``sampling`` of their own. In ``out``: ``results.json`` with

@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,28 +27,22 @@ from rlhf_spmd.config.bounds import check_bounds
 from rlhf_spmd.data.balance import micro_batches_by_tokens, partition_by_tokens
 from rlhf_spmd.data.batch import Batch, ragged
 from rlhf_spmd.data.encoding import check_ids
-from rlhf_spmd.data.files import DataError, Row
+from rlhf_spmd.data.files import DataError, Row, list_paths
 from rlhf_spmd.data.sft import ID_KEYS, PairsConfig, encode_pairs, has_ids
 from rlhf_spmd.data.tokenizer import load_tokenizer
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.spec import ModelSpec
+from rlhf_spmd.models.weights import check_pretrained
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.parallel.world import Launch, World
-from rlhf_spmd.runtime.inference import (
-    InferenceConfig,
-    gather_records,
-    not_finite,
-    read_input,
-    run_inference_program,
-    write_rows,
-)
+from rlhf_spmd.runtime import inference
 from rlhf_spmd.workers.engine import Packed, TrainEngine
 from rlhf_spmd.workers.objective import pack_rows, response_log_probs, sequence_lengths
 
 
 @dataclass(frozen=True)
-class ScoreConfig(InferenceConfig):
+class ScoreConfig(inference.InferenceConfig):
     """Everything that ``score`` takes. ``max_token_len_per_gpu``: tokens of a micro-batch on one rank."""
 
     data: PairsConfig = field(default_factory=PairsConfig)
@@ -71,7 +66,12 @@ class Prepared:
 
 def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> Prepared:
     """Local: no communication. Raises ConfigError, ValueError or DataError, one line each."""
-    config, spec, layout, rows = read_input(ScoreConfig, path, overrides, launch)
+    config = inference.read_config(ScoreConfig, path, overrides)
+    if launch.rank == 0:
+        inference.check_out(Path(config.out), *list_paths(config.data.path))
+    config, spec, layout = inference.read_model(config, launch)
+    check_pretrained(spec, config.model.path, "lm")
+    rows = config.data.read()
     tokenizer = None if all(map(has_ids, rows)) else load_tokenizer(config.model.path, required=False)
     pairs = encode_pairs(rows, config.data, tokenizer, spec.vocab_size)
     for row, pair in zip(rows, pairs, strict=True):
@@ -112,12 +112,14 @@ def score(ready: Prepared, world: World) -> None:
     lengths = sequence_lengths(ready.batch)
     mine = np.flatnonzero(partition_by_tokens(lengths, layout.dp) == mesh.dp_rank).tolist()
     records = score_rows(engine, ready.batch.take(mine), config.max_token_len_per_gpu)
-    scored = gather_records(world, records if mesh.tp_rank == 0 else [], "score:results")
+    scored = inference.gather_records(world, records if mesh.tp_rank == 0 else [], "score:results")
     if scored is None:
         return
     check_finite(ready, scored)
     responses = ready.batch["response_ids"].rows()
-    write_rows(config.out, ({"id": ready.ids[i], "response_ids": responses[i].tolist(), "log_probs": x} for i, x in scored))
+    inference.write_rows(
+        config.out, ({"id": ready.ids[i], "response_ids": responses[i].tolist(), "log_probs": x} for i, x in scored)
+    )
     seconds = time.perf_counter() - loaded
     everything = [log_prob for _, row in scored for log_prob in row]
     print(
@@ -155,12 +157,14 @@ def check_finite(ready: Prepared, scored: Sequence[tuple[int, list[float]]]) -> 
     """Raises FloatingPointError that names the first row with a log-prob that is not finite."""
     for row, log_probs in scored:
         if not all(map(math.isfinite, log_probs)):
-            raise not_finite(row, ready.ids[row], ready.config.model)
+            raise inference.not_finite(row, ready.ids[row], ready.config.model)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line: overrides, and ``--config FILE`` if there are many."""
-    run_inference_program("score", __doc__, ScoreConfig, prepare, lambda ready, world, tick: score(ready, world), argv)
+    inference.run_inference_program(
+        "score", __doc__, ScoreConfig, prepare, lambda ready, world, tick: score(ready, world), argv
+    )
 
 
 if __name__ == "__main__":

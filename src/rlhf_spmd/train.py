@@ -9,6 +9,7 @@ import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -22,37 +23,24 @@ from rlhf_spmd.config.registry import find
 from rlhf_spmd.config.schema import ConfigError
 from rlhf_spmd.controller import Controller, Reference
 from rlhf_spmd.data.batch import Batch
-from rlhf_spmd.data.cache import load_dataset
 from rlhf_spmd.data.dataset import DatasetConfig, TokenDataset
 from rlhf_spmd.data.loader import build_loader
 from rlhf_spmd.data.prompts import DataConfig, PromptDataset, PromptsConfig
+from rlhf_spmd.data.stored import load_dataset
 from rlhf_spmd.data.tokenizer import load_tokenizer
 from rlhf_spmd.environments.config import EnvironmentConfig
 from rlhf_spmd.generation.backends import choose_backend
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.models.attention import choose_attention
-from rlhf_spmd.parallel.program import ProgramContext
-from rlhf_spmd.parallel.world import World
+from rlhf_spmd.parallel.program import ProgramContext, ProgramSettings, read_command_line, run_program
+from rlhf_spmd.parallel.world import World, read_launch
 from rlhf_spmd.planner.placement import PlacementConfig
 from rlhf_spmd.rewards.config import RewardConfig, named_rewards, reward_key
-from rlhf_spmd.runtime import checks
-from rlhf_spmd.runtime.roles import (
-    RolePlan,
-    build_models,
-    check_prompts,
-    check_templates,
-    check_vocabulary,
-    find_text_readers,
-    model_directory,
-    plan_roles,
-)
-from rlhf_spmd.runtime.session import RunConfig, Session, run_session_program, start_controller
+from rlhf_spmd.runtime import checks, roles
+from rlhf_spmd.runtime.session import RunConfig, Session, run_dir_hint, start_controller
 from rlhf_spmd.runtime.streams import Data, InFlightStream, RowStream, ValidationRows
 from rlhf_spmd.telemetry.logger import LoggerConfig
-from rlhf_spmd.workers.arithmetic import ArithmeticWorker, RoleClass
-from rlhf_spmd.workers.config import RoleConfig
-from rlhf_spmd.workers.model_worker import Build
-from rlhf_spmd.workers.reward import RewardWorker
+from rlhf_spmd.workers import ArithmeticWorker, Build, RewardWorker, RoleClass, RoleConfig
 
 VALIDATION_SEED = 1_000_003  # validation draws other numbers than training
 
@@ -83,7 +71,7 @@ class Prepared:
 
     config: TrainConfig
     algorithm: ModuleType
-    plans: dict[str, RolePlan]
+    plans: dict[str, roles.RolePlan]
     rewards: dict[str, RewardConfig]
     tokenizer: Any
     training: dict[str, TokenDataset]
@@ -151,11 +139,11 @@ def prepare(path: str | None, overrides: Sequence[str], world_size: int, default
     algorithm.check_streams(sections, "algorithm")
     rewards = named_rewards(config.reward, config.rewards)
     has_environment = config.environment.cls is not None
-    roles = rewarded_roles(algorithm, sections, rewards, bool(rewards) or has_environment or "reward" in config.models)
-    plans = plan_roles(config.models, roles, algorithm.exported, config.placement, rewards, world_size, has_environment)
-    tokenizer = load_tokenizer(model_directory(plans, algorithm.exported))
+    classes = rewarded_roles(algorithm, sections, rewards, bool(rewards) or has_environment or "reward" in config.models)
+    plans = roles.plan_roles(config.models, classes, algorithm.exported, config.placement, rewards, world_size, has_environment)
+    tokenizer = load_tokenizer(roles.model_directory(plans, algorithm.exported))
     rewards = with_templates(plans, rewards, sections)
-    plans = find_text_readers(plans, rewards, algorithm.exported, tokenizer)
+    plans = roles.find_text_readers(plans, rewards, algorithm.exported, tokenizer)
     ahead = checks.in_flight(config) is not None
     for plan in plans.values():
         if plan.generation is not None:
@@ -176,7 +164,7 @@ def prepare(path: str | None, overrides: Sequence[str], world_size: int, default
     for name, reward in rewards.items():
         reward.check_together(reward_key(name), config.run.timeout_s)
         reward.check_rows(reward_key(name), scored, places)
-    check_templates(plans, rewards, tokenizer, scored)
+    roles.check_templates(plans, rewards, tokenizer, scored)
     return Prepared(config, module, plans, rewards, tokenizer, training, validation)
 
 
@@ -215,7 +203,7 @@ def rewarded_roles(
 
 
 def with_templates(
-    plans: Mapping[str, RolePlan], rewards: Mapping[str, RewardConfig], sections: Mapping[str, Any]
+    plans: Mapping[str, roles.RolePlan], rewards: Mapping[str, RewardConfig], sections: Mapping[str, Any]
 ) -> dict[str, RewardConfig]:
     """The settings of every reward role. Where text prompts go to the actor through a template, they do to reward models, too."""
     found = {role: rewards.get(role, RewardConfig()) for role, plan in plans.items() if issubclass(plan.worker, RewardWorker)}
@@ -228,7 +216,7 @@ def with_templates(
 
 
 def read_data(
-    config: TrainConfig, sections: Mapping[str, Any], tokenizer: Any, plans: Mapping[str, RolePlan]
+    config: TrainConfig, sections: Mapping[str, Any], tokenizer: Any, plans: Mapping[str, roles.RolePlan]
 ) -> tuple[dict[str, TokenDataset], dict[str, TokenDataset]]:
     """The training and the validation data of each stream, checked against models and token budget. Raises ValueError, DataError."""
     algorithm: AlgorithmConfig = config.algorithm
@@ -242,10 +230,10 @@ def read_data(
             validation[name] = load_dataset(data, tokenizer, validation=True)
         for use, dataset in (("sampling", training.get(name)), ("val_sampling", validation.get(name))):
             if dataset is not None:
-                check_vocabulary(dataset, plans[algorithm.exported])
+                roles.check_vocabulary(dataset, plans[algorithm.exported])
             if isinstance(data, PromptsConfig) and (dataset is not None or use == "val_sampling"):
                 assert dataset is None or isinstance(dataset, PromptDataset)
-                check_prompts(use, getattr(config, use), dataset, tokenizer, plans)
+                roles.check_prompts(use, getattr(config, use), dataset, tokenizer, plans)
             elif dataset is not None:
                 checks.check_rows(algorithm.streams[name].key, data, dataset, algorithm, plans)
     return training, validation
@@ -273,7 +261,7 @@ def train(context: ProgramContext[Prepared]) -> None:
         exact_rollouts=checks.exact_rollouts(config, ready.plans),
         partial_rollouts=checks.in_flight(config) is not None,
     )
-    models = build_models(ready.plans, build)
+    models = roles.build_models(ready.plans, build)
     data = build_data(ready, controller)
     bad_rows = sum(found.tally.num_bad for found in (*ready.training.values(), *ready.validation.values()))
     session = Session(
@@ -391,7 +379,14 @@ def main(argv: Sequence[str] | None = None, name: str = "train", about: str | No
         algorithm = find("algorithm", "rlhf_spmd.algorithms", (given or [default])[-1], exports="step").Config
         return list_keys(TrainConfig, {"algorithm": algorithm, **{s.key: s.config for s in algorithm.streams.values()}})
 
-    run_session_program(name, about, lambda path, more, size: prepare(path, more, size, default), train, keys, argv)
+    config, overrides = read_command_line(name, about, keys, argv)
+    run_program(
+        lambda: prepare(config, overrides, read_launch().size, default),
+        train,
+        lambda ready: ProgramSettings(Path(ready.config.run.dir), ready.config.run.timeout_s, ready.config.run.threads),
+        run_dir_hint(config, overrides),
+        saves_on_signal=True,
+    )
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from torch import Tensor
 from ranks import run_ranks
 from rlhf_spmd.algorithms import reinforce_plus_plus
 from rlhf_spmd.algorithms.estimators import ESTIMATORS, WHITENED, CriticFreeConfig, in_group
-from rlhf_spmd.algorithms.ppo import PPOConfig
+from rlhf_spmd.algorithms.ppo import Config as PPOConfig
 from rlhf_spmd.algorithms.values import gae_advantages
 from rlhf_spmd.objectives.advantages import group_statistics, leave_one_out, moments
 from rlhf_spmd.objectives.kl import KLControlConfig

@@ -17,10 +17,13 @@ from torch import Tensor
 import tasks
 from algorithm_cases import CASES, CONFIGS, ROLLOUTS, Case
 from ranks import run_ranks
-from rlhf_spmd.algorithms.dapo import DAPOConfig, FilterGroupsConfig, OverlongConfig, in_group, shaped
-from rlhf_spmd.algorithms.distill import DistillConfig, towards_teacher
+from rlhf_spmd.algorithms.dapo import Config as DAPOConfig
+from rlhf_spmd.algorithms.dapo import FilterGroupsConfig, OverlongConfig, in_group, shaped
+from rlhf_spmd.algorithms.distill import Config as DistillConfig
+from rlhf_spmd.algorithms.distill import towards_teacher
 from rlhf_spmd.algorithms.policy import PolicyConfig, clipped_policy
-from rlhf_spmd.algorithms.remax import ReMaxConfig, minus_greedy
+from rlhf_spmd.algorithms.remax import Config as ReMaxConfig
+from rlhf_spmd.algorithms.remax import minus_greedy
 from rlhf_spmd.controller.reference import COPY_STRIDE
 from rlhf_spmd.data.batch import Ragged
 from rlhf_spmd.generation.config import SamplingConfig

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from rlhf_spmd.algorithms.ppo import PPOConfig, gae_advantages
+from rlhf_spmd.algorithms.ppo import Config as PPOConfig
+from rlhf_spmd.algorithms.ppo import gae_advantages
 from rlhf_spmd.controller import (
     DP,
     Controller,

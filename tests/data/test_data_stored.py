@@ -16,15 +16,14 @@ import torch
 import tasks
 from ranks import run_ranks
 from rlhf_spmd import train
-from rlhf_spmd.data import building, cache
+from rlhf_spmd.data import stored as stored_data
 from rlhf_spmd.data.batch import Ragged
-from rlhf_spmd.data.building import build_dataset
-from rlhf_spmd.data.cache import load_dataset
 from rlhf_spmd.data.dataset import StoredRowsConfig, TokenDataset
 from rlhf_spmd.data.files import DataError
 from rlhf_spmd.data.preferences import PreferencesConfig, UnpairedConfig
 from rlhf_spmd.data.prompts import DataConfig, PromptDataset, ValidationPromptsConfig
 from rlhf_spmd.data.sft import SftConfig
+from rlhf_spmd.data.stored import build_dataset, load_dataset
 from rlhf_spmd.data.tokenizer import load_tokenizer
 from rlhf_spmd.parallel.world import Launch, World
 
@@ -144,10 +143,10 @@ def test_chunks_and_the_file_change_nothing(
     path = write(tmp_path / "a.jsonl", *GOOD[kind], *ODD, *GOOD[kind])
     config = config_of(kind, path, max_bad_rows=9)
     whole = build_dataset(config, tokenizer)
-    monkeypatch.setattr(building, "CHUNK_ROWS", 2)
+    monkeypatch.setattr(stored_data, "CHUNK_ROWS", 2)
     stored = dataclasses.replace(config, cache_dir=str(tmp_path / "cache"))
     built, made = build_dataset(config, tokenizer), load_dataset(stored, tokenizer)
-    monkeypatch.setattr(cache, "build_dataset", lambda *_: pytest.fail("the file was not used"))
+    monkeypatch.setattr(stored_data, "build_dataset", lambda *_: pytest.fail("the file was not used"))
     again = load_dataset(stored, tokenizer)
     for data in (built, made, again):
         assert type(data) is type(whole) and data.fingerprint == whole.fingerprint and data.tally == whole.tally
@@ -213,8 +212,8 @@ def test_another_file_is_made_for_other_data(tmp_path: Path, tokenizer: Any) -> 
 def load_here(world: World, path: str, directory: str) -> tuple[str, int]:
     """What a rank gets, and how often it built the data set."""
     built = []
-    original = cache.build_dataset
-    cache.build_dataset = lambda *given: built.append(1) or original(*given)  # type: ignore[func-returns-value]
+    original = stored_data.build_dataset
+    stored_data.build_dataset = lambda *given: built.append(1) or original(*given)  # type: ignore[func-returns-value]
     tokenizer = load_tokenizer(tasks.task() / "tokenizer")
     world.all.barrier("test")
     try:
@@ -223,7 +222,7 @@ def load_here(world: World, path: str, directory: str) -> tuple[str, int]:
     except DataError as error:
         return str(error), len(built)
     finally:
-        cache.build_dataset = original
+        stored_data.build_dataset = original
 
 
 def test_one_rank_makes_the_file_and_all_tell_its_error(tmp_path: Path) -> None:
@@ -245,7 +244,7 @@ def test_one_that_waited_tells_what_the_maker_told(tmp_path: Path, tokenizer: An
     lock.write_text(f"{time.time() + 100}\nthe maker's line")
     with pytest.raises(DataError, match=r"^the maker's line$"):
         load_dataset(config, tokenizer)
-    monkeypatch.setattr(cache, "WAIT_S", 0.3)
+    monkeypatch.setattr(stored_data, "WAIT_S", 0.3)
     with lock.open() as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         with pytest.raises(DataError, match=r"another process has held .*\.lock for 0 s"):

@@ -9,9 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragged_samples import LENGTHS, flat, naive_gae, rows_of, sample
+from rlhf_spmd.algorithms.kl_reward import KLRewardConfig, MeasuredKL
 from rlhf_spmd.objectives import advantages as adv
 from rlhf_spmd.objectives import kl as kl_module
 from rlhf_spmd.objectives import losses
+from rlhf_spmd.workers.objective import Rows
 
 
 def lengths_of(rows):
@@ -209,24 +211,26 @@ def test_unknown_kl_kind():
 
 
 def test_kl_controllers():
-    fixed = kl_module.build_kl_controller(kl_module.KLControlConfig(kl_coef=0.05))
-    fixed.update(3.0, 1000)
-    assert fixed.value == 0.05
-    config = kl_module.KLControlConfig(type="adaptive", kl_coef=0.1, target_kl=0.5, horizon=1000)
-    adaptive = kl_module.build_kl_controller(config)
-    adaptive.update(0.55, 100)  # error 0.1
-    assert adaptive.value == pytest.approx(0.1 * (1 + 0.1 * 100 / 1000))
-    adaptive.update(50.0, 100)  # clipped to 0.2
-    assert adaptive.value == pytest.approx(0.101 * 1.02)
-    adaptive.update(0.0, 100)
-    assert adaptive.value == pytest.approx(0.101 * 1.02 * 0.98)
-    again = kl_module.build_kl_controller(config)
-    again.load_state_dict({})  # of a role that has not been called yet
-    assert again.value == config.kl_coef
-    again.load_state_dict(adaptive.state_dict())
-    assert again.value == adaptive.value
-    adaptive.update(0.0, 10**9)
-    assert adaptive.value > 0
+    assert kl_module.KLControlConfig(kl_coef=0.05).moved(0.05, 3.0, 1000) == 0.05
+    adaptive = kl_module.KLControlConfig(type="adaptive", kl_coef=0.1, target_kl=0.5, horizon=1000)
+    assert adaptive.moved(0.1, 0.55, 100) == pytest.approx(0.1 * (1 + 0.1 * 100 / 1000))  # error 0.1
+    assert adaptive.moved(0.101, 50.0, 100) == pytest.approx(0.101 * 1.02)  # clipped to 0.2
+    assert adaptive.moved(0.101 * 1.02, 0.0, 100) == pytest.approx(0.101 * 1.02 * 0.98)
+    assert adaptive.moved(0.1, 0.0, 10**9) > 0
+
+
+def test_an_adaptive_coefficient_goes_on_from_the_state_and_a_fixed_one_is_the_configuration_s():
+    lengths = torch.tensor([2])
+    rows = Rows(torch.tensor([0]), torch.tensor([0]), lengths)
+    fields = {"scores": torch.zeros(1), "old_log_probs": torch.zeros(2), "ref_log_prob": torch.zeros(2)}
+    for kind, start, after in (("fixed", 0.05, {}), ("adaptive", 0.2, {"kl_coef": 0.2 * (1 - 0.2 / 100)})):
+        config = KLRewardConfig(kl_ctrl=kl_module.KLControlConfig(type=kind, kl_coef=0.05, horizon=100))
+        assert MeasuredKL(config, fields, rows, {}).coefficient == 0.05  # of a role that has not been called yet
+        state = {"kl_coef": 0.2} if kind == "adaptive" else {}
+        measured = MeasuredKL(config, fields, rows, state)
+        assert measured.coefficient == start
+        metrics = measured.settle(measured.sums())
+        assert state == pytest.approx(after) and metrics["actor/kl_coef"] == state.get("kl_coef", 0.05)
 
 
 @pytest.mark.parametrize(
@@ -242,7 +246,7 @@ def test_kl_controllers():
 )
 def test_impossible_kl_control(change, message):
     with pytest.raises(ValueError, match=message):
-        kl_module.build_kl_controller(kl_module.KLControlConfig(**change))
+        kl_module.KLControlConfig(**change).check()
 
 
 CLIPS = [(0.2, 0.2, 3.0), (0.1, 0.28, 1.5), (0.2, 0.2, 1e9)]

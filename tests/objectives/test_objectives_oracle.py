@@ -99,11 +99,11 @@ def test_verl_kl(verl, kind):
 
 def test_verl_kl_controller(verl):
     theirs = verl.AdaptiveKLController(0.02, 0.3, 5000)
-    ours = kl.AdaptiveKLController(0.02, 0.3, 5000)
+    ours, coefficient = kl.KLControlConfig("adaptive", 0.02, 0.3, 5000), 0.02
     for current in (0.1, 0.31, 2.0, 0.0, 0.29):
         theirs.update(current, 256)
-        ours.update(current, 256)
-        assert ours.value == pytest.approx(theirs.value, rel=1e-14)
+        coefficient = ours.moved(coefficient, current, 256)
+        assert coefficient == pytest.approx(theirs.value, rel=1e-14)
 
 
 @pytest.mark.parametrize("mode", losses.LOSS_AGG_MODES)

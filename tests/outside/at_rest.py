@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from rlhf_spmd.algorithms import ppo
-from rlhf_spmd.algorithms.ppo import PPOConfig
+from rlhf_spmd.algorithms.ppo import Config as PPOConfig
 
 
 @dataclass(frozen=True)

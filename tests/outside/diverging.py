@@ -6,7 +6,7 @@ from typing import Any
 
 from rlhf_spmd.algorithms import ppo
 from rlhf_spmd.algorithms.base import sample
-from rlhf_spmd.algorithms.ppo import PPOConfig as Config
+from rlhf_spmd.algorithms.ppo import Config
 from rlhf_spmd.algorithms.values import clipped_value, gae_advantages
 
 __all__ = ["Config", "step"]

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from rlhf_spmd.algorithms.base import sample, score
-from rlhf_spmd.algorithms.grpo import GRPOConfig, in_group
+from rlhf_spmd.algorithms.grpo import Config as GRPOConfig
+from rlhf_spmd.algorithms.grpo import in_group
 from rlhf_spmd.algorithms.policy import clipped_policy
 from rlhf_spmd.controller import Reference
 

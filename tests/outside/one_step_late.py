@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from rlhf_spmd.algorithms.base import sample, score
-from rlhf_spmd.algorithms.grpo import GRPOConfig, in_group
+from rlhf_spmd.algorithms.grpo import Config as GRPOConfig
+from rlhf_spmd.algorithms.grpo import in_group
 from rlhf_spmd.algorithms.policy import clipped_policy
 from rlhf_spmd.controller import Reference
 

@@ -7,7 +7,7 @@ from typing import Any
 from rlhf_spmd.algorithms import ppo
 from rlhf_spmd.algorithms.base import sample
 from rlhf_spmd.algorithms.policy import clipped_policy
-from rlhf_spmd.algorithms.ppo import PPOConfig
+from rlhf_spmd.algorithms.ppo import Config as PPOConfig
 from rlhf_spmd.algorithms.values import gae_advantages
 
 

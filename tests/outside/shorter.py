@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from rlhf_spmd.algorithms import ppo
-from rlhf_spmd.algorithms.ppo import PPOConfig as Config
+from rlhf_spmd.algorithms.ppo import Config
 
 __all__ = ["Config", "step"]
 

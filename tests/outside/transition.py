@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from rlhf_spmd.algorithms import ppo
-from rlhf_spmd.algorithms.ppo import PPOConfig
+from rlhf_spmd.algorithms.ppo import Config as PPOConfig
 from rlhf_spmd.reshard import execute, execute_reallocation, move
 from rlhf_spmd.workers import loan
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from rlhf_spmd.algorithms.base import AlgorithmConfig, Section, sample, score
-from rlhf_spmd.algorithms.grpo import GRPOConfig, in_group
+from rlhf_spmd.algorithms.grpo import Config as GRPOConfig
+from rlhf_spmd.algorithms.grpo import in_group
 from rlhf_spmd.algorithms.policy import clipped_policy
 from rlhf_spmd.algorithms.sft import likelihood
 from rlhf_spmd.controller import Reference

@@ -15,7 +15,7 @@ import pytest
 
 from places import ROOT
 from rlhf_spmd import evaluate, generate, score, sft, train
-from rlhf_spmd.algorithms.sft import SftConfig
+from rlhf_spmd.algorithms.sft import Config as SftConfig
 from rlhf_spmd.config.registry import available
 from rlhf_spmd.data.preferences import SafetyPreferencesConfig, UnpairedConfig
 from rlhf_spmd.data.prompts import DataConfig, PromptsConfig, ValidationPromptsConfig

@@ -15,7 +15,7 @@ import pytest
 
 from places import SHARED
 from rlhf_spmd.config.registry import available
-from rlhf_spmd.rewards import exact_match, gsm8k, happy_words, sort_digits, worker
+from rlhf_spmd.rewards import exact_match, gsm8k, happy_words, worker
 from rlhf_spmd.rewards.config import RewardConfig, resolve_reward
 from rlhf_spmd.rewards.runner import RewardError, RewardRunner, check_failures
 
@@ -304,7 +304,7 @@ def test_a_function_that_no_longer_imports_ends_the_run(tmp_path, monkeypatch):
 def test_names():
     assert available("rlhf_spmd.rewards", "score") == [
         *("aime", "auto", "code", "exact_match", "format", "gsm8k", "happy_words", "http", "json_schema", "length", "math"),
-        *("math_verify", "multiple_choice", "regex", "sort_digits"),
+        *("math_verify", "multiple_choice", "regex"),
     ]
     assert resolve_reward("gsm8k") is gsm8k.score
     assert resolve_reward("gsm8k:flexible") is gsm8k.flexible
@@ -398,12 +398,11 @@ def test_gsm8k_agrees_with_the_published_judgement_of_real_model_output():
     assert len(solutions) == 5276 and not wrong, wrong[:5]
 
 
-def test_exact_match_and_sort_digits():
-    for function in (exact_match.score, sort_digits.score):
-        assert function("p", " 1 2 3\n", {"answer": "1 2 3"}) == 1.0
-        assert function("p", "1 2 33", {"answer": "1 2 3"}) == 0.0
-        with pytest.raises(ValueError, match="no 'answer'"):
-            function("p", "1", {})
+def test_exact_match():
+    assert exact_match.score("p", " 1 2 3\n", {"answer": "1 2 3"}) == 1.0
+    assert exact_match.score("p", "1 2 33", {"answer": "1 2 3"}) == 0.0
+    with pytest.raises(ValueError, match="no 'answer'"):
+        exact_match.score("p", "1", {})
 
 
 @pytest.mark.parametrize(

@@ -418,7 +418,7 @@ def test_settings_of_an_algorithm_s_own_are_not_ignored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, message: str
 ) -> None:
     name = f"own_{'frozen' in message}"
-    head = "from dataclasses import dataclass\nfrom rlhf_spmd.algorithms.ppo import PPOConfig, step\n"
+    head = "from dataclasses import dataclass\nfrom rlhf_spmd.algorithms.ppo import Config as PPOConfig, step\n"
     (tmp_path / name).mkdir()
     (tmp_path / name / "algorithm.py").write_text(head + source)
     monkeypatch.syspath_prepend(tmp_path)

@@ -11,15 +11,10 @@ from torch import Tensor
 
 from rlhf_spmd.config.bounds import check_bounds
 from rlhf_spmd.controller import Reference
-from rlhf_spmd.data.batch import Field
 from rlhf_spmd.data.dataset import DatasetConfig, RowsConfig
 from rlhf_spmd.data.prompts import DataConfig
 from rlhf_spmd.generation.config import SamplingConfig
-from rlhf_spmd.workers.actor import ActorWorker
-from rlhf_spmd.workers.arithmetic import Function, RoleClass, Whole
-from rlhf_spmd.workers.config import BatchLimits
-from rlhf_spmd.workers.objective import Rows
-from rlhf_spmd.workers.reward import RewardWorker
+from rlhf_spmd.workers import ActorWorker, BatchLimits, Computed, Function, RewardWorker, RoleClass, Rows, Whole
 
 
 @dataclass(frozen=True)
@@ -50,6 +45,9 @@ class AlgorithmConfig:
     min_samples: ClassVar[int] = 1
     needs_reward: ClassVar[bool] = True
     rows_in_flight: ClassVar[bool] = True
+
+    def check(self, where: str) -> None:
+        """Raises ValueError naming the key and the value."""
 
     def check_together(self, config: Any, plans: Mapping[str, Any], tokenizer: Any) -> None:
         """Raises ValueError where the algorithm's settings contradict the other sections of the configuration, or the models."""
@@ -205,7 +203,7 @@ def score(models: Any, rows: Reference) -> tuple[Reference, list[Reference]]:
     return total, [*calls, total]
 
 
-def add_scores(fields: dict[str, Tensor], rows: Rows, whole: Whole) -> tuple[dict[str, Field], dict[str, float]]:
+def add_scores(fields: dict[str, Tensor], rows: Rows, whole: Whole) -> Computed:
     total = sum(field.double() for field in fields.values())
     assert isinstance(total, Tensor)
     sums = whole.sum(total.new_tensor([float(total.sum()), len(rows)]))

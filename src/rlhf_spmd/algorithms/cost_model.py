@@ -18,13 +18,13 @@ from rlhf_spmd.workers.objective import Objective
 
 
 @dataclass(frozen=True)
-class CostModelConfig(ScoresConfig):
+class Config(ScoresConfig):
     name: str = "cost_model"
     streams: ClassVar[Mapping[str, Section]] = {"pairs": Section("data", SafetyPreferencesConfig)}
     exported: ClassVar[str] = "cost"
 
 
-def step(models: Any, data: Any, config: CostModelConfig, number: int) -> list[Reference]:
+def step(models: Any, data: Any, config: Config, number: int) -> list[Reference]:
     return [models.cost.update(data.pairs.next(), objective())]
 
 
@@ -40,8 +40,5 @@ def objective() -> Objective:
     return of_pairs(loss, ("safe",), "row_values")
 
 
-def validate(models: Any, data: Any, config: CostModelConfig, number: int) -> dict[str, float]:
+def validate(models: Any, data: Any, config: Config, number: int) -> dict[str, float]:
     return validate_by(data, "pairs", lambda rows: models.cost.evaluate(rows, objective()))
-
-
-Config = CostModelConfig

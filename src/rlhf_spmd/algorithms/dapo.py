@@ -14,12 +14,10 @@ from rlhf_spmd.algorithms.base import sample, score, validate
 from rlhf_spmd.algorithms.policy import PolicyConfig, clipped_policy
 from rlhf_spmd.config.bounds import check_bounds
 from rlhf_spmd.controller import Reference
-from rlhf_spmd.data.batch import Field
 from rlhf_spmd.objectives.advantages import group_advantages
-from rlhf_spmd.workers.arithmetic import Function, Whole
-from rlhf_spmd.workers.objective import Rows
+from rlhf_spmd.workers import Computed, Function, Rows, Whole
 
-__all__ = ["Config", "DAPOConfig", "step", "validate"]
+__all__ = ["Config", "step", "validate"]
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,7 @@ class FilterGroupsConfig:
 
 
 @dataclass(frozen=True)
-class DAPOConfig(PolicyConfig):
+class Config(PolicyConfig):
     """The names are verl's."""
 
     name: str = "dapo"
@@ -74,7 +72,7 @@ class DAPOConfig(PolicyConfig):
             raise ValueError(f"algorithm.overlong_buffer.len={room} must be at most data.max_response_length={limit}")
 
 
-def step(models: Any, data: Any, config: DAPOConfig, number: int) -> list[Reference]:
+def step(models: Any, data: Any, config: Config, number: int) -> list[Reference]:
     """One DAPO step. Returns the calls whose values are the step's metrics; those of rewards are of its first batch of prompts."""
     # 1. prompts, until enough of them have responses that score differently; counted in rows, of which each group has as many
     calls: list[Reference] = []
@@ -117,11 +115,11 @@ def tell_of_few(controller: Any, number: int, found: int, wanted: int, tried: in
     controller.tell(f"{told}, where {wanted} were wanted; it trains on these; {remedy}")
 
 
-def shaped(config: DAPOConfig, limit: int) -> Function:
+def shaped(config: Config, limit: int) -> Function:
     """Scores with the over-long penalty, min(0, (limit - len - length) / len) * factor (equation 13); and in each row of a group how
     far the group's metric spreads, 0 only where it is the same in all rows."""
 
-    def judge(fields: dict[str, Tensor], rows: Rows, whole: Whole) -> tuple[dict[str, Field], dict[str, float]]:
+    def judge(fields: dict[str, Tensor], rows: Rows, whole: Whole) -> Computed:
         scores, overlong = fields["scores"].double(), config.overlong_buffer
         lengths = (rows.lengths if rows.mask is None else rows.mask.lengths).double()
         room = overlong.len or max(limit // 5, 1)
@@ -140,11 +138,8 @@ def shaped(config: DAPOConfig, limit: int) -> Function:
 def in_group(report: dict[str, float]) -> Function:
     """Advantages by mean and standard deviation of the group (equation 9). ``report``: counts that all ranks know."""
 
-    def compute_advantage(fields: dict[str, Tensor], rows: Rows, whole: Whole) -> tuple[dict[str, Field], dict[str, float]]:
+    def compute_advantage(fields: dict[str, Tensor], rows: Rows, whole: Whole) -> Computed:
         advantages = group_advantages(fields["seq_rewards"], rows.group_ids, by_std=True)
         return {"advantages": rows.per_token(rows.spread(advantages))}, report
 
     return compute_advantage
-
-
-Config = DAPOConfig

@@ -17,20 +17,15 @@ from rlhf_spmd.algorithms.base import sample, score, validate
 from rlhf_spmd.algorithms.policy import PolicyConfig, clipped_policy
 from rlhf_spmd.config.bounds import check_bounds
 from rlhf_spmd.controller import Reference
-from rlhf_spmd.data.batch import Field
 from rlhf_spmd.data.tokenizer import load_tokenizer
 from rlhf_spmd.objectives.advantages import gae
-from rlhf_spmd.workers.actor import ActorWorker
-from rlhf_spmd.workers.arithmetic import Function, RoleClass, Whole
-from rlhf_spmd.workers.objective import Rows
-from rlhf_spmd.workers.reference import ReferenceWorker
-from rlhf_spmd.workers.reward import RewardWorker
+from rlhf_spmd.workers import ActorWorker, Computed, Function, ReferenceWorker, RewardWorker, RoleClass, Rows, Whole
 
-__all__ = ["Config", "DistillConfig", "step", "validate"]
+__all__ = ["Config", "step", "validate"]
 
 
 @dataclass(frozen=True)
-class DistillConfig(PolicyConfig):
+class Config(PolicyConfig):
     """``gamma``: what a token's KL counts for the token before it. A reward is for metrics and validation only, and may be left out."""
 
     name: str = "distill"
@@ -66,7 +61,7 @@ class DistillConfig(PolicyConfig):
         return {"actor": ActorWorker, "teacher": ReferenceWorker, "reward": RewardWorker}
 
 
-def step(models: Any, data: Any, config: DistillConfig, number: int) -> list[Reference]:
+def step(models: Any, data: Any, config: Config, number: int) -> list[Reference]:
     """One step of distillation. Returns the calls whose values are the step's metrics."""
     batch, rollout = sample(models, data, number)
     scored = score(models, batch)[1] if models.rewards else []
@@ -82,7 +77,7 @@ def towards_teacher(gamma: float) -> Function:
     """A token's advantage: minus the sum over itself and the later tokens of its response of gamma^distance * (log p_student -
     log p_teacher), whose gradient with gamma 1 is in expectation that of KL(student || teacher) of responses."""
 
-    def compute_advantage(fields: dict[str, Tensor], rows: Rows, whole: Whole) -> tuple[dict[str, Field], dict[str, float]]:
+    def compute_advantage(fields: dict[str, Tensor], rows: Rows, whole: Whole) -> Computed:
         kl = fields["old_log_probs"].double() - fields["teacher_log_probs"].double()
         advantages, _ = gae(-kl, torch.zeros_like(kl), rows.lengths, gamma, 1.0)
         total, tokens, num_rows = whole.sum(torch.stack([kl.sum(), kl.new_tensor(len(kl)), kl.new_tensor(len(rows))])).tolist()
@@ -92,6 +87,3 @@ def towards_teacher(gamma: float) -> Function:
         }
 
     return compute_advantage
-
-
-Config = DistillConfig

@@ -2,54 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_spmd.algorithms.preferences import (
-    DirectConfig,
-    PairsConfig,
-    direct_preference,
-    next_with_reference,
-    reference_log_probs,
-    validate_by,
-)
+from rlhf_spmd.algorithms import preferences
 from rlhf_spmd.controller import Reference
-from rlhf_spmd.workers.arithmetic import RoleClass
-from rlhf_spmd.workers.objective import Objective
-from rlhf_spmd.workers.reference import ReferenceWorker
+from rlhf_spmd.workers import Objective
 
 
 @dataclass(frozen=True)
-class DPOConfig(DirectConfig, PairsConfig):
+class Config(preferences.DirectConfig, preferences.PairsConfig):
     name: str = "dpo"
 
-    def check(self, where: str) -> None:
-        super().check(where)
-        self.check_losses(where)
 
-    @property
-    def roles(self) -> Mapping[str, RoleClass]:
-        return {**super().roles, "reference": ReferenceWorker}
-
-
-def step(models: Any, data: Any, config: DPOConfig, number: int) -> list[Reference]:
+def step(models: Any, data: Any, config: Config, number: int) -> list[Reference]:
     """One optimizer step. The reference is asked once about each pair, whatever the number of epochs."""
-    pairs = next_with_reference(models, data.pairs)
+    pairs = preferences.next_with_reference(models, data.pairs)
     return [models.actor.update(pairs, objective(data, config))]
 
 
-def objective(data: Any, config: DPOConfig) -> Objective:
-    return direct_preference(config, data.sampling.log_prob_temperature)
+def objective(data: Any, config: Config) -> Objective:
+    return preferences.direct_preference(config, data.sampling.log_prob_temperature)
 
 
-def validate(models: Any, data: Any, config: DPOConfig, number: int) -> dict[str, float]:
+def validate(models: Any, data: Any, config: Config, number: int) -> dict[str, float]:
     """``val/rewards/accuracies``: the share of pairs that the implied rewards order."""
 
     def evaluate(rows: Reference) -> Reference:
-        return models.actor.evaluate(reference_log_probs(models, rows), objective(data, config))
+        return models.actor.evaluate(preferences.reference_log_probs(models, rows), objective(data, config))
 
-    return validate_by(data, "pairs", evaluate)
-
-
-Config = DPOConfig
+    return preferences.validate_by(data, "pairs", evaluate)

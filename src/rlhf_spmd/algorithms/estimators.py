@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from rlhf_spmd.algorithms.kl_reward import KLRewardConfig, MeasuredKL
-from rlhf_spmd.data.batch import Field
 from rlhf_spmd.objectives.advantages import (
     gae,
     group_advantages,
@@ -23,9 +22,7 @@ from rlhf_spmd.objectives.advantages import (
     token_level_rewards,
     whiten,
 )
-from rlhf_spmd.workers.arithmetic import Function, RoleClass, Whole
-from rlhf_spmd.workers.objective import Rows
-from rlhf_spmd.workers.reference import ReferenceWorker
+from rlhf_spmd.workers import Computed, Function, ReferenceWorker, RoleClass, Rows, Whole
 
 # (config, rewards of rows [rows], their group ids, their lengths) -> [rows]
 ESTIMATORS: Mapping[str, Callable[[CriticFreeConfig, Tensor, Tensor, Tensor], Tensor]] = {
@@ -96,7 +93,7 @@ def in_group(config: CriticFreeConfig, num_samples: int | None = None) -> Functi
     """
     by_token, whitened = config.adv_estimator == BY_TOKEN, config.adv_estimator in WHITENED
 
-    def compute_advantage(fields: dict[str, Tensor], rows: Rows, whole: Whole) -> tuple[dict[str, Field], dict[str, float]]:
+    def compute_advantage(fields: dict[str, Tensor], rows: Rows, whole: Whole) -> Computed:
         if not by_token:
             check_groups(rows.group_ids, num_samples)
         kl, scores = MeasuredKL(config, fields, rows, whole.state), fields["scores"]

@@ -13,11 +13,11 @@ from rlhf_spmd.algorithms.estimators import CriticFreeConfig, in_group
 from rlhf_spmd.algorithms.policy import clipped_policy
 from rlhf_spmd.controller import Reference
 
-__all__ = ["Config", "GRPOConfig", "step", "validate"]
+__all__ = ["Config", "step", "validate"]
 
 
 @dataclass(frozen=True)
-class GRPOConfig(CriticFreeConfig):
+class Config(CriticFreeConfig):
     name: str = "grpo"
     use_kl_loss: bool = True
 
@@ -35,6 +35,3 @@ def step(models: Any, data: Any, config: CriticFreeConfig, number: int) -> list[
     batch = batch.union(advantages)
     update = models.actor.update(batch, clipped_policy(config, data.sampling, number), **config.schedule)
     return [rollout, *scored, old, advantages, update]
-
-
-Config = GRPOConfig

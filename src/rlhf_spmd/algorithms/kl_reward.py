@@ -11,7 +11,7 @@ from torch import Tensor
 from rlhf_spmd.algorithms.policy import PolicyConfig
 from rlhf_spmd.config.bounds import check_bounds
 from rlhf_spmd.objectives.advantages import row_means
-from rlhf_spmd.objectives.kl import KLControlConfig, build_kl_controller, check_kl_kind, kl_penalty
+from rlhf_spmd.objectives.kl import KLControlConfig, check_kl_kind, kl_penalty
 from rlhf_spmd.workers.objective import Rows
 
 
@@ -42,10 +42,11 @@ class MeasuredKL:
     """
 
     def __init__(self, config: KLRewardConfig, fields: dict[str, Tensor], rows: Rows, state: dict[str, Any]) -> None:
-        self.state, self.moves, self.lengths = state, config.use_kl_in_reward, rows.lengths
-        self.controller = build_kl_controller(config.kl_ctrl)
-        self.controller.load_state_dict(state)
-        self.coefficient = self.controller.value  # of this step
+        self.state, self.config, self.lengths = state, config, rows.lengths
+        # of this step; one that does not move is the configuration's, also of a resumed run: a user who changes it means it
+        self.coefficient = float(
+            state.get("kl_coef", config.kl_ctrl.kl_coef) if config.kl_ctrl.moves else config.kl_ctrl.kl_coef
+        )
         self.values = torch.zeros(int(rows.lengths.sum()), dtype=fields["scores"].dtype)
         if config.use_kl_in_reward or "ref_log_prob" in fields:
             self.values = kl_penalty(fields["old_log_probs"], fields["ref_log_prob"], config.kl_penalty)
@@ -59,8 +60,10 @@ class MeasuredKL:
     def settle(self, sums: Tensor) -> dict[str, float]:
         """Move the coefficient, once per step, by :meth:`sums` of all ranks. Returns the metrics."""
         rows, tokens, total, row_total = sums.tolist()
-        if self.moves:
-            self.controller.update(row_total / rows, int(rows))
-        self.state.update(self.controller.state_dict())
+        control, coefficient = self.config.kl_ctrl, self.coefficient
+        if self.config.use_kl_in_reward:
+            coefficient = control.moved(coefficient, row_total / rows, int(rows))
+        if control.moves:
+            self.state["kl_coef"] = coefficient
         metrics = {"actor/kl": total / tokens, "actor/kl_per_row": row_total / rows}
-        return metrics | {"actor/kl_coef": self.controller.value}
+        return metrics | {"actor/kl_coef": coefficient}

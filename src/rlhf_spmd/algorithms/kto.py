@@ -14,16 +14,13 @@ from rlhf_spmd.algorithms.base import Section
 from rlhf_spmd.algorithms.preferences import PairsConfig, next_with_reference, reference_log_probs, validate_by
 from rlhf_spmd.config.bounds import check_bounds
 from rlhf_spmd.controller import Reference
-from rlhf_spmd.data.batch import Field
 from rlhf_spmd.data.preferences import UnpairedConfig
 from rlhf_spmd.objectives.preferences import kto, row_sums
-from rlhf_spmd.workers.arithmetic import RoleClass, Whole
-from rlhf_spmd.workers.objective import Objective, Rows, Totals
-from rlhf_spmd.workers.reference import ReferenceWorker
+from rlhf_spmd.workers import Computed, Objective, ReferenceWorker, RoleClass, Rows, Totals, Whole
 
 
 @dataclass(frozen=True)
-class KTOConfig(PairsConfig):
+class Config(PairsConfig):
     """``desirable_weight``, ``undesirable_weight``: of the losses; the paper has them make up for unequal numbers of the two kinds."""
 
     name: str = "kto"
@@ -42,7 +39,7 @@ class KTOConfig(PairsConfig):
         return {**super().roles, "reference": ReferenceWorker}
 
 
-def step(models: Any, data: Any, config: KTOConfig, number: int) -> list[Reference]:
+def step(models: Any, data: Any, config: Config, number: int) -> list[Reference]:
     """One optimizer step on the labelled rows; the baseline comes of their prompts with completions of other prompts."""
     rows = next_with_reference(models, data.responses)
     estimate, baseline, desirable = estimate_kl(models, rows)
@@ -59,14 +56,14 @@ def estimate_kl(models: Any, rows: Reference) -> tuple[Reference, float, float]:
     return call, max(values[0]["kto/kl"], 0.0), values[0]["kto/desirable_fraction"]
 
 
-def mean_log_ratio(fields: dict[str, Tensor], rows: Rows, whole: Whole) -> tuple[dict[str, Field], dict[str, float]]:
+def mean_log_ratio(fields: dict[str, Tensor], rows: Rows, whole: Whole) -> Computed:
     ratios = row_sums(fields["old_log_probs"], rows.lengths) - fields["ref_logps"]
     mine = [float(ratios.sum()), float(fields["desirable"].sum()), len(rows)]
     total, desirable, count = whole.sum(torch.tensor(mine, dtype=torch.float64)).tolist()
     return {}, {"kto/kl": total / count, "kto/desirable_fraction": desirable / count}
 
 
-def objective(data: Any, config: KTOConfig, baseline: float, desirable: float) -> Objective:
+def objective(data: Any, config: Config, baseline: float, desirable: float) -> Objective:
     """``desirable``: the share of such rows, by which their mean reward is reported; in validation of all batches together."""
 
     def loss(fields: dict[str, Tensor], rows: Rows, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
@@ -81,7 +78,7 @@ def objective(data: Any, config: KTOConfig, baseline: float, desirable: float) -
     return Objective(loss, ("desirable", "ref_logps"), temperature=data.sampling.log_prob_temperature)
 
 
-def validate(models: Any, data: Any, config: KTOConfig, number: int) -> dict[str, float]:
+def validate(models: Any, data: Any, config: Config, number: int) -> dict[str, float]:
     """``val/accuracy``: the share of responses whose log-ratio is on the label's side of their batch's baseline."""
     desirable = float(data.validation["responses"].dataset.numbers["desirable"].mean())
 
@@ -91,6 +88,3 @@ def validate(models: Any, data: Any, config: KTOConfig, number: int) -> dict[str
         return models.actor.evaluate(rows.firsts(), objective(data, config, baseline, desirable))
 
     return validate_by(data, "responses", evaluate)
-
-
-Config = KTOConfig

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -12,32 +11,21 @@ from torch import Tensor
 from rlhf_spmd.algorithms.base import RolloutConfig, sample, score, validate
 from rlhf_spmd.algorithms.preferences import DirectConfig, direct_preference, reference_log_probs
 from rlhf_spmd.controller import Reference
-from rlhf_spmd.data.batch import Field
 from rlhf_spmd.objectives.preferences import best_and_worst
-from rlhf_spmd.workers.arithmetic import RoleClass, Whole
-from rlhf_spmd.workers.objective import Rows
-from rlhf_spmd.workers.reference import ReferenceWorker
+from rlhf_spmd.workers import Computed, Rows, Whole
 
-__all__ = ["Config", "OnlineDPOConfig", "step", "validate"]
+__all__ = ["Config", "step", "validate"]
 
 
 @dataclass(frozen=True)
-class OnlineDPOConfig(DirectConfig, RolloutConfig):
+class Config(DirectConfig, RolloutConfig):
     """Of more than two responses to a prompt the best and the worst are the pair."""
 
     name: str = "online_dpo"
     min_samples: ClassVar[int] = 2
 
-    def check(self, where: str) -> None:
-        super().check(where)
-        self.check_losses(where)
 
-    @property
-    def roles(self) -> Mapping[str, RoleClass]:
-        return {**super().roles, "reference": ReferenceWorker}
-
-
-def step(models: Any, data: Any, config: OnlineDPOConfig, number: int) -> list[Reference]:
+def step(models: Any, data: Any, config: Config, number: int) -> list[Reference]:
     """One step. Prompts whose responses all score alike teach nothing and are left out; a step may have no others."""
     batch, rollout = sample(models, data, number)
     scores, scored = score(models, batch)
@@ -54,11 +42,8 @@ def step(models: Any, data: Any, config: OnlineDPOConfig, number: int) -> list[R
     ]
 
 
-def decide(fields: dict[str, Tensor], rows: Rows, whole: Whole) -> tuple[dict[str, Field], dict[str, float]]:
+def decide(fields: dict[str, Tensor], rows: Rows, whole: Whole) -> Computed:
     chosen = best_and_worst(fields["scores"], rows.group_ids)
     groups = len(torch.unique(rows.group_ids))
     pairs, num_groups = whole.sum(torch.tensor([int((chosen == 1).sum()), groups])).tolist()
     return {"chosen": chosen}, {"online_dpo/pairs": float(pairs), "online_dpo/ties": float(num_groups - pairs)}
-
-
-Config = OnlineDPOConfig

@@ -16,7 +16,7 @@ from rlhf_spmd.workers.objective import Objective
 
 
 @dataclass(frozen=True)
-class ORPOConfig(PairsConfig):
+class Config(PairsConfig):
     """``beta``: of the odds ratio's loss, the paper's lambda (TRL's name)."""
 
     name: str = "orpo"
@@ -27,11 +27,11 @@ class ORPOConfig(PairsConfig):
         check_bounds(self, where, "beta", above=0)
 
 
-def step(models: Any, data: Any, config: ORPOConfig, number: int) -> list[Reference]:
+def step(models: Any, data: Any, config: Config, number: int) -> list[Reference]:
     return [models.actor.update(data.pairs.next(), objective(data, config))]
 
 
-def objective(data: Any, config: ORPOConfig) -> Objective:
+def objective(data: Any, config: Config) -> Objective:
     def loss(chosen: dict[str, Tensor], rejected: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         means = [side["logps"] / side["tokens"] for side in (chosen, rejected)]
         ratio = odds_ratio(*means)
@@ -41,8 +41,5 @@ def objective(data: Any, config: ORPOConfig) -> Objective:
     return of_pairs(loss, (), "log_probs", data.sampling.log_prob_temperature)
 
 
-def validate(models: Any, data: Any, config: ORPOConfig, number: int) -> dict[str, float]:
+def validate(models: Any, data: Any, config: Config, number: int) -> dict[str, float]:
     return validate_by(data, "pairs", lambda rows: models.actor.evaluate(rows, objective(data, config)))
-
-
-Config = ORPOConfig

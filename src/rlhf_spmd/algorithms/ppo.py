@@ -11,19 +11,13 @@ from rlhf_spmd.algorithms.policy import clipped_policy
 from rlhf_spmd.algorithms.values import CriticConfig, clipped_value, gae_advantages
 from rlhf_spmd.config.bounds import check_bounds
 from rlhf_spmd.controller import Reference
-from rlhf_spmd.workers.actor import ActorWorker
-from rlhf_spmd.workers.actor_critic import ActorCriticWorker
-from rlhf_spmd.workers.arithmetic import RoleClass
-from rlhf_spmd.workers.critic import CriticWorker
-from rlhf_spmd.workers.objective import joint
-from rlhf_spmd.workers.reference import ReferenceWorker
-from rlhf_spmd.workers.reward import RewardWorker
+from rlhf_spmd.workers import ActorCriticWorker, ActorWorker, CriticWorker, ReferenceWorker, RewardWorker, RoleClass, joint
 
-__all__ = ["Config", "PPOConfig", "step", "validate"]
+__all__ = ["Config", "step", "validate"]
 
 
 @dataclass(frozen=True)
-class PPOConfig(CriticConfig):
+class Config(CriticConfig):
     """``algorithm.*``; the names are verl's. ``share_actor_critic``: actor and critic are one model with two heads and one update
     (APP's AC-share), in which the value loss weighs ``vf_coef`` (TRL's name)."""
 
@@ -40,7 +34,7 @@ class PPOConfig(CriticConfig):
                 f"{where}.adv_estimator={self.adv_estimator!r}: ppo has gae; others are algorithms of their own, by name"
             )
         check_bounds(self, where, "critic_warmup", "vf_coef", least=0)
-        if not self.share_actor_critic and self.vf_coef != PPOConfig.vf_coef:
+        if not self.share_actor_critic and self.vf_coef != Config.vf_coef:
             raise ValueError(
                 f"{where}.vf_coef={self.vf_coef} weighs nothing without {where}.share_actor_critic=true; leave it out"
             )
@@ -62,7 +56,7 @@ class PPOConfig(CriticConfig):
         return roles | {"reward": RewardWorker}
 
 
-def step(models: Any, data: Any, config: PPOConfig, number: int) -> list[Reference]:
+def step(models: Any, data: Any, config: Config, number: int) -> list[Reference]:
     """One PPO step. Returns the calls whose values are the step's metrics.
 
     The script is the same for every placement; what may run at the same time does.
@@ -91,6 +85,3 @@ def step(models: Any, data: Any, config: PPOConfig, number: int) -> list[Referen
     if number > config.critic_warmup:
         calls.append(models.actor.update(batch, policy, **config.schedule))
     return calls
-
-
-Config = PPOConfig

@@ -12,14 +12,10 @@ from torch import Tensor
 from rlhf_spmd.algorithms.base import AlgorithmConfig, Section
 from rlhf_spmd.config.bounds import check_bounds
 from rlhf_spmd.controller import Reference
-from rlhf_spmd.data.batch import Field
 from rlhf_spmd.data.preferences import PreferencesConfig
 from rlhf_spmd.objectives.preferences import LOSS_TYPES, pair_indices, preference_loss, row_sums
-from rlhf_spmd.workers.actor import ActorWorker
-from rlhf_spmd.workers.arithmetic import RoleClass, Whole
-from rlhf_spmd.workers.config import BatchLimits
-from rlhf_spmd.workers.critic import ScoreWorker
-from rlhf_spmd.workers.objective import Objective, Rows, Totals
+from rlhf_spmd.workers import ActorWorker, BatchLimits, Objective, ReferenceWorker, RoleClass, Rows, ScoreWorker, Totals, Whole
+from rlhf_spmd.workers.arithmetic import Computed
 
 # (number of each of two rows by field, [pairs] each) -> losses [pairs], and what to report the mean of
 PairLoss = Callable[[dict[str, Tensor], dict[str, Tensor]], tuple[Tensor, dict[str, Tensor]]]
@@ -56,16 +52,17 @@ class ScoresConfig(PairsConfig):
 
 
 @dataclass(frozen=True)
-class DirectConfig:
-    """The knobs of DPO's losses. ``label_smoothing``: the share of pairs that are taken to be the wrong way round;
-    ``length_normalized``: means of log-probs per token in place of sums."""
+class DirectConfig(AlgorithmConfig):
+    """The knobs of DPO's losses, and the reference that they need. ``label_smoothing``: the share of pairs that are taken to be the
+    wrong way round; ``length_normalized``: means of log-probs per token in place of sums."""
 
     beta: float = 0.1
     loss_type: str = "sigmoid"
     label_smoothing: float = 0.0
     length_normalized: bool = False
 
-    def check_losses(self, where: str) -> None:
+    def check(self, where: str) -> None:
+        super().check(where)
         check_bounds(self, where, "beta", above=0)
         loss_type, smoothing = self.loss_type, self.label_smoothing
         if loss_type not in LOSS_TYPES:
@@ -80,6 +77,10 @@ class DirectConfig:
             raise ValueError(
                 f"{where}.loss_type=robust corrects for {where}.label_smoothing, the share of wrong pairs; give it"
             )
+
+    @property
+    def roles(self) -> Mapping[str, RoleClass]:
+        return {**super().roles, "reference": ReferenceWorker}
 
 
 def of_pairs(loss: PairLoss, reads: tuple[str, ...], model: str, temperature: float = 1.0) -> Objective:
@@ -127,7 +128,7 @@ def reference_log_probs(models: Any, rows: Reference) -> Reference:
     return rows.union(models.arithmetic.apply(rows.union(tokens), sum_log_probs, ("ref_log_prob",), gives=("ref_logps",)))
 
 
-def sum_log_probs(fields: dict[str, Tensor], rows: Rows, whole: Whole) -> tuple[dict[str, Field], dict[str, float]]:
+def sum_log_probs(fields: dict[str, Tensor], rows: Rows, whole: Whole) -> Computed:
     return {"ref_logps": row_sums(fields["ref_log_prob"], rows.lengths)}, {}
 
 

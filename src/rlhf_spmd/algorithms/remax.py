@@ -15,17 +15,14 @@ from torch import Tensor
 from rlhf_spmd.algorithms.base import score, validate
 from rlhf_spmd.algorithms.policy import PolicyConfig, clipped_policy
 from rlhf_spmd.controller import Reference
-from rlhf_spmd.data.batch import Field
 from rlhf_spmd.rewards.config import named_rewards, reward_key
-from rlhf_spmd.workers.arithmetic import RoleClass, Whole
-from rlhf_spmd.workers.objective import Rows
-from rlhf_spmd.workers.reference import ReferenceWorker
+from rlhf_spmd.workers import Computed, ReferenceWorker, RoleClass, Rows, Whole
 
-__all__ = ["Config", "ReMaxConfig", "step", "validate"]
+__all__ = ["Config", "step", "validate"]
 
 
 @dataclass(frozen=True)
-class ReMaxConfig(PolicyConfig):
+class Config(PolicyConfig):
     name: str = "remax"
     rows_in_flight: ClassVar[bool] = False
 
@@ -43,7 +40,7 @@ class ReMaxConfig(PolicyConfig):
         return {**super().roles, **({"reference": ReferenceWorker} if self.use_kl_loss else {})}
 
 
-def step(models: Any, data: Any, config: ReMaxConfig, number: int) -> list[Reference]:
+def step(models: Any, data: Any, config: Config, number: int) -> list[Reference]:
     """One ReMax step. Returns the calls whose values are the step's metrics."""
     prompts = data.prompts.next()
     greedy = prompts.firsts().copy()
@@ -63,7 +60,7 @@ def step(models: Any, data: Any, config: ReMaxConfig, number: int) -> list[Refer
     return [rollout, *scored, old, advantages, update]
 
 
-def minus_greedy(fields: dict[str, Tensor], rows: Rows, whole: Whole) -> tuple[dict[str, Field], dict[str, float]]:
+def minus_greedy(fields: dict[str, Tensor], rows: Rows, whole: Whole) -> Computed:
     """A row's score minus that of its group's greedy row, which is the one with the highest id; on every token of the row
     (section 3.1, algorithm 1)."""
     scores = fields["scores"].double()
@@ -75,6 +72,3 @@ def minus_greedy(fields: dict[str, Tensor], rows: Rows, whole: Whole) -> tuple[d
     num_rows = whole.sum(torch.tensor(int((~greedy).sum())))
     report = {"actor/baseline_mean": float(sums[0] / sums[2]), "actor/advantage_mean": float(sums[1] / num_rows)}
     return {"advantages": rows.per_token(rows.spread(advantages))}, report
-
-
-Config = ReMaxConfig

@@ -14,11 +14,11 @@ from rlhf_spmd.workers.objective import Objective
 
 
 @dataclass(frozen=True)
-class RewardModelConfig(ScoresConfig):
+class Config(ScoresConfig):
     name: str = "reward_model"
 
 
-def step(models: Any, data: Any, config: RewardModelConfig, number: int) -> list[Reference]:
+def step(models: Any, data: Any, config: Config, number: int) -> list[Reference]:
     return [models.reward.update(data.pairs.next(), objective())]
 
 
@@ -38,8 +38,5 @@ def objective() -> Objective:
     return of_pairs(loss, ("margin",), "row_values")
 
 
-def validate(models: Any, data: Any, config: RewardModelConfig, number: int) -> dict[str, float]:
+def validate(models: Any, data: Any, config: Config, number: int) -> dict[str, float]:
     return validate_by(data, "pairs", lambda rows: models.reward.evaluate(rows, objective()))
-
-
-Config = RewardModelConfig

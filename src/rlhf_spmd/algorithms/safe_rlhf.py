@@ -12,28 +12,25 @@ from torch import Tensor
 
 from rlhf_spmd.algorithms.base import Section, sample, score, validate
 from rlhf_spmd.algorithms.policy import clipped_policy
-from rlhf_spmd.algorithms.ppo import PPOConfig
+from rlhf_spmd.algorithms.ppo import Config as PPOConfig
 from rlhf_spmd.algorithms.sft import likelihood
 from rlhf_spmd.algorithms.values import clipped_value
 from rlhf_spmd.config.bounds import check_bounds
 from rlhf_spmd.controller import Reference
-from rlhf_spmd.data.batch import Field
 from rlhf_spmd.data.prompts import DataConfig
 from rlhf_spmd.data.sft import SftConfig
 from rlhf_spmd.objectives.advantages import gae, moments, token_level_rewards, whiten
 from rlhf_spmd.objectives.kl import kl_penalty
-from rlhf_spmd.workers.arithmetic import ArithmeticWorker, Function, RoleClass, Whole
-from rlhf_spmd.workers.critic import CriticWorker
-from rlhf_spmd.workers.objective import Objective, Rows, Totals
-from rlhf_spmd.workers.reward import RewardWorker
+from rlhf_spmd.workers import ArithmeticWorker, CriticWorker, Function, Objective, RewardWorker, RoleClass, Rows, Totals, Whole
+from rlhf_spmd.workers.arithmetic import Computed
 
-__all__ = ["Config", "SafeRLHFConfig", "step", "validate"]
+__all__ = ["Config", "step", "validate"]
 
 LEAST_LOGARITHM = -20.0  # of the multiplier, whose own size is in its step: from far below it would not come back
 
 
 @dataclass(frozen=True)
-class SafeRLHFConfig(PPOConfig):
+class Config(PPOConfig):
     """PPO's knobs, and the multiplier's: ``lambda_init`` above 0, ``lambda_lr`` of its logarithm, ``lambda_max``, ``threshold`` of the
     mean cost, and the steps before it moves. ``ptx_coeff``: of the likelihood of the texts in section ``ptx``."""
 
@@ -76,7 +73,7 @@ class SafeRLHFConfig(PPOConfig):
         return {**roles, "cost_critic": CriticWorker, "cost": RewardWorker, "lagrange": ArithmeticWorker}
 
 
-def step(models: Any, data: Any, config: SafeRLHFConfig, number: int) -> list[Reference]:
+def step(models: Any, data: Any, config: Config, number: int) -> list[Reference]:
     """One step: as PPO's, with a cost beside the reward and advantages that weigh both by the multiplier."""
     # 1. the rollout, and what each model says of it
     batch, rollout = sample(models, data, number)
@@ -108,11 +105,11 @@ def step(models: Any, data: Any, config: SafeRLHFConfig, number: int) -> list[Re
     return calls
 
 
-def lagrangian(config: SafeRLHFConfig, number: int) -> Function:
+def lagrangian(config: Config, number: int) -> Function:
     """The multiplier's step on the mean cost, d log(lambda) = lr * lambda * (cost - threshold), then (A_r - lambda A_c) / (1 + lambda),
     each of GAE over a score at the last token and half of the KL penalty, whitened over the batch (section 3.3, appendix B)."""
 
-    def compute_advantage(fields: dict[str, Tensor], rows: Rows, whole: Whole) -> tuple[dict[str, Field], dict[str, float]]:
+    def compute_advantage(fields: dict[str, Tensor], rows: Rows, whole: Whole) -> Computed:
         kl = kl_penalty(fields["old_log_probs"], fields["ref_log_prob"], config.kl_penalty)
         mine = [float(len(rows)), float(fields["costs"].double().sum()), float(len(kl)), float(kl.double().sum())]
         count, cost, tokens, kl_sum = whole.sum(torch.tensor(mine, dtype=torch.float64)).tolist()
@@ -142,6 +139,3 @@ def of_cost_critic(objective: Objective) -> Objective:
         return value, {name.replace("critic/", "cost_critic/"): x for name, x in told.items()}
 
     return replace(objective, loss=loss)
-
-
-Config = SafeRLHFConfig

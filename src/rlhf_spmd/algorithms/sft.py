@@ -13,14 +13,13 @@ from rlhf_spmd.algorithms.base import validate as validate_rewards
 from rlhf_spmd.config.bounds import check_bounds
 from rlhf_spmd.controller import Reference
 from rlhf_spmd.data.prompts import ValidationPromptsConfig
-from rlhf_spmd.data.sft import SftConfig as SftDataConfig
+from rlhf_spmd.data.sft import SftConfig
 from rlhf_spmd.objectives.losses import aggregate, check_loss_agg_mode
-from rlhf_spmd.workers.config import BatchLimits
-from rlhf_spmd.workers.objective import Objective, Rows, Totals
+from rlhf_spmd.workers import BatchLimits, Objective, Rows, Totals
 
 
 @dataclass(frozen=True)
-class SftConfig(AlgorithmConfig):
+class Config(AlgorithmConfig):
     """``stop_at_reward``: end when ``val/reward_mean`` has reached this (needs ``val_prompts`` and a reward)."""
 
     name: str = "sft"
@@ -28,7 +27,7 @@ class SftConfig(AlgorithmConfig):
     max_token_len_per_gpu: int = 16384
     stop_at_reward: float | None = None
     streams: ClassVar[Mapping[str, Section]] = {
-        "responses": Section("data", SftDataConfig),
+        "responses": Section("data", SftConfig),
         "val_prompts": Section("val_prompts", ValidationPromptsConfig, optional=True),
     }
 
@@ -49,7 +48,7 @@ class SftConfig(AlgorithmConfig):
         return self.stop_at_reward
 
 
-def step(models: Any, data: Any, config: SftConfig, number: int) -> list[Reference]:
+def step(models: Any, data: Any, config: Config, number: int) -> list[Reference]:
     """One optimizer step on the negative log-likelihood of the responses."""
     return [models.actor.update(data.responses.next(), likelihood(config.loss_agg_mode))]
 
@@ -63,7 +62,7 @@ def likelihood(loss_agg_mode: str) -> Objective:
     return Objective(loss)
 
 
-def validate(models: Any, data: Any, config: SftConfig, number: int) -> dict[str, float]:
+def validate(models: Any, data: Any, config: Config, number: int) -> dict[str, float]:
     """The loss of the validation responses, and the reward of answers to the validation prompts, whichever there are."""
     found: dict[str, float] = {}
     if "responses" in data.validation:
@@ -74,6 +73,3 @@ def validate(models: Any, data: Any, config: SftConfig, number: int) -> dict[str
     if "val_prompts" in data.validation:
         found |= validate_rewards(models, data, config, number, "val_prompts")
     return found
-
-
-Config = SftConfig

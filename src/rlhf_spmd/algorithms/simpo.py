@@ -15,7 +15,7 @@ from rlhf_spmd.workers.objective import Objective
 
 
 @dataclass(frozen=True)
-class SimPOConfig(PairsConfig):
+class Config(PairsConfig):
     """``simpo_gamma``: the margin by which the chosen response's reward shall be above the other's, in units of the reward."""
 
     name: str = "simpo"
@@ -28,11 +28,11 @@ class SimPOConfig(PairsConfig):
         check_bounds(self, where, "simpo_gamma", least=0)
 
 
-def step(models: Any, data: Any, config: SimPOConfig, number: int) -> list[Reference]:
+def step(models: Any, data: Any, config: Config, number: int) -> list[Reference]:
     return [models.actor.update(data.pairs.next(), objective(data, config))]
 
 
-def objective(data: Any, config: SimPOConfig) -> Objective:
+def objective(data: Any, config: Config) -> Objective:
     def loss(chosen: dict[str, Tensor], rejected: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         means = [side["logps"] / side["tokens"] for side in (chosen, rejected)]
         told = implied_rewards(config.beta * means[0], config.beta * means[1], (chosen["logps"], rejected["logps"]))
@@ -41,8 +41,5 @@ def objective(data: Any, config: SimPOConfig) -> Objective:
     return of_pairs(loss, (), "log_probs", data.sampling.log_prob_temperature)
 
 
-def validate(models: Any, data: Any, config: SimPOConfig, number: int) -> dict[str, float]:
+def validate(models: Any, data: Any, config: Config, number: int) -> dict[str, float]:
     return validate_by(data, "pairs", lambda rows: models.actor.evaluate(rows, objective(data, config)))
-
-
-Config = SimPOConfig

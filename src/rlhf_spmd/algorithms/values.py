@@ -8,12 +8,10 @@ from torch import Tensor
 
 from rlhf_spmd.algorithms.kl_reward import KLRewardConfig, MeasuredKL
 from rlhf_spmd.config.bounds import check_bounds
-from rlhf_spmd.data.batch import Field
 from rlhf_spmd.objectives.advantages import gae, moments, token_level_rewards, whiten
 from rlhf_spmd.objectives.losses import aggregate, explained_variance, explained_variance_sums, value_loss
 from rlhf_spmd.objectives.running import RunningMoments
-from rlhf_spmd.workers.arithmetic import Function, Whole
-from rlhf_spmd.workers.objective import Objective, Rows, Totals
+from rlhf_spmd.workers import Computed, Function, Objective, Rows, Totals, Whole
 
 REWARD_NORMS = ("none", "mean_std", "std")
 
@@ -41,7 +39,7 @@ class CriticConfig(KLRewardConfig):
 def gae_advantages(config: CriticConfig) -> Function:
     """Generalized advantages, whitened over the whole batch, of the score on the last token minus KL on every token."""
 
-    def compute_advantage(fields: dict[str, Tensor], rows: Rows, whole: Whole) -> tuple[dict[str, Field], dict[str, float]]:
+    def compute_advantage(fields: dict[str, Tensor], rows: Rows, whole: Whole) -> Computed:
         kl, known = MeasuredKL(config, fields, rows, whole.state), RunningMoments("value_norm", whole.state)
         scores = normalised_scores(config, fields["scores"], whole)
         values = known.restore(fields["values"]) if config.norm_value else fields["values"]

@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from rlhf_spmd.checkpoint.agree import broadcast_json, broadcast_outcome, first_error, gather_json
+from rlhf_spmd.checkpoint.agree import LABEL, agree
 from rlhf_spmd.checkpoint.directory import committed, read_manifest
 from rlhf_spmd.checkpoint.files import hash_tensor
 from rlhf_spmd.checkpoint.manifest import DTYPE_NAMES, PARAM, CheckpointError, Manifest, Piece
@@ -104,14 +104,14 @@ def load_checkpoint(directory: Path, role: str, target: RoleState, group: Group)
         names = sorted({box.name for shard in target.shards.values() for box in shard.boxes})
     except CheckpointError as failure:
         error = str(failure)
-    outcomes = gather_json(group, [error, names])
-    if outcomes is not None:
-        error = first_error(group, [outcome[0] for outcome in outcomes])
-        if error is None:
-            surplus = sorted(set(manifest.pieces_of(role, PARAM)) - {name for _, part in outcomes for name in part})
-            if surplus:
-                error = f"{directory}: role '{role}' holds {len(surplus)} tensors that the model has not, such as {surplus[0]}"
-    broadcast_outcome(group, None, error)
+
+    def compare(names_by_rank: list[list[str]]) -> None:
+        surplus = sorted(set(manifest.pieces_of(role, PARAM)).difference(*names_by_rank))
+        if surplus:
+            told = f"{len(surplus)} tensors that the model has not, such as {surplus[0]}"
+            raise CheckpointError(f"{directory}: role '{role}' holds {told}")
+
+    agree(group, error, names, compare)
 
 
 def verify_checkpoint(directory: Path, group: Group) -> None:
@@ -126,8 +126,7 @@ def verify_checkpoint(directory: Path, group: Group) -> None:
             pass
     except CheckpointError as failure:
         error = str(failure)
-    errors = gather_json(group, error)
-    broadcast_outcome(group, None, None if errors is None else first_error(group, errors))
+    agree(group, error, None)
 
 
 def find_resumable(run_dir: Path, group: Group) -> Resumable:
@@ -135,7 +134,7 @@ def find_resumable(run_dir: Path, group: Group) -> Resumable:
 
     Collective over the group: every rank of it must call, in program order.
     """
-    candidates = broadcast_json(group, [str(c.path) for c in committed(Path(run_dir))] if group.rank == 0 else None)
+    candidates = group.broadcast_json([str(c.path) for c in committed(Path(run_dir))] if group.rank == 0 else None, LABEL)
     warnings = []
     for candidate in candidates:
         try:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_spmd.checkpoint.agree import broadcast_outcome, first_error, gather_json
+from rlhf_spmd.checkpoint.agree import agree
 from rlhf_spmd.checkpoint.directory import commit, discard_draft, draft_directory, prepare_draft, step_directory
 from rlhf_spmd.checkpoint.files import Spec, write_safetensors
 from rlhf_spmd.checkpoint.manifest import (
@@ -96,37 +96,40 @@ def save_checkpoint(
     except OSError as failure:
         error = _explain(failure, draft)
 
-    outcomes = gather_json(group, [error, files, rows])
-    if outcomes is not None:
-        error = first_error(group, [outcome[0] for outcome in outcomes])
-        if error is None:
-            all_files = {name: size for _, part, _ in outcomes for name, size in part.items()}
-            merged = tuple(piece_from_json(row) for _, _, part in outcomes for row in part)
-            try:
-                commit(run_dir, Manifest(step, group.size, all_files, merged, dict(state)), keep)
-            except (OSError, CheckpointError) as failure:
-                error = _explain(failure, draft)
-        if error is not None:
+    def complete(written: list[Any]) -> None:
+        all_files = {name: size for part, _ in written for name, size in part.items()}
+        merged = tuple(piece_from_json(row) for _, part in written for row in part)
+        try:
+            commit(run_dir, Manifest(step, group.size, all_files, merged, dict(state)), keep)
+        except OSError as failure:
+            raise CheckpointError(_explain(failure, draft)) from failure
+
+    try:
+        agree(group, error, [files, rows], complete)
+    except CheckpointError:
+        if group.rank == 0:
             discard_draft(run_dir, step)
-    return Path(broadcast_outcome(group, str(step_directory(run_dir, step)), error))
+        raise
+    return step_directory(run_dir, step)
 
 
 def _assign(run_dir: Path, step: int, held: dict[str, list[BoxKey]], group: Group) -> dict[str, list[BoxKey]]:
     """The boxes that this rank writes, per role. The first rank also prepares the directory. Collective over the group."""
-    everyone = gather_json(group, held)
-    plan: dict[str, list[list[int]]] = {}
-    error = None
-    if everyone is not None:
+
+    def plan_shares(everyone: list[dict[str, Any]]) -> dict[str, list[list[int]]]:
+        plan = {}
         try:
             prepare_draft(run_dir, step)
         except OSError as failure:
-            error = _explain(failure, draft_directory(run_dir, step))
+            raise CheckpointError(_explain(failure, draft_directory(run_dir, step))) from failure
         for role in sorted({role for rank in everyone for role in rank}):
             lists = [[(name, tuple(start), tuple(size)) for name, start, size in rank.get(role, ())] for rank in everyone]
             # sent back as positions in each rank's own list: a few bytes per piece
             positions = [{key: i for i, key in enumerate(keys)} for keys in lists]
             plan[role] = [[positions[rank][key] for key in keys] for rank, keys in enumerate(plan_writes(lists))]
-    plan = broadcast_outcome(group, plan, error)
+        return plan
+
+    plan = agree(group, None, held, plan_shares)
     return {role: [held[role][i] for i in plan[role][group.rank]] for role in sorted(held)}
 
 
@@ -153,9 +156,7 @@ def _write_role(
     return path.name, path.stat().st_size, pieces
 
 
-def _explain(failure: OSError | CheckpointError, path: Path) -> str:
-    if isinstance(failure, CheckpointError):
-        return str(failure)
+def _explain(failure: OSError, path: Path) -> str:
     return (
         f"cannot write checkpoint {failure.filename or path}: {failure.strerror or failure}; "
         "the checkpoints before are intact; free space there or choose another run.dir"

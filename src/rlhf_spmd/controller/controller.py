@@ -28,8 +28,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhf_spmd.controller.delivery import Delivery, held_first, lengths_needed
-from rlhf_spmd.controller.graph import CallNode, Graph
+from rlhf_spmd.controller.delivery import Delivery, held_first
+from rlhf_spmd.controller.graph import Graph
 from rlhf_spmd.controller.reference import Intake, Production, Reference, Source, made_by, pick_rows, source
 from rlhf_spmd.controller.rows import Cut
 from rlhf_spmd.controller.transport import REPORTS, UNTRACED
@@ -51,12 +51,14 @@ class Controller:
         self.seed = seed
         self.span: dict[str, Argument] = {}  # arguments of the last call's span: a worker may add to them
         self.graph = Graph()  # of the last script
-        self.taken: list[CallNode] = []  # the calls of the last script that it made
+        self.taken: list[Production] = []  # the calls of the last script that it made, as they were traced
         self._delivery = Delivery(world)
         self._seq = 1  # for the board 0 is before the first call
         self._tracing = False
         self._versions: Counter[str] = Counter()  # role -> calls so far that trained it
-        self._nodes: dict[str, deque[CallNode]] = defaultdict(deque)  # by name and site: the calls still to come in this script
+        self._nodes: dict[str, deque[Production]] = defaultdict(
+            deque
+        )  # by name and site: the calls still to come in this script
 
     # The script's side
 
@@ -169,9 +171,7 @@ class Controller:
     def _from_all(self, name: str, mine: Any) -> list[Any]:
         """Every rank's JSON, on every rank."""
         self._enter(name, sys._getframe(2))
-        parts = self.world.gather_bytes(json.dumps(mine).encode(), "control")
-        whole = json.dumps([json.loads(part) for part in parts]).encode() if parts else None
-        result: list[Any] = json.loads(self.world.broadcast_bytes(whole, "control"))
+        result: list[Any] = self.world.broadcast_json(self.world.gather_json(mine, "control"), "control")
         self._leave()
         return result
 
@@ -202,13 +202,15 @@ class Controller:
         if spec.kind == "train":
             self._versions[role.name] += 1
         if self._tracing:
-            self._record(production, signature, _site(caller))
+            production.site, production.node = _site(caller), len(self.graph.nodes)
+            assert production.node < REPORTS, "more than a thousand calls in one step"
+            self.graph.nodes.append(production)
             return self._reference(production)
         production.seq = self._enter(production.name, caller)
         coming = self._nodes[f"{production.name} {_site(caller)}"]
         if coming:
             self.taken.append(coming[0])
-            production.node = coming.popleft().index
+            production.node = coming.popleft().node
         self._delivery.send_inputs(production)
         role.enter(production)
         index = production.members.part_of.get(self.rank)
@@ -284,34 +286,6 @@ class Controller:
             production.data = data
         elif data is not None:
             production.values = data
-
-    def _record(self, call: Production, signature: Signature, site: str) -> None:
-        call.node = len(self.graph.nodes)
-        assert call.node < REPORTS, "more than a thousand calls in one step"
-        inputs = tuple(
-            (name, piece.producer.node if piece.producer.seq < 0 else -1, piece.name)
-            for intake in call.intakes
-            for name, pieces in intake.fields.items()
-            for piece in pieces
-        )
-        num_rows = sum(len(intake.rows) for intake in call.intakes)
-        chunks = call.intakes[0].cut.num_chunks if call.intakes else 1
-        node = CallNode(
-            index=call.node,
-            role=call.role.name,
-            method=signature.name,
-            kind=call.spec.kind,
-            site=site,
-            inputs=inputs,
-            outputs=call.outputs,
-            ranks=call.role.pool.ranks,
-            rows=num_rows,
-            mini_batches=chunks,
-            epochs=signature.epochs,
-            call=call,
-            needs=lengths_needed(call),
-        )
-        self.graph.nodes.append(node)
 
 
 def ordered_values(parts: Sequence[Any], num_references: int) -> list[list[Any]]:

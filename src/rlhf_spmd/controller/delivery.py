@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhf_spmd.controller.graph import CallNode, Graph
+from rlhf_spmd.controller.graph import Graph
 from rlhf_spmd.controller.reference import Intake, Piece, Production, Source, pick_rows
 from rlhf_spmd.controller.rows import distinct
 from rlhf_spmd.controller.transport import LENGTHS, REPORTS, Transport
@@ -30,7 +30,7 @@ class Delivery:
         self.world = world
         self.rank = world.ranks[world.rank]
         self._transport = Transport(world)
-        self._consumers: dict[int, list[CallNode]] = {}  # node -> who reads what it makes
+        self._consumers: dict[int, list[Production]] = {}  # node -> who reads what it makes
         self._readers: dict[int, frozenset[int]] = {}  # node -> the ranks that must know the token counts which it makes
         self._foreseen: dict[int, Production] = {}  # node -> the call as it was traced
         self._made: dict[int, Production] = {}  # node -> the call that took its place, with the rows that it was traced with
@@ -41,8 +41,12 @@ class Delivery:
     def begin(self, graph: Graph) -> None:
         """Of a script that was traced as ``graph``."""
         self._consumers = graph.consumers()
-        self._foreseen = {node.index: node.call for node in graph.nodes}
-        for maker, ranks in graph.readers_of_lengths().items():
+        self._foreseen = {call.node: call for call in graph.nodes}
+        readers: dict[Production, frozenset[int]] = {}
+        for call in graph.nodes:
+            for maker, ranks in lengths_needed(call).items():
+                readers[maker] = readers.get(maker, frozenset()) | ranks
+        for maker, ranks in readers.items():
             if maker.seq < 0:
                 self._readers[maker.node] = ranks
             else:  # a call of an earlier script: what is made from its rows may be pushed at once
@@ -148,12 +152,11 @@ class Delivery:
             self._tell(producer, self._readers.get(producer.node, frozenset()))
         if self._made.get(producer.node) is not producer:
             return  # it came otherwise than foreseen, and so do its consumers: they pull
-        for node in self._consumers.get(producer.node, ()):
-            foreseen = node.call
+        for foreseen in self._consumers.get(producer.node, ()):
             intakes = [self._real(intake) for intake in foreseen.intakes]
             if any(intake is None for intake in intakes):
                 continue  # its rows are decided later, or placed by token counts that a later call makes
-            consumer = Production(-1, node.index, foreseen.role, foreseen.spec, foreseen.name, (), [], (), 0)
+            consumer = Production(-1, foreseen.node, foreseen.role, foreseen.spec, foreseen.name, (), [], (), 0)
             shares = [
                 (intake, Piece(producer, piece.name, piece.at, piece.ids), names)
                 for intake in intakes
@@ -163,7 +166,7 @@ class Delivery:
             ]
             for share in shares:
                 self._send(producer, consumer, share)
-            self._pushed[producer.seq, node.index] = consumer, shares
+            self._pushed[producer.seq, foreseen.node] = consumer, shares
 
     def _real(self, intake: Intake) -> Intake | None:
         """A traced call's intake with the calls that now make its token counts; None where it cannot be known yet."""

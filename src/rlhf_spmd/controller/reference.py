@@ -122,6 +122,7 @@ class Production:
 
     ``seq`` is the call's number in the run, the same on every rank (-1: of a trace); ``node`` its place in the graph of its script.
     ``version``: of the role's weights, counted in calls that trained it. ``told``: the ranks to which its token counts were sent.
+    ``site``: of a trace, the line of the script.
     """
 
     seq: int
@@ -138,6 +139,7 @@ class Production:
     told: set[int] = field(default_factory=set)
     counts: np.ndarray | None = None  # token counts of its rows, once this rank knows them
     serial: int = field(default_factory=_serial.__next__)
+    site: str = ""
 
     def __post_init__(self) -> None:
         self.members: Members = self.role.members(self.spec.protocol)
@@ -145,6 +147,20 @@ class Production:
     @property
     def rows(self) -> RowSet | None:
         return self.intakes[0].rows if self.intakes else None
+
+    @property
+    def num_rows(self) -> int:
+        """Of all references together."""
+        return sum(len(intake.rows) for intake in self.intakes)
+
+    @property
+    def num_chunks(self) -> int:
+        """Of training the mini-batches (optimizer steps) of an epoch."""
+        return self.intakes[0].cut.num_chunks if self.intakes else 1
+
+    @property
+    def epochs(self) -> int:
+        return self.intakes[0].cut.epochs if self.intakes else 1
 
     def lengths(self, name: str, ids: np.ndarray) -> np.ndarray:
         """Tokens in field ``name`` of the rows ``ids``; may wait for the ranks that made them."""

@@ -6,7 +6,7 @@ Floor F2: may import config, objectives, rewards, telemetry; must not know ranks
 - ``balance``: rows to parts and to micro-batches by token count; pure
 - ``files``: rows from jsonl, json, parquet or ``datasets``; DataError
 - ``dataset``: what the data sets share: RowsConfig, DatasetConfig, TokenDataset
-- ``building``, ``cache``: a data set from its rows, without the bad ones; the same in a file that all ranks map
+- ``stored``: a data set from its rows, without the bad ones; the same in a file that all ranks map
 - ``encoding``: prompts (text or chat messages) to token ids
 - ``prompts``, ``sft``: the two data sets and their configurations
 - ``loader``: Loader (training order, resumable) and validation_batches

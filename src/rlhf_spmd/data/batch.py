@@ -114,7 +114,7 @@ class Batch:
     def take(self, index: Tensor | np.ndarray | Sequence[int]) -> Batch:
         """Rows by position, in that order."""
         index = torch.as_tensor(index, dtype=torch.int64)
-        fields = {k: f.take(index) if isinstance(f, Ragged) else f[index.to(f.device)] for k, f in self.fields.items()}
+        fields = {name: take_rows(field, index) for name, field in self.fields.items()}
         return Batch(self.row_ids[index], self.group_ids[index], fields)
 
     def reorder(self, row_ids: Tensor) -> Batch:
@@ -135,6 +135,11 @@ class Batch:
         out = self.take(index)
         ids = self.row_ids.repeat_interleave(n) * n + torch.arange(n).repeat(len(self))
         return Batch(ids, out.group_ids, out.fields)
+
+
+def take_rows(field: Field, index: Tensor) -> Field:
+    """The rows of a field at ``index`` (int64 [n], on the CPU), in that order."""
+    return field.take(index) if isinstance(field, Ragged) else field[index.to(field.device)]
 
 
 def concat(batches: Sequence[Batch]) -> Batch:

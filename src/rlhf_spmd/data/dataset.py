@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rlhf_spmd.config.bounds import check_bounds
-from rlhf_spmd.data.batch import Batch, Field, Ragged, concat_field, ragged
+from rlhf_spmd.data.batch import Batch, Field, Ragged, concat_field, ragged, take_rows
 from rlhf_spmd.data.encoding import EncodingConfig
 from rlhf_spmd.data.files import DataError, Given, Paths, Row, all_usable, list_paths, names_of, stream_rows
 
@@ -207,12 +207,14 @@ class TokenDataset:
     Rows are dropped of which an entry has more than the limit's tokens, all columns together; ``kept``: positions of the others in
     ``rows``. ``limit`` and ``drop`` are keys of ``data`` with their values; without ``drop`` a long row raises.
     ``beside``: fields by row that are no tokens; always ``source`` int64, which of the paths it is from, and ``rank`` float64, of a
-    curriculum. One whose values all are that of ``trivial`` is left out. All of it is tensors, and a tally, so that a file can hold it.
+    curriculum. One whose values all are that of ``trivial`` is left out; those named in ``in_batches`` are fields of batches. All
+    of it is tensors, and a tally, so that a file can hold it.
     """
 
     noun = "rows"
     group_size = 1
     trivial: ClassVar[dict[str, int]] = {}
+    in_batches: ClassVar[tuple[str, ...]] = ()
     fingerprint = ""
 
     def __init__(
@@ -288,8 +290,8 @@ class TokenDataset:
     def batch(self, indices: Sequence[int], row_ids: Sequence[int]) -> Batch:
         """Rows by index; each row is its own group, whose j-th row has the id ``row_id * group_size + j``."""
         groups, at = (torch.tensor(list(given), dtype=torch.int64) for given in (row_ids, indices))
+        fields = {name: take_rows(self.beside[name], at) for name in self.in_batches if name in self.beside}
         ids, at = ((x[:, None] * self.group_size + torch.arange(self.group_size)).flatten() for x in (groups, at))
-        fields: dict[str, Field] = {}
         for name, column in self.columns.items():
             taken = column.take(at)
             fields[name] = Ragged(taken.values.long(), taken.lengths)
@@ -310,13 +312,10 @@ class TokenDataset:
         return f"{len(self)} {self.noun} of {shortest} to {longest} tokens (mean {mean:.1f}){self.tally.told()}"
 
 
-def joined(parts: Sequence[TokenDataset], bad: Sequence[DataError] = (), num_bad: int = 0) -> TokenDataset:
-    """One data set of the rows of all, one after the other. ``bad``: the first of ``num_bad`` rows that are in none.
-
-    Raises DataError.
-    """
+def joined(parts: Sequence[TokenDataset], bad: Tally | None = None) -> TokenDataset:
+    """One data set of the rows of all, one after the other. ``bad``: the rows that are in none. Raises DataError."""
     whole, full = copy.copy(parts[0]), [part for part in parts if len(part)] or parts[:1]
-    whole.tally = Tally(num_bad=num_bad, bad=[str(error) for error in bad])
+    whole.tally = bad or Tally()
     for part in parts:
         whole.tally.add(part.tally)
     whole.columns = {name: concat_field([part.columns[name] for part in full]) for name in full[0].columns}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -46,43 +47,39 @@ def mixture_order(sources: np.ndarray, weights: Sequence[float], seed: int, epoc
     return order[epoch_order(len(order), seed, epoch, True) if shuffle else np.argsort(np.concatenate(places), kind="stable")]
 
 
+@dataclass
 class Loader:
     """Full batches for ever; one that reaches the end of an epoch goes on with the first rows of the next.
 
     Row ids count samples over the whole run, so they never repeat. The same on every rank; nothing is communicated.
     ``weights``: of the data's sources; without them all rows come once in an epoch. ``curriculum``: so many epochs go by rank.
+    Raises DataError where there are too few rows.
     """
 
-    def __init__(
-        self,
-        dataset: TokenDataset,
-        batch_size: int,
-        shuffle: bool = True,
-        seed: int = 0,
-        weights: Mapping[str, float] | None = None,
-        curriculum: int = 0,
-    ) -> None:
-        if len(dataset) < batch_size:
+    dataset: TokenDataset
+    batch_size: int
+    shuffle: bool = True
+    seed: int = 0
+    weights: Mapping[str, float] | None = None
+    curriculum: int = 0
+    epoch: int = field(default=0, init=False)
+    index: int = field(default=0, init=False)  # in the epoch
+    samples: int = field(default=0, init=False)
+    orders: dict[int, np.ndarray] = field(default_factory=dict, init=False)  # of the last two epochs
+
+    def __post_init__(self) -> None:
+        num_rows, weights = len(self.dataset), self.weights or {}
+        if num_rows < self.batch_size:
             raise DataError(
-                f"data.train_batch_size={batch_size}, but the data have only {len(dataset)} usable rows; "
-                f"lower it or give more data"
+                f"data.train_batch_size={self.batch_size}, but the data have only {num_rows} usable rows; lower it or give more data"
             )
-        self.weights, self.curriculum = weights, curriculum
-        for number, (path, weight) in enumerate((weights or {}).items()):
-            usable, share = int((dataset.sources == number).sum()), weight / sum((weights or {}).values()) * len(dataset)
+        for number, (path, weight) in enumerate(weights.items()):
+            usable, share = int((self.dataset.sources == number).sum()), weight / sum(weights.values()) * num_rows
             if not usable or share < 2:
                 raise DataError(
                     f"data.path: {path!r} has {usable} usable rows and with its weight {weight} a share of {share:.2f} rows in an "
                     "epoch; it needs a row and a share of at least 2"
                 )
-        self.orders: dict[int, np.ndarray] = {}
-        self.dataset = dataset
-        self.batch_size = batch_size
-        self.shuffle = shuffle
-        self.seed = seed
-        self.epoch = 0
-        self.index = 0
-        self.samples = 0
 
     def next_batch(self, size: int | None = None) -> Batch:
         """``size`` rows, ``batch_size`` by default; moves the cursor."""

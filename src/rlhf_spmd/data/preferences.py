@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from rlhf_spmd.data.dataset import TokenDataset
 from rlhf_spmd.data.encoding import PromptEncoder, check_messages
 from rlhf_spmd.data.files import DataError, Row
-from rlhf_spmd.data.sft import ResponsesConfig
+from rlhf_spmd.data.sft import ResponsesConfig, end_ids
 
 HUMAN, TURN = "\n\nHuman:", "\n\nAssistant:"  # before what each says in dialogues that are one text, as those of hh-rlhf
 
@@ -234,10 +234,7 @@ def answer_to(prompt: Any, response: Any, where: str) -> str:
 
 
 def _encode(responses: Sequence[Response], config: ResponsesConfig, tokenizer: Any) -> dict[str, list[list[int]]]:
-    if config.append_eos and tokenizer.eos_token_id is None:
-        raise DataError(f"tokenizer '{tokenizer.name_or_path}' has no eos token; set data.append_eos=false")
-    end = [int(tokenizer.eos_token_id)] if config.append_eos else []
-    encoder = PromptEncoder(tokenizer, config)
+    end, encoder = end_ids(tokenizer, config.append_eos), PromptEncoder(tokenizer, config)
     # a prompt and a completion stand in several rows; each is tokenised once
     keys = [response.prompt if isinstance(response.prompt, str) else json.dumps(response.prompt) for response in responses]
     firsts: dict[str, Response] = {}

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhf_spmd.data.batch import Batch, Ragged, encode_json
+from rlhf_spmd.data.batch import Ragged, encode_json
 from rlhf_spmd.data.dataset import DatasetConfig, RowsConfig, StoredRowsConfig, TokenDataset
 from rlhf_spmd.data.encoding import PromptEncoder, check_ids
 from rlhf_spmd.data.files import DataError, Given, Row, list_paths, names_of, stream_rows
@@ -88,6 +88,7 @@ class PromptDataset(TokenDataset):
 
     noun = "prompts"
     trivial: ClassVar[dict[str, int]] = dict.fromkeys(LIMITS, 0)
+    in_batches: ClassVar[tuple[str, ...]] = ("row", *LIMITS)
 
     def __init__(self, rows: Sequence[Row], config: PromptsConfig, tokenizer: Any) -> None:
         encoded = encode_prompts(rows, config, tokenizer, None if tokenizer is None else len(tokenizer))
@@ -102,11 +103,6 @@ class PromptDataset(TokenDataset):
         self.beside |= dict(zip(LIMITS, limits.view(-1, len(LIMITS)).T, strict=True))
         self.beside |= {"row": encode_json(seen), "kind": torch.tensor([_kind(row) for row in seen], dtype=torch.int64)}
 
-    @property
-    def limits(self) -> dict[str, Tensor]:
-        """The columns of rows' own limits, where a row has one."""
-        return {name: cast(Tensor, self.beside[name]) for name in LIMITS if name in self.beside}
-
     @cached_property
     def rows(self) -> JsonRows:
         """What rewards see of each."""
@@ -117,12 +113,6 @@ class PromptDataset(TokenDataset):
         without a look at every row."""
         _, first = np.unique(cast(Tensor, self.beside["kind"]).numpy(), return_index=True)
         return [self.rows[i] for i in sorted({*range(min(len(self), NUM_FIRST)), *first.tolist()})]
-
-    def batch(self, indices: Sequence[int], row_ids: Sequence[int]) -> Batch:
-        """Rows by index; each row is its own group."""
-        batch, at = super().batch(indices, row_ids), torch.tensor(list(indices), dtype=torch.int64)
-        limits = {name: column[at] for name, column in self.limits.items()}
-        return batch.with_fields(**batch.fields, row=cast(Ragged, self.beside["row"]).take(at), **limits)
 
 
 class JsonRows(Sequence[dict[str, Any]]):

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from rlhf_spmd.config.bounds import check_bounds
-from rlhf_spmd.data.batch import Batch, Ragged, ragged
+from rlhf_spmd.data.batch import Ragged, ragged
 from rlhf_spmd.data.conversation import ConversationEncoder
 from rlhf_spmd.data.dataset import DatasetConfig, RowsConfig, TokenDataset
 from rlhf_spmd.data.encoding import PromptEncoder, check_ids, check_messages
@@ -66,6 +66,7 @@ class ResponseDataset(TokenDataset):
     """
 
     trivial: ClassVar[dict[str, int]] = {"response_mask": 1}
+    in_batches: ClassVar[tuple[str, ...]] = ("response_mask",)
 
     def __init__(self, rows: Sequence[Row], config: SftConfig, tokenizer: Any) -> None:
         vocab_size = None if tokenizer is None else len(tokenizer)
@@ -82,13 +83,6 @@ class ResponseDataset(TokenDataset):
     def digest(self) -> str:
         mask = self.beside.get("response_mask")
         return super().digest() + (f"-{zlib.crc32(mask.values.numpy().tobytes()):08x}" if isinstance(mask, Ragged) else "")
-
-    def batch(self, indices: Sequence[int], row_ids: Sequence[int]) -> Batch:
-        """Rows by index; each row is its own group."""
-        batch, mask = super().batch(indices, row_ids), self.beside.get("response_mask")
-        if not isinstance(mask, Ragged):
-            return batch
-        return batch.with_fields(**batch.fields, response_mask=mask.take(torch.tensor(list(indices), dtype=torch.int64)))
 
 
 def has_ids(row: Row) -> bool:
@@ -124,7 +118,7 @@ def _encode(
 ) -> list[tuple[list[int], list[int]]]:
     if tokenizer is None:
         raise DataError(f"{rows[0].where}: without a tokenizer every row must have 'prompt_ids' and 'response_ids'")
-    end = _end(tokenizer, append_eos)
+    end = end_ids(tokenizer, append_eos)
     encoder = PromptEncoder(tokenizer, config)
     if text_key is not None:
         return _encode_texts(rows, text_key, encoder, end)
@@ -137,7 +131,8 @@ def _encode(
     ]
 
 
-def _end(tokenizer: Any, append_eos: bool) -> list[int]:
+def end_ids(tokenizer: Any, append_eos: bool) -> list[int]:
+    """The end token after a response, if it is to have one. Raises DataError for a tokenizer without."""
     if append_eos and tokenizer.eos_token_id is None:
         raise DataError(f"tokenizer '{tokenizer.name_or_path}' has no eos token; set data.append_eos=false")
     return [int(tokenizer.eos_token_id)] if append_eos else []
@@ -170,7 +165,7 @@ def _encode_talks(
         return {}
     if tokenizer is None:
         raise DataError(f"{rows[next(iter(talks))].where}: messages need a tokenizer")
-    encoder, end = ConversationEncoder(PromptEncoder(tokenizer, config)), _end(tokenizer, config.append_eos)
+    encoder, end = ConversationEncoder(PromptEncoder(tokenizer, config)), end_ids(tokenizer, config.append_eos)
     found = {}
     for i, (messages, first) in talks.items():
         ids, mask = encoder.encode(messages, first, rows[i].where)

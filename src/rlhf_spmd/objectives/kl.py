@@ -1,7 +1,7 @@
-"""Per-token estimates of KL(policy || reference), and the controllers of their coefficient.
+"""Per-token estimates of KL(policy || reference), and how their coefficient moves.
 
 The estimators and their names k1, k2, k3 are Schulman's ("Approximating KL Divergence", 2020, http://joschu.net/blog/kl-approx.html);
-the longer names beside them are verl's. The adaptive controller is that of Ziegler et al. 2019 (arXiv 1909.08593, section 2.2),
+the longer names beside them are verl's. The adaptive coefficient is that of Ziegler et al. 2019 (arXiv 1909.08593, section 2.2),
 in the form that TRL and verl use.
 """
 
@@ -20,6 +20,7 @@ KL_KINDS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 # Bounds of low_var_kl. The exponent is bounded so that exp() stays finite, the estimate so that one token cannot swamp a batch.
 LOG_RATIO_LIMIT = 20.0
 LOW_VAR_LIMIT = 10.0
+ERROR_LIMIT = 0.2  # of the measured KL against the target, in a step of the adaptive coefficient
 
 
 def check_kl_kind(kind: str, where: str = "kl_loss_type") -> None:
@@ -86,58 +87,22 @@ class KLControlConfig:
                 raise ValueError(f"{where}.kl_coef = 0 with {where}.type = adaptive stays 0; start above 0 or set type=fixed")
             check_bounds(self, where, "target_kl", "horizon", above=0)
 
+    @property
+    def moves(self) -> bool:
+        return self.type == "adaptive"
 
-class KLController:
-    """``value`` is the coefficient that the next step uses. This one keeps that of the config for ever, also of a resumed run:
-    a user who changes it between runs means it."""
+    def moved(self, coefficient: float, current_kl: float, num_rows: int) -> float:
+        """The next step's: coefficient * (1 + e * num_rows / horizon), e = clip(current_kl / target_kl - 1, -0.2, 0.2) (Ziegler et al.
+        2019), or the same one for ever.
 
-    def __init__(self, kl_coef: float) -> None:
-        self.value = float(kl_coef)
-
-    def update(self, current_kl: float, n_steps: int) -> None:
-        """Nothing to do; here so that the algorithm calls both kinds alike."""
-
-    def state_dict(self) -> dict[str, float]:
-        """What a resumed run goes on with: nothing of a coefficient that does not move."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        """Take back what :meth:`state_dict` gave. Before the first step the state is empty."""
-
-
-class AdaptiveKLController(KLController):
-    """value <- value * (1 + e * n_steps / horizon), e = clip(current_kl / target_kl - 1, -0.2, 0.2) (Ziegler et al. 2019)."""
-
-    ERROR_LIMIT = 0.2
-
-    def __init__(self, kl_coef: float, target_kl: float, horizon: int) -> None:
-        super().__init__(kl_coef)
-        self.target_kl = target_kl
-        self.horizon = horizon
-
-    def update(self, current_kl: float, n_steps: int) -> None:
-        """Call once per step, with replicated numbers, so that every rank holds the same coefficient.
-
-        ``current_kl``: the step's mean KL; with verl's meaning of ``target_kl`` the mean over rows of each row's mean per token
-        (:func:`losses.aggregate` in mode ``seq-mean-token-mean``), in nats. ``n_steps``: rows in the global batch.
-        Raises FloatingPointError for a KL that is not finite.
+        Call once per step, with replicated numbers, so that every rank holds the same coefficient. ``current_kl``: the step's mean
+        KL; with verl's meaning of ``target_kl`` the mean over rows of each row's mean per token (:func:`losses.aggregate` in mode
+        ``seq-mean-token-mean``), in nats. ``num_rows``: of the global batch. Raises FloatingPointError for a KL that is not finite.
         """
+        if not self.moves:
+            return coefficient
         if not math.isfinite(current_kl):
             raise FloatingPointError(f"the mean KL to the reference is {current_kl}")
-        error = min(max(current_kl / self.target_kl - 1.0, -self.ERROR_LIMIT), self.ERROR_LIMIT)
+        error = min(max(current_kl / self.target_kl - 1.0, -ERROR_LIMIT), ERROR_LIMIT)
         # With more than 5 * horizon rows in a step the factor would reach zero or below and the coefficient never recover.
-        self.value *= max(1.0 + error * n_steps / self.horizon, 1e-3)
-
-    def state_dict(self) -> dict[str, float]:
-        return {"kl_coef": self.value}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        self.value = float(state.get("kl_coef", self.value))
-
-
-def build_kl_controller(config: KLControlConfig) -> KLController:
-    """Raises ValueError for an unknown type or impossible values."""
-    config.check()
-    if config.type == "fixed":
-        return KLController(config.kl_coef)
-    return AdaptiveKLController(config.kl_coef, config.target_kl, config.horizon)
+        return coefficient * max(1.0 + error * num_rows / self.horizon, 1e-3)

@@ -6,11 +6,13 @@ nothing, so code that is written for many ranks runs unchanged on one.
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -188,6 +190,15 @@ class Group:
         if self.rank == source and payload:
             data.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
         return bytes(self.broadcast(data, source, label).numpy())
+
+    def gather_json(self, value: Any, label: str) -> list[Any] | None:
+        """As :func:`gather_bytes`, of what JSON can hold."""
+        parts = self.gather_bytes(json.dumps(value).encode(), label)
+        return None if parts is None else [json.loads(part) for part in parts]
+
+    def broadcast_json(self, value: Any, label: str) -> Any:
+        """As :func:`broadcast_bytes`, of what JSON can hold, from group index 0; ``value`` of the others is not read."""
+        return json.loads(self.broadcast_bytes(json.dumps(value).encode() if self.rank == 0 else None, label))
 
     def barrier(self, label: str) -> None:
         """Collective over the group: every rank of it must call, in program order."""

@@ -3,27 +3,58 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from rlhf_spmd.rewards.config import RewardConfig
 
-
-@dataclass
 class RewardResult:
-    """What the calls of one :meth:`RewardRunner.score` gave, in the order of the rows.
+    """What the calls of one :meth:`RewardRunner.score` gave, in the order of the rows, while they come in and after.
 
-    ``scores``: the function's scores, ``default`` where a call failed, None where the function does not apply, without weights.
-    ``extras``: one dict per row, the other numeric entries of what the function returned. ``failures``: rows whose call raised,
-    returned no finite score, or ended its worker; ``timeouts``: rows whose call overran (not in ``failures``). ``first_error``:
-    message of the lowest row that failed, None without one.
+    ``calls``: the rows of each call of the function; ``overrun``: what is said of a row whose call took too long. ``scores``: the
+    function's scores, ``default`` where a call failed, None where the function does not apply, without weights. ``extras``: one dict
+    per row, the other numeric entries of what the function returned. ``timeouts``: rows whose call overran. ``errors``: by row, why
+    its call failed.
     """
 
-    scores: list[float | None]
-    extras: list[dict[str, float]]
-    failures: int = 0
-    timeouts: int = 0
-    first_error: str | None = None
+    def __init__(self, calls: list[Sequence[int]], num_rows: int, default: float, overrun: str) -> None:
+        self.calls, self.overrun, self.unanswered = calls, overrun, len(calls)
+        self.scores: list[float | None] = [default] * num_rows
+        self.extras: list[dict[str, float]] = [{} for _ in range(num_rows)]
+        self.errors: dict[int, str] = {}
+        self.timeouts = 0
+
+    @property
+    def failures(self) -> int:
+        """Rows whose call raised, returned no finite score, or ended its worker."""
+        return len(self.errors) - self.timeouts
+
+    @property
+    def first_error(self) -> str | None:
+        """Of the lowest row that failed, None without one."""
+        first = min(self.errors, default=None)
+        return None if first is None else f"row {first}: {self.errors[first]}"
+
+    def take(self, call: int, results: list[Any] | str) -> None:
+        """What a worker answered; a message in place of the list is why the whole call failed."""
+        if isinstance(results, str):
+            self.fail(call, results)
+            return
+        for index, result in zip(self.calls[call], results, strict=True):
+            if result is None:
+                self.timeouts += 1
+                self.errors[index] = self.overrun
+            elif isinstance(result, str):
+                self.errors[index] = result
+            else:
+                self.scores[index], self.extras[index] = result
+        self.unanswered -= 1
+
+    def fail(self, call: int, message: str) -> None:
+        self.errors |= dict.fromkeys(self.calls[call], message)
+        self.unanswered -= 1
+
+    def time_out(self, call: int) -> None:
+        self.timeouts += len(self.calls[call])
+        self.fail(call, self.overrun)
 
     def extra_sums(self) -> dict[str, tuple[float, int]]:
         """For each extra: its sum over rows and the number of rows that have it, so that a mean over ranks can be taken."""
@@ -33,49 +64,3 @@ class RewardResult:
                 total, count = sums.get(key, (0.0, 0))
                 sums[key] = (total + value, count + 1)
         return sums
-
-
-class Pending:
-    """The results of one call of ``RewardRunner.score`` while they come in. ``calls``: the rows of each call of the function."""
-
-    def __init__(self, config: RewardConfig, where: str, calls: list[Sequence[int]], num_rows: int) -> None:
-        self._config, self._where, self.calls = config, where, calls
-        self._scores: list[float | None] = [config.default] * num_rows
-        self._extras: list[dict[str, float]] = [{} for _ in range(num_rows)]
-        self._errors: dict[int, str] = {}
-        self._timeouts = 0
-        self.unanswered = len(calls)
-
-    def take(self, call: int, seconds: float, results: list[Any] | str) -> None:
-        if seconds > self._config.timeout_s:
-            self.time_out(call)
-        elif isinstance(results, str):
-            self.fail(call, results)
-        else:
-            pairs = list(zip(self.calls[call], results, strict=True))
-            for index, result in pairs:
-                if result is None:
-                    self._timeouts += 1
-                    self._errors[index] = self._overran
-                elif isinstance(result, str):
-                    self._errors[index] = result
-                else:
-                    self._scores[index], self._extras[index] = result
-            self.unanswered -= 1
-
-    @property
-    def _overran(self) -> str:
-        return f"no score within {self._where}.timeout_s = {self._config.timeout_s}"
-
-    def fail(self, call: int, message: str) -> None:
-        self._errors |= dict.fromkeys(self.calls[call], message)
-        self.unanswered -= 1
-
-    def time_out(self, call: int) -> None:
-        self._timeouts += len(self.calls[call])
-        self.fail(call, self._overran)
-
-    def result(self) -> RewardResult:
-        first = min(self._errors, default=None)
-        message = None if first is None else f"row {first}: {self._errors[first]}"
-        return RewardResult(self._scores, self._extras, len(self._errors) - self._timeouts, self._timeouts, message)

@@ -25,7 +25,7 @@ from types import TracebackType
 
 from rlhf_spmd.rewards.binding import Row
 from rlhf_spmd.rewards.config import RewardConfig
-from rlhf_spmd.rewards.results import Pending, RewardResult
+from rlhf_spmd.rewards.results import RewardResult
 
 # Seconds for a worker to start and import the function's module.
 START_LIMIT_S = 120.0
@@ -198,14 +198,15 @@ class RewardRunner:
         cannot carry, RewardError if a worker does not start; the runner is closed then.
         """
         assert self._workers, "the reward runner is closed"
-        step = Pending(self.config, self.where, self._calls(len(rows), groups), len(rows))
+        overrun = f"no score within {self.where}.timeout_s = {self.config.timeout_s}"
+        step = RewardResult(self._calls(len(rows), groups), len(rows), self.config.default, overrun)
         try:
             self._run(step, rows, tick)
         except BaseException:
             # The workers hold rows of a step that nobody waits for any more.
             self.close()
             raise
-        return step.result()
+        return step
 
     def _calls(self, num_rows: int, groups: Sequence[int] | None) -> list[Sequence[int]]:
         """The rows of each call."""
@@ -224,7 +225,7 @@ class RewardRunner:
         """Of a call, until its worker is killed."""
         return self.config.timeout_s + GRACE_S + CANCEL_S * self.bound.is_async
 
-    def _run(self, step: Pending, rows: Sequence[Row], tick: Callable[[], None]) -> None:
+    def _run(self, step: RewardResult, rows: Sequence[Row], tick: Callable[[], None]) -> None:
         waiting = deque(range(len(step.calls)))
         # What happened since the last step: a worker became ready, or died idle (which is no call's failure).
         for worker in list(self._workers):
@@ -274,7 +275,7 @@ class RewardRunner:
         self._remove_worker(worker)
         self._add_worker()
 
-    def _send(self, worker: _Worker, step: Pending, rows: Sequence[Row], waiting: deque[int]) -> None:
+    def _send(self, worker: _Worker, step: RewardResult, rows: Sequence[Row], waiting: deque[int]) -> None:
         # Guided self-scheduling: large chunks first, so that cheap calls run without round trips; small ones last, so that
         # the workers end together.
         size = max(1, min(MAX_CHUNK, -(-len(waiting) // (2 * len(self._workers)))))
@@ -308,7 +309,7 @@ class RewardRunner:
         if not worker.outgoing:
             self._selector.unregister(worker.request_fd)
 
-    def _receive(self, worker: _Worker, step: Pending, waiting: deque[int]) -> None:
+    def _receive(self, worker: _Worker, step: RewardResult, waiting: deque[int]) -> None:
         if worker not in self._workers:
             return
         try:
@@ -328,7 +329,8 @@ class RewardRunner:
                     worker.ready = True
                     continue
                 assert answer[0] == worker.pending[0], "an answer to another call"
-                step.take(*answer)
+                call, seconds, results = answer
+                step.time_out(call) if seconds > self.config.timeout_s else step.take(call, results)
                 worker.pending.popleft()
             # The process boundary: a function that wrote into all open files wrote into the pipe too.
             except (ValueError, TypeError, KeyError, IndexError, AssertionError):
@@ -336,7 +338,7 @@ class RewardRunner:
                 return
         worker.deadline = time.monotonic() + self._patience_s
 
-    def _died(self, worker: _Worker, step: Pending, waiting: deque[int], how: str | None = None) -> None:
+    def _died(self, worker: _Worker, step: RewardResult, waiting: deque[int], how: str | None = None) -> None:
         how = how or _how_it_ended(worker.process.pid)
         if not worker.ready:
             raise RewardError(f"a worker for {self.where}.function {self._function!r} ended before it was ready ({how})")
@@ -344,7 +346,7 @@ class RewardRunner:
             step.fail(worker.pending.popleft(), f"the worker process ended during the call ({how})")
         self._replace_worker(worker, waiting)
 
-    def _overrun(self, worker: _Worker, step: Pending, waiting: deque[int]) -> None:
+    def _overrun(self, worker: _Worker, step: RewardResult, waiting: deque[int]) -> None:
         if not worker.ready:
             raise RewardError(
                 f"a worker for {self.where}.function {self._function!r} was not ready after {START_LIMIT_S:.0f} s"

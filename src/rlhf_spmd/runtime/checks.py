@@ -12,8 +12,7 @@ from rlhf_spmd.data.dataset import DatasetConfig, TokenDataset
 from rlhf_spmd.data.prompts import DataConfig, PromptDataset, PromptsConfig
 from rlhf_spmd.models.attention import exact_in_threads
 from rlhf_spmd.runtime.roles import RolePlan, check_sampling
-from rlhf_spmd.workers.model_worker import ModelWorker
-from rlhf_spmd.workers.reward import RewardWorker
+from rlhf_spmd.workers import ModelWorker, RewardWorker
 
 
 def in_flight(config: Any) -> int | None:

@@ -21,7 +21,6 @@ from rlhf_spmd.config.bounds import check_bounds
 from rlhf_spmd.config.keys import list_keys
 from rlhf_spmd.config.load import check_tree, load
 from rlhf_spmd.data.dataset import RowsConfig
-from rlhf_spmd.data.files import Row, list_paths
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.sharding import check_layout
 from rlhf_spmd.models.spec import ModelSpec, local_directory, read_spec
@@ -61,21 +60,6 @@ class InferenceConfig:
 
 
 Config = TypeVar("Config", bound=InferenceConfig)
-
-
-def read_input(
-    schema: type[Config], path: str | None, overrides: Sequence[str], launch: Launch
-) -> tuple[Config, ModelSpec, Layout, list[Row]]:
-    """The configuration, what it says of model and layout, and the rows, all checked. Local: no communication.
-
-    Raises ConfigError, ValueError or DataError, one line each.
-    """
-    config = read_config(schema, path, overrides)
-    if launch.rank == 0:
-        check_out(Path(config.out), *list_paths(config.data.path))
-    config, spec, layout = read_model(config, launch)
-    check_pretrained(spec, config.model.path, "lm")
-    return config, spec, layout, config.data.read()
 
 
 def read_config(schema: type[Config], path: str | None, overrides: Sequence[str]) -> Config:
@@ -167,10 +151,8 @@ def gather_records(world: World, records: Sequence[tuple[Any, Any]], label: str)
 
     Collective over the world: every rank of it must call, in program order.
     """
-    parts = world.all.gather_bytes(json.dumps(records).encode(), label)
-    if parts is None:
-        return None
-    return sorted(((row_id, made) for part in parts for row_id, made in json.loads(part)), key=lambda record: record[0])
+    parts = world.all.gather_json(records, label)
+    return parts and sorted(((row_id, made) for part in parts for row_id, made in part), key=lambda record: record[0])
 
 
 def not_finite(row: int, name: Any, model: ModelConfig) -> FloatingPointError:

@@ -265,8 +265,7 @@ class Answerer:
         before = self.ready.journal.read(self.number, {r.row_id for group in requests for r in group}) if self.leads else {}
         there = [group for group in requests if all(request.row_id in before for request in group)]
         self.num_before = n * len(there)
-        told = json.dumps([group[0].group_id for group in there]).encode()
-        done = set(json.loads(self.mesh.replica.broadcast_bytes(told, "generate:done")))
+        done = set(self.mesh.replica.broadcast_json([group[0].group_id for group in there], "generate:done"))
         records = [((self.number, request.row_id), before[request.row_id]) for group in there for request in group]
         waiting = deque(group for group in requests if group[0].group_id not in done)
         begun: dict[int, list[Completion]] = {}  # responses to a prompt go together: rewards may compare them

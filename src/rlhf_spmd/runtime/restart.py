@@ -15,8 +15,7 @@ from rlhf_spmd.config.load import to_yaml
 from rlhf_spmd.parallel.boxes import whole_shard
 from rlhf_spmd.telemetry.report_sections import flatten_config
 from rlhf_spmd.telemetry.run_dir import CONFIG_FILE
-from rlhf_spmd.workers.actor import ActorWorker
-from rlhf_spmd.workers.model_worker import ModelWorker
+from rlhf_spmd.workers import ActorWorker, ModelWorker
 
 ROWS_IN_FLIGHT = "rows_in_flight"  # a checkpoint's name for the rows that generation goes on with
 EXPERIMENT = re.compile(

@@ -22,13 +22,9 @@ from rlhf_spmd.parallel.layout import GenerationLayout, Layout, generation_layou
 from rlhf_spmd.planner.placement import PlacementConfig, place_roles
 from rlhf_spmd.reshard import ENGINES
 from rlhf_spmd.rewards.config import RewardConfig, reward_key
-from rlhf_spmd.workers.actor import ActorWorker
-from rlhf_spmd.workers.arithmetic import ArithmeticWorker, RoleClass
+from rlhf_spmd.workers import ActorWorker, ArithmeticWorker, Build, JudgeWorker, ModelWorker, RewardWorker, RoleClass
 from rlhf_spmd.workers.config import RoleConfig
-from rlhf_spmd.workers.judge import JudgeWorker
-from rlhf_spmd.workers.model_worker import Build, ModelWorker
 from rlhf_spmd.workers.retokenize import Retokenizer, build_retokenizer
-from rlhf_spmd.workers.reward import RewardWorker
 
 ARITHMETIC = "arithmetic"  # the role that every algorithm has
 RENDERED_ROWS = 100  # that a reward model's template must take before the run
@@ -268,11 +264,6 @@ def check_vocabulary(data: TokenDataset, plan: RolePlan) -> None:
         )
 
 
-def with_limit(sampling: SamplingConfig, data: PromptsConfig, seed: int) -> SamplingConfig:
-    """``sampling`` as a run uses it: with the data's limit where it has none, and the run's seed."""
-    return replace(sampling, max_response_length=sampling.max_response_length or data.max_response_length, seed=seed)
-
-
 def check_sampling(
     section: str, sampling: SamplingConfig, where: str, data: PromptsConfig, plans: Mapping[str, RolePlan]
 ) -> tuple[int, str]:
@@ -307,7 +298,7 @@ def check_prompts(
         if plan.generation is not None:
             assert plan.spec is not None, "a role that generates has a model"
             ends = build_ends(sampling, plan.spec.eos_token_ids, decoding(tokenizer), section)
-            own_minimum = data is not None and "min_response_length" in data.limits
+            own_minimum = data is not None and "min_response_length" in data.beside
             sampling.check_ids(plan.spec.vocab_size, ends.token_ids, own_minimum, section)
 
 

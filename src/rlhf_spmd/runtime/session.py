@@ -6,7 +6,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,22 +25,13 @@ from rlhf_spmd.config.load import to_yaml
 from rlhf_spmd.controller import Controller, Reference
 from rlhf_spmd.data.batch import Batch
 from rlhf_spmd.parallel.collectives import RECORDER
-from rlhf_spmd.parallel.program import Preempted, ProgramContext, ProgramSettings, read_command_line, run_program
-from rlhf_spmd.parallel.world import read_launch
+from rlhf_spmd.parallel.program import Preempted, ProgramContext
 from rlhf_spmd.reshard import LABELS
 from rlhf_spmd.runtime.recorder import Recorder, StepSize, merge_reports, peak_memory_gb, token_count
 from rlhf_spmd.runtime.restart import compare_runs, restore_rows_in_flight, role_state, rows_in_flight
 from rlhf_spmd.runtime.roles import model_directory
+from rlhf_spmd.telemetry import run_dir
 from rlhf_spmd.telemetry.report import write_report
-from rlhf_spmd.telemetry.run_dir import (
-    CONFIG_FILE,
-    EXPORT_DIR,
-    EXPORTED_FILE,
-    TRACE_FILE,
-    ExitStatus,
-    atomic_write_text,
-    exported_checkpoint,
-)
 from rlhf_spmd.telemetry.summary import places
 from rlhf_spmd.telemetry.trace import Timeline, write_trace
 from rlhf_spmd.workers.flops import forward_flops, matmul_rate
@@ -97,28 +88,6 @@ def run_dir_hint(path: str | None, overrides: Sequence[str]) -> Path | None:
     return Path(written) if isinstance(written, str) and "${" not in written else None
 
 
-def run_session_program(
-    name: str,
-    description: str | None,
-    prepare: Callable[[str | None, Sequence[str], int], Any],
-    body: Callable[[ProgramContext[Any]], None],
-    keys: Callable[[], Iterable[str]],
-    argv: Sequence[str] | None,
-) -> None:
-    """The command line of ``train`` and ``sft``: ``prepare(config file, overrides, world size)``, then ``body`` on all ranks.
-
-    ``keys``: lines about the configuration's keys, for ``--help``.
-    """
-    config, overrides = read_command_line(name, description, keys, argv)
-    run_program(
-        lambda: prepare(config, overrides, read_launch().size),
-        body,
-        lambda ready: ProgramSettings(Path(ready.config.run.dir), ready.config.run.timeout_s, ready.config.run.threads),
-        run_dir_hint(config, overrides),
-        saves_on_signal=True,
-    )
-
-
 Step = Callable[[int], tuple[list[Reference], list[Batch]]]  # number -> the calls whose values are its metrics, and its rows
 Validate = Callable[[int], tuple[dict[str, float], list[dict[str, Any]]]]
 
@@ -171,7 +140,7 @@ class Session:
                 self._export()  # the run was ended between its last checkpoint and its export
             return
         if self.is_first:
-            atomic_write_text(self.run_dir / CONFIG_FILE, to_yaml(self.context.prepared.config))
+            run_dir.atomic_write_text(self.run_dir / run_dir.CONFIG_FILE, to_yaml(self.context.prepared.config))
         recorder = Recorder(self.run_dir, self.context.prepared.config, self.started_at) if self.is_first else None
         test_freq = self.config.test_freq
         shown: list[dict[str, Any]]
@@ -222,18 +191,19 @@ class Session:
         received = sum(RECORDER.received[label] for label in LABELS) - received
         own = [seconds, own_phases, peak_memory_gb(self.world.device), received]
         self.controller.send_report([self.controller.values(*calls), own])
-        generates = any(node.kind == "generate" for node in self.controller.taken)
+        generates = any(call.spec.kind == "generate" for call in self.controller.taken)
         self._size = StepSize(sum(map(len, rows)), sum(map(token_count, rows)), len(calls), generates)
 
     def _utilisation(self, num_rows: int, num_tokens: float, seconds: float) -> float:
         """Of all devices, by the calls that the step made; an update counts three forward passes in each epoch: one, and backward
         twice that."""
         plans, mean = self.context.prepared.plans, num_tokens / num_rows
-        calls = [(plans[node.role].spec, node) for node in self.controller.taken if node.kind in ("generate", "infer", "train")]
-        passes = [
-            (spec, node.rows, 3.0 * node.epochs if node.kind == "train" else 1.0) for spec, node in calls if spec is not None
-        ]
-        flops = sum(forward_flops(spec, rows * mean, mean) * count for spec, rows, count in passes)
+        flops = 0.0
+        for call in self.controller.taken:
+            spec, kind = plans[call.role.name].spec, call.spec.kind
+            if spec is not None and kind in ("generate", "infer", "train"):
+                passes = 3.0 * call.epochs if kind == "train" else 1.0
+                flops += forward_flops(spec, call.num_rows * mean, mean) * passes
         return flops / seconds / (self.peak_flops * self.world.size)
 
     # Checkpoints
@@ -286,15 +256,17 @@ class Session:
     def _close(self, recorder: Recorder | None, ended: str, number: int) -> None:
         payloads = self.world.all.gather_bytes(self.controller.timeline.to_bytes(), "control")
         if recorder is not None and payloads is not None:
-            write_trace(self.run_dir / TRACE_FILE, payloads)
+            write_trace(self.run_dir / run_dir.TRACE_FILE, payloads)
             recorder.close()
-            write_report(self.run_dir, status=ExitStatus(ended, step=number, last_checkpoint=self.board.last_checkpoint))
+            write_report(
+                self.run_dir, status=run_dir.ExitStatus(ended, step=number, last_checkpoint=self.board.last_checkpoint)
+            )
             print(*places(self.run_dir), sep="\n", file=sys.stderr)
 
     def _is_exported(self) -> bool:
         """Whether the export is of the last checkpoint."""
         newest = self.board.last_checkpoint
-        return newest is None or exported_checkpoint(self.run_dir) == Path(newest).name
+        return newest is None or run_dir.exported_checkpoint(self.run_dir) == Path(newest).name
 
     def _export(self) -> None:
         """Rank 0 writes for as long as it takes; nobody waits for it in one collective, whose time is limited."""
@@ -303,7 +275,7 @@ class Session:
         role = self.context.prepared.exported
         source = model_directory(self.context.prepared.plans, role)
         with ThreadPoolExecutor(1) as pool:
-            arguments = Path(self.board.last_checkpoint), role, source, self.run_dir / EXPORT_DIR
+            arguments = Path(self.board.last_checkpoint), role, source, self.run_dir / run_dir.EXPORT_DIR
             written = pool.submit(export_hugging_face, *arguments) if self.is_first else None
             pause_s = 0.01
             while self.controller.decide(written is not None and not written.done()):
@@ -311,7 +283,9 @@ class Session:
                 pause_s = min(2 * pause_s, 1.0)
         if written is not None:
             written.result()
-            atomic_write_text(self.run_dir / EXPORT_DIR / EXPORTED_FILE, Path(self.board.last_checkpoint).name)
+            run_dir.atomic_write_text(
+                self.run_dir / run_dir.EXPORT_DIR / run_dir.EXPORTED_FILE, Path(self.board.last_checkpoint).name
+            )
         self.world.all.barrier("control")
 
 

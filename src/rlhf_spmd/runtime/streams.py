@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,8 +24,7 @@ from rlhf_spmd.data.loader import Loader, validation_batches
 from rlhf_spmd.data.tokenizer import decode
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.runtime.measures import final_answer, measure
-from rlhf_spmd.workers.arithmetic import Function, Whole
-from rlhf_spmd.workers.objective import Rows
+from rlhf_spmd.workers import Function, Rows, Whole
 
 STREAM_STRIDE = 1 << 56  # between the ids of two streams, so that no row of one is taken for a row of another
 
@@ -208,6 +208,7 @@ class ValidationRows(NamedTuple):
     sets: list[str]
 
 
+@dataclass(eq=False)
 class Data:
     """``data`` of a step: the streams by name, ``sampling``, and ``kept``, references that a script keeps for later steps.
 
@@ -215,21 +216,15 @@ class Data:
     kept in ``shown`` by a validation, until they are taken.
     """
 
-    def __init__(
-        self,
-        controller: Controller,
-        streams: Mapping[str, RowStream],
-        validation: Mapping[str, ValidationRows],
-        sampling: SamplingConfig,
-        val_sampling: SamplingConfig,
-        tokenizer: Any = None,
-        num_shown: int = 0,
-    ) -> None:
-        self._controller, self._streams = controller, streams
-        self.validation, self.sampling, self.val_sampling = validation, sampling, val_sampling
-        self.tokenizer, self.num_shown = tokenizer, num_shown
-        self.kept: dict[str, Reference] = {}
-        self.shown: list[dict[str, Any]] = []
+    _controller: Controller
+    _streams: Mapping[str, RowStream]
+    validation: Mapping[str, ValidationRows]
+    sampling: SamplingConfig
+    val_sampling: SamplingConfig
+    tokenizer: Any = None
+    num_shown: int = 0
+    kept: dict[str, Reference] = field(default_factory=dict)
+    shown: list[dict[str, Any]] = field(default_factory=list)
 
     def __getattr__(self, name: str) -> RowStream:
         try:
@@ -285,8 +280,8 @@ class Data:
         for batch in validation_batches(given.dataset, given.batch_size):
             repeated = batch.repeat(self.val_sampling.n)
             found, calls = self._controller.run(script, source(repeated), self.val_sampling, self._reader(given))
-            for field, parts in fields.items():
-                parts.append(self._controller.get_field(found, field))
+            for wanted, parts in fields.items():
+                parts.append(self._controller.get_field(found, wanted))
             reports += [report for members in self._controller.get(*calls) for report in members]
             rows += len(repeated)
         samples = [sample for report in reports for sample in report.get("answers", [])]

@@ -42,7 +42,8 @@ class Whole:
 
 # (fields by name, [tokens] or [rows] each; rows; the whole batch) -> fields that it makes, and metrics that are the same on every rank.
 # A rank without rows is called too, with empty tensors. ``Rows.per_token`` makes a field per token, a tensor [rows] is one per row.
-Function = Callable[[dict[str, Tensor], Rows, Whole], tuple[dict[str, Field], dict[str, float]]]
+Computed = tuple[dict[str, Field], dict[str, float]]
+Function = Callable[[dict[str, Tensor], Rows, Whole], Computed]
 
 
 class ArithmeticWorker(Worker):

@@ -1,4 +1,5 @@
-"""Data sets as safetensors files, made once and mapped into memory by every process that reads them.
+"""Data sets from their rows, chunk by chunk, so that only tokens and packed rows add up; bad rows are left out and counted. The same
+as safetensors files, made once and mapped into memory by every process that reads them.
 
 A file's name is the hash of all that its content follows from: the data's files by path, size and time of change, the tokenizer's
 files, the template, the settings and the code of this package. One process makes it while the others wait for its lock, which the
@@ -14,9 +15,10 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 from uuid import uuid4
@@ -28,11 +30,12 @@ from torch import Tensor
 from rlhf_spmd.config.load import to_dict
 from rlhf_spmd.config.schema import first_line
 from rlhf_spmd.data.batch import Field, Ragged
-from rlhf_spmd.data.building import build_dataset
-from rlhf_spmd.data.dataset import StoredRowsConfig, Tally, TokenDataset
+from rlhf_spmd.data.dataset import StoredRowsConfig, Tally, TokenDataset, joined
 from rlhf_spmd.data.encoding import read_template
-from rlhf_spmd.data.files import DataError, local_files
+from rlhf_spmd.data.files import DataError, Given, Row, local_files
 
+CHUNK_ROWS = 256
+SHOWN_ROWS = 3  # of the bad ones
 # of the section: what changes neither tokens nor rows; paths are there as files
 ORDER = ("train_batch_size", "val_batch_size", "gen_batch_size", "shuffle", "seed", "epochs", "curriculum_epochs")
 UNSEEN = (*ORDER, "path", "val_path", "cache_dir")
@@ -148,3 +151,46 @@ def _mapped(path: Path, empty: TokenDataset) -> TokenDataset:
         setattr(empty, kind, fields)
     empty.tally, empty.fingerprint = Tally(**json.loads(told["tally"])), told["fingerprint"]
     return empty
+
+
+def leave_out(error: DataError, tally: Tally, limit: int) -> None:
+    """Count a row that cannot be used. Raises DataError above the limit."""
+    tally.num_bad += 1
+    if len(tally.bad) < SHOWN_ROWS:
+        tally.bad.append(str(error))
+    if tally.num_bad > limit == 0:
+        raise error
+    if tally.num_bad > limit:
+        shown = "; ".join(tally.bad)
+        raise DataError(f"{tally.num_bad} rows cannot be used, more than data.max_bad_rows={limit}; the first are {shown}")
+
+
+def build_dataset(
+    config: StoredRowsConfig, tokenizer: Any, validation: bool = False, tick: Callable[[int], None] = lambda rows: None
+) -> TokenDataset:
+    """The rows of ``config``, as tokens. ``tick`` is told the number of rows so far.
+
+    Raises DataError, one line: for more bad rows than ``max_bad_rows``, and for what is not of a row.
+    """
+    tally, parts, done = Tally(), list[TokenDataset](), 0
+    rows = config.stream(validation)
+    while chunk := list(islice(rows, None if config.one_chunk else CHUNK_ROWS)):
+        parts.append(_encode(config, chunk, tokenizer, tally))
+        done += len(chunk)
+        tick(done)
+    return joined(parts or [config.encode([], tokenizer)], tally)
+
+
+def _encode(config: StoredRowsConfig, chunk: Sequence[Given], tokenizer: Any, tally: Tally) -> TokenDataset:
+    rows: list[Row] = []
+    for row in chunk:
+        leave_out(row, tally, config.max_bad_rows) if isinstance(row, DataError) else rows.append(row)
+    while True:
+        try:
+            return config.encode(rows, tokenizer)
+        except DataError as error:
+            at = next((i for i, row in enumerate(rows) if str(error).startswith(f"{row.where}: ")), None)
+            if at is None:  # of the settings, or of the data as a whole
+                raise
+            leave_out(error, tally, config.max_bad_rows)
+            del rows[at]
