@@ -78,11 +78,6 @@ class Prepared:
     validation: dict[str, TokenDataset]
 
     @property
-    def exported(self) -> str:
-        name: str = self.config.algorithm.exported
-        return name
-
-    @property
     def sections(self) -> list[Any]:
         """Of each stream of data its section of the configuration, None for one that is left out."""
         return [getattr(self.config, section.key) for section in self.config.algorithm.streams.values()]
@@ -350,12 +345,12 @@ def describe(ready: Prepared, world: World) -> str:
     ):
         lines.append("  warning: no row has an answer (data.answer_key), so a reward that looks for one finds none")
     lines += [line for data in (*ready.training.values(), *ready.validation.values()) for line in data.tally.warnings()]
-    plan, device = ready.plans[ready.exported], world.device
+    plan, device = ready.plans[ready.config.algorithm.exported], world.device
     dtype = plan.config.torch_dtype(device)
-    attention = choose_attention(plan.config.attention, dtype, device, f"models.{ready.exported}.attention")
+    attention = choose_attention(plan.config.attention, dtype, device, f"models.{ready.config.algorithm.exported}.attention")
     line = f"  device {device.type}, attention {attention}"
     if plan.generation is not None:
-        where = f"models.{ready.exported}.generation.attention"
+        where = f"models.{ready.config.algorithm.exported}.generation.attention"
         line += f", of generation {choose_backend(plan.config.generation.attention, attention, dtype, device, where)}"
     on_cpu = f", float32 products '{torch.get_float32_matmul_precision()}', {torch.get_num_threads()} thread(s) per rank"
     lines.append(line + (on_cpu if device.type == "cpu" else ""))

@@ -186,7 +186,7 @@ def test_an_update_is_balanced_by_the_tokens_that_it_consumes() -> None:
         actor.update(prompts.union(sampled))
         actor.update(prompts.copy().union(greedy))
 
-    first, second, *updates = (node.call for node in controller.trace(script).nodes)
+    first, second, *updates = controller.trace(script).nodes
     first.counts, second.counts = lengths  # what the ranks would be told
 
     def fullest(update: Production, of: np.ndarray) -> float:

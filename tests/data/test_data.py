@@ -163,11 +163,11 @@ def test_chat_templates(tmp_path: Path, tokenizer: Any) -> None:
     for template in (TEMPLATE, str(tmp_path / "t.jinja")):
         data = prompts(tokenizer, path, chat_template=template)
         assert decode(tokenizer, ids_of(data), skip_special_tokens=False) == ["12 >", "<bos>34"]
-    assert data.rows[0]["prompt"] == "12 >"
-    assert data.rows[0]["messages"] == chat
+    assert data.row(0)["prompt"] == "12 >"
+    assert data.row(0)["messages"] == chat
     data = prompts(tokenizer, path, chat_template=TEMPLATE, apply_chat_template=True, system_prompt="0")
     assert decode(tokenizer, ids_of(data), skip_special_tokens=False) == ["0 12 >", "0 34 >"]
-    assert data.rows[1]["prompt"] == "34"
+    assert data.row(1)["prompt"] == "34"
     for options, message in (
         ({"apply_chat_template": False}, "the prompt is chat messages, but data.apply_chat_template=false"),
         ({"chat_template": "{{ raise_exception('roles must alternate') }}"}, "refuses these messages: roles must alternate"),
@@ -180,16 +180,16 @@ def test_chat_templates(tmp_path: Path, tokenizer: Any) -> None:
 
 def test_prompt_ids_need_no_tokenizer(tmp_path: Path) -> None:
     data = prompts(None, write(tmp_path / "a.jsonl", {"prompt_ids": [5, 700], "id": 4}))
-    assert data.rows[0]["prompt"] == ""
+    assert data.row(0)["prompt"] == ""
     assert data.columns["prompt_ids"].rows()[0].tolist() == [5, 700]
-    assert data.rows[0]["id"] == 4
+    assert data.row(0)["id"] == 4
     with pytest.raises(DataError, match="without a tokenizer a row must have 'prompt_ids'"):
         prompts(None, write(tmp_path / "b.jsonl", {"prompt": "5"}))
 
 
 def test_prompt_ids_reach_rewards_as_text(tmp_path: Path, tokenizer: Any) -> None:
     data = prompts(tokenizer, write(tmp_path / "a.jsonl", {"prompt_ids": [1, 5, 6, 14]}))
-    assert data.rows[0]["prompt"] == "<bos>12>" and data.rows[0]["prompt_ids"] == [1, 5, 6, 14]
+    assert data.row(0)["prompt"] == "<bos>12>" and data.row(0)["prompt_ids"] == [1, 5, 6, 14]
 
 
 def test_loader_order_and_resume(tmp_path: Path, tokenizer: Any) -> None:
@@ -271,7 +271,7 @@ def test_duplicates_by_id(tmp_path: Path, tokenizer: Any) -> None:
     path = write(tmp_path / "a.jsonl", *({"prompt": str(i), "id": name} for i, name in enumerate([1, "1", 1, None, None])))
     with pytest.raises(DataError, match=r"a\.jsonl:3: the id 1 is also that of .*a\.jsonl:1; set data\.duplicates=drop"):
         prompts(tokenizer, path)
-    assert [row["prompt"] for row in prompts(tokenizer, path, duplicates="drop").rows] == ["0", "1", "3", "4"]
+    assert [row["prompt"] for row in prompts(tokenizer, path, duplicates="drop").examples()] == ["0", "1", "3", "4"]
     assert len(prompts(tokenizer, path, duplicates="keep")) == 5
 
 
@@ -286,7 +286,7 @@ def test_verl_s_parquet_has_its_answer(tmp_path: Path, tokenizer: Any) -> None:
         "extra_info": {"answer": "It is #### 7", "index": 0, "question": "3 + 4?", "split": "train"},
     }
     parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "train.parquet")
-    (found,) = prompts(tokenizer, str(tmp_path / "train.parquet"), chat_template=TEMPLATE).rows
+    (found,) = prompts(tokenizer, str(tmp_path / "train.parquet"), chat_template=TEMPLATE).examples()
     assert found["answer"] == "7" and found["data_source"] == "openai/gsm8k" and found["messages"] == row["prompt"]
     assert found["extra_info"] == row["extra_info"]
 

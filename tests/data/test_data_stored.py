@@ -83,7 +83,7 @@ def contents(data: TokenDataset) -> dict[str, Any]:
     for name in batch.fields:
         found[name] = [x.tolist() for x in batch[name].rows()] if isinstance(batch[name], Ragged) else batch[name].tolist()
     if isinstance(data, PromptDataset):
-        found["row"] = [{key: value for key, value in row.items() if key != "id"} for row in data.rows]
+        found["row"] = [{key: value for key, value in row.items() if key != "id"} for row in map(data.row, range(len(data)))]
     return found
 
 
@@ -302,7 +302,7 @@ def test_verl_s_gsm8k_file_trains_with_its_own_reward(tmp_path: Path) -> None:
     assert metrics["reward/openai/gsm8k/mean"] == metrics["reward/mean"] and metrics["reward/failures"] == 0
     prepared = train.prepare(config, tasks.settings(tmp_path / "other", 1, *more), 1)
     assert isinstance(data := prepared.training["prompts"], PromptDataset)
-    assert [row["answer"] for row in data.rows] == [str(2 * n) for n in range(12)]
-    assert [{key: row[key] for key in ("ability", "extra_info")} for row in data.rows] == [
+    assert [row["answer"] for row in map(data.row, range(len(data)))] == [str(2 * n) for n in range(12)]
+    assert [{key: row[key] for key in ("ability", "extra_info")} for row in map(data.row, range(len(data)))] == [
         {key: row[key] for key in ("ability", "extra_info")} for row in rows
     ]

@@ -20,7 +20,8 @@ from places import ROOT
 from rlhf_spmd import kernels
 from rlhf_spmd.generation import SamplingConfig
 from rlhf_spmd.models.attention import exact_in_threads
-from rlhf_spmd.train import exact_rollouts, prepare
+from rlhf_spmd.runtime.checks import exact_rollouts
+from rlhf_spmd.train import prepare
 
 CPU = torch.device("cpu")
 KERNELS = all(exact_in_threads("cpp", dtype, CPU) for dtype in (torch.float32, torch.bfloat16))

@@ -246,7 +246,10 @@ def export_slowly(world: World, run_dir: Path, fails: bool) -> int:
     controller, asked = Controller(world.all), []
     decide = controller.decide
     controller.decide = lambda wish: asked.append(wish) or decide(wish)  # type: ignore[method-assign,func-returns-value]
-    board, prepared = SimpleNamespace(last_checkpoint="x"), SimpleNamespace(plans={}, exported="actor")
+    board, prepared = (
+        SimpleNamespace(last_checkpoint="x"),
+        SimpleNamespace(plans={}, config=SimpleNamespace(algorithm=SimpleNamespace(exported="actor"))),
+    )
     here = SimpleNamespace(controller=controller, world=world, board=board, context=SimpleNamespace(prepared=prepared))
     here.is_first, here.run_dir = world.rank == 0, run_dir
     with pytest.MonkeyPatch.context() as patch:
@@ -259,7 +262,7 @@ def export_slowly(world: World, run_dir: Path, fails: bool) -> int:
 def test_nobody_waits_for_an_export_in_one_collective(tmp_path: Path) -> None:
     """It may take longer than a collective may: the others ask again and again."""
     assert all(asked > 3 for asked in run_ranks(2, export_slowly, tmp_path, False))
-    assert (tmp_path / "export" / session.EXPORTED_FILE).read_text() == "x"
+    assert (tmp_path / "export" / session.run_dir.EXPORTED_FILE).read_text() == "x"
 
 
 def test_an_export_that_fails_raises(tmp_path: Path) -> None:

@@ -5,4 +5,6 @@ data the algorithm reads, which roles there are and which is exported; and ``ste
 calls of one step and returns those whose values are its metrics. ``validate(models, data, config, number)``, if it is there, returns
 the metrics of a validation. A step runs on every rank and is traced first, so it may branch only on what all ranks know. It must not
 know ranks, meshes or collectives.
+
+A module that imports ``step`` or ``validate`` of another and does not use it takes it over as its own.
 """

@@ -17,8 +17,6 @@ from rlhf_spmd.controller import Reference
 from rlhf_spmd.objectives.advantages import group_advantages
 from rlhf_spmd.workers import Computed, Function, Rows, Whole
 
-__all__ = ["Config", "step", "validate"]
-
 
 @dataclass(frozen=True)
 class OverlongConfig:

@@ -21,8 +21,6 @@ from rlhf_spmd.data.tokenizer import load_tokenizer
 from rlhf_spmd.objectives.advantages import gae
 from rlhf_spmd.workers import ActorWorker, Computed, Function, ReferenceWorker, RewardWorker, RoleClass, Rows, Whole
 
-__all__ = ["Config", "step", "validate"]
-
 
 @dataclass(frozen=True)
 class Config(PolicyConfig):

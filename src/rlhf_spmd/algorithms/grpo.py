@@ -13,8 +13,6 @@ from rlhf_spmd.algorithms.estimators import CriticFreeConfig, in_group
 from rlhf_spmd.algorithms.policy import clipped_policy
 from rlhf_spmd.controller import Reference
 
-__all__ = ["Config", "step", "validate"]
-
 
 @dataclass(frozen=True)
 class Config(CriticFreeConfig):

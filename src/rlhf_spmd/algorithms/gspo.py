@@ -8,8 +8,6 @@ from rlhf_spmd.algorithms.base import validate
 from rlhf_spmd.algorithms.estimators import CriticFreeConfig
 from rlhf_spmd.algorithms.grpo import step
 
-__all__ = ["Config", "step", "validate"]
-
 
 @dataclass(frozen=True)
 class Config(CriticFreeConfig):

@@ -14,8 +14,6 @@ from rlhf_spmd.controller import Reference
 from rlhf_spmd.objectives.preferences import best_and_worst
 from rlhf_spmd.workers import Computed, Rows, Whole
 
-__all__ = ["Config", "step", "validate"]
-
 
 @dataclass(frozen=True)
 class Config(DirectConfig, RolloutConfig):

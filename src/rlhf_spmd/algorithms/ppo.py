@@ -13,8 +13,6 @@ from rlhf_spmd.config.bounds import check_bounds
 from rlhf_spmd.controller import Reference
 from rlhf_spmd.workers import ActorCriticWorker, ActorWorker, CriticWorker, ReferenceWorker, RewardWorker, RoleClass, joint
 
-__all__ = ["Config", "step", "validate"]
-
 
 @dataclass(frozen=True)
 class Config(CriticConfig):

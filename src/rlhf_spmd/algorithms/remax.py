@@ -18,8 +18,6 @@ from rlhf_spmd.controller import Reference
 from rlhf_spmd.rewards.config import named_rewards, reward_key
 from rlhf_spmd.workers import Computed, ReferenceWorker, RoleClass, Rows, Whole
 
-__all__ = ["Config", "step", "validate"]
-
 
 @dataclass(frozen=True)
 class Config(PolicyConfig):

@@ -9,8 +9,6 @@ from rlhf_spmd.algorithms.estimators import CriticFreeConfig
 from rlhf_spmd.algorithms.grpo import step
 from rlhf_spmd.objectives.kl import KLControlConfig
 
-__all__ = ["Config", "step", "validate"]
-
 
 @dataclass(frozen=True)
 class Config(CriticFreeConfig):

@@ -24,8 +24,6 @@ from rlhf_spmd.objectives.kl import kl_penalty
 from rlhf_spmd.workers import ArithmeticWorker, CriticWorker, Function, Objective, RewardWorker, RoleClass, Rows, Totals, Whole
 from rlhf_spmd.workers.arithmetic import Computed
 
-__all__ = ["Config", "step", "validate"]
-
 LEAST_LOGARITHM = -20.0  # of the multiplier, whose own size is in its step: from far below it would not come back
 
 

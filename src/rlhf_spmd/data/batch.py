@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ class Ragged:
     values: Tensor
     lengths: Tensor
 
-    @property
+    @cached_property
     def offsets(self) -> Tensor:
         """int64 [rows + 1]: row i is ``values[offsets[i] : offsets[i + 1]]``."""
         return torch.cat([self.lengths.new_zeros(1), self.lengths.cumsum(0)])
@@ -124,10 +125,6 @@ class Batch:
         index = order[found]
         assert torch.equal(self.row_ids[index], row_ids), f"reorder: ids that the batch of {len(self)} rows does not hold"
         return self.take(index)
-
-    def split(self, sizes: Sequence[int]) -> list[Batch]:
-        """Consecutive runs of rows, ``sizes[i]`` rows in the i-th; their sum is the number of rows."""
-        return [self.take(index) for index in torch.arange(len(self)).split(list(sizes))]
 
     def repeat(self, n: int) -> Batch:
         """n rows for each row, side by side; they keep the group id and get the ids ``row_id * n + j``."""

@@ -6,7 +6,6 @@ import json
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, ClassVar, cast
 
 import numpy as np
@@ -103,31 +102,18 @@ class PromptDataset(TokenDataset):
         self.beside |= dict(zip(LIMITS, limits.view(-1, len(LIMITS)).T, strict=True))
         self.beside |= {"row": encode_json(seen), "kind": torch.tensor([_kind(row) for row in seen], dtype=torch.int64)}
 
-    @cached_property
-    def rows(self) -> JsonRows:
-        """What rewards see of each."""
-        return JsonRows(cast(Ragged, self.beside["row"]))
+    def row(self, index: int) -> dict[str, Any]:
+        """What rewards see of a row, decoded when it is asked for."""
+        field = cast(Ragged, self.beside["row"])
+        begin, end = field.offsets[index : index + 2].tolist()
+        found: dict[str, Any] = json.loads(bytes(field.values[begin:end].numpy()))
+        return found
 
     def examples(self) -> list[dict[str, Any]]:
         """The first rows, and of every ``data_source`` and every set of columns that have a value the first: what there is to check,
         without a look at every row."""
         _, first = np.unique(cast(Tensor, self.beside["kind"]).numpy(), return_index=True)
-        return [self.rows[i] for i in sorted({*range(min(len(self), NUM_FIRST)), *first.tolist()})]
-
-
-class JsonRows(Sequence[dict[str, Any]]):
-    """The rows of a field of JSON, decoded when one is asked for."""
-
-    def __init__(self, field: Ragged) -> None:
-        self._values, self._offsets = field.values, field.offsets
-
-    def __len__(self) -> int:
-        return len(self._offsets) - 1
-
-    def __getitem__(self, index: Any) -> Any:
-        at = range(len(self))[index]
-        begin, end = self._offsets[at : at + 2].tolist()
-        return json.loads(bytes(self._values[begin:end].numpy()))
+        return [self.row(i) for i in sorted({*range(min(len(self), NUM_FIRST)), *first.tolist()})]
 
 
 def _kind(row: Mapping[str, Any]) -> int:

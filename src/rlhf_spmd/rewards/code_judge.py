@@ -16,40 +16,22 @@ import collections
 import ctypes
 import importlib
 import json
-import operator
 import os
 import resource
 import struct
 import sys
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any, BinaryIO
 
 SEQUENCES: dict[str, type] = {"tuple": tuple, "set": set, "frozenset": frozenset, "deque": collections.deque}
-REQUESTS: dict[str, Any] = {
-    "attribute": getattr,
-    "set": setattr,
-    "item": operator.getitem,
-    "length": len,
-    "truth": bool,
-    "list": list,
-}
 WRITES = 0x1FF2  # Landlock's rights to write, remove and make files
 TRUNCATE = 1 << 14
 NAMESPACES = 0x10000000 | 0x40000000 | 0x20000000 | 0x08000000 | 0x00020000  # user, network, processes, IPC, mounts
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def _asked(how: str, read: Callable[[Any], Any] = lambda answer: answer) -> Callable[..., Any]:
-    """A method of :class:`Remote` that asks the program."""
-    return lambda self, *arguments: read(self._program.ask(how, self._number, arguments))
-
-
 class Remote:
     """In the judge: an object of the program, by its number. Equal to nothing but itself."""
-
-    _program: Program
-    _number: int
 
     def __init__(self, program: Program, number: int) -> None:
         self.__dict__.update(_program=program, _number=number)
@@ -57,9 +39,23 @@ class Remote:
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         return self._program.ask("call", self._number, arguments, keywords)
 
-    __getattr__, __setattr__, __getitem__ = _asked("attribute"), _asked("set"), _asked("item")
-    __len__, __bool__ = _asked("length", int), _asked("truth", bool)
-    __iter__ = _asked("list", iter)
+    def __getattr__(self, name: str) -> Any:
+        return self._program.ask("attribute", self._number, (name,))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._program.ask("set", self._number, (name, value))
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._program.ask("item", self._number, (key,))
+
+    def __len__(self) -> int:
+        return int(self._program.ask("length", self._number))
+
+    def __bool__(self) -> bool:
+        return bool(self._program.ask("truth", self._number))
+
+    def __iter__(self) -> Any:
+        return iter(self._program.ask("list", self._number))
 
 
 def encode(value: Any, keep: Any) -> Any:
@@ -206,8 +202,11 @@ def serve(scope: dict[str, Any], calls: BinaryIO, answers: BinaryIO) -> None:
                 if how == "call":
                     result = about(*given, **decode(keywords, objects.__getitem__))
                     after = given
+                elif how == "item":
+                    result = about[given[0]]
                 else:
-                    result = REQUESTS[how](about, *given)
+                    functions = {"attribute": getattr, "set": setattr, "length": len, "truth": bool, "list": list}
+                    result = functions[how](about, *given)  # type: ignore[operator]
             answer = [None, encode(result, keep), encode(after, keep)]
         except BaseException as error:
             answer = [[type(error).__name__, str(error)[:500]], None, []]

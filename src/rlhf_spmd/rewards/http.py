@@ -30,15 +30,7 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 _OPENER = urllib.request.build_opener(_NoRedirect)
 
 
-def check(
-    where: str,
-    url: str,
-    token_env: str | None = None,
-    batch_size: int = 64,
-    retries: int = 3,
-    request_timeout_s: float = 5.0,
-    backoff_s: float = 0.25,
-) -> None:
+def check(where: str, url: str, token_env: str | None = None, **numbers: float) -> None:
     """Raises ValueError for a bad setting, and a token that is not in the environment."""
     parts = urllib.parse.urlsplit(str(url))
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.username is not None:
@@ -47,11 +39,10 @@ def check(
         )
     if token_env is not None and not os.environ.get(token_env):
         raise ValueError(f"{where}.token_env={token_env!r}: there is no such variable in the environment")
-    for key, value, least in (("batch_size", batch_size, 1), ("retries", retries, 0), ("backoff_s", backoff_s, 0)):
-        if value < least:
-            raise ValueError(f"{where}.{key}={value} must be at least {least}")
-    if request_timeout_s <= 0:
-        raise ValueError(f"{where}.request_timeout_s={request_timeout_s} must be above 0")
+    for key, value in numbers.items():
+        least = 1 if key == "batch_size" else 0
+        if value < least or (key == "request_timeout_s" and value == 0):
+            raise ValueError(f"{where}.{key}={value} must be {'above' if key == 'request_timeout_s' else 'at least'} {least}")
 
 
 def score(

@@ -97,7 +97,7 @@ class Session:
     """What a run carries besides its ``models``. ``state``/``restore``: what a checkpoint holds besides the roles that change.
     ``told``: metrics of the data so far.
 
-    ``context.prepared`` has ``config`` (with ``run`` and ``logger``), ``plans`` and the role that is ``exported``.
+    ``context.prepared`` has ``config`` (with ``run``, ``algorithm`` and ``logger``) and ``plans``.
     """
 
     context: ProgramContext[Any]
@@ -117,10 +117,10 @@ class Session:
         self.run_dir = Path(self.config.dir)
         self.is_first = self.world.rank == 0
         workers = {role: worker for role, worker in vars(self.models).items() if isinstance(worker, ModelWorker)}
-        moved = ready.config.algorithm.moved
-        self.saved = {role: worker for role, worker in workers.items() if worker.trained or role in moved}
+        algorithm, device = ready.config.algorithm, self.world.device
+        self.saved = {role: worker for role, worker in workers.items() if worker.trained or role in algorithm.moved}
         # FLOP/s of one rank, by which utilisation (perf/mfu) is measured
-        self.peak_flops = matmul_rate(self.world.device, ready.plans[ready.exported].config.torch_dtype(self.world.device))
+        self.peak_flops = matmul_rate(device, ready.plans[algorithm.exported].config.torch_dtype(device))
 
     def run(self, one_step: Step, validate: Validate, goal: float | None = None) -> None:
         """All steps from where the run stands; what ``validate`` gives, metrics and samples, is the same on every rank.
@@ -272,7 +272,7 @@ class Session:
         """Rank 0 writes for as long as it takes; nobody waits for it in one collective, whose time is limited."""
         if self.board.last_checkpoint is None:
             return
-        role = self.context.prepared.exported
+        role = self.context.prepared.config.algorithm.exported
         source = model_directory(self.context.prepared.plans, role)
         with ThreadPoolExecutor(1) as pool:
             arguments = Path(self.board.last_checkpoint), role, source, self.run_dir / run_dir.EXPORT_DIR

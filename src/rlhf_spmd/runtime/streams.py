@@ -309,7 +309,7 @@ class Data:
             for text, row_id, number, score in zip(
                 texts, rows.row_ids.tolist(), rows.group_ids.tolist(), fields["scores"].tolist(), strict=True
             ):
-                seen = given.dataset.rows[number]
+                seen = given.dataset.row(number)
                 answer = final_answer(text, seen["answer"])
                 codes.append(-1.0 if answer is None else float(int.from_bytes(hashlib.sha256(answer.encode()).digest()[:6])))
                 if number in shown and row_id == number * n:
