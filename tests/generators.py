@@ -13,6 +13,7 @@ import torch
 from rlhf_spmd import kernels
 from rlhf_spmd.data.tokenizer import Decoding
 from rlhf_spmd.generation import Completion, GenerationConfig, Generator, Request, SamplingConfig
+from rlhf_spmd.generation.sequence import Row
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import token_log_probs
@@ -71,6 +72,11 @@ def load(path: str, mesh: Mesh, dtype: torch.dtype = torch.float32) -> Decoder:
 def build_generator(path: str, config: GenerationConfig = SMALL, dtype: torch.dtype = torch.float32) -> Generator:
     mesh = alone()[1]
     return Generator(load(path, mesh, dtype), mesh, config, read_eos_ids(path))
+
+
+def row_of(index: int, prompt_ids: Sequence[int], most: int, **more: Any) -> Row:
+    """In flight, with room for ``most`` tokens."""
+    return Row(Request(index, 0, prompt_ids, most), index=index, **more)
 
 
 def ragged_requests(num_prompts: int = 7, samples: int = 3, max_new_tokens: int = 30, vocabulary: int = 301) -> list[Request]:

@@ -6,11 +6,12 @@ import numpy as np
 import torch
 
 from rlhf_spmd.generation.config import SamplingConfig
-from rlhf_spmd.generation.sampler import uniform
+from rlhf_spmd.generation.sampler import row_keys, uniform
 
 
 def draws(n: int, seed: int = 0, step: int = 0) -> torch.Tensor:
-    return torch.from_numpy(uniform(seed, step, np.arange(n), np.zeros(n, dtype=np.int64)))
+    rows = torch.arange(n)
+    return uniform(row_keys(seed, torch.tensor(step), rows), torch.zeros_like(rows))
 
 
 def exact_probabilities(logits: np.ndarray, s: SamplingConfig) -> np.ndarray:

@@ -30,7 +30,7 @@ import torch
 from measure import machine_facts, memory_mib, on_ranks, table
 from torch import Tensor
 
-from rlhf_spmd.generation import GenerationConfig, Generator, Request, SamplingConfig, Until
+from rlhf_spmd.generation import CallLimits, GenerationConfig, Generator, Request, SamplingConfig
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import token_log_probs
 from rlhf_spmd.models.sharding import ParamShard, plan_params
@@ -91,8 +91,8 @@ class Actor:
         self.hybrid.to_generation()
         made = generator.generate(rows[::2], sampling, 0, number)
         texts = [[*row.prompt_ids, *done.token_ids] for row, done in zip(rows[::2], made, strict=True)]
-        until = Until() if drain else Until(fraction=0.5)
-        ended = generator.generate_until(rows[1::2], sampling, 0, number, until, number)
+        limits = CallLimits() if drain else CallLimits(fraction=0.5)
+        ended = generator.generate_until(rows[1::2], sampling, 0, number, limits, number)
         generator.make_room()
         self.hybrid.to_training()
         texts += [done.token_ids for done in ended if len(done.token_ids) > 1]

@@ -128,8 +128,8 @@ def generate(
 
 
 def outcome(done: Completion) -> tuple[list[int], list[bool], float, int, str]:
-    assert done.episode is not None
-    return done.token_ids, done.episode.mask, done.episode.reward, done.episode.num_turns, done.finish_reason
+    assert done.mask is not None
+    return done.token_ids, done.mask, done.reward, done.num_turns, done.finish_reason
 
 
 @pytest.fixture(scope="module")
@@ -210,8 +210,8 @@ def test_log_probs_are_those_of_training_and_none_of_the_environment(ahead: int,
     completions = generator.generate(made, replace(SAMPLING, logprobs=likeliest), 1, 2, environments=found)
     wanted = training_log_probs(generator.decoder, made, completions, 1.0)
     for completion, log_probs in zip(completions, wanted, strict=True):
-        assert completion.episode is not None
-        mask = torch.tensor(completion.episode.mask)
+        assert completion.mask is not None
+        mask = torch.tensor(completion.mask)
         assert torch.equal(completion.log_probs[mask], log_probs[mask])
         assert not completion.log_probs[~mask].any()
         if completion.top_log_probs is not None:
@@ -227,8 +227,8 @@ def test_other_rows_go_on_while_one_waits(plain: list[Any]) -> None:
     rows = {row: {**values, **({"waits": True} if row == 5 else {})} for row, values in found.rows.items()}
     completions = generator.generate(requests()[0], SAMPLING, 1, 2, environments=replace(found, rows=rows))
     asked, answered = Waiting.drawn
-    assert answered - asked >= Waiting.TOKENS and completions[5].episode is not None
-    assert completions[5].episode.num_turns > 1
+    assert answered - asked >= Waiting.TOKENS and completions[5].mask is not None
+    assert completions[5].num_turns > 1
     assert [outcome(done) for done in completions] == plain
 
 

@@ -7,16 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 import tasks
 from generators import MODELS, SMALL, alone, load, ragged_requests, tokens_of
 from ranks import run_ranks
-from rlhf_spmd.generation import Completion, Generator, Request, SamplingConfig, Until, decode_loop
-from rlhf_spmd.generation.decode_loop import DecodeLoop, padded_size
-from rlhf_spmd.generation.sampler import row_keys, uniform, uniform_on_device
+from rlhf_spmd.generation import CallLimits, Completion, Generator, Request, SamplingConfig
+from rlhf_spmd.generation.runner import Runner, padded_size
+from rlhf_spmd.generation.sequence import Drawing
 from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import build_mesh
@@ -63,14 +62,14 @@ def test_tokens_and_log_probs_keep_their_bits(
     wanted, stepwise = generate(path, SAMPLED, attention=attention)
     assert {c.finish_reason for c in wanted} == {"stop", "length"}
     sizes = []
-    start = DecodeLoop.start
+    decode = Runner._decode
 
-    def padded(self: DecodeLoop, work: Any, steps: int) -> None:
+    def padded(self: Runner, rows: Any, repeats: int, history: Any) -> None:
         self.pads = True  # as for graphs
-        sizes.append((padded_size(len(work)), steps))
-        start(self, work, steps)
+        sizes.append((padded_size(len(rows)), repeats))
+        decode(self, rows, repeats, history)
 
-    monkeypatch.setattr(decode_loop.DecodeLoop, "start", padded)
+    monkeypatch.setattr(Runner, "_decode", padded)
     found, generator = generate(path, SAMPLED, attention=attention, **changes)
     check_equal(found, wanted)
     assert len({size for size, _ in sizes}) > 1 and max(steps for _, steps in sizes) > 1
@@ -99,11 +98,35 @@ def test_other_ways_to_draw(path: str, sampling: SamplingConfig) -> None:
     check_equal(generate(path, sampling, steps_per_sync=8)[0], generate(path, sampling)[0])
 
 
-@pytest.mark.parametrize("sampling", [SamplingConfig(presence_penalty=0.5), SamplingConfig(logprobs=3)], ids=str)
-def test_what_needs_the_host_goes_step_by_step(path: str, sampling: SamplingConfig) -> None:
-    (found, generator), (wanted, stepwise) = generate(path, sampling, steps_per_sync=8), generate(path, sampling)
-    check_equal(found, wanted)
-    assert generator.stats.steps == stepwise.stats.steps
+RULES = SamplingConfig(
+    temperature=0.9,
+    repetition_penalty=1.2,
+    presence_penalty=0.5,
+    frequency_penalty=0.1,
+    min_response_length=7,
+    logit_bias={5: 1.0},
+)
+
+
+@pytest.mark.parametrize("sampling", [RULES, replace(SAMPLED, logprobs=3)], ids=["rules", "logprobs"])
+@pytest.mark.parametrize("own", [False, True])
+def test_rules_likeliest_tokens_and_rows_that_draw_by_themselves(path: str, sampling: SamplingConfig, own: bool) -> None:
+    """All that follows from the rows' own tokens is found on the device."""
+    requests = ragged_requests()
+    if own:
+        kinds = (None, Drawing(0.0), Drawing(1.4, top_p=0.7), Drawing(1.0, top_k=3))
+        requests = [replace(request, drawing=kinds[i % 4], min_new_tokens=3 * (i % 4)) for i, request in enumerate(requests)]
+    made, steps = [], []
+    for repeats in (1, 8):
+        generator = Generator(load(path, alone()[1]), alone()[1], replace(SMALL, steps_per_sync=repeats), STOPS)
+        made.append(generator.generate(requests, sampling, 3, 5))
+        steps.append(generator.stats.steps)
+    check_equal(made[1], made[0])
+    assert steps[1] < steps[0] / 2
+    for a, b in zip(*made, strict=True):
+        assert (a.top_log_probs is None) == (b.top_log_probs is None) == (not sampling.logprobs)
+        if a.top_log_probs is not None and b.top_log_probs is not None:
+            assert all(map(torch.equal, a.top_log_probs, b.top_log_probs))
 
 
 def test_interrupted_rows_go_on(path: str) -> None:
@@ -111,18 +134,9 @@ def test_interrupted_rows_go_on(path: str) -> None:
     generator = Generator(load(path, alone()[1]), alone()[1], replace(SMALL, steps_per_sync=6), STOPS)
     found, requests = [], ragged_requests()
     while generator.kept or requests:
-        found += generator.generate_until(requests, SAMPLED, 3, 5, Until(steps=2), 0)
+        found += generator.generate_until(requests, SAMPLED, 3, 5, CallLimits(steps=2), 0)
         requests = []
     check_equal(sorted(found, key=lambda c: c.row_id), wanted)
-
-
-def test_the_device_draws_the_numbers_of_the_host() -> None:
-    random = np.random.default_rng(0)
-    rows, steps, positions = (random.integers(0, 2**62, 1000) for _ in range(3))
-    for seed in (0, 7, -3, 2**64 - 1):
-        keys = torch.from_numpy(row_keys(seed, steps, rows).view(np.int64))
-        found = uniform_on_device(keys, torch.from_numpy(positions))
-        assert np.array_equal(found.numpy(), uniform(seed, steps, rows, positions))
 
 
 def generate_on_rank(world: World, path: str) -> list[Any]:

@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 
 from generate_runs import CONFIG as PROGRAM_CONFIG
 from generate_runs import ROWS, arguments, read_output, run_program_on_rank, write_rows, write_tokenizer
-from generators import MODELS, SMALL, alone, load, ragged_requests, tokens_of, transformers_greedy
+from generators import MODELS, SMALL, alone, load, ragged_requests, row_of, tokens_of, transformers_greedy
 from ranks import run_ranks
 from rlhf_spmd import generate as program
 from rlhf_spmd.generation import Completion, Generator, Request, SamplingConfig, StopStrings
 from rlhf_spmd.generation.logit_rules import LogitRules
-from rlhf_spmd.generation.sampler import sample, uniform
+from rlhf_spmd.generation.sampler import row_keys, sample, uniform
 from rlhf_spmd.generation.sequence import Row
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
@@ -82,9 +82,7 @@ def rules_in_loops(
 
 
 def grown(index: int, prompt: Sequence[int], drawn: Sequence[int], min_new: int = 0) -> Row:
-    row = Row(index, len(prompt), 1000, (), min_new)
-    row.length += len(drawn)
-    return row
+    return row_of(index, prompt, 1000, response=drawn, min_new=min_new)
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -96,8 +94,9 @@ def test_draws_follow_the_exact_distribution(name: str) -> None:
     assert np.abs(p - exact_probabilities(logits.numpy(), replace(s, min_p=0.0, top_k=0, top_p=1.0))).max() > 0.02
     number = 40_000
     tokens = torch.tensor([[*prompt, *drawn, 9, 9]])  # what lies behind a row's end does not count
-    rows = [grown(0, prompt, drawn, s.min_response_length)] * number
-    changed = LogitRules(s, ends, 20, torch.device("cpu")).apply(logits.expand(number, -1), rows, tokens)
+    rules = LogitRules(s, ends, [grown(0, prompt, drawn, s.min_response_length)], 20, torch.device("cpu"))
+    lines = torch.zeros(number, dtype=torch.int64)
+    changed = rules.apply(logits.expand(number, -1), lines, lines + len(prompt) + len(drawn), tokens)
     counts = np.bincount(sample(changed, s, draws(number)).numpy(), minlength=20)
     assert counts[p == 0].sum() == 0
     assert chi_square_z(counts, p) < 4.0
@@ -115,7 +114,7 @@ def test_rules_equal_transformers_processors() -> None:
     wanted = hf.RepetitionPenaltyLogitsProcessor(1.3)(tokens, wanted)
     wanted = hf.MinNewTokensLengthLogitsProcessor(4, 9, EOS)(tokens, wanted)
     wanted = hf.SuppressTokensLogitsProcessor([7, 8])(tokens, wanted)
-    found = LogitRules(s, {EOS}, 50, torch.device("cpu")).apply(logits, rows, tokens)
+    found = LogitRules(s, {EOS}, rows, 50, torch.device("cpu")).apply(logits, torch.arange(6), torch.full((6,), 12), tokens)
     assert torch.equal(found, wanted) and not torch.equal(found, logits)
 
 
@@ -131,7 +130,7 @@ def redrawn(
         drawn: list[int] = []
         for position in range(len(completion.token_ids)):
             ruled = rules_in_loops(logits[len(request.prompt_ids) + position - 1], request.prompt_ids, drawn, s, {EOS, 4})
-            u = uniform(3, 5, np.array([request.row_id]), np.array([position]))[0]
+            u = float(uniform(row_keys(3, torch.tensor(5), torch.tensor([request.row_id])), torch.tensor([position]))[0])
             drawn.append(int(np.searchsorted(np.cumsum(exact_probabilities(ruled, s)), u, side="right")))
         out.append(drawn)
     return out

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
 from rlhf_spmd.generation.config import GenerationConfig, SamplingConfig
-from rlhf_spmd.generation.sampler import filter_weights, sample, uniform
+from rlhf_spmd.generation.sampler import filter_weights, row_keys, sample, uniform
 from sampler_statistics import chi_square_z, draws, exact_probabilities
 
 OPTIONS = [
@@ -80,9 +82,36 @@ def test_draws_from_broken_logits_lie_in_the_vocabulary(broken: float) -> None:
             assert int(drawn.min()) >= 0 and int(drawn.max()) < 300, options
 
 
+def numbers(seed: int, steps: Any, row_ids: Any, positions: Any) -> torch.Tensor:
+    return uniform(row_keys(seed, torch.as_tensor(steps), torch.as_tensor(row_ids)), torch.as_tensor(positions))
+
+
+def splitmix(seed: int, step: int, row_id: int, position: int) -> float:
+    """The definition, in whole numbers modulo 2^64."""
+    whole, golden = (1 << 64) - 1, 0x9E3779B97F4A7C15
+
+    def mix(x: int) -> int:
+        x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & whole
+        x = (x ^ (x >> 27)) * 0x94D049BB133111EB & whole
+        return x ^ (x >> 31)
+
+    state = seed & whole
+    for counter in (step, row_id, position):
+        state = mix(mix(state + golden & whole) ^ (counter + golden & whole))
+    return float((state >> 11) * 2.0**-53)
+
+
+def test_uniform_numbers_are_those_of_the_definition() -> None:
+    random = np.random.default_rng(0)
+    steps, rows, positions = (random.integers(0, 2**62, 1000) for _ in range(3))
+    for seed in (0, 7, -3, 2**64 - 1):
+        wanted = [splitmix(seed, *map(int, key)) for key in zip(steps, rows, positions, strict=True)]
+        assert numbers(seed, steps, rows, positions).tolist() == wanted
+
+
 def test_uniform_numbers() -> None:
     rows = np.arange(200_000)
-    u = uniform(1, 2, rows, rows % 7)
+    u = numbers(1, 2, rows, rows % 7).numpy()
     assert u.min() >= 0 and u.max() < 1
     assert abs(u.mean() - 0.5) < 0.003 and abs(u.var() - 1 / 12) < 0.001
     grid = np.abs(np.sort(u) - (rows + 0.5) / len(rows)).max()
@@ -92,12 +121,12 @@ def test_uniform_numbers() -> None:
 
 def test_uniform_depends_on_each_counter_and_on_nothing_else() -> None:
     def one(seed: int, step: int, row: int, position: int) -> float:
-        return float(uniform(seed, step, np.array([row]), np.array([position]))[0])
+        return float(numbers(seed, step, [row], [position])[0])
 
     grid = [(s, t, r, p) for s in (0, 1, -5) for t in (0, 1, 2) for r in (0, 1, 2**40) for p in (0, 1, 2)]
     values = {one(*key) for key in grid}
     assert len(values) == len(grid)  # also no symmetry between the counters
-    together = uniform(1, 2, np.array([0, 1, 2**40]), np.array([2, 1, 0]))
+    together = numbers(1, 2, [0, 1, 2**40], [2, 1, 0])
     assert together.tolist() == [one(1, 2, 0, 2), one(1, 2, 1, 1), one(1, 2, 2**40, 0)]
 
 

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from generators import row_of
 from places import ROOT
 from rlhf_spmd.generation.block_manager import BlockManager
 from rlhf_spmd.generation.scheduler import Limits, Scheduler, Step
@@ -70,7 +71,7 @@ class Chaos:
             self.done["forget"] += 1
         for row in [row for row in rows if not row.ended and rng.random() < self.often]:
             if row.held:
-                self.let_go(scheduler, row, lasts[row.index])
+                self.let_go(scheduler, row, texts[row.index], lasts[row.index])
             elif rng.random() < 0.2:
                 scheduler.remove(row)
                 rows.remove(row)
@@ -86,9 +87,10 @@ class Chaos:
                     row.draft[rng.randrange(right)] = -1
                 self.done["draft"] += bool(row.draft)
 
-    def let_go(self, scheduler: Scheduler, row: Row, last: int) -> None:
+    def let_go(self, scheduler: Scheduler, row: Row, text: list[int], last: int) -> None:
         self.done["pause"] += row in scheduler.paused
-        row.length += self.rng.randint(0, max(min(3, last - 1 - row.length), 0))
+        more = self.rng.randint(0, max(min(3, last - 1 - row.length), 0))
+        row.tokens += text[row.length : row.length + more]
         scheduler.resume(row)
 
     def look_ahead(self, scheduler: Scheduler, step: Step, texts: list[list[int]]) -> None:
@@ -109,7 +111,7 @@ def draw(row: Row, text: list[int], last: int, stops: bool) -> None:
     """All tokens up to the first that the row's draft did not foresee, or the row's end."""
     for guess in (*row.draft, None):
         token = text[row.length]
-        row.length += 1
+        row.tokens.append(token)
         row.stopped = stops and row.length == last
         if token != guess or row.stopped:
             break
@@ -126,7 +128,7 @@ def run_to_the_end(
     scheduler = Scheduler(limits)
     rows = []
     for i, (prompt, n, stop) in enumerate(zip(prompts, response_lengths, stops, strict=True)):
-        rows.append(Row(i, len(prompt), len(prompt) + n + (3 if stop else 0), interner.contents(prompt)))
+        rows.append(row_of(i, prompt, n + (3 if stop else 0), contents=interner.contents(prompt)))
         scheduler.add(rows[-1])
     cache = FakeCache(limits, texts)
     num_steps = 0
@@ -146,7 +148,7 @@ def run_to_the_end(
             held = [row for row in rows if row.held]
             assert held, "nothing runs, and nobody is waited for"
             for row in held:
-                chaos.let_go(scheduler, row, lasts[row.index])
+                chaos.let_go(scheduler, row, texts[row.index], lasts[row.index])
             continue
         assert len({work.row.index for work in step.work}) == len(step.work) <= limits.max_num_seqs
         assert sum(work.num_tokens for work in step.work) <= limits.max_num_batched_tokens
@@ -246,11 +248,11 @@ def test_pressure_preempts_and_still_ends() -> None:
 def test_rows_that_cannot_fit_are_refused() -> None:
     scheduler = Scheduler(Limits(4, num_pages=2, max_num_seqs=8, max_num_batched_tokens=64))
     with pytest.raises(ValueError, match="needs 3 pages of 4 tokens, but the KV cache has 2"):
-        scheduler.add(Row(0, 5, 10, (0, 1)))
-    scheduler.add(Row(0, 5, 9, (0, 1)))  # the last token is never written
+        scheduler.add(row_of(0, [0] * 5, 5, contents=(0, 1)))
+    scheduler.add(row_of(0, [0] * 5, 4, contents=(0, 1)))  # the last token is never written
     whole = Scheduler(Limits(4, num_pages=20, max_num_seqs=8, max_num_batched_tokens=16, chunked_prefill=False))
     with pytest.raises(ValueError, match="max_num_batched_tokens=16"):
-        whole.add(Row(0, 15, 17, (0, 1, 2, 3)))
+        whole.add(row_of(0, [0] * 15, 2, contents=(0, 1, 2, 3)))
 
 
 def test_free_pages_are_revived_and_evicted_oldest_first() -> None:
@@ -279,12 +281,13 @@ def test_a_row_that_comes_back_computes_the_last_token_of_its_prompt_anew() -> N
     """As a fresh one does: in a cached page that nobody holds, a row of one token may have written over that position."""
     scheduler, contents = Scheduler(Limits(page_size=4, num_pages=8, max_num_seqs=4, max_num_batched_tokens=64)), Interner(4)
     prompt = [1, 2, 3, 4, 5, 6]
-    first, second = (Row(i, 6, 20, contents.contents(prompt), 0) for i in range(2))
+    first, second = (row_of(i, prompt, 14, contents=contents.contents(prompt)) for i in range(2))
     scheduler.add(first)
     step = scheduler.schedule()
-    first.length, first.stopped = 7, True
+    first.tokens.append(7)
+    first.stopped = True
     scheduler.complete(step)
-    second.length = 9  # it was preempted with three tokens
+    second.tokens += [7, 8, 9]  # it was preempted with three tokens
     scheduler.add(second)
     (work,) = scheduler.schedule().work
     assert (work.start, work.num_tokens) == (5, 4) and scheduler.num_hit_tokens == 5

@@ -10,8 +10,7 @@ import torch
 
 from generators import MODELS, SMALL, LastDigits, alone, load, ragged_requests
 from ranks import run_ranks
-from rlhf_spmd.generation import Completion, Generator, SamplingConfig, Until
-from rlhf_spmd.generation.progress import Progress
+from rlhf_spmd.generation import CallLimits, Completion, Generator, SamplingConfig
 from rlhf_spmd.generation.sequence import Request, Row
 from rlhf_spmd.generation.speculation import Speculation
 from rlhf_spmd.models.weights import write_random_model
@@ -83,22 +82,29 @@ def test_guesses_and_interruptions(path: str) -> None:
     generator = Generator(load(path, mesh), mesh, replace(SMALL, speculative_tokens=4), {2})
     requests, found = ragged_requests(samples=3, max_new_tokens=60), []
     while requests or generator.kept:
-        found += generator.generate_until(requests, REPEATING, 3, 5, Until(tokens=50), 1)
+        found += generator.generate_until(requests, REPEATING, 3, 5, CallLimits(tokens=50), 1)
         requests = []
     assert_same(sorted(found, key=lambda c: c.row_id), wanted)
 
 
 def test_a_guess_is_what_followed_last_time_in_the_group() -> None:
-    rows = [Progress(Request(0, 7, [1, 2, 3, 4, 5, 1], 9), 0), Progress(Request(1, 7, [1, 2, 3, 4, 5, 1], 9), 0)]
-    rows.append(Progress(Request(2, 8, [9, 9, 9, 9], 9), 0))
+    row, other, alone = rows = [
+        Row(Request(0, 7, [1, 2, 3, 4, 5, 1], 9), index=0),
+        Row(Request(1, 7, [1, 2, 3, 4, 5, 1], 9), index=1),
+        Row(Request(2, 8, [9, 9, 9, 9], 9), index=2),
+    ]
     speculation = Speculation(rows, 3)
-    row, other = Row(0, 6, 15, ()), Row(1, 6, 15, ())
+
+    def draw(of: Row, tokens: list[int]) -> None:
+        of.tokens += tokens
+        speculation.note(of, len(tokens))
+
     assert speculation.guess(row) == []  # 4, 5, 1 has been seen, but nothing behind it
-    speculation.note(0, [2, 3])
+    draw(row, [2, 3])
     assert speculation.guess(row) == [4, 5, 1]
     assert speculation.guess(other) == [2, 3]
-    speculation.note(1, [2, 3, 8])
+    draw(other, [2, 3, 8])
     assert speculation.guess(row) == [8]
-    row.length = 14
+    draw(row, [8, 1, 2, 3, 4, 5])
     assert speculation.guess(row) == []  # one token is left, which needs no guess
-    assert speculation.guess(Row(2, 4, 13, ())) == [9]
+    assert speculation.guess(alone) == [9]

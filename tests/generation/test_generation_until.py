@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import time
 from collections import Counter
 from dataclasses import replace
@@ -15,7 +16,8 @@ import torch
 from generators import MODELS, SMALL, alone, load, ragged_requests, tokens_of, training_log_probs
 from generators import backend as backend  # a fixture
 from ranks import run_ranks
-from rlhf_spmd.generation import Completion, Generator, Request, SamplingConfig, Until
+from rlhf_spmd.generation import CallLimits, Completion, Generator, Request, SamplingConfig
+from rlhf_spmd.generation.balancing import pack, unpack
 from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import build_mesh
@@ -75,7 +77,7 @@ def test_a_group_of_eight_costs_the_prefill_of_one(path: str, page_size: int) ->
 
 
 def in_pieces(
-    generator: Generator, requests: list[Request], sampling: SamplingConfig, until: Until, drop: bool
+    generator: Generator, requests: list[Request], sampling: SamplingConfig, until: CallLimits, drop: bool
 ) -> list[Completion]:
     """Half of the rows at first, the others with the second call; a piece at a time until all have ended."""
     found: list[Completion] = []
@@ -97,10 +99,10 @@ def in_pieces(
 
 
 @pytest.mark.parametrize("sampling", [S, PENALISED], ids=["plain", "penalised"])
-@pytest.mark.parametrize("until", [Until(tokens=40), Until(fraction=0.3), Until(tokens=1)], ids=str)
+@pytest.mark.parametrize("until", [CallLimits(tokens=40), CallLimits(fraction=0.3), CallLimits(tokens=1)], ids=str)
 @pytest.mark.parametrize("num_pages", [None, 24])
 def test_interrupted_rows_come_out_as_if_never_interrupted(
-    path: str, sampling: SamplingConfig, until: Until, num_pages: int | None
+    path: str, sampling: SamplingConfig, until: CallLimits, num_pages: int | None
 ) -> None:
     requests = ragged_requests(samples=2, max_new_tokens=14)
     generator = build(path, num_pages=num_pages)
@@ -116,25 +118,25 @@ def test_interrupted_rows_come_out_as_if_never_interrupted(
         assert (a.top_log_probs is None) == (b.top_log_probs is None)
         if a.top_log_probs is not None and b.top_log_probs is not None:
             assert all(map(torch.equal, a.top_log_probs, b.top_log_probs))
-    assert generator._cached is None and not generator.kept
+    assert generator._lanes is None and not generator.kept
 
 
 def test_pages_are_kept_under_the_same_weights_only(path: str) -> None:
     generator = build(path)
     requests = ragged_requests(samples=1, max_new_tokens=20)
-    generator.generate_until(requests, S, 3, 5, Until(tokens=30), version=1)
-    generator.generate_until([], S, 3, 5, Until(tokens=30), version=1)
+    generator.generate_until(requests, S, 3, 5, CallLimits(tokens=30), version=1)
+    generator.generate_until([], S, 3, 5, CallLimits(tokens=30), version=1)
     assert generator.stats.prefill_tokens == 0
-    generator.generate_until([], S, 3, 5, Until(tokens=30), version=2)
+    generator.generate_until([], S, 3, 5, CallLimits(tokens=30), version=2)
     assert generator.stats.prefill_tokens > 0
 
 
 def test_tokens_follow_the_weights_of_their_version(path: str, other: str) -> None:
     generator, second = build(path), build(other)
     requests = ragged_requests(samples=2, max_new_tokens=20)
-    ended = generator.generate_until(requests, S, 3, 5, Until(tokens=100), version=1)
+    ended = generator.generate_until(requests, S, 3, 5, CallLimits(tokens=100), version=1)
     generator.decoder, first = second.decoder, generator.decoder
-    ended += generator.generate_until([], S, 3, 5, Until(), version=2)
+    ended += generator.generate_until([], S, 3, 5, CallLimits(), version=2)
     assert {v for c in ended for v in c.versions.tolist()} == {1, 2}
     by_id = {r.row_id: r for r in requests}
     asked = [by_id[c.row_id] for c in ended]
@@ -150,21 +152,21 @@ def test_fractions_count_whole_groups(path: str) -> None:
     requests = [Request(i, i // 3, [3, 4, 5 + i // 3], 4 + 3 * (i // 3)) for i in range(12)]  # groups end in their order
     generator, s = build(path), replace(S, ignore_eos=True)
     for fraction, groups in ((0.25, [0]), (0.5, [1, 2]), (1.0, [3])):
-        ended = generator.generate_until(requests, s, 0, 0, Until(fraction=fraction), 1)
+        ended = generator.generate_until(requests, s, 0, 0, CallLimits(fraction=fraction), 1)
         assert sorted({c.row_id // 3 for c in ended}) == groups and len(ended) == 3 * len(groups)
         requests = []
-    assert generator.generate_until([], s, 0, 0, Until(), 1) == []
+    assert generator.generate_until([], s, 0, 0, CallLimits(), 1) == []
     for bad in ({"tokens": 0}, {"seconds": -1.0}, {"fraction": 1.5}):
-        with pytest.raises(ValueError, match=r"until\."):
-            Until(**bad)
+        with pytest.raises(ValueError, match=r"limits\."):
+            CallLimits(**bad)
 
 
 def test_continued_rows_keep_the_step_they_began_with(path: str) -> None:
     generator = build(path)
     early, late = ragged_requests(samples=1), [replace(r, row_id=r.row_id + 100) for r in ragged_requests(samples=1)]
     wanted = generator.generate(early, S, 3, 5) + generator.generate(late, S, 3, 6)
-    found = generator.generate_until(early, S, 3, 5, Until(tokens=50), 1)
-    found += generator.generate_until(late, S, 3, 6, Until(), 2)
+    found = generator.generate_until(early, S, 3, 5, CallLimits(tokens=50), 1)
+    found += generator.generate_until(late, S, 3, 6, CallLimits(), 2)
     assert_same(sorted(found, key=lambda c: c.row_id), wanted)
 
 
@@ -175,7 +177,7 @@ def interrupt_by_the_clock(world: World, path: str, layout: Layout) -> list[Any]
     requests = ragged_requests(samples=2)
     pieces = []
     while requests or generator.kept:
-        until = Until(seconds=0.05 * (1 + 3 * world.rank), fraction=0.9)
+        until = CallLimits(seconds=0.05 * (1 + 3 * world.rank), fraction=0.9)
         ended = generator.generate_until(requests, S, 3, 5, until, 1, lambda: time.sleep(0.01))
         pieces.append([(c.row_id, c.token_ids) for c in ended])
         requests = []
@@ -190,20 +192,16 @@ def test_all_ranks_of_a_replica_stop_at_the_same_step(path: str, layout: Layout)
     assert sorted(row for piece in first for row in piece) == [(c.row_id, c.token_ids) for c in wanted]
 
 
-def test_progress_survives_json(path: str, tmp_path: Path) -> None:
-    import json
-
-    from rlhf_spmd.generation.progress import Progress
+def test_rows_in_flight_survive_json(path: str, tmp_path: Path) -> None:
 
     generator = build(path)
     requests = ragged_requests(samples=2)
     wanted = generator.generate(requests, PENALISED, 3, 5)
-    ended = generator.generate_until(requests, PENALISED, 3, 5, Until(tokens=200), 1)
-    (tmp_path / "kept.json").write_text(json.dumps([(p.request.row_id, p.to_json()) for p in generator.kept]))
-    fresh, by_id = build(path), {r.row_id: r for r in requests}
-    saved = json.loads((tmp_path / "kept.json").read_text())
-    fresh.kept = [Progress.from_json(by_id[row_id], state, torch.float32) for row_id, state in saved]
-    ended += fresh.generate_until([], PENALISED, 3, 5, Until(), 1)
+    ended = generator.generate_until(requests, PENALISED, 3, 5, CallLimits(tokens=200), 1)
+    (tmp_path / "kept.json").write_text(json.dumps([pack(0, row) for row in generator.kept]))
+    fresh, saved = build(path), json.loads((tmp_path / "kept.json").read_text())
+    fresh.kept = [unpack(row, torch.float32)[1] for row in saved]
+    ended += fresh.generate_until([], PENALISED, 3, 5, CallLimits(), 1)
     assert_same(sorted(ended, key=lambda c: c.row_id), wanted)
 
 
@@ -223,24 +221,24 @@ def test_pages_wait_and_are_the_same_again(path: str, kv_cache: str) -> None:
     found, computed, fresh = [], 0, requests
     before = live_bytes()
     while fresh or generator.kept:
-        found += generator.generate_until(fresh, PENALISED, 3, 5, Until(steps=7), version=1)
+        found += generator.generate_until(fresh, PENALISED, 3, 5, CallLimits(steps=7), version=1)
         computed += generator.stats.prefill_tokens + generator.stats.decode_tokens
         fresh = []
-        pool = generator._cached.lanes[0].cache if generator._cached is not None else None
+        pool = generator._lanes.lanes[0].cache if generator._lanes is not None else None
         if pool is None:
             break
-        size, whole, used = pool.pages.nbytes, live_bytes(), len(generator._cached.lanes[0].scheduler.pages.used)
+        size, whole, used = pool.pages.nbytes, live_bytes(), len(generator._lanes.lanes[0].scheduler.pages.used)
         generator.make_room()
         given_back = whole - live_bytes()
         if kv_cache == "keep":
             assert given_back == 0
         else:  # all of the pool but the pages of rows in flight, and what the torch attention gathers into
             assert size * (300 - used) // 300 - 8 * used <= given_back and used < 150
-        found += generator.generate_until([], PENALISED, 3, 5, Until(steps=1), version=1)
+        found += generator.generate_until([], PENALISED, 3, 5, CallLimits(steps=1), version=1)
         computed += generator.stats.prefill_tokens + generator.stats.decode_tokens
     assert_same(sorted(found, key=lambda c: c.row_id), wanted)
     assert computed <= sum(len(r.prompt_ids) for r in requests) + sum(len(c.token_ids) for c in found)  # no token twice
-    assert generator._cached is None and live_bytes() < before + 100_000
+    assert generator._lanes is None and live_bytes() < before + 100_000
 
 
 def test_rows_go_on_from_what_older_weights_computed(path: str, other: str) -> None:
@@ -252,10 +250,10 @@ def test_rows_go_on_from_what_older_weights_computed(path: str, other: str) -> N
     for kv_cache in ("free", "keep", "offload"):
         generator = build(path, kv_cache=kv_cache, num_pages=40)
         generator.decoder = first
-        assert generator.generate_until([row], S, 3, 5, Until(steps=4), 1) == []
+        assert generator.generate_until([row], S, 3, 5, CallLimits(steps=4), 1) == []
         generator.make_room()
         generator.decoder = second
-        ended[kv_cache] = sorted(generator.generate_until(late, S, 3, 5, Until(), 2), key=lambda c: c.row_id)
+        ended[kv_cache] = sorted(generator.generate_until(late, S, 3, 5, CallLimits(), 2), key=lambda c: c.row_id)
         counts = generator.stats.prefill_tokens, generator.stats.hit_tokens
         # the early row computes its 25 + 4 tokens again, for the others too; or one of the others computes the prompt
         assert counts == ((28, 48) if kv_cache == "free" else (24, 24))

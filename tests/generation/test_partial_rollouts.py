@@ -20,8 +20,7 @@ from rlhf_spmd.checkpoint.directory import read_manifest
 from rlhf_spmd.checkpoint.load import read_pieces
 from rlhf_spmd.checkpoint.manifest import PARAM
 from rlhf_spmd.data.batch import unpack
-from rlhf_spmd.generation.progress import Completion, Progress
-from rlhf_spmd.generation.sequence import Request
+from rlhf_spmd.generation.sequence import Completion, Request, Row
 from rlhf_spmd.runtime.restart import ROWS_IN_FLIGHT
 from rlhf_spmd.train import prepare
 from rlhf_spmd.workers.rollouts import HeldRollouts
@@ -142,7 +141,7 @@ def test_a_replica_goes_on_with_its_own_rows_only() -> None:
     """Of what all replicas had in flight."""
     before = HeldRollouts(SimpleNamespace(kept=[]))  # type: ignore[arg-type]
     requests = [Request(row, row // 2, [1, 2], 5) for row in range(8)]
-    before.generator.kept = [Progress(request, 3) for request in requests[:6]]
+    before.generator.kept = [Row(request, 3) for request in requests[:6]]
     before.ended = {row: Completion(row, [4, 0], *torch.zeros(2, 2), "stop", torch.tensor([2, 3])) for row in (6, 7)}
     after = HeldRollouts(SimpleNamespace(kept=[]))  # type: ignore[arg-type]
     after.saved = before.state()

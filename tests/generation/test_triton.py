@@ -14,13 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from generators import MODELS, SMALL, alone, load, ragged_requests, tokens_of
+from generators import MODELS, SMALL, alone, load, ragged_requests, row_of, tokens_of
 from places import ROOT
 from rlhf_spmd.generation import GenerationConfig, Generator, SamplingConfig, backends, triton_attention
 from rlhf_spmd.generation.backends import build_backend, choose_backend
 from rlhf_spmd.generation.kv_cache import KVCache
 from rlhf_spmd.generation.scheduler import Work
-from rlhf_spmd.generation.sequence import Row
 from rlhf_spmd.generation.triton_attention import TritonAttention
 from rlhf_spmd.models.spec import AttentionRule, read_eos_ids
 from rlhf_spmd.models.weights import write_random_model
@@ -67,7 +66,7 @@ class Rows:
         work = []
         for (row, start, count), pages in zip(chunks, needed, strict=True):
             held = [order.pop() for _ in range(pages)]
-            work.append(Work(Row(row, 1, 9999, (), pages=held), start, count, True))
+            work.append(Work(row_of(row, [0], 9998, pages=held), start, count, True))
             for position in range(start):
                 slot = held[position // page_size] * page_size + position % page_size
                 by_slot[0, :, slot], by_slot[1, :, slot] = self.keys[row][position], self.values[row][position]

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 import tasks
+from generators import row_of
 from model_configs import CONFIGS
 from ranks import run_ranks
 from rlhf_spmd import kernels
 from rlhf_spmd.generation.backends import build_backend
 from rlhf_spmd.generation.kv_cache import KVCache
 from rlhf_spmd.generation.scheduler import Work
-from rlhf_spmd.generation.sequence import Row
 from rlhf_spmd.kernels import build, library
 from rlhf_spmd.models.attention import PackedAttention, choose_attention
 from rlhf_spmd.models.decoder import Decoder
@@ -282,7 +282,7 @@ def test_a_whole_layer_has_the_bits_of_its_operations(
             out = decoder(tokens, PackedAttention(lengths))
         assert calls == [max(sum(lengths), decoder.min_rows)] * len(decoder.layers)
         assert torch.equal(decoder(tokens, PackedAttention(lengths)), out)
-        rows = [Row(i, n, n, (), length=n, pages=[2 * i + 1, 2 * i]) for i, n in enumerate(lengths)]
+        rows = [row_of(i, [0] * n, 0, pages=[2 * i + 1, 2 * i]) for i, n in enumerate(lengths)]
         backend, shape = build_backend("cpp", dtype, cpu), (len(decoder.layers), block.num_kv_heads, block.head_dim)
         cache = KVCache(*shape, 2 * len(rows), 128, dtype, cpu, backend)
         work = [Work(row, 0, row.length, True) for row in rows]

@@ -1,11 +1,10 @@
 """How tokens come (floor F4): continuous batching over a paged KV cache, on the same modules that train.
 
 ``Generator.generate`` takes ``Request`` rows and returns ``Completion`` rows with log-probs; ``generate_until`` may return
-before all of them ended (``Until``) and goes on in its next call. ``GenerationConfig`` and ``SamplingConfig`` are the settings.
+before all of them ended (``CallLimits``) and goes on in its next call. ``GenerationConfig`` and ``SamplingConfig`` are the settings.
 Inside: rows (``sequence``), pages (``block_manager``), what runs next (``scheduler``), without torch and equal on every rank of a
-replica; what was drawn (``progress``);
-when rows end (``stopping``); the cache (``kv_cache``) and what attends over it (``backends``); one step on the device
-(``runner``, ``logit_rules``, ``sampler``), or several (``decode_loop``).
+replica; a row's way from its queue to its last token (``lanes``, ``stopping``); the cache (``kv_cache``) and what attends over it
+(``backends``); steps on the device (``runner``, ``logit_rules``, ``sampler``).
 
 Must not know: training, roles, rewards, how weights got into the decoder.
 """
@@ -18,21 +17,21 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rlhf_spmd.generation.config import GenerationConfig as GenerationConfig
     from rlhf_spmd.generation.config import SamplingConfig as SamplingConfig
-    from rlhf_spmd.generation.generator import GenerationStats as GenerationStats
     from rlhf_spmd.generation.generator import Generator as Generator
-    from rlhf_spmd.generation.progress import Completion as Completion
-    from rlhf_spmd.generation.progress import NotFinite as NotFinite
+    from rlhf_spmd.generation.interruption import CallLimits as CallLimits
+    from rlhf_spmd.generation.lanes import GenerationStats as GenerationStats
+    from rlhf_spmd.generation.sequence import Completion as Completion
+    from rlhf_spmd.generation.sequence import NotFinite as NotFinite
     from rlhf_spmd.generation.sequence import Request as Request
     from rlhf_spmd.generation.stopping import StopStrings as StopStrings
-    from rlhf_spmd.generation.until import Until as Until
 
 _MODULES = {
     "config": ("GenerationConfig", "SamplingConfig"),
-    "generator": ("GenerationStats", "Generator"),
-    "progress": ("Completion", "NotFinite"),
-    "sequence": ("Request",),
+    "generator": ("Generator",),
+    "interruption": ("CallLimits",),
+    "lanes": ("GenerationStats",),
+    "sequence": ("Completion", "NotFinite", "Request"),
     "stopping": ("StopStrings",),
-    "until": ("Until",),
 }
 
 

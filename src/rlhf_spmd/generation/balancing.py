@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from rlhf_spmd.generation.progress import Progress
 from rlhf_spmd.generation.scheduler import Step
-from rlhf_spmd.generation.sequence import Drawing, Request
+from rlhf_spmd.generation.sequence import Drawing, Notes, Request, Row
 from rlhf_spmd.parallel.collectives import Group, wait_all
 
 
@@ -34,11 +33,11 @@ def plan_moves(counts: Sequence[int]) -> list[tuple[int, int, int]]:
     return moves
 
 
-class Look:
+class RowCounts:
     """How many rows each replica of ``group`` has left, asked every ``every`` steps; all of them get the same answers.
 
-    A replica looks while it generates (:meth:`reached`, which ends that when rows are to move or none are left) and between
-    calls (:meth:`take`). ``waited``: seconds for others while it could have generated.
+    A replica asks while it generates (:meth:`interrupts`, when rows are to move or none are left) and between calls (:meth:`take`).
+    ``waited``: seconds for others while it could have generated.
     """
 
     def __init__(self, group: Group, every: int) -> None:
@@ -51,8 +50,8 @@ class Look:
         """A call on ``left`` rows."""
         self.left, self.num_steps = left, 0
 
-    def reached(self, step: Step, rows: Sequence[Progress], num_drawn: int) -> bool:
-        """After each completed step. Collective over all replicas: every rank of them must look, in program order."""
+    def interrupts(self, step: Step, num_drawn: int) -> bool:
+        """After each completed step. Collective over all replicas: every rank of them must call, in program order."""
         self.left -= sum(work.row.ended for work in step.work)
         self.num_steps += 1
         if self.num_steps % self.every:
@@ -66,7 +65,7 @@ class Look:
         return True
 
     def take(self, left: int) -> list[int]:
-        """The answer that has ended the last call, or a new one. Collective as :meth:`reached`."""
+        """The answer that has ended the last call, or a new one. Collective as :meth:`interrupts`."""
         answer, self._answer = self._answer, None
         return self._ask(left) if answer is None else answer
 
@@ -94,16 +93,18 @@ def exchange(group: Group, outgoing: Mapping[int, Sequence[Any]]) -> list[Any]:
     return [thing for source in sorted(arrivals) for thing in json.loads(bytes(arrivals[source].numpy()))]
 
 
-def pack(home: int, row: Progress) -> list[Any]:
-    """A row for :func:`exchange`. ``home``: the replica that was asked for it."""
+def pack(home: int, row: Row) -> list[Any]:
+    """All of a row but its pages, exactly, for :func:`exchange`. ``home``: the replica that was asked for it."""
     request = row.request
-    fields = [request.row_id, request.group_id, list(request.prompt_ids), request.max_new_tokens, request.min_new_tokens]
-    fields.append(request.drawing)
-    return [home, fields, row.to_json()]
+    asked = request.row_id, request.group_id, list(request.prompt_ids), request.max_new_tokens, request.min_new_tokens
+    notes = row.notes and [tensor.tolist() for tensor in row.notes]
+    return [home, [*asked, request.drawing], row.step, row.token_ids, notes, row.stopped, row.ended]
 
 
-def unpack(packed: list[Any], dtype: torch.dtype) -> tuple[int, Progress]:
+def unpack(packed: list[Any], dtype: torch.dtype) -> tuple[int, Row]:
     """``dtype``: of the log-probs."""
-    home, (row_id, group_id, prompt_ids, most, least, drawing), state = packed
-    request = Request(row_id, group_id, prompt_ids, most, least, Drawing(*drawing) if drawing else None)
-    return home, Progress.from_json(request, state, dtype)
+    home, asked, step, token_ids, noted, stopped, ended = packed
+    kinds = (dtype, dtype, torch.int64, torch.int64, dtype)
+    notes = noted and Notes(*(torch.tensor(values, dtype=kind) for values, kind in zip(noted, kinds, strict=True)))
+    request = Request(*asked[:5], drawing=asked[5] and Drawing(*asked[5]))
+    return home, Row(request, step, token_ids, notes, stopped=stopped, ended=ended)

@@ -18,14 +18,13 @@ from typing import TYPE_CHECKING, Any
 from rlhf_spmd.data.tokenizer import decode, encode
 from rlhf_spmd.environments.config import EnvironmentConfig
 from rlhf_spmd.environments.runner import Answer, EnvironmentFailure, EnvironmentRunner
-from rlhf_spmd.generation.progress import Episode
 from rlhf_spmd.generation.scheduler import Step
 from rlhf_spmd.parallel.collectives import Group
 
 if TYPE_CHECKING:
-    from rlhf_spmd.generation.lanes import LaneRun
+    from rlhf_spmd.generation.lanes import Lane
 
-Told = tuple[int, list[int], float, bool]  # row id, observation, reward, done
+Encoded = tuple[int, list[int], float, bool]  # an answer: row id, observation, reward, done
 
 
 @dataclass(frozen=True)
@@ -38,21 +37,21 @@ class Environments:
 
 
 class Episodes:
-    """The environments of all rows of a call, which are those of ``runs``; ``tick`` is called while it waits.
+    """The environments of all rows in ``lanes``; ``tick`` is called while it waits.
 
     Use it in a ``with`` statement: at its end all answers are there.
     """
 
-    def __init__(self, environments: Environments, runs: Sequence[LaneRun], replica: Group, tick: Callable[[], None]) -> None:
+    def __init__(self, environments: Environments, lanes: Sequence[Lane], replica: Group, tick: Callable[[], None]) -> None:
         self.environments, self.replica, self.tick = environments, replica, tick
-        self._places = {run.progress[row.index].request.row_id: (run, row) for run in runs for row in run.rows}
-        self._awaited = set(self._places)  # row ids; the same on every rank
+        self._rows = {row_id: (lane, row) for lane in lanes for row_id, row in lane.rows.items()}
+        self._awaited = set(self._rows)  # row ids; the same on every rank
         self._runner: EnvironmentRunner | None = None
         if replica.rank == 0:
-            self._runner = EnvironmentRunner(environments.config, {row: environments.rows[row] for row in self._places})
-        for row_id, (run, row) in self._places.items():
-            run.lane.scheduler.hold(row)
-            run.progress[row.index].episode = Episode()
+            self._runner = EnvironmentRunner(environments.config, {row_id: environments.rows[row_id] for row_id in self._rows})
+        for row_id, (lane, row) in self._rows.items():
+            lane.scheduler.hold(row)
+            row.mask = []
             if self._runner is not None:
                 self._runner.reset(row_id)
 
@@ -67,22 +66,21 @@ class Episodes:
             if self._runner is not None:
                 self._runner.close()
 
-    def record(self, run: LaneRun, step: Step) -> None:
-        """Rows of ``run`` whose turn this step has ended, before the scheduler lets go of them."""
-        for row, _, _, samples in step.work:
-            if not (samples and (row.stopped or row.length >= row.limit)):
+    def record(self, lane: Lane, step: Step) -> None:
+        """Rows of ``lane`` whose turn this step has ended, before the scheduler lets go of them."""
+        for row in (item.row for item in step.work if item.samples):
+            if not (row.stopped or row.length >= row.limit):
                 continue
-            done = run.progress[row.index]
-            turn, episode = done.turn, done.episode
-            assert episode is not None
-            episode.mask += [True] * len(turn)
-            episode.num_turns += 1
-            if row.length < row.limit and episode.num_turns != self.environments.config.max_turns:
+            turn, row_id = row.tokens[row.turn_start :], row.request.row_id
+            assert row.mask is not None
+            row.mask += [True] * len(turn)
+            row.num_turns += 1
+            if row.length < row.limit and row.num_turns != self.environments.config.max_turns:
                 row.stopped = False
-                run.lane.scheduler.hold(row)
-            self._awaited.add(done.request.row_id)
+                lane.scheduler.hold(row)
+            self._awaited.add(row_id)
             if self._runner is not None:
-                self._runner.step(done.request.row_id, decode(self.environments.tokenizer, [turn])[0])
+                self._runner.step(row_id, decode(self.environments.tokenizer, [turn])[0])
 
     def take_in(self, wait: bool) -> None:
         """Go on with the rows whose environments have answered; with ``wait`` there is at least one.
@@ -92,26 +90,26 @@ class Episodes:
         if not self._awaited:
             return
         answers = self.replica.broadcast_bytes(self._collect(wait), "generation:environments")
-        for told in json.loads(answers) if answers else ():
-            if isinstance(told, str):
-                raise EnvironmentFailure(told)
-            self._apply(*told)
+        for answer in json.loads(answers) if answers else ():
+            if isinstance(answer, str):
+                raise EnvironmentFailure(answer)
+            self._apply(*answer)
 
     def _collect(self, wait: bool) -> bytes | None:
         """Answers as JSON, or what went wrong; None on other ranks than the first, and empty where there are none."""
         if self._runner is None:
             return None
-        told: list[Told | str]
+        answers: list[Encoded | str]
         try:
-            told = [self._told(answer) for answer in self._runner.answers(wait, self.tick)]
+            answers = [self._encode(answer) for answer in self._runner.answers(wait, self.tick)]
         except EnvironmentFailure as failure:
-            told = [str(failure)]
-        return json.dumps(told).encode() if told else b""
+            answers = [str(failure)]
+        return json.dumps(answers).encode() if answers else b""
 
-    def _told(self, answer: Answer) -> Told:
+    def _encode(self, answer: Answer) -> Encoded:
         """Raises EnvironmentFailure for an observation that no model could read."""
-        run, row = self._places[answer.row_id]
-        ids, vocabulary = encode(self.environments.tokenizer, answer.observation), run.runner.decoder.spec.vocab_size
+        lane, row = self._rows[answer.row_id]
+        ids, vocabulary = encode(self.environments.tokenizer, answer.observation), lane.runner.decoder.spec.vocab_size
         if max(ids, default=0) >= vocabulary:
             raise EnvironmentFailure(
                 f"the observation {answer.observation[:80]!r} of row {answer.row_id} has the token id {max(ids)}, but the model has "
@@ -126,20 +124,18 @@ class Episodes:
 
     def _apply(self, row_id: int, ids: list[int], reward: float, done: bool) -> None:
         self._awaited.remove(row_id)
-        run, row = self._places[row_id]
-        progress, scheduler = run.progress[row.index], run.lane.scheduler
-        assert progress.episode is not None
-        progress.episode.reward += reward
+        lane, row = self._rows[row_id]
+        assert row.mask is not None
+        row.reward += reward
         if not row.held:
             return  # that was the last turn
         if done or row.length + len(ids) >= row.limit:
             row.stopped, row.ended = done, True
-            scheduler.remove(row)
+            lane.scheduler.remove(row)
             return
-        run.runner.extend(row, ids)
-        progress.token_ids += ids
-        progress.episode.mask += [False] * len(ids)
-        if run.speculation is not None:
-            run.speculation.note(row.index, ids)
-        row.length += len(ids)
-        scheduler.resume(row)
+        lane.runner.extend(row, ids)
+        row.tokens += ids
+        row.mask += [False] * len(ids)
+        if lane.speculation is not None:
+            lane.speculation.note(row, len(ids))
+        lane.scheduler.resume(row)

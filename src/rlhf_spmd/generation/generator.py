@@ -6,44 +6,26 @@ replica passes the same requests and gets the same completions.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from rlhf_spmd.data.tokenizer import Decoding
 from rlhf_spmd.generation.backends import build_backend, choose_backend
-from rlhf_spmd.generation.balancing import Look, exchange, pack, plan_moves, unpack
+from rlhf_spmd.generation.balancing import RowCounts, exchange, pack, plan_moves, unpack
 from rlhf_spmd.generation.config import GenerationConfig, SamplingConfig
-from rlhf_spmd.generation.decode_loop import DecodeLoop
-from rlhf_spmd.generation.episodes import Environments, Episodes
+from rlhf_spmd.generation.episodes import Environments
+from rlhf_spmd.generation.interruption import CallLimits, LimitWatch
 from rlhf_spmd.generation.kv_cache import Backend, KVCache
-from rlhf_spmd.generation.lanes import Cached, GenerationStats, Lane, LaneRun, limit_of, share_out, take_turns
-from rlhf_spmd.generation.logit_rules import build_rules
-from rlhf_spmd.generation.progress import Completion, Progress
-from rlhf_spmd.generation.runner import Draws, Runner
-from rlhf_spmd.generation.scheduler import Limits, Scheduler
-from rlhf_spmd.generation.sequence import Interner, Request
-from rlhf_spmd.generation.stages import Stages
+from rlhf_spmd.generation.lanes import Call, GenerationStats, Interruption, Lane, Lanes, share_out
+from rlhf_spmd.generation.scheduler import Limits
+from rlhf_spmd.generation.sequence import Completion, Request, Row
 from rlhf_spmd.generation.stopping import Ends, build_ends
-from rlhf_spmd.generation.until import Until, Watch
 from rlhf_spmd.models.decoder import Block, Decoder
 from rlhf_spmd.parallel.mesh import Mesh
-
-_log = logging.getLogger(__name__)
-
-
-@cache
-def _say_not_captured(rank: int) -> None:
-    if rank == 0:
-        _log.warning(
-            "enforce_eager=false: no CUDA graphs with attention=torch, top_p below 1, experts or tp above 1; steps run without"
-        )
 
 
 class Generator:
@@ -63,8 +45,8 @@ class Generator:
         self.eos_ids = frozenset(eos_ids)
         self.stats = GenerationStats()
         self.reserved_bytes = 0  # free memory that others will take before the first step has ended
-        self.kept: list[Progress] = []
-        self._cached: Cached | None = None
+        self.kept: list[Row] = []
+        self._lanes: Lanes | None = None  # of the kept rows, if their pages are kept too
 
     def generate(
         self,
@@ -86,14 +68,14 @@ class Generator:
         started = time.perf_counter()
         self.stats = GenerationStats()
         self._check(requests, sampling)
-        progress = [Progress(request, step) for request in requests]
+        rows, call = [Row(request, step) for request in requests], self._call(sampling, seed, step, tick, environments)
         if self.config.rebalance_steps and self.mesh.dp.size > 1:
             assert environments is None, "the rows of environments do not move between replicas"
-            progress = self._balance(progress, _Call(sampling, seed, step, tick))
-        elif progress:
-            self._advance(progress, None, _Call(sampling, seed, step, tick, environments), None)
+            rows = self._balance(rows, call)
+        elif rows:
+            self._advance(rows, None, call, None)
         self.stats.seconds = time.perf_counter() - started
-        return [row.completion() for row in progress]
+        return [row.completion() for row in rows]
 
     def generate_until(
         self,
@@ -101,11 +83,11 @@ class Generator:
         sampling: SamplingConfig,
         seed: int,
         step: int,
-        until: Until,
+        limits: CallLimits,
         version: int,
         tick: Callable[[], None] = lambda: None,
     ) -> list[Completion]:
-        """As :meth:`generate`, but returns when ``until`` says so, with the rows that have ended; the others are ``kept`` and go
+        """As :meth:`generate`, but returns when ``limits`` are reached, with the rows that have ended; the others are ``kept`` and go
         on in the next such call, after the new ``requests``' own ``step`` their draws still follow the one they began with.
 
         ``version`` names the weights. While it stays the same, kept rows keep their pages (see :meth:`make_room`) and come out
@@ -114,120 +96,91 @@ class Generator:
         Collective over the replica: every rank of it must call, in program order, with the same arguments.
         """
         self._check([*(row.request for row in self.kept), *requests], sampling)
-        self.kept += [Progress(request, step) for request in requests]
+        self.kept += [Row(request, step) for request in requests]
         self.stats = GenerationStats()
         if self.kept:
-            self._cached = self._usable(self._cached, self.kept, version)
-            cached, self._cached = self._cached, None
-            watch = Watch(until, self.kept, self.mesh.replica)
-            self._cached = self._advance(self.kept, cached, _Call(sampling, seed, version, tick), watch)
+            lanes, self._lanes = self._usable(self._lanes, self.kept, version), None
+            watch = LimitWatch(limits, self.kept, self.mesh.replica)
+            self._lanes = self._advance(self.kept, lanes, self._call(sampling, seed, version, tick), watch)
         self.stats.seconds = self.stats.busy_seconds
-        ended = [row.completion() for row in self.kept if row.finish_reason]
-        self.kept = [row for row in self.kept if not row.finish_reason]
+        ended = [row.completion() for row in self.kept if row.ended]
+        self.kept = [row for row in self.kept if not row.ended]
         if not self.kept:
-            self._cached = None
+            self._lanes = None
         return ended
 
     def make_room(self) -> None:
         """Training comes before the next call: give back the pages of kept rows, or what ``kv_cache`` says; their tokens stay."""
         if self.config.kv_cache == "free":
-            self._cached = None
-        elif self.config.kv_cache == "offload" and self._cached is not None:
-            self._cached.offload()
+            self._lanes = None
+        elif self.config.kv_cache == "offload" and self._lanes is not None:
+            self._lanes.offload()
 
-    def _usable(self, cached: Cached | None, progress: Sequence[Progress], version: int) -> Cached | None:
-        """``cached`` if these rows fit, and the same weights filled it or that does not matter."""
-        known = cached is not None and (cached.version == version or self.config.kv_cache != "free")
-        return cached if cached is not None and known and cached.fits(progress) else None
+    def _call(
+        self,
+        sampling: SamplingConfig,
+        seed: int,
+        version: int,
+        tick: Callable[[], None],
+        environments: Environments | None = None,
+    ) -> Call:
+        ends = self._ends(sampling)
+        return Call(self.decoder, self.mesh, self.config, sampling, ends, seed, version, tick, environments)
 
-    def _advance(self, progress: Sequence[Progress], cached: Cached | None, call: _Call, watch: Watch | Look | None) -> Cached:
-        """Draw tokens for all rows until they end, or ``watch`` says so; returns the cache that they lie in: ``cached`` if it is
-        :meth:`_usable`. Adds to ``stats``."""
+    def _usable(self, lanes: Lanes | None, rows: Sequence[Row], version: int) -> Lanes | None:
+        """``lanes`` if these rows fit, and the same weights filled their pages or that does not matter."""
+        known = lanes is not None and (lanes.version == version or self.config.kv_cache != "free")
+        return lanes if lanes is not None and known and lanes.fits(rows) else None
+
+    def _advance(self, rows: Sequence[Row], lanes: Lanes | None, call: Call, interruption: Interruption | None) -> Lanes:
+        """Draw tokens for ``rows`` until they end, or ``interruption`` says so; returns the lanes that they are in: ``lanes``, if they
+        are :meth:`_usable`. Adds to ``stats``."""
         started = time.perf_counter()
-        if cached is None:
-            cached = Cached(call.version, self._build_lanes(progress))
-        cached.reload(call.version)
-        stats, before = self.stats, cached.counts
-        stages = Stages(self.mesh)
+        if lanes is None:
+            lanes = Lanes(self._build_lanes(rows), call.version)
         with torch.no_grad():
-            pairs = zip(cached.lanes, cached.share(progress), strict=True)
-            runs = [self._run(lane, rows, call, stages) for lane, rows in pairs if rows]
-            with self._episodes(runs, call) as episodes:
-                take_turns(runs, stats, call.tick, watch, episodes)
-            stages.finish()
-            for run in runs:
-                run.note(call.version)
-        stats.lanes = len(cached.lanes)
-        stats.num_pages = sum(lane.scheduler.limits.num_pages for lane in cached.lanes)
-        prompts, hits, preemptions = (now - then for now, then in zip(cached.counts, before, strict=True))
-        stats.prompt_tokens += prompts
-        stats.hit_tokens += hits
-        stats.preemptions += preemptions
-        stats.busy_seconds += time.perf_counter() - started
-        stats.stage_seconds += stages.waited
-        return cached
+            lanes.run(rows, call, self.stats, interruption)
+        self.stats.busy_seconds += time.perf_counter() - started
+        return lanes
 
-    def _run(self, lane: Lane, progress: Sequence[Progress], call: _Call, stages: Stages) -> LaneRun:
-        """``progress`` at work in ``lane``."""
-        rows, ends = lane.enter(progress, call.sampling.min_response_length), self._ends(call.sampling)
-        rules = build_rules(call.sampling, ends.token_ids, rows, self.decoder.spec.vocab_size, self._device)
-        most = self.config.speculative_tokens
-        draws = Draws(call.sampling, call.seed, rules, most > 0)
-        runner = Runner(self.decoder, self.mesh, stages, lane.cache, progress, draws)
-        return LaneRun(lane, progress, rows, runner, ends, most, self._loop(runner, progress, call))
-
-    def _loop(self, runner: Runner, progress: Sequence[Progress], call: _Call) -> DecodeLoop | None:
-        config = self.config
-        wanted = config.steps_per_sync > 1 or not config.enforce_eager
-        if not wanted or not DecodeLoop.serves(runner):
-            return None
-        longest, most = max(map(limit_of, progress)) - 1, min(len(progress), config.max_num_seqs)
-        loop = DecodeLoop(runner, config.steps_per_sync, most, longest, not config.enforce_eager)
-        if not (config.enforce_eager or loop.graphs):
-            _say_not_captured(self.mesh.replica.rank)
-        return loop
-
-    def _episodes(self, runs: Sequence[LaneRun], call: _Call) -> AbstractContextManager[Episodes | None]:
-        return Episodes(call.environments, runs, self.mesh.replica, call.tick) if call.environments else nullcontext()
-
-    def _balance(self, rows: Sequence[Progress], call: _Call) -> list[Progress]:
+    def _balance(self, rows: Sequence[Row], call: Call) -> list[Row]:
         """``rows`` at their end. They may end on another replica, and this one helps with those of others.
 
         Collective over all replicas: every rank of them must call, in program order.
         """
-        group, look = self.mesh.dp, Look(self.mesh.dp, self.config.rebalance_steps)
+        group, counts = self.mesh.dp, RowCounts(self.mesh.dp, self.config.rebalance_steps)
         dtype = torch.float64 if self.decoder.dtype == torch.float64 else torch.float32
         going, ended = [(group.rank, row) for row in rows], []  # (where it belongs, row)
-        cached: Cached | None = None
-        while any(counts := look.take(len(going))):
-            if moves := plan_moves(counts):
-                if cached is not None:
-                    going.sort(key=cached.cost_of_moving)
+        lanes: Lanes | None = None
+        while any(left := counts.take(len(going))):
+            if moves := plan_moves(left):
+                going.sort(key=lambda item: item[1].num_computed)  # pages stay behind
                 outgoing: dict[int, list[Any]] = {}
                 for source, to, number in moves:
                     if source == group.rank:
                         outgoing[to], going = [pack(*item) for item in going[:number]], going[number:]
                         self.stats.moved_rows += len(outgoing[to])
                 going += [unpack(item, dtype) for item in exchange(group, outgoing)]
-                if cached is not None:
-                    cached.forget_all_but(row for _, row in going)
+                if lanes is not None:
+                    lanes.forget_all_but(row for _, row in going)
             if going:
+                counts.begin(len(going))
                 here = [row for _, row in going]
-                look.begin(len(here))
-                cached = self._advance(here, self._usable(cached, here, call.version), call, look)
+                lanes = self._usable(lanes, here, call.version)
+                lanes = self._advance(here, lanes, call, counts)
             else:
                 call.tick()
-            ended += [item for item in going if item[1].finish_reason]
-            going = [item for item in going if not item[1].finish_reason]
-        self.stats.busy_seconds -= look.waited
+            ended += [item for item in going if item[1].ended]
+            going = [item for item in going if not item[1].ended]
+        self.stats.busy_seconds -= counts.waited
         back: dict[int, list[Any]] = {}
         for home, row in ended:
             if home != group.rank:
                 back.setdefault(home, []).append(pack(home, row))
         mine = [row for home, row in ended if home == group.rank]
         mine += [unpack(item, dtype)[1] for item in exchange(group, back)]
-        place = {row.request.row_id: i for i, row in enumerate(rows)}
-        return sorted(mine, key=lambda row: place[row.request.row_id])
+        order = {row.request.row_id: i for i, row in enumerate(rows)}
+        return sorted(mine, key=lambda row: order[row.request.row_id])
 
     def _ends(self, sampling: SamplingConfig) -> Ends:
         return build_ends(sampling, self.eos_ids, self.decoding, "sampling")
@@ -247,7 +200,7 @@ class Generator:
         if len({request.row_id for request in requests}) < len(requests):
             raise ValueError("row ids must differ: they key the random draws")
 
-    def _build_lanes(self, progress: Sequence[Progress]) -> list[Lane]:
+    def _build_lanes(self, rows: Sequence[Row]) -> list[Lane]:
         """As many as ``micro_batches`` says, but none without a group, without a row in flight, or with fewer pages than the
         longest row needs. Together they have the pages that the rows which can run at once may need, and that memory has.
 
@@ -255,14 +208,14 @@ class Generator:
         """
         config = self.config
         total = config.num_pages or self._affordable_pages()
-        needs = {row.request.row_id: -(-(limit_of(row) - 1) // config.page_size) for row in progress}
-        groups = {row.request.group_id for row in progress}
+        needs = {row: -(-(row.limit - 1) // config.page_size) for row in rows}
+        groups = {row.request.group_id for row in rows}
         wanted = config.micro_batches or self.mesh.layout.pp
         number = max(min(wanted, len(groups), config.max_num_seqs, total // max(needs.values())), 1)
         num_seqs, share = config.max_num_seqs // number, total // number
         lanes = []
-        for rows in share_out(progress, [()] * number):
-            most = sum(sorted((needs[row.request.row_id] for row in rows), reverse=True)[:num_seqs])
+        for its in share_out(rows, [()] * number):
+            most = sum(sorted((needs[row] for row in its), reverse=True)[:num_seqs])
             num_pages = share if config.num_pages else max(min(most, share), 1)
             limits = Limits(
                 page_size=config.page_size,
@@ -272,7 +225,7 @@ class Generator:
                 prefix_caching=config.enable_prefix_caching,
                 chunked_prefill=config.enable_chunked_prefill,
             )
-            lanes.append(Lane(Scheduler(limits), self._build_cache(num_pages), Interner(config.page_size), {}))
+            lanes.append(Lane(limits, self._build_cache(num_pages)))
         return lanes
 
     def _cache_shape(self) -> tuple[int, int, int]:
@@ -314,14 +267,3 @@ def _free_bytes(device: torch.device) -> int:
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     with open("/proc/meminfo", encoding="ascii") as lines:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-
-
-@dataclass(frozen=True)
-class _Call:
-    """What a call was asked for. ``version``: of the weights."""
-
-    sampling: SamplingConfig
-    seed: int
-    version: int
-    tick: Callable[[], None]
-    environments: Environments | None = None

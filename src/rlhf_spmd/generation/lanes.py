@@ -1,9 +1,12 @@
-"""Rows in flight as micro-batches, so that every pipeline stage has work: while one stage computes a step of one lane, the next
-one computes a step of another.
+"""A row's way through a call, from the scheduler's queue to its last token.
 
-A lane is a set of whole groups with a scheduler and pages of its own. Lanes take turns (:func:`take_turns`): before its next
-step a lane waits for the tokens of its last one, and meanwhile the steps of the others go through the stages. Every rank runs
-the same schedulers in the same order. One lane is plain continuous batching.
+A *lane* is a set of whole groups of rows with a scheduler and pages of its own. One lane is plain continuous batching. With pipeline
+stages there are several, so that every stage has work: lanes take turns, and while one stage computes a step of one lane, the
+next one computes a step of another. Before its next step a lane waits for the tokens of its last one, and meanwhile the steps
+of the others go through the stages. Every rank of a replica runs the same schedulers in the same order.
+
+A step of a lane: its scheduler plans which rows compute which tokens (:meth:`Lane.start`), the runner computes and draws them, the
+drawn ones are appended to their rows, which may end with that, and the scheduler frees what has ended (:meth:`Lane.finish`).
 """
 
 from __future__ import annotations
@@ -11,21 +14,23 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from typing import Protocol
 
 import torch
-from torch import Tensor
 
-from rlhf_spmd.generation.balancing import Look
-from rlhf_spmd.generation.decode_loop import DecodeLoop
-from rlhf_spmd.generation.episodes import Episodes
+from rlhf_spmd.generation.config import GenerationConfig, SamplingConfig
+from rlhf_spmd.generation.episodes import Environments, Episodes
 from rlhf_spmd.generation.kv_cache import KVCache
-from rlhf_spmd.generation.progress import Drawn, Progress
+from rlhf_spmd.generation.logit_rules import build_rules
 from rlhf_spmd.generation.runner import Runner
-from rlhf_spmd.generation.scheduler import Scheduler, Step
-from rlhf_spmd.generation.sequence import Interner, Row
+from rlhf_spmd.generation.scheduler import Limits, Scheduler, Step
+from rlhf_spmd.generation.sequence import Interner, Notes, Row
 from rlhf_spmd.generation.speculation import Speculation
+from rlhf_spmd.generation.stages import Stages
 from rlhf_spmd.generation.stopping import Ends
-from rlhf_spmd.generation.until import Watch
+from rlhf_spmd.models.decoder import Decoder
+from rlhf_spmd.parallel.mesh import Mesh
 
 
 @dataclass
@@ -52,63 +57,167 @@ class GenerationStats:
     seconds: float = 0.0
 
 
-@dataclass
+@dataclass(frozen=True)
+class Call:
+    """What a call of the generator was asked for, and works with. ``version``: of the weights."""
+
+    decoder: Decoder
+    mesh: Mesh
+    config: GenerationConfig
+    sampling: SamplingConfig
+    ends: Ends
+    seed: int
+    version: int
+    tick: Callable[[], None]
+    environments: Environments | None = None
+
+
+class Interruption(Protocol):
+    def interrupts(self, step: Step, num_drawn: int) -> bool:
+        """Whether the call ends after this completed step, ``num_drawn`` tokens having been drawn in it so far. Asked on every rank."""
+
+
 class Lane:
-    """``rows`` by row id. Kept between interrupted calls."""
+    """``rows``: by row id. Interrupted calls keep it for the next one; ``runner`` and what it draws by last from :meth:`enter` to
+    :meth:`leave`."""
 
-    scheduler: Scheduler
-    cache: KVCache
-    interner: Interner
-    rows: dict[int, Row]
+    runner: Runner
 
-    def enter(self, progress: Sequence[Progress], min_new: int) -> list[Row]:
-        """The rows of ``progress`` in its order; those that the scheduler does not know yet wait there."""
-        rows = []
-        for index, done in enumerate(progress):
-            request = done.request
-            row = self.rows.get(request.row_id)
-            if row is None:
-                length = len(request.prompt_ids)
-                minimum = max(min_new, request.min_new_tokens)
-                row = Row(index, length, length + request.max_new_tokens, self.interner.contents(request.prompt_ids), minimum)
-                row.length += len(done.token_ids)
-                self.scheduler.add(row)
+    def __init__(self, limits: Limits, cache: KVCache) -> None:
+        self.scheduler, self.cache, self.interner = Scheduler(limits), cache, Interner(limits.page_size)
+        self.rows: dict[int, Row] = {}
+        self.step: Step | None = None  # under way
+
+    def enter(self, rows: Sequence[Row], call: Call, stages: Stages) -> None:
+        """``rows`` are at work in ``call``; those that the scheduler does not know yet wait there."""
+        for index, row in enumerate(rows):
             row.index = index
-            rows.append(row)
-        self.rows = {done.request.row_id: row for done, row in zip(progress, rows, strict=True)}
-        return rows
+            if row.request.row_id not in self.rows:
+                row.leave_pages()
+                row.contents = self.interner.contents(row.request.prompt_ids)
+                row.min_new = max(call.sampling.min_response_length, row.request.min_new_tokens)
+                self.scheduler.add(row)
+        self.rows = {row.request.row_id: row for row in rows}
+        config, decoder, device = call.config, call.decoder, self.cache.pages.device
+        rules = build_rules(call.sampling, call.ends.token_ids, rows, decoder.spec.vocab_size, device)
+        guesses = config.speculative_tokens
+        alone = call.mesh.layout.pp == 1 and not guesses  # nothing but the limits of rows decides what a step is followed by
+        graphs = alone and not config.enforce_eager
+        self.runner = Runner(decoder, call.mesh, stages, self.cache, rows, call.sampling, call.seed, rules, graphs)
+        self.max_repeats = config.steps_per_sync if alone and (config.steps_per_sync > 1 or self.runner.captures) else 0
+        self.repeats = 0  # of the step under way; 0: it is one that cannot be repeated
+        self.speculation = Speculation(rows, guesses) if guesses else None
+        self.ends, self._before = call.ends, [row.num_new for row in rows]
+
+    def leave(self, version: int) -> None:
+        """Note what the runner knows of the tokens of this call.
+
+        Collective over the replica, as :meth:`start` and :meth:`finish`: every rank of it must call, in program order.
+        """
+        results = self.runner.results()
+        for row, first in zip(self.rows.values(), self._before, strict=True):
+            if count := row.num_new - first:
+                log_probs, at_one, *top = (part[row.index, first : row.num_new].clone() for part in results)
+                new = Notes(log_probs, at_one, torch.full((count,), version), *top)
+                row.notes = new if row.notes is None else Notes(*map(torch.cat, zip(row.notes, new, strict=True)))
+        del self.runner
 
     def forget_all_but(self, staying: Collection[int]) -> None:
         """Drop the rows that are not in ``staying`` (row ids)."""
         for row_id in [row_id for row_id, row in self.rows.items() if not row.ended and row_id not in staying]:
             self.scheduler.remove(self.rows.pop(row_id))
 
+    def start(self) -> None:
+        step = self.scheduler.schedule()
+        if step.work:  # otherwise its rows wait for environments
+            self.step = step
+            self.repeats = self.scheduler.look_ahead(step, self.max_repeats) if self.max_repeats else 0
+            self.runner.start(step, self.repeats)
 
-@dataclass
-class Cached:
-    """What calls leave behind for the next one: the lanes, and the ``version`` of the weights that filled their pages."""
+    def finish(self, stats: GenerationStats, episodes: Episodes | None) -> Step:
+        """Take the tokens of the step under way; returns the step."""
+        step, self.step = self.step, None
+        assert step is not None, "no step is under way"
+        drawn = self.runner.finish()
+        stats.steps += 1
+        if not self.repeats:
+            stats.prefill_tokens += sum(item.num_tokens for item in step.work) - len(drawn)
+        tokens = iter(drawn)
+        for row in (item.row for item in step.work if item.samples):
+            count = min(self.repeats, row.limit - row.length) or 1 + len(row.draft)
+            self._append(row, list(islice(tokens, count)), stats)
+        if episodes is not None:
+            episodes.record(self, step)
+        self.scheduler.complete(step)
+        return step
 
-    version: int
-    lanes: list[Lane]
+    def _append(self, row: Row, drawn: Sequence[int], stats: GenerationStats) -> None:
+        """All tokens up to the first that the row's draft did not foresee, or that ends the row."""
+        before, ends = row.length, self.ends
+        for number, token in enumerate(drawn):
+            row.tokens.append(token)
+            row.stopped = token in ends.token_ids
+            if ends.strings is not None and not row.stopped and row.num_new >= row.min_new:
+                row.stopped = ends.strings.completed_by_last(row.tokens, row.turn_start)
+            if row.stopped or (not self.repeats and row.draft[number : number + 1] != [token]):
+                break
+        new = row.length - before
+        stats.decode_tokens += new
+        if self.speculation is not None:
+            stats.draft_tokens += len(row.draft)
+            stats.accepted_tokens += new - 1
+            self.speculation.note(row, new)
+            row.draft = [] if row.stopped else self.speculation.guess(row)
 
-    def share(self, progress: Sequence[Progress]) -> list[list[Progress]]:
-        return share_out(progress, [lane.rows for lane in self.lanes])
 
-    def fits(self, progress: Sequence[Progress]) -> bool:
+class Lanes:
+    """The lanes of a replica, with the rows in flight and their pages. ``version``: of the weights that filled these."""
+
+    def __init__(self, lanes: Sequence[Lane], version: int) -> None:
+        self.lanes, self.version = lanes, version
+
+    def run(self, rows: Sequence[Row], call: Call, stats: GenerationStats, interruption: Interruption | None) -> None:
+        """Draw tokens for ``rows`` until they end, or ``interruption`` says so. Adds to ``stats``.
+
+        Collective over the replica: every rank of it must call, in program order.
+        """
+        for lane in self.lanes:
+            lane.cache.reload()
+            if call.version != self.version:  # what other weights have computed serves only the rows that lie there
+                lane.scheduler.forget_prompts()
+        self.version, before, stages = call.version, self._counts(), Stages(call.mesh)
+        busy = []
+        for lane, share in zip(self.lanes, self._share(rows), strict=True):
+            if share:
+                lane.enter(share, call, stages)
+                busy.append(lane)
+        if call.environments is None:
+            self._take_turns(busy, call, stats, interruption, None)
+        else:
+            with Episodes(call.environments, busy, call.mesh.replica, call.tick) as episodes:
+                self._take_turns(busy, call, stats, interruption, episodes)
+        stages.finish()
+        for lane in busy:
+            lane.leave(call.version)
+        prompts, hits, preemptions = (now - then for now, then in zip(self._counts(), before, strict=True))
+        stats.prompt_tokens += prompts
+        stats.hit_tokens += hits
+        stats.preemptions += preemptions
+        stats.stage_seconds += stages.waited
+        stats.lanes = len(self.lanes)
+        stats.num_pages = sum(lane.scheduler.limits.num_pages for lane in self.lanes)
+
+    def fits(self, rows: Sequence[Row]) -> bool:
         """Whether each of these rows could run alone in its lane."""
         return all(
-            limit_of(row) - 1 <= lane.scheduler.limits.num_pages * lane.scheduler.limits.page_size
-            for lane, rows in zip(self.lanes, self.share(progress), strict=True)
-            for row in rows
+            row.limit - 1 <= lane.scheduler.limits.num_pages * lane.scheduler.limits.page_size
+            for lane, share in zip(self.lanes, self._share(rows), strict=True)
+            for row in share
         )
 
-    def cost_of_moving(self, item: tuple[int, Progress]) -> int:
-        """Tokens of a row (the second of ``item``) that lie in pages, which stay behind."""
-        return sum(row.num_computed for lane in self.lanes if (row := lane.rows.get(item[1].request.row_id)))
-
-    def forget_all_but(self, progress: Iterable[Progress]) -> None:
-        """Drop the rows that are not in ``progress``."""
-        staying = {done.request.row_id for done in progress}
+    def forget_all_but(self, rows: Iterable[Row]) -> None:
+        """Drop the rows that are not in ``rows``."""
+        staying = {row.request.row_id for row in rows}
         for lane in self.lanes:
             lane.forget_all_but(staying)
 
@@ -118,156 +227,49 @@ class Cached:
             lane.scheduler.forget_prompts()
             lane.cache.offload(lane.scheduler.pages.used)
 
-    def reload(self, version: int) -> None:
-        """Go on, with weights that may be new: what other weights have computed serves only the rows that lie there."""
-        for lane in self.lanes:
-            lane.cache.reload()
-            if version != self.version:
-                lane.scheduler.forget_prompts()
-        self.version = version
+    def _take_turns(
+        self,
+        busy: Iterable[Lane],
+        call: Call,
+        stats: GenerationStats,
+        interruption: Interruption | None,
+        episodes: Episodes | None,
+    ) -> None:
+        """When it ends no step is under way any more."""
+        waiting, interrupted = deque(busy), False
+        while waiting:
+            lane = waiting.popleft()
+            if lane.step is not None:
+                step = lane.finish(stats, episodes)
+                call.tick()
+                interrupted = interrupted or (interruption is not None and interruption.interrupts(step, stats.decode_tokens))
+            if not interrupted and not lane.scheduler.finished:
+                lane.start()
+                waiting.append(lane)
+                if episodes is not None:
+                    episodes.take_in(wait=all(lane.step is None for lane in waiting))
 
-    @property
-    def counts(self) -> tuple[int, int, int]:
+    def _share(self, rows: Sequence[Row]) -> list[list[Row]]:
+        return share_out(rows, [lane.rows for lane in self.lanes])
+
+    def _counts(self) -> tuple[int, int, int]:
         """Prompt tokens, those of them found in the cache, and preemptions, so far."""
         all_of = [(s.num_prompt_tokens, s.num_hit_tokens, s.num_preemptions) for s in (lane.scheduler for lane in self.lanes)]
         prompts, hits, preemptions = map(sum, zip(*all_of, strict=True))
         return prompts, hits, preemptions
 
 
-def limit_of(row: Progress) -> int:
-    """Tokens of a row at most, prompt included."""
-    return len(row.request.prompt_ids) + row.request.max_new_tokens
-
-
-def share_out(progress: Sequence[Progress], known: Sequence[Collection[int]]) -> list[list[Progress]]:
+def share_out(rows: Sequence[Row], known: Sequence[Collection[int]]) -> list[list[Row]]:
     """Rows of each lane, whole groups: a lane goes on with those groups of which it knows a row (``known``: row ids), and the
     others go, in their order, where there are the fewest tokens. Pure."""
-    home = {row.request.group_id: i for row in progress for i, rows in enumerate(known) if row.request.row_id in rows}
-    groups: dict[int, list[Progress]] = {}
-    for row in progress:
+    home = {row.request.group_id: i for row in rows for i, ids in enumerate(known) if row.request.row_id in ids}
+    groups: dict[int, list[Row]] = {}
+    for row in rows:
         groups.setdefault(row.request.group_id, []).append(row)
-    shares: list[list[Progress]] = [[] for _ in known]
+    shares: list[list[Row]] = [[] for _ in known]
     tokens = [0] * len(known)
-    for group, rows in sorted(groups.items(), key=lambda item: item[0] not in home):  # known ones first
+    for group, its in sorted(groups.items(), key=lambda item: item[0] not in home):  # known ones first
         lane = home.get(group, tokens.index(min(tokens)))
-        shares[lane] += rows
-        tokens[lane] += sum(map(limit_of, rows))
+        shares[lane] += its
+        tokens[lane] += sum(row.limit for row in its)
     return shares
-
-
-class LaneRun:
-    """A lane during one call. ``progress[i]`` is the row with index i."""
-
-    def __init__(
-        self,
-        lane: Lane,
-        progress: Sequence[Progress],
-        rows: Sequence[Row],
-        runner: Runner,
-        ends: Ends,
-        most: int,
-        loop: DecodeLoop | None,
-    ) -> None:
-        """``most``: guessed tokens. ``loop``: takes the steps that only draw a token of each row."""
-        self.lane, self.progress, self.rows, self.runner, self.ends = lane, progress, rows, runner, ends
-        self.loop, self._steps = loop, 0  # of the loop, under way
-        self.speculation = Speculation(progress, most) if most else None
-        self.plan: Step | None = None  # under way
-        self._firsts = [len(done.token_ids) for done in progress]
-
-    def start(self) -> None:
-        """Collective over the replica, as :meth:`finish` and :meth:`note`: every rank of it must call, in program order."""
-        plan = self.lane.scheduler.schedule()
-        if plan.work:  # otherwise its rows wait for environments
-            self.plan = plan
-            self._steps = self.lane.scheduler.look_ahead(plan, self.loop.most) if self.loop else 0
-            if self.loop and self._steps:
-                self.loop.start(plan.work, self._steps)
-            else:
-                self.runner.start(plan)
-
-    def finish(self, stats: GenerationStats, episodes: Episodes | None) -> Step:
-        """Take the tokens of the step under way; returns the step."""
-        plan, self.plan = self.plan, None
-        assert plan is not None, "no step is under way"
-        drawn: list[int]
-        plan, drawn = self.loop.finish(plan.work) if self.loop and self._steps else (plan, self.runner.finish())
-        self._record(plan, drawn, stats)
-        if episodes is not None:
-            episodes.record(self, plan)
-        self.lane.scheduler.complete(plan)
-        return plan
-
-    def note(self, version: int) -> None:
-        """Append to the rows' progress what the runner knows of the tokens of this call."""
-        results = self.runner.results()
-        for row, done, first in zip(self.rows, self.progress, self._firsts, strict=True):
-            _note(row, done, first, results, version)
-
-    def _record(self, plan: Step, drawn: list[int], stats: GenerationStats) -> None:
-        """Append the drawn tokens to their rows: all up to the first that a row's draft did not foresee."""
-        ends, speculation = self.ends, self.speculation
-        tokens = iter(drawn)
-        computed = 0
-        for row, _, count, samples in plan.work:
-            computed += count
-            if not samples:
-                continue
-            token_ids = self.progress[row.index].token_ids
-            before, going = len(token_ids), True
-            for guess in (*row.draft, None):
-                token = next(tokens)
-                if not going:
-                    continue  # drawn after a guess that failed
-                token_ids.append(token)
-                row.length += 1
-                row.stopped = token in ends.token_ids
-                if ends.strings is not None and not row.stopped and row.num_new >= row.min_new:
-                    row.stopped = ends.strings.completed_by_last(self.progress[row.index].turn)
-                going = token == guess and not row.stopped
-            new = len(token_ids) - before
-            stats.decode_tokens += new
-            if speculation is not None:
-                stats.draft_tokens += len(row.draft)
-                stats.accepted_tokens += new - 1
-                speculation.note(row.index, token_ids[before:])
-                row.draft = [] if row.stopped else speculation.guess(row)
-            else:
-                row.draft = []
-        stats.steps += 1
-        stats.prefill_tokens += computed - len(drawn)
-
-
-def take_turns(
-    runs: Iterable[LaneRun],
-    stats: GenerationStats,
-    tick: Callable[[], None],
-    watch: Watch | Look | None,
-    episodes: Episodes | None,
-) -> None:
-    """Steps of all lanes in turn until their rows have ended, or ``watch`` says so; then no step is under way any more.
-
-    Collective over the replica: every rank of it must call, in program order.
-    """
-    waiting, interrupted = deque(runs), False
-    while waiting:
-        run = waiting.popleft()
-        if run.plan is not None:
-            plan = run.finish(stats, episodes)
-            tick()
-            interrupted = interrupted or (watch is not None and watch.reached(plan, run.progress, stats.decode_tokens))
-        if not interrupted and not run.lane.scheduler.finished:
-            run.start()
-            waiting.append(run)
-            if episodes is not None:
-                episodes.take_in(wait=all(run.plan is None for run in waiting))
-
-
-def _note(row: Row, done: Progress, first: int, results: tuple[Tensor, Tensor, Tensor, Tensor], version: int) -> None:
-    """What the runner knows of a row's tokens from number ``first`` on."""
-    count = len(done.token_ids) - first
-    if count:
-        sampled, at_one, *top = (part[row.index, first : len(done.token_ids)].clone() for part in results)
-        done.parts.append(Drawn(sampled, at_one, torch.full((count,), version), *top))
-    if row.ended:
-        done.finish_reason = "stop" if row.stopped else "length"

@@ -17,9 +17,11 @@ from rlhf_spmd.generation.sequence import Row
 
 
 class LogitRules:
-    """The rules of one call; ``stop_ids``: the tokens that end a response."""
+    """The rules of one call for ``rows``, by their index; ``stop_ids``: the tokens that end a response."""
 
-    def __init__(self, sampling: SamplingConfig, stop_ids: Collection[int], vocab_size: int, device: torch.device) -> None:
+    def __init__(
+        self, sampling: SamplingConfig, stop_ids: Collection[int], rows: Sequence[Row], vocab_size: int, device: torch.device
+    ) -> None:
         self.repetition = sampling.repetition_penalty
         self.frequency, self.presence = sampling.frequency_penalty, sampling.presence_penalty
         self.uses_history = self.repetition != 1.0 or self.frequency != 0.0 or self.presence != 0.0
@@ -27,25 +29,24 @@ class LogitRules:
         self.stop_ids = torch.tensor(known, dtype=torch.int64, device=device)
         self.bias = _bias(sampling, vocab_size).to(device)
         self.has_bias = bool(self.bias.any())
+        self.has_minimum = any(row.min_new for row in rows)
+        self.least = torch.tensor([row.prompt_length + row.min_new for row in rows], device=device)  # tokens before an end
+        self.prompts = torch.tensor([row.prompt_length for row in rows], device=device)
 
-    def apply(self, logits: Tensor, rows: Sequence[Row], tokens: Tensor) -> Tensor:
-        """New logits [B, V] for the next token of ``rows``, whose tokens so far lie in ``tokens`` [all rows, width]."""
+    def apply(self, logits: Tensor, lines: Tensor, lengths: Tensor, tokens: Tensor) -> Tensor:
+        """New logits [B, V] for the next token of the rows ``lines`` [B], whose first ``lengths`` [B] tokens lie in ``tokens`` (a line
+        per row of the call, as long as the longest of these or longer)."""
         logits = logits + self.bias.to(logits.dtype) if self.has_bias else logits.clone()
-        early = [i for i, row in enumerate(rows) if row.num_new < row.min_new]
-        if early and len(self.stop_ids):
-            lines = torch.tensor(early, device=logits.device)
-            logits[lines[:, None], self.stop_ids] = -math.inf
+        if self.has_minimum:
+            early = lengths < self.least[lines]
+            logits[:, self.stop_ids] = logits[:, self.stop_ids].masked_fill(early[:, None], -math.inf)
         if self.uses_history:
-            self._penalise(logits, rows, tokens)
+            self._penalise(logits, tokens[lines], self.prompts[lines, None], lengths[:, None])
         return logits
 
-    def _penalise(self, logits: Tensor, rows: Sequence[Row], tokens: Tensor) -> None:
+    def _penalise(self, logits: Tensor, history: Tensor, prompt_lengths: Tensor, lengths: Tensor) -> None:
         """In place."""
-        device = logits.device
-        bounds = torch.tensor([(row.index, row.prompt_length, row.length) for row in rows], device=device)
-        index, prompt_lengths, lengths = bounds[:, 0], bounds[:, 1:2], bounds[:, 2:]
-        positions = torch.arange(max(row.length for row in rows), device=device)
-        history = tokens[index, : len(positions)]
+        positions = torch.arange(history.shape[1], device=logits.device)
         if self.repetition != 1.0:
             seen = history.where(positions < lengths, history[:, :1])  # past the end: a token that is seen anyway
             scores = logits.gather(1, seen)
@@ -72,5 +73,5 @@ def build_rules(
     sampling: SamplingConfig, stop_ids: Collection[int], rows: Sequence[Row], vocab_size: int, device: torch.device
 ) -> LogitRules | None:
     """None where neither ``sampling`` nor a row's minimum asks for any."""
-    rules = LogitRules(sampling, stop_ids, vocab_size, device)
-    return rules if rules.has_bias or rules.uses_history or any(row.min_new for row in rows) else None
+    rules = LogitRules(sampling, stop_ids, rows, vocab_size, device)
+    return rules if rules.has_bias or rules.uses_history or rules.has_minimum else None

@@ -1,131 +1,173 @@
-"""Runs one step on this rank: pages, forward pass of its pipeline stage, sampling, and the tokens' way to every stage.
+"""Runs the steps of one lane on this rank: forward pass of its pipeline stage, draws, and the tokens' way to every stage.
 
-All tokens of a call, prompts and drawn ones, lie in one buffer [rows, longest] on the device: a step's inputs are one gather
-from it and its draws one scatter into it.
+All tokens of a call, prompts and drawn ones, lie in one buffer [rows, longest] on the device, beside their log-probs. A step
+gathers its inputs from it, draws a token behind each row's last one (and behind each guess), and writes it there. So a step that
+computes one token of each row can be repeated at once: the host looks at the tokens after the last repetition, and drops what was
+drawn after a stop. A row that has come to its limit stays where it is: it computes and writes its last token again, the same one.
+Nothing of such a step depends on the host, so it can be captured as a CUDA graph, one for each size of batch, and replayed.
+Batches are then padded with copies of their first row, which compute and write the same.
+
+Legend: B rows of a step, ``lines`` int64 [B]: their lines in the buffer; ``lengths`` int64 [B]: their tokens so far, so also where the
+next one goes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from copy import copy
-from dataclasses import dataclass
+import logging
+from collections.abc import Sequence
+from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.generation.kv_cache import KVCache, on_device
 from rlhf_spmd.generation.logit_rules import LogitRules
-from rlhf_spmd.generation.progress import NotFinite, Progress
-from rlhf_spmd.generation.sampler import sample, uniform
+from rlhf_spmd.generation.sampler import row_keys, sample, uniform
 from rlhf_spmd.generation.scheduler import Step, Work
-from rlhf_spmd.generation.sequence import Row
+from rlhf_spmd.generation.sequence import NotFinite, Row
 from rlhf_spmd.generation.stages import Stages
-from rlhf_spmd.models.decoder import Attention, Decoder
+from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import gather_logits, local_logits, log_probs_of
 from rlhf_spmd.parallel.mesh import Mesh
 
 NOT_FINITE = -1  # sent in place of a drawn token whose log-prob is not finite, so that every rank's host hears of it
+Alike = list[tuple[SamplingConfig, Tensor | None]]  # which of a step's draws follow which settings; None: all of them
 
 
-@dataclass(frozen=True)
-class Draws:
-    """How a call draws: what was asked, the seed, the rules for its logits, if there are any, and whether rows have drafts."""
+def padded_size(num_rows: int) -> int:
+    """Rows of the graph that serves so many: powers of two up to 16, then multiples of 16."""
+    return 1 << (num_rows - 1).bit_length() if num_rows <= 16 else -(-num_rows // 16) * 16
 
-    sampling: SamplingConfig
-    seed: int
-    rules: LogitRules | None
-    speculates: bool = False
+
+@cache
+def capture_stream() -> torch.cuda.Stream:
+    """One for all captures of the process: cuBLAS keeps a workspace of 32 MiB for each stream that it has seen."""
+    return torch.cuda.Stream()
+
+
+@cache
+def _say_not_captured(rank: int) -> None:
+    if rank == 0:
+        logging.getLogger(__name__).warning(
+            "enforce_eager=false: no CUDA graphs with attention=torch, top_p below 1, experts, tp above 1, logprobs, penalties, masks, "
+            "minimal lengths, or rows that draw otherwise than others; steps run without"
+        )
+
+
+class _Captured(NamedTuple):
+    """A step of decoding, and the tensors that it reads and goes on from: see :meth:`Runner._decode_once`."""
+
+    graph: torch.cuda.CUDAGraph
+    state: Tensor
+    table: Tensor
 
 
 class Runner:
-    """``progress[i]`` is the row with index i; ``stages`` is shared by the runners of a call."""
+    """For ``rows``, by their index; ``stages`` is shared by the runners of a call. ``graphs``: capture, where that can be,
+    see :meth:`_can_capture`."""
 
     def __init__(
-        self, decoder: Decoder, mesh: Mesh, stages: Stages, cache: KVCache, progress: Sequence[Progress], draws: Draws
+        self,
+        decoder: Decoder,
+        mesh: Mesh,
+        stages: Stages,
+        cache: KVCache,
+        rows: Sequence[Row],
+        sampling: SamplingConfig,
+        seed: int,
+        rules: LogitRules | None,
+        graphs: bool,
     ) -> None:
-        self.decoder, self.mesh, self.stages, self.cache, self.draws = decoder, mesh, stages, cache, draws
-        self._drawn: Tensor | None = None  # of the step under way, on the last stage
-        self._sampled: list[Row] = []  # the rows of its tokens
-        self._places: Tensor | None = None  # where they will lie
-        self.speculates = draws.speculates
-        requests = [row.request for row in progress]
-        self.steps = np.array([row.step for row in progress], dtype=np.int64)
+        self.decoder, self.mesh, self.stages, self.cache, self.rules = decoder, mesh, stages, cache, rules
         self.device = cache.pages.device
         self.num_heads = decoder.spec.num_attention_heads // decoder.tp.size
-        self.row_ids = np.array([request.row_id for request in requests], dtype=np.int64)
-        longest = max(len(request.prompt_ids) + request.max_new_tokens for request in requests)
-        tokens = np.zeros((len(requests), longest), dtype=np.int64)
-        for line, row in zip(tokens, progress, strict=True):
-            prompt = row.request.prompt_ids
-            line[: len(prompt)] = prompt
-            line[len(prompt) : len(prompt) + len(row.token_ids)] = row.token_ids
-        self.width = longest
+        self.width, self.most = max(row.limit for row in rows), max(row.request.max_new_tokens for row in rows)
+        tokens = np.zeros((len(rows), self.width), dtype=np.int64)
+        for line, row in zip(tokens, rows, strict=True):
+            line[: row.length] = row.tokens
         self.tokens = torch.from_numpy(tokens).to(self.device).view(-1)
-        most = max(request.max_new_tokens for request in requests)
-        dtype = torch.float64 if decoder.dtype == torch.float64 else torch.float32
-        drawings = [request.drawing or draws.sampling.drawing for request in requests]
+        self.prompts = torch.tensor([row.prompt_length for row in rows], device=self.device)
+        self.limits = torch.tensor([row.limit for row in rows], device=self.device)
+        self.row_ids = [row.request.row_id for row in rows]
+        self.keys = row_keys(seed, torch.tensor([row.step for row in rows]), torch.tensor(self.row_ids)).to(self.device)
+        drawings = [row.request.drawing or sampling.drawing for row in rows]
         number = {drawing: i for i, drawing in enumerate(dict.fromkeys(drawings))}
-        self.samplings = [draws.sampling.drawn_by(drawing) for drawing in number]  # mostly there is one
+        self.samplings = [sampling.drawn_by(drawing) for drawing in number]  # mostly there is one
         self._sampling_of = np.array([number[drawing] for drawing in drawings])
-        tempered = any(sampling.log_prob_temperature != 1.0 for sampling in self.samplings)
-        self.log_probs = torch.zeros(1 + tempered, len(requests), most, dtype=dtype, device=self.device)
-        shape = len(requests), most, draws.sampling.logprobs
+        tempered = any(each.log_prob_temperature != 1.0 for each in self.samplings)
+        dtype = torch.float64 if decoder.dtype == torch.float64 else torch.float32
+        # by line and number in the response: at the sampling temperature, and at 1 where that differs
+        self.log_probs = torch.zeros(1 + tempered, len(rows) * self.most, dtype=dtype, device=self.device)
+        shape = len(rows) * self.most, sampling.logprobs
         self.top_ids = torch.zeros(shape, dtype=torch.int64, device=self.device)
         self.top_log_probs = torch.zeros(shape, dtype=dtype, device=self.device)
+        self.captures = graphs and self._can_capture()
+        self.pads = self.captures
+        if graphs and not self.captures:
+            _say_not_captured(mesh.replica.rank)
+        self._graphs: dict[torch.Size, _Captured] = {}
+        self._places: Tensor | None = None  # of the tokens of the step under way
+        self._lines: list[int] = []  # of each of these
+        self._drawn: Tensor | None = None  # the tokens themselves, on the last stage
 
-    def start(self, step: Step) -> None:
-        """This stage's part of a step. On GPUs the host does not wait for it.
+    def start(self, step: Step, repeats: int = 0) -> None:
+        """This stage's part of a step, or with ``repeats`` of so many: ``step`` then draws a token of each row, whose pages have room
+        for so many more, and a row gets as many as its limit leaves. On GPUs the host does not wait for it.
 
-        Collective over the replica: every rank of it must call, in program order, with the same step.
+        Collective over the replica: every rank of it must call, in program order, with the same arguments.
         """
-        if step.copies:
-            self.cache.copy_pages(step.copies)
-        if self.speculates:
-            self._write_drafts(step.work)
-        attention = self.cache.backend.over(step.work, self.cache, self.num_heads)
-        hidden = self._forward(step.work, attention)
-        self._sampled = sampled = [work.row for work in step.work if work.samples]
-        if self.speculates:
-            self._sampled = sampled = [row for first in sampled for row in _ahead(first)]
-        if not sampled:
-            return
-        self._places = on_device(np.array([row.index * self.width + row.length for row in sampled]), self.device)
+        rows = [item.row for item in step.work if item.samples]
+        counts = [min(repeats, row.limit - row.length) if repeats else 1 + len(row.draft) for row in rows]
+        self._lines = np.repeat([row.index for row in rows], counts).tolist()
+        ends = [row.length + number for row, count in zip(rows, counts, strict=True) for number in range(count)]
+        lines, lengths = on_device(np.array([self._lines, ends], dtype=np.int64), self.device)
+        self._places, self._drawn = lines * self.width + lengths, None
+        history = self.tokens.view(-1, self.width)[:, : max(ends, default=0)]
+        if repeats:
+            self._decode(rows, repeats, history)
+        else:
+            hidden = self._forward(step)
+            if not rows:
+                return
+            if self.decoder.is_last:
+                self._draw(self._last_tokens(hidden, step.work), lines, lengths, self._alike(self._lines), history)
         if self.decoder.is_last:
-            self._drawn = self._draw(self._last_tokens(hidden, step.work), sampled)
+            places = lines * self.most + lengths - self.prompts[lines]
+            finite = self.log_probs[-1].index_select(0, places).isfinite()
+            self._drawn = self.tokens.index_select(0, self._places).masked_fill_(~finite, NOT_FINITE)
             self.stages.send_tokens(self._drawn)
         else:
-            self.stages.expect_tokens(len(sampled), self.device)
+            self.stages.expect_tokens(len(ends), self.device)
 
     def finish(self) -> list[int]:
-        """Token ids that the started step drew for the work items that sample, in their order, of each 1 + the length of its
-        row's draft; the same on every rank of the replica.
+        """Token ids that the started step drew, row by row: of each row that samples one, one more for each token of its draft, or as
+        many as its repetitions gave. The same on every rank of the replica.
 
         Raises NotFinite. Collective over the replica: every rank of it must call, in program order.
         """
-        if not self._sampled:
+        if not self._lines:
             return []
-        assert self._places is not None, "the step is under way"
-        drawn = self.stages.take_tokens() if self._drawn is None else self._drawn
-        self.tokens.index_copy_(0, self._places, drawn)
-        self._drawn = None
-        return self.checked(drawn.tolist(), self._sampled)
-
-    def checked(self, drawn: list[int], rows: Sequence[Row]) -> list[int]:
-        """``drawn``, a token of each of ``rows``. Raises NotFinite."""
-        if NOT_FINITE in drawn:
-            raise NotFinite(int(self.row_ids[rows[drawn.index(NOT_FINITE)].index]))
-        return drawn
+        assert self._places is not None, "no step is under way"
+        drawn = self._drawn
+        if drawn is None:
+            drawn = self.stages.take_tokens()
+            self.tokens.index_copy_(0, self._places, drawn)
+        token_ids: list[int] = drawn.tolist()
+        if NOT_FINITE in token_ids:
+            raise NotFinite(self.row_ids[self._lines[token_ids.index(NOT_FINITE)]])
+        return token_ids
 
     def extend(self, row: Row, token_ids: Sequence[int]) -> None:
         """Tokens that were not drawn follow those of ``row``; their log-probs are 0, whatever was drawn there after a stop."""
         at = row.index * self.width + row.length
         self.tokens[at : at + len(token_ids)] = torch.tensor(token_ids, dtype=torch.int64)
-        new = slice(row.num_new, row.num_new + len(token_ids))
-        self.log_probs[:, row.index, new] = 0.0
-        self.top_ids[row.index, new], self.top_log_probs[row.index, new] = 0, 0.0
+        first = row.index * self.most + row.num_new
+        new = slice(first, first + len(token_ids))
+        self.log_probs[:, new] = 0.0
+        self.top_ids[new], self.top_log_probs[new] = 0, 0.0
 
     def results(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Of the tokens that this runner drew, on the CPU of every rank of the replica: log-probs [rows, longest response] at
@@ -136,17 +178,25 @@ class Runner:
         for tensor in (self.log_probs, self.top_ids, self.top_log_probs):
             if tensor.numel():
                 self.mesh.pp.broadcast(tensor, self.decoder.pp - 1, "generation:log_probs")
-        log_probs = self.log_probs.cpu()
-        return log_probs[0], log_probs[-1], self.top_ids.cpu(), self.top_log_probs.cpu()
+        shape, log_probs = (len(self.row_ids), self.most), self.log_probs.cpu()
+        top_ids, top_log_probs = (top.cpu().view(*shape, top.shape[1]) for top in (self.top_ids, self.top_log_probs))
+        return log_probs[0].view(shape), log_probs[-1].view(shape), top_ids, top_log_probs
 
-    def _forward(self, work: Sequence[Work], attention: Attention) -> Tensor:
-        """Hidden states [T, hidden] of this stage, which go on to the next."""
-        num_tokens = len(attention.positions)
+    def _forward(self, step: Step) -> Tensor:
+        """Hidden states after this stage's layers, those of all tokens of the step in the order of its work."""
+        if step.copies:
+            self.cache.copy_pages(step.copies)
+        drafts = [(item.row.index * self.width + item.row.length, item.row.draft) for item in step.work if item.row.draft]
+        if drafts:  # guesses are inputs like tokens that were drawn; those that fail are overwritten
+            places = [place + i for place, draft in drafts for i in range(len(draft))]
+            tokens = [token for _, draft in drafts for token in draft]
+            self.tokens.index_copy_(0, *(on_device(np.array(each, dtype=np.int64), self.device) for each in (places, tokens)))
+        attention = self.cache.backend.over(step.work, self.cache, self.num_heads)
         if self.decoder.is_first:
-            lines = np.repeat([item.row.index for item in work], [item.num_tokens for item in work])
-            places = on_device(lines * self.width, self.device) + attention.positions
-            inputs = self.tokens.index_select(0, places)
+            lines = np.repeat([item.row.index * self.width for item in step.work], [item.num_tokens for item in step.work])
+            inputs = self.tokens.index_select(0, on_device(lines, self.device) + attention.positions)
         else:
+            num_tokens = sum(item.num_tokens for item in step.work)
             inputs = torch.empty(num_tokens, self.decoder.spec.hidden_size, dtype=self.decoder.dtype, device=self.device)
             inputs = self.stages.receive_hidden(inputs)
         hidden = self.decoder(inputs, attention)
@@ -154,92 +204,115 @@ class Runner:
             self.stages.hidden.send(hidden)
         return hidden
 
-    def _write_drafts(self, work: Sequence[Work]) -> None:
-        """Guesses are inputs like tokens that were drawn; those that fail are overwritten."""
-        drafts = [(item.row.index * self.width + item.row.length, item.row.draft) for item in work if item.row.draft]
-        places = [place + i for place, draft in drafts for i in range(len(draft))]
-        tokens = [token for _, draft in drafts for token in draft]
-        where, what = (on_device(np.array(values, dtype=np.int64), self.device) for values in (places, tokens))
-        self.tokens.index_copy_(0, where, what)
-
     def _last_tokens(self, hidden: Tensor, work: Sequence[Work]) -> Tensor:
         """The hidden states that a token is drawn from."""
-        if all(item.samples and item.num_tokens == 1 for item in work):
+        counts = [1 + len(item.row.draft) if item.samples else 0 for item in work]
+        if counts == [item.num_tokens for item in work]:
             return hidden
-        ends = np.cumsum([item.num_tokens for item in work]) - 1
-        chosen = ends[[item.samples for item in work]]
-        if self.speculates:
-            counts = [1 + len(item.row.draft) for item in work if item.samples]
-            chosen = np.concatenate([np.arange(end - n + 1, end + 1) for end, n in zip(chosen, counts, strict=True)])
+        ends = np.cumsum([item.num_tokens for item in work])
+        chosen = np.concatenate([np.arange(end - count, end) for end, count in zip(ends, counts, strict=True)])
         return hidden.index_select(0, on_device(chosen, self.device))
 
-    def _draw(self, hidden: Tensor, rows: Sequence[Row]) -> Tensor:
-        """Token ids [rows], NOT_FINITE where that holds; notes their log-probs.
+    def _alike(self, lines: Sequence[int]) -> Alike:
+        """Rows do not see each other, so those that draw alike are drawn as if they were alone."""
+        kinds = self._sampling_of[np.array(lines)]
+        if (kinds == kinds[0]).all():
+            return [(self.samplings[kinds[0]], None)]
+        return [(self.samplings[kind], on_device(np.flatnonzero(kinds == kind), self.device)) for kind in np.unique(kinds)]
+
+    def _draw(self, hidden: Tensor, lines: Tensor, lengths: Tensor, alike: Alike, history: Tensor) -> None:
+        """Draw and note a token after each of ``hidden`` [B, hidden]. ``history``: as much of the tokens as these rows have.
 
         Collective over tp: every rank of it must call, in program order.
         """
         logits = local_logits(self.decoder, hidden)
-        index = np.array([row.index for row in rows], dtype=np.int64)
-        position = np.array([row.num_new for row in rows], dtype=np.int64)
         scores = whole = gather_logits(self.decoder, logits)
-        if self.draws.rules is not None:
-            scores = self.draws.rules.apply(whole, rows, self.tokens.view(-1, self.width))
-        places = on_device(index * self.log_probs.shape[2] + position, self.device)
-        kinds = self._sampling_of[index]
-        if (kinds == kinds[0]).all():
-            drawn, log_probs = self._draw_alike(self.samplings[kinds[0]], logits, scores, index, position, places)
-        else:  # rows do not see each other, so those that draw alike are drawn as if they were alone
-            drawn, log_probs = torch.empty_like(places), logits.new_empty(len(rows))
-            for kind in np.unique(kinds):
-                alike = np.flatnonzero(kinds == kind)
-                at = on_device(alike, self.device)
-                parts = logits[at], logits[at] if scores is logits else scores[at], index[alike], position[alike], places[at]
-                drawn[at], log_probs[at] = self._draw_alike(self.samplings[kind], *parts)
+        if self.rules is not None:
+            scores = self.rules.apply(whole, lines, lengths, history)
+        for sampling, chosen in alike:
+            some = logits, scores, lines, lengths
+            if chosen is not None:
+                some = tuple(each[chosen] for each in some)  # type: ignore[assignment]
+            self._draw_alike(sampling, *some)
         if self.top_ids.numel():
-            top = whole.topk(self.top_ids.shape[2]).indices
+            places = lines * self.most + lengths - self.prompts[lines]
+            top = whole.topk(self.top_ids.shape[1]).indices
             at_one = [log_probs_of(self.decoder, logits, label) for label in top.unbind(1)]
-            self.top_ids.view(-1, top.shape[1]).index_copy_(0, places, top)
-            self.top_log_probs.view(-1, top.shape[1]).index_copy_(0, places, torch.stack(at_one, 1))
-        return drawn.masked_fill(~log_probs.isfinite(), NOT_FINITE)
+            self.top_ids.index_copy_(0, places, top)
+            self.top_log_probs.index_copy_(0, places, torch.stack(at_one, 1))
 
-    def _draw_alike(
-        self,
-        sampling: SamplingConfig,
-        logits: Tensor,
-        scores: Tensor,
-        index: NDArray[np.int64],
-        position: NDArray[np.int64],
-        places: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        """Tokens of rows that share ``sampling``, and their log-probs at temperature 1, which are noted at ``places`` as are those
-        at the sampling temperature. ``logits``: this rank's slice; ``scores``: of all the vocabulary, as the rules left them.
+    def _draw_alike(self, sampling: SamplingConfig, logits: Tensor, scores: Tensor, lines: Tensor, lengths: Tensor) -> None:
+        """Of rows that share ``sampling``. ``logits``: this rank's slice, from which log-probs come; ``scores``: of all the vocabulary,
+        as the rules left them.
 
         Collective over tp: every rank of it must call, in program order.
         """
-        greedy = sampling.greedy
-        draws = np.empty(0) if greedy else uniform(self.draws.seed, self.steps[index], self.row_ids[index], position)
-        drawn = sample(scores, sampling, on_device(draws, self.device))
+        numbers = lengths - self.prompts[lines]
+        draws = numbers if sampling.greedy else uniform(self.keys[lines], numbers)
+        drawn = sample(scores, sampling, draws)
         if drawn.is_cuda:  # its cumulative sums may differ between ranks in the last bit, and then the schedules would
             self.mesh.tp.broadcast(drawn, 0, "generation:tokens")
-        log_probs = torch.empty(0)
-        for kept, temperature in self.notes(self.log_probs, sampling):
-            log_probs = log_probs_of(self.decoder, logits, drawn, temperature)
-            for line in kept:
-                line.view(-1).index_copy_(0, places, log_probs)
-        return drawn, log_probs
+        self.tokens.index_copy_(0, lines * self.width + lengths, drawn)
+        places, tempered = lines * self.most + numbers, sampling.log_prob_temperature != 1.0
+        log_probs = log_probs_of(self.decoder, logits, drawn)
+        for line in self.log_probs[tempered:]:
+            line.index_copy_(0, places, log_probs)
+        if tempered:
+            self.log_probs[0].index_copy_(0, places, log_probs_of(self.decoder, logits, drawn, sampling.log_prob_temperature))
 
-    @staticmethod
-    def notes(log_probs: Tensor, sampling: SamplingConfig) -> list[tuple[Tensor, float]]:
-        """The parts of ``log_probs`` [1 or 2, ...], at the sampling temperature and at 1, and the temperature of each."""
-        if sampling.log_prob_temperature == 1.0:
-            return [(log_probs, 1.0)]
-        return [(log_probs[:1], sampling.log_prob_temperature), (log_probs[1:], 1.0)]
+    def _decode(self, rows: Sequence[Row], repeats: int, history: Tensor) -> None:
+        """``repeats`` steps of one token of each row."""
+        padded = [*rows, *[rows[0]] * (padded_size(len(rows)) - len(rows) if self.pads else 0)]
+        width = max(len(row.pages) for row in rows)
+        if (
+            self.captures
+        ):  # few widths, so few graphs; a much wider table than the rows need would cost programs that do nothing
+            width = min(1 << (width - 1).bit_length(), -(-(self.width - 1) // self.cache.page_size))
+        pages = np.zeros((len(padded), width), dtype=np.int32)
+        for line, row in zip(pages, padded, strict=True):
+            line[: len(row.pages)] = row.pages
+        lines = [row.index for row in padded]
+        state = on_device(np.array([lines, [row.length for row in padded]]), self.device)
+        table, alike = on_device(pages, self.device), self._alike(lines)
+        if not self.captures:
+            for _ in range(repeats):
+                self._decode_once(state, table, alike, history)
+            return
+        if table.shape in self._graphs:
+            captured = self._graphs[table.shape]
+            captured.state.copy_(state)
+            captured.table.copy_(table)
+        else:
+            captured = self._graphs[table.shape] = self._capture(state, table, alike, history)
+            repeats -= 1
+        for _ in range(repeats):
+            captured.graph.replay()
 
+    def _decode_once(self, state: Tensor, table: Tensor, alike: Alike, history: Tensor) -> None:
+        """The next token of each row. ``state`` int64 [2, B]: lines and lengths, which grow; ``table`` int32 [B, P]: pages. Reads and
+        writes device tensors only."""
+        lines, lengths = state
+        inputs = self.tokens.index_select(0, lines * self.width + lengths - 1)
+        attention = self.cache.backend.decoding(lengths - 1, table, self.cache, self.num_heads)
+        self._draw(self.decoder(inputs, attention), lines, lengths, alike, history)
+        lengths += lengths + 1 < self.limits[lines]
 
-def _ahead(row: Row) -> Iterator[Row]:
-    """``row``, and as it will stand after each token of its draft."""
-    yield row
-    for number in range(1, len(row.draft) + 1):
-        later = copy(row)
-        later.length += number
-        yield later
+    def _can_capture(self) -> bool:
+        """top_p and experts look at numbers on the host; collectives and torch's paged attention take other memory each time; which
+        rows draw alike, and how long histories are, changes from step to step."""
+        plain = len(self.samplings) == 1 and self.samplings[0].top_p == 1.0 and self.decoder.spec.experts is None
+        varies = self.rules is not None or self.top_ids.numel() > 0 or self.decoder.tp.size > 1
+        return plain and not varies and self.device.type == "cuda" and self.cache.backend.capturable
+
+    def _capture(self, state: Tensor, table: Tensor, alike: Alike, history: Tensor) -> _Captured:
+        """After a first step, which compiles kernels and fills caches."""
+        stream = capture_stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self._decode_once(state, table, alike, history)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        pool = next(iter(self._graphs.values())).graph.pool() if self._graphs else None
+        with torch.cuda.graph(graph, pool=pool, stream=stream):
+            self._decode_once(state, table, alike, history)
+        return _Captured(graph, state, table)

@@ -6,65 +6,47 @@ the cumulative distribution in vocabulary order, in fp64. Batch, order, rank and
 
 from __future__ import annotations
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from rlhf_spmd import kernels
 from rlhf_spmd.generation.config import SamplingConfig
 
 CHUNK_ELEMENTS = 1 << 25  # logits inverted at once: bounds the fp64 work space to 256 MB
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
-def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """splitmix64's finaliser (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014)."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
-
-
-def row_keys(seed: int, step: int | NDArray[np.int64], row_ids: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """What :func:`uniform` makes of all but the positions."""
-    state = np.full(len(row_ids), seed & ((1 << 64) - 1), dtype=np.uint64)
-    for counter in (np.asarray(step, dtype=np.int64), row_ids):
-        state = _stir(state, counter)
-    return state
-
-
-def _stir(state: NDArray[np.uint64], counter: NDArray[np.int64]) -> NDArray[np.uint64]:
-    return _mix(_mix(state + _GOLDEN) ^ (counter.astype(np.uint64) + _GOLDEN))
-
-
-def uniform(
-    seed: int, step: int | NDArray[np.int64], row_ids: NDArray[np.int64], positions: NDArray[np.int64]
-) -> NDArray[np.float64]:
-    """fp64 [rows] in [0, 1), of 53 random bits each. ``step``: one, or one per row. ``positions``: of the drawn token in its
-    response."""
-    state = _stir(row_keys(seed, step, row_ids), positions)
-    return (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
-
-
-def _signed(x: np.uint64 | int) -> int:
+def _signed(x: int) -> int:
     """The same 64 bits as torch's int64 has them."""
-    return int(x) - ((int(x) >> 63) << 64)
+    return (x & ((1 << 64) - 1)) - ((x >> 63 & 1) << 64)
 
 
-def _mix_on_device(x: Tensor) -> Tensor:
-    x = (x ^ _shift_right(x, 30)) * _signed(0xBF58476D1CE4E5B9)
-    x = (x ^ _shift_right(x, 27)) * _signed(0x94D049BB133111EB)
-    return x ^ _shift_right(x, 31)
+_GOLDEN, _FIRST, _SECOND = map(_signed, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def uniform_on_device(keys: Tensor, positions: Tensor) -> Tensor:
-    """:func:`uniform`'s numbers, bit for bit, from :func:`row_keys` as int64 and positions, both [rows]."""
-    state = _mix_on_device(_mix_on_device(keys + _signed(_GOLDEN)) ^ (positions + _signed(_GOLDEN)))
-    return _shift_right(state, 11).double() * 2.0**-53
+def _mix(x: Tensor) -> Tensor:
+    """splitmix64's finaliser (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014)."""
+    x = (x ^ _shift_right(x, 30)) * _FIRST
+    x = (x ^ _shift_right(x, 27)) * _SECOND
+    return x ^ _shift_right(x, 31)
+
+
+def _stir(state: Tensor, counter: Tensor) -> Tensor:
+    return _mix(_mix(state + _GOLDEN) ^ (counter + _GOLDEN))
+
+
+def row_keys(seed: int, steps: Tensor, row_ids: Tensor) -> Tensor:
+    """What :func:`uniform` makes of all but the positions, int64 as ``steps`` and ``row_ids`` [rows]."""
+    return _stir(_stir(torch.full_like(row_ids, _signed(seed)), steps), row_ids)
+
+
+def uniform(keys: Tensor, positions: Tensor) -> Tensor:
+    """fp64 [rows] in [0, 1), of 53 random bits each, the same on every device. ``keys``: :func:`row_keys`. ``positions``: of the drawn
+    token in its response."""
+    return _shift_right(_stir(keys, positions), 11).double() * 2.0**-53
 
 
 def sample(logits: Tensor, sampling: SamplingConfig, draws: Tensor) -> Tensor:

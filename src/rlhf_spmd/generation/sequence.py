@@ -1,10 +1,27 @@
-"""What is asked for, and what the scheduler knows of it. Without torch, as are ``scheduler`` and ``block_manager``."""
+"""A row's three stations: what is asked for (:class:`Request`), the row in flight (:class:`Row`), what came of it
+(:class:`Completion`).
+
+Without torch, as are ``scheduler`` and ``block_manager``.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import InitVar, dataclass, field
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class NotFinite(FloatingPointError):
+    """The model gave a token of a row a log-prob that is not finite."""
+
+    def __init__(self, row_id: int) -> None:
+        super().__init__(
+            f"row {row_id}: the log-prob of a drawn token is not finite; look at the weights, or compute in float32"
+        )
+        self.row_id = row_id
 
 
 class Drawing(NamedTuple):
@@ -31,39 +48,110 @@ class Request:
     drawing: Drawing | None = None
 
 
-@dataclass(eq=False)
-class Row:
-    """A request on its way: all of its counters are in tokens.
+class Notes(NamedTuple):
+    """What is noted of a response's tokens beside their ids, one of each per token; fields as in ``Completion``."""
 
-    ``index``: its line in the runner's token buffer. ``length``: prompt plus generated so far; ``limit``: where it must end.
-    ``num_computed``: tokens whose keys and values lie in ``pages``. The last generated token is not computed until the next
-    step needs it, so a running row has num_computed < length.
-    ``contents``: interned ids of the prompt's pages, the last one for the tail (see ``Interner``); ``claims``: those of
-    them that this row is computing for all. ``stopped``: a stop token or string ended it; ``ended``: stopped or at its limit.
-    ``held``: not to be scheduled, since its environment has yet to answer.
-    ``min_new``: tokens to draw before it may stop. ``draft``: guesses of its next tokens, computed together with its last one.
+    log_probs: Tensor
+    log_probs_t1: Tensor
+    versions: Tensor
+    top_ids: Tensor
+    top_log_probs: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Completion:
+    """``token_ids`` with the stop token if there was one; log-probs on the CPU, one per token.
+
+    ``log_probs``: fp32 (fp64 for an fp64 model) [tokens], under the sampling temperature, of the whole vocabulary (before
+    penalties, masks, top-k, top-p and min-p), as training computes them; greedy decoding counts as temperature 1.
+    ``log_probs_t1``: the same at temperature 1. ``versions`` int64 [tokens]: of the weights that drew each token.
+    ``top_log_probs``: ids and log-probs at temperature 1, [tokens, logprobs] each, the likeliest first; None if not asked for.
+    With an environment, ``mask`` says of each token whether the model drew it (others have 0 as log-probs), beside the sum of
+    the rewards and the number of turns.
     """
 
-    index: int
-    prompt_length: int
-    limit: int
-    contents: tuple[int, ...]
+    row_id: int
+    token_ids: list[int]
+    log_probs: Tensor
+    log_probs_t1: Tensor
+    finish_reason: Literal["stop", "length"]
+    versions: Tensor
+    top_log_probs: tuple[Tensor, Tensor] | None = None
+    mask: list[bool] | None = None
+    reward: float = 0.0
+    num_turns: int = 0
+
+
+@dataclass(eq=False)
+class Row:
+    """A request on its way, through one call or several; all counters are in tokens.
+
+    ``step`` keys its draws in all calls. ``tokens``: prompt and response so far (``response``: what it begins with), at most
+    ``limit``. ``notes``: of the response, as far as earlier calls drew it. ``mask``, ``reward``, ``num_turns``: see ``Completion``.
+    ``stopped``: a stop token or string ended it; ``ended``: stopped or at its limit.
+
+    In a lane: ``index``: its line in the runner's token buffer. ``min_new``: tokens to draw before it may stop.
+    ``num_computed``: tokens whose keys and values lie in ``pages``. The last token is not computed until the next step needs it,
+    so a running row has num_computed < length. ``contents``: interned ids of the prompt's pages, the last one for the tail (see
+    ``Interner``); ``claims``: those of them that this row is computing for all. ``held``: not to be scheduled, since its
+    environment has yet to answer. ``draft``: guesses of its next tokens, computed together with its last one.
+    """
+
+    request: Request
+    step: int = 0
+    response: InitVar[Sequence[int]] = ()
+    notes: Notes | None = None
+    mask: list[bool] | None = None
+    reward: float = 0.0
+    num_turns: int = 0
+    stopped: bool = False
+    ended: bool = False
+    index: int = 0
     min_new: int = 0
-    length: int = 0
+    contents: tuple[int, ...] = ()
     num_computed: int = 0
     pages: list[int] = field(default_factory=list)
     claims: list[int] = field(default_factory=list)
     draft: list[int] = field(default_factory=list)
-    stopped: bool = False
-    ended: bool = False
     held: bool = False
 
-    def __post_init__(self) -> None:
-        self.length = self.prompt_length
+    def __post_init__(self, response: Sequence[int]) -> None:
+        self.tokens = [*self.request.prompt_ids, *response]
+        self.prompt_length = len(self.request.prompt_ids)
+        self.limit = self.prompt_length + self.request.max_new_tokens
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens)
 
     @property
     def num_new(self) -> int:
-        return self.length - self.prompt_length
+        return len(self.tokens) - self.prompt_length
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Of the response so far."""
+        return self.tokens[self.prompt_length :]
+
+    @property
+    def turn_start(self) -> int:
+        """Where the tokens begin that came since an environment spoke; without one the response."""
+        return self.prompt_length + len(self.mask or ())
+
+    @property
+    def finish_reason(self) -> Literal["stop", "length"] | None:
+        return ("stop" if self.stopped else "length") if self.ended else None
+
+    def leave_pages(self) -> None:
+        """As it stands where nothing of it is computed yet."""
+        self.num_computed, self.pages, self.claims, self.draft = 0, [], [], []
+
+    def completion(self) -> Completion:
+        reason, notes = self.finish_reason, self.notes
+        assert reason is not None and notes is not None, f"row {self.request.row_id} has not ended"
+        top = (notes.top_ids, notes.top_log_probs) if notes.top_ids.shape[1] else None
+        row_id, mask = self.request.row_id, self.mask
+        return Completion(row_id, self.token_ids, *notes[:2], reason, notes.versions, top, mask, self.reward, self.num_turns)
 
 
 class Interner:

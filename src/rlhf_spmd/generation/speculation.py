@@ -6,38 +6,30 @@ differs from the guess ends it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from rlhf_spmd.generation.progress import Progress
 from rlhf_spmd.generation.sequence import Row
 
 GRAM = 3  # tokens that must have occurred before
 
 
 class Speculation:
-    """``most`` tokens ahead. Rows of a group look into their prompt and into each other's responses."""
+    """``most`` tokens ahead. ``rows``: by index; those of a group look into their prompt and into each other's responses."""
 
-    def __init__(self, rows: Sequence[Progress], most: int) -> None:
+    def __init__(self, rows: Sequence[Row], most: int) -> None:
         self.most = most
-        self._texts = [[*row.request.prompt_ids, *row.token_ids] for row in rows]
-        by_group: dict[int, dict[tuple[int, ...], tuple[list[int], int]]] = {}
-        self._seen = [
-            by_group.setdefault(row.request.group_id, {}) for row in rows
-        ]  # gram -> what followed it last: text, place
-        for text, seen in zip(self._texts, self._seen, strict=True):
-            for place in range(GRAM, len(text)):
-                seen[tuple(text[place - GRAM : place])] = (text, place)
+        by_group: dict[int, dict[tuple[int, ...], tuple[list[int], int]]] = {}  # gram -> where it came last: text, end
+        self._seen = [by_group.setdefault(row.request.group_id, {}) for row in rows]
+        for row in rows:
+            self.note(row, row.length)
 
-    def note(self, index: int, tokens: Iterable[int]) -> None:
-        """Row ``index`` has drawn these."""
-        text, seen = self._texts[index], self._seen[index]
-        for token in tokens:
-            if len(text) >= GRAM:
-                seen[tuple(text[-GRAM:])] = (text, len(text))
-            text.append(token)
+    def note(self, row: Row, number: int) -> None:
+        """The last ``number`` tokens of ``row`` have not been noted yet."""
+        text, seen = row.tokens, self._seen[row.index]
+        for end in range(max(len(text) - number, GRAM), len(text)):
+            seen[tuple(text[end - GRAM : end])] = (text, end)
 
     def guess(self, row: Row) -> list[int]:
         """At most so many that the row cannot pass its limit."""
-        text = self._texts[row.index]
-        source, place = self._seen[row.index].get(tuple(text[-GRAM:]), (text, len(text)))
-        return source[place : place + min(self.most, row.limit - row.length - 1)]
+        text, end = self._seen[row.index].get(tuple(row.tokens[-GRAM:]), (row.tokens, row.length))
+        return text[end : end + min(self.most, row.limit - row.length - 1)]

@@ -25,15 +25,18 @@ class StopStrings:
         self._last = {stop[-1] for stop in stops}
         self._candidate: dict[int, bool] = {}
 
-    def completed_by_last(self, token_ids: Sequence[int]) -> bool:
-        """Whether the last of a response's tokens completes a stop string."""
+    def completed_by_last(self, token_ids: Sequence[int], first: int = 0) -> bool:
+        """Whether the last token of a response, which begins at ``first``, completes a stop string."""
         if not self._may_complete(token_ids[-1]):
             return False
         width = self._longest + 4  # some characters take several tokens; the first of a window may be cut
         while True:
-            window = token_ids[-width:]
+            window = token_ids[max(len(token_ids) - width, first) :]
             text = self.decode(window)
-            if len(text.lstrip(UNFINISHED)) > self._longest + len(self.decode(window[-1:])) or len(window) == len(token_ids):
+            if (
+                len(text.lstrip(UNFINISHED)) > self._longest + len(self.decode(window[-1:]))
+                or len(window) == len(token_ids) - first
+            ):
                 return self._find(text, window) is not None
             width *= 2
 

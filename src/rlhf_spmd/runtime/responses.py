@@ -31,8 +31,8 @@ from rlhf_spmd.environments.config import EnvironmentConfig
 from rlhf_spmd.generation import Completion, GenerationConfig, Generator, NotFinite, Request, SamplingConfig
 from rlhf_spmd.generation.backends import choose_backend
 from rlhf_spmd.generation.episodes import Environments
+from rlhf_spmd.generation.interruption import CallLimits
 from rlhf_spmd.generation.stopping import build_ends
-from rlhf_spmd.generation.until import Until
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.spec import ModelSpec, read_eos_ids
 from rlhf_spmd.parallel.layout import Layout
@@ -306,7 +306,7 @@ class Answerer:
             groups = [waiting.popleft() for _ in range(min(room, len(waiting)))]
             requests = [request for group in groups for request in group]
             yield self.generator.generate_until(
-                requests, sampling, sampling.seed, 0, Until(fraction=ENDED, seconds=WRITTEN_S), 0, self.tick
+                requests, sampling, sampling.seed, 0, CallLimits(fraction=ENDED, seconds=WRITTEN_S), 0, self.tick
             )
 
     def _write_down(self, completions: Sequence[Completion]) -> list[tuple[tuple[int, int], dict[str, Any]]]:
@@ -361,7 +361,7 @@ def record(completion: Completion, keeps_tokens: bool) -> dict[str, Any]:
     if completion.top_log_probs is not None:
         pairs = zip(*(part.tolist() for part in completion.top_log_probs), strict=True)
         row["top_log_probs"] = [list(zip(ids, values, strict=True)) for ids, values in pairs]
-    if completion.episode is not None:
-        told = completion.episode
-        row |= {"response_mask": list(map(int, told.mask)), "environment_reward": told.reward, "num_turns": told.num_turns}
+    if completion.mask is not None:
+        mask = list(map(int, completion.mask))
+        row |= {"response_mask": mask, "environment_reward": completion.reward, "num_turns": completion.num_turns}
     return row

@@ -14,8 +14,7 @@ from rlhf_spmd.controller.reference import Piece
 from rlhf_spmd.data.batch import Batch, Field, concat, decode_json, pack, ragged, unpack
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.generation.episodes import Environments
-from rlhf_spmd.generation.progress import Completion
-from rlhf_spmd.generation.sequence import Request
+from rlhf_spmd.generation.sequence import Completion, Request
 from rlhf_spmd.objectives.rollout_correction import mismatch_sums
 from rlhf_spmd.workers.generating import build_generating
 from rlhf_spmd.workers.model_worker import ModelWorker
@@ -168,15 +167,15 @@ class ActorWorker(ModelWorker):
 
 def _episodes(completions: Sequence[Completion]) -> tuple[dict[str, Field], dict[str, Any]]:
     """Fields and metrics of rows that environments have extended; empty without."""
-    episodes = [completion.episode for completion in completions if completion.episode is not None]
-    if not episodes:
+    masks = [completion.mask for completion in completions if completion.mask is not None]
+    if not masks:
         return {}, {}
-    mask = ragged([episode.mask for episode in episodes], torch.bool)
-    rewards = torch.tensor([episode.reward for episode in episodes], dtype=torch.float64)
+    mask, number = ragged(masks, torch.bool), len(masks)
+    rewards = torch.tensor([completion.reward for completion in completions], dtype=torch.float64)
     report = {
-        "rollout/num_turns_mean": [sum(episode.num_turns for episode in episodes), len(episodes)],
-        "rollout/environment_tokens_mean": [int((~mask.values).sum()), len(episodes)],
-        "rollout/environment_reward_mean": [float(rewards.sum()), len(episodes)],
+        "rollout/num_turns_mean": [sum(completion.num_turns for completion in completions), number],
+        "rollout/environment_tokens_mean": [int((~mask.values).sum()), number],
+        "rollout/environment_reward_mean": [float(rewards.sum()), number],
     }
     return {MASK: mask, "environment_reward": rewards}, report
 

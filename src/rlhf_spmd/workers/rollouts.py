@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from rlhf_spmd.data.batch import Batch, Field, ragged
 from rlhf_spmd.generation.config import SamplingConfig
-from rlhf_spmd.generation.generator import GenerationStats, Generator
-from rlhf_spmd.generation.progress import Completion, Drawn, Progress
-from rlhf_spmd.generation.sequence import Request
-from rlhf_spmd.generation.until import Until
+from rlhf_spmd.generation.generator import Generator
+from rlhf_spmd.generation.interruption import CallLimits
+from rlhf_spmd.generation.lanes import GenerationStats
+from rlhf_spmd.generation.sequence import Completion, Notes, Request, Row
 
 REASONS: tuple[Literal["stop", "length"] | None, ...] = (None, "stop", "length")
 NOTED = ("log_probs", "log_probs_t1", "versions")
@@ -47,11 +47,11 @@ class HeldRollouts:
         num_whole = len(self._whole())
         fraction = (num_groups - num_whole) / max(len(self.groups) - num_whole, 1)
         if fraction <= 0:  # what ended together with the last step's rows is enough
-            self.generator.kept += [Progress(request, number) for request in fresh]
+            self.generator.kept += [Row(request, number) for request in fresh]
             self.generator.stats = GenerationStats()
         else:
-            until = Until(fraction=fraction)
-            ended = self.generator.generate_until(fresh, sampling, sampling.seed, number, until, number, tick)
+            limits = CallLimits(fraction=fraction)
+            ended = self.generator.generate_until(fresh, sampling, sampling.seed, number, limits, number, tick)
             self.generator.make_room()  # the weights change before the next call
             self.ended |= {completion.row_id: completion for completion in ended}
         taken = self._whole()[:num_groups]
@@ -64,7 +64,10 @@ class HeldRollouts:
 
     def state(self) -> Batch:
         """The rows that :meth:`advance` goes on with, as far as they have come, for a checkpoint."""
-        rows = {row.request.row_id: (row.step, row.finish_reason, row.token_ids, *row.drawn()) for row in self.generator.kept}
+        none = torch.empty(0), torch.empty(0), torch.empty(0, dtype=torch.int64)
+        rows: dict[int, tuple[Any, ...]] = {
+            row.request.row_id: (row.step, None, row.token_ids, *(row.notes or none)[:3]) for row in self.generator.kept
+        }
         for row, c in self.ended.items():
             rows[row] = 0, c.finish_reason, c.token_ids, c.log_probs, c.log_probs_t1, c.versions
         row_ids = torch.tensor(sorted(rows), dtype=torch.int64)
@@ -91,6 +94,6 @@ class HeldRollouts:
                 self.ended[request.row_id] = Completion(request.row_id, tokens, log_probs, log_probs_t1, reason, versions)
             else:
                 top = log_probs.new_zeros(len(tokens), num_top)  # nothing in training reads them
-                parts = [Drawn(log_probs, log_probs_t1, versions, top.long(), top)] if tokens else []
-                self.generator.kept.append(Progress(request, int(saved["step"][i]), tokens, parts))
+                notes = Notes(log_probs, log_probs_t1, versions, top.long(), top) if tokens else None
+                self.generator.kept.append(Row(request, int(saved["step"][i]), tokens, notes))
         return [request for request in requests if request.row_id not in at]

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 import torch
 
-from rlhf_spmd.generation.progress import Progress
 from rlhf_spmd.generation.scheduler import Step
+from rlhf_spmd.generation.sequence import Row
 from rlhf_spmd.parallel.collectives import Group
 
 
 @dataclass(frozen=True)
-class Until:
+class CallLimits:
     """What ends a call, whichever comes first; all null: the end of every row.
 
     - steps: of this replica's scheduler. tokens: drawn by this replica in this call.
@@ -34,42 +34,40 @@ class Until:
         for key in ("steps", "tokens", "seconds", "fraction"):
             value = getattr(self, key)
             if value is not None and not value > 0:
-                raise ValueError(f"until.{key}={value}: must be above 0, or null")
+                raise ValueError(f"limits.{key}={value}: must be above 0, or null")
         if self.fraction is not None and self.fraction > 1:
-            raise ValueError(f"until.fraction={self.fraction}: must be at most 1")
+            raise ValueError(f"limits.fraction={self.fraction}: must be at most 1")
 
 
-class Watch:
-    """``until`` during one call on ``rows``; all ranks of ``replica`` get the same answers."""
+class LimitWatch:
+    """How far one call on ``rows`` has come towards ``limits``; all ranks of ``replica`` get the same answers."""
 
-    def __init__(self, until: Until, rows: Sequence[Progress], replica: Group) -> None:
-        self.until, self.replica = until, replica
+    def __init__(self, limits: CallLimits, rows: Sequence[Row], replica: Group) -> None:
+        self.limits, self.replica = limits, replica
         self.started = time.perf_counter()
         self.num_steps = 0
         self.unfinished = Counter(row.request.group_id for row in rows)
-        fraction = 1.0 if until.fraction is None else until.fraction
+        fraction = 1.0 if limits.fraction is None else limits.fraction
         self.missing = math.ceil(fraction * len(self.unfinished) - 1e-9)  # groups that have yet to end
 
-    def reached(self, step: Step, rows: Sequence[Progress], num_drawn: int) -> bool:
-        """After each completed step, of which ``rows`` are those by index; ``num_drawn`` tokens in this call so far.
+    def interrupts(self, step: Step, num_drawn: int) -> bool:
+        """Whether the call ends after this completed step; ``num_drawn`` tokens in this call so far.
 
-        Collective over the replica: every rank of it must call, in program order.
+        Collective over the replica: every rank of it must call, in program order, after each step.
         """
-        until = self.until
+        limits = self.limits
         self.num_steps += 1
-        if until.steps is not None and self.num_steps >= until.steps:
+        if limits.steps is not None and self.num_steps >= limits.steps:
             return True
-        if until.fraction is not None:
-            for work in step.work:
-                if work.row.ended:
-                    group = rows[work.row.index].request.group_id
-                    self.unfinished[group] -= 1
-                    self.missing -= self.unfinished[group] == 0
+        if limits.fraction is not None:
+            for group in (work.row.request.group_id for work in step.work if work.row.ended):
+                self.unfinished[group] -= 1
+                self.missing -= self.unfinished[group] == 0
             if self.missing <= 0:
                 return True
-        if until.tokens is not None and num_drawn >= until.tokens:
+        if limits.tokens is not None and num_drawn >= limits.tokens:
             return True
-        if until.seconds is None:
+        if limits.seconds is None:
             return False
-        late = torch.tensor([time.perf_counter() - self.started >= until.seconds])
-        return bool(self.replica.broadcast(late, 0, "generation:until"))
+        late = torch.tensor([time.perf_counter() - self.started >= limits.seconds])
+        return bool(self.replica.broadcast(late, 0, "generation:limits"))
