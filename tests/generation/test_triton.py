@@ -76,7 +76,7 @@ class Rows:
         ]
         whole = torch.cat(parts, 1)  # heads of a token lie together, as the decoder gives them
         q, k, v = whole.split([x.shape[1] for x in parts], 1)
-        context = TritonAttention.over(work, cache, q.shape[1])
+        context = TritonAttention.for_step(work, cache, q.shape[1])
         positions = torch.cat([torch.arange(start, start + count) for _, start, count in chunks])
         assert torch.equal(context.positions.cpu(), positions)
         return list(context.attend(1, q, k, v, rule).split([count for *_, count in chunks]))

@@ -287,7 +287,7 @@ def test_a_whole_layer_has_the_bits_of_its_operations(
         cache = KVCache(*shape, 2 * len(rows), 128, dtype, cpu, backend)
         work = [Work(row, 0, row.length, True) for row in rows]
         with torch.no_grad():
-            assert torch.equal(decoder(tokens, backend.over(work, cache, 4)), out)
+            assert torch.equal(decoder(tokens, backend.for_step(work, cache, 4)), out)
         calls.clear()
 
 

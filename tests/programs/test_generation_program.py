@@ -19,6 +19,7 @@ from generate_runs import (
     run_program_on_rank,
     write_rows,
 )
+from generate_runs import model as model  # a fixture
 from ranks import run_ranks
 from rlhf_spmd import generate as program
 from rlhf_spmd.config.schema import ConfigError

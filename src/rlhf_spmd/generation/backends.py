@@ -79,13 +79,15 @@ def build_backend(name: str, dtype: torch.dtype, device: torch.device) -> Backen
     if name == "triton":
         from rlhf_spmd.generation.triton_attention import TritonAttention
 
-        return Backend(TritonAttention.over, TritonAttention.decoding, capturable=True)
+        return Backend(TritonAttention.for_step, TritonAttention.decoding, capturable=True)
     if name == "flash_attn":
         from rlhf_spmd.generation.flash_attention import FlashAttention
 
-        return Backend(FlashAttention.over, FlashAttention.decoding, capturable=True)
+        return Backend(FlashAttention.for_step, FlashAttention.decoding, capturable=True)
     if name == "cpp":
         return Backend(
-            KernelAttention.over, KernelAttention.decoding, kernels=kernels.ready(torch.empty(0, dtype=dtype, device=device))
+            KernelAttention.for_step,
+            KernelAttention.decoding,
+            kernels=kernels.ready(torch.empty(0, dtype=dtype, device=device)),
         )
     return Backend(PagedAttention, PagedDecoding)

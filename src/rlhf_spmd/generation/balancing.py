@@ -21,7 +21,7 @@ def plan_moves(counts: Sequence[int]) -> list[tuple[int, int, int]]:
         return []
     least, extra = divmod(sum(counts), len(counts))
     fullest_first = sorted(range(len(counts)), key=lambda i: (-counts[i], i))
-    surplus = {replica: counts[replica] - least - (place < extra) for place, replica in enumerate(fullest_first)}
+    surplus = {replica: counts[replica] - least - (rank < extra) for rank, replica in enumerate(fullest_first)}
     moves = []
     for source in fullest_first:
         for target in reversed(fullest_first):
@@ -95,10 +95,9 @@ def exchange(group: Group, outgoing: Mapping[int, Sequence[Any]]) -> list[Any]:
 
 def pack(home: int, row: Row) -> list[Any]:
     """All of a row but its pages, exactly, for :func:`exchange`. ``home``: the replica that was asked for it."""
-    request = row.request
-    asked = request.row_id, request.group_id, list(request.prompt_ids), request.max_new_tokens, request.min_new_tokens
+    asked = vars(row.request) | {"prompt_ids": list(row.request.prompt_ids)}
     notes = row.notes and [tensor.tolist() for tensor in row.notes]
-    return [home, [*asked, request.drawing], row.step, row.token_ids, notes, row.stopped, row.ended]
+    return [home, asked, row.step, row.token_ids, notes, row.stopped, row.ended]
 
 
 def unpack(packed: list[Any], dtype: torch.dtype) -> tuple[int, Row]:
@@ -106,5 +105,5 @@ def unpack(packed: list[Any], dtype: torch.dtype) -> tuple[int, Row]:
     home, asked, step, token_ids, noted, stopped, ended = packed
     kinds = (dtype, dtype, torch.int64, torch.int64, dtype)
     notes = noted and Notes(*(torch.tensor(values, dtype=kind) for values, kind in zip(noted, kinds, strict=True)))
-    request = Request(*asked[:5], drawing=asked[5] and Drawing(*asked[5]))
+    request = Request(**asked | {"drawing": asked["drawing"] and Drawing(*asked["drawing"])})
     return home, Row(request, step, token_ids, notes, stopped=stopped, ended=ended)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rlhf_spmd.generation.kv_cache import KVCache, on_device
 from rlhf_spmd.generation.scheduler import Work
-from rlhf_spmd.generation.step_pages import place
+from rlhf_spmd.generation.step_pages import locate_tokens
 from rlhf_spmd.models.spec import AttentionRule
 
 
@@ -27,9 +27,9 @@ class FlashAttention:
         self.slots = cache.spread(slots, cache.num_pages * cache.page_size)
 
     @classmethod
-    def over(cls, work: Sequence[Work], cache: KVCache, num_heads: int) -> FlashAttention:
+    def for_step(cls, work: Sequence[Work], cache: KVCache, num_heads: int) -> FlashAttention:
         """``work`` in the order in which its tokens are packed."""
-        step, parts = place(work, cache), []
+        step, parts = locate_tokens(work, cache), []
         lengths = on_device((step.starts + step.counts).astype(np.int32), step.table.device)
         groups = [np.flatnonzero(step.counts == 1), *np.flatnonzero(step.counts > 1)[:, None]]
         for lines in (group for group in groups if len(group)):

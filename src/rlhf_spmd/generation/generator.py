@@ -18,12 +18,13 @@ from rlhf_spmd.generation.backends import build_backend, choose_backend
 from rlhf_spmd.generation.balancing import RowCounts, exchange, pack, plan_moves, unpack
 from rlhf_spmd.generation.config import GenerationConfig, SamplingConfig
 from rlhf_spmd.generation.episodes import Environments
-from rlhf_spmd.generation.interruption import CallLimits, LimitWatch
+from rlhf_spmd.generation.interruption import CallLimits, Interrupts, LimitWatch
 from rlhf_spmd.generation.kv_cache import Backend, KVCache
-from rlhf_spmd.generation.lanes import Call, GenerationStats, Interruption, Lane, Lanes, share_out
+from rlhf_spmd.generation.lanes import GenerationStats, Lane, Lanes, share_out
+from rlhf_spmd.generation.runner import Call
 from rlhf_spmd.generation.scheduler import Limits
 from rlhf_spmd.generation.sequence import Completion, Request, Row
-from rlhf_spmd.generation.stopping import Ends, build_ends
+from rlhf_spmd.generation.stopping import build_ends
 from rlhf_spmd.models.decoder import Block, Decoder
 from rlhf_spmd.parallel.mesh import Mesh
 
@@ -67,8 +68,8 @@ class Generator:
         """
         started = time.perf_counter()
         self.stats = GenerationStats()
-        self._check(requests, sampling)
-        rows, call = [Row(request, step) for request in requests], self._call(sampling, seed, step, tick, environments)
+        call = self._call(requests, sampling, seed, step, tick, environments)
+        rows = [Row(request, step) for request in requests]
         if self.config.rebalance_steps and self.mesh.dp.size > 1:
             assert environments is None, "the rows of environments do not move between replicas"
             rows = self._balance(rows, call)
@@ -95,13 +96,13 @@ class Generator:
         old ones computed is good enough.
         Collective over the replica: every rank of it must call, in program order, with the same arguments.
         """
-        self._check([*(row.request for row in self.kept), *requests], sampling)
+        call = self._call([*(row.request for row in self.kept), *requests], sampling, seed, version, tick)
         self.kept += [Row(request, step) for request in requests]
         self.stats = GenerationStats()
         if self.kept:
             lanes, self._lanes = self._usable(self._lanes, self.kept, version), None
             watch = LimitWatch(limits, self.kept, self.mesh.replica)
-            self._lanes = self._advance(self.kept, lanes, self._call(sampling, seed, version, tick), watch)
+            self._lanes = self._advance(self.kept, lanes, call, watch.interrupts)
         self.stats.seconds = self.stats.busy_seconds
         ended = [row.completion() for row in self.kept if row.ended]
         self.kept = [row for row in self.kept if not row.ended]
@@ -118,13 +119,27 @@ class Generator:
 
     def _call(
         self,
+        requests: Sequence[Request],
         sampling: SamplingConfig,
         seed: int,
         version: int,
         tick: Callable[[], None],
         environments: Environments | None = None,
     ) -> Call:
-        ends = self._ends(sampling)
+        """Raises ValueError for rows that cannot be generated."""
+        vocabulary, ends = self.decoder.spec.vocab_size, build_ends(sampling, self.eos_ids, self.decoding, "sampling")
+        for drawing, row_id in {r.drawing: r.row_id for r in requests if r.drawing}.items():
+            sampling.drawn_by(drawing).check(f"sampling of row {row_id}")
+        sampling.check_ids(vocabulary, ends.token_ids, any(request.min_new_tokens for request in requests), "sampling")
+        for request in requests:
+            if not request.prompt_ids:
+                raise ValueError(f"row {request.row_id}: the prompt is empty; at least one token is needed")
+            if request.max_new_tokens < 1:
+                raise ValueError(f"row {request.row_id}: max_new_tokens={request.max_new_tokens} must be at least 1")
+            if not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < vocabulary:
+                raise ValueError(f"row {request.row_id}: prompt ids must lie in 0 .. {vocabulary - 1}, the model's vocabulary")
+        if len({request.row_id for request in requests}) < len(requests):
+            raise ValueError("row ids must differ: they key the random draws")
         return Call(self.decoder, self.mesh, self.config, sampling, ends, seed, version, tick, environments)
 
     def _usable(self, lanes: Lanes | None, rows: Sequence[Row], version: int) -> Lanes | None:
@@ -132,14 +147,14 @@ class Generator:
         known = lanes is not None and (lanes.version == version or self.config.kv_cache != "free")
         return lanes if lanes is not None and known and lanes.fits(rows) else None
 
-    def _advance(self, rows: Sequence[Row], lanes: Lanes | None, call: Call, interruption: Interruption | None) -> Lanes:
-        """Draw tokens for ``rows`` until they end, or ``interruption`` says so; returns the lanes that they are in: ``lanes``, if they
+    def _advance(self, rows: Sequence[Row], lanes: Lanes | None, call: Call, interrupts: Interrupts | None) -> Lanes:
+        """Draw tokens for ``rows`` until they end, or ``interrupts`` says so; returns the lanes that they are in: ``lanes``, if they
         are :meth:`_usable`. Adds to ``stats``."""
         started = time.perf_counter()
         if lanes is None:
             lanes = Lanes(self._build_lanes(rows), call.version)
         with torch.no_grad():
-            lanes.run(rows, call, self.stats, interruption)
+            lanes.run(rows, call, self.stats, interrupts)
         self.stats.busy_seconds += time.perf_counter() - started
         return lanes
 
@@ -158,16 +173,17 @@ class Generator:
                 outgoing: dict[int, list[Any]] = {}
                 for source, to, number in moves:
                     if source == group.rank:
-                        outgoing[to], going = [pack(*item) for item in going[:number]], going[number:]
-                        self.stats.moved_rows += len(outgoing[to])
+                        leaving, going = going[:number], going[number:]
+                        outgoing[to] = [pack(*item) for item in leaving]
+                        self.stats.moved_rows += number
+                        if lanes is not None:
+                            lanes.forget([row for _, row in leaving])
                 going += [unpack(item, dtype) for item in exchange(group, outgoing)]
-                if lanes is not None:
-                    lanes.forget_all_but(row for _, row in going)
             if going:
                 counts.begin(len(going))
                 here = [row for _, row in going]
                 lanes = self._usable(lanes, here, call.version)
-                lanes = self._advance(here, lanes, call, counts)
+                lanes = self._advance(here, lanes, call, counts.interrupts)
             else:
                 call.tick()
             ended += [item for item in going if item[1].ended]
@@ -181,24 +197,6 @@ class Generator:
         mine += [unpack(item, dtype)[1] for item in exchange(group, back)]
         order = {row.request.row_id: i for i, row in enumerate(rows)}
         return sorted(mine, key=lambda row: order[row.request.row_id])
-
-    def _ends(self, sampling: SamplingConfig) -> Ends:
-        return build_ends(sampling, self.eos_ids, self.decoding, "sampling")
-
-    def _check(self, requests: Sequence[Request], sampling: SamplingConfig) -> None:
-        vocabulary, ends = self.decoder.spec.vocab_size, self._ends(sampling)
-        for drawing, row_id in {r.drawing: r.row_id for r in requests if r.drawing}.items():
-            sampling.drawn_by(drawing).check(f"sampling of row {row_id}")
-        sampling.check_ids(vocabulary, ends.token_ids, any(request.min_new_tokens for request in requests), "sampling")
-        for request in requests:
-            if not request.prompt_ids:
-                raise ValueError(f"row {request.row_id}: the prompt is empty; at least one token is needed")
-            if request.max_new_tokens < 1:
-                raise ValueError(f"row {request.row_id}: max_new_tokens={request.max_new_tokens} must be at least 1")
-            if not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < vocabulary:
-                raise ValueError(f"row {request.row_id}: prompt ids must lie in 0 .. {vocabulary - 1}, the model's vocabulary")
-        if len({request.row_id for request in requests}) < len(requests):
-            raise ValueError("row ids must differ: they key the random draws")
 
     def _build_lanes(self, rows: Sequence[Row]) -> list[Lane]:
         """As many as ``micro_batches`` says, but none without a group, without a row in flight, or with fewer pages than the

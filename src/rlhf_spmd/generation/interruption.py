@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +13,9 @@ import torch
 from rlhf_spmd.generation.scheduler import Step
 from rlhf_spmd.generation.sequence import Row
 from rlhf_spmd.parallel.collectives import Group
+
+# whether a call ends after this completed step, having drawn so many tokens so far; asked on every rank, after each step
+Interrupts = Callable[[Step, int], bool]
 
 
 @dataclass(frozen=True)

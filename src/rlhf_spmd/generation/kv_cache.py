@@ -39,14 +39,14 @@ def on_device(values: NDArray[Any], device: torch.device) -> Tensor:
 class Backend:
     """An attention over the pages of a cache, see ``backends``.
 
-    - over: the attention context of a step: (work in the order in which its tokens are packed, the cache, this rank's query heads).
+    - for_step: the attention context of a step: (work in the order in which its tokens are packed, the cache, this rank's query heads).
     - decoding: the same for one token of each row, told by device tensors alone, without a look of the host at their values:
       (``positions`` int64 [B] of the tokens, ``table`` int32 [B, P] of the rows' pages, the cache, this rank's query heads).
     - capturable: ``decoding`` can be captured as a CUDA graph.
     - kernels: the C++ kernels, where pages have their form; None: torch's form.
     """
 
-    over: Callable[[Sequence[Work], KVCache, int], Attention]
+    for_step: Callable[[Sequence[Work], KVCache, int], Attention]
     decoding: Callable[[Tensor, Tensor, KVCache, int], Attention]
     capturable: bool = False
     kernels: kernels.Kernels | None = None

@@ -12,25 +12,20 @@ drawn ones are appended to their rows, which may end with that, and the schedule
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Protocol
 
 import torch
 
-from rlhf_spmd.generation.config import GenerationConfig, SamplingConfig
-from rlhf_spmd.generation.episodes import Environments, Episodes
+from rlhf_spmd.generation.episodes import Episodes
+from rlhf_spmd.generation.interruption import Interrupts
 from rlhf_spmd.generation.kv_cache import KVCache
-from rlhf_spmd.generation.logit_rules import build_rules
-from rlhf_spmd.generation.runner import Runner
+from rlhf_spmd.generation.runner import Call, Runner
 from rlhf_spmd.generation.scheduler import Limits, Scheduler, Step
 from rlhf_spmd.generation.sequence import Interner, Notes, Row
 from rlhf_spmd.generation.speculation import Speculation
 from rlhf_spmd.generation.stages import Stages
-from rlhf_spmd.generation.stopping import Ends
-from rlhf_spmd.models.decoder import Decoder
-from rlhf_spmd.parallel.mesh import Mesh
 
 
 @dataclass
@@ -57,26 +52,6 @@ class GenerationStats:
     seconds: float = 0.0
 
 
-@dataclass(frozen=True)
-class Call:
-    """What a call of the generator was asked for, and works with. ``version``: of the weights."""
-
-    decoder: Decoder
-    mesh: Mesh
-    config: GenerationConfig
-    sampling: SamplingConfig
-    ends: Ends
-    seed: int
-    version: int
-    tick: Callable[[], None]
-    environments: Environments | None = None
-
-
-class Interruption(Protocol):
-    def interrupts(self, step: Step, num_drawn: int) -> bool:
-        """Whether the call ends after this completed step, ``num_drawn`` tokens having been drawn in it so far. Asked on every rank."""
-
-
 class Lane:
     """``rows``: by row id. Interrupted calls keep it for the next one; ``runner`` and what it draws by last from :meth:`enter` to
     :meth:`leave`."""
@@ -98,14 +73,9 @@ class Lane:
                 row.min_new = max(call.sampling.min_response_length, row.request.min_new_tokens)
                 self.scheduler.add(row)
         self.rows = {row.request.row_id: row for row in rows}
-        config, decoder, device = call.config, call.decoder, self.cache.pages.device
-        rules = build_rules(call.sampling, call.ends.token_ids, rows, decoder.spec.vocab_size, device)
-        guesses = config.speculative_tokens
-        alone = call.mesh.layout.pp == 1 and not guesses  # nothing but the limits of rows decides what a step is followed by
-        graphs = alone and not config.enforce_eager
-        self.runner = Runner(decoder, call.mesh, stages, self.cache, rows, call.sampling, call.seed, rules, graphs)
-        self.max_repeats = config.steps_per_sync if alone and (config.steps_per_sync > 1 or self.runner.captures) else 0
+        self.runner = Runner(call, rows, self.cache, stages)
         self.repeats = 0  # of the step under way; 0: it is one that cannot be repeated
+        guesses = call.config.speculative_tokens
         self.speculation = Speculation(rows, guesses) if guesses else None
         self.ends, self._before = call.ends, [row.num_new for row in rows]
 
@@ -122,16 +92,12 @@ class Lane:
                 row.notes = new if row.notes is None else Notes(*map(torch.cat, zip(row.notes, new, strict=True)))
         del self.runner
 
-    def forget_all_but(self, staying: Collection[int]) -> None:
-        """Drop the rows that are not in ``staying`` (row ids)."""
-        for row_id in [row_id for row_id, row in self.rows.items() if not row.ended and row_id not in staying]:
-            self.scheduler.remove(self.rows.pop(row_id))
-
     def start(self) -> None:
         step = self.scheduler.schedule()
         if step.work:  # otherwise its rows wait for environments
             self.step = step
-            self.repeats = self.scheduler.look_ahead(step, self.max_repeats) if self.max_repeats else 0
+            most = self.runner.max_repeats
+            self.repeats = self.scheduler.look_ahead(step, most) if most else 0
             self.runner.start(step, self.repeats)
 
     def finish(self, stats: GenerationStats, episodes: Episodes | None) -> Step:
@@ -176,8 +142,8 @@ class Lanes:
     def __init__(self, lanes: Sequence[Lane], version: int) -> None:
         self.lanes, self.version = lanes, version
 
-    def run(self, rows: Sequence[Row], call: Call, stats: GenerationStats, interruption: Interruption | None) -> None:
-        """Draw tokens for ``rows`` until they end, or ``interruption`` says so. Adds to ``stats``.
+    def run(self, rows: Sequence[Row], call: Call, stats: GenerationStats, interrupts: Interrupts | None) -> None:
+        """Draw tokens for ``rows`` until they end, or ``interrupts`` says so. Adds to ``stats``.
 
         Collective over the replica: every rank of it must call, in program order.
         """
@@ -185,24 +151,25 @@ class Lanes:
             lane.cache.reload()
             if call.version != self.version:  # what other weights have computed serves only the rows that lie there
                 lane.scheduler.forget_prompts()
-        self.version, before, stages = call.version, self._counts(), Stages(call.mesh)
+            lane.scheduler.num_prompt_tokens = lane.scheduler.num_hit_tokens = lane.scheduler.num_preemptions = 0
+        self.version, stages = call.version, Stages(call.mesh)
         busy = []
         for lane, share in zip(self.lanes, self._share(rows), strict=True):
             if share:
                 lane.enter(share, call, stages)
                 busy.append(lane)
         if call.environments is None:
-            self._take_turns(busy, call, stats, interruption, None)
+            self._take_turns(busy, call, stats, interrupts, None)
         else:
             with Episodes(call.environments, busy, call.mesh.replica, call.tick) as episodes:
-                self._take_turns(busy, call, stats, interruption, episodes)
+                self._take_turns(busy, call, stats, interrupts, episodes)
         stages.finish()
         for lane in busy:
             lane.leave(call.version)
-        prompts, hits, preemptions = (now - then for now, then in zip(self._counts(), before, strict=True))
-        stats.prompt_tokens += prompts
-        stats.hit_tokens += hits
-        stats.preemptions += preemptions
+        for scheduler in (lane.scheduler for lane in self.lanes):
+            stats.prompt_tokens += scheduler.num_prompt_tokens
+            stats.hit_tokens += scheduler.num_hit_tokens
+            stats.preemptions += scheduler.num_preemptions
         stats.stage_seconds += stages.waited
         stats.lanes = len(self.lanes)
         stats.num_pages = sum(lane.scheduler.limits.num_pages for lane in self.lanes)
@@ -215,11 +182,10 @@ class Lanes:
             for row in share
         )
 
-    def forget_all_but(self, rows: Iterable[Row]) -> None:
-        """Drop the rows that are not in ``rows``."""
-        staying = {row.request.row_id for row in rows}
-        for lane in self.lanes:
-            lane.forget_all_but(staying)
+    def forget(self, rows: Iterable[Row]) -> None:
+        """Rows in flight that go on elsewhere."""
+        for lane, row in ((lane, row) for row in rows for lane in self.lanes if row.request.row_id in lane.rows):
+            lane.scheduler.remove(lane.rows.pop(row.request.row_id))
 
     def offload(self) -> None:
         """Give the memory of the pages back; those of rows in flight wait in host memory."""
@@ -232,7 +198,7 @@ class Lanes:
         busy: Iterable[Lane],
         call: Call,
         stats: GenerationStats,
-        interruption: Interruption | None,
+        interrupts: Interrupts | None,
         episodes: Episodes | None,
     ) -> None:
         """When it ends no step is under way any more."""
@@ -242,7 +208,7 @@ class Lanes:
             if lane.step is not None:
                 step = lane.finish(stats, episodes)
                 call.tick()
-                interrupted = interrupted or (interruption is not None and interruption.interrupts(step, stats.decode_tokens))
+                interrupted = interrupted or (interrupts is not None and interrupts(step, stats.decode_tokens))
             if not interrupted and not lane.scheduler.finished:
                 lane.start()
                 waiting.append(lane)
@@ -251,12 +217,6 @@ class Lanes:
 
     def _share(self, rows: Sequence[Row]) -> list[list[Row]]:
         return share_out(rows, [lane.rows for lane in self.lanes])
-
-    def _counts(self) -> tuple[int, int, int]:
-        """Prompt tokens, those of them found in the cache, and preemptions, so far."""
-        all_of = [(s.num_prompt_tokens, s.num_hit_tokens, s.num_preemptions) for s in (lane.scheduler for lane in self.lanes)]
-        prompts, hits, preemptions = map(sum, zip(*all_of, strict=True))
-        return prompts, hits, preemptions
 
 
 def share_out(rows: Sequence[Row], known: Sequence[Collection[int]]) -> list[list[Row]]:

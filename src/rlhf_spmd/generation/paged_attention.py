@@ -17,7 +17,7 @@ from torch import Tensor
 from rlhf_spmd import kernels
 from rlhf_spmd.generation.kv_cache import KVCache, on_device
 from rlhf_spmd.generation.scheduler import Work
-from rlhf_spmd.generation.step_pages import place
+from rlhf_spmd.generation.step_pages import locate_tokens
 from rlhf_spmd.models.attention import KEY_BLOCK, attend_dense, attend_exact, visible
 from rlhf_spmd.models.spec import AttentionRule
 
@@ -142,8 +142,8 @@ class KernelAttention:
         self.table = table.contiguous().view(-1)  # of one column, reshape alone would be a view with gaps
 
     @classmethod
-    def over(cls, work: Sequence[Work], cache: KVCache, num_heads: int) -> KernelAttention:
-        step = place(work, cache)
+    def for_step(cls, work: Sequence[Work], cache: KVCache, num_heads: int) -> KernelAttention:
+        step = locate_tokens(work, cache)
         lines = np.arange(len(work)) * step.table.shape[1]
         items = np.stack([step.firsts, step.starts, step.counts, lines], 1)
         return cls(cache, step.positions, torch.from_numpy(items), step.table)
@@ -174,7 +174,7 @@ class PagedAttention:
     """
 
     def __init__(self, work: Sequence[Work], cache: KVCache, num_heads: int) -> None:
-        step = place(work, cache)
+        step = locate_tokens(work, cache)
         self.cache, self.positions = cache, step.positions
         self.slots = cache.spread(step.slots, cache.num_pages * cache.page_size)
         groups = group_tiles(cut_tiles(work, cache.page_size), cache.page_size, num_heads)

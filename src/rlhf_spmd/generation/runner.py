@@ -14,7 +14,8 @@ next one goes.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
@@ -22,13 +23,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhf_spmd.generation.config import SamplingConfig
+from rlhf_spmd.generation.config import GenerationConfig, SamplingConfig
+from rlhf_spmd.generation.episodes import Environments
 from rlhf_spmd.generation.kv_cache import KVCache, on_device
-from rlhf_spmd.generation.logit_rules import LogitRules
+from rlhf_spmd.generation.logit_rules import build_rules
 from rlhf_spmd.generation.sampler import row_keys, sample, uniform
 from rlhf_spmd.generation.scheduler import Step, Work
 from rlhf_spmd.generation.sequence import NotFinite, Row
 from rlhf_spmd.generation.stages import Stages
+from rlhf_spmd.generation.stopping import Ends
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import gather_logits, local_logits, log_probs_of
 from rlhf_spmd.parallel.mesh import Mesh
@@ -53,7 +56,7 @@ def _say_not_captured(rank: int) -> None:
     if rank == 0:
         logging.getLogger(__name__).warning(
             "enforce_eager=false: no CUDA graphs with attention=torch, top_p below 1, experts, tp above 1, logprobs, penalties, masks, "
-            "minimal lengths, or rows that draw otherwise than others; steps run without"
+            "minimal lengths, guesses, pp above 1, or rows that draw otherwise than others; steps run without"
         )
 
 
@@ -65,25 +68,29 @@ class _Captured(NamedTuple):
     table: Tensor
 
 
-class Runner:
-    """For ``rows``, by their index; ``stages`` is shared by the runners of a call. ``graphs``: capture, where that can be,
-    see :meth:`_can_capture`."""
+@dataclass(frozen=True)
+class Call:
+    """What a call of the generator was asked for, and works with. ``version``: of the weights."""
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        mesh: Mesh,
-        stages: Stages,
-        cache: KVCache,
-        rows: Sequence[Row],
-        sampling: SamplingConfig,
-        seed: int,
-        rules: LogitRules | None,
-        graphs: bool,
-    ) -> None:
-        self.decoder, self.mesh, self.stages, self.cache, self.rules = decoder, mesh, stages, cache, rules
-        self.device = cache.pages.device
+    decoder: Decoder
+    mesh: Mesh
+    config: GenerationConfig
+    sampling: SamplingConfig
+    ends: Ends
+    seed: int
+    version: int
+    tick: Callable[[], None]
+    environments: Environments | None = None
+
+
+class Runner:
+    """For ``rows``, by their index; ``stages`` is shared by the runners of a call. ``max_repeats``: of a step; 0: it looks at each."""
+
+    def __init__(self, call: Call, rows: Sequence[Row], cache: KVCache, stages: Stages) -> None:
+        self.decoder, self.mesh, self.cache, self.stages = call.decoder, call.mesh, cache, stages
+        decoder, sampling, config, self.device = call.decoder, call.sampling, call.config, cache.pages.device
         self.num_heads = decoder.spec.num_attention_heads // decoder.tp.size
+        self.rules = build_rules(sampling, call.ends.token_ids, rows, decoder.spec.vocab_size, self.device)
         self.width, self.most = max(row.limit for row in rows), max(row.request.max_new_tokens for row in rows)
         tokens = np.zeros((len(rows), self.width), dtype=np.int64)
         for line, row in zip(tokens, rows, strict=True):
@@ -92,7 +99,7 @@ class Runner:
         self.prompts = torch.tensor([row.prompt_length for row in rows], device=self.device)
         self.limits = torch.tensor([row.limit for row in rows], device=self.device)
         self.row_ids = [row.request.row_id for row in rows]
-        self.keys = row_keys(seed, torch.tensor([row.step for row in rows]), torch.tensor(self.row_ids)).to(self.device)
+        self.keys = row_keys(call.seed, torch.tensor([row.step for row in rows]), torch.tensor(self.row_ids)).to(self.device)
         drawings = [row.request.drawing or sampling.drawing for row in rows]
         number = {drawing: i for i, drawing in enumerate(dict.fromkeys(drawings))}
         self.samplings = [sampling.drawn_by(drawing) for drawing in number]  # mostly there is one
@@ -104,10 +111,11 @@ class Runner:
         shape = len(rows) * self.most, sampling.logprobs
         self.top_ids = torch.zeros(shape, dtype=torch.int64, device=self.device)
         self.top_log_probs = torch.zeros(shape, dtype=dtype, device=self.device)
-        self.captures = graphs and self._can_capture()
-        self.pads = self.captures
-        if graphs and not self.captures:
-            _say_not_captured(mesh.replica.rank)
+        repeatable = decoder.pp == 1 and not config.speculative_tokens  # else others decide what follows a step
+        self.captures = self.pads = repeatable and not config.enforce_eager and self._can_capture()
+        self.max_repeats = config.steps_per_sync if repeatable and (config.steps_per_sync > 1 or self.captures) else 0
+        if not (config.enforce_eager or self.captures):
+            _say_not_captured(call.mesh.replica.rank)
         self._graphs: dict[torch.Size, _Captured] = {}
         self._places: Tensor | None = None  # of the tokens of the step under way
         self._lines: list[int] = []  # of each of these
@@ -188,10 +196,10 @@ class Runner:
             self.cache.copy_pages(step.copies)
         drafts = [(item.row.index * self.width + item.row.length, item.row.draft) for item in step.work if item.row.draft]
         if drafts:  # guesses are inputs like tokens that were drawn; those that fail are overwritten
-            places = [place + i for place, draft in drafts for i in range(len(draft))]
+            places = [first + i for first, draft in drafts for i in range(len(draft))]
             tokens = [token for _, draft in drafts for token in draft]
             self.tokens.index_copy_(0, *(on_device(np.array(each, dtype=np.int64), self.device) for each in (places, tokens)))
-        attention = self.cache.backend.over(step.work, self.cache, self.num_heads)
+        attention = self.cache.backend.for_step(step.work, self.cache, self.num_heads)
         if self.decoder.is_first:
             lines = np.repeat([item.row.index * self.width for item in step.work], [item.num_tokens for item in step.work])
             inputs = self.tokens.index_select(0, on_device(lines, self.device) + attention.positions)

@@ -62,7 +62,7 @@ class Scheduler:
         self.waiting: deque[Row] = deque()
         self.running: list[Row] = []  # oldest admission first
         self.paused: set[Row] = set()  # held, without pages
-        self.num_preemptions = 0
+        self.num_preemptions = 0  # in this call, as the next two
         self.num_prompt_tokens = 0  # of admitted rows, those that come back included
         self.num_hit_tokens = 0  # of these, found in the cache
         self._claimed: set[int] = set()
@@ -218,7 +218,7 @@ class Scheduler:
             if claims is None:
                 skipped += 1
                 continue
-            # the last token of a prompt anew also by rows that come back: see decode_loop on rows at their limit
+            # the last token of a prompt anew: its logits give the first draw, and rows that come back do as fresh ones
             tokens_at_hand = len(shared) * limits.page_size if tail is None else row.prompt_length - 1
             start = min(tokens_at_hand, row.length - 1)
             count = min(row.length - start, budget)

@@ -27,7 +27,7 @@ class StepPages(NamedTuple):
     counts: Index
 
 
-def place(work: Sequence[Work], cache: KVCache) -> StepPages:
+def locate_tokens(work: Sequence[Work], cache: KVCache) -> StepPages:
     """``work`` in the order in which its tokens are packed."""
     starts, counts = np.array([(item.start, item.num_tokens) for item in work], dtype=np.int64).T
     table = np.zeros((len(work), max(len(item.row.pages) for item in work)), dtype=np.int32)

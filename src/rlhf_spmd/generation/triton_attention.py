@@ -24,7 +24,7 @@ from torch import Tensor
 
 from rlhf_spmd.generation.kv_cache import KVCache, on_device
 from rlhf_spmd.generation.scheduler import Work
-from rlhf_spmd.generation.step_pages import place
+from rlhf_spmd.generation.step_pages import locate_tokens
 from rlhf_spmd.models.spec import AttentionRule
 
 SPLIT_KEYS = 512  # keys that one program of a single token walks over: a multiple of every block of keys
@@ -206,9 +206,9 @@ class TritonAttention:
         self.parts = torch.empty(size if self.num_splits > 1 else 0, dtype=torch.float32, device=positions.device)
 
     @classmethod
-    def over(cls, work: Sequence[Work], cache: KVCache, num_heads: int) -> TritonAttention:
+    def for_step(cls, work: Sequence[Work], cache: KVCache, num_heads: int) -> TritonAttention:
         """``work`` in the order in which its tokens are packed."""
-        step = place(work, cache)
+        step = locate_tokens(work, cache)
         width = tile_rows(num_heads // cache.kv_heads) // (num_heads // cache.kv_heads)
         tiles: list[list[tuple[int, int, int, int]]] = [[], []]
         rows = zip(step.firsts.tolist(), step.starts.tolist(), step.counts.tolist(), strict=True)
