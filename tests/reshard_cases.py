@@ -1,9 +1,9 @@
-"""Layouts, models and values for the tests of the hybrid engine; and a transition carried out without ranks."""
+"""Layouts, models and values for the tests of resharding; and a transition carried out without ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cached_property
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
@@ -12,7 +12,8 @@ from rlhf_spmd.models.sharding import check_layout, plan_params
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.parallel.boxes import ParamShard
 from rlhf_spmd.parallel.layout import GenerationLayout, Layout, generation_layout
-from rlhf_spmd.reshard import ENGINES, choose_engine, held_by
+from rlhf_spmd.reshard import METHODS, choose_method
+from rlhf_spmd.reshard.plan import Piece, held_by
 
 Shards = dict[str, ParamShard]
 
@@ -41,14 +42,14 @@ SPECS = {  # name -> model, head
 
 
 def cases(most_ranks: int = 8) -> Iterator[tuple[str, Layout, int, int]]:
-    """(engine, training layout, p_g, t_g): every combination that is allowed, up to a number of ranks."""
+    """(method, training layout, p_g, t_g): every combination that is allowed, up to a number of ranks."""
     for pp in (1, 2, 4):
         for tp in (1, 2, 4):
             for dp in (1, 2, 3, 4):
                 for zero in (0, 1, 3):
                     if pp * tp * dp <= most_ranks and (dp > 1 or not zero):
                         train = Layout(pp, tp, dp, zero)
-                        yield from ((name, train, *generation) for generation in targets(train) for name in ENGINES)
+                        yield from ((name, train, *generation) for generation in targets(train) for name in METHODS)
 
 
 def targets(train: Layout) -> Iterator[tuple[int, int]]:
@@ -59,18 +60,16 @@ def targets(train: Layout) -> Iterator[tuple[int, int]]:
                 yield pp, tp
 
 
-def layout_of(engine: str, train: Layout, pp: int, tp: int) -> GenerationLayout:
-    return generation_layout(train, pp, tp, ENGINES[engine].consecutive)
+def layout_of(method: str, train: Layout, pp: int, tp: int) -> GenerationLayout:
+    return generation_layout(train, pp, tp, METHODS[method].consecutive)
 
 
 def train_shards(spec: ModelSpec, layout: Layout, index: int, head: str = "lm") -> Shards:
-    (shards,) = held_by(layout, train_shards_at(spec, layout, head), [index])
-    return dict(shards)
+    return dict(held_by(layout, train_shards_at(spec, layout, head), index))
 
 
 def generation_shards(spec: ModelSpec, layout: GenerationLayout, index: int, head: str = "lm") -> Shards:
-    pp, _, tp = layout.coordinate(index)
-    return generation_shards_at(spec, layout, head)(pp, tp)
+    return dict(held_by(layout, generation_shards_at(spec, layout, head), index))
 
 
 def train_shards_at(spec: ModelSpec, layout: Layout, head: str = "lm", without: str = "?") -> Callable[[int, int], Shards]:
@@ -116,45 +115,37 @@ class Simulated:
         self, name: str, layout: GenerationLayout, spec: ModelSpec, head: str = "lm", bucket: int = 1 << 30, without: str = "?"
     ) -> None:
         """``without``: leaves out the parameters that have this in their name."""
-        self.layout, self.engine = layout, choose_engine(name, layout)
+        self.layout, self.method = layout, choose_method(name, layout)
         indices = range(layout.train.size)
         self.train = [leave_out(without, train_shards(spec, layout.train, index, head)) for index in indices]
         self.wanted = [leave_out(without, generation_shards(spec, layout, index, head)) for index in indices]
-        self.groups = [self.engine.gather_ranks(layout, index) for index in indices]
+        self.groups = [self.method.gather_ranks(layout, index) for index in indices]
         sides = train_shards_at(spec, layout.train, head, without), generation_shards_at(spec, layout, head, without)
-        self.plans = [self.engine.plan(layout, index, *sides, bucket) for index in indices]
+        self.plans = [self.method.plan(layout, index, *sides, bucket) for index in indices]
 
     @cached_property
     def values(self) -> list[dict[str, Tensor]]:
         return [filled(shards) for shards in self.train]
 
     def generation(self, index: int) -> dict[str, Tensor]:
-        """What the plan makes of the ranks' values; asserts that nothing is written twice."""
+        """What the plan makes of the ranks' values; asserts that nothing is written twice, and that both ends agree."""
         plan, got = self.plans[index], {n: torch.full(s.shape, torch.nan) for n, s in self.wanted[index].items()}
-        if plan.move is not None:
-            for source, target in plan.move.copies:
-                put(got[target.parameter][target.slices], self.values[index][source.parameter][source.slices])
-            for giver, parts in plan.move.receives.items():
-                sends = self.plans[giver].move
-                assert sends is not None
-                for source, target in zip(sends.sends[index], parts, strict=True):
-                    put(got[target.parameter][target.slices], self.values[giver][source.parameter][source.slices])
-            return got
-        made = {name: torch.full(shape, torch.nan) for name, shape in plan.whole.items()} or got
-        for bucket in plan.buckets:
-            assert [len(p) for p in bucket.sends] == [len(p) for p in self._same_bucket(index, bucket.targets).sends]
-            members = self.groups[index]
-            pieces = [(m, p) for m, sent in zip(members, bucket.sends, strict=True) for p in sent]
-            for member, piece in [*pieces, *((index, piece) for piece in bucket.copies)]:
-                values = self.values[member][piece.source][piece.source_box.local_slices]
-                put(made[piece.target][piece.target_box.local_slices], values)
+        made = {name: torch.full(shard.shape, torch.nan) for name, shard in plan.made.items()} if plan.cuts else got
+        taken: dict[int, list[Piece]] = {}
+        for piece in [*plan.transfer.moves(), *plan.transfer.copies()]:
+            if piece.taker == index:
+                values = self.values[piece.giver][piece.source.parameter][piece.source.slices]
+                put(made[piece.target.parameter][piece.target.slices], values)
+                taken.setdefault(piece.giver, []).append(piece)
+        for giver in taken.keys() - {index}:
+            assert [piece for piece in self.given(giver) if piece.taker == index] == taken[giver]
         for piece in plan.cuts:
-            put(got[piece.target][piece.target_box.local_slices], made[piece.source][piece.source_box.local_slices])
+            put(got[piece.target.parameter][piece.target.slices], made[piece.source.parameter][piece.source.slices])
         return got
 
-    def _same_bucket(self, index: int, targets: tuple[str, ...]) -> object:
-        other = self.plans[self.groups[index][0]]
-        return next(bucket for bucket in other.buckets if bucket.targets == targets)
+    @cache  # noqa: B019
+    def given(self, giver: int) -> list[Piece]:
+        return [piece for piece in self.plans[giver].transfer.moves() if piece.giver == giver]
 
 
 def put(place: Tensor, values: Tensor) -> None:

@@ -18,12 +18,12 @@ from rlhf_spmd.parallel.collectives import solo
 from rlhf_spmd.parallel.layout import GenerationLayout
 from rlhf_spmd.parallel.mesh import build_group, build_mesh
 from rlhf_spmd.parallel.world import World
-from rlhf_spmd.reshard import HybridEngine, choose_engine
-from rlhf_spmd.reshard.execute import held_bytes
+from rlhf_spmd.reshard import HybridWeights, choose_method
+from rlhf_spmd.reshard.storages import held_bytes
 
 
 class Model:
-    """A role's training module, its generation module and the engine between them, on one rank of all of ``world``."""
+    """A role's training module and its generation module, with one copy of the weights, on one rank of all of ``world``."""
 
     def __init__(
         self,
@@ -37,8 +37,8 @@ class Model:
     ) -> None:
         train, pool = layout.train, list(range(world.size))
         mesh, generation_mesh = build_mesh(world, pool, train), build_mesh(world, pool, layout)
-        engine = choose_engine(name, layout)
-        group = build_group(world, pool, lambda i: engine.gather_ranks(layout, i), "gather", channel="gather")
+        method = choose_method(name, layout)
+        group = build_group(world, pool, lambda i: method.gather_ranks(layout, i), "gather", channel="gather")
         self.decoder = Decoder(spec, "lm", mesh.pp_rank, train.pp, mesh.tp, dtype, "cpu")
         init_random(self.decoder, 3)
         if train.zero:
@@ -47,13 +47,13 @@ class Model:
         self.generation = Decoder(
             spec, "lm", generation_mesh.pp_rank, layout.pp, generation_mesh.tp, dtype, "meta", blocks=layout.blocks
         )
-        self.hybrid = HybridEngine(
+        self.hybrid = HybridWeights(
             train_shards_at(spec, train),
             self.parameters,
             self.generation,
             generation_shards_at(spec, layout),
             group,
-            engine,
+            method,
             layout,
             world.rank,
             buffers,
@@ -85,12 +85,12 @@ def generate_in_layout(world: World, spec: ModelSpec, name: str, layout: Generat
         if wait or world.rank != 1 or layout.pp * layout.tp > 1:  # a replica without rows computes nothing
             with torch.no_grad():
                 a, b = model.generation(tokens, attention), whole(tokens, attention)
-            assert hybrid.pending_bytes == 0 and not hybrid._hooks
+            assert hybrid.pending_bytes == 0 and not hybrid.transition._hooks
             distance = float((a - b).abs().max() / b.abs().max())
         else:
             distance = 0.0
         hybrid.to_training()
-        held = 8 * sum(math.prod(shape) for shape in (hybrid.plan.whole or hybrid._shapes).values())
+        held = 8 * sum(map(math.prod, hybrid.made.values()))
         held += 0 if hybrid.plan.homes else model.held()
-        assert hybrid.peak_bytes <= held + hybrid.bucket_bytes, "beyond the formula is one bucket at most"
+        assert hybrid.transition.peak_bytes <= held + hybrid.bucket_bytes, "beyond the formula is one bucket at most"
     return distance

@@ -40,7 +40,7 @@ from rlhf_spmd.parallel.board import end_process
 from rlhf_spmd.parallel.layout import Layout, generation_layout
 from rlhf_spmd.parallel.mesh import build_group, build_mesh
 from rlhf_spmd.parallel.world import World, connect_store, init_world, read_launch
-from rlhf_spmd.reshard import HybridEngine, choose_engine
+from rlhf_spmd.reshard import HybridWeights, choose_method
 from rlhf_spmd.workers.engine import Packed, TrainEngine
 from rlhf_spmd.workers.optimizer import OptimConfig
 
@@ -71,8 +71,8 @@ class Actor:
         self.training = TrainEngine(spec, path, "lm", build_mesh(world, ranks, layout), OptimConfig(lr=1e-4), **options)
         decoder = Decoder(spec, "lm", 0, 1, mesh.tp, torch.float32, torch.device("meta"), blocks=target.blocks)
         decoder.requires_grad_(False)
-        engine = choose_engine("zero_redundancy", target)
-        gather = build_group(world, ranks, lambda i: engine.gather_ranks(target, i), "gather", channel="gather")
+        method = choose_method("zero_redundancy", target)
+        gather = build_group(world, ranks, lambda i: method.gather_ranks(target, i), "gather", channel="gather")
 
         def shards(pp: int, tp: int) -> dict[str, ParamShard]:
             return plan_params(spec, "lm", pp, layout.pp, tp, layout.tp)
@@ -80,7 +80,7 @@ class Actor:
         def held(pp: int, tp: int) -> dict[str, ParamShard]:
             return plan_params(spec, "lm", pp, target.pp, tp, target.tp, target.blocks)
 
-        self.hybrid = HybridEngine(shards, self.training.parameters, decoder, held, gather, engine, target, mesh.index)
+        self.hybrid = HybridWeights(shards, self.training.parameters, decoder, held, gather, method, target, mesh.index)
         self.generator = Generator(decoder, mesh, SETTINGS, spec.eos_token_ids)
 
     def cycle(self, number: int, drain: bool) -> None:

@@ -32,7 +32,7 @@ from rlhf_spmd.models.spec import read_spec
 from rlhf_spmd.parallel.layout import Layout, generation_layout
 from rlhf_spmd.parallel.mesh import build_group, build_mesh
 from rlhf_spmd.parallel.world import World, connect_store, init_world, read_launch
-from rlhf_spmd.reshard import HybridEngine, choose_engine
+from rlhf_spmd.reshard import HybridWeights, choose_method
 from rlhf_spmd.workers.engine import Packed, TrainEngine, rank_shards
 from rlhf_spmd.workers.optimizer import OptimConfig
 
@@ -50,15 +50,15 @@ class Roles:
         mesh = build_mesh(world, range(world.size), target)
         decoder = Decoder(self.spec, "lm", 0, 1, mesh.tp, torch.bfloat16, "meta", blocks=target.blocks)
         decoder.requires_grad_(False)
-        engine = choose_engine("zero_redundancy", target)
-        gather = build_group(world, range(world.size), lambda i: engine.gather_ranks(target, i), "gather", channel="gather")
-        self.hybrid = HybridEngine(
+        method = choose_method("zero_redundancy", target)
+        gather = build_group(world, range(world.size), lambda i: method.gather_ranks(target, i), "gather", channel="gather")
+        self.hybrid = HybridWeights(
             lambda pp, tp: rank_shards(self.spec, "lm", self.layout, pp, tp),
             self.actor.parameters,
             decoder,
             lambda pp, tp: plan_params(self.spec, "lm", pp, 1, tp, 1, target.blocks),
             gather,
-            engine,
+            method,
             target,
             mesh.index,
         )

@@ -19,6 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,9 @@ from rlhf_spmd.parallel.boxes import ParamShard, zero_shards
 from rlhf_spmd.parallel.collectives import RECORDER, wait_all
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.world import World, connect_store, init_world, read_launch
-from rlhf_spmd.reshard import Holding, execute_reallocation, holdings, missing_elements, plan_reallocation, plan_traffic
+from rlhf_spmd.reshard import Holding, holdings, missing_elements, plan_transfer, start_transfer
+from rlhf_spmd.reshard.messages import Ends, plan_steps
+from rlhf_spmd.reshard.plan import Plan
 from rlhf_spmd.workers.engine import rank_shards
 
 MODEL = ModelSpec("llama", 4096, 512, 1536, 4, 8, 8, 64)  # 17.8 M parameters, fp32
@@ -52,6 +55,8 @@ PLANS = [
     (Layout(8, 8, 16), Layout(4, 4, 64)),
     (Layout(8, 8, 16, 3), Layout(4, 4, 64)),
     (Layout(4, 4, 64, 1), Layout(8, 8, 16, 3)),
+    (Layout(1, 1, 64, 3), Layout(1, 8, 8)),
+    (Layout(1, 1, 1024, 3), Layout(1, 8, 128)),
 ]
 
 
@@ -75,14 +80,15 @@ def measure(world: World, number: int, source: Place, target: Place, repeats: in
     held, wanted = shards_of(before, world.rank), shards_of(after, world.rank)
     sources = {name: torch.randn(shard.shape) for name, shard in held.items()}
     targets = {name: torch.empty(shard.shape) for name, shard in wanted.items()}
-    plan = plan_reallocation(before, after, lambda rank: 0, world.rank)
-    sends, receives = ({to: sum(p.numel for p in parts) for to, parts in side.items()} for side in (plan.sends, plan.receives))
+    plan = plan_transfer(before, after, lambda rank: 0, world.rank)
+    sends = {to: n for (giver, to), n in plan.traffic.items() if giver == world.rank}
+    receives = {giver: n for (giver, to), n in plan.traffic.items() if to == world.rank}
     flats = [{rank: torch.zeros(n) for rank, n in side.items()} for side in (sends, receives)]
     start, buffers = RECORDER.received["loan"], [0]
 
     def move() -> None:
         if group is not None:
-            moving = execute_reallocation(plan, sources, targets, group)
+            moving = start_transfer(plan, world.rank, sources, targets, group)
             moving.wait()
             buffers.append(moving.peak_bytes)
 
@@ -146,13 +152,12 @@ def plan_row(source: Layout, target: Layout) -> dict[str, Any]:
         return time.process_time() - begin, result
 
     described, sides = timed(lambda: [holdings_of(LLAMA_70B, layout, ranks) for layout in (source, target)])
-    parts = [
-        timed(lambda rank=rank: plan_reallocation(*sides, host_of, rank)) for rank in (0, source.size // 2 + 3, source.size - 1)
-    ]
-    whole, traffic = timed(lambda: plan_traffic(*sides, host_of))
+    some = (0, source.size // 2 + 3, source.size - 1)
+    parts = [timed(lambda rank=rank: plan_transfer(*sides, host_of, rank)) for rank in some]
+    whole, traffic = timed(lambda: plan_transfer(*sides, host_of).traffic)
     sent: Counter[int] = Counter()
-    for (giver, taker), elements in traffic.items():
-        sent[giver] += elements if giver != taker else 0
+    for (giver, _), elements in traffic.items():
+        sent[giver] += elements
     total = sum(sent.values())
     abroad = sum(n for (giver, taker), n in traffic.items() if host_of(giver) != host_of(taker))
     return {
@@ -162,11 +167,19 @@ def plan_row(source: Layout, target: Layout) -> dict[str, Any]:
         "mean_received_bytes": 2 * total / source.size,
         "from_other_hosts": abroad / max(total, 1),
         "busiest": max(sent.values(), default=0) * source.size / max(total, 1),
-        "peers": max(len(plan.sends) + len(plan.receives) for _, plan in parts),
+        "peers": max(len({*chain.from_iterable(plan.traffic)}) - 1 for _, plan in parts),
+        "messages": max(messages(sides, plan, rank) for rank, (_, plan) in zip(some, parts, strict=True)),
         "holdings_s": described,
         "rank_s": median([seconds for seconds, _ in parts]),
         "whole_s": whole,
     }
+
+
+def messages(sides: Sequence[list[Holding]], plan: Plan, rank: int) -> int:
+    """Those that a rank sends and receives, of 32 MiB at most."""
+    shapes = [{name: shard.shape for name, shard in shards_of(side, rank).items()} for side in sides]
+    ranks = sorted({*chain.from_iterable(holding.ranks for side in sides for holding in side)})
+    return sum(len(step.messages) for step in plan_steps(plan, Ends(rank, ranks, *shapes, converted=False, limit=16 << 20)))
 
 
 def row_cells(row: dict[str, Any]) -> list[str]:
@@ -183,7 +196,7 @@ def row_cells(row: dict[str, Any]) -> list[str]:
 
 def plan_cells(row: dict[str, Any]) -> list[str]:
     cells = [f"{row['source']} -> {row['target']}", str(row["ranks"]), f"{row['mean_received_bytes'] / 1e9:.2f}"]
-    cells += [f"{row['from_other_hosts']:.0%}", f"{row['busiest']:.2f}x", str(row["peers"])]
+    cells += [f"{row['from_other_hosts']:.0%}", f"{row['busiest']:.2f}x", str(row["peers"]), str(row["messages"])]
     return [*cells, *(f"{row[key] * 1e3:.0f}" for key in ("holdings_s", "rank_s", "whole_s"))]
 
 
@@ -205,7 +218,18 @@ def main() -> None:
     heads = ["17.8 M parameters", "received MiB", "lacks", "pairs", "buffers MiB", "ms", "plain sends ms", "of plain"]
     print(table(heads, [row_cells(row) for row in rows], 1))
     plans = [plan_row(*pair) for pair in PLANS[: args.plans]]
-    heads = ["Llama 70B", "ranks", "received GB", "other hosts", "busiest", "peers", "holdings ms", "one rank ms", "whole ms"]
+    heads = [
+        "Llama 70B",
+        "ranks",
+        "received GB",
+        "other hosts",
+        "busiest",
+        "peers",
+        "messages",
+        "holdings ms",
+        "one rank ms",
+        "whole ms",
+    ]
     print("\n" + table(heads, [plan_cells(row) for row in plans], 1))
     if args.out:
         report = {"bench": "reallocation", "machine": facts, "rows": rows, "plans": plans}

@@ -1,4 +1,4 @@
-"""Transitions of the hybrid engine from training to generation: bytes, memory and time of the three engines.
+"""Transitions of weights from training to generation: bytes, memory and time of the three methods.
 
     python scripts/bench/reshard.py --out reshard.json       on 2, 4 and 8 gloo ranks, about 4 minutes on 2 cores
     python scripts/bench/reshard.py --plan --out plan.json   Llama sizes on 8 to 1024 ranks by planning alone, about 10 minutes
@@ -43,8 +43,9 @@ from rlhf_spmd.parallel.collectives import Group
 from rlhf_spmd.parallel.layout import GenerationLayout, Layout, generation_layout
 from rlhf_spmd.parallel.mesh import build_group
 from rlhf_spmd.parallel.world import World, connect_store, init_world, read_launch
-from rlhf_spmd.reshard import ENGINES, Engine, HybridEngine, choose_engine, held_by, missing_elements
-from rlhf_spmd.reshard.engines import Reallocation, TransitionPlan
+from rlhf_spmd.reshard import METHODS, HybridWeights, choose_method, missing_elements
+from rlhf_spmd.reshard.methods import Method, TransitionPlan
+from rlhf_spmd.reshard.plan import held_by
 
 BUCKET_BYTES = 256 << 20
 Shards = Mapping[str, ParamShard]
@@ -89,9 +90,9 @@ def generation_shards_at(spec: ModelSpec, layout: GenerationLayout) -> ShardsAt:
 
 def shards_of(spec: ModelSpec, layout: GenerationLayout, index: int) -> tuple[Shards, Shards]:
     """What a rank holds in training and what in generation."""
-    (train,) = held_by(layout.train, train_shards_at(spec, layout.train), [index])
-    pp, _, tp = layout.coordinate(index)
-    return train, generation_shards_at(spec, layout)(pp, tp)
+    return held_by(layout.train, train_shards_at(spec, layout.train), index), held_by(
+        layout, generation_shards_at(spec, layout), index
+    )
 
 
 def elements(shards: Shards, norms: bool) -> int:
@@ -103,7 +104,7 @@ def split_elements(spec: ModelSpec) -> int:
 
 
 def layout_of(name: str, train: Layout, pp: int, tp: int) -> GenerationLayout:
-    return generation_layout(train, pp, tp, ENGINES[name].consecutive)
+    return generation_layout(train, pp, tp, METHODS[name].consecutive)
 
 
 def describe(train: Layout, pp: int, tp: int) -> str:
@@ -114,12 +115,12 @@ def describe(train: Layout, pp: int, tp: int) -> str:
 
 
 class Model:
-    """Random training parameters, a generation module and the engine between them on one rank."""
+    """Random training parameters, a generation module and the weights of both on one rank."""
 
     def __init__(self, world: World, name: str, layout: GenerationLayout, bucket_bytes: int) -> None:
-        engine = choose_engine(name, layout)
+        method = choose_method(name, layout)
         pool = range(world.size)
-        self.group = build_group(world, pool, lambda i: engine.gather_ranks(layout, i), "gather", channel="gather")
+        self.group = build_group(world, pool, lambda i: method.gather_ranks(layout, i), "gather", channel="gather")
         self.shards, self.wanted = shards_of(MODEL, layout, world.rank)
         self.parameters: dict[str, Tensor] = {
             name: nn.Parameter(torch.randn(s.shape) if len(s.shape) > 1 else torch.ones(s.shape))
@@ -128,13 +129,13 @@ class Model:
         stage, _, tp_rank = layout.coordinate(world.rank)
         tp = Group("tp", tuple(range(layout.tp)), tp_rank)
         self.decoder = decoder = Decoder(MODEL, "lm", stage, layout.pp, tp, torch.float32, "meta", blocks=layout.blocks)
-        self.hybrid = HybridEngine(
+        self.hybrid = HybridWeights(
             train_shards_at(MODEL, layout.train),
             lambda: self.parameters,
             decoder,
             generation_shards_at(MODEL, layout),
             self.group,
-            engine,
+            method,
             layout,
             world.rank,
             bucket_bytes=bucket_bytes,
@@ -152,7 +153,7 @@ class Model:
             return []
         mesh = DeviceMesh.from_group(self.group.process_group, "cpu", mesh_dim_names=("gather",))
         plan, parameters = self.hybrid.plan, []
-        whole = plan.whole or plan.move is not None
+        whole = plan.cuts or not plan.buckets
         shards = plan_params(MODEL, "lm", 0, 1, 0, 1) if whole else self.wanted
         for name, shard in shards.items():
             if len(shard.shape) == 2:
@@ -168,7 +169,7 @@ def measure(world: World, name: str, train: Layout, pp: int, tp: int, repeats: i
     model = Model(world, name, layout, bucket_bytes)
     hybrid = model.hybrid
     group, peers = model.group, model.peer_parameters()
-    (received,) = mean(world, [hybrid.plan.elements_received])
+    (received,) = mean(world, [hybrid.plan.received])
     share = torch.randn(round(received / max(group.size - 1, 1)))
     gathered = torch.empty(group.size * len(share))
 
@@ -189,9 +190,11 @@ def measure(world: World, name: str, train: Layout, pp: int, tp: int, repeats: i
     costs, whole = hybrid_costs(name, layout), 4 * split_elements(MODEL)
     needed = missing_elements(model.shards, model.wanted)
     norms = elements(model.wanted, True) + (elements(model.shards, True) if costs.twice else 0)
-    if hybrid.plan.whole:
+    if hybrid.plan.cuts:
         norms += elements(plan_params(MODEL, "lm", 0, 1, 0, 1), True) - elements(model.wanted, True)
-    local = [hybrid.bytes_received, 4 * norms_received(hybrid.plan), hybrid.peak_bytes, 4 * norms, 4 * needed]
+    transition, replicated = hybrid.transition, norms_received(hybrid.plan, world.rank)
+    assert transition is not None
+    local = [transition.bytes_received, 4 * replicated, transition.peak_bytes, 4 * norms, 4 * needed]
     received, replicated, peak, held_norms, lacked, bucket = mean(world, [*local, hybrid.bucket_bytes])
     formula = float(costs.received * whole) if costs.received is not None else lacked - replicated
     return {
@@ -229,7 +232,7 @@ def interleaved(world: World, bodies: list[Callable[[], object]], repeats: int) 
 
 
 def hybrid_costs(name: str, layout: GenerationLayout) -> Any:
-    return choose_engine(name, layout).costs(layout)
+    return choose_method(name, layout).costs(layout)
 
 
 def timed(body: Callable[[], object]) -> float:
@@ -249,7 +252,7 @@ def run_ranks(out: Path, repeats: int, bucket_bytes: int) -> None:
     world = init_world(launch, connect_store(launch), device=torch.device("cpu"))
     rows = []
     for train, pp, tp in CASES[world.size]:
-        for name in ENGINES:
+        for name in METHODS:
             rows.append(measure(world, name, train, pp, tp, repeats, bucket_bytes))
             if world.rank == 0:
                 print(row_text(rows[-1]), file=sys.stderr, flush=True)
@@ -285,7 +288,7 @@ def row_text(row: dict[str, Any]) -> str:
     return "  ".join(row_cells(row))
 
 
-# -- planning alone: Engine.plan as the ranks call it
+# -- planning alone: Method.plan as the ranks call it
 
 
 @dataclass(frozen=True)
@@ -315,21 +318,21 @@ def plan_rows(models: Sequence[str], most_ranks: int) -> Iterator[Planned]:
             dense = Layout(stages, slices, ranks // (stages * slices))
             pairs = [(dense, 1, slices // 2), (Layout(dp=ranks, zero=3), 1, 2 if stages == 1 else 8)]
             for train, pp, tp in pairs:
-                for name in ENGINES:
+                for name in METHODS:
                     yield plan_row(model, spec, name, train, pp, tp)
 
 
 def plan_row(model: str, spec: ModelSpec, name: str, train: Layout, pp: int, tp: int) -> Planned:
     layout, whole = layout_of(name, train, pp, tp), 2 * split_elements(spec)
-    engine = choose_engine(name, layout, lambda rank: rank // 8)
-    costs, sides = engine.costs(layout), (train_shards_at(spec, train), generation_shards_at(spec, layout))
-    indices, seconds, sums = planned_ranks(engine, layout), [], torch.zeros(3, dtype=torch.float64)
+    method = choose_method(name, layout)
+    costs, sides = method.costs(layout), (train_shards_at(spec, train), generation_shards_at(spec, layout))
+    indices, seconds, sums = planned_ranks(method, layout), [], torch.zeros(3, dtype=torch.float64)
     for index in indices:
         begin = time.process_time()
-        plan = engine.plan(layout, index, *sides, BUCKET_BYTES // 2)
+        plan = method.plan(layout, index, *sides, BUCKET_BYTES // 2, lambda rank: rank // 8)
         seconds.append(time.process_time() - begin)
-        held, wanted = shards_of(spec, layout, index)
-        sums += torch.tensor([*group_mean(plan), planned_peak(plan, held, wanted)])
+        held, _ = shards_of(spec, layout, index)
+        sums += torch.tensor([*group_mean(plan, index, len(method.gather_ranks(layout, index))), planned_peak(plan, held)])
     received, norms, peak = (2 * sums / len(indices)).tolist()
     return Planned(
         model,
@@ -347,42 +350,39 @@ def plan_row(model: str, spec: ModelSpec, name: str, train: Layout, pp: int, tp:
     )
 
 
-def planned_ranks(engine: Engine, layout: GenerationLayout) -> list[int]:
+def planned_ranks(method: Method, layout: GenerationLayout) -> list[int]:
     """One of each gather group in the first replica: what its members receive is the same, and other replicas' plans too. Where
     each rank has a plan of its own all of up to 64 ranks, or four."""
     size = layout.train.size
-    if isinstance(engine, Reallocation):
+    if method.consecutive and not method.whole:
         return list(range(0, size, 1 if size <= 64 else size // 4))
     first = layout.train.replica_group(0)
-    return sorted({min(set(engine.gather_ranks(layout, rank)) & set(first)) for rank in first})
+    return sorted({min(set(method.gather_ranks(layout, rank)) & set(first)) for rank in first})
 
 
-def group_mean(plan: TransitionPlan) -> tuple[float, float]:
+def group_mean(plan: TransitionPlan, rank: int, members: int) -> tuple[float, float]:
     """Elements received, and of these norms, by a mean member of the gather group: what one has itself differs, by its stage."""
-    if plan.move is not None:
-        return plan.elements_received, norms_received(plan)
-    pieces = [piece for bucket in plan.buckets for sent in bucket.sends for piece in sent]
-    members = max((len(bucket.sends) for bucket in plan.buckets), default=1)
-    norms = [piece for piece in pieces if "norm" in piece.source]
-    each, of_norms = (sum(piece.source_box.numel for piece in some) * (members - 1) / members for some in (pieces, norms))
+    if not plan.buckets:
+        return plan.received, norms_received(plan, rank)
+    pieces = [piece for piece in (*plan.transfer.moves(), *plan.transfer.copies()) if piece.taker == rank]
+    norms = [piece for piece in pieces if "norm" in piece.source.parameter]
+    each, of_norms = (sum(p.source.numel * (members - p.holders) / members for p in some) for some in (pieces, norms))
     return each, of_norms
 
 
-def norms_received(plan: TransitionPlan) -> int:
-    """Elements of norms that come from other ranks."""
-    if plan.move is not None:
-        return sum(part.numel for parts in plan.move.receives.values() for part in parts if "norm" in part.parameter)
-    others = [sent for bucket in plan.buckets for m, sent in enumerate(bucket.sends) if m != plan.me]
-    return sum(piece.source_box.numel for sent in others for piece in sent if "norm" in piece.source)
+def norms_received(plan: TransitionPlan, rank: int) -> int:
+    """Elements of norms that come to a rank from others."""
+    norms = [name for name in plan.transfer.order if "norm" in name]
+    return sum(piece.source.numel for piece in plan.transfer.moves(norms) if piece.taker == rank)
 
 
-def planned_peak(plan: TransitionPlan, held: Shards, wanted: Shards) -> int:
+def planned_peak(plan: TransitionPlan, held: Shards) -> int:
     """Elements of parameters while bucket after bucket comes: what the buckets up to the one under way make, and the training shards
     whose values it and later ones need. (Execution starts further ones as far as all stay within one bucket, see docs.)"""
-    sizes = {name: math.prod(shape) for name, shape in plan.whole.items()} or {n: math.prod(s.shape) for n, s in wanted.items()}
+    sizes = {name: math.prod(shard.shape) for name, shard in plan.made.items()}
     train = sum(math.prod(shard.shape) for shard in held.values())
-    made = list(accumulate(sum(sizes[target] for target in bucket.targets) for bucket in plan.buckets))
-    if plan.move is not None or not plan.homes:
+    made = list(accumulate(sum(sizes[target] for target in bucket) for bucket in plan.buckets))
+    if not plan.homes:
         return train + sum(sizes.values())
     left, most = train, 0
     finished = plan.finished(held)

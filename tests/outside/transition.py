@@ -9,15 +9,15 @@ from typing import Any
 
 from rlhf_spmd.algorithms import ppo
 from rlhf_spmd.algorithms.ppo import Config as PPOConfig
-from rlhf_spmd.reshard import execute, execute_reallocation, move
+from rlhf_spmd.reshard import hybrid, start_transfer, transfer
 from rlhf_spmd.workers import loan
 
 PLACES: dict[str, tuple[Any, str]] = {
-    "bucket": (execute, "land_bucket"),
-    "parameter": (execute.HybridEngine, "_restore"),
-    "target": (execute.HybridEngine, "_allocate"),
-    "message": (move.Move, "_start_some"),
-    "small message": (move.Move, "_start_some"),
+    "bucket": (transfer.Transfer, "_land"),
+    "parameter": (hybrid.Transition, "_restore"),
+    "target": (hybrid.HybridWeights, "allocate"),
+    "message": (transfer.Transfer, "_start"),
+    "small message": (transfer.Transfer, "_land"),
 }
 
 
@@ -28,7 +28,7 @@ class Config(PPOConfig):
 
 def step(models: Any, data: Any, config: Config, number: int) -> Any:
     if config.fault == "small message":  # so that not all of them start at once
-        loan.execute_reallocation = partial(execute_reallocation, bucket_bytes=1 << 12, in_flight_bytes=1 << 12)
+        loan.start_transfer = partial(start_transfer, message_bytes=1 << 12, buffer_bytes=1 << 12)
     if number == 2 and os.environ["RANK"] == "1":
         where, name = PLACES[config.fault]
         setattr(where, name, failing(getattr(where, name), config.fault))

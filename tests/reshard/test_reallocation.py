@@ -21,9 +21,9 @@ from rlhf_spmd.parallel.boxes import Box, ParamShard, shard_rows, zero_rows
 from rlhf_spmd.parallel.collectives import RECORDER
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.world import World
-from rlhf_spmd.reshard import Holding
-from rlhf_spmd.reshard.move import Storages, _buckets, execute_reallocation
-from rlhf_spmd.reshard.reallocation import Part, RankPlan, plan_reallocation, plan_traffic
+from rlhf_spmd.reshard import Holding, Storages, plan_transfer, start_transfer
+from rlhf_spmd.reshard.messages import cut_messages
+from rlhf_spmd.reshard.plan import Part, Piece, Plan
 
 SPEC = ModelSpec("llama", 37, 8, 16, 5, 4, 2, 2, attention_bias=True)  # 37 tokens: no tp divides them; tp 4: KV heads twice
 SPECS = {
@@ -84,23 +84,25 @@ def ids(arrays: Arrays) -> np.ndarray:
     return np.sort(np.concatenate([array.ravel() for array in arrays.values()])) if arrays else np.zeros(0, dtype=int)
 
 
-def simulate(plans: dict[int, RankPlan], before: dict[int, Arrays], after: dict[int, Arrays]) -> dict[int, Counter[int]]:
+def simulate(plans: dict[int, Plan], before: dict[int, Arrays], after: dict[int, Arrays]) -> dict[int, Counter[int]]:
     """Applies all ranks' plans as execution does; returns the elements that each rank received, by sender."""
     received: dict[int, Counter[int]] = {rank: Counter() for rank in plans}
     for rank, plan in plans.items():
-        for source, target in plan.copies:
-            assert (after[rank][target.parameter][target.slices] == -1).all(), "written twice"
-            after[rank][target.parameter][target.slices] = before[rank][source.parameter][source.slices]
-        for sender, parts in plan.receives.items():
-            sent = plans[sender].sends[rank]
-            assert [part.size for part in sent] == [part.size for part in parts]
-            for source, target in zip(sent, parts, strict=True):
+        for piece in [*plan.copies(), *plan.moves()]:
+            source, target = piece.source, piece.target
+            if piece.taker == rank:
                 assert (after[rank][target.parameter][target.slices] == -1).all(), "written twice"
-                after[rank][target.parameter][target.slices] = before[sender][source.parameter][source.slices]
-                received[rank][sender] += target.numel
-        for taker in plan.sends:
-            assert rank in plans[taker].receives, "sent, but not received"
-    return received
+                after[rank][target.parameter][target.slices] = before[piece.giver][source.parameter][source.slices]
+                received[rank][piece.giver] += 0 if piece.giver == rank else target.numel
+        for pair in plan.traffic:
+            assert rank in pair and moved(plans[pair[0]], pair) == moved(plans[pair[1]], pair), (
+                "both ends go through the same pieces"
+            )
+    return {rank: +counts for rank, counts in received.items()}
+
+
+def moved(plan: Plan, pair: tuple[int, int]) -> list[Piece]:
+    return [piece for piece in plan.moves() if (piece.giver, piece.taker) == pair]
 
 
 def random_layout(rng: random.Random, spec: ModelSpec, world: int) -> tuple[Layout, list[int]]:
@@ -117,7 +119,7 @@ def random_layout(rng: random.Random, spec: ModelSpec, world: int) -> tuple[Layo
 
 def move_and_check(model: Model, a: list[Holding], b: list[Holding], host_of: Callable[[int], int], world: int) -> None:
     """``a`` to ``b``: every property that a plan must have, by the numbers of the elements."""
-    plans = {rank: plan_reallocation(a, b, host_of, rank) for rank in range(world)}
+    plans = {rank: plan_transfer(a, b, host_of, rank) for rank in range(world)}
     held = {rank: model.local(shards_of(a, rank)) for rank in plans}
     wanted = {rank: model.local(shards_of(b, rank)) for rank in plans}
     arrived = {rank: model.local(shards_of(b, rank), fill=False) for rank in plans}
@@ -128,13 +130,13 @@ def move_and_check(model: Model, a: list[Holding], b: list[Holding], host_of: Ca
     for rank, plan in plans.items():
         assert all(np.array_equal(arrived[rank][name], array) for name, array in wanted[rank].items()), "other values"
         missing = np.setdiff1d(ids(wanted[rank]), ids(held[rank]))
-        assert received[rank].total() == plan.elements_received == len(missing), "not exactly what is missing"
+        assert received[rank].total() == plan.received(rank) == len(missing), "not exactly what is missing"
         foreign = sum(n for sender, n in received[rank].items() if host_of(sender) != host_of(rank))
         assert foreign == len(np.setdiff1d(missing, on_host[host_of(rank)])), "another host was asked for what this one has"
-    traffic = plan_traffic(a, b, host_of)
-    kept = {rank: sum(target.numel for _, target in plan.copies) for rank, plan in plans.items()}
-    pairs = {(sender, rank): n for rank, senders in received.items() for sender, n in senders.items()}
-    assert traffic == pairs | {(rank, rank): n for rank, n in kept.items() if n}
+    whole = plan_transfer(a, b, host_of)
+    kept = {rank: list(plan.copies()) for rank, plan in plans.items()}
+    assert whole.traffic == {(sender, rank): n for rank, senders in received.items() for sender, n in senders.items()}
+    assert sorted(whole.copies()) == sorted(piece for pieces in kept.values() for piece in pieces)
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -224,10 +226,10 @@ def test_the_plan_is_the_plain_one() -> None:
         a, b = (holdings(spec, head, *random_layout(rng, spec, world)) for _ in range(2))
         plain = plain_plan(a, b, lambda rank, n=per_host: rank // n)
         for rank in range(world):
-            plan = plan_reallocation(a, b, lambda rank, n=per_host: rank // n, rank)
-            got = {(giver, rank): list(parts) for giver, parts in plan.receives.items()}
-            if plan.copies:
-                got[rank, rank] = [target for _, target in plan.copies]
+            plan, got = plan_transfer(a, b, lambda rank, n=per_host: rank // n, rank), dict[tuple[int, int], list[Part]]()
+            for piece in [*plan.moves(), *plan.copies()]:
+                if piece.taker == rank:
+                    got.setdefault((piece.giver, rank), []).append(piece.target)
             assert got == {pair: parts for pair, parts in plain.items() if pair[1] == rank}
 
 
@@ -243,10 +245,12 @@ def test_equal_sources_share_the_work() -> None:
     ):
         a = holdings(spec, head, source, list(range(source.size)))
         b = holdings(spec, head, target, list(range(source.size, source.size + target.size)))
-        plans = {rank: plan_reallocation(a, b, lambda rank: 0, rank) for rank in range(source.size + target.size)}
-        sent = {rank: sum(part.numel for parts in plan.sends.values() for part in parts) for rank, plan in plans.items()}
+        plan = plan_transfer(a, b, lambda rank: 0)
+        sent = Counter(dict.fromkeys(range(source.size), 0))
+        for (giver, _), elements in plan.traffic.items():
+            sent[giver] += elements
         pieces: dict[str, int] = {}  # the largest of each kind: the same parameter of all layers
-        for part in (part for plan in plans.values() for parts in plan.sends.values() for part in parts):
+        for part in (piece.source for piece in plan.moves()):
             kind = part.parameter.rpartition("layers.")[2].partition(".")[2] or part.parameter
             pieces[kind] = max(pieces.get(kind, 0), part.numel)
         for holding in a:
@@ -260,14 +264,14 @@ def test_pairs_stay_the_same_where_sources_divide_evenly() -> None:
     a = holdings(SPEC, "lm", Layout(1, 2, 2), [0, 1, 2, 3])
     b = holdings(SPEC, "lm", Layout(1, 2, 4), list(range(4, 12)))
     for rank in range(4, 12):
-        assert len(plan_reallocation(a, b, lambda rank: rank // 2, rank).receives) == 1
+        assert len(plan_transfer(a, b, lambda rank: rank // 2, rank).traffic) == 1
 
 
 def test_what_no_rank_holds_is_named() -> None:
     a = holdings(SPEC, "none", Layout(1, 2, 1), [0, 1])
     b = holdings(SPEC, "lm", Layout(1, 1, 1), [2])
     with pytest.raises(ValueError, match=r"lm_head.weight: no rank of the source side holds the part from \(0, 0\)"):
-        plan_reallocation(a, b, lambda rank: 0, 2)
+        plan_transfer(a, b, lambda rank: 0, 2)
 
 
 @pytest.mark.parametrize(
@@ -287,24 +291,24 @@ def test_a_70b_model_on_1024_ranks(source: Layout, target: Layout) -> None:
     seconds, total = [], sum(int(np.prod(shape)) for shape in tensor_shapes(LLAMA_70B, "lm").values())
     for rank in (0, 333, 517, 1023):
         start = time.process_time()
-        plan = plan_reallocation(a, b, lambda rank: rank // 8, rank)
+        plan = plan_transfer(a, b, lambda rank: rank // 8, rank)
         seconds.append(time.process_time() - start)
         wanted = sum(box.numel for shard in shards_of(b, rank).values() for box in shard.boxes)
-        assert plan.elements_received + sum(part.numel for _, part in plan.copies) == wanted
-        assert plan.elements_received <= wanted <= total / (target.pp * target.tp) * 1.2
+        assert plan.received(rank) + sum(piece.target.numel for piece in plan.copies()) == wanted
+        assert plan.received(rank) <= wanted <= total / (target.pp * target.tp) * 1.2
     spread = f"{min(seconds) * 1e3:.0f} to {max(seconds) * 1e3:.0f} ms"
     print(f"{source} -> {target}: a rank's part {spread}, holdings {described * 1e3:.0f} ms")
 
 
 def test_buckets_are_bounded_and_hold_everything_once() -> None:
     parts = [Part("a", (0, 0), (10, 4)), Part("b", (3,), (5,)), Part("c", (2, 1), (1, 7)), Part("d", (0,), (30,))]
-    parts += [Part("e", (row,), (1,)) for row in range(20)]
+    parts += [Part("e", (2 * row,), (1,)) for row in range(20)]  # not one below the other
 
     def rows(part: Part) -> list[tuple[str, int]]:
         return [(part.parameter, part.start[0] + i) for i in range(part.size[0])]
 
     for limit in (1, 5, 7, 8, 20, 200, 10_000):
-        buckets = [bucket for _, bucket in _buckets(parts, limit)]
+        buckets = [[piece.source for piece in cut] for cut in cut_messages((Piece(0, 1, part, part) for part in parts), limit)]
         assert all(sum(part.numel for part in bucket) <= max(limit, 7) for bucket in buckets)  # a row of c has 7
         assert sorted(row for bucket in buckets for part in bucket for row in rows(part)) == sorted(
             row for part in parts for row in rows(part)
@@ -337,16 +341,16 @@ def move_for_real(world: World, bucket_bytes: int, in_flight_bytes: int) -> dict
                 {n: torch.from_numpy(v).double() for n, v in model.local(shards_of(s, world.rank)).items()} for s in there
             )
             target = {name: torch.full_like(tensor, -1.0) for name, tensor in after.items()}
-            plan = plan_reallocation(*there, lambda rank: rank // 2, world.rank)
+            plan = plan_transfer(*there, lambda rank: rank // 2, world.rank)
             counted = RECORDER.sent["loan"], RECORDER.received["loan"]
-            move = execute_reallocation(plan, before, target, group, bucket_bytes, in_flight_bytes)
+            move = start_transfer(plan, world.rank, before, target, group, bucket_bytes, in_flight_bytes)
             if not target:  # only sends: goes on by itself
                 move.proceed()
             move.wait()
             assert all(torch.equal(tensor, after[name]) for name, tensor in target.items()), f"{name}: other values"
             sent, received = RECORDER.sent["loan"] - counted[0], RECORDER.received["loan"] - counted[1]
-            assert received == plan.elements_received * 8
-            assert sent == sum(part.numel for parts in plan.sends.values() for part in parts) * 8
+            assert received == plan.received(world.rank) * 8
+            assert sent == sum(n for (giver, _), n in plan.traffic.items() if giver == world.rank) * 8
             found[name] = sent, received
     return found
 
@@ -367,19 +371,19 @@ def goes_on_while_it_sends(world: World) -> int:
     assert group is not None
     before, after = ({n: torch.from_numpy(v) for n, v in model.local(shards_of(side, world.rank)).items()} for side in (a, b))
     target = {name: torch.full_like(tensor, -1) for name, tensor in after.items()}
-    plan = plan_reallocation(a, b, lambda rank: rank, world.rank)
+    plan = plan_transfer(a, b, lambda rank: rank, world.rank)
     if world.rank == 0:
-        move = execute_reallocation(plan, before, target, group, 256, 1024)
+        move = start_transfer(plan, 0, before, target, group, 256, 1024)
         move.proceed()
         world.all.barrier("test")  # rank 1 comes only now
         world.all.barrier("test")  # and has everything before this rank waits for anything
         move.wait()
     else:
         world.all.barrier("test")
-        execute_reallocation(plan, before, target, group, 256, 1024).wait()
+        start_transfer(plan, 1, before, target, group, 256, 1024).wait()
         world.all.barrier("test")
     assert all(torch.equal(tensor, after[name]) for name, tensor in target.items())
-    return sum(part.numel for parts in plan.sends.values() for part in parts) * 8
+    return plan.traffic[0, 1] * 8
 
 
 def test_a_sender_goes_on_while_it_sends() -> None:
@@ -388,7 +392,7 @@ def test_a_sender_goes_on_while_it_sends() -> None:
 
 def other_dtypes(world: World) -> str:
     try:
-        execute_reallocation(RankPlan(), {"a": torch.zeros(1)}, {"b": torch.zeros(1, dtype=torch.float64)}, world.all)
+        start_transfer(Plan({}, []), world.rank, {"a": torch.zeros(1)}, {"b": torch.zeros(1, dtype=torch.float64)}, world.all)
     except AssertionError as error:
         return str(error)
     return ""

@@ -1,8 +1,9 @@
-"""The hybrid engine's plans: every layout, every engine, exact to the element, without a process group."""
+"""The plans of transitions: every layout, every method, exact to the element, without a process group."""
 
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Mapping
 from fractions import Fraction
 
@@ -15,14 +16,15 @@ from rlhf_spmd.models.sharding import plan_params
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.parallel.boxes import Box, ParamShard, zero_rows
 from rlhf_spmd.parallel.layout import GenerationLayout, Layout, generation_layout
-from rlhf_spmd.reshard import ENGINES, Holding, missing_elements, num_shards
-from rlhf_spmd.reshard.plan import plan_gather, plan_homes
+from rlhf_spmd.reshard import METHODS, Holding, missing_elements, plan_transfer
+from rlhf_spmd.reshard.hybrid import single_slice
+from rlhf_spmd.reshard.methods import num_shards
 
 CASES = list(cases())
 
 
 @pytest.mark.parametrize("part", range(8))
-def test_every_layout_and_engine(part: int) -> None:
+def test_every_layout_and_method(part: int) -> None:
     """Each combination with one of the models and bucket sizes, in turn."""
     for number in range(part, len(CASES), 8):
         name, train, pp, tp = CASES[number]
@@ -33,7 +35,7 @@ def test_every_layout_and_engine(part: int) -> None:
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("name", METHODS)
 def test_every_model(name: str, spec: tuple[ModelSpec, str]) -> None:
     for train, pp, tp in ((Layout(2, 4, 1), 1, 2), (Layout(1, 2, 4, 3), 2, 4), (Layout(2, 2, 2, 2), 1, 1)):
         if tp <= train.tp or train.zero == 3:
@@ -41,9 +43,9 @@ def test_every_model(name: str, spec: tuple[ModelSpec, str]) -> None:
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_the_first_that_holds_an_element_sends_it(part: int) -> None:
-    """Element by element, against all that every member holds: a part that all of them hold is copied, else its first holder sends
-    it, and in ``full_gather`` replicas answer for their rows."""
+def test_who_gives_what_is_told_apart(part: int) -> None:
+    """Element by element: what a rank takes, it takes from one that holds it (in ``full_gather`` that answers for it), and the number
+    of ranks that could have given it is right; so all members of a gather see which parts one alone gives."""
     rng = random.Random(part)
     for number in range(30):
         name, train, pp, tp = rng.choice(CASES)
@@ -52,22 +54,26 @@ def test_the_first_that_holds_an_element_sends_it(part: int) -> None:
             continue
         run, index = Simulated(name, layout, spec, head, rng.choice([1, 3000, 1 << 30])), rng.randrange(train.size)
         plan, group = run.plans[index], run.groups[index]
-        senders = {target: torch.full(shape, -2) for target, shape in plan.whole.items()}
-        senders = senders or {target: torch.full(shard.shape, -2) for target, shard in run.wanted[index].items()}
-        expected = {target: senders[target].clone() for bucket in plan.buckets for target in bucket.targets}
         share = train.dp if name == "full_gather" and not train.zero else 1
         held = [held_elements(run.train[rank], train.coordinate(rank)[1] % share, share) for rank in group]
-        for target, places in expected.items():
-            boxes = [Box(target, tuple(places.shape), (0,) * places.dim(), tuple(places.shape), (0,) * places.dim())]
-            for box in boxes if plan.whole else run.wanted[index][target].boxes:
-                empty = torch.zeros(box.shape, dtype=torch.bool)
-                holds = torch.stack([elements.get(box.name, empty)[box.global_slices] for elements in held])
-                places[box.local_slices] = -1 if holds.all() else holds.int().argmax(0)
-        for bucket in plan.buckets:
-            for member, pieces in [(-1, bucket.copies), *enumerate(bucket.sends)]:
-                for piece in pieces:
-                    senders[piece.target][piece.target_box.local_slices] = member
-        assert all(torch.equal(senders[target], places) for target, places in expected.items()), (name, layout)
+        made = plan.made.items()
+        for tensor in plan.transfer.order:
+            boxes = {(target, box) for target, shard in made for box in shard.boxes if box.name == tensor}
+            shape = next((box.shape for _, box in boxes), (0,))
+            holds = torch.stack([elements.get(tensor, torch.zeros(shape, dtype=torch.bool)) for elements in held])
+            for piece in [*plan.transfer.moves([tensor]), *plan.transfer.copies([tensor])]:
+                if piece.taker != index:
+                    continue
+                start, size = piece.target.start, piece.target.size
+                inside = [box for target, box in boxes if target == piece.target.parameter and within(start, size, box)]
+                (box,) = inside
+                at = [slice(s - at + a, s - at + a + n) for s, at, a, n in zip(box.start, box.local, start, size, strict=True)]
+                assert holds[group.index(piece.giver)][tuple(at)].all() and (holds.sum(0)[tuple(at)] == piece.holders).all()
+
+
+def within(start: tuple[int, ...], size: tuple[int, ...], box: Box) -> bool:
+    """Whether a part of a local parameter lies in a box of it."""
+    return all(at <= a and a + n <= at + m for a, n, at, m in zip(start, size, box.local, box.size, strict=True))
 
 
 def held_elements(shards: Mapping[str, ParamShard], part: int, parts: int) -> dict[str, torch.Tensor]:
@@ -89,23 +95,23 @@ def test_views_for_all_but_replicated_kv_heads(zero: int) -> None:
         run = Simulated("zero_redundancy", layout_of("zero_redundancy", Layout(1, 4, 2, zero), 1, 2), spec, head)
         for plan in run.plans:
             for name, home in plan.homes.items():
-                if not zero and home.view is None:
+                if not zero and single_slice(home, run.train[0][name].shape) is None:
                     assert "qkv" in name and spec.num_key_value_heads < 4
 
 
 EVEN = ModelSpec("llama", 64, 64, 64, 4, 16, 16, 4)  # everything divides; norms are replicated and listed apart
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("name", METHODS)
 def test_received_bytes_are_the_formula(name: str) -> None:
     """Of the tensors that a layout splits; embedding and head lie on single stages, so for them the mean over ranks counts."""
-    for engine, train, pp, tp in CASES:
-        if engine != name or train.dp == 3 or train.zero == 1 or train.size == 1:
+    for method, train, pp, tp in CASES:
+        if method != name or train.dp == 3 or train.zero == 1 or train.size == 1:
             continue
-        run = Simulated(name, layout_of(engine, train, pp, tp), EVEN, without="norm")
+        run = Simulated(name, layout_of(method, train, pp, tp), EVEN, without="norm")
         whole = sum(box.numel for n, s in plan_params(EVEN, "lm", 0, 1, 0, 1).items() if "norm" not in n for box in s.boxes)
-        received = run.engine.costs(run.layout).received
-        mean = Fraction(sum(plan.elements_received for plan in run.plans), train.size)
+        received = run.method.costs(run.layout).received
+        mean = Fraction(sum(plan.received for plan in run.plans), train.size)
         if received is None:
             assert mean == Fraction(sum(map(missing_elements, run.train, run.wanted)), train.size)
         else:
@@ -116,33 +122,42 @@ def test_the_table_of_the_paper() -> None:
     p, t, d = 2, 4, 3
     layout = GenerationLayout(Layout(p, t, d), 1, 2)
     flat = GenerationLayout(Layout(p, t, d), 1, 2, consecutive=True)
-    ours, full, naive = (ENGINES[name].costs(layout if name == "zero_redundancy" else flat) for name in ENGINES)
+    ours, full, naive = (METHODS[name].costs(layout if name == "zero_redundancy" else flat) for name in METHODS)
     assert ours.received == Fraction(t * p - 2, 2 * t * p) and ours.peak == Fraction(1, 2) and ours.twice == 0
     assert full.received == Fraction(t * p * d - 1, t * p * d) and full.peak == 1 + full.twice
     assert naive.received == Fraction(t * p - 1, t * p) and naive.peak == 1 + naive.twice and naive.twice == Fraction(1, t * p)
     assert num_shards(GenerationLayout(Layout(p, t, d, 3), 1, 2)) == p * t * d
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("name", METHODS)
 def test_buckets(name: str) -> None:
     """All members cut alike; a bucket is at most the limit or one unit; a layer's members send equal amounts."""
     spec, head = SPECS["gqa"]
     run = Simulated(name, layout_of(name, Layout(1, 4, 2, 0), 1, 2), spec, head, 2000)
     for index, plan in enumerate(run.plans):
-        first = run.plans[run.groups[index][0]]
-        assert [(b.targets, b.sizes) for b in plan.buckets] == [(b.targets, b.sizes) for b in first.buckets]
-        assert len(plan.buckets) > 4
-        assert all(len(set(bucket.sizes)) == 1 for bucket in plan.buckets)
+        group = run.groups[index]
+        assert plan.buckets == run.plans[group[0]].buckets and len(plan.buckets) > 4
+        for bucket in range(len(plan.buckets)):
+            given = Counter(dict.fromkeys(group, 0))
+            for piece in plan.transfer.moves(plan.tensors(bucket)):
+                if piece.taker == index:
+                    given[piece.giver] += piece.source.numel
+                elif piece.taker == next(member for member in group if member != index):
+                    given[index] += piece.source.numel
+            assert len(set(given.values())) == 1
 
 
 def test_what_does_not_fit() -> None:
     spec, _ = SPECS["gqa"]
     full = plan_params(spec, "lm", 0, 1, 0, 1)
     halves = [plan_params(spec, "lm", 0, 1, rank, 2) for rank in range(2)]
-    with pytest.raises(ValueError, match=r"no training shard of its group holds model\.embed_tokens\.weight"):
-        plan_gather([Holding((0,), halves[1])], full, 0)
-    with pytest.raises(ValueError, match=r"training parameter embed\.weight .* is not part of this rank's generation shard"):
-        plan_homes(full, halves[0])
+    with pytest.raises(
+        ValueError, match=r"model\.embed_tokens\.weight: no rank of the source side holds the part from \(0, 0\)"
+    ):
+        plan_transfer([Holding((0,), halves[1])], [Holding((0,), full)], lambda rank: 0, 0)
+    layout = GenerationLayout(Layout(), 1, 1)
+    with pytest.raises(ValueError, match=r"training parameter embed\.weight is not part of this rank's generation shard"):
+        METHODS["zero_redundancy"].plan(layout, 0, lambda pp, tp: full, lambda pp, tp: halves[0], 1 << 20)
 
 
 def test_generation_layouts() -> None:

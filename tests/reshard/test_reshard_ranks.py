@@ -1,4 +1,4 @@
-"""The hybrid engines on real ranks: weights exact to the bit both ways, bytes and memory exact to the byte."""
+"""Transitions on real ranks: weights exact to the bit both ways, bytes and memory exact to the byte."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from rlhf_spmd.models.weights import init_random
 from rlhf_spmd.parallel.collectives import solo
 from rlhf_spmd.parallel.layout import GenerationLayout, Layout
 from rlhf_spmd.parallel.world import World
-from rlhf_spmd.reshard import ENGINES, HybridEngine
-from rlhf_spmd.reshard.gather import plan_route
+from rlhf_spmd.reshard import METHODS, HybridWeights
+from rlhf_spmd.reshard import hybrid as hybrid_module
 
 
 def size(tensors: Iterator[Tensor] | list[Tensor]) -> int:
@@ -55,15 +55,17 @@ def transitions(world: World, spec: ModelSpec, name: str, layout: GenerationLayo
     objects = {key: id(parameter) for key, parameter in model.parameters().items()}
     result: dict = {"address": set(), "shared": hybrid.shared is not None}
     training = model.held()  # storages: FSDP pads uneven shards
-    for _ in range(3):
+    for version in range(3):
         before = {key: local(p).clone() for key, p in model.parameters().items()}
-        hybrid.to_generation()
+        hybrid.to_generation(version=version)
+        assert hybrid.version == version, "the generation shard says which weights it holds"
         check_weights(model.generation, expected())
         generation = size(model.generation.parameters())
         beside = training if twice and buffers != "offload" else 0
         assert model.held() == generation + beside, "parameters that are held while generating"
-        result["bytes"] = hybrid.bytes_received, hybrid.bytes_sent
-        whole = 4 * sum(math.prod(shape) for shape in hybrid.plan.whole.values())
+        assert hybrid.transition is not None and hybrid.generating
+        result["bytes"] = hybrid.transition.bytes_received, hybrid.transition.bytes_sent
+        whole = 4 * sum(map(math.prod, hybrid.made.values())) if hybrid.plan.cuts else 0
         held = whole + (generation if buffers == "keep" else 0) if whole else generation
         together = twice or (buffers == "keep" and hybrid.shared is None)
         result["address"].add(model.generation.layers[0].down.weight.data_ptr())
@@ -71,10 +73,11 @@ def transitions(world: World, spec: ModelSpec, name: str, layout: GenerationLayo
             for key, parameter in model.parameters().items():
                 assert not parameter.untyped_storage().nbytes() or torch.equal(parameter, before[key])
         hybrid.to_training()
+        assert hybrid.version == (version if buffers == "keep" else None)
         for key, parameter in model.parameters().items():
             assert id(parameter) == objects[key], "parameter objects stay: optimizers and FSDP hold them"
             assert torch.equal(local(parameter), before[key]) and local(parameter).is_contiguous(), key
-        result["transient"] = hybrid.peak_bytes - held - (training if together else 0)  # there and back
+        result["transient"] = hybrid.transition.peak_bytes - held - (training if together else 0)  # there and back
         kept = generation if buffers == "keep" and hybrid.shared is None else 0
         assert model.held() == training + kept
         with torch.no_grad():  # an update, the same in every layout
@@ -82,7 +85,7 @@ def transitions(world: World, spec: ModelSpec, name: str, layout: GenerationLayo
                 for parameter in module.parameters():
                     local(parameter).mul_(1.5)
     result["bound"] = hybrid.bucket_bytes
-    result["planned"] = 4 * hybrid.plan.elements_received
+    result["planned"] = 4 * hybrid.plan.received
     if layout.train.zero:  # FSDP still works on the storage that it got back
         inputs = torch.arange(12) % 50 if model.decoder.is_first else torch.ones(12, spec.hidden_size)
         out = model.decoder(inputs, PackedAttention([7, 5], torch.device("cpu")))
@@ -90,7 +93,7 @@ def transitions(world: World, spec: ModelSpec, name: str, layout: GenerationLayo
     return result
 
 
-CASES = [  # training layout, p_g, t_g, engine or None for all
+CASES = [  # training layout, p_g, t_g, method or None for all
     (Layout(dp=4), 1, 1, None),
     (Layout(tp=2, dp=2), 1, 1, None),
     (Layout(tp=4), 1, 2, None),
@@ -106,7 +109,7 @@ CASES = [  # training layout, p_g, t_g, engine or None for all
     (Layout(pp=2, dp=2, zero=3), 1, 4, "zero_redundancy"),
     (Layout(tp=2, dp=2, zero=1), 1, 2, "zero_redundancy"),
 ]
-RUNS = [(train, pp, tp, name) for train, pp, tp, only in CASES for name in ENGINES if only in (None, name)]
+RUNS = [(train, pp, tp, name) for train, pp, tp, only in CASES for name in METHODS if only in (None, name)]
 
 
 @pytest.mark.parametrize("number", range(len(RUNS)), ids=lambda n: " ".join(map(str, RUNS[n])))
@@ -147,20 +150,20 @@ def test_replicated_kv_heads() -> None:
 def ways_of_a_gpu(world: World, train: Layout) -> set[str]:
     """The routes that a GPU takes, over gloo: whole parameters and flat buffers by one all-gather, the rest by messages."""
     model = Model(world, SPECS["gqa"][0], "zero_redundancy", layout_of("zero_redundancy", train, 1, 1))
-    hybrid, (_, expected) = model.hybrid, whole_tensors(SPECS["gqa"][0])
-    shapes = {name: shard.shape for name, shard in hybrid._shards.items()}
-    limit = hybrid.bucket_bytes // 4
-    routes = [plan_route(b, hybrid.group, shapes, hybrid._shapes, False, limit, True) for b in hybrid.plan.buckets]
-    changes = [4 * (new.buffers - old.buffers) for new, old in zip(routes, hybrid._routes, strict=True)]
-    hybrid._routes, hybrid._beyond = routes, [n + change for n, change in zip(hybrid._beyond, changes, strict=True)]
+    hybrid, (_, expected), plan_bucket = model.hybrid, whole_tensors(SPECS["gqa"][0]), hybrid_module.plan_bucket
+    hybrid_module.plan_bucket = lambda *args: plan_bucket(*args[:-1], on_gpu=True)
     before = {key: local(p).clone() for key, p in model.parameters().items()}
+    assert not hybrid._steps, "steps are made when a bucket is first needed"
     hybrid.to_generation()
+    hybrid_module.plan_bucket = plan_bucket
     check_weights(model.generation, expected())
-    assert hybrid.bytes_received == 4 * hybrid.plan.elements_received
-    assert hybrid.peak_bytes <= size(model.generation.parameters()) + hybrid.bucket_bytes
+    assert hybrid.transition is not None
+    assert hybrid.transition.bytes_received == 4 * hybrid.plan.received
+    assert hybrid.transition.peak_bytes <= size(model.generation.parameters()) + hybrid.bucket_bytes
     hybrid.to_training()
     assert all(torch.equal(local(p), before[key]) for key, p in model.parameters().items())
-    return {"whole" if route.whole else "flat" if route.flat else "messages" for route in routes if any(route.bucket.sizes)}
+    steps = [step for step in hybrid._steps.values() if step.messages]
+    return {"whole" if step.into else "flat" if step.gathers else "messages" for step in steps}
 
 
 @pytest.mark.parametrize("train", [Layout(tp=4), Layout(pp=2, tp=2), Layout(dp=4, zero=3)], ids=str)
@@ -197,14 +200,14 @@ def check_two_dtypes(buffers: str) -> None:
     init_random(decoder, 0)
     generation = Decoder(spec, "lm", 0, 1, solo(), torch.bfloat16, "meta")
     parameters = lambda: dict(decoder.named_parameters())  # noqa: E731
-    engine = ENGINES["zero_redundancy"]
+    method = METHODS["zero_redundancy"]
     sides = train_shards_at(spec, layout.train), generation_shards_at(spec, layout)
-    hybrid = HybridEngine(sides[0], parameters, generation, sides[1], solo(), engine, layout, 0, buffers)
+    hybrid = HybridWeights(sides[0], parameters, generation, sides[1], solo(), method, layout, 0, buffers)
     before = {key: p.detach().clone() for key, p in decoder.named_parameters()}
     hybrid.to_generation()
     with pytest.raises(AssertionError, match="already in the generation layout"):
         hybrid.to_generation()
-    assert hybrid.shared is None and hybrid.bytes_received == 0
+    assert hybrid.shared is None and hybrid.transition is not None and hybrid.transition.bytes_received == 0
     for (key, a), b in zip(decoder.named_parameters(), generation.parameters(), strict=True):
         assert torch.equal(before[key].bfloat16(), b)
         assert a.untyped_storage().nbytes() == (0 if buffers == "offload" else a.nbytes)

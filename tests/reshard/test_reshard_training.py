@@ -1,4 +1,4 @@
-"""PPO is the same run with every hybrid engine, buffer policy and generation layout, and says what its transitions cost."""
+"""PPO is the same run with every way to gather weights, buffer policy and generation layout, and says what its transitions cost."""
 
 import functools
 from pathlib import Path
@@ -19,8 +19,8 @@ def generation(**settings: object) -> tuple[str, ...]:
 
 RUNS: dict[str, tuple[str, ...]] = {
     "zero_redundancy": TP2_DP2,
-    "full_gather, offload": (*TP2_DP2, *generation(engine="full_gather", buffers="offload")),
-    "naive_groups, keep": (*TP2_DP2, *generation(engine="naive_groups", buffers="keep")),
+    "full_gather, offload": (*TP2_DP2, *generation(gather="full_gather", buffers="offload")),
+    "naive_groups, keep": (*TP2_DP2, *generation(gather="naive_groups", buffers="keep")),
     "overlap": (*TP2_DP2, *generation(overlap="true")),
     "zero3 -> tp2, rows move": (*ZERO3, *generation(tp=2, rebalance_steps=2)),
     "zero3 -> pp2 tp2, offload": (*ZERO3, *generation(pp=2, tp=2, buffers="offload")),
@@ -49,6 +49,9 @@ def test_the_same_responses(directory: Path, name: str) -> None:
     difference, where = tasks.worst_tensor(one, other)
     assert difference < 1e-9, where
     assert other.log_prob_difference() < 1e-12
+    assert [row["generation/weights_version"] for row in other.raw] == list(range(STEPS)), (
+        "each step generates with the last update"
+    )
 
 
 def test_what_it_costs(directory: Path) -> None:

@@ -84,6 +84,8 @@ def test_the_same_run_in_fp64(directory: Path, name: str) -> None:
     assert weights < 1e-9, tensor
     assert other.log_prob_difference() < 1e-12
     assert all(row["reshard/bytes"] > 0 and row["timing_s/reallocate"] > 0 for row in other.raw)
+    versions = [[row["generation/weights_version"] for row in some.raw] for some in (one, other)]
+    assert versions[0] == versions[1], "a twin generates with the weights of the last update too"
 
 
 def test_the_same_run_in_fp32(directory: Path) -> None:

@@ -40,7 +40,7 @@ class Spec:
 def byte_chunks(tensor: Tensor) -> Iterator[Any]:
     """A contiguous CPU tensor's bytes as a sequence of numpy arrays (buffers).
 
-    Each is a copy: after ``Tensor.numpy()`` a storage can never be resized again, which the hybrid engine does to FSDP's shards.
+    Each is a copy: after ``Tensor.numpy()`` a storage can never be resized again, which resharding does to FSDP's shards.
     """
     assert tensor.is_contiguous() and tensor.device.type == "cpu", "raw bytes are of contiguous CPU tensors"
     for chunk in tensor.detach().reshape(-1).view(torch.uint8).split(_CHUNK):

@@ -89,7 +89,7 @@ THREE_D = Protocol(  # split over dp, the same rows on a replica's pp * tp ranks
     collect=lambda shape: [_last_stage(shape.layout, dp)[0] for dp in range(shape.layout.dp)],
     replicas=lambda shape, part: _last_stage(shape.layout, part),
 )
-MICRO_DP = Protocol(  # the generation layout of the hybrid engine: d_g * d replicas of p_g * t_g ranks
+MICRO_DP = Protocol(  # the generation layout: d_g * d replicas of p_g * t_g ranks
     "MICRO_DP",
     parts=lambda shape: shape.generating.dp,
     distribute=lambda shape, index: shape.generating.coordinate(index)[1],

@@ -12,7 +12,6 @@ from rlhf_spmd.config.bounds import check_bounds
 from rlhf_spmd.generation.backends import BACKENDS, FLASH_PAGE, check_backend
 from rlhf_spmd.generation.sequence import Drawing
 
-ENGINES = ("zero_redundancy", "full_gather", "naive_groups")
 BUFFERS = KV_CACHES = ("free", "keep", "offload")
 MAX_LOGPROBS = 100
 MIN_TEMPERATURE = 1e-3  # below it scaled logits overflow before they differ from greedy
@@ -27,9 +26,9 @@ class GenerationConfig:
     """How tokens are made.
 
     - pp, tp: the generation layout; both divide the training layout's, or with zero 3 their product the number of ranks.
-    - engine: how training weights become generation weights, see ``reshard.engines``; the last two are for measurements.
+    - gather: how training weights become generation weights, see ``reshard.methods``; the last two are for measurements.
     - buffers: what holds the generation weights: "free": nothing while training; "keep": memory at fixed addresses; "offload":
-      as free, and training shards that an engine keeps beside the generation shard wait in host memory while generating.
+      as free, and training shards that are kept beside the generation shard wait in host memory while generating.
     - overlap: the next layers' weights come while the first forward pass computes; ``zero_redundancy`` only.
     - attention: the paged attention, one of "torch", "cpp", "triton" and "flash_attn", see ``backends``; "auto" is on CUDA devices
       triton, or torch where that cannot serve, and on CPUs what the role's ``attention`` says. Any other choice than the role's
@@ -59,7 +58,7 @@ class GenerationConfig:
 
     pp: int = 1
     tp: int = 1
-    engine: str = "zero_redundancy"
+    gather: str = "zero_redundancy"
     buffers: str = "free"
     overlap: bool = False
     attention: str = "auto"
@@ -92,7 +91,7 @@ class GenerationConfig:
         )
         check_bounds(self, where, *counts, least=1)
         check_bounds(self, where, "rebalance_steps", "speculative_tokens", least=0)
-        for key, allowed in (("engine", ENGINES), ("buffers", BUFFERS), ("kv_cache", KV_CACHES), ("attention", BACKENDS)):
+        for key, allowed in (("buffers", BUFFERS), ("kv_cache", KV_CACHES), ("attention", BACKENDS)):
             if getattr(self, key) not in allowed:
                 raise ValueError(f"{where}.{key}={getattr(self, key)!r}: allowed are {', '.join(allowed)}")
         check_backend(self.attention, torch.device("cuda" if torch.cuda.is_available() else "cpu"), f"{where}.attention")

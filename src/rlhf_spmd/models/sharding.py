@@ -69,7 +69,7 @@ def plan_params(
 
     ``head``: "lm", "value", "both" (a value head beside the other) or "none". Layers are numbered from 0 within the stage.
     ``blocks``: the rank holds the slices of as many ranks of a layout with tp * blocks, and fused parameters keep theirs together,
-    [q0; k0; v0; q1; k1; v1] for two: each finer slice is then a slice of this one, which the hybrid engine needs. Raises ValueError
+    [q0; k0; v0; q1; k1; v1] for two: each finer slice is then a slice of this one, which resharding needs. Raises ValueError
     where the layout does not fit.
     """
     if head not in HEAD_KINDS:

@@ -1,7 +1,7 @@
 """Every parameter shard is a box in a global tensor. Pure.
 
 A local parameter (possibly fused, as q, k and v in one matrix) is described by the boxes of the Hugging Face tensors that it
-holds. Loading, checkpoints, the hybrid engine and reallocation are all intersections of such boxes.
+holds. Loading, checkpoints, resharding and reallocation are all intersections of such boxes.
 """
 
 from __future__ import annotations

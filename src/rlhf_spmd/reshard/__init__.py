@@ -1,36 +1,30 @@
-"""How weights move between layouts: the 3D-HybridEngine between training and generation, and reallocation (ReaL). Floor 4.
+"""How weights move between layouts: between training and generation (the 3D-HybridEngine), and to other ranks (ReaL). Floor 4.
 
-``plan`` and ``engines`` are pure: which part of which training shard goes where, as intersections of boxes, and what this costs.
-``execute`` communicates and owns storage: :class:`HybridEngine` with ``to_generation()`` and ``to_training()``.
-``reallocation`` (pure) and ``move`` take weights from any ranks and layout to any other, and to host memory and back.
+``plan``, ``methods`` and ``messages`` are pure: which part of which shard goes where, as intersections of boxes, what this costs,
+and what of it travels together. ``transfer`` carries a plan out; ``storages`` is memory that is given up for a while.
+``hybrid`` owns the weights that change their layout: :class:`HybridWeights` with ``to_generation()`` and ``to_training()``.
 It does not know roles or model architectures: it takes shards (boxes) and parameters by name.
 """
 
-from rlhf_spmd.reshard.engines import ENGINES, Costs, Engine, choose_engine, held_by, missing_elements, num_shards
-from rlhf_spmd.reshard.execute import HybridEngine
-from rlhf_spmd.reshard.gather import LABEL
-from rlhf_spmd.reshard.move import LABEL as LOAN_LABEL
-from rlhf_spmd.reshard.move import Move, Storages, execute_reallocation
-from rlhf_spmd.reshard.plan import Holding, holdings
-from rlhf_spmd.reshard.reallocation import plan_reallocation, plan_traffic
+from rlhf_spmd.reshard.hybrid import LABEL, HybridWeights
+from rlhf_spmd.reshard.methods import METHODS, choose_method
+from rlhf_spmd.reshard.plan import Holding, holdings, missing_elements, plan_transfer
+from rlhf_spmd.reshard.storages import Storages
+from rlhf_spmd.reshard.transfer import LABEL as LOAN_LABEL
+from rlhf_spmd.reshard.transfer import Transfer, start_transfer
 
 LABELS = (LABEL, LOAN_LABEL)  # under which weights that move are counted
 
 __all__ = [
-    "ENGINES",
     "LABELS",
-    "Costs",
-    "Engine",
+    "METHODS",
     "Holding",
-    "HybridEngine",
-    "Move",
+    "HybridWeights",
     "Storages",
-    "choose_engine",
-    "execute_reallocation",
-    "held_by",
+    "Transfer",
+    "choose_method",
     "holdings",
     "missing_elements",
-    "num_shards",
-    "plan_reallocation",
-    "plan_traffic",
+    "plan_transfer",
+    "start_transfer",
 ]

@@ -1,27 +1,31 @@
-"""The plan of a transition, from one rank's view: which part of which training shard sends from where. Pure.
+"""Who gives which part of which parameter to whom, from any ranks and layout to any other (ReaL, section 6). Pure.
 
-A gather group is ranks that all need the same tensors, which their training shards make up together: everything that one of
-them sends goes to all others. Parts that every member holds already (norms that are replicated over tp) are copied locally and
-not sent. Which group, which tensors and what becomes of the training shard is an engine's choice, see ``engines``.
+A side is a list of holdings: ranks and the shards that they hold. The common refinement of both sides' boxes cuts each tensor
+into cells that every rank holds whole or not at all. A rank that needs a cell takes it from the cheapest source: itself, then its
+own host, then another host; ranks that need the same cell take turns over equal sources, and what is left over of a round moves
+on from tensor to tensor. So nothing is received twice, and each rank derives its own part of the plan alone.
+
+Tensors that are held alike (those of equal layers) are cut once, a rank looks only at cells that it holds or needs, and the pieces
+of single tensors are made when somebody goes through them.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import product
+from math import gcd, prod
 from typing import NamedTuple
 
-from rlhf_spmd.parallel.boxes import Box, ParamShard, box_rows, cover
+from rlhf_spmd.parallel.boxes import Box, ParamShard, box_rows, intersect, zero_shards
 from rlhf_spmd.parallel.layout import GenerationLayout, Layout
-
-REMEDY = "generation.pp must divide layout.pp, generation.tp layout.tp, and layout.pp the number of layers"
-
-LARGE = 1 << 14  # elements from which a piece is worth a message of its own
 
 Shards = Mapping[str, ParamShard]
 ShardsAt = Callable[[int, int], Shards]  # (pp, tp) coordinate in a layout -> the shards there, before ZeRO cuts out its rows
+HostOf = Callable[[int], Hashable]
+Index = tuple[int, ...]  # one number per tensor dim
 
 
 @dataclass(frozen=True)
@@ -41,12 +45,142 @@ def holdings(
     layout: Layout | GenerationLayout, shards: ShardsAt, ranks: Sequence[int], group: Iterable[int] | None = None
 ) -> list[Holding]:
     """What each rank of a pool holds of a model in a layout; ``group``: of these pool indices, ``ranks`` in the same order."""
-    split = isinstance(layout, Layout) and layout.zero > 0 and layout.dp > 1
     at: dict[tuple[int, int], list[int]] = {}
     for index, rank in zip(range(len(ranks)) if group is None else group, ranks, strict=True):
         pp, _, tp = layout.coordinate(index)
         at.setdefault((pp, tp), []).append(rank)
-    return [Holding(tuple(held), shards(*coordinate), split) for coordinate, held in at.items()]
+    return [Holding(tuple(held), shards(*coordinate), _splits(layout)) for coordinate, held in at.items()]
+
+
+def held_by(layout: Layout | GenerationLayout, shards: ShardsAt, index: int) -> Shards:
+    """The shards of one rank (pool index), ZeRO's rows cut out."""
+    pp, dp, tp = layout.coordinate(index)
+    return zero_shards(shards(pp, tp), dp, layout.dp) if _splits(layout) else shards(pp, tp)
+
+
+def _splits(layout: Layout | GenerationLayout) -> bool:
+    return isinstance(layout, Layout) and layout.zero > 0 and layout.dp > 1
+
+
+class Part(NamedTuple):
+    """``parameter[start : start + size]`` of one rank; ``start`` and ``size`` have one entry per tensor dim."""
+
+    parameter: str
+    start: Index
+    size: Index
+
+    @property
+    def numel(self) -> int:
+        return prod(self.size)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        return tuple(slice(a, a + n) for a, n in zip(self.start, self.size, strict=True))
+
+    def rows(self, first: int, number: int) -> Part:
+        """At most ``number`` of its rows, from row ``first`` on."""
+        number = min(number, self.size[0] - first)
+        return Part(self.parameter, (self.start[0] + first, *self.start[1:]), (number, *self.size[1:]))
+
+
+class Piece(NamedTuple):
+    """``source`` of rank ``giver`` becomes ``target``, of the same size, of rank ``taker``. ``holders``: ranks that could give it."""
+
+    giver: int
+    taker: int
+    source: Part
+    target: Part
+    holders: int = 1
+
+
+class _Run(NamedTuple):
+    """A piece of each of some tensors that lie alike, those of these ``numbers`` among them; it lies in one box of each side, from
+    ``starts`` on."""
+
+    giver: int
+    taker: int
+    boxes: tuple[int, int]
+    starts: tuple[Index, Index]
+    size: Index
+    numbers: range
+    holders: int
+
+
+class _Alike(NamedTuple):
+    """Tensors that lie alike, and the pieces that stay on their rank and that move."""
+
+    tensors: list[_Tensor]
+    kept: list[_Run]
+    moved: list[_Run]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one rank gives, takes and keeps, or what all ranks do. ``order``: global tensors as the target side lists them; both ends
+    of a pair go through its pieces in this order."""
+
+    order: Mapping[str, tuple[_Alike, int]]
+    every: Sequence[_Alike]
+
+    def moves(self, tensors: Iterable[str] | None = None) -> Iterator[Piece]:
+        """What leaves its rank, of all or of some tensors."""
+        return self._pieces(tensors, lambda alike: alike.moved)
+
+    def copies(self, tensors: Iterable[str] | None = None) -> Iterator[Piece]:
+        """What stays on its rank."""
+        return self._pieces(tensors, lambda alike: alike.kept)
+
+    def _pieces(self, tensors: Iterable[str] | None, runs: Callable[[_Alike], list[_Run]]) -> Iterator[Piece]:
+        for name in self.order if tensors is None else tensors:
+            alike, number = self.order[name]
+            sides = alike.tensors[number].sides
+            for giver, taker, boxes, starts, size, numbers, holders in runs(alike):
+                if number in numbers:
+                    ends = [Part(sides[i][boxes[i]].parameter, starts[i], size) for i in (0, 1)]
+                    yield Piece(giver, taker, *ends, holders)
+
+    @property
+    def traffic(self) -> Counter[tuple[int, int]]:
+        """Elements per (giver, taker) that are not the same rank."""
+        total: Counter[tuple[int, int]] = Counter()
+        for run in (run for alike in self.every for run in alike.moved):
+            total[run.giver, run.taker] += len(run.numbers) * prod(run.size)
+        return total
+
+    def received(self, rank: int) -> int:
+        return sum(n for (_, taker), n in self.traffic.items() if taker == rank)
+
+
+def plan_transfer(source: Sequence[Holding], target: Sequence[Holding], host_of: HostOf, rank: int | None = None) -> Plan:
+    """One rank's part in filling the target side from the source side, or all ranks'. ``host_of``: rank -> the host it is on.
+
+    Every rank must pass the same holdings in the same order. Raises ValueError where the source lacks what this rank needs.
+    """
+    sides, choose, turn, every = (source, target), _chooser(host_of), 0, []
+    mine = [{i for i, holding in enumerate(side) if rank in (None, *holding.ranks)} for side in sides]
+    for tensors in _alike(source, target):
+        alike = _Alike(tensors, [], [])
+        if any(held.holding in own for own, boxes in zip(mine, tensors[0].sides, strict=True) for held in boxes):
+            for cell in _cut(tensors[0], sides, rank):
+                for giver, taker, numbers in cell.pairs(choose, turn, len(tensors), rank):
+                    (a, first), (b, second) = cell.end(0, giver), cell.end(1, taker)
+                    span = range(*numbers.indices(len(tensors)))
+                    run = _Run(giver, taker, (a, b), (first, second), cell.size, span, len(cell.sources))
+                    (alike.kept if giver == taker else alike.moved).append(run)
+        turn += len(tensors)
+        every.append(alike)
+    placed = [(tensor.position, tensor.name, alike, i) for alike in every for i, tensor in enumerate(alike.tensors)]
+    return Plan({name: (alike, i) for _, name, alike, i in sorted(placed, key=lambda x: x[0])}, every)
+
+
+def missing_elements(held: Shards, wanted: Shards) -> int:
+    """Elements of ``wanted`` that lie outside ``held``: what a rank has to receive at least."""
+    index = by_tensor([Holding((0,), held)])
+    return sum(
+        box.numel - sum(common[0].numel for other in index.get(box.name, []) if (common := intersect(box, other.box)))
+        for shard in wanted.values()
+        for box in shard.boxes
+    )
 
 
 class Held(NamedTuple):
@@ -63,14 +197,6 @@ class Held(NamedTuple):
         return self.holding, self.rows, self.box[1:]
 
 
-class Region(NamedTuple):
-    """A box as ``ranks`` hold it, rows split; ``number`` of the box it is of."""
-
-    number: int
-    ranks: tuple[int, ...]
-    box: Box
-
-
 def by_tensor(side: Sequence[Holding]) -> dict[str, list[Held]]:
     """Global tensor name -> where it is held."""
     index: dict[str, list[Held]] = {}
@@ -82,16 +208,24 @@ def by_tensor(side: Sequence[Holding]) -> dict[str, list[Held]]:
     return index
 
 
-def regions(
+class _Region(NamedTuple):
+    """A box as ``ranks`` hold it, rows split; ``number`` of the box it is of."""
+
+    number: int
+    ranks: tuple[int, ...]
+    box: Box
+
+
+def _regions(
     side: Sequence[Holding], boxes: Sequence[Held], within: Box | None = None, rank: int | None = None
-) -> Iterator[Region]:
+) -> Iterator[_Region]:
     """The regions of some boxes of one tensor: of split ones only those with rows in ``within``, only those of ``rank``."""
     for number, (holding, _, rows, box) in enumerate(boxes):
         ranks, whole = side[holding].ranks, side[holding].whole
         if rank is not None and rank not in ranks:
             continue
         if not rows:
-            yield Region(number, ranks, box)
+            yield _Region(number, ranks, box)
             continue
         chunk, low, high = -(-rows // len(ranks)), box.local[0], box.local[0] + box.size[0]
         if within is not None:
@@ -101,195 +235,145 @@ def regions(
             part = box_rows(box, index * chunk, (index + 1) * chunk)
             if part is not None:
                 local = part.local if whole else (part.local[0] - index * chunk, *part.local[1:])
-                yield Region(number, ranks[index : index + 1], part._replace(local=local))
+                yield _Region(number, ranks[index : index + 1], part._replace(local=local))
 
 
-class Piece(NamedTuple):
-    """``training[source][source_box]`` and ``generation[target][target_box]`` are the same part of one global tensor."""
+@dataclass
+class _Tensor:
+    """A global tensor: its place in the target side's order, and the boxes of both sides."""
 
-    source: str
-    source_box: Box
-    target: str
-    target_box: Box
-
-
-Spot = tuple[int, Box, Box]  # a piece of a parameter: the number of its source, the boxes in the source and in the parameter
-Made = tuple[str, Sequence[str], "Fill"]  # a parameter, the names of its sources, and how it is made of them
+    name: str
+    position: int
+    sides: tuple[list[Held], list[Held]]
 
 
-class Fill(NamedTuple):
-    """How a parameter is made, and all that lie alike: what each member sends to all others, what this rank takes from its own
-    shards, and the number of the first source of all."""
-
-    sends: Mapping[int, Sequence[Spot]]
-    copies: Sequence[Spot]
-    first: int | None
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """Parameters that are made together, by a group of ``members``."""
-
-    parts: tuple[Made, ...]
-    members: int
-
-    @cached_property
-    def targets(self) -> tuple[str, ...]:
-        return tuple(target for target, _, _ in self.parts)
-
-    def sent_by(self, member: int) -> tuple[Piece, ...]:
-        """What one member sends to all others, in this order."""
-        return self._pieces(lambda fill: fill.sends.get(member, ()))
-
-    @cached_property
-    def sends(self) -> tuple[tuple[Piece, ...], ...]:
-        return tuple(self.sent_by(member) for member in range(self.members))
-
-    @cached_property
-    def copies(self) -> tuple[Piece, ...]:
-        """What this rank takes from its own shards without communication."""
-        return self._pieces(lambda fill: fill.copies)
-
-    def _pieces(self, of: Callable[[Fill], Sequence[Spot]]) -> tuple[Piece, ...]:
-        return tuple(
-            Piece(names[source], source_box, target, target_box)
-            for target, names, fill in self.parts
-            for source, source_box, target_box in of(fill)
-        )
-
-    @cached_property
-    def sizes(self) -> list[int]:
-        """Elements from each member."""
-        return [elements(pieces) for pieces in self.sends]
+def _alike(source: Sequence[Holding], target: Sequence[Holding]) -> list[list[_Tensor]]:
+    """The target's tensors, those that lie alike on both sides together, in order of first appearance."""
+    sources, groups = by_tensor(source), dict[tuple[object, ...], list[_Tensor]]()
+    for position, (name, held) in enumerate(by_tensor(target).items()):
+        tensor = _Tensor(name, position, (sources.get(name, []), held))
+        groups.setdefault(tuple(tuple(held.key for held in side) for side in tensor.sides), []).append(tensor)
+    return list(groups.values())
 
 
-@dataclass(frozen=True)
-class Home:
-    """Where a training parameter's values are inside its rank's own generation shard.
+Choices = list[tuple[list[int], list[int]]]  # (equal sources, ranks that take from them)
 
-    ``view``: the generation parameter and slices that are exactly the training parameter, or None if no single slice is.
-    ``pieces``: the same box by box.
+
+def _chooser(host_of: HostOf) -> Callable[[frozenset[int], frozenset[int]], Choices]:
+    @cache
+    def by_host(ranks: frozenset[int]) -> dict[Hashable, list[int]]:
+        hosts: dict[Hashable, list[int]] = {}
+        for rank in sorted(ranks):
+            hosts.setdefault(host_of(rank), []).append(rank)
+        return hosts
+
+    @cache
+    def choose(sources: frozenset[int], targets: frozenset[int]) -> Choices:
+        on_host, takers = by_host(sources), dict[Hashable, list[int]]()
+        for rank in sorted(targets - sources):
+            host = host_of(rank)
+            takers.setdefault(host if host in on_host else None, []).append(rank)
+        return [(on_host.get(host) or sorted(sources), ranks) for host, ranks in takers.items()]
+
+    return choose
+
+
+@dataclass
+class _Cell:
+    """A part of a tensor that ranks hold whole or not at all.
+
+    ``regions``: of each side, by number, those that it is in. ``sources``, ``targets``: the ranks that hold it. ``turn``, ``turns``:
+    its number among the cells of its source region, and how many those are.
     """
 
-    view: tuple[str, tuple[slice, ...]] | None
-    pieces: tuple[Piece, ...]
+    at: Index
+    start: Index
+    size: Index
+    regions: tuple[dict[int, _Region], dict[int, _Region]] = field(default_factory=lambda: ({}, {}))
+    sources: frozenset[int] = frozenset()
+    targets: frozenset[int] = frozenset()
+    turn: int = 0
+    turns: int = 1
+
+    def end(self, side: int, rank: int) -> tuple[int, Index]:
+        """The number of the box in which a rank holds the cell, and where the cell begins in the rank's parameter."""
+        regions = self.regions[side].values()
+        number, _, box = next(region for region in regions if len(regions) == 1 or rank in region.ranks)
+        return number, tuple([at + a - b for at, a, b in zip(box.local, self.start, box.start, strict=True)])
+
+    def pairs(
+        self, choose: Callable[[frozenset[int], frozenset[int]], Choices], turn: int, count: int, rank: int | None
+    ) -> Iterator[tuple[int, int, slice]]:
+        """(source, target, in which of ``count`` tensors, the first of which is the ``turn``-th): those that ``rank`` is in, or all.
+
+        Takers go round the givers, one after the other. Where they do not go round evenly, the next cell's round begins ``step``
+        givers later, so that none gives more than the others; a tensor's cells are ``turns`` rounds. After ``period`` tensors the
+        same giver is the first again: tensors that far apart have equal pairs and stay one run. Where takers go round evenly
+        ``step`` is 0, and all tensors have the same pairs.
+        """
+        for kept in self.sources & self.targets:
+            if rank in (kept, None):
+                yield kept, kept, slice(None)
+        if len(self.sources) == 1 and rank in self.targets and rank not in self.sources:
+            yield min(self.sources), rank, slice(None)
+            return
+        for givers, takers in choose(self.sources, self.targets):
+            step = len(takers) % len(givers)
+            period = len(givers) // gcd(self.turns * step, len(givers))
+            for number in range(min(period, count)):
+                first, numbers = ((turn + number) * self.turns + self.turn) * step % len(givers), slice(number, None, period)
+                if rank is None:
+                    yield from ((givers[(first + k) % len(givers)], taker, numbers) for k, taker in enumerate(takers))
+                if rank in takers:
+                    yield givers[(first + takers.index(rank)) % len(givers)], rank, numbers
+                if rank in givers:
+                    offset = (givers.index(rank) - first) % len(givers)
+                    yield from ((rank, taker, numbers) for taker in takers[offset :: len(givers)])
 
 
-def elements(pieces: Iterable[Piece]) -> int:
-    return sum(piece.source_box.numel for piece in pieces)
+def _cut(tensor: _Tensor, sides: tuple[Sequence[Holding], Sequence[Holding]], rank: int | None) -> list[_Cell]:
+    """The cells of a tensor that the target side needs, or only those that ``rank`` holds on one side or the other."""
+    every = [edges for side, boxes in zip(sides, tensor.sides, strict=True) for edges in _edges(side, boxes)]
+    cuts = [sorted(set().union(*edges)) for edges in zip(*every, strict=True)]
+    index = [{edge: i for i, edge in enumerate(edges)} for edges in cuts]
+
+    def spans(box: Box) -> list[range]:
+        return [range(at[a], at[a + n]) for at, a, n in zip(index, box.start, box.size, strict=True)]
+
+    @cache
+    def together(ranks: tuple[tuple[int, ...], ...]) -> frozenset[int]:
+        union = frozenset().union(*ranks)
+        assert len(union) == sum(map(len, ranks)), "a rank holds a part of a tensor twice"
+        return union
+
+    cells: dict[Index, _Cell] = {}
+    for number in (1,) if rank is None else (0, 1):
+        for own in _regions(sides[number], tensor.sides[number], rank=rank):
+            for at in product(*spans(own.box)):
+                if at not in cells:
+                    start = tuple([edges[i] for edges, i in zip(cuts, at, strict=True)])
+                    cells[at] = _Cell(at, start, tuple([edges[i + 1] - edges[i] for edges, i in zip(cuts, at, strict=True)]))
+            for side, boxes in enumerate(tensor.sides):
+                for region in _regions(sides[side], boxes, own.box):
+                    common = intersect(region.box, own.box)
+                    for at in product(*spans(common[0])) if common else ():
+                        cells[at].regions[side][region.number] = region
+    wanted = [cell for _, cell in sorted(cells.items()) if cell.regions[1]]
+    for cell in wanted:
+        if not cell.regions[0]:
+            raise ValueError(f"{tensor.name}: no rank of the source side holds the part from {cell.start} of size {cell.size}")
+        cell.sources, cell.targets = (together(tuple([region.ranks for region in side.values()])) for side in cell.regions)
+        if len(cell.sources) > 1:
+            for i, span in zip(cell.at, spans(next(iter(cell.regions[0].values())).box), strict=True):
+                cell.turn, cell.turns = cell.turn * len(span) + i - span.start, cell.turns * len(span)
+    return wanted
 
 
-def cut_messages(pieces: Iterable[Piece], large: int) -> list[tuple[Piece, ...]]:
-    """What a member sends as messages: a piece from ``large`` elements on is one, so that it can go from place to place without a
-    copy; the small ones are one together."""
-    runs: list[Piece] = []
-    for piece in pieces:
-        if runs and _follows(runs[-1], piece):
-            before = runs.pop()
-            piece = before._replace(source_box=_extend(before.source_box, piece), target_box=_extend(before.target_box, piece))
-        runs.append(piece)
-    alone: list[tuple[Piece, ...]] = [(piece,) for piece in runs if piece.source_box.numel >= large]
-    small = tuple(piece for piece in runs if piece.source_box.numel < large)
-    return alone + [small] * bool(small)
-
-
-def _follows(a: Piece, b: Piece) -> bool:
-    """Whether b is the next rows after a in both parameters: q, k and v of one rank, although they are three global tensors."""
-
-    def next_rows(x: Box, y: Box) -> bool:
-        return y.local == (x.local[0] + x.size[0], *x.local[1:]) and y.size[1:] == x.size[1:]
-
-    same = (a.source, a.target) == (b.source, b.target)
-    return same and next_rows(a.source_box, b.source_box) and next_rows(a.target_box, b.target_box)
-
-
-def _extend(box: Box, by: Piece) -> Box:
-    return box._replace(size=(box.size[0] + by.source_box.size[0], *box.size[1:]))
-
-
-def plan_gather(train: Sequence[Holding], wanted: Shards, me: int, bucket_elements: int = 64 << 20) -> tuple[Bucket, ...]:
-    """``train``: the training shards of all members, whose ranks are places in the group. ``wanted``: what all will hold.
-
-    A bucket is whole units: parameters that come from equally named training parameters, such as one layer's of each stage, so
-    that the members send equal amounts. It makes no more than ``bucket_elements`` nor than half the largest unit, unless it is one.
-    Of members that share a part the first sends it. Raises ValueError where the members do not hold all that is wanted.
-    """
-    index, members = by_tensor(train), len({rank for holding in train for rank in holding.ranks})
-    fills: dict[tuple[object, ...], Fill] = {}  # of parameters that lie alike, those of equal layers: one
-    units: dict[str, list[Made]] = {}
-    for target, shard in wanted.items():
-        held = [index.get(box.name, []) for box in shard.boxes]
-        key = tuple((box[1:], *[source.key for source in some]) for box, some in zip(shard.boxes, held, strict=True))
-        if key not in fills:
-            fills[key] = _fill(target, shard, train, held, members, me)
-        sources, first = [source.parameter for some in held for source in some], fills[key].first
-        units.setdefault(target if first is None else sources[first], []).append((target, sources, fills[key]))
-    sizes = [sum(math.prod(wanted[target].shape) for target, _, _ in parts) for parts in units.values()]
-    limit = min(bucket_elements, max(sizes, default=0) // 2)
-    groups: list[list[Made]] = []
-    used = limit + 1
-    for parts, size in zip(units.values(), sizes, strict=True):
-        if used + size > limit:
-            groups.append([])
-            used = 0
-        groups[-1] += parts
-        used += size
-    return tuple(Bucket(tuple(group), members) for group in groups)
-
-
-def plan_homes(train: Shards, generation: Shards) -> dict[str, Home]:
-    """For each training parameter of one rank, its place in the rank's generation shard.
-
-    Raises ValueError where a training parameter is not part of the generation shard.
-    """
-    index = by_tensor([Holding((0,), generation)])
-    homes = {}
-    for name, shard in train.items():
-        pieces = []
-        for box in shard.boxes:
-            candidates = index.get(box.name, [])
-            taken, missing = cover(box, [candidate.box for candidate in candidates])
-            if missing:
-                raise ValueError(
-                    f"training parameter {name} ({box.name} from {missing[0].start}) is not part of this rank's generation "
-                    f"shard; {REMEDY}"
-                )
-            pieces += [Piece(name, part, candidates[i].parameter, place) for i, place, part in taken]
-        homes[name] = Home(_single_slice(shard, pieces), tuple(pieces))
-    return homes
-
-
-def _fill(
-    target: str, shard: ParamShard, train: Sequence[Holding], held: Sequence[Sequence[Held]], members: int, me: int
-) -> Fill:
-    """The pieces of one wanted parameter; ``held``: where each of its boxes is."""
-    sends: dict[int, list[Spot]] = {}
-    copies: list[Spot] = []
-    base = 0
-    for box, some in zip(shard.boxes, held, strict=True):
-        whole = {source.holding for source in some if not source.rows}
-        alone = [n for n in whole if not cover(box, [source.box for source in some if source.holding == n])[1]]
-        everywhere = sum(len(train[n].ranks) for n in alone) == members
-        found = sorted(regions(train, some, box, me if everywhere else None), key=lambda region: region.ranks[0])
-        taken, missing = cover(box, [region.box for region in found])
-        if missing:
-            raise ValueError(
-                f"generation parameter {target}: no training shard of its group holds {box.name} from {missing[0].start} "
-                f"of size {missing[0].size}; {REMEDY}"
-            )
-        for i, source, place in taken:
-            number, ranks, _ = found[i]
-            (copies if everywhere else sends.setdefault(ranks[0], [])).append((base + number, source, place))
-        base += len(some)
-    spots = [*(sends[min(sends)] if sends else ()), *copies]
-    return Fill(sends, copies, spots[0][0] if spots else None)
-
-
-def _single_slice(shard: ParamShard, pieces: Sequence[Piece]) -> tuple[str, tuple[slice, ...]] | None:
-    """The slice of a generation parameter that is the whole training parameter in the same order, if there is one."""
-    targets = {piece.target for piece in pieces}
-    offsets = {tuple(b - a for a, b in zip(p.source_box.local, p.target_box.local, strict=True)) for p in pieces}
-    if len(targets) != 1 or len(offsets) != 1:
-        return None
-    (offset,) = offsets
-    return targets.pop(), tuple(slice(a, a + n) for a, n in zip(offset, shard.shape, strict=True))
+def _edges(side: Sequence[Holding], boxes: Sequence[Held]) -> Iterator[list[set[int]]]:
+    """Of each box where it begins, ends, and passes from rank to rank, along each dim."""
+    for holding, _, rows, box in boxes:
+        edges = [{a, a + n} for a, n in zip(box.start, box.size, strict=True)]
+        if rows:
+            chunk = -(-rows // len(side[holding].ranks))
+            edges[0].update(range(box.start[0] + -box.local[0] % chunk, box.start[0] + box.size[0], chunk))
+        yield edges

@@ -20,7 +20,7 @@ from rlhf_spmd.models.spec import ModelSpec, local_directory, read_spec
 from rlhf_spmd.models.weights import check_pretrained
 from rlhf_spmd.parallel.layout import GenerationLayout, Layout, generation_layout, resolve_layout
 from rlhf_spmd.planner.placement import PlacementConfig, place_roles
-from rlhf_spmd.reshard import ENGINES
+from rlhf_spmd.reshard import METHODS
 from rlhf_spmd.rewards.config import RewardConfig, reward_key
 from rlhf_spmd.workers import ActorWorker, ArithmeticWorker, Build, JudgeWorker, ModelWorker, RewardWorker, RoleClass
 from rlhf_spmd.workers.config import RoleConfig
@@ -150,16 +150,19 @@ def _plan_role(role: str, worker: type[ModelWorker], config: RoleConfig, pool: R
         _check_judge(where, config, layout)
     if not issubclass(worker, ActorWorker) or "generate_sequences" in config.calls:
         return RolePlan(worker, config, pool, GroupShape(layout), spec)
+    gather = config.generation.gather
+    if gather not in METHODS:
+        raise ValueError(f"{where}.generation.gather={gather!r}: allowed are {', '.join(METHODS)}")
     try:
-        consecutive = ENGINES[config.generation.engine].consecutive
+        consecutive = METHODS[gather].consecutive
         generation = generation_layout(layout, config.generation.pp, config.generation.tp, consecutive)
     except ValueError as error:
         raise ValueError(f"{where}.{error}") from error
     check_layout(spec, generation.pp, generation.tp, f"{where}.generation")
     if config.generation.overlap and generation.consecutive:
         raise ValueError(
-            f"{where}.generation.overlap=true: layer by layer weights come only where engine=zero_redundancy regroups ranks in "
-            f"place, not from {layout} to pp({generation.pp}) * tp({generation.tp}) by engine={config.generation.engine}; leave it out"
+            f"{where}.generation.overlap=true: layer by layer weights come only where gather=zero_redundancy regroups ranks in "
+            f"place, not from {layout} to pp({generation.pp}) * tp({generation.tp}) by gather={gather}; leave it out"
         )
     if not generation.consecutive and generation.pp != layout.pp and spec.num_hidden_layers % layout.pp:
         raise ValueError(

@@ -2,7 +2,7 @@
 
 Parallelism is applied in one fixed order, on the meta device: tensor slices (in the decoder), activation checkpointing, FSDP2. Only
 then do the shards of this rank get memory and values. What the rank holds between calls are these local shards, plain tensors
-that checkpoints and the hybrid engine read and write by boxes. Its part of the decoder is one pipeline stage, or with
+that checkpoints and resharding read and write by boxes. Its part of the decoder is one pipeline stage, or with
 ``layout.vpp`` > 1 as many chunks; parameter names then start with ``chunks.<i>.``.
 
 ZeRO over d replicas: 0 keeps plain parameters and sums gradients once per optimizer step; 1 sums each gradient into its owner's

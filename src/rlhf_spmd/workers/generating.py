@@ -16,7 +16,7 @@ from rlhf_spmd.generation.generator import Generator
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.sharding import plan_params
 from rlhf_spmd.parallel.mesh import build_group, build_mesh
-from rlhf_spmd.reshard import HybridEngine, choose_engine
+from rlhf_spmd.reshard import HybridWeights, choose_method
 from rlhf_spmd.workers.engine import rank_shards
 from rlhf_spmd.workers.model_worker import ModelWorker
 
@@ -24,7 +24,7 @@ from rlhf_spmd.workers.model_worker import ModelWorker
 class Generating:
     """``hybrid``: the weights of ``worker`` on this rank, a member of its pool, in the layout that it generates in; ``generator``."""
 
-    def __init__(self, worker: ModelWorker, hybrid: HybridEngine, generator: Generator) -> None:
+    def __init__(self, worker: ModelWorker, hybrid: HybridWeights, generator: Generator) -> None:
         self.worker, self.hybrid, self.generator = worker, hybrid, generator
 
     @contextmanager
@@ -32,7 +32,7 @@ class Generating:
         """Collective over the pool: every rank of it must call, in program order."""
         timeline = self.worker.controller.timeline
         with timeline.span(f"{self.worker.name}.to_generation", category="reshard"):
-            self.hybrid.to_generation(wait=not self.worker.config.generation.overlap)
+            self.hybrid.to_generation(not self.worker.config.generation.overlap, self.worker.version)
             self.generator.reserved_bytes = self.hybrid.pending_bytes
         yield
         with timeline.span(f"{self.worker.name}.to_training", category="reshard"):
@@ -45,7 +45,8 @@ class Generating:
 
     def report(self) -> dict[str, Any]:
         """Of the last call of the generator, also into the trace, where idle are waits for other stages and replicas."""
-        stats, span = self.generator.stats, self.worker.controller.span
+        stats, span, transition = self.generator.stats, self.worker.controller.span, self.hybrid.transition
+        assert transition is not None, "no weights have been taken"
         idle = stats.seconds - stats.busy_seconds + stats.stage_seconds
         span |= {"busy_seconds": round(stats.seconds - idle, 6), "idle_seconds": round(idle, 6)}
         counts = ("steps", "prompt_tokens", "preemptions", "moved_rows", "draft_tokens", "accepted_tokens")
@@ -55,7 +56,8 @@ class Generating:
             "generation/stage_idle_fraction": [stats.stage_seconds, stats.busy_seconds],
             "generation/prefix_hit_tokens": float(stats.hit_tokens),
             "generation/prefix_hit_rate": [stats.hit_tokens, stats.prompt_tokens],
-            "reshard/peak_bytes": float(self.hybrid.peak_bytes),
+            "generation/weights_version": float(transition.version),
+            "reshard/peak_bytes": float(transition.peak_bytes),
             **{f"generation/{name}": float(getattr(stats, name)) for name in counts},
         }
 
@@ -68,10 +70,10 @@ def build_generating(worker: ModelWorker, tokenizer: Any) -> Generating | None:
     build, pool, layout, spec = worker.build, worker.pool, worker.shape.generating, worker.spec
     mesh = build_mesh(build.world, pool.ranks, layout)
     # a twin generates in the layout that its weights come in, so there is nothing to choose
-    name = "zero_redundancy" if build.serves else worker.config.generation.engine
-    engine = choose_engine(name, layout, lambda i: pool.ranks[i] // build.world.launch.local_size)
+    name = "zero_redundancy" if build.serves else worker.config.generation.gather
+    method = choose_method(name, layout)
     # a channel of its own: the next bucket is on its way while the ranks' other groups compute
-    gather = build_group(build.world, pool.ranks, lambda i: engine.gather_ranks(layout, i), "gather", channel="gather")
+    gather = build_group(build.world, pool.ranks, lambda i: method.gather_ranks(layout, i), "gather", channel="gather")
     if not worker.member:
         return None
     assert spec is not None
@@ -81,16 +83,17 @@ def build_generating(worker: ModelWorker, tokenizer: Any) -> Generating | None:
     decoder.requires_grad_(False)
     shards = partial(rank_shards, spec, "lm", worker.shape.layout)  # generation has no use for a second head
     mine = shards(worker.mesh.pp_rank, worker.mesh.tp_rank)
-    hybrid = HybridEngine(
+    hybrid = HybridWeights(
         shards,
         lambda: {name: parameter for name, parameter in worker.engine.parameters().items() if name in mine},
         decoder,
         lambda pp, tp: plan_params(spec, "lm", pp, layout.pp, tp, layout.tp, layout.blocks),
         gather,
-        engine,
+        method,
         layout,
         mesh.index,
         worker.config.generation.buffers,
+        host_of=lambda i: pool.ranks[i] // build.world.launch.local_size,
     )
     config, where = worker.config.generation, f"models.{worker.name}.generation.attention"
     backend = choose_backend(config.attention, worker.engine.attention, worker.engine.dtype, worker.device, where)

@@ -1,7 +1,7 @@
 """Per-call layouts (ReaL's execution plan): a role's weights on loan to a worker that serves one of its methods elsewhere.
 
 The twin is a worker of the same class on the call's pool and layout, without an optimizer; between calls its parameters have no
-storage. For a call they get some, and the home's weights are reallocated into them: every rank of both pools takes part, each
+storage. For a call they get some, and the home's weights are transferred into them: every rank of both pools takes part, each
 member of the home only as a sender where it does not run the call, and it goes on while it sends.
 """
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from rlhf_spmd.parallel.program import fail_beside
-from rlhf_spmd.reshard import Move, execute_reallocation, holdings, plan_reallocation
+from rlhf_spmd.reshard import Transfer, holdings, plan_transfer, start_transfer
 
 if TYPE_CHECKING:
     from rlhf_spmd.workers.model_worker import ModelWorker
@@ -28,14 +28,14 @@ class Loan:
     def __init__(self, home: ModelWorker, twin: ModelWorker, method: str) -> None:
         world, spec = home.build.world, home.spec
         assert spec is not None, f"{home.name} has no weights to lend"
-        self.home, self.twin = home, twin
+        self.home, self.twin, self._rank = home, twin, world.rank
         ranks = sorted({*home.pool.ranks, *twin.pool.ranks})
         # a channel of its own: weights may still be on their way while the same ranks compute, or lend others
         self._group = world.group(ranks, "loan", channel=f"{home.name}.{method}")
-        self._move: Move | None = None
+        self._transfer: Transfer | None = None
         if self._group is not None:
             here, there = (holdings(at.shape.layout, at.shards(spec), at.pool.ranks) for at in (home, twin))
-            self._plan = plan_reallocation(here, there, lambda rank: rank // world.launch.local_size, world.rank)
+            self._plan = plan_transfer(here, there, lambda rank: rank // world.launch.local_size, world.rank)
 
     def take(self) -> None:
         """Fill the twin's parameters. Collective over both pools: every rank of them must call, in program order."""
@@ -48,26 +48,26 @@ class Loan:
         self.settle()
         if self._group is None:
             return
-        resting = self.home.resting
-        if resting is not None:
-            resting.wake()
-        sources = self.home.engine.local_tensors() if self.home.member else {}
+        home = self.home
+        if home.resting is not None:
+            home.resting.reload()
+        sources = home.engine.local_tensors() if home.member else {}
         dtype = self.twin.config.torch_dtype(self.twin.device)
-        self._move = execute_reallocation(self._plan, sources, targets, self._group, dtype=dtype)
-        if self.twin.member or resting is not None:
+        self._transfer = start_transfer(self._plan, self._rank, sources, targets, self._group, dtype=dtype)
+        if self.twin.member or home.resting is not None:
             self.settle()
         else:
-            board = self.home.controller.board
+            board = home.controller.board
             call = board.call if board else (0, "", "")
-            self._move.proceed(None if board is None else lambda error: fail_beside(board, error, call))
-        if resting is not None:
-            resting.rest(changed=False)
+            self._transfer.proceed(None if board is None else lambda error: fail_beside(board, error, call))
+        if home.resting is not None:
+            home.resting.rest(home.engine.local_tensors().values(), changed=False)
 
     def settle(self) -> None:
         """Wait until this rank has sent and received what it had to: the home's weights may change then."""
-        if self._move is not None:
-            self._move.wait()
-            self._move = None
+        if self._transfer is not None:
+            self._transfer.wait()
+            self._transfer = None
 
     def give_back(self) -> None:
         if self.twin.member:

@@ -30,6 +30,7 @@ from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.parallel.boxes import ParamShard
 from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.parallel.world import World
+from rlhf_spmd.reshard import Storages
 from rlhf_spmd.rewards.config import RewardConfig
 from rlhf_spmd.workers.config import BatchLimits, RoleConfig
 from rlhf_spmd.workers.engine import Packed, TrainEngine, rank_shards
@@ -49,7 +50,6 @@ from rlhf_spmd.workers.objective import (
     sequence_lengths,
     take_field,
 )
-from rlhf_spmd.workers.resting import Resting
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,8 @@ class ModelWorker(Worker):
         super().__init__(build.controller, name, pool, shape)
         self.build, self.config, self.spec = build, config, spec
         self.loan: Loan | None = None  # of a twin
-        self.resting: Resting | None = None  # weights that are in host memory between calls
+        self.version = 0  # of the role's weights that are here: calls of this run that had trained them
+        self.resting: Storages | None = None  # of weights that are in host memory between calls, on members
         self.mesh = build_mesh(build.world, pool.ranks, shape.layout)
         self.device = build.world.device
         if self.member and spec is not None:
@@ -117,7 +118,8 @@ class ModelWorker(Worker):
                 fill=build.serves is None,
             )
             if config.offload and build.serves is None:
-                self.resting = Resting(self.engine)
+                self.resting = Storages(self.engine.local_tensors().values())
+                self.resting.offload()
         self.build_more()
 
     def build_more(self) -> None:
@@ -129,7 +131,8 @@ class ModelWorker(Worker):
 
     def weights(self) -> dict[str, Tensor]:
         """Between calls, on members: the local shards, on the device or in host memory. Writing there changes the weights."""
-        return self.engine.local_tensors() if self.resting is None else self.resting.tensors()
+        local, resting = self.engine.local_tensors(), self.resting
+        return local if resting is None else {name: resting.on_host(tensor) for name, tensor in local.items()}
 
     def serves(self, method: str) -> bool:
         """Whether calls of ``method`` run here: on the twin if the configuration gives them a pool or layout of their own."""
@@ -149,15 +152,19 @@ class ModelWorker(Worker):
         if self.loan is not None and self._holds:
             with self.controller.timeline.span(f"{self.name}.reallocate", category="reshard"):
                 self.loan.take()
+                self.version = call.version
         elif self.resting is not None and self._holds:
             with self.controller.timeline.span(f"{self.name}.reload", category="reshard"):
-                self.resting.wake()
+                self.resting.reload()
 
     def leave(self, call: Production) -> None:
+        if call.spec.kind == "train":
+            self.version = call.version + 1
         if self.loan is not None and self._holds:
             self.loan.give_back()
         elif self.resting is not None and self._holds:
-            self.resting.rest(changed=call.spec.kind == "train")
+            # generation may have given the weights other storages
+            self.resting.rest(self.engine.local_tensors().values(), changed=call.spec.kind == "train")
 
     def micro_batches(self, batch: Batch, keep_groups: bool = False) -> tuple[list[list[int]], list[Packed], Totals]:
         """Cut rows, or with ``keep_groups`` groups of rows, into packed micro-batches, as many on every data-parallel rank.

@@ -92,7 +92,7 @@ class Optimizer:
     """AdamW (Loshchilov and Hutter; the arithmetic is torch's own) over named local tensors.
 
     It holds states, not parameters: the parameters are handed in at every step, since their storage may move between steps
-    (the hybrid engine does that). ``step_count`` is the number of steps taken, ``total_steps`` the length of the schedule.
+    (resharding does that). ``step_count`` is the number of steps taken, ``total_steps`` the length of the schedule.
 
     A step goes bucket by bucket. States on the host come to the device for it and go back, in stream order, so the arithmetic
     is the same as without ``offload``, and the device holds the states of one bucket.

@@ -1,0 +1,399 @@
+"""One model's weights between its training and its generation layout, as a method's plan says.
+
+To generation, bucket by bucket: allocate what the bucket makes, gather, then give up the training storage whose values are in
+the generation storage now. A training parameter that is one slice of a generation parameter becomes a view of it. Others give up
+their storage until they are restored: FSDP2 shards, whose storage belongs to FSDP (it is resized to nothing and back), and
+parameters that lie scattered in the generation shard. So with ``zero_redundancy`` no value is held twice, and the peak is the
+generation shard plus one bucket: so much at most are the buffers of all buckets on their way and the training parameters that
+these will replace, else the next one waits.
+
+While a transition lasts the training parameters must not be written, and those without a view not be read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
+
+from rlhf_spmd.parallel.boxes import ParamShard
+from rlhf_spmd.parallel.collectives import RECORDER, Group
+from rlhf_spmd.parallel.layout import GenerationLayout
+from rlhf_spmd.parallel.zero import local_part
+from rlhf_spmd.reshard.messages import Ends, Step, plan_bucket, plan_steps
+from rlhf_spmd.reshard.methods import ONE_HOST, Method
+from rlhf_spmd.reshard.plan import HostOf, Piece, ShardsAt, held_by
+from rlhf_spmd.reshard.storages import Storages, held_bytes, materialise
+from rlhf_spmd.reshard.transfer import Transfer
+
+LABEL = "reshard"
+
+
+class HybridWeights:
+    """A role's weights in two layouts on one rank, with one copy of the values: what stays the same from transition to transition.
+
+    train_shards: training parameters by name, of any rank. train_parameters: returns the current ones of this rank
+    under the same names: plain ``nn.Parameter`` or FSDP2's DTensor, sharded (not gathered).
+    generation: the generation module, built on "meta" or any device; its parameters are replaced by empty ones on the
+    training device, which :meth:`to_generation` fills. generation_shards: its parameters, of any rank.
+    group: ``method.gather_ranks`` of pool index ``index`` under ``layout``. host_of: pool index -> its host.
+    buffers: "free": generation storage exists while generating. "keep": it stays allocated, at fixed addresses, during training
+    (captured CUDA graphs stay valid). "offload": as free, and training shards that would be held beside the generation shard
+    wait in host memory, pinned where the device is a GPU.
+    ``transition``: the last one, with what it cost. ``version``: of the weights in the generation parameters; None: they hold none.
+    ``bucket_bytes``: what the largest bucket makes. Construction does not communicate. Raises ValueError where layouts do not fit.
+    """
+
+    def __init__(
+        self,
+        train_shards: ShardsAt,
+        train_parameters: Callable[[], Mapping[str, Tensor]],
+        generation: nn.Module,
+        generation_shards: ShardsAt,
+        group: Group,
+        method: Method,
+        layout: GenerationLayout,
+        index: int,
+        buffers: str = "free",
+        bucket_bytes: int = 256 << 20,
+        host_of: HostOf = ONE_HOST,
+    ) -> None:
+        self.transition: Transition | None = None
+        self.version: int | None = None
+        self.group, self.keep, self.offload = group, buffers == "keep", buffers == "offload"
+        self.parameters, self.module, self.index = train_parameters, generation, index
+        self.members = method.gather_ranks(layout, index)
+        self.shards: Mapping[str, ParamShard] = held_by(layout.train, train_shards, index)
+        self.storages: dict[str, Storages] = {}  # of training parameters that are no views while generating
+        train = self.local()
+        self.device = next(iter(train.values())).device
+        self.generation = materialise(generation, self.device)
+        self.shapes = {name: shard.shape for name, shard in held_by(layout, generation_shards, index).items()}
+        assert set(self.generation) == set(self.shapes), "generation module and its plan name different parameters"
+        dtypes = {parameter.dtype for parameter in self.generation.values()}
+        assert len(dtypes) == 1, f"generation parameters have one dtype, not {dtypes}"
+        (self.dtype,) = dtypes
+        self._dtypes = {name: tensor.dtype for name, tensor in train.items()}
+
+        limit = max(bucket_bytes // self.dtype.itemsize, 1)
+        self.plan = method.plan(layout, index, train_shards, generation_shards, limit, host_of)
+        self.views = {name: single_slice(home, self.shards[name].shape) for name, home in self.plan.homes.items()}
+        self.shared = self._find_shared()
+        self.finished = self.plan.finished(self.shards)
+        self.made = {name: shard.shape for name, shard in self.plan.made.items()}
+        sizes = [sum(math.prod(self.made[target]) for target in bucket) for bucket in self.plan.buckets]
+        if not self.plan.buckets:  # every rank's, since all cut alike
+            places = [generation_shards(pp, tp) for pp in range(layout.pp) for tp in range(layout.tp)]
+            sizes = [min(limit, math.prod(shard.shape)) for shards in places for shard in shards.values()]
+        self.bucket_bytes = max(sizes, default=0) * self.dtype.itemsize
+        self._steps: dict[int, Step] = {}
+
+    # -- what becomes of the weights
+
+    def to_generation(self, wait: bool = True, version: int = 0) -> None:
+        """Fill the generation parameters from the training parameters, which are the weights of that ``version``.
+
+        With ``wait`` false it may return when the first bucket is under way: each part of the generation module then waits for
+        its own parameters in its first forward pass, while the next bucket comes, and :meth:`finish` takes what is left.
+        Collective over the gather group: every rank of it must call, in program order.
+        """
+        assert not self.generating, "the weights are already in the generation layout"
+        self.version, self.transition = version, Transition(self, version)
+        self.transition.begin(wait or bool(self.plan.cuts))
+
+    def finish(self) -> None:
+        """Wait for the buckets that are still to come. Collective over the gather group: every rank of it must call."""
+        assert self.transition is not None, "no transition has begun"
+        self.transition.advance(len(self.plan.buckets))
+
+    def to_training(self) -> None:
+        """Give the training parameters their own storage again, and free the generation parameters.
+
+        Communicates only what :meth:`finish` has to.
+        """
+        assert self.generating and self.transition is not None, "the weights are already in the training layout"
+        self.finish()
+        self.transition.end()
+        if not self.keep:
+            self.version = None
+
+    @property
+    def generating(self) -> bool:
+        return self.transition is not None and not self.transition.over
+
+    @property
+    def pending_bytes(self) -> int:
+        """What the device will hold more of while the buckets that are still to come are coming, and then."""
+        assert self.transition is not None, "no transition has begun"
+        making = sum(math.prod(self.shapes[name]) for name, here in self.generation.items() if not here.numel())
+        leaving = sum(local.nbytes for name, local in self.transition.train.items() if self.leaves(name))
+        return making * self.dtype.itemsize - leaving + self.bucket_bytes * self.transition.under_way
+
+    # -- what transitions need
+
+    def local(self) -> dict[str, Tensor]:
+        """The training parameters as plain local tensors that share their storage."""
+        current = self.parameters()
+        assert set(current) == set(self.shards), "training module and its plan name different parameters"
+        local = {name: local_part(parameter) for name, parameter in current.items()}
+        for name, tensor in local.items():
+            expected = self.shards[name].shape
+            assert tuple(tensor.shape) == expected, f"training parameter {name}: shape {tuple(tensor.shape)}, shard {expected}"
+        return local
+
+    def step(self, bucket: int) -> Step:
+        """How a bucket travels, in every transition."""
+        if bucket not in self._steps:
+            tensors = self.plan.tensors(bucket)
+            moves, copies = list(self.plan.transfer.moves(tensors)), list(self.plan.transfer.copies(tensors))
+            ends = self._ends(self.bucket_bytes // self.dtype.itemsize)
+            replaced = sum(math.prod(self.shards[name].shape) for name in self.finished[bucket] if self.replaced(name))
+            self._steps[bucket] = replace(plan_bucket(moves, copies, ends, self.device.type == "cuda"), held=replaced)
+        return self._steps[bucket]
+
+    @cached_property
+    def messages(self) -> list[Step]:
+        """The steps where each rank needs its own part and there are no buckets."""
+        return plan_steps(self.plan.transfer, self._ends(self.bucket_bytes // 2 // self.dtype.itemsize))
+
+    def _ends(self, limit: int) -> Ends:
+        converted = any(dtype != self.dtype for dtype in self._dtypes.values())
+        sources = {name: shard.shape for name, shard in self.shards.items()}
+        return Ends(self.index, self.members, sources, self.made, converted, max(limit, 1))
+
+    def replaced(self, name: str) -> bool:
+        """Whether a training parameter's values are in the generation parameters meanwhile. With another dtype it is no copy."""
+        return name in self.plan.homes and self._dtypes[name] == self.dtype
+
+    def leaves(self, name: str) -> bool:
+        """Whether a training parameter gives up its storage on the device."""
+        return self.offload or self.replaced(name)
+
+    def allocate(self, target: str) -> Tensor:
+        parameter, shape = self.generation[target], self.shapes[target]
+        if tuple(parameter.shape) != shape:
+            parameter.data = parameter.new_empty(shape)
+        return parameter.data
+
+    def free(self, targets: Iterable[str]) -> int:
+        """Returns the bytes of what is freed."""
+        freed = 0
+        for target in () if self.keep else targets:
+            freed += self.generation[target].nbytes
+            self.generation[target].data = self.generation[target].new_empty(0)
+        return freed
+
+    def _find_shared(self) -> dict[str, str] | None:
+        """Generation parameter -> the training parameter that it is, if that holds for all of them: nothing has to move."""
+        if self.group.size > 1 or not self.plan.homes or not all(map(self.replaced, self.shards)):
+            return None
+        shared = {}
+        for name, view in self.views.items():
+            if view is None or self.shapes[view[0]] != self.shards[name].shape:
+                return None
+            shared[view[0]] = name
+        return shared if len(shared) == len(self.shapes) == len(self.shards) else None
+
+
+class Transition:
+    """From training to generation and back: what is under way, where the training parameters are, and what it cost.
+
+    ``bytes_received``, ``bytes_sent``; ``peak_bytes``: the most that live storages held (parameters of both modules, buffers, whole
+    tensors), there and back. It exceeds the method's formula by ``bucket_bytes`` at most. ``train``: training parameters that
+    buckets to come need.
+    """
+
+    def __init__(self, weights: HybridWeights, version: int) -> None:
+        self._weights, self.version, self.over = weights, version, False
+        self.bytes_received = self.bytes_sent = self.peak_bytes = 0
+        self.train: dict[str, Tensor] = weights.local()
+        self._made: dict[str, Tensor] = {}  # what buckets make: generation parameters, or whole tensors
+        self._before = RECORDER.received[LABEL], RECORDER.sent[LABEL]
+        self._away: set[str] = set()  # training parameters without storage of their own
+        self._transfer: Transfer | None = None
+        self._hooks: list[RemovableHandle] = []
+
+    @property
+    def under_way(self) -> bool:
+        return self._transfer is not None and self._transfer.under_way
+
+    @torch.no_grad()
+    def begin(self, wait: bool) -> None:
+        weights, number = self._weights, len(self._weights.plan.buckets)
+        if weights.shared is not None:
+            for target, source in weights.shared.items():
+                weights.generation[target].data = self.train[source]
+            self.train = {}
+            self._note_peak(self._held_bytes())
+        elif number:
+            args = weights.group, weights.dtype, weights.bucket_bytes // weights.dtype.itemsize, LABEL
+            self._transfer = Transfer(
+                number,
+                weights.step,
+                self.train,
+                self._made,
+                *args,
+                opens=self._open,
+                closes=self._close,
+                measure=self._held_bytes,
+            )
+            if wait:
+                self.advance(number)
+            else:
+                self._wait_in_modules()
+        else:
+            self._take_all_at_once()
+
+    def advance(self, upto: int) -> None:
+        """Put the first ``upto`` buckets into place, the following ones under way."""
+        if self._transfer is not None:
+            self._transfer.advance(upto)
+
+    @torch.no_grad()
+    def end(self) -> None:
+        """Back to training."""
+        self.over, weights = True, self._weights
+        if weights.shared is not None:
+            return  # one set of parameters, which both modules use
+        homes = {name: {piece.target.parameter for piece in pieces} for name, pieces in weights.plan.homes.items()}
+        uses = Counter(target for targets in homes.values() for target in targets)
+        held = self._note_peak(self._held_bytes()) - weights.free(target for target in weights.shapes if not uses[target])
+        parameters = weights.parameters()
+        for name in chain.from_iterable(weights.finished):
+            if name in self._away:
+                held += self._restore(name, parameters[name])
+                self._note_peak(held)
+            targets = homes.get(name, set())
+            uses.subtract(targets)
+            held -= weights.free(target for target in targets if not uses[target])
+
+    # -- bucket by bucket
+
+    def _open(self, bucket: int) -> None:
+        """Memory for what a bucket makes."""
+        weights = self._weights
+        for target in weights.plan.buckets[bucket]:
+            if weights.plan.cuts:
+                self._made[target] = torch.empty(weights.made[target], dtype=weights.dtype, device=weights.device)
+            else:
+                self._made[target] = weights.allocate(target)
+
+    def _close(self, bucket: int) -> None:
+        """A bucket is in place: give up what nobody needs."""
+        weights = self._weights
+        is_last = bucket == len(weights.plan.buckets) - 1
+        if is_last and weights.plan.cuts:
+            self._cut()
+        self._give_up(weights.finished[bucket])
+        if is_last:
+            self._made.clear()
+            assert not self.train, f"training parameters that no bucket finished: {list(self.train)}"
+            while self._hooks:
+                self._hooks.pop().remove()
+
+    def _wait_in_modules(self) -> None:
+        """Let each layer's first forward pass wait for its bucket, the module's for its first parameter, the rest's for all."""
+        module, shapes = self._weights.module, self._weights.shapes
+        made = {target: i for i, bucket in enumerate(self._weights.plan.buckets) for target in bucket}
+        lists = {name for name, part in module.named_modules() if isinstance(part, nn.ModuleList)}
+        for name, part in module.named_modules():
+            if not name:
+                upto = next(iter(made[target] for target in shapes))
+            elif name.rpartition(".")[0] in lists:
+                upto = max(made[target] for target in shapes if target.startswith(f"{name}."))
+            elif "." not in name and name not in lists:
+                upto = len(self._weights.plan.buckets) - 1
+            else:
+                continue
+            self._hooks.append(part.register_forward_pre_hook(lambda *_, upto=upto: self.advance(upto + 1)))
+
+    def _cut(self) -> None:
+        """Generation parameters out of the whole tensors, each of which is let go after its last use."""
+        weights, cuts = self._weights, self._weights.plan.cuts
+        uses = Counter(piece.source.parameter for piece in cuts)
+        for source, target in ((piece.source, piece.target) for piece in cuts):
+            place = weights.allocate(target.parameter)
+            self._note_peak(self._held_bytes())
+            place[target.slices].copy_(self._made[source.parameter][source.slices])
+            uses[source.parameter] -= 1
+            if not uses[source.parameter]:
+                del self._made[source.parameter]
+
+    def _take_all_at_once(self) -> None:
+        """What each rank lacks, where ranks need different parts: the training shards stay beside."""
+        weights, steps = self._weights, self._weights.messages
+        made = {target: weights.allocate(target) for target in weights.shapes}
+        size = weights.bucket_bytes // weights.dtype.itemsize
+        args = self.train, made, weights.group, weights.dtype, size, LABEL
+        transfer = Transfer(len(steps), steps.__getitem__, *args, beside=True)
+        transfer.wait()
+        self._note_peak(transfer.peak_bytes + self._held_bytes())
+        self._give_up(list(self.train))
+
+    def _give_up(self, names: Iterable[str]) -> None:
+        """These training parameters' values are in the generation parameters or not needed: drop their storage, or keep it."""
+        weights, parameters = self._weights, self._weights.parameters()
+        for name in names:
+            local, view = self.train.pop(name), weights.views.get(name)
+            if not weights.leaves(name):
+                continue
+            self._away.add(name)
+            if view is not None and weights.replaced(name) and not isinstance(parameters[name], DTensor):
+                parameters[name].data = weights.generation[view[0]].data[view[1]]
+                continue
+            storage = weights.storages.setdefault(name, Storages([local]))
+            if weights.replaced(name):
+                storage.free()
+            else:
+                storage.offload()
+
+    def _restore(self, name: str, parameter: Tensor) -> int:
+        """Returns the bytes of the storage that the parameter has got."""
+        self._away.remove(name)
+        weights, storage = self._weights, self._weights.storages.get(name)
+        if not weights.replaced(name):
+            assert storage is not None, f"{name} went nowhere"
+            storage.reload()
+            return storage.nbytes
+        if storage is None:
+            values = parameter.new_empty(weights.shards[name].shape)
+        else:
+            storage.allocate()
+            values = local_part(parameter)
+        for piece in weights.plan.homes[name]:
+            source, target = piece.source, piece.target
+            values[source.slices].copy_(weights.generation[target.parameter].data[target.slices])
+        if storage is None:
+            parameter.data = values
+        return values.untyped_storage().nbytes()
+
+    # -- what it costs
+
+    def _held_bytes(self) -> int:
+        """Bytes of all live storages that hold parameter values on the device. Notes what has been sent and received so far."""
+        self.bytes_received = RECORDER.received[LABEL] - self._before[0]
+        self.bytes_sent = RECORDER.sent[LABEL] - self._before[1]
+        training = map(local_part, self._weights.parameters().values())
+        return held_bytes([*training, *self._weights.generation.values(), *self._made.values()])
+
+    def _note_peak(self, held: int) -> int:
+        self.peak_bytes = max(self.peak_bytes, held)
+        return held
+
+
+def single_slice(pieces: Sequence[Piece], shape: Sequence[int]) -> tuple[str, tuple[slice, ...]] | None:
+    """The slice of a generation parameter that is the whole training parameter in the same order, if there is one."""
+    targets = {piece.target.parameter for piece in pieces}
+    offsets = {tuple(b - a for a, b in zip(p.source.start, p.target.start, strict=True)) for p in pieces}
+    if len(targets) != 1 or len(offsets) != 1:
+        return None
+    (offset,) = offsets
+    return targets.pop(), tuple(slice(a, a + n) for a, n in zip(offset, shape, strict=True))

@@ -1,0 +1,204 @@
+"""From pieces to messages: what of a plan travels together, in memory or through a buffer, in which order. Pure.
+
+A piece that is worth it is a message of its own, and needs no buffer where it lies in one piece in memory; small ones are packed.
+Where the members of a group all need the same and give equal parts, one all-gather takes the place of the messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from rlhf_spmd.reshard.plan import Index, Part, Piece, Plan
+
+ALONE = 1 << 14  # elements from which a piece is worth a message of its own
+
+Shapes = Mapping[str, Sequence[int]]
+
+
+class Message(NamedTuple):
+    """``parts`` of this rank's source parameters that go to members of the group, or of its target parameters that come from one.
+
+    ``offset``: where in its step's buffer; None: the one part travels from or to its place in memory.
+    """
+
+    sends: bool
+    peers: tuple[int, ...]
+    parts: tuple[Part, ...]
+    offset: int | None
+
+    @property
+    def numel(self) -> int:
+        return sum(part.numel for part in self.parts)
+
+
+@dataclass(frozen=True)
+class Step:
+    """Messages that start together, and pieces that stay on the rank. ``buffer``: elements. ``gathers``: one all-gather moves the
+    buffer, or without one the whole target parameter ``into``. ``together``: the messages are one exchange; else they are one message
+    at both ends. ``held``: elements that stay allocated while it is under way and are not needed afterwards."""
+
+    messages: Sequence[Message]
+    copies: Sequence[Piece] = ()
+    buffer: int = 0
+    gathers: bool = False
+    into: str = ""
+    together: bool = True
+    held: int = 0
+
+
+@dataclass(frozen=True)
+class Ends:
+    """What a rank must know of itself and of its group. ``rank``: as plans call it; ``members``: the group, in its order, by the same
+    names. ``sources``, ``targets``: shapes of its parameters, which are contiguous. ``converted``: what is sent has another dtype than
+    what travels. ``limit``: elements that a step's buffer and a message at most have."""
+
+    rank: int
+    members: Sequence[int]
+    sources: Shapes
+    targets: Shapes
+    converted: bool
+    limit: int
+
+
+def plan_steps(plan: Plan, ends: Ends) -> list[Step]:
+    """Each message by itself, in one order on all ranks: by the distance of the two, then by number, then by sender. So the first
+    message that is not done is always started at both ends: no order of arrival and no limit can lock ranks into waiting. What
+    stays on the rank comes last, while messages are on their way."""
+    ordered = sorted(_by_pair(plan.moves(), ends), key=lambda item: item[0])
+    steps = []
+    for _, sends, peer, parts in ordered:
+        in_memory = _in_memory(sends, parts, ends)
+        message = Message(sends, (peer,), parts, None if in_memory else 0)
+        steps.append(Step([message], buffer=0 if in_memory else message.numel, together=False))
+    return [*steps, Step([], list(plan.copies()), together=False)]
+
+
+def plan_bucket(moves: Sequence[Piece], copies: Sequence[Piece], ends: Ends, on_gpu: bool) -> Step:
+    """All messages of parameters that every member of the group makes; on GPUs one all-gather if all give equal parts."""
+    if on_gpu and moves and (step := _all_gather(moves, copies, ends)):
+        return step
+    peers: dict[tuple[bool, tuple[Part, ...]], list[int]] = {}  # what goes to several is packed once
+    for _, sends, peer, parts in sorted(_by_pair(moves, ends), key=lambda item: item[0]):
+        peers.setdefault((sends, parts), []).append(peer)
+    messages, used = [], 0
+    for (sends, parts), to in peers.items():
+        in_memory = _in_memory(sends, parts, ends)
+        messages.append(Message(sends, tuple(to), parts, None if in_memory else used))
+        used += 0 if in_memory else messages[-1].numel
+    return Step(messages, copies, used)
+
+
+def _all_gather(moves: Sequence[Piece], copies: Sequence[Piece], ends: Ends) -> Step | None:
+    """None where members' parts differ in size, some but not all hold a part, or a buffer has no room. Every member sees all parts of
+    the bucket, as it needs them all, so that all members decide alike."""
+    if any(1 < piece.holders < len(ends.members) for piece in (*moves, *copies)):
+        return None
+    given: dict[int, list[Piece]] = {member: [] for member in ends.members}
+    taker = next((piece.taker for piece in moves if piece.giver == ends.rank), None)
+    for piece in moves:
+        if piece.taker in (ends.rank, taker):
+            given[piece.giver].append(piece)
+    parts = [list(joined(pieces)) for pieces in given.values()]
+    sizes = {sum(piece.source.numel for piece in pieces) for pieces in parts}
+    if len(sizes) != 1:
+        return None
+    (size,) = sizes
+    if into := _stacked(parts, ends.targets):
+        return Step(
+            [_gathered(ends, member, pieces, None) for member, pieces in enumerate(parts)], copies, gathers=True, into=into
+        )
+    if size * len(parts) + sum(piece.source.numel for piece in copies) > ends.limit:
+        return None
+    messages = [_gathered(ends, member, pieces, member * size) for member, pieces in enumerate(parts)]
+    return Step(messages, copies, size * len(parts), gathers=True)
+
+
+def _gathered(ends: Ends, member: int, pieces: Sequence[Piece], offset: int | None) -> Message:
+    sends = ends.members[member] == ends.rank
+    others = tuple(i for i in range(len(ends.members)) if i != member) if sends else (member,)
+    return Message(sends, others, tuple(piece.source if sends else piece.target for piece in pieces), offset)
+
+
+def _stacked(parts: Sequence[Sequence[Piece]], targets: Shapes) -> str:
+    """The parameter that the members' parts make up one below the other, or nothing."""
+    if any(len(pieces) != 1 for pieces in parts):
+        return ""
+    target, row = parts[0][0].target.parameter, 0
+    for (piece,) in parts:
+        start, size = piece.target.start, piece.target.size
+        if piece.target.parameter != target or size[1:] != tuple(targets[target][1:]) or start[0] != row:
+            return ""
+        row += size[0]
+    return target if row == targets[target][0] else ""
+
+
+Pair = tuple[tuple[int, int, int], bool, int, tuple[Part, ...]]  # place in the global order, whether it sends, peer, parts
+
+
+def _by_pair(moves: Iterable[Piece], ends: Ends) -> Iterator[Pair]:
+    """The messages between this rank and each other one."""
+    place, size = {rank: i for i, rank in enumerate(ends.members)}, len(ends.members)
+    me, pairs = place[ends.rank], dict[tuple[int, int], list[Piece]]()
+    for piece in moves:
+        pairs.setdefault((place[piece.giver], place[piece.taker]), []).append(piece)
+    for (giver, taker), pieces in pairs.items():
+        for number, cut in enumerate(cut_messages(pieces, ends.limit)):
+            sends = giver == me
+            parts = tuple(piece.source if sends else piece.target for piece in cut)
+            yield ((taker - giver) % size, number, giver), sends, taker if sends else giver, parts
+
+
+def cut_messages(pieces: Iterable[Piece], limit: int) -> Iterator[list[Piece]]:
+    """Runs of pieces of at most half of ``limit`` elements. Large ones go by themselves, cut to ``limit`` along their rows as far as
+    a row is smaller."""
+    run: list[Piece] = []
+    used, alone = 0, min(ALONE, limit // 64)
+    for piece in joined(pieces):
+        numel, rows = piece.source.numel, piece.source.size[0]
+        if numel >= alone:
+            most = max(limit // (numel // rows), 1)
+            for first in range(0, rows, most):
+                yield [piece._replace(source=piece.source.rows(first, most), target=piece.target.rows(first, most))]
+            continue
+        if used and used + numel > limit // 2:
+            yield run
+            run, used = [], 0
+        run.append(piece)
+        used += numel
+    if run:
+        yield run
+
+
+def joined(pieces: Iterable[Piece]) -> Iterator[Piece]:
+    """Pieces of one giver and taker, those whose rows follow each other at both ends as one: q, k and v of a rank, although they are
+    three global tensors."""
+    last: Piece | None = None
+    for piece in pieces:
+        if last is not None and _follows(last.source, piece.source) and _follows(last.target, piece.target):
+            size = last.source.size[0] + piece.source.size[0], *piece.source.size[1:]
+            last = last._replace(source=last.source._replace(size=size), target=last.target._replace(size=size))
+            continue
+        if last is not None:
+            yield last
+        last = piece
+    if last is not None:
+        yield last
+
+
+def _follows(a: Part, b: Part) -> bool:
+    below = b.start == (a.start[0] + a.size[0], *a.start[1:])
+    return below and a.parameter == b.parameter and a.size[1:] == b.size[1:]
+
+
+def _in_memory(sends: bool, parts: Sequence[Part], ends: Ends) -> bool:
+    """Whether a message lies in one piece in this rank's memory, as it travels."""
+    if len(parts) > 1 or (sends and ends.converted):
+        return False
+    size, shape = parts[0].size, tuple((ends.sources if sends else ends.targets)[parts[0].parameter])
+    return size[1:] == shape[1:] or _one_row(size, shape)
+
+
+def _one_row(size: Index, shape: Index) -> bool:
+    return size[0] == 1 and (len(size) < 3 or size[2:] == shape[2:])

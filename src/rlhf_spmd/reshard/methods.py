@@ -1,0 +1,179 @@
+"""How a rank gets its generation shard from training shards: each method is a choice of sides for the planner, with its costs. Pure.
+
+``zero_redundancy`` (HybridFlow): generation ranks are regrouped so that a training shard is part of its rank's generation shard;
+one gather in the micro-DP group, and the training shard lives on inside the generation shard. Where the layouts do not allow it
+(ZeRO-3 to any layout) each rank receives exactly what it lacks and keeps its training shard beside.
+``full_gather`` (DeepSpeed-Chat): every rank gathers the whole model from all ranks, then cuts its generation shard out of it.
+``naive_groups`` (HybridFlow-V): the same inside the training replica. These two are there to be measured against.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+from rlhf_spmd.parallel.boxes import ParamShard, whole_shard
+from rlhf_spmd.parallel.layout import GenerationLayout
+from rlhf_spmd.reshard.plan import Holding, HostOf, Piece, Plan, Shards, ShardsAt, by_tensor, held_by, holdings, plan_transfer
+
+REMEDY = "generation.pp must divide layout.pp, generation.tp layout.tp, and layout.pp the number of layers"
+ONE_HOST: HostOf = lambda index: 0  # noqa: E731
+
+
+@dataclass(frozen=True)
+class Costs:
+    """In multiples of M, the bytes of the tensors that the layout splits; the mean over ranks where stages differ.
+
+    received: per rank and transition; None: it differs from rank to rank, see :func:`missing_elements`. peak: most parameter
+    memory, buckets aside. twice: what is held a second time while generating.
+    """
+
+    received: Fraction | None
+    peak: Fraction
+    twice: Fraction
+
+
+@dataclass(frozen=True)
+class TransitionPlan:
+    """Everything that one rank does to get from training to generation.
+
+    transfer: what it gives, takes and keeps, ranks being pool indices. made: the parameters that come of it. buckets: their names,
+    those of a bucket together; empty: all at once, each rank its own. homes: training parameter -> its pieces as they lie in the
+    generation shard, which then holds them; empty: the training shard stays beside it. cuts: ``made`` are whole tensors, out of
+    which these pieces make the generation parameters.
+    """
+
+    transfer: Plan
+    made: Shards
+    received: int  # elements
+    buckets: Sequence[Sequence[str]] = ()
+    homes: Mapping[str, Sequence[Piece]] = field(default_factory=dict)
+    cuts: Sequence[Piece] = ()
+
+    def tensors(self, bucket: int) -> list[str]:
+        """The global tensors of a bucket's parameters."""
+        return list(dict.fromkeys(box.name for target in self.buckets[bucket] for box in self.made[target].boxes))
+
+    def finished(self, train: Iterable[str]) -> list[list[str]]:
+        """For each bucket the training parameters that no later one needs and whose values the generation storage then has. What a
+        rank gives to others of a bucket it keeps too."""
+        if not self.buckets:
+            return [list(train)]
+        made = {target: i for i, bucket in enumerate(self.buckets) for target in bucket}
+        last = dict.fromkeys(train, 0)
+        for piece in self.transfer.copies():
+            last[piece.source.parameter] = max(last[piece.source.parameter], made[piece.target.parameter])
+        return [[name for name, at in last.items() if at == i] for i in range(len(self.buckets))]
+
+
+@dataclass(frozen=True)
+class Method:
+    """``consecutive``: generation ranks form a grid of their own. ``everyone``: all ranks of the pool give, each its share of what
+    several hold; else the ranks of a training replica or of a regrouping. ``whole``: the whole model is gathered, then cut."""
+
+    consecutive: bool = True
+    everyone: bool = False
+    whole: bool = False
+
+    def gather_ranks(self, layout: GenerationLayout, index: int) -> list[int]:
+        """The ranks that exchange weights with a rank, as pool indices."""
+        train = layout.train
+        if self.everyone or (self.whole and train.zero):
+            return list(range(train.size))
+        if self.whole:
+            return sorted(train.replica_group(index))
+        if not train.zero:
+            return layout.micro_dp_group(index)
+        pp, _, tp = train.coordinate(index)
+        return sorted(rank for dp in range(train.dp) for rank in layout.micro_dp_group(train.index(pp, dp, tp)))
+
+    def plan(
+        self, layout: GenerationLayout, index: int, train: ShardsAt, wanted: ShardsAt, bucket: int, host_of: HostOf = ONE_HOST
+    ) -> TransitionPlan:
+        """``train``, ``wanted``: shards in the training and in the generation layout. ``bucket``: elements. ``host_of``: pool index ->
+        its host, which is asked before others are. Pure. Raises ValueError where the layouts do not fit."""
+        ranks, mine = self.gather_ranks(layout, index), held_by(layout, wanted, index)
+        source = holdings(layout.train, train, ranks, ranks)
+        if self.consecutive and not self.whole:
+            transfer = plan_transfer(source, holdings(layout, wanted, ranks), host_of, index)
+            return TransitionPlan(transfer, mine, transfer.received(index))
+        made = mine
+        if self.whole:
+            boxes = {box.name: box.shape for holding in source for shard in holding.shards.values() for box in shard.boxes}
+            made = {name: whole_shard(name, shape) for name, shape in boxes.items()}
+            if self.everyone and not layout.train.zero:
+                source = [share for holding in source for share in _shares(holding)]
+        transfer = plan_transfer(source, [Holding(tuple(ranks), made)], host_of, index)
+        buckets, received = plan_buckets(source, made, bucket), transfer.received(index)
+        if self.whole:
+            cuts = plan_transfer([Holding((index,), made)], [Holding((index,), mine)], host_of, index).copies()
+            return TransitionPlan(transfer, made, received, buckets, cuts=list(cuts))
+        homes: dict[str, list[Piece]] = {name: [] for name in held_by(layout.train, train, index)}
+        for piece in transfer.copies():
+            homes[piece.source.parameter].append(piece)
+        for name, shard in held_by(layout.train, train, index).items():
+            if sum(piece.source.numel for piece in homes[name]) != sum(box.numel for box in shard.boxes):
+                raise ValueError(f"training parameter {name} is not part of this rank's generation shard; {REMEDY}")
+        return TransitionPlan(transfer, made, received, buckets, homes)
+
+    def costs(self, layout: GenerationLayout) -> Costs:
+        """(tp - t_g p_g) / (t_g p_g t p) received by ``zero_redundancy`` without ZeRO."""
+        part, own = Fraction(1, layout.pp * layout.tp), Fraction(1, num_shards(layout))
+        if not self.consecutive:
+            return Costs(part - own, part, Fraction(0))
+        if not self.whole:
+            return Costs(None, part + own, own)
+        return Costs(1 - (Fraction(1, layout.train.size) if self.everyone else own), 1 + own, own)
+
+
+METHODS: dict[str, Method] = {
+    "zero_redundancy": Method(consecutive=False),
+    "full_gather": Method(everyone=True, whole=True),
+    "naive_groups": Method(whole=True),
+}
+
+
+def choose_method(name: str, layout: GenerationLayout) -> Method:
+    """The method of a setting for a layout: ``zero_redundancy`` gathers in place where the layout was regrouped for it."""
+    method = METHODS[name]
+    return Method(everyone=True) if layout.consecutive and not method.consecutive else method
+
+
+def num_shards(layout: GenerationLayout) -> int:
+    """Distinct training shards: p * t, and with ZeRO p * t * d."""
+    train = layout.train
+    return train.pp * train.tp * (train.dp if train.zero else 1)
+
+
+def plan_buckets(source: Sequence[Holding], made: Shards, limit: int) -> list[list[str]]:
+    """The parameters that a gather makes, in buckets; the same on every rank.
+
+    A bucket is whole units: parameters that come from equally named training parameters, such as one layer's of each stage, so
+    that the members give equal amounts. It makes no more than ``limit`` elements nor than half the largest unit, unless it is one.
+    """
+    index, units = by_tensor(source), dict[str, list[str]]()
+    for target, shard in made.items():
+        held = index.get(shard.boxes[0].name, []) if shard.boxes else []
+        units.setdefault(held[0].parameter if held else target, []).append(target)
+    sizes = [sum(math.prod(made[target].shape) for target in unit) for unit in units.values()]
+    limit = min(limit, max(sizes, default=0) // 2)
+    buckets: list[list[str]] = []
+    used = limit + 1
+    for unit, size in zip(units.values(), sizes, strict=True):
+        if used + size > limit:
+            buckets.append([])
+            used = 0
+        buckets[-1] += unit
+        used += size
+    return buckets
+
+
+def _shares(holding: Holding) -> list[Holding]:
+    """Ranks with the same shards answer for some rows of each parameter. Those that are replicated beyond these ranks stay whole:
+    most ranks need not receive them at all."""
+    sides: tuple[dict[str, ParamShard], dict[str, ParamShard]] = {}, {}
+    for name, shard in holding.shards.items():
+        sides[not shard.replicated][name] = shard
+    return [Holding(holding.ranks, sides[0]), Holding(holding.ranks, sides[1], len(holding.ranks) > 1, whole=True)]

@@ -1,0 +1,99 @@
+"""Memory of weights that are elsewhere for a while: given up, in host memory, or back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+
+class Storages:
+    """The storages of some tensors, which can be given up for a while: whoever holds the tensors finds them again later.
+
+    Values are lost (:meth:`free`, :meth:`allocate`) or rest in host memory, pinned where the tensors are on a GPU
+    (:meth:`offload`, :meth:`reload`). While a storage is given up the tensors must not be touched.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
+        self._storages: list[torch.UntypedStorage] = []
+        self._sizes: list[int] = []
+        self._host: list[Tensor] = []
+        self.include(tensors)
+
+    def include(self, tensors: Iterable[Tensor]) -> None:
+        """More tensors, with storages of their own."""
+        more = _distinct(tensors)
+        self._storages += more
+        self._sizes += [storage.nbytes() for storage in more]
+
+    @property
+    def nbytes(self) -> int:
+        """What they hold on their device."""
+        return sum(storage.nbytes() for storage in self._storages)
+
+    def free(self) -> None:
+        for storage in self._storages:
+            storage.resize_(0)
+
+    def allocate(self) -> None:
+        """Storage again, zeros in it: FSDP pads shards, and what it pads with is summed."""
+        for storage, size in zip(self._storages, self._sizes, strict=True):
+            storage.resize_(size)
+            _bytes(storage).zero_()
+
+    def offload(self) -> None:
+        """Copy to host memory, which is kept for the next time, and give up the storages."""
+        if not self._host:
+            pin = any(storage.device.type == "cuda" for storage in self._storages)
+            self._host = [torch.empty(size, dtype=torch.uint8, pin_memory=pin) for size in self._sizes]
+        for host, storage in zip(self._host, self._storages, strict=True):
+            host.copy_(_bytes(storage), non_blocking=True)
+        if torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()
+        self.free()
+
+    def rest(self, tensors: Iterable[Tensor], changed: bool) -> None:
+        """Give up the storages of the same tensors, some of which may have got others of the same sizes. The values go to the host
+        where they have ``changed``; else the copy there is good."""
+        self._storages = _distinct(tensors)
+        if changed:
+            self.offload()
+        else:
+            self.free()
+
+    def reload(self) -> None:
+        for host, storage, size in zip(self._host, self._storages, self._sizes, strict=True):
+            storage.resize_(size)
+            _bytes(storage).copy_(host, non_blocking=True)
+
+    def on_host(self, tensor: Tensor) -> Tensor:
+        """Where the values of one of the tensors lie after :meth:`offload`: writing there changes what :meth:`reload` brings."""
+        (host,) = (h for h, s in zip(self._host, self._storages, strict=True) if s._cdata == tensor.untyped_storage()._cdata)
+        return host.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def _distinct(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
+    return list({tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}.values())
+
+
+def _bytes(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def held_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the storages that these tensors live in, each counted once."""
+    storages = map(Tensor.untyped_storage, tensors)
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def materialise(module: nn.Module, device: torch.device) -> dict[str, nn.Parameter]:
+    """Replace a module's parameters by empty ones without storage on ``device``; returns them by name. Ties stay ties."""
+    fresh: dict[nn.Parameter, nn.Parameter] = {}
+    for part in module.modules():
+        for key, parameter in part._parameters.items():
+            if parameter is not None:
+                if parameter not in fresh:
+                    fresh[parameter] = nn.Parameter(torch.empty(0, dtype=parameter.dtype, device=device), requires_grad=False)
+                part._parameters[key] = fresh[parameter]
+    return dict(module.named_parameters())

@@ -1,0 +1,230 @@
+"""Weights on their way: the steps of a plan started and awaited in their order, as many at a time as memory allows."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from itertools import chain
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlhf_spmd.parallel.collectives import Group, Work, wait_all
+from rlhf_spmd.reshard.messages import Ends, Message, Step, plan_steps
+from rlhf_spmd.reshard.plan import Part, Piece, Plan
+
+LABEL = "loan"  # weights on loan, which may move beside a transition
+
+Tensors = Mapping[str, Tensor]
+
+
+class _Flight(NamedTuple):
+    """A step that has been started. ``alive``: everything that is read or written meanwhile."""
+
+    step: Step
+    works: Sequence[Work | None]
+    buffer: Tensor | None
+    alive: list[Tensor]
+
+
+class Transfer:
+    """Steps that carry ``sources`` into ``targets``. Until :meth:`wait` the sources must not change, nor the targets be read.
+
+    ``number`` steps, each made by ``step(i)`` when it is started, in the same order on all ranks. ``dtype``: what travels, the
+    targets'. ``limit``: elements of buffers, and of what steps hold besides, at a time, but one step goes in any case.
+    ``opens(i)`` comes before step i starts, ``closes(i)`` when it has ended; ``measure()``: bytes held beside the buffers then.
+    ``beside``: on a GPU a stream of its own, so that waiting for a peer does not hold up this rank's computation.
+    ``peak_bytes``: the most that buffers held so far, with what ``measure`` says.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        step: Callable[[int], Step],
+        sources: Tensors,
+        targets: Tensors,
+        group: Group,
+        dtype: torch.dtype,
+        limit: int,
+        label: str,
+        *,
+        opens: Callable[[int], object] = lambda number: None,
+        closes: Callable[[int], object] = lambda number: None,
+        measure: Callable[[], int] = lambda: 0,
+        beside: bool = False,
+    ) -> None:
+        self._number, self._step, self._sources, self._targets = number, step, sources, targets
+        self._group, self._dtype, self._limit, self._label = group, dtype, limit, label
+        self._opens, self._closes, self._measure = opens, closes, measure
+        self._device = next((tensor.device for tensor in chain(sources.values(), targets.values())), torch.device("cpu"))
+        self._stream = _side_stream() if beside and self._device.type == "cuda" else None
+        self._flights: deque[_Flight] = deque()
+        self.landed = self.peak_bytes = 0
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
+        self._start_some()
+
+    @property
+    def under_way(self) -> bool:
+        return bool(self._flights)
+
+    def wait(self) -> None:
+        """Returns when everything of this rank has been sent and received."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+            if self._error is not None:
+                raise self._error
+        self.advance(self._number)
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+
+    def proceed(self, on_error: Callable[[BaseException], object] | None = None) -> None:
+        """Go on while this rank does something else, in which the sources stay as they are; :meth:`wait` ends it.
+
+        ``on_error`` is told of a failure at once, in another thread; :meth:`wait` raises it.
+        """
+        if self._stream is not None:
+            self.advance(self._number)  # only the stream waits
+        elif self.landed < self._number and self._thread is None:
+            self._thread = threading.Thread(target=self._run, args=(on_error,), name="reshard", daemon=True)
+            self._thread.start()
+
+    def _run(self, on_error: Callable[[BaseException], object] | None) -> None:
+        try:
+            self.advance(self._number)
+        except BaseException as error:  # the thread's boundary: wait() raises it
+            self._error = error
+            if on_error is not None:
+                on_error(error)
+
+    @torch.no_grad()
+    def advance(self, upto: int) -> None:
+        """Until the first ``upto`` steps have ended; those that follow are under way as far as there is room."""
+        while self.landed < upto:
+            with self._on_stream():
+                self._land(self._flights[0])
+            buffers = sum(flight.buffer.nbytes for flight in self._flights if flight.buffer is not None)
+            self.peak_bytes = max(self.peak_bytes, buffers + self._measure())
+            self._flights.popleft()
+            self.landed += 1
+            self._closes(self.landed - 1)
+            self._start_some()
+
+    @torch.no_grad()
+    def _start_some(self) -> None:
+        with self._on_stream():
+            while (number := self.landed + len(self._flights)) < self._number:
+                step = self._step(number)
+                held = sum(flight.step.buffer + flight.step.held for flight in self._flights)
+                if self._flights and held + step.buffer + step.held > self._limit:
+                    return
+                self._opens(number)
+                self._flights.append(self._start(step))
+
+    def _on_stream(self) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def _start(self, step: Step) -> _Flight:
+        if step.into:  # an all-gather in place reads this rank's part there
+            self._copy(step.copies)
+            return _Flight(
+                step, [self._group.start_all_gather(self._targets[step.into].detach().view(-1), self._label)], None, []
+            )
+        buffer = torch.empty(step.buffer, dtype=self._dtype, device=self._device) if step.buffer else None
+        travels = [self._memory(message, buffer) for message in step.messages]
+        for message, memory in zip(step.messages, travels, strict=True):
+            if message.sends and message.offset is not None:
+                for place, values in self._packed(message, memory):
+                    values.copy_(place)
+        works: Sequence[Work | None]
+        if step.gathers:
+            assert buffer is not None, "an all-gather moves a buffer or a parameter"
+            works = [self._group.start_all_gather(buffer, self._label)]
+        elif step.together:
+            ways = [
+                [
+                    (peer, flat)
+                    for one, flat in zip(step.messages, travels, strict=True)
+                    if one.sends == sends
+                    for peer in one.peers
+                ]
+                for sends in (True, False)
+            ]
+            works = self._group.start_exchange(*ways, self._label) if travels else []
+        else:
+            transfers = (self._group.irecv, self._group.isend)
+            works = [
+                transfers[one.sends](flat, one.peers[0], self._label) for one, flat in zip(step.messages, travels, strict=True)
+            ]
+        self._copy(step.copies)
+        return _Flight(step, works, buffer, travels)
+
+    def _land(self, flight: _Flight) -> None:
+        """Wait for a step and put what came into its buffer into place."""
+        wait_all(flight.works)
+        for message in flight.step.messages:
+            if not message.sends and message.offset is not None:
+                for place, values in self._packed(message, self._memory(message, flight.buffer)):
+                    place.copy_(values)
+
+    def _memory(self, message: Message, buffer: Tensor | None) -> Tensor:
+        """What a message travels from or to: a part of its step's buffer, or the place itself."""
+        if message.offset is None:
+            return self._place(message.sends, message.parts[0]).view(-1)
+        assert buffer is not None, "a packed message has a buffer"
+        return buffer[message.offset : message.offset + message.numel]
+
+    def _packed(self, message: Message, flat: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """The places of a message's parts, and their values in a flat tensor."""
+        values = flat.split([part.numel for part in message.parts])
+        return [
+            (self._place(message.sends, part), one.view(part.size)) for part, one in zip(message.parts, values, strict=True)
+        ]
+
+    def _place(self, source: bool, part: Part) -> Tensor:
+        return (self._sources if source else self._targets)[part.parameter].detach()[part.slices]
+
+    def _copy(self, pieces: Sequence[Piece]) -> None:
+        for piece in pieces:
+            self._place(False, piece.target).copy_(self._place(True, piece.source))
+
+
+@cache
+def _side_stream() -> torch.cuda.Stream:
+    """One for all transfers of the process: torch's allocator keeps the blocks of each stream for itself."""
+    return torch.cuda.Stream()
+
+
+def start_transfer(
+    plan: Plan,
+    rank: int,
+    sources: Tensors,
+    targets: Tensors,
+    group: Group,
+    message_bytes: int = 32 << 20,
+    buffer_bytes: int = 256 << 20,
+    dtype: torch.dtype | None = None,
+) -> Transfer:
+    """Start the part of ``rank`` in a plan of global ranks: from ``sources`` (its parameters on the source side) into ``targets``; {}
+    where it has none.
+
+    Collective over ``group``, which holds all ranks of both sides: every rank of it must call with its part of one plan, the same
+    ``message_bytes``, and transfers of one group in program order. ``buffer_bytes``: the most that buffers hold. ``dtype``: the
+    targets', where sources have another one; else all tensors have one.
+    """
+    dtypes = {tensor.dtype for tensor in chain(sources.values(), targets.values())}
+    assert len(dtypes) <= 1 or dtype, f"reallocation converts nothing, but there are {sorted(map(str, dtypes))}"
+    dtype = dtype or next(iter(dtypes), torch.float32)
+    shapes = [{name: tuple(tensor.shape) for name, tensor in side.items()} for side in (sources, targets)]
+    converted = any(tensor.dtype != dtype for tensor in sources.values())
+    ends = Ends(rank, group.ranks, *shapes, converted, max(message_bytes // dtype.itemsize, 1))
+    steps = plan_steps(plan, ends)
+    limit = buffer_bytes // dtype.itemsize
+    return Transfer(len(steps), steps.__getitem__, sources, targets, group, dtype, limit, LABEL, beside=True)
