@@ -136,8 +136,8 @@ class Plan:
             sides = alike.tensors[number].sides
             for giver, taker, boxes, starts, size, numbers, holders in runs(alike):
                 if number in numbers:
-                    ends = [Part(sides[i][boxes[i]].parameter, starts[i], size) for i in (0, 1)]
-                    yield Piece(giver, taker, *ends, holders)
+                    source, target = (Part(sides[i][boxes[i]].parameter, starts[i], size) for i in (0, 1))
+                    yield Piece(giver, taker, source, target, holders)
 
     @property
     def traffic(self) -> Counter[tuple[int, int]]:

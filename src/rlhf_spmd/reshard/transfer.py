@@ -148,7 +148,7 @@ class Transfer:
             assert buffer is not None, "an all-gather moves a buffer or a parameter"
             works = [self._group.start_all_gather(buffer, self._label)]
         elif step.together:
-            ways = [
+            outward, inward = (
                 [
                     (peer, flat)
                     for one, flat in zip(step.messages, travels, strict=True)
@@ -156,8 +156,8 @@ class Transfer:
                     for peer in one.peers
                 ]
                 for sends in (True, False)
-            ]
-            works = self._group.start_exchange(*ways, self._label) if travels else []
+            )
+            works = self._group.start_exchange(outward, inward, self._label) if travels else []
         else:
             transfers = (self._group.irecv, self._group.isend)
             works = [
@@ -222,9 +222,9 @@ def start_transfer(
     dtypes = {tensor.dtype for tensor in chain(sources.values(), targets.values())}
     assert len(dtypes) <= 1 or dtype, f"reallocation converts nothing, but there are {sorted(map(str, dtypes))}"
     dtype = dtype or next(iter(dtypes), torch.float32)
-    shapes = [{name: tuple(tensor.shape) for name, tensor in side.items()} for side in (sources, targets)]
+    here, there = ({name: tuple(tensor.shape) for name, tensor in side.items()} for side in (sources, targets))
     converted = any(tensor.dtype != dtype for tensor in sources.values())
-    ends = Ends(rank, group.ranks, *shapes, converted, max(message_bytes // dtype.itemsize, 1))
+    ends = Ends(rank, group.ranks, here, there, converted, max(message_bytes // dtype.itemsize, 1))
     steps = plan_steps(plan, ends)
     limit = buffer_bytes // dtype.itemsize
     return Transfer(len(steps), steps.__getitem__, sources, targets, group, dtype, limit, LABEL, beside=True)
