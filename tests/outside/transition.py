@@ -3,6 +3,7 @@ layout, "parameter": of those that come back to training, "target": of those tha
 of a reallocation to the layout of a call, "small message": the same while rank 1 only sends, and goes on with the script."""
 
 import os
+import threading
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -39,6 +40,8 @@ def failing(function: Any, what: str) -> Any:
     calls = []
 
     def fail_on_second(*args: Any) -> Any:
+        if what == "small message" and threading.current_thread() is threading.main_thread():
+            return function(*args)  # a transition of the same step
         calls.append(len(calls))
         if len(calls) == 2:
             raise MemoryError(f"no room for the second {what}")

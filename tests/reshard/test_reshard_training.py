@@ -25,7 +25,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "zero3 -> tp2, rows move": (*ZERO3, *generation(tp=2, rebalance_steps=2)),
     "zero3 -> pp2 tp2, offload": (*ZERO3, *generation(pp=2, tp=2, buffers="offload")),
     "zero3 -> tp1, rows move, overlap": (*ZERO3, *generation(rebalance_steps=2, overlap="true")),
-    "full_gather of zero3 -> tp2": (*ZERO3, *generation(tp=2, engine="full_gather")),
+    "full_gather of zero3 -> tp2": (*ZERO3, *generation(tp=2, gather="full_gather")),
 }
 
 
