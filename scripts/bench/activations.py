@@ -30,11 +30,11 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))
 from measure import machine_facts, median, table
 
 from live_memory import LiveMemory
-from rlhf_spmd.kernels import ready, suspended
+from rlhf_spmd.kernels import suspended
 from rlhf_spmd.models.activations import CHECKPOINTING
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
-from rlhf_spmd.models.heads import BLOCK_ROWS, CHUNK_ELEMENTS, KEPT_ELEMENTS, token_log_probs
+from rlhf_spmd.models.heads import token_log_probs
 from rlhf_spmd.models.spec import spec_from_config
 from rlhf_spmd.models.weights import init_random
 from rlhf_spmd.parallel.collectives import solo
@@ -89,15 +89,18 @@ def layer_cases(decoder: Decoder, args: argparse.Namespace) -> Iterator[dict[str
     ids = torch.randint(args.vocab, (args.rows * args.length,), device=args.device)
     attention = PackedAttention([args.length] * args.rows, args.device)
 
-    def forward() -> torch.Tensor:
+    def forward(decoder: Decoder = decoder) -> torch.Tensor:
         return decoder(ids, attention).square().mean()
 
+    with suspended():
+        plain = build(args)  # the counter sees the products of torch only
     for offload in (False, True) if args.device != "cpu" else (False,):
         for checkpointing in CHECKPOINTING:
             decoder.keep_activations(checkpointing, offload)
             forward()
-            with suspended(), FlopCounterMode(display=False) as counter:  # it sees the products of torch only
-                loss = forward()
+            plain.keep_activations(checkpointing, offload)
+            with suspended(), FlopCounterMode(display=False) as counter:
+                loss = forward(plain)
                 once = counter.get_total_flops()
                 loss.backward()
             both = counter.get_total_flops()
@@ -127,9 +130,10 @@ def head_cases(decoder: Decoder, args: argparse.Namespace) -> Iterator[dict[str,
         decoder.zero_grad()
 
     gradients = (hidden.nbytes + weight.nbytes) / MIB
-    rows = max(CHUNK_ELEMENTS[torch.device(args.device).type] // args.vocab, 64)
-    whole = rows >= min(BLOCK_ROWS[torch.device(args.device).type], tokens) or tokens * args.vocab <= KEPT_ELEMENTS
-    rows += min(KEPT_ELEMENTS // args.vocab, tokens) if whole and ready(hidden) is not None else 0
+    ops = decoder.ops
+    rows = max(ops.chunk_logits // args.vocab, 64)
+    whole = rows >= min(ops.backward_rows, tokens) or tokens * args.vocab <= ops.small_head
+    rows += min(ops.small_head // args.vocab, tokens) if whole and ops.keeps_logits else 0
     chunk = 4 * args.vocab * rows / MIB
     for name, case in cases.items():
         seconds, _, peak = measured(args, case, clear)

@@ -25,8 +25,9 @@ from torch import Tensor
 from rlhf_spmd.generation.config import GenerationConfig, SamplingConfig
 from rlhf_spmd.generation.generator import Generator
 from rlhf_spmd.generation.sequence import Request
+from rlhf_spmd.kernels.exact import ExactOps
 from rlhf_spmd.models.decoder import Decoder
-from rlhf_spmd.models.heads import CHUNK_ELEMENTS, token_log_probs
+from rlhf_spmd.models.heads import token_log_probs
 from rlhf_spmd.models.sharding import plan_params
 from rlhf_spmd.models.spec import read_spec
 from rlhf_spmd.parallel.layout import Layout, generation_layout
@@ -112,7 +113,7 @@ def predict(roles: Roles) -> dict[str, dict[str, float]]:
     embedding = spec.vocab_size * spec.hidden_size
     layer = (whole - embedding) / spec.num_hidden_layers
     cache = 2 * len(roles.prompts) * (PROMPT + NEW) * spec.num_hidden_layers * 2 * spec.num_key_value_heads * spec.head_dim
-    logits = 4 * max(CHUNK_ELEMENTS["cpu"], 64 * spec.vocab_size)
+    logits = 4 * max(ExactOps.chunk_logits, 64 * spec.vocab_size)
     inner = 2 * tokens * (4 * spec.hidden_size + 6 * spec.num_attention_heads * spec.head_dim + 3 * spec.intermediate_size)
     gathered = 2 * embedding + 2 * 2 * layer
     phases = {

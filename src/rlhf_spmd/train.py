@@ -31,7 +31,7 @@ from rlhf_spmd.data.tokenizer import load_tokenizer
 from rlhf_spmd.environments.config import EnvironmentConfig
 from rlhf_spmd.generation.backends import choose_backend
 from rlhf_spmd.generation.config import SamplingConfig
-from rlhf_spmd.models.attention import choose_attention
+from rlhf_spmd.kernels import can, choose_ops
 from rlhf_spmd.parallel.program import ProgramContext, ProgramSettings, read_command_line, run_program
 from rlhf_spmd.parallel.world import World, read_launch
 from rlhf_spmd.planner.placement import PlacementConfig
@@ -347,13 +347,13 @@ def describe(ready: Prepared, world: World) -> str:
     lines += [line for data in (*ready.training.values(), *ready.validation.values()) for line in data.tally.warnings()]
     plan, device = ready.plans[ready.config.algorithm.exported], world.device
     dtype = plan.config.torch_dtype(device)
-    attention = choose_attention(plan.config.attention, dtype, device, f"models.{ready.config.algorithm.exported}.attention")
+    attention = choose_ops(dtype, device, plan.config.attention, f"models.{ready.config.algorithm.exported}.attention").name
     line = f"  device {device.type}, attention {attention}"
     if plan.generation is not None:
         where = f"models.{ready.config.algorithm.exported}.generation.attention"
         line += f", of generation {choose_backend(plan.config.generation.attention, attention, dtype, device, where)}"
     on_cpu = f", float32 products '{torch.get_float32_matmul_precision()}', {torch.get_num_threads()} thread(s) per rank"
-    lines.append(line + (on_cpu if device.type == "cpu" else ""))
+    lines.append(line + (on_cpu if can(device).exact else ""))
     for role, plan in ready.plans.items():
         where = f"  {role:<10} pool {plan.pool.name} {list(plan.pool.ranks)}, {plan.shape.layout}"
         if plan.shape.generation is not None:

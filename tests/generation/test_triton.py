@@ -21,7 +21,8 @@ from rlhf_spmd.generation.backends import build_backend, choose_backend
 from rlhf_spmd.generation.kv_cache import KVCache
 from rlhf_spmd.generation.scheduler import Work
 from rlhf_spmd.generation.triton_attention import TritonAttention
-from rlhf_spmd.models.spec import AttentionRule, read_eos_ids
+from rlhf_spmd.kernels import AttentionRule
+from rlhf_spmd.models.spec import read_eos_ids
 from rlhf_spmd.models.weights import write_random_model
 from triton_device import DEVICE
 

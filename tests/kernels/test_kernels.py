@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,11 +23,10 @@ from rlhf_spmd import kernels
 from rlhf_spmd.generation.backends import build_backend
 from rlhf_spmd.generation.kv_cache import KVCache
 from rlhf_spmd.generation.scheduler import Work
-from rlhf_spmd.kernels import build, library
-from rlhf_spmd.models.attention import PackedAttention, choose_attention
+from rlhf_spmd.kernels import AttentionRule, Ops, build, choice, choose_ops
+from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
-from rlhf_spmd.models.layers import geglu, multiply, rms_norm, rotate, swiglu
-from rlhf_spmd.models.spec import AttentionRule, spec_from_config
+from rlhf_spmd.models.spec import spec_from_config
 from rlhf_spmd.parallel.collectives import solo
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
@@ -40,9 +40,13 @@ RULES = [(None, None), (20.0, None), (None, 17), (5.0, 70)]  # softcap, window
 
 @pytest.fixture
 def found() -> kernels.Kernels:
-    ready = kernels.ready(torch.empty(0))
-    assert ready is not None, "a compiler is here, yet the kernels do not build"
-    return ready
+    ops = choose_ops(torch.float32, torch.device("cpu"))
+    assert isinstance(ops, kernels.Kernels), "a compiler is here, yet the kernels do not build"
+    return ops
+
+
+def ops_of(x: Tensor) -> Ops:
+    return choose_ops(x.dtype, x.device)
 
 
 @pytest.fixture(params=[1, 2])
@@ -86,7 +90,7 @@ def paged(found: kernels.Kernels, qkv: tuple[Tensor, ...], rule: AttentionRule, 
     q, k, _ = qkv
     kv, dim = k.shape[1:]
     pages = [-(-length // page_size) for length in LENGTHS]
-    cache = torch.full((2, kv, sum(pages), kernels.page_elements(page_size, dim)), math.nan, dtype=q.dtype)
+    cache = torch.full((2, kv, sum(pages), kernels.Kernels.page_elements(page_size, dim)), math.nan, dtype=q.dtype)
     table = torch.randperm(sum(pages), generator=torch.Generator().manual_seed(1)).to(torch.int32)
     starts, done, out = [sum(LENGTHS[:i]) for i in range(len(LENGTHS))], [0] * len(LENGTHS), torch.empty_like(q)
     for step in range(sum(LENGTHS)):
@@ -100,9 +104,7 @@ def paged(found: kernels.Kernels, qkv: tuple[Tensor, ...], rule: AttentionRule, 
         if not items:
             break
         some = (x[index] for x in qkv)
-        out[index] = found.attend_paged(
-            *some, torch.tensor(items), table, cache, page_size, rule.scale, rule.softcap, rule.window
-        )
+        out[index] = found.attend_paged(*some, torch.tensor(items), table, cache, page_size, rule)
     return out
 
 
@@ -115,12 +117,12 @@ def test_attention_against_fp64_and_by_pages(
     bounds = torch.tensor([0, *LENGTHS]).cumsum(0)
     for softcap, window in RULES:
         rule = AttentionRule(heads[2] ** -0.5, softcap, window)
-        out, log_sums = found.attend_packed(*qkv, bounds, rule.scale, softcap, window)
+        out, log_sums = found.packed(*qkv, bounds, rule)
         error = (out.double() - reference(*qkv, rule)).abs().max()
         assert error < (2e-5 if dtype == torch.float32 else 4e-2), error
         assert log_sums.isfinite().all()
         alone = [
-            found.attend_packed(*part, torch.tensor([0, len(part[0])]), rule.scale, softcap, window)[0]
+            found.packed(*part, torch.tensor([0, len(part[0])]), rule)[0]
             for part in zip(*(x.split(LENGTHS) for x in qkv), strict=True)
         ]
         assert torch.equal(torch.cat(alone), out)
@@ -138,7 +140,7 @@ def test_attention_gradients(heads: tuple[int, int, int], dtype: torch.dtype, th
         ours = [x.detach().requires_grad_() for x in qkv_of(heads, dtype)]
         grad = draw(tuple(ours[0].shape), dtype, seed=5)
         reference(*wide, rule).backward(grad.double())
-        out = PackedAttention(LENGTHS, backend="cpp").attend(0, *ours, rule)
+        out = PackedAttention(LENGTHS, ops=choose_ops(dtype, torch.device("cpu"), "cpp")).attend(0, *ours, rule)
         out.backward(grad)
         for a, b in zip(ours, wide, strict=True):
             error = (a.grad.double() - b.grad).abs().max() / b.grad.abs().max()
@@ -153,24 +155,24 @@ def test_products(found: kernels.Kernels, dtype: torch.dtype, outs: int, inner: 
         assert dtype == torch.bfloat16 or not found.multiplies(x.float(), weight.float())
         return
     wanted = x.double() @ weight.double().t()
-    wide = found.linear(x, weight, wide=True)
+    wide = found.product(x, weight, wide=True)
     assert wide.dtype == torch.float32
     torch.testing.assert_close(wide.double(), wanted, atol=2e-6 * inner, rtol=0)
     close = {"atol": 2e-6 * inner, "rtol": 1e-6} if dtype == torch.float32 else {"atol": 1e-2, "rtol": 1e-2}
-    out = found.linear(x, weight, bias)
+    out = found.product(x, weight, bias)
     torch.testing.assert_close(out.double(), wanted + bias.double(), **close)
     for rows in (1, 2, 3, 15, 16, 17, 32, 33, 100):  # the same bits in any company and place, also from strided rows
-        assert torch.equal(found.linear(x[:rows], weight, bias), out[:rows])
-        assert torch.equal(found.linear(x[139 - rows :], weight, bias), out[139 - rows :])
+        assert torch.equal(found.product(x[:rows], weight, bias), out[:rows])
+        assert torch.equal(found.product(x[139 - rows :], weight, bias), out[139 - rows :])
     spread = torch.cat([x, x], 1)[:, :inner]
-    assert torch.equal(found.linear(spread, weight, bias), out)
+    assert torch.equal(found.product(spread, weight, bias), out)
 
 
 def test_product_gradients(found: kernels.Kernels) -> None:
     parts = [draw((37, 20), torch.float32), draw((11, 20), torch.float32, seed=1), draw((11,), torch.float32, seed=2)]
     ours, wide = ([p.clone().to(dtype).requires_grad_() for p in parts] for dtype in (torch.float32, torch.float64))
     grad = draw((37, 11), torch.float32, seed=3)
-    multiply(*ours).backward(grad)
+    found.linear(*ours).backward(grad)
     torch.nn.functional.linear(*wide).backward(grad.double())
     for a, b in zip(ours, wide, strict=True):
         torch.testing.assert_close(a.grad.double(), b.grad, atol=1e-5, rtol=1e-5)
@@ -183,12 +185,12 @@ def test_small_operations_against_torch_and_row_by_row(found: kernels.Kernels, d
     angles = draw((37, 1, 25), torch.float32, 3, seed=3)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     cases = {
-        "norm": (lambda a: rms_norm(a, weight, 1e-5), x[:, 1:]),
-        "norm of rows": (lambda a: rms_norm(a, weight, 1e-5), x[:, 0]),
-        "norm plus one": (lambda a: rms_norm(a, weight, 1e-5, True), x),
-        "rotate": (lambda a: rotate(a, cos[: len(a)], sin[: len(a)]), x[:, 1:]),
-        "silu": (swiglu, gates),
-        "gelu": (geglu, gates),
+        "norm": (lambda a: ops_of(a).rms_norm(a, weight, 1e-5), x[:, 1:]),
+        "norm of rows": (lambda a: ops_of(a).rms_norm(a, weight, 1e-5), x[:, 0]),
+        "norm plus one": (lambda a: ops_of(a).rms_norm(a, weight, 1e-5, True), x),
+        "rotate": (lambda a: ops_of(a).rotate(a, cos[: len(a)], sin[: len(a)]), x[:, 1:]),
+        "silu": (lambda a: ops_of(a).gated(a, False), gates),
+        "gelu": (lambda a: ops_of(a).gated(a, True), gates),
     }
     for name, (operation, value) in cases.items():
         with torch.no_grad():
@@ -227,10 +229,10 @@ def test_logit_statistics(found: kernels.Kernels) -> None:
 def test_gradients_of_small_operations_against_fp64(found: kernels.Kernels, dtype: torch.dtype, threads: int) -> None:
     x, weight, gates = draw((37, 3, 50), dtype, 2), draw((50,), dtype, seed=1), draw((800, 166), dtype, 5, seed=2)
     cases: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Tensor]] = {
-        "norm": (lambda a, w: rms_norm(a, w, 1e-5), x[:, 1:]),
-        "norm plus one": (lambda a, w: rms_norm(a, w, 1e-5, True), x[:, 0]),
-        "silu": (lambda a, w: swiglu(a) * w[0], gates),
-        "gelu": (lambda a, w: geglu(a) * w[0], gates),
+        "norm": (lambda a, w: ops_of(a).rms_norm(a, w, 1e-5), x[:, 1:]),
+        "norm plus one": (lambda a, w: ops_of(a).rms_norm(a, w, 1e-5, True), x[:, 0]),
+        "silu": (lambda a, w: ops_of(a).gated(a, False) * w[0], gates),
+        "gelu": (lambda a, w: ops_of(a).gated(a, True) * w[0], gates),
     }
     bound = 1e-6 if dtype == torch.float32 else 1e-2
     for name, (operation, value) in cases.items():
@@ -270,12 +272,17 @@ def test_a_whole_layer_has_the_bits_of_its_operations(
     found: kernels.Kernels, name: str, dtype: torch.dtype, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Packed and paged, with and without gradients, in few rows and in many."""
+    calls, whole = [], found.layer
+
+    def counted(*args: Any) -> Any:
+        run = whole(*args)
+        return run and (lambda *args: calls.append(len(args[0])) or run(*args))
+
+    monkeypatch.setattr(found, "layer", counted)
     decoder = Decoder(spec_from_config(CONFIGS[name], name), "none", 0, 1, solo(), dtype, "cpu")
     for seed, parameter in enumerate(decoder.parameters()):
         parameter.data = draw(tuple(parameter.shape), dtype, 0.3, seed)
-    block, calls, cpu = decoder.layers[1], [], torch.device("cpu")
-    whole = found.block
-    monkeypatch.setattr(found, "block", lambda *args: calls.append(len(args[0])) or whole(*args))
+    block, cpu = decoder.layers[1], torch.device("cpu")
     for lengths in ([3, 1], [70, 200, 33]):
         tokens = torch.randint(3, 101, (sum(lengths),), generator=torch.Generator().manual_seed(1))
         with torch.no_grad():
@@ -306,27 +313,27 @@ def test_draws_follow_the_cumulative_distribution(found: kernels.Kernels) -> Non
 
 def test_without_a_compiler_torch_computes(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(build, "COMPILERS", ("no-such-compiler",))
-    library._load.cache_clear()
+    choice._load.cache_clear()
     try:
         with caplog.at_level(logging.WARNING):
-            assert kernels.ready(torch.empty(0)) is None and kernels.ready(torch.empty(0)) is None
+            assert not any(isinstance(ops_of(torch.empty(0)), kernels.Kernels) for _ in range(2))
         assert len(caplog.records) == 1 and "no C++ compiler" in caplog.text
         cpu = torch.device("cpu")
-        assert choose_attention("auto", torch.float32, cpu, "x") == "torch"
+        assert choose_ops(torch.float32, cpu).name == "torch"
         with pytest.raises(ValueError, match=r"models\.actor\.attention=cpp: .* set it to auto or torch"):
-            choose_attention("cpp", torch.float32, cpu, "models.actor.attention")
+            choose_ops(torch.float32, cpu, "cpp", "models.actor.attention")
         out = PackedAttention([3, 4]).attend(0, *(torch.ones(7, 2, 8),) * 3, AttentionRule(1.0))
         assert torch.equal(out, torch.ones(7, 2, 8))
     finally:
-        library._load.cache_clear()
+        choice._load.cache_clear()
 
 
 def test_choices(found: kernels.Kernels) -> None:
     cpu = torch.device("cpu")
-    assert [choose_attention("auto", dtype, cpu, "x") for dtype in (*DTYPES, torch.float64)] == ["cpp", "cpp", "torch"]
-    assert choose_attention("torch", torch.float32, cpu, "x") == "torch"
+    assert [choose_ops(dtype, cpu).name for dtype in (*DTYPES, torch.float64)] == ["cpp", "cpp", "torch"]
+    assert choose_ops(torch.float32, cpu, "torch").name == "torch"
     with pytest.raises(ValueError, match="attention='flash' is not known; allowed: auto, torch, cpp"):
-        choose_attention("flash", torch.float32, cpu, "attention")
+        choose_ops(torch.float32, cpu, "flash")
 
 
 def test_processes_share_one_build(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

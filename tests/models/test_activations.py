@@ -15,11 +15,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from live_memory import LiveMemory
 from model_configs import CONFIGS
 from ranks import run_ranks
-from rlhf_spmd.kernels import Kernels, ready
+from rlhf_spmd.kernels import Kernels, choose_ops
 from rlhf_spmd.models.activations import CHECKPOINTING, save_on_host
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
-from rlhf_spmd.models.heads import KEPT_ELEMENTS, token_log_probs
+from rlhf_spmd.models.heads import token_log_probs
 from rlhf_spmd.models.spec import spec_from_config
 from rlhf_spmd.models.weights import init_random
 from rlhf_spmd.parallel.collectives import solo
@@ -113,11 +113,11 @@ def test_less_is_kept_for_as_many_products_as_promised(capsys: pytest.CaptureFix
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_products_in_cpp_are_not_computed_again(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = build(WIDE, dtype=dtype)
-    if (found := ready(decoder.norm.weight)) is None or not found.multiplies(decoder.norm.weight, decoder.norm.weight):
+    if not decoder.ops.exact_in_threads(dtype):
         pytest.skip("no product in C++ for this dtype here")
     calls = []
-    linear = Kernels.linear
-    monkeypatch.setattr(Kernels, "linear", lambda *args: calls.append(args[1].shape) or linear(*args))
+    product = Kernels.product
+    monkeypatch.setattr(Kernels, "product", lambda *args: calls.append(args[1].shape) or product(*args))
     decoder.keep_activations("selective")
     loss = decoder(ids_of(decoder), PackedAttention(LENGTHS)).sum()
     assert len(calls) == 4 * decoder.spec.num_hidden_layers
@@ -171,10 +171,10 @@ def head_peak(decoder: Decoder, hidden: Tensor, labels: Tensor, entropy: bool) -
 @pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize("tp", [1, 2])
 def test_the_head_needs_a_chunk_of_logits_and_those_kept_whatever_the_tokens(tp: int, entropy: bool) -> None:
-    keeps = ready(torch.empty(0)) is not None
+    ops = choose_ops(torch.float32, torch.device("cpu"))
     for tokens in (256, 6144):
         for peak, width in run_ranks(tp, head_memory, tokens, entropy):
-            kept = tokens if keeps and tokens * width <= KEPT_ELEMENTS else 0
+            kept = tokens if ops.keeps_logits and tokens * width <= ops.small_head else 0
             logits = 4 * width * (kept + 64 * (2 if entropy else 1))
             numbers = 48 * tokens  # statistics and gradients of tokens, a few each
             assert 0.75 * logits < peak < 1.05 * logits + numbers, (tokens, peak, logits)
@@ -184,7 +184,7 @@ def test_the_head_of_a_large_vocabulary_has_no_wide_copies_of_its_weight_and_gra
     config = {**CONFIGS["llama"], "vocab_size": 8192, "hidden_size": 256, "tie_word_embeddings": False}
     decoder = Decoder(spec_from_config(config, "test"), "lm", 0, 1, solo(), torch.bfloat16, "cpu")
     init_random(decoder, 3)
-    tokens, logits = KEPT_ELEMENTS // 8192 + 256, 4 * 64 * 8192
+    tokens, logits = decoder.ops.small_head // 8192 + 256, 4 * 64 * 8192
     hidden = torch.randn(tokens, 256).bfloat16().requires_grad_()
     peak = head_peak(decoder, hidden, torch.randint(8192, (tokens,)), False)
     in_fp32 = 2 * hidden.nbytes

@@ -32,13 +32,13 @@ from reshard_plans import check_plans
 from rlhf_spmd.checkpoint.export import export_config, export_hugging_face
 from rlhf_spmd.checkpoint.files import Spec
 from rlhf_spmd.generation import SamplingConfig
+from rlhf_spmd.kernels import AttentionRule, Ops
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.experts import mix_experts, route
 from rlhf_spmd.models.heads import local_logits, token_log_probs, values
-from rlhf_spmd.models.layers import swiglu
 from rlhf_spmd.models.sharding import check_layout
-from rlhf_spmd.models.spec import AttentionRule, Experts, read_spec, spec_from_config
+from rlhf_spmd.models.spec import Experts, read_spec, spec_from_config
 from rlhf_spmd.models.weights import load_pretrained, write_random_model
 from rlhf_spmd.parallel.collectives import solo
 from rlhf_spmd.parallel.layout import Layout
@@ -263,8 +263,8 @@ def test_experts_against_a_loop_over_tokens(normalise: bool, blocks: int) -> Non
         expected.append(sum(probabilities[e] / total * part for e, part in zip(best, parts, strict=True)))
     halves = [part.chunk(blocks, 1) for part in (gate, up)]
     entry = torch.cat([torch.cat([half[b] for half in halves], 1).reshape(-1, hidden) for b in range(blocks)])
-    got = mix_experts(x, router, entry, down.reshape(-1, width), experts, swiglu, blocks)
-    assert len(set(route(x, router, experts)[1].flatten().tolist())) < 5
+    got = mix_experts(Ops(), x, router, entry, down.reshape(-1, width), experts, False, blocks)
+    assert len(set(route(Ops(), x, router, experts)[1].flatten().tolist())) < 5
     weight = torch.randn_like(got)
     inputs = [x, router, gate, up, down]
     for a, b in zip(

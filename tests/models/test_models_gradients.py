@@ -10,12 +10,13 @@ from torch import Tensor
 
 from model_configs import CONFIGS
 from ranks import run_ranks
-from rlhf_spmd.models.attention import PackedAttention, attend_dense
+from rlhf_spmd.kernels import AttentionRule, Ops, Packing
+from rlhf_spmd.kernels.ops import attend_dense
+from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import token_log_probs, values
-from rlhf_spmd.models.layers import rms_norm, rotate, swiglu
 from rlhf_spmd.models.sharding import plan_params
-from rlhf_spmd.models.spec import AttentionRule, spec_from_config
+from rlhf_spmd.models.spec import spec_from_config
 from rlhf_spmd.models.weights import init_random
 from rlhf_spmd.parallel.collectives import Group, solo
 from rlhf_spmd.parallel.data_parallel import partial_boxes, sum_partial
@@ -171,8 +172,7 @@ def test_packed_attention_against_plain_torch(rule: AttentionRule) -> None:
     assert (plain - out).abs().max() < TOLERANCE
     for x, y in zip(got, want, strict=True):
         assert (x - y).abs().max() < TOLERANCE
-    attention = PackedAttention(lengths)  # what runs on GPUs
-    sdpa = attention._attend_sdpa(q, k, v, attention._bucket(heads), rule)
+    sdpa = Ops().attend_packed(q, k, v, Packing(lengths, torch.device("cpu")), rule)  # what runs on GPUs
     assert (plain - sdpa).abs().max() < TOLERANCE
     for x, y in zip(torch.autograd.grad((sdpa * weight).sum(), [q, k, v]), want, strict=True):
         assert (x - y).abs().max() < TOLERANCE
@@ -197,9 +197,11 @@ def test_elementwise_pieces_gradcheck() -> None:
     x = torch.randn(5, 3, 8, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(8, dtype=torch.float64, requires_grad=True)
     angle = torch.randn(5, 1, 4, dtype=torch.float64)
-    assert torch.autograd.gradcheck(lambda a, b: rms_norm(a, b, 1e-5), (x, weight))
-    assert torch.autograd.gradcheck(lambda a: rotate(a, angle.cos(), angle.sin()), (x,))
-    assert torch.autograd.gradcheck(swiglu, (torch.randn(5, 8, dtype=torch.float64, requires_grad=True),))
+    assert torch.autograd.gradcheck(lambda a, b: Ops().rms_norm(a, b, 1e-5), (x, weight))
+    assert torch.autograd.gradcheck(lambda a: Ops().rotate(a, angle.cos(), angle.sin()), (x,))
+    assert torch.autograd.gradcheck(
+        lambda a: Ops().gated(a, False), (torch.randn(5, 8, dtype=torch.float64, requires_grad=True),)
+    )
     q, k, v = (torch.randn(8, heads, 4, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
     packed = PackedAttention([3, 5])
     for rule in (AttentionRule(0.5), AttentionRule(0.7, softcap=1.3), AttentionRule(0.7, window=3)):

@@ -19,12 +19,12 @@ from model_configs import CONFIGS
 from places import ROOT
 from rlhf_spmd import kernels
 from rlhf_spmd.generation import SamplingConfig
-from rlhf_spmd.models.attention import exact_in_threads
+from rlhf_spmd.kernels import choose_ops
 from rlhf_spmd.runtime.checks import exact_rollouts
 from rlhf_spmd.train import prepare
 
 CPU = torch.device("cpu")
-KERNELS = all(exact_in_threads("cpp", dtype, CPU) for dtype in (torch.float32, torch.bfloat16))
+KERNELS = all(choose_ops(dtype, CPU).exact_in_threads(dtype) for dtype in (torch.float32, torch.bfloat16))
 needs_kernels = pytest.mark.skipif(not KERNELS, reason="needs the C++ products and attention")
 
 
@@ -81,7 +81,7 @@ def test_where_torch_computes_nothing_is_said_to_be_exact(tmp_path: Path) -> Non
     ready = prepare(config, [*settings, "run.threads=1", "models.actor.generation.exact=true"], 1)
     assert exact_rollouts(ready.config, ready.plans)
     with kernels.suspended():  # as without a compiler, auto is torch
-        assert not exact_in_threads("auto", torch.float32, CPU)
+        assert not choose_ops(torch.float32, CPU).exact_in_threads(torch.float32)
     with pytest.raises(ValueError, match=r"run.threads=0: must be at least 1"):
         prepare(config, [*settings, "run.threads=0"], 1)
 

@@ -9,8 +9,8 @@ from places import ROOT
 SOURCE = ROOT / "src" / "rlhf_spmd"
 FLOORS = {
     "config": 0,
-    **dict.fromkeys(("telemetry", "objectives", "rewards", "environments"), 1),
-    **dict.fromkeys(("parallel", "data", "kernels"), 2),
+    **dict.fromkeys(("telemetry", "objectives", "rewards", "environments", "kernels"), 1),
+    **dict.fromkeys(("parallel", "data"), 2),
     "models": 3,
     **dict.fromkeys(("controller", "reshard", "generation", "checkpoint"), 4),
     **dict.fromkeys(("workers", "planner"), 5),

@@ -12,7 +12,7 @@ import torch
 import tasks
 from generators import MODELS, alone, ragged_requests, tokens_of
 from rlhf_spmd.generation import GenerationConfig, Generator, SamplingConfig
-from rlhf_spmd.generation.backends import unavailable
+from rlhf_spmd.kernels.devices import unavailable
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.spec import read_spec
 from rlhf_spmd.models.weights import load_pretrained, write_random_model

@@ -6,7 +6,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from rlhf_spmd.config.bounds import check_bounds
@@ -14,6 +13,7 @@ from rlhf_spmd.controller import Reference
 from rlhf_spmd.data.dataset import DatasetConfig, RowsConfig
 from rlhf_spmd.data.prompts import DataConfig
 from rlhf_spmd.generation.config import SamplingConfig
+from rlhf_spmd.kernels import model_device
 from rlhf_spmd.workers import ActorWorker, BatchLimits, Computed, Function, RewardWorker, RoleClass, Rows, Whole
 
 
@@ -112,7 +112,7 @@ class MovingReferenceConfig(AlgorithmConfig):
                 f"algorithm.sync_ref_model=true: models.reference.path={plans['reference'].config.path!r} is another architecture than "
                 f"models.actor.path={plans['actor'].config.path!r}; a reference that follows must be the same"
             )
-        dtype = plans["reference"].config.torch_dtype(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        dtype = plans["reference"].config.torch_dtype(model_device())
         if self.ref_model_mixup_alpha < 1 and dtype.itemsize < 4:
             raise ValueError(
                 f"algorithm.ref_model_mixup_alpha={self.ref_model_mixup_alpha}: in {dtype} the reference would round its small steps "

@@ -5,56 +5,15 @@ The name is chosen when a program starts, the :class:`Backend` built when its ge
 
 from __future__ import annotations
 
-import os
-import shutil
-from functools import cache
-from importlib.util import find_spec
-
 import torch
 
-from rlhf_spmd import kernels
 from rlhf_spmd.generation.kv_cache import Backend
 from rlhf_spmd.generation.paged_attention import KernelAttention, PagedAttention, PagedDecoding
-from rlhf_spmd.models.attention import ATTENTION, choose_attention
+from rlhf_spmd.kernels import ATTENTION, can, choose_ops
+from rlhf_spmd.kernels.devices import EXTRAS, unavailable
 
-EXTRAS = {"triton": "triton", "flash_attn": "gpu"}  # optional packages: the extras of this one that bring them
 BACKENDS = (*ATTENTION, *EXTRAS)
 FLASH_PAGE = 256  # flash-attn's pages are multiples of so many tokens
-MIN_CAPABILITY = (8, 0)
-
-
-def unavailable(backend: str, device: torch.device, dtype: torch.dtype | None = None) -> str | None:
-    """Why one of EXTRAS cannot serve here, or None. ``dtype`` None: not known yet, nor which GPU."""
-    if find_spec(backend) is None:
-        return f"{backend} is not installed: pip install 'rlhf_spmd[{EXTRAS[backend]}]'"
-    if device.type != "cuda" and not (backend == "triton" and _interpreted()):
-        return f"it needs a CUDA device, here is {device.type}"
-    if dtype is not None and device.type == "cuda" and torch.cuda.get_device_capability(device) < MIN_CAPABILITY:
-        return f"it needs a GPU of compute capability {MIN_CAPABILITY}, here {torch.cuda.get_device_capability(device)}"
-    if device.type == "cuda" and (why := _broken(backend)):
-        return why
-    if dtype == torch.float64 or (backend == "flash_attn" and dtype == torch.float32):
-        return f"it does not compute {dtype}"
-    return None
-
-
-@cache
-def _broken(backend: str) -> str | None:
-    """Why an installed package does not work on this machine, or None."""
-    if backend == "triton":
-        compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or shutil.which("cc")
-        return None if compiler else "triton needs a C compiler (gcc, clang, or the one that CC names)"
-    try:
-        from flash_attn import flash_attn_with_kvcache  # noqa: F401
-    except ImportError as error:  # built for another torch, or too old
-        return f"flash_attn cannot be imported: {str(error).splitlines()[0]}"
-    return None
-
-
-def _interpreted() -> bool:
-    import triton
-
-    return bool(triton.knobs.runtime.interpret)
 
 
 def check_backend(backend: str, device: torch.device, where: str, dtype: torch.dtype | None = None) -> None:
@@ -69,25 +28,22 @@ def choose_backend(wanted: str, of_role: str, dtype: torch.dtype, device: torch.
     is triton where that can serve, else torch. Raises ValueError for a backend that cannot serve."""
     check_backend(wanted, device, where, dtype)
     if wanted == "auto":
-        ours = device.type == "cuda" and unavailable("triton", device, dtype) is None
-        return "triton" if ours else choose_attention(of_role, dtype, device, where)
-    return wanted if wanted in EXTRAS else choose_attention(wanted, dtype, device, where)
+        ours = not can(device).exact and unavailable("triton", device, dtype) is None
+        return "triton" if ours else choose_ops(dtype, device, of_role, where).name
+    return wanted if wanted in EXTRAS else choose_ops(dtype, device, wanted, where).name
 
 
 def build_backend(name: str, dtype: torch.dtype, device: torch.device) -> Backend:
     """``name``: what :func:`choose_backend` gave. Modules that need packages which may be missing are imported here."""
+    ops = choose_ops(dtype, device, "torch" if name in EXTRAS else name)
     if name == "triton":
         from rlhf_spmd.generation.triton_attention import TritonAttention
 
-        return Backend(TritonAttention.for_step, TritonAttention.decoding, capturable=True)
+        return Backend(TritonAttention.for_step, TritonAttention.decoding, ops, capturable=True)
     if name == "flash_attn":
         from rlhf_spmd.generation.flash_attention import FlashAttention
 
-        return Backend(FlashAttention.for_step, FlashAttention.decoding, capturable=True)
+        return Backend(FlashAttention.for_step, FlashAttention.decoding, ops, capturable=True)
     if name == "cpp":
-        return Backend(
-            KernelAttention.for_step,
-            KernelAttention.decoding,
-            kernels=kernels.ready(torch.empty(0, dtype=dtype, device=device)),
-        )
-    return Backend(PagedAttention, PagedDecoding)
+        return Backend(KernelAttention.for_step, KernelAttention.decoding, ops)
+    return Backend(PagedAttention, PagedDecoding, ops)

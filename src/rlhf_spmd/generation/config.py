@@ -6,11 +6,10 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
-import torch
-
 from rlhf_spmd.config.bounds import check_bounds
 from rlhf_spmd.generation.backends import BACKENDS, FLASH_PAGE, check_backend
 from rlhf_spmd.generation.sequence import Drawing
+from rlhf_spmd.kernels import can, model_device
 
 BUFFERS = KV_CACHES = ("free", "keep", "offload")
 MAX_LOGPROBS = 100
@@ -94,7 +93,7 @@ class GenerationConfig:
         for key, allowed in (("buffers", BUFFERS), ("kv_cache", KV_CACHES), ("attention", BACKENDS)):
             if getattr(self, key) not in allowed:
                 raise ValueError(f"{where}.{key}={getattr(self, key)!r}: allowed are {', '.join(allowed)}")
-        check_backend(self.attention, torch.device("cuda" if torch.cuda.is_available() else "cpu"), f"{where}.attention")
+        check_backend(self.attention, model_device(), f"{where}.attention")
         if self.attention == "flash_attn" and self.page_size % FLASH_PAGE:
             raise ValueError(
                 f"{where}.page_size={self.page_size}: flash_attn's pages are multiples of {FLASH_PAGE} tokens; set it to {FLASH_PAGE}"
@@ -106,7 +105,7 @@ class GenerationConfig:
                 f"{where}.max_num_batched_tokens={self.max_num_batched_tokens} is less than max_num_seqs={self.max_num_seqs}: "
                 "every row in flight computes at least one token in a step; raise the first or lower the second"
             )
-        if not self.enforce_eager and not torch.cuda.is_available():
+        if not self.enforce_eager and not can(model_device()).graphs:
             raise ValueError(f"{where}.enforce_eager=false: CUDA graphs need a CUDA device; allowed here is true")
 
     def check_row(self, where: str, longest: int, words: str) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from rlhf_spmd.generation.kv_cache import KVCache, on_device
 from rlhf_spmd.generation.scheduler import Work
 from rlhf_spmd.generation.step_pages import locate_tokens
-from rlhf_spmd.models.spec import AttentionRule
+from rlhf_spmd.kernels import AttentionRule
 
 
 class FlashAttention:

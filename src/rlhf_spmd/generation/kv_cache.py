@@ -22,15 +22,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rlhf_spmd import kernels
 from rlhf_spmd.generation.scheduler import Work
-from rlhf_spmd.models.decoder import Attention
+from rlhf_spmd.kernels import Kernels, Ops, can
+from rlhf_spmd.models.attention import Attention
 
 
 def on_device(values: NDArray[Any], device: torch.device) -> Tensor:
     """On a GPU by way of pinned memory: from other memory the host would wait for all work that was started before."""
     tensor = torch.from_numpy(values)
-    if device.type == "cuda" and values.size:
+    if values.size and can(device).pinned:
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
 
@@ -42,14 +42,14 @@ class Backend:
     - for_step: the attention context of a step: (work in the order in which its tokens are packed, the cache, this rank's query heads).
     - decoding: the same for one token of each row, told by device tensors alone, without a look of the host at their values:
       (``positions`` int64 [B] of the tokens, ``table`` int32 [B, P] of the rows' pages, the cache, this rank's query heads).
+    - ops: what it is computed by where it is no program of its own; pages have their form.
     - capturable: ``decoding`` can be captured as a CUDA graph.
-    - kernels: the C++ kernels, where pages have their form; None: torch's form.
     """
 
     for_step: Callable[[Sequence[Work], KVCache, int], Attention]
     decoding: Callable[[Tensor, Tensor, KVCache, int], Attention]
+    ops: Ops
     capturable: bool = False
-    kernels: kernels.Kernels | None = None
 
 
 class KVCache:
@@ -70,9 +70,8 @@ class KVCache:
     ) -> None:
         self.kv_heads, self.head_dim = kv_heads, head_dim
         self.num_pages, self.page_size = num_pages, page_size
-        self.backend, self.kernels = backend, backend.kernels
-        elements = page_size * head_dim if self.kernels is None else kernels.page_elements(page_size, head_dim)
-        self._shape = num_layers, 2, kv_heads, num_pages, elements
+        self.backend, self.ops = backend, backend.ops
+        self._shape = num_layers, 2, kv_heads, num_pages, self.ops.page_elements(page_size, head_dim)
         self.pages = self._zeros(dtype, device)
         self._buffer = self.pages.new_empty(0)
         self._waiting: tuple[Tensor, Tensor] | None = None  # pages in host memory: their numbers, what lies in them
@@ -80,7 +79,7 @@ class KVCache:
     def _zeros(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """On CPUs in large pages, where the system has them: a page of the cache is but a few of the small ones, far from the next
         one, and decoding reads all of them once per token."""
-        if device.type != "cpu" or not hasattr(mmap, "MADV_HUGEPAGE"):
+        if can(device).streams or not hasattr(mmap, "MADV_HUGEPAGE"):
             return torch.zeros(self._shape, dtype=dtype, device=device)
         memory = mmap.mmap(-1, math.prod(self._shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE)
         with contextlib.suppress(OSError):
@@ -89,7 +88,7 @@ class KVCache:
 
     @staticmethod
     def page_bytes(num_layers: int, kv_heads: int, head_dim: int, page_size: int, dtype: torch.dtype) -> int:
-        return num_layers * 2 * kv_heads * kernels.page_elements(page_size, head_dim) * dtype.itemsize
+        return num_layers * 2 * kv_heads * Kernels.page_elements(page_size, head_dim) * dtype.itemsize
 
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
         """(source, destination) pages, in all layers."""
@@ -100,7 +99,7 @@ class KVCache:
         """Give the memory back; what lies in the pages ``used`` waits in host memory, pinned where the cache is on a GPU."""
         index = torch.tensor(used, dtype=torch.int64, device=self.pages.device)
         shape = *self.pages.shape[:3], len(used), self.pages.shape[4]
-        host = torch.empty(shape, dtype=self.pages.dtype, pin_memory=self.pages.is_cuda)
+        host = torch.empty(shape, dtype=self.pages.dtype, pin_memory=can(self.pages.device).pinned)
         for layer, pages in zip(host, self.pages, strict=True):
             layer.copy_(pages.index_select(2, index))
         self._waiting = index, host

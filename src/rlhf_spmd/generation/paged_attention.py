@@ -14,12 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhf_spmd import kernels
 from rlhf_spmd.generation.kv_cache import KVCache, on_device
 from rlhf_spmd.generation.scheduler import Work
 from rlhf_spmd.generation.step_pages import locate_tokens
-from rlhf_spmd.models.attention import KEY_BLOCK, attend_dense, attend_exact, visible
-from rlhf_spmd.models.spec import AttentionRule
+from rlhf_spmd.kernels import AttentionRule, Context, Kernels
+from rlhf_spmd.kernels.packing import KEY_BLOCK, visible
 
 TILE_QUERIES = 64  # queries of one row computed together: cuts the unseen future of long prompts
 MAX_TILE_SCORES = 1 << 22  # elements of one score matrix
@@ -137,8 +136,8 @@ class KernelAttention:
     """
 
     def __init__(self, cache: KVCache, positions: Tensor, items: Tensor, table: Tensor) -> None:
-        assert cache.kernels is not None, "pages of another form"
-        self.cache, self.found, self.positions, self.items = cache, cache.kernels, positions, items
+        assert isinstance(cache.ops, Kernels), "pages of another form"
+        self.cache, self.kernels, self.positions, self.items = cache, cache.ops, positions, items
         self.table = table.contiguous().view(-1)  # of one column, reshape alone would be a view with gaps
 
     @classmethod
@@ -154,7 +153,7 @@ class KernelAttention:
         items = torch.stack([lines, positions, torch.ones_like(lines), lines * table.shape[1]], 1)
         return cls(cache, positions, items, table)
 
-    def kernel_context(self, layer_index: int) -> kernels.Context:
+    def kernel_context(self, layer_index: int) -> Context:
         """For the kernel that computes a whole layer."""
         pages = self.cache.pages
         at = pages.data_ptr() + layer_index * pages.stride(0) * pages.itemsize
@@ -164,13 +163,13 @@ class KernelAttention:
     def attend(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
         """q [T, H * G, D], k and v [T, H, D] -> [T, H * G, D]: writes k and v, then attends over the rows' pages."""
         pages, page_size = self.cache.pages[layer_index], self.cache.page_size
-        return self.found.attend_paged(q, k, v, self.items, self.table, pages, page_size, rule.scale, rule.softcap, rule.window)
+        return self.kernels.attend_paged(q, k, v, self.items, self.table, pages, page_size, rule)
 
 
 class PagedAttention:
     """The torch attention over gathered pages. ``positions`` [T].
 
-    On CPU it is exact (``models.attention``): its bits are PackedAttention's, whatever the batch, page size or chunking.
+    On CPU it is exact (``kernels.exact``): its bits are PackedAttention's, whatever the batch, page size or chunking.
     """
 
     def __init__(self, work: Sequence[Work], cache: KVCache, num_heads: int) -> None:
@@ -188,7 +187,7 @@ class PagedAttention:
         for bucket in self.buckets:
             keys, values = cache.gather(layer_index, bucket.pages, bucket.num_tiles)
             rows = bucket.rows(q, cache.kv_heads)
-            bucket.scatter(attend(rows, keys, values, rule, bucket.allowed(rule.window)), out)
+            bucket.scatter(cache.ops.attend(rows, keys, values, rule, bucket.allowed(rule.window)), out)
         return out
 
 
@@ -207,11 +206,4 @@ class PagedDecoding:
         keys, values = cache.gather(layer_index, self.pages, rows)
         queries = q.reshape(rows, cache.kv_heads, -1, q.shape[-1]).transpose(0, 1)
         seen = visible(self.positions[:, None], self.keys, rule.window)[None].expand(-1, -1, queries.shape[2], -1)
-        return attend(queries, keys, values, rule, seen).transpose(0, 1).reshape(q.shape)
-
-
-def attend(rows: Tensor, keys: Tensor, values: Tensor, rule: AttentionRule, allowed: Tensor) -> Tensor:
-    """rows [H, B, R, D], keys and values [H, B, L, D], allowed [1, B, R, L] -> [H, B, R, D]. Exact on CPU."""
-    if rows.device.type == "cpu":
-        return attend_exact(rows, keys, values, rule, allowed)
-    return attend_dense(rows, keys, values, rule, allowed)
+        return cache.ops.attend(queries, keys, values, rule, seen).transpose(0, 1).reshape(q.shape)

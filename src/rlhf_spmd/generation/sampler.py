@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlhf_spmd import kernels
 from rlhf_spmd.generation.config import SamplingConfig
+from rlhf_spmd.kernels import choose_ops
 
 CHUNK_ELEMENTS = 1 << 25  # logits inverted at once: bounds the fp64 work space to 256 MB
 
@@ -52,12 +52,12 @@ def uniform(keys: Tensor, positions: Tensor) -> Tensor:
 def sample(logits: Tensor, sampling: SamplingConfig, draws: Tensor) -> Tensor:
     """Token ids int64 [rows] from ``logits`` [rows, vocabulary] and ``draws`` fp64 [rows] (unused when greedy). They lie in the
     vocabulary, whatever the logits are; from logits that are not finite they mean nothing."""
+    ops = choose_ops(logits.dtype, logits.device)
     if sampling.greedy:
-        found = kernels.ready(logits) if logits.dtype == torch.float32 else None
-        return logits.argmax(dim=-1) if found is None else found.argmax(logits)
+        return ops.argmax(logits)
     unfiltered = sampling.min_p == 0.0 and sampling.top_p == 1.0 and not 0 < sampling.top_k < logits.shape[1]
-    if unfiltered and logits.dtype == torch.float32 and (found := kernels.ready(logits)) is not None:
-        return found.draw(logits, sampling.temperature, draws)
+    if unfiltered and (drawn := ops.draw(logits, sampling.temperature, draws)) is not None:
+        return drawn
     rows = max(1, CHUNK_ELEMENTS // logits.shape[1])
     parts = [_sample_rows(part, sampling, u) for part, u in zip(logits.split(rows), draws.split(rows), strict=True)]
     return parts[0] if len(parts) == 1 else torch.cat(parts)

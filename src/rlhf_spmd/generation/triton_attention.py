@@ -25,7 +25,7 @@ from torch import Tensor
 from rlhf_spmd.generation.kv_cache import KVCache, on_device
 from rlhf_spmd.generation.scheduler import Work
 from rlhf_spmd.generation.step_pages import locate_tokens
-from rlhf_spmd.models.spec import AttentionRule
+from rlhf_spmd.kernels import AttentionRule
 
 SPLIT_KEYS = 512  # keys that one program of a single token walks over: a multiple of every block of keys
 BLOCK_BYTES = 1 << 14  # keys of a block, which is loaded as a whole: 64 of 128 bf16, 32 of 128 fp32

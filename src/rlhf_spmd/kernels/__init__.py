@@ -1,12 +1,30 @@
-"""Kernels in C++ for the CPU (floor F2): products, attention and small operations whose bits do not depend on the batch.
+"""The arithmetic of models by device (floor F1), and what a device can.
 
-``ready(x)`` gives the :class:`Kernels` for a tensor, or None where the caller's torch path must serve: other devices and dtypes,
-or a machine on which they do not build. The library is compiled at first use (a C++ compiler, some seconds), kept in
-the user's cache directory and loaded with ctypes. Everything about a result's bits is in the headers of the sources.
+A model is built over an :class:`Ops`, chosen once by :func:`choose_ops` from dtype and device: torch's (``ops``), torch's with exact
+attention and products (``exact``, CPUs), or kernels in C++ (``library``, CPUs): products, attention and small operations whose
+bits do not depend on the batch. The library is compiled at first use (a C++ compiler, some seconds), kept in the user's cache
+directory and loaded with ctypes. Everything about a result's bits is in the headers of the sources.
+:func:`can` says what a device can, by the ability's name; nobody else asks which kind a device is.
 
-Must not know: modules, models, autograd.
+Must not know: modules, models, ranks.
 """
 
-from rlhf_spmd.kernels.library import Context, Kernels, page_elements, ready, suspended
+from rlhf_spmd.kernels.choice import ATTENTION, choose_ops, suspended
+from rlhf_spmd.kernels.devices import can, model_device, wait
+from rlhf_spmd.kernels.library import Kernels
+from rlhf_spmd.kernels.ops import Ops
+from rlhf_spmd.kernels.packing import AttentionRule, Context, Packing
 
-__all__ = ["Context", "Kernels", "page_elements", "ready", "suspended"]
+__all__ = [
+    "ATTENTION",
+    "AttentionRule",
+    "Context",
+    "Kernels",
+    "Ops",
+    "Packing",
+    "can",
+    "choose_ops",
+    "model_device",
+    "suspended",
+    "wait",
+]

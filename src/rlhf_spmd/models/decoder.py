@@ -1,7 +1,8 @@
 """The decoder: one module for training, scoring and generation, holding this rank's slice of one pipeline stage.
 
-Parameters are plain local tensors; tensor parallelism is explicit and costs nothing with one rank. Exactness (see
-``attention``): short inputs are padded to ``min_rows``, so a token's bits do not depend on its batch.
+Parameters are plain local tensors; tensor parallelism is explicit and costs nothing with one rank. What is computed is said here,
+how is said by the :class:`~rlhf_spmd.kernels.Ops` that the decoder is built over. Short inputs are padded to ``min_rows``, as many
+as its products ask for, so that a token's bits do not depend on its batch.
 """
 
 from __future__ import annotations
@@ -9,18 +10,19 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rlhf_spmd import kernels
+from rlhf_spmd.kernels import Ops, choose_ops
+from rlhf_spmd.kernels.packing import pad_rows, round_up
 from rlhf_spmd.models.activations import run, run_again, run_part, run_part_again, save_on_host
-from rlhf_spmd.models.attention import exact_rows, pad_rows, round_up
+from rlhf_spmd.models.attention import Attention
 from rlhf_spmd.models.experts import mix_experts
-from rlhf_spmd.models.layers import GATED, Linear, RMSNorm, multiply, rope_frequencies, rope_tables, rotate
+from rlhf_spmd.models.layers import Linear, RMSNorm, rope_frequencies, rope_tables
 from rlhf_spmd.models.sharding import fused_blocks, plan_params, vocab_range
-from rlhf_spmd.models.spec import AttentionRule, ModelSpec
+from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.models.tensor_parallel import (
     copy_to_tp,
     gather_to_tp,
@@ -34,15 +36,6 @@ from rlhf_spmd.parallel.collectives import Group
 from rlhf_spmd.parallel.layout import stage_layers
 
 
-class Attention(Protocol):
-    """What a forward pass needs to know about its tokens."""
-
-    positions: Tensor  # [T]
-
-    def attend(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
-        """q [T, Hq, D], k and v [T, Hkv, D], rotated -> [T, Hq, D]. ``layer_index`` counts from 0 within the stage."""
-
-
 class Block(nn.Module):
     """One transformer layer on one tensor-parallel rank. ``shards``: its part of plan_params, names within the block.
 
@@ -51,6 +44,7 @@ class Block(nn.Module):
 
     def __init__(
         self,
+        ops: Ops,
         spec: ModelSpec,
         shards: dict[str, ParamShard],
         index: int,
@@ -67,16 +61,16 @@ class Block(nn.Module):
             return Linear(shards[f"{name}.weight"].shape, f"{name}.bias" in shards, dtype, device)
 
         def norm(size: int) -> RMSNorm:
-            return RMSNorm(size, spec.rms_norm_eps, spec.norm_plus_one, dtype, device)
+            return RMSNorm(ops, size, spec.rms_norm_eps, spec.norm_plus_one, dtype, device)
 
-        self.index, self.tp = index, tp
+        self.ops, self.index, self.tp = ops, index, tp
         self._enter_tp = gather_to_tp if sequence_parallel else copy_to_tp
         self._leave_tp = scatter_from_tp if sequence_parallel else reduce_from_tp
         # how the parts of the layer run: as they are, or so that the backward pass computes them again
         self.run_entry: Callable[..., Tensor] = run_part
         self.run_part: Callable[..., Tensor] = run_part
         self.rule, self.experts = spec.attention_rule(layer), spec.experts_of(layer)
-        self.activation = GATED[spec.hidden_act]
+        self.gelu = spec.hidden_act == "gelu_tanh"
         self.qkv_blocks, self.gate_up_blocks = fused_blocks(spec, tp.size, blocks)
         self.head_dim = spec.head_dim
         self.num_heads = spec.num_attention_heads // tp.size
@@ -92,20 +86,20 @@ class Block(nn.Module):
         self.gate_up = linear("gate_up")
         self.down = linear("down")
         self.mlp_norm = norm(spec.hidden_size) if spec.names.mlp_norm else None
-        # what the kernel that computes a whole layer wants, in its order
         attention = (self.input_norm, self.qkv, self.q_norm, self.k_norm, self.out, self.attention_norm)
-        self._parts = (*attention, self.post_norm, self.gate_up, self.down, self.mlp_norm)
-        self._sizes = self.num_heads, self.num_kv_heads, self.head_dim, shards["down.weight"].shape[-1]
-        self._options = spec.rms_norm_eps, spec.norm_plus_one, self.activation is GATED["gelu_tanh"]
+        parts = (*attention, self.post_norm, self.gate_up, self.down, self.mlp_norm)
+        sizes = self.num_heads, self.num_kv_heads, self.head_dim, shards["down.weight"].shape[-1]
+        options = spec.rms_norm_eps, spec.norm_plus_one, self.gelu
         alone = tp.size == self.qkv_blocks == self.gate_up_blocks == 1 and self.router is None
-        self._whole = alone and self.out.bias is None and self.down.bias is None and self._sizes[3] % 2 == 0
+        self._whole = ops.layer(parts, sizes, options, self.rule, index) if alone else None
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention, num_tokens: int) -> Tensor:
         """x [R, hidden] -> the same: all rows, of which those from ``num_tokens`` on are padding, or with sequence parallelism
         this rank's R / t of them. ``cos`` and ``sin`` are of all R rows."""
-        whole = None if torch.is_grad_enabled() else self._at_once(x, cos, sin, attention, num_tokens)
-        if whole is not None:
-            return whole
+        if self._whole is not None and not torch.is_grad_enabled():
+            whole = self._whole(x, cos, sin, attention, num_tokens)
+            if whole is not None:
+                return whole
         qkv = self.run_entry(self._enter, x, self.input_norm, self.qkv)
         mixed = self.run_part(self._mix, qkv, cos, sin, attention, num_tokens)
         x = x + self._leave(mixed, self.out, self.attention_norm, "attention")
@@ -115,19 +109,9 @@ class Block(nn.Module):
             partial = self.run_part(self._mix_experts, x)
         return x + self._leave(partial, self.down, self.mlp_norm, "mlp")
 
-    def _at_once(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention, num_tokens: int) -> Tensor | None:
-        """The layer as one kernel with the same bits; None where it or the attention has none."""
-        found, context = kernels.ready(x), getattr(attention, "kernel_context", None)
-        if not self._whole or found is None or context is None or not found.multiplies(x, self.down.weight):
-            return None
-        rule = self.rule.scale, self.rule.softcap, self.rule.window
-        weights = [None if part is None else part.weight for part in self._parts]
-        biases = self.qkv.bias, self.gate_up.bias
-        return found.block(x, cos, sin, num_tokens, self._sizes, self._options, rule, weights, biases, context(self.index))
-
     def _enter(self, recomputed: bool, x: Tensor, norm: RMSNorm, linear: Linear) -> Tensor:
         """Norm and column-parallel matrix: [R, hidden], or this rank's rows of it -> all rows of this rank's columns."""
-        return multiply(self._enter_tp(norm(x), self.tp), linear.weight, linear.bias, recomputed)
+        return self.ops.linear(self._enter_tp(norm(x), self.tp), linear.weight, linear.bias, recomputed)
 
     def _mix(self, recomputed: bool, qkv: Tensor, cos: Tensor, sin: Tensor, attention: Attention, num_tokens: int) -> Tensor:
         """The attention, and this rank's part of its output matrix: [R, (Hq + 2 Hkv) * D] -> [R, hidden], to be summed."""
@@ -135,13 +119,13 @@ class Block(nn.Module):
         if num_tokens < qkv.shape[0]:  # also a slice of all rows would be a copy in the backward pass
             q, k, v = (x[:num_tokens] for x in (q, k, v))
         mixed = attention.attend(self.index, q, k, v, self.rule)
-        return multiply(pad_rows(mixed.flatten(1), qkv.shape[0]), self.out.weight, recomputed=recomputed)
+        return self.ops.linear(pad_rows(mixed.flatten(1), qkv.shape[0]), self.out.weight, recomputed=recomputed)
 
     def _activate(self, recomputed: bool, gate_up: Tensor) -> Tensor:
         """The gated activation, and this rank's part of the last matrix: [R, 2n] -> [R, hidden], to be summed."""
         rows = gate_up.shape[0]
-        inner = self.activation(gate_up.view(rows * self.gate_up_blocks, -1)).view(rows, -1)
-        return multiply(inner, self.down.weight, recomputed=recomputed)
+        inner = self.ops.gated(gate_up.view(rows * self.gate_up_blocks, -1), self.gelu).view(rows, -1)
+        return self.ops.linear(inner, self.down.weight, recomputed=recomputed)
 
     def _mix_experts(self, recomputed: bool, x: Tensor) -> Tensor:
         """Norm and mixture of experts: [R, hidden], or this rank's rows of it -> [R, hidden], to be summed."""
@@ -150,7 +134,7 @@ class Block(nn.Module):
         # every rank weighs its own slices of the experts: the router's gradient is a sum over tp
         router = copy_to_tp(self.router.weight, self.tp)
         weights = (router, self.gate_up.weight, self.down.weight)
-        return mix_experts(rows, *weights, self.experts, self.activation, self.gate_up_blocks)
+        return mix_experts(self.ops, rows, *weights, self.experts, self.gelu, self.gate_up_blocks)
 
     def _heads(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[T, (Hq + 2 Hkv) * D] -> q [T, Hq, D], k and v [T, Hkv, D], q and k normed (where the family does) and rotated."""
@@ -162,12 +146,12 @@ class Block(nn.Module):
             per_head = torch.cat([part.flatten(1, 2) for part in parts], 1)
         if self.q_norm is None or self.k_norm is None:
             qk, v = per_head.split([heads + kv, kv], 1)
-            q, k = rotate(qk, cos, sin).split([heads, kv], 1)
+            q, k = self.ops.rotate(qk, cos, sin).split([heads, kv], 1)
             return q, k, v
         q, k, v = per_head.split([heads, kv, kv], 1)
         # each rank applies the replicated weights to its own heads only: their gradients are sums over tp
         with_heads = [(q, self.q_norm), (k, self.k_norm)]
-        q, k = (rotate(norm(x, copy_to_tp(norm.weight, self.tp)), cos, sin) for x, norm in with_heads)
+        q, k = (self.ops.rotate(norm(x, copy_to_tp(norm.weight, self.tp)), cos, sin) for x, norm in with_heads)
         return q, k, v
 
     def _leave(self, partial: Tensor, linear: Linear, norm: RMSNorm | None, label: str) -> Tensor:
@@ -181,7 +165,8 @@ class Decoder(nn.Module):
     """Stage ``stage`` of ``pp`` of a model, tensor-parallel over ``tp``. Parameters are allocated, not initialised.
 
     ``head``: "lm", "value", "both" or "none". ``shards`` is plan_params of this rank; parameter names are its keys. ``layer_ids`` are
-    the global indices of ``layers``. ``blocks``: the order inside fused parameters, see plan_params; a generation module takes
+    the global indices of ``layers``. ``ops``: its arithmetic, of ``dtype`` and ``device``, which is that of all of its operations but
+    the attention. ``blocks``: the order inside fused parameters, see plan_params; a generation module takes
     t / t_g. A tied model with pp > 1 holds the shared matrix twice, see :attr:`tied_ends`.
 
     ``sequence_parallel``: outside attention and MLP each tp rank holds 1 / t of the rows (``slices`` is t), between stages too; the
@@ -203,7 +188,7 @@ class Decoder(nn.Module):
         super().__init__()
         device = torch.device(device)
         self.spec, self.head_kind, self.stage, self.pp, self.tp = spec, head, stage, pp, tp
-        self.dtype = dtype
+        self.dtype, self.ops = dtype, choose_ops(dtype, device)
         self.shards = plan_params(spec, head, stage, pp, tp.rank, tp.size, blocks)
         self.layer_ids = stage_layers(spec.num_hidden_layers, pp, stage)
         self.vocab_range = vocab_range(spec.vocab_size, tp.rank, tp.size)
@@ -213,7 +198,7 @@ class Decoder(nn.Module):
         self.scattered = residual if self.slices > 1 else set()
         whole = plan_params(spec, "none", 0, 1, tp.rank, tp.size, blocks)  # of all layers: stages must agree on the padding
         matrices = [shard.shape for name, shard in whole.items() if name.startswith("layers.") and len(shard.shape) == 2]
-        self.min_rows = max(exact_rows(math.prod(shape)) for shape in matrices)
+        self.min_rows = max(self.ops.min_rows(math.prod(shape)) for shape in matrices)
         # no buffers: they must survive construction on the meta device
         self._frequencies = {local: rope_frequencies(spec, local) for local in set(map(spec.local_rope, self.layer_ids))}
 
@@ -226,9 +211,9 @@ class Decoder(nn.Module):
         for index, layer in enumerate(self.layer_ids):
             prefix = f"layers.{index}."
             shards = {name[len(prefix) :]: shard for name, shard in self.shards.items() if name.startswith(prefix)}
-            self.layers.append(Block(spec, shards, index, layer, tp, blocks, dtype, device, self.slices > 1))
+            self.layers.append(Block(self.ops, spec, shards, index, layer, tp, blocks, dtype, device, self.slices > 1))
         self.keep_activations()
-        norm = (spec.hidden_size, spec.rms_norm_eps, spec.norm_plus_one)
+        norm = (self.ops, spec.hidden_size, spec.rms_norm_eps, spec.norm_plus_one)
         self.norm = RMSNorm(*norm, dtype, device) if self.is_last else None
         self.head = holder("head")
         self.value = holder("value")

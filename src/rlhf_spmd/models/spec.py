@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_spmd.config import registry
+from rlhf_spmd.kernels import AttentionRule
 
 
 @dataclass(frozen=True)
@@ -42,16 +43,6 @@ class Names:
     expert_gate: str = "model.layers.{layer}.mlp.experts.{expert}.gate_proj"
     expert_up: str = "model.layers.{layer}.mlp.experts.{expert}.up_proj"
     expert_down: str = "model.layers.{layer}.mlp.experts.{expert}.down_proj"
-
-
-@dataclass(frozen=True)
-class AttentionRule:
-    """How a layer turns scores into probabilities: softmax(softcap * tanh(q k^T * scale / softcap)), without the tanh where
-    ``softcap`` is None; a query at position i sees the keys j with i - ``window`` < j <= i, all j <= i where it is None."""
-
-    scale: float
-    softcap: float | None = None
-    window: int | None = None
 
 
 @dataclass(frozen=True)

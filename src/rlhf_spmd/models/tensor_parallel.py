@@ -9,52 +9,27 @@ Collective over the tp group: every rank of it must call each of them, and run i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from rlhf_spmd.kernels import can
+from rlhf_spmd.kernels.gradients import Node
 from rlhf_spmd.parallel.collectives import Group
-
-
-class _CopyToTP(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, label: str) -> Tensor:
-        ctx.group, ctx.label = group, label
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        # a copy: autograd may hand the same gradient to someone else, and all_reduce works in place
-        total = grad.contiguous().clone() if ctx.group.size > 1 else grad
-        return ctx.group.all_reduce(total, ctx.label), None, None
-
-
-class _ReduceFromTP(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, label: str) -> Tensor:
-        return reduce_in_order(x, group, label)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad, None, None
 
 
 def reduce_in_order(x: Tensor, group: Group, label: str) -> Tensor:
     """Sum over the group whose value at an element does not depend on where in the tensor the element lies.
 
     gloo's all_reduce starts each chunk of the buffer at another rank, so with more than two ranks a token's sum would
-    depend on its place in the batch, and generation would differ from training in the last bits. On CPU the parts are
-    therefore gathered and added in rank order; with two ranks the order does not matter, and small tensors gather faster.
+    depend on its place in the batch, and generation would differ from training in the last bits. Exact devices
+    therefore gather the parts and add them in rank order; with two the order does not matter, and small tensors gather faster.
     Collective over the group: every rank of it must call, in program order.
     """
     if group.size == 1:
         return x
-    if x.device.type != "cpu" or (group.size == 2 and x.nbytes > 1 << 16):
+    if not can(x.device).exact or (group.size == 2 and x.nbytes > 1 << 16):
         return group.all_reduce(x.contiguous().clone(), label)
     return _sum(group.all_gather(x, label))
 
@@ -75,58 +50,39 @@ def _all_rows(x: Tensor, group: Group, label: str) -> Tensor:
     return group.all_gather_into(x.new_empty(group.size * x.shape[0], *x.shape[1:]), x, label)
 
 
-class _GatherRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, label: str, partial: bool) -> Tensor:
-        ctx.group, ctx.label, ctx.partial = group, label, partial
-        return _all_rows(x, group, label)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        if ctx.partial:
-            return _sum_own_rows(grad.contiguous(), ctx.group, ctx.label), None, None, None
-        return grad.chunk(ctx.group.size)[ctx.group.rank], None, None, None
-
-
-class _ScatterRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, label: str) -> Tensor:
-        ctx.group, ctx.label = group, label
-        return _sum_own_rows(x, group, label)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _all_rows(grad, ctx.group, ctx.label), None, None
+def _node(x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> Tensor:
+    return Node.apply(lambda x: (forward(x), ()), lambda _, grad: (backward(grad),), x)
 
 
 def copy_to_tp(x: Tensor, group: Group, label: str = "tp_grad") -> Tensor:
     """Identity whose backward sums the gradient over the group: the entry of a column-parallel matrix, or a replicated
     parameter that each rank applies to its own heads."""
-    return _CopyToTP.apply(x, group, label) if group.size > 1 and torch.is_grad_enabled() else x
+    if group.size == 1 or not torch.is_grad_enabled():
+        return x
+    # the sum is of a copy: autograd may hand the same gradient to someone else, and all_reduce works in place
+    return _node(x, lambda x: x.view_as(x), lambda grad: group.all_reduce(grad.contiguous().clone(), label))
 
 
 def reduce_from_tp(x: Tensor, group: Group, label: str = "tp_sum") -> Tensor:
     """Sum over the group whose backward is the identity: the exit of a row-parallel matrix."""
-    return _ReduceFromTP.apply(x, group, label) if group.size > 1 else x
+    return x if group.size == 1 else _node(x, lambda x: reduce_in_order(x, group, label), lambda grad: grad)
 
 
 def gather_to_tp(x: Tensor, group: Group, label: str = "tp_gather") -> Tensor:
     """Every rank's rows [R / t, ...] in rank order, [R, ...], whose backward sums the gradient and leaves each rank its rows: the
     entry of a column-parallel matrix under sequence parallelism."""
-    return _GatherRows.apply(x, group, label, True)
+    return _node(x, lambda x: _all_rows(x, group, label), lambda grad: _sum_own_rows(grad.contiguous(), group, label))
 
 
 def scatter_from_tp(x: Tensor, group: Group, label: str = "tp_scatter") -> Tensor:
     """This rank's rows [R / t, ...] of the sum of x [R, ...] over the group, whose backward gathers: the exit of a row-parallel
     matrix under sequence parallelism. t divides R."""
-    return _ScatterRows.apply(x, group, label)
+    return _node(x, lambda x: _sum_own_rows(x, group, label), lambda grad: _all_rows(grad, group, label))
 
 
 def gather_whole(x: Tensor, group: Group, label: str = "tp_gather") -> Tensor:
     """:func:`gather_to_tp` for what every rank computes alike, so that each has the whole gradient: backward takes its rows."""
-    return _GatherRows.apply(x, group, label, False)
+    return _node(x, lambda x: _all_rows(x, group, label), lambda grad: grad.chunk(group.size)[group.rank])
 
 
 def vocab_parallel_embedding(

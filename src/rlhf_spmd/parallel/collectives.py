@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlhf_spmd.kernels import can
+
 
 @dataclass
 class FlightRecorder:
@@ -128,7 +130,7 @@ class Group:
         RECORDER.note(f"exchange:{label}", self.name, sum(num_bytes))
         RECORDER.count(label, *num_bytes)
         pg = self.process_group
-        if pg is not None and not any(tensor.is_cuda for _, tensor in (*receives, *sends)):  # gloo does not batch them
+        if pg is not None and not any(can(tensor.device).nccl for _, tensor in (*receives, *sends)):  # gloo does not batch them
             works = [pg.recv([tensor], member, 0) for member, tensor in receives]
             return works + [pg.send([tensor], member, 0) for member, tensor in sends]
         every = [(dist.irecv, message) for message in receives] + [(dist.isend, message) for message in sends]

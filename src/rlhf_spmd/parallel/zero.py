@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from rlhf_spmd.kernels import can
 from rlhf_spmd.parallel.collectives import Group
 from rlhf_spmd.parallel.mesh import Mesh
 
@@ -29,7 +30,7 @@ class _Collective:
     def pieces(self, rows: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """Cuts of each rank's part of [size, n] that travel together, and those columns in one piece of memory."""
         size, width = rows.shape
-        if rows.device.type != "cpu" or width <= STAGED:
+        if can(rows.device).nccl or width <= STAGED:
             yield slice(0, width), rows
             return
         staging = rows.new_empty(size * STAGED)  # one for all pieces: gloo's threads let go of a tensor late
@@ -60,7 +61,7 @@ class _ReduceScatter(_Collective):
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> None:
         for columns, piece in self.pieces(input_tensor.view(self.group.size, -1)):
             self.group.reduce_scatter_into(output_tensor[columns], piece.view(-1), "zero_gradients")
-        if input_tensor.device.type == "cpu":
+        if not can(input_tensor.device).streams:
             input_tensor.untyped_storage().resize_(0)  # FSDP2 lets go of it in the last backward pass, for the streams of GPUs
         self.reduced, self.unread = (output_tensor if self.readers else None), self.readers
 

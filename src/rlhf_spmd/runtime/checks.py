@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from rlhf_spmd.algorithms.base import AlgorithmConfig
 from rlhf_spmd.data.dataset import DatasetConfig, TokenDataset
 from rlhf_spmd.data.prompts import DataConfig, PromptDataset, PromptsConfig
-from rlhf_spmd.models.attention import exact_in_threads
+from rlhf_spmd.kernels import can, choose_ops, model_device
 from rlhf_spmd.runtime.roles import RolePlan, check_sampling
 from rlhf_spmd.workers import ModelWorker, RewardWorker
 
@@ -174,9 +172,8 @@ def _exact(role: str, plan: RolePlan, config: Any) -> bool:
     assert generation is not None
     if settings.exact is False:
         return False
-    against = None
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
+    against, device, dtype = None, model_device(), plan.config.torch_dtype(model_device())
+    if not can(device).exact:
         against = "only the kernels for CPUs do not depend on the batch"
     elif plan.config.dtype == "float64":
         against = "in float64 generation's products are other ones than training's"
@@ -184,7 +181,7 @@ def _exact(role: str, plan: RolePlan, config: Any) -> bool:
         against = f"generation has tp={generation.tp} and training tp={plan.shape.layout.tp}, and they add in another order"
     elif settings.attention not in ("auto", plan.config.attention):
         against = f"models.{role}.generation.attention={settings.attention} is not models.{role}.attention"
-    elif config.run.threads > 1 and not exact_in_threads(plan.config.attention, plan.config.torch_dtype(device), device):
+    elif config.run.threads > 1 and not choose_ops(dtype, device, plan.config.attention).exact_in_threads(dtype):
         against = f"with run.threads={config.run.threads} only the C++ kernels are exact, and torch computes some of it here"
     elif in_flight(config) is not None:
         against = f"with data.gen_batch_size={config.data.gen_batch_size} tokens may come from weights of earlier steps"

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import resource
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import torch
 
 from rlhf_spmd.config.load import to_dict
 from rlhf_spmd.controller import ordered_values
@@ -89,10 +86,3 @@ def token_count(batch: Batch) -> int:
     """Of all token fields that the data gave."""
     lengths = [x.lengths for name, x in batch.fields.items() if isinstance(x, Ragged) and name.endswith("_ids")]
     return int(sum(int(x.sum()) for x in lengths))
-
-
-def peak_memory_gb(device: torch.device) -> float:
-    """Peak memory so far: of the GPU's allocator, on CPUs the resident size of the process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

@@ -9,11 +9,11 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 import yaml
 
 from rlhf_spmd.checkpoint.directory import read_manifest
@@ -24,10 +24,12 @@ from rlhf_spmd.config.bounds import check_bounds
 from rlhf_spmd.config.load import to_yaml
 from rlhf_spmd.controller import Controller, Reference
 from rlhf_spmd.data.batch import Batch
+from rlhf_spmd.kernels import wait
+from rlhf_spmd.kernels.devices import peak_bytes
 from rlhf_spmd.parallel.collectives import RECORDER
 from rlhf_spmd.parallel.program import Preempted, ProgramContext
 from rlhf_spmd.reshard import LABELS
-from rlhf_spmd.runtime.recorder import Recorder, StepSize, merge_reports, peak_memory_gb, token_count
+from rlhf_spmd.runtime.recorder import Recorder, StepSize, merge_reports, token_count
 from rlhf_spmd.runtime.restart import compare_runs, restore_rows_in_flight, role_state, rows_in_flight
 from rlhf_spmd.runtime.roles import model_directory
 from rlhf_spmd.telemetry import run_dir
@@ -189,7 +191,7 @@ class Session:
                 key = name.rsplit(".", 1)[-1]
                 own_phases[key] = own_phases.get(key, 0.0) + value
         received = sum(RECORDER.received[label] for label in LABELS) - received
-        own = [seconds, own_phases, peak_memory_gb(self.world.device), received]
+        own = [seconds, own_phases, peak_bytes(self.world.device) / 2**30, received]
         self.controller.send_report([self.controller.values(*calls), own])
         generates = any(call.spec.kind == "generate" for call in self.controller.taken)
         self._size = StepSize(sum(map(len, rows)), sum(map(token_count, rows)), len(calls), generates)
@@ -297,6 +299,5 @@ def start_controller(context: ProgramContext[Any]) -> Controller:
     world, plans = context.world, context.prepared.plans.values()
     pools = [pool for plan in plans for pool in (plan.pool, *(call.pool for call in plan.calls.values()))]
     names = sorted({pool.name for pool in pools if world.rank in pool.ranks})
-    synchronize = (lambda: torch.cuda.current_stream().synchronize()) if world.device.type == "cuda" else None
-    timeline = Timeline(world.rank, names, synchronize=synchronize)
+    timeline = Timeline(world.rank, names, synchronize=partial(wait, world.device))
     return Controller(world.all, context.board, timeline, context.prepared.config.run.seed)

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import torch
 
 from rlhf_spmd.generation.config import GenerationConfig
+from rlhf_spmd.kernels import ATTENTION, can
 from rlhf_spmd.models.activations import CHECKPOINTING
-from rlhf_spmd.models.attention import ATTENTION
 from rlhf_spmd.parallel.layout import LayoutConfig
 from rlhf_spmd.workers.optimizer import OptimConfig
 
@@ -40,7 +40,7 @@ class ComputeConfig:
 
     def torch_dtype(self, device: torch.device) -> torch.dtype:
         if self.dtype == "auto":
-            return torch.bfloat16 if device.type == "cuda" else torch.float32
+            return can(device).dtype
         return DTYPES[self.dtype]
 
 

@@ -24,7 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_spmd.data.batch import Batch
-from rlhf_spmd.models.attention import PackedAttention, choose_attention
+from rlhf_spmd.kernels import choose_ops
+from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.sharding import plan_params
 from rlhf_spmd.models.spec import ModelSpec
@@ -89,13 +90,13 @@ class TrainEngine:
         ``head``: "lm", "value" or "none". ``total_updates``: optimizer steps in the whole run, for the schedule.
         ``new_head``: a value head that the directory has not starts at zero; otherwise that is an error.
         ``activation_checkpointing`` and ``activation_offload``: see :meth:`Decoder.keep_activations`.
-        ``attention``: see ``models.attention.choose_attention``.
+        ``attention``: see ``kernels.choose_ops``.
         Raises ValueError for weights that do not fit the model.
         """
         assert isinstance(mesh.layout, Layout) and mesh.member, "a training engine needs a training mesh that this rank is in"
         self.spec, self.mesh, self.dtype, self.device = spec, mesh, dtype, device
         self.zero = mesh.layout.zero if mesh.layout.dp > 1 else 0
-        self.attention = choose_attention(attention, dtype, device, "attention")
+        self.attention = choose_ops(dtype, device, attention)
         stages, sliced = mesh.layout.pp * mesh.layout.vpp, mesh.layout.sequence_parallel
         self.chunks = [
             Decoder(spec, head, stage, stages, mesh.tp, dtype, "meta", sequence_parallel=sliced)

@@ -6,6 +6,7 @@ import time
 
 import torch
 
+from rlhf_spmd.kernels import can, wait
 from rlhf_spmd.models.spec import ModelSpec
 
 
@@ -31,13 +32,12 @@ def forward_flops(spec: ModelSpec, num_tokens: float, mean_length: float) -> flo
 
 def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
     """FLOP/s of square matrix products on this rank's device, the best of three: the peak that utilisation is measured by."""
-    size = 8192 if device.type == "cuda" else 768
+    size = 8192 if can(device).streams else 768
     a, b = (torch.rand(size, size, device=device, dtype=dtype) for _ in range(2))
     best = float("inf")
     for _ in range(4):  # the first is warm-up, and the best of the others counts
         start = time.perf_counter()
         a @ b
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        wait(device)
         best = min(best, time.perf_counter() - start)
     return 2.0 * size**3 / best

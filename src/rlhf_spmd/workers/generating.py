@@ -96,6 +96,6 @@ def build_generating(worker: ModelWorker, tokenizer: Any) -> Generating | None:
         host_of=lambda i: pool.ranks[i] // build.world.launch.local_size,
     )
     config, where = worker.config.generation, f"models.{worker.name}.generation.attention"
-    backend = choose_backend(config.attention, worker.engine.attention, worker.engine.dtype, worker.device, where)
+    backend = choose_backend(config.attention, worker.engine.attention.name, worker.engine.dtype, worker.device, where)
     config = replace(config, attention=backend)
     return Generating(worker, hybrid, Generator(decoder, mesh, config, spec.eos_token_ids, decoding(tokenizer)))

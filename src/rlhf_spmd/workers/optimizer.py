@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from rlhf_spmd.kernels import can, wait
 from rlhf_spmd.parallel.collectives import RECORDER
 from rlhf_spmd.parallel.data_parallel import buckets
 
@@ -108,7 +109,7 @@ class Optimizer:
             dtype = accumulation_dtype(param.dtype) if config.master_weights else param.dtype
             where: dict[str, Any] = {"device": param.device}
             if config.offload:
-                where = {"device": "cpu", "pin_memory": param.device.type == "cuda"}
+                where = {"device": "cpu", "pin_memory": can(param.device).pinned}
             keys = ("exp_avg", "exp_avg_sq", "master") if dtype != param.dtype else ("exp_avg", "exp_avg_sq")
             self._states[name] = {key: torch.zeros(param.shape, dtype=dtype, **where) for key in keys}
         self.refresh_masters(params)
@@ -132,8 +133,8 @@ class Optimizer:
                 for key, x in state.items():
                     if new[key] is not x:
                         x.copy_(new[key], non_blocking=True)
-        if self.config.offload and torch.cuda.is_available():
-            torch.cuda.current_stream().synchronize()  # the host may read its states now
+        if self.config.offload:
+            wait()  # the host may read its states now
         self.step_count += 1
         return lr
 

@@ -1,0 +1,64 @@
+"""Which arithmetic a model gets: chosen when it is built, from its dtype and device."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import subprocess
+from collections.abc import Iterator
+from functools import cache
+
+import torch
+
+from rlhf_spmd.kernels.build import build
+from rlhf_spmd.kernels.devices import can, model_device
+from rlhf_spmd.kernels.exact import ExactOps
+from rlhf_spmd.kernels.library import Kernels
+from rlhf_spmd.kernels.ops import Ops
+
+ATTENTION = ("auto", "torch", "cpp")
+_log = logging.getLogger(__name__)
+
+
+@cache
+def _load() -> Kernels | None:
+    try:
+        return Kernels(str(build()))
+    except (OSError, AttributeError, subprocess.SubprocessError) as error:
+        _log.warning("C++ kernels do not build here, torch computes instead: %s", error)
+        return None
+
+
+_suspended = False
+_EXACT, _PLAIN = ExactOps(), Ops()
+
+
+def choose_ops(dtype: torch.dtype, device: torch.device, wanted: str = "auto", where: str = "attention") -> Ops:
+    """The arithmetic of models of ``dtype`` on ``device``; "meta", memory still to come, is where this process's models are. The C++
+    kernels are built at first use. ``wanted``: one of ATTENTION, of which ``where`` is the key.
+
+    Raises ValueError if cpp is wanted where it cannot be.
+    """
+    if wanted not in ATTENTION:
+        raise ValueError(f"{where}={wanted!r} is not known; allowed: {', '.join(ATTENTION)}")
+    exact = can(model_device() if device.type == "meta" else device).exact
+    fits = exact and not _suspended and wanted != "torch" and dtype in (torch.float32, torch.bfloat16)
+    found = _load() if fits else None
+    if wanted == "cpp" and found is None:
+        raise ValueError(
+            f"{where}=cpp: the C++ kernels compute float32 and bfloat16 on the CPU where a C++ compiler is installed, here "
+            f"{dtype} on {device.type}; set it to auto or torch"
+        )
+    return found or (_EXACT if exact else _PLAIN)
+
+
+@contextlib.contextmanager
+def suspended() -> Iterator[None]:
+    """No kernels for what is built in here, as on a machine without a compiler: for comparisons. Generation and training must both be
+    inside."""
+    global _suspended
+    before, _suspended = _suspended, True
+    try:
+        yield
+    finally:
+        _suspended = before

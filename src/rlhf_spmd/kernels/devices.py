@@ -1,0 +1,105 @@
+"""What a device can. Other modules ask for an ability by its name; here alone the kinds of devices are told apart."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+
+EXTRAS = {"triton": "triton", "flash_attn": "gpu"}  # optional packages of GPUs: the extras of this one that bring them
+MIN_CAPABILITY = (8, 0)
+
+
+@dataclass(frozen=True)
+class Abilities:
+    """What code may rest on, of one kind of device.
+
+    - exact: a row's bits do not depend on what is computed beside it, nor on its place in a tensor that ranks add up, nor on the rank.
+    - streams: work is queued and the host goes on, so it waits for what it wants to read (:func:`wait`).
+    - pinned: copies to and from pinned host memory run in a stream; from other memory the host waits.
+    - graphs: launches can be captured and replayed (CUDA graphs).
+    - nccl: ranks exchange tensors without the host. Otherwise gloo does, which copies all that it is given.
+    - dtype: of models whose configuration leaves it open.
+    """
+
+    exact: bool
+    streams: bool
+    pinned: bool
+    graphs: bool
+    nccl: bool
+    dtype: torch.dtype
+
+
+_CPU = Abilities(exact=True, streams=False, pinned=False, graphs=False, nccl=False, dtype=torch.float32)
+_CUDA = Abilities(exact=False, streams=True, pinned=True, graphs=True, nccl=True, dtype=torch.bfloat16)
+
+
+def can(device: torch.device) -> Abilities:
+    return _CUDA if device.type == "cuda" else _CPU
+
+
+def model_device() -> torch.device:
+    """The kind of device that this process's models are on, without a number."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def wait(device: torch.device | None = None) -> None:
+    """Let the host wait for the work of the present stream, of ``model_device`` if no device is given."""
+    if can(device or model_device()).streams:
+        torch.cuda.current_stream(device).synchronize()
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that could be taken: on GPUs what the driver has left plus what torch holds unused, on CPUs MemAvailable."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    with open("/proc/meminfo", encoding="ascii") as lines:
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most so far: of the GPU's allocator, on CPUs the resident size of the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def unavailable(package: str, device: torch.device, dtype: torch.dtype | None = None) -> str | None:
+    """Why the kernels of one of EXTRAS cannot serve here, or None. ``dtype`` None: not known yet, nor which GPU."""
+    if find_spec(package) is None:
+        return f"{package} is not installed: pip install 'rlhf_spmd[{EXTRAS[package]}]'"
+    on_gpu = device.type == "cuda"
+    if not on_gpu and not (package == "triton" and _interpreted()):
+        return f"it needs a CUDA device, here is {device.type}"
+    if dtype is not None and on_gpu and torch.cuda.get_device_capability(device) < MIN_CAPABILITY:
+        return f"it needs a GPU of compute capability {MIN_CAPABILITY}, here {torch.cuda.get_device_capability(device)}"
+    if on_gpu and (why := _broken(package)):
+        return why
+    if dtype == torch.float64 or (package == "flash_attn" and dtype == torch.float32):
+        return f"it does not compute {dtype}"
+    return None
+
+
+@cache
+def _broken(package: str) -> str | None:
+    """Why an installed package does not work on this machine, or None."""
+    if package == "triton":
+        compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or shutil.which("cc")
+        return None if compiler else "triton needs a C compiler (gcc, clang, or the one that CC names)"
+    try:
+        from flash_attn import flash_attn_with_kvcache  # noqa: F401
+    except ImportError as error:  # built for another torch, or too old
+        return f"flash_attn cannot be imported: {str(error).splitlines()[0]}"
+    return None
+
+
+def _interpreted() -> bool:
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)

@@ -1,0 +1,161 @@
+"""Exact arithmetic on CPUs by torch.
+
+Exact means: a row's output bits depend on that row and the weights alone; a query's on that query, its keys and its values, not
+on what else is in the batch, how many queries are computed at once or how far keys are padded. The rules that give this, measured
+with both MKL and oneDNN matrix products: enough rows in every product (:meth:`Ops.min_rows`); key lengths in multiples of KEY_BLOCK;
+probabilities times values in blocks of KEY_BLOCK keys, added in order, so that blocks beyond a query's keys add exactly 0.
+
+Shape legend: B sequences, H KV heads, G query heads per KV head, R query rows (S queries * G), L keys, D head_dim, T tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rlhf_spmd.kernels.gradients import Node
+from rlhf_spmd.kernels.ops import Ops
+from rlhf_spmd.kernels.packing import KEY_BLOCK, QUERY_BLOCK, Alike, AttentionRule, Packing, pad_rows, round_up, visible
+
+HEAD_ALIGN = 8  # MKL is not exact for p v with 10 columns; none of the multiples of 8 showed that
+MAX_SCORES = 1 << 22  # elements of one score matrix; larger groups of sequences are cut into several
+
+
+class ExactOps(Ops):
+    chunk_logits, backward_rows, wide_head = 1 << 22, 1 << 10, True  # 16 MiB of logits
+
+    def wide_product(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.linear(x.float(), weight.float())
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, allowed: Tensor) -> Tensor:
+        """Rows q [B, H, R, D] over keys k and values v [B, H, L, D] -> [B, H, R, D]. ``allowed`` [B or 1, 1, R, L].
+
+        Keys and values that no row sees must still be finite; a row that sees no key gives NaN. L is padded here to a multiple of
+        KEY_BLOCK, R to a few rows: callers that gather pages of such a length pay no copy. With grouped-query attention the G
+        query heads of a KV head are rows: q [B, H, S * G, D]. bf16 is computed in fp32.
+        """
+        rows, missing, wide = q.shape[2], -k.shape[2] % KEY_BLOCK, torch.promote_types(q.dtype, torch.float32)
+        if missing:
+            allowed, k, v = F.pad(allowed, (0, missing)), F.pad(k, (0, 0, 0, missing)), F.pad(v, (0, 0, 0, missing))
+        enough = self._attention_rows(q)
+        if rows < enough:
+            q, allowed = pad_rows(q, enough, 2), F.pad(allowed, (0, 0, 0, enough - rows), value=True)
+        p = _probabilities(q.to(wide).contiguous(), k.to(wide).contiguous(), allowed, rule)
+        return _weighted_values(p, v.to(wide).contiguous())[:, :, :rows].to(q.dtype)
+
+    def attend_packed(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, rule: AttentionRule) -> Tensor:
+        """One node for all sequences: no slices, pads or copies for autograd to undo one by one."""
+        wide, parts = torch.promote_types(q.dtype, torch.float32), packing.alike(q.shape[1], MAX_SCORES)
+        halves = partial(self._packed, parts, rule, torch.is_grad_enabled()), partial(_packed_backward, parts, rule)
+        return Node.apply(*halves, q.to(wide), k.to(wide), v.to(wide)).to(q.dtype)
+
+    def _packed(
+        self, parts: Sequence[Alike], rule: AttentionRule, keeps: bool, q: Tensor, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Sequence[Tensor]]:
+        kv_heads, group_size = k.shape[1], q.shape[1] // k.shape[1]
+        out = torch.empty_like(q)
+        keep: list[Tensor] = []
+        for part in parts:
+            rows, keys, values = part.queries(q, kv_heads), part.keys(k), part.keys(v)
+            mixed = torch.empty_like(rows)
+            for block, near, allowed in _causal_blocks(part.num_queries, group_size, rule.window, q.device):
+                queries = pad_rows(rows[:, :, block], self._attention_rows(rows), 2).contiguous()
+                seen = F.pad(allowed, (0, 0, 0, queries.shape[2] - allowed.shape[0]), value=True)
+                p = _probabilities(queries, keys[:, :, near].contiguous(), seen, rule)
+                mixed[:, :, block] = _weighted_values(p, values[:, :, near])[:, :, : allowed.shape[0]]
+                if keeps:
+                    keep.append(p[:, :, : allowed.shape[0]])
+            part.scatter_queries(mixed, out)
+        return out, (q, k, v, *keep)
+
+    def _attention_rows(self, q: Tensor) -> int:
+        """Rows that q [B, H, R, D] must have; both products are smallest with one block of keys."""
+        return self.min_rows(q.shape[0] * q.shape[1] * q.shape[3] * KEY_BLOCK)
+
+
+def _scores(q: Tensor, k: Tensor, rule: AttentionRule) -> Tensor:
+    """q k^T * scale [B, H, R, L], and its tanh after division by the softcap where there is one: still to be multiplied by it."""
+    scores = torch.matmul(q, k.transpose(-1, -2))
+    scores *= rule.scale
+    return scores if rule.softcap is None else scores.div_(rule.softcap).tanh_()
+
+
+def _probabilities(q: Tensor, k: Tensor, allowed: Tensor, rule: AttentionRule) -> Tensor:
+    """The rule's softmax [B, H, R, L]. ``allowed`` broadcasts to the last columns of the scores."""
+    scores = _scores(q, k, rule)
+    if rule.softcap is not None:
+        scores *= rule.softcap
+    scores[..., scores.shape[-1] - allowed.shape[-1] :].masked_fill_(~allowed, -math.inf)
+    return torch.softmax(scores, -1)
+
+
+def _weighted_values(p: Tensor, v: Tensor) -> Tensor:
+    """p v [B, H, R, D], KEY_BLOCK keys at a time in order."""
+    dim = v.shape[-1]
+    v = F.pad(v, (0, -dim % HEAD_ALIGN)) if dim % HEAD_ALIGN else v
+    out = torch.matmul(p[..., :KEY_BLOCK], v[..., :KEY_BLOCK, :])
+    for first in range(KEY_BLOCK, p.shape[-1], KEY_BLOCK):
+        block = slice(first, first + KEY_BLOCK)
+        out += torch.matmul(p[..., block], v[..., block, :])
+    return out[..., :dim]
+
+
+def _input_gradients(
+    p: Tensor, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, rule: AttentionRule
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v from the probabilities and the gradient of the output. Not under the exactness rules."""
+    grad_v = torch.matmul(p.transpose(-1, -2), grad)
+    grad_scores = torch.matmul(grad, v.transpose(-1, -2))
+    grad_scores *= p
+    grad_scores -= p * grad_scores.sum(-1, keepdim=True)
+    if rule.softcap is not None:
+        grad_scores *= 1 - _scores(q, k, rule).square_()
+    grad_scores *= rule.scale
+    return torch.matmul(grad_scores, k), torch.matmul(grad_scores.transpose(-1, -2), q), grad_v
+
+
+def _causal_blocks(
+    num_queries: int, group_size: int, window: int | None, device: torch.device
+) -> list[tuple[slice, slice, Tensor]]:
+    """(query rows, keys, which of the last of those keys they see) per block of QUERY_BLOCK queries."""
+    blocks = []
+    for first in range(0, num_queries, QUERY_BLOCK):
+        last = min(first + QUERY_BLOCK, num_queries)
+        num_keys = round_up(last, KEY_BLOCK)
+        rows = slice(first * group_size, last * group_size)
+        query = torch.arange(first, last, device=device).repeat_interleave(group_size)
+        oldest = 0 if window is None else max(first - window + 1, 0) // KEY_BLOCK * KEY_BLOCK
+        masked = torch.arange(first if window is None else oldest, num_keys, device=device)
+        blocks.append((rows, slice(oldest, num_keys), visible(query, masked, window)))
+    return blocks
+
+
+def _packed_backward(
+    parts: Sequence[Alike], rule: AttentionRule, _: object, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *keep: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    kv_heads, group_size = k.shape[1], q.shape[1] // k.shape[1]
+    grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    saved = iter(keep)
+    for part in parts:
+        rows, keys, values = part.queries(q, kv_heads), part.keys(k), part.keys(v)
+        grad_rows = part.queries(grad, kv_heads)
+        if not part.full:
+            # padded queries repeat a real token: its gradient must not be counted for them
+            dropped = ~part.valid[:, None, :, None].expand(-1, -1, -1, group_size).reshape(len(rows), 1, -1, 1)
+            grad_rows.masked_fill_(dropped, 0)
+        out_rows, out_keys, out_values = torch.empty_like(rows), torch.zeros_like(keys), torch.zeros_like(values)
+        for block, near, _ in _causal_blocks(part.num_queries, group_size, rule.window, q.device):
+            some = (rows[:, :, block], keys[:, :, near], values[:, :, near], grad_rows[:, :, block])
+            grads = _input_gradients(next(saved), *some, rule)
+            out_rows[:, :, block] = grads[0]
+            out_keys[:, :, near] += grads[1]
+            out_values[:, :, near] += grads[2]
+        part.scatter_queries(out_rows, grad_q)
+        part.scatter_keys(out_keys, grad_k)
+        part.scatter_keys(out_values, grad_v)
+    return grad_q, grad_k, grad_v

@@ -1,0 +1,32 @@
+"""An operation as one node of autograd, made of two halves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+class Node(torch.autograd.Function):
+    """``Node.apply(forward, backward, *inputs)`` is ``forward(*inputs)``'s first result; its second is saved, and
+    ``backward(needed, gradient, *saved)`` gives the inputs' gradients (any where ``needed`` says that there is no use for it).
+
+    What the halves keep beside that may not be activations: only what is saved goes to the host or is computed again.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, forward: Callable[..., tuple[Tensor, Sequence[Tensor]]], backward: Callable[..., Any], *inputs: Tensor
+    ) -> Tensor:
+        out, saved = forward(*inputs)
+        ctx.save_for_backward(*saved)
+        ctx.backward_half = backward
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *ctx.backward_half(ctx.needs_input_grad[2:], grad, *ctx.saved_tensors)

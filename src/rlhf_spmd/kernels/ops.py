@@ -1,0 +1,268 @@
+"""The arithmetic of a model, one object per device: by torch, on any device, in the form that suits GPUs.
+
+What a model calls is differentiable (``linear`` to ``attend_packed``); the halves that its autograd nodes are made of, and what the
+head and the sampler take, are not. :mod:`exact` and :mod:`library` replace what CPUs compute otherwise; a kernel for another
+device replaces a method in the same way, and no model changes.
+
+Shape legend: T tokens, H KV heads, G query heads per KV head, D head_dim, V local vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rlhf_spmd.kernels.gradients import Node
+from rlhf_spmd.kernels.packing import AttentionRule, Packing, pad_rows, visible
+
+MIN_ROWS = 4  # MKL multiplies fewer rows with other kernels, with other rounding
+ONEDNN_MIN_SIZE = 16**3  # torch gives products of at most so many multiplications to MKL even where oneDNN is chosen
+
+
+class Ops:
+    """- name: of the attention, as ``models.<role>.attention`` says it.
+    - joins_layers: its attention over packed sequences can be a part of :meth:`layer`.
+    - chunk_logits: logits that the head makes at a time; at most so many rows of them in the backward pass: ``backward_rows``,
+      since fewer add to gradients too often.
+    - small_head: logits so few that the backward pass takes chunks of rows whole; of as many it finds those of the forward pass, where
+      ``keeps_logits``: the statistics leave them as they are.
+    - wide_head: the products of the head's backward pass are in fp32, also where its weight is not.
+    """
+
+    name, joins_layers = "torch", False
+    chunk_logits, backward_rows = 1 << 26, 1 << 13
+    small_head, keeps_logits, wide_head = 1 << 23, False, False
+
+    def min_rows(self, numel: int) -> int:
+        """Rows from which on x @ w gives each row the same bits whatever their number; ``numel``: elements of w, with its batch."""
+        return max(MIN_ROWS, ONEDNN_MIN_SIZE // max(numel, 1) + 1)
+
+    def exact_in_threads(self, dtype: torch.dtype) -> bool:
+        """Whether bits do not depend on the batch with several threads either: torch and MKL divide products by their size."""
+        return False
+
+    @staticmethod
+    def page_elements(page_size: int, head_dim: int) -> int:
+        """Elements of one page of one head in the KV cache, keys or values."""
+        return page_size * head_dim
+
+    # -- differentiable
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, recomputed: bool = False) -> Tensor:
+        """x [T, in] times the transpose of ``weight`` [out, in], plus ``bias``: with at least :meth:`min_rows` rows a row's bits do
+        not depend on the others. ``recomputed``: only what the backward pass needs is wanted, the result need not be there."""
+        return F.linear(x, weight, bias)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, plus_one: bool = False) -> Tensor:
+        """weight * x / sqrt(mean(x^2) + eps) over the last dim; ``plus_one``: (1 + weight) * ..."""
+        if not torch.is_grad_enabled():
+            return self.norm(x, weight, eps, plus_one)[0]
+
+        def forward(x: Tensor, weight: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+            out, scale = self.norm(x, weight, eps, plus_one)
+            return out, (x, weight, scale)
+
+        return Node.apply(forward, partial(self.norm_backward, plus_one), x, weight)
+
+    def gated(self, gate_up: Tensor, gelu: bool) -> Tensor:
+        """[T, 2n] = [gate; up] -> silu(gate) * up [T, n], or gelu(gate) * up, gelu in its tanh form."""
+        if not torch.is_grad_enabled():
+            return self.gate(gate_up, gelu)
+        return Node.apply(lambda x: (self.gate(x, gelu), [x]), partial(self.gate_backward, gelu), gate_up)
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotary embedding of x [T, heads, D] in half-split form; cos and sin [T, 1, D / 2]."""
+        if not torch.is_grad_enabled():
+            return self.turn(x, cos, sin)
+        return Node.apply(lambda x: (self.turn(x, cos, sin), (cos, sin)), self.turn_backward, x)
+
+    def per_expert(self, x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
+        """x [N, in], ``counts[e]`` rows of each expert in turn, times that expert's matrix [blocks, out, in] -> [N, blocks * out]."""
+        return Node.apply(partial(self._per_expert, counts), partial(_per_expert_backward, counts), x, weight)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, allowed: Tensor) -> Tensor:
+        """Rows q over keys k and values v [B, H, L, D] -> as q, for generation, without gradients. ``allowed`` (bool, broadcasts to the
+        scores): which keys a row sees, the rule's window included."""
+        return attend_dense(q, k, v, rule, allowed)
+
+    def attend_packed(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, rule: AttentionRule) -> Tensor:
+        """Causal attention within each sequence: q [T, H * G, D], k and v [T, H, D] -> [T, H * G, D]."""
+        out = torch.zeros_like(q)
+        for part in packing.alike(q.shape[1], math.inf):
+            queries, keys, values = (part.gather(x).transpose(1, 2) for x in (q, k, v))
+            at = torch.arange(part.num_queries, device=q.device)
+            reached = rule.window is not None and part.num_queries > rule.window
+            allowed = visible(at, at, rule.window) if reached else None
+            mixed = attend_dense(queries, keys, values, rule, allowed).transpose(1, 2)
+            out = out.index_copy(0, part.target, part.picked(mixed))
+        return out
+
+    def layer(
+        self, parts: Sequence[Any], sizes: Sequence[int], options: tuple[float, bool, bool], rule: AttentionRule, index: int
+    ) -> Callable[..., Tensor | None] | None:
+        """A whole layer on one rank as one function, with the bits of its operations and without gradients: of x [R, hidden], cos,
+        sin, the attention and the number of tokens -> [R, hidden], or None where the attention is another one. None: there is none.
+
+        ``parts`` have a weight and a bias, or are None: norm, qkv, norms of q and k, out, norm, norm, gate_up, down, norm. ``sizes``:
+        query heads, KV heads, head_dim, inner; ``options``: eps, plus_one, gelu; ``index``: the attention's name for the layer.
+        """
+        return None
+
+    # -- halves of the above
+
+    def norm(self, x: Tensor, weight: Tensor, eps: float, plus_one: bool) -> tuple[Tensor, Tensor]:
+        """The norm and its scales [..., 1], in fp32 for bf16."""
+        wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+        scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+        if plus_one:
+            return (wide * scale * (1 + weight.to(wide.dtype))).to(x.dtype), scale
+        return weight * (wide * scale).to(x.dtype), scale
+
+    def norm_backward(
+        self, plus_one: bool, _: object, grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Gradients of x and of the weight from that of :meth:`norm`'s first result, its inputs and the scales."""
+        normal, grad = x.to(scale.dtype) * scale, grad.to(scale.dtype)
+        grad_weight = (grad * normal).reshape(-1, x.shape[-1]).sum(0).to(weight.dtype)
+        grad_normal = grad * (1 + weight.to(grad.dtype) if plus_one else weight)
+        along = (grad_normal * normal).mean(-1, keepdim=True)
+        return grad_normal.addcmul_(normal, along, value=-1).mul_(scale).to(x.dtype), grad_weight
+
+    def gate(self, gate_up: Tensor, gelu: bool) -> Tensor:
+        # views with gaps: contiguous silu gives a tensor's last elements another rounding on CPUs; of these all rows end alike
+        gate, up = gate_up.chunk(2, -1)
+        return (F.gelu(gate, approximate="tanh") if gelu else F.silu(gate)).mul_(up)
+
+    def gate_backward(self, gelu: bool, _: object, grad: Tensor, gate_up: Tensor) -> tuple[Tensor]:
+        """The gradient of [gate; up] from that of :meth:`gate`'s result."""
+        gate, up = gate_up.chunk(2, -1)
+        grads = torch.empty_like(gate_up)
+        grad_gate, grad_up = grads.chunk(2, -1)
+        torch.mul(grad, up, out=grad_gate)
+        aten = torch.ops.aten  # with their results in place: copies of such matrices cost as much as the arithmetic
+        if gelu:
+            aten.gelu.out(gate, approximate="tanh", out=grad_up)
+            aten.gelu_backward.grad_input(grad_gate, gate, approximate="tanh", grad_input=grad_gate)
+        else:
+            aten.silu.out(gate, out=grad_up)
+            aten.silu_backward.grad_input(grad_gate, gate, grad_input=grad_gate)
+        grad_up.mul_(grad)
+        return (grads,)
+
+    def turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        a, b = x.chunk(2, -1)
+        out = torch.empty_like(x)
+        half = x.shape[-1] // 2
+        # no addcmul: it may fuse the rounding on some elements and not on others
+        torch.sub(a * cos, b * sin, out=out[..., :half])
+        torch.add(b * cos, a * sin, out=out[..., half:])
+        return out
+
+    def turn_backward(self, _: object, grad: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor]:
+        return (self.turn(grad.contiguous(), cos, -sin),)
+
+    def _per_expert(self, counts: Sequence[int], x: Tensor, weight: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+        out = x.new_empty(len(x), weight.shape[1] * weight.shape[2])
+        enough = self.min_rows(weight[0].numel())
+        for expert, rows in _ranges(counts):
+            matrix = weight[expert].flatten(0, 1)  # a copy only if there are several blocks
+            out[rows] = self.linear(pad_rows(x[rows], enough), matrix)[: rows.stop - rows.start]
+        return out, (x, weight)
+
+    # -- the head and the sampler
+
+    def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """hidden [T, in] times the transpose of ``weight`` [V, in], in fp32 (fp64 for fp64), in enough rows to be exact."""
+        padded = pad_rows(hidden, self.min_rows(weight.numel()))
+        if hidden.dtype in (torch.float32, torch.float64):
+            return F.linear(padded, weight)[: len(hidden)]
+        return self.wide_product(padded, weight)[: len(hidden)]
+
+    def wide_product(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Of half precision, in fp32."""
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+
+    def logit_statistics(self, logits: Tensor, labels: Tensor, first: int, entropy: bool) -> Tensor:
+        """fp32 or fp64 logits [T, V] of the vocabulary from ``first`` on -> [4, T]: largest, sum of exp(l - largest), the label's
+        logit (0 where it lies elsewhere), and with ``entropy`` the sum of exp(l - largest) * (l - largest), else 0. Overwrites
+        the logits unless ``keeps_logits``."""
+        local = labels - first
+        inside = (local >= 0) & (local < logits.shape[1])
+        at_label = logits.gather(1, local.masked_fill(~inside, 0)[:, None])[:, 0].masked_fill(~inside, 0)
+        maximum = logits.amax(-1)
+        shifted = logits.sub_(maximum[:, None])
+        exponentials = shifted.exp() if entropy else shifted.exp_()
+        total = exponentials.sum(-1)
+        weighted = shifted.mul_(exponentials).sum(-1) if entropy else torch.zeros_like(maximum)
+        return torch.stack([maximum, total, at_label, weighted])
+
+    def logit_gradients(
+        self, logits: Tensor, labels: Tensor, first: int, log_z: Tensor, grads: Tensor, entropy: Sequence[Tensor] | None = None
+    ) -> Tensor:
+        """Gradients of log-probs of ``labels`` [T] times ``grads`` [T, 1] in the logits [T, V] of the vocabulary from ``first`` on,
+        which are overwritten. ``log_z`` [T, 1]: log-sum-exps over the whole vocabulary; ``entropy``: the entropies and their
+        gradients, [T, 1] each."""
+        local = labels - first
+        log_p = logits.sub_(log_z)
+        if entropy is None:
+            grad = log_p.exp_().neg_().mul_(grads)
+        else:
+            grad = log_p.exp().neg_()
+            grad *= log_p.add_(entropy[0]).mul_(entropy[1]).add_(grads)
+        inside = ((local >= 0) & (local < grad.shape[1]))[:, None]
+        return grad.scatter_add_(1, local[:, None].masked_fill(~inside, 0), grads.masked_fill(~inside, 0))
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        """Where the largest of logits [T, V] is, the first of equal ones: int64 [T]."""
+        return logits.argmax(-1)
+
+    def draw(self, logits: Tensor, temperature: float, uniforms: Tensor) -> Tensor | None:
+        """Token ids int64 [T] from logits [T, V]: the first whose cumulative probability exceeds ``uniforms`` fp64 [T]. None: not
+        by one kernel here."""
+        return None
+
+
+def _per_expert_backward(counts: Sequence[int], _: object, grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    grad_x, grad_weight = torch.empty_like(x), torch.zeros_like(weight, memory_format=torch.contiguous_format)
+    for expert, rows in _ranges(counts):
+        torch.mm(grad[rows], weight[expert].flatten(0, 1), out=grad_x[rows])
+        grad_weight[expert] = torch.mm(grad[rows].t(), x[rows]).view(weight.shape[1:])
+    return grad_x, grad_weight
+
+
+def _ranges(counts: Sequence[int]) -> Iterator[tuple[int, slice]]:
+    """(expert, its rows) of the experts that have any."""
+    start = 0
+    for expert, count in enumerate(counts):
+        if count:
+            yield expert, slice(start, start + count)
+        start += count
+
+
+def attend_dense(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, allowed: Tensor | None) -> Tensor:
+    """torch's own attention: q [B, H * G, R, D], k and v [B, H, L, D] -> [B, H * G, R, D].
+
+    ``allowed`` None is causal, else it includes the rule's window. torch's kernels have no softcap: plain products then.
+    """
+    if rule.softcap is None:
+        grouped = q.shape[1] != k.shape[1]
+        if grouped and (allowed is not None or q.dtype == torch.float32):
+            # Of torch's kernels only flash attention groups heads, and it takes no mask and no float32: without copies of the
+            # heads everything else falls back to products that keep [B, H * G, R, L].
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+            grouped = False
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=allowed, is_causal=allowed is None, scale=rule.scale, enable_gqa=grouped
+        )
+    if allowed is None:
+        allowed = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    wide = torch.promote_types(q.dtype, torch.float32)  # bf16 would round scores of 20 by 0.06
+    scores = torch.tanh(torch.matmul(q.to(wide), k.to(wide).transpose(-1, -2)) * (rule.scale / rule.softcap)) * rule.softcap
+    return torch.matmul(torch.softmax(scores.masked_fill(~allowed, -math.inf), -1).to(v.dtype), v)

@@ -1,0 +1,125 @@
+"""Which keys a query sees, and packed sequences gathered into rectangles.
+
+Shape legend: B sequences, S queries of each, H KV heads, G query heads per KV head, L keys, D head_dim, T tokens.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+KEY_BLOCK = 64  # key lengths are multiples of it, see ``exact``
+Context = tuple[int, int, int, int, int, int, int]  # items or bounds, how many, table, cache, pages, page size, page elements
+QUERY_BLOCK = 64  # queries whose keys are cut at one length: skips most of the future in long sequences
+
+
+@dataclass(frozen=True)
+class AttentionRule:
+    """How a layer turns scores into probabilities: softmax(softcap * tanh(q k^T * scale / softcap)), without the tanh where
+    ``softcap`` is None; a query at position i sees the keys j with i - ``window`` < j <= i, all j <= i where it is None."""
+
+    scale: float
+    softcap: float | None = None
+    window: int | None = None
+
+
+def visible(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
+    """Which keys (positions [L]) each query (positions [..., R]) sees: [..., R, L]."""
+    ahead = queries[..., None] - keys
+    return ahead >= 0 if window is None else (ahead >= 0) & (ahead < window)
+
+
+def round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+def pad_rows(x: Tensor, rows: int, dim: int = 0) -> Tensor:
+    """``x`` with ``dim`` extended to ``rows`` by zeros (itself if it is long enough)."""
+    missing = rows - x.shape[dim]
+    if missing <= 0:
+        return x
+    shape = list(x.shape)
+    shape[dim] = missing
+    return torch.cat([x, x.new_zeros(shape)], dim)
+
+
+class Alike:
+    """Sequences of similar length, padded to one: ``index`` [B, S] says which packed row lies where.
+
+    Padded queries point at row 0 of the batch: their outputs are dropped (not ``valid``; ``real`` says where the others lie),
+    and being in the future of every real query they are never seen as keys. Computed on the host, which knows the lengths.
+    """
+
+    def __init__(self, starts: Sequence[int], lengths: Sequence[int], device: torch.device) -> None:
+        self.num_sequences, self.num_queries = len(starts), max(lengths)
+        offsets = torch.arange(self.num_queries)
+        valid = offsets < torch.tensor(lengths)[:, None]
+        index = (torch.tensor(starts)[:, None] + offsets).masked_fill(~valid, 0).reshape(-1)
+        real = valid.reshape(-1).nonzero()[:, 0]
+        self.full = len(real) == len(index)
+        self.valid, self.index = valid.to(device), index.to(device)
+        self.real, self.target = real.to(device), index[real].to(device)
+        self.num_keys = round_up(self.num_queries, KEY_BLOCK)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """[T, ...] -> [B, S, ...]"""
+        return x.index_select(0, self.index).view(self.num_sequences, self.num_queries, *x.shape[1:])
+
+    def picked(self, x: Tensor) -> Tensor:
+        """[B, S, ...] -> the rows that are no padding, of ``target``."""
+        flat = x.reshape(-1, *x.shape[2:])
+        return flat if self.full else flat.index_select(0, self.real)
+
+    def queries(self, x: Tensor, kv_heads: int) -> Tensor:
+        """[T, H * G, D] -> rows [B, H, S * G, D], the G heads of one query together."""
+        batch = self.gather(x).view(self.num_sequences, self.num_queries, kv_heads, -1, x.shape[-1])
+        return batch.transpose(1, 2).reshape(self.num_sequences, kv_heads, -1, x.shape[-1])
+
+    def keys(self, x: Tensor) -> Tensor:
+        """[T, H, D] -> [B, H, L, D]"""
+        batch = x.new_zeros(self.num_sequences, x.shape[1], self.num_keys, x.shape[2])
+        batch[:, :, : self.num_queries] = self.gather(x).transpose(1, 2)
+        return batch
+
+    def scatter_queries(self, rows: Tensor, out: Tensor) -> None:
+        """Inverse of :meth:`queries` into out [T, H * G, D]."""
+        b, h, _, d = rows.shape
+        batch = rows.view(b, h, self.num_queries, -1, d).transpose(1, 2).reshape(b, self.num_queries, -1, d)
+        out.index_copy_(0, self.target, self.picked(batch))
+
+    def scatter_keys(self, keys: Tensor, out: Tensor) -> None:
+        out.index_copy_(0, self.target, self.picked(keys[:, :, : self.num_queries].transpose(1, 2)))
+
+
+class Packing:
+    """Sequences of ``lengths`` tokens behind each other. ``bounds`` int64 [sequences + 1]: where they begin and end, on the host."""
+
+    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
+        self.lengths, self.device = lengths, device
+        self.bounds = torch.tensor([0, *itertools.accumulate(lengths)])
+        self._alike: dict[tuple[int, float], list[Alike]] = {}
+
+    def context(self, layer_index: int) -> Context:
+        """For the kernel that computes a whole layer."""
+        return self.bounds.data_ptr(), len(self.lengths), 0, 0, 0, 0, 0
+
+    def alike(self, num_heads: int, max_scores: float) -> list[Alike]:
+        """The sequences that have tokens, those of similar length together, of which a block's scores are ``max_scores`` at most."""
+        key = num_heads, max_scores
+        if key not in self._alike:
+            starts, lengths = self.bounds.tolist(), self.lengths
+            groups: list[list[int]] = []
+            for i in sorted((i for i, n in enumerate(lengths) if n), key=lambda i: lengths[i]):
+                shortest = lengths[groups[-1][0]] if groups else 0
+                similar = bool(groups) and lengths[i] <= shortest + max(KEY_BLOCK // 2, shortest // 8)
+                scores = num_heads * min(QUERY_BLOCK, lengths[i]) * round_up(lengths[i], KEY_BLOCK)
+                if similar and (len(groups[-1]) + 1) * scores <= max_scores:
+                    groups[-1].append(i)
+                else:
+                    groups.append([i])
+            self._alike[key] = [Alike([starts[i] for i in group], [lengths[i] for i in group], self.device) for group in groups]
+        return self._alike[key]
