@@ -1,0 +1,46 @@
+"""Who asks what a device is, and which arithmetic a model gets for it."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from places import ROOT
+from rlhf_spmd import kernels
+from rlhf_spmd.kernels import Kernels, Ops, can, choose_ops, model_device
+from rlhf_spmd.kernels.exact import ExactOps
+
+KINDS = re.compile(r"device\.type|\.is_cuda|cuda\.is_available")
+ALLOWED = {
+    "parallel/world.py",  # sets the device of a rank up
+    "parallel/mesh.py",  # names it to torch
+    "checkpoint/files.py",  # asserts where bytes lie
+    "train.py",  # prints it
+}
+
+
+def test_kinds_of_devices_are_told_apart_in_one_place() -> None:
+    source = ROOT / "src" / "rlhf_spmd"
+    asking = {str(path.relative_to(source)) for path in source.rglob("*.py") if KINDS.search(path.read_text())}
+    assert {name for name in asking if not name.startswith("kernels/")} <= ALLOWED
+
+
+def test_models_name_no_device_and_no_kernel() -> None:
+    for path in sorted((ROOT / "src" / "rlhf_spmd" / "models").glob("*.py")):
+        found = re.findall(r"is_cuda|device\.type|\bKernels\b|ExactOps|\"cuda\"", path.read_text())
+        assert not found, f"{path.name} has {found}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_arithmetic_follows_dtype_and_device(dtype: torch.dtype) -> None:
+    cpu, gpu, meta = map(torch.device, ("cpu", "cuda", "meta"))
+    assert type(choose_ops(dtype, gpu)) is Ops and not can(gpu).exact
+    assert type(choose_ops(dtype, cpu, "torch")) is ExactOps and can(cpu).exact
+    assert choose_ops(dtype, meta) is choose_ops(dtype, model_device()), "memory still to come"
+    with kernels.suspended():
+        assert type(choose_ops(dtype, cpu)) is ExactOps
+    assert dtype != torch.float64 or not isinstance(choose_ops(dtype, cpu), Kernels)
+    with pytest.raises(ValueError, match=r"here=cpp: the C\+\+ kernels compute float32 and bfloat16 on the CPU"):
+        choose_ops(dtype, gpu, "cpp", "here")
