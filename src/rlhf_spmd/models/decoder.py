@@ -165,9 +165,9 @@ class Decoder(nn.Module):
     """Stage ``stage`` of ``pp`` of a model, tensor-parallel over ``tp``. Parameters are allocated, not initialised.
 
     ``head``: "lm", "value", "both" or "none". ``shards`` is plan_params of this rank; parameter names are its keys. ``layer_ids`` are
-    the global indices of ``layers``. ``ops``: its arithmetic, of ``dtype`` and ``device``, which is that of all of its operations but
-    the attention. ``blocks``: the order inside fused parameters, see plan_params; a generation module takes
-    t / t_g. A tied model with pp > 1 holds the shared matrix twice, see :attr:`tied_ends`.
+    the global indices of ``layers``. ``blocks``: the order inside fused parameters, see plan_params; a generation module takes t / t_g.
+    A tied model with pp > 1 holds the shared matrix twice, see :attr:`tied_ends`. ``ops``: the arithmetic of all operations but the
+    attention; unless given, the best for ``dtype`` and ``device``.
 
     ``sequence_parallel``: outside attention and MLP each tp rank holds 1 / t of the rows (``slices`` is t), between stages too; the
     gradients of the parameters named in ``scattered`` are then parts, to be summed over tp. The forward pass has the same bits.
@@ -184,11 +184,12 @@ class Decoder(nn.Module):
         device: torch.device | str,
         blocks: int = 1,
         sequence_parallel: bool = False,
+        ops: Ops | None = None,
     ) -> None:
         super().__init__()
         device = torch.device(device)
         self.spec, self.head_kind, self.stage, self.pp, self.tp = spec, head, stage, pp, tp
-        self.dtype, self.ops = dtype, choose_ops(dtype, device)
+        self.dtype, self.ops = dtype, ops or choose_ops(dtype, device)
         self.shards = plan_params(spec, head, stage, pp, tp.rank, tp.size, blocks)
         self.layer_ids = stage_layers(spec.num_hidden_layers, pp, stage)
         self.vocab_range = vocab_range(spec.vocab_size, tp.rank, tp.size)

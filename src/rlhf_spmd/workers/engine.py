@@ -96,10 +96,10 @@ class TrainEngine:
         assert isinstance(mesh.layout, Layout) and mesh.member, "a training engine needs a training mesh that this rank is in"
         self.spec, self.mesh, self.dtype, self.device = spec, mesh, dtype, device
         self.zero = mesh.layout.zero if mesh.layout.dp > 1 else 0
-        self.attention = choose_ops(dtype, device, attention)
+        self.ops, self.attention = choose_ops(dtype, device), choose_ops(dtype, device, attention)
         stages, sliced = mesh.layout.pp * mesh.layout.vpp, mesh.layout.sequence_parallel
         self.chunks = [
-            Decoder(spec, head, stage, stages, mesh.tp, dtype, "meta", sequence_parallel=sliced)
+            Decoder(spec, head, stage, stages, mesh.tp, dtype, "meta", sequence_parallel=sliced, ops=self.ops)
             for stage in mesh.layout.stages(mesh.pp_rank)
         ]
         for chunk in self.chunks:

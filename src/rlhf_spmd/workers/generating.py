@@ -8,8 +8,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
-
 from rlhf_spmd.data.tokenizer import decoding
 from rlhf_spmd.generation.backends import choose_backend
 from rlhf_spmd.generation.generator import Generator
@@ -77,9 +75,8 @@ def build_generating(worker: ModelWorker, tokenizer: Any) -> Generating | None:
     if not worker.member:
         return None
     assert spec is not None
-    decoder = Decoder(
-        spec, "lm", mesh.pp_rank, layout.pp, mesh.tp, worker.engine.dtype, torch.device("meta"), blocks=layout.blocks
-    )
+    dtype, blocks, ops = worker.engine.dtype, layout.blocks, worker.engine.ops
+    decoder = Decoder(spec, "lm", mesh.pp_rank, layout.pp, mesh.tp, dtype, "meta", blocks, ops=ops)
     decoder.requires_grad_(False)
     shards = partial(rank_shards, spec, "lm", worker.shape.layout)  # generation has no use for a second head
     mine = shards(worker.mesh.pp_rank, worker.mesh.tp_rank)
