@@ -25,6 +25,7 @@ from rlhf_spmd.generation.runner import Call
 from rlhf_spmd.generation.scheduler import Limits
 from rlhf_spmd.generation.sequence import Completion, Request, Row
 from rlhf_spmd.generation.stopping import build_ends
+from rlhf_spmd.kernels.devices import free_bytes
 from rlhf_spmd.models.decoder import Block, Decoder
 from rlhf_spmd.parallel.mesh import Mesh
 
@@ -238,7 +239,7 @@ class Generator:
         Collective over the replica: every rank of it must call, in program order.
         """
         page_bytes = KVCache.page_bytes(*self._cache_shape(), self.config.page_size, self.decoder.dtype)
-        free = _free_bytes(self._device) - self.reserved_bytes
+        free = free_bytes(self._device) - self.reserved_bytes
         pages = int(self.config.gpu_memory_utilization * free) // page_bytes
         return int(self.mesh.replica.all_reduce(torch.tensor([max(pages, 1)]), "generation:pages", "min"))
 
@@ -256,12 +257,3 @@ class Generator:
     @property
     def _device(self) -> torch.device:
         return next(self.decoder.parameters()).device
-
-
-def _free_bytes(device: torch.device) -> int:
-    """Memory that a cache could take: on GPUs what the driver has left plus what torch holds unused, on CPU MemAvailable."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    with open("/proc/meminfo", encoding="ascii") as lines:
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))

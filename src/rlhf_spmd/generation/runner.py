@@ -32,6 +32,7 @@ from rlhf_spmd.generation.scheduler import Step, Work
 from rlhf_spmd.generation.sequence import NotFinite, Row
 from rlhf_spmd.generation.stages import Stages
 from rlhf_spmd.generation.stopping import Ends
+from rlhf_spmd.kernels import can
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import gather_logits, local_logits, log_probs_of
 from rlhf_spmd.parallel.mesh import Mesh
@@ -258,7 +259,9 @@ class Runner:
         numbers = lengths - self.prompts[lines]
         draws = numbers if sampling.greedy else uniform(self.keys[lines], numbers)
         drawn = sample(scores, sampling, draws)
-        if drawn.is_cuda:  # its cumulative sums may differ between ranks in the last bit, and then the schedules would
+        if not can(
+            drawn.device
+        ).exact:  # its cumulative sums may differ between ranks in the last bit, and then the schedules would
             self.mesh.tp.broadcast(drawn, 0, "generation:tokens")
         self.tokens.index_copy_(0, lines * self.width + lengths, drawn)
         places, tempered = lines * self.most + numbers, sampling.log_prob_temperature != 1.0
@@ -310,7 +313,7 @@ class Runner:
         rows draw alike, and how long histories are, changes from step to step."""
         plain = len(self.samplings) == 1 and self.samplings[0].top_p == 1.0 and self.decoder.spec.experts is None
         varies = self.rules is not None or self.top_ids.numel() > 0 or self.decoder.tp.size > 1
-        return plain and not varies and self.device.type == "cuda" and self.cache.backend.capturable
+        return plain and not varies and can(self.device).graphs and self.cache.backend.capturable
 
     def _capture(self, state: Tensor, table: Tensor, alike: Alike, history: Tensor) -> _Captured:
         """After a first step, which compiles kernels and fills caches."""

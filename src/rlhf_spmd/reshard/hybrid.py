@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from rlhf_spmd.kernels import can
 from rlhf_spmd.parallel.boxes import ParamShard
 from rlhf_spmd.parallel.collectives import RECORDER, Group
 from rlhf_spmd.parallel.layout import GenerationLayout
@@ -156,7 +157,7 @@ class HybridWeights:
             moves, copies = list(self.plan.transfer.moves(tensors)), list(self.plan.transfer.copies(tensors))
             ends = self._ends(self.bucket_bytes // self.dtype.itemsize)
             replaced = sum(math.prod(self.shards[name].shape) for name in self.finished[bucket] if self.replaced(name))
-            self._steps[bucket] = replace(plan_bucket(moves, copies, ends, self.device.type == "cuda"), held=replaced)
+            self._steps[bucket] = replace(plan_bucket(moves, copies, ends, can(self.device).streams), held=replaced)
         return self._steps[bucket]
 
     @cached_property

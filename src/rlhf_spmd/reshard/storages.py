@@ -7,6 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from rlhf_spmd.kernels import can, wait
+
 
 class Storages:
     """The storages of some tensors, which can be given up for a while: whoever holds the tensors finds them again later.
@@ -45,12 +47,11 @@ class Storages:
     def offload(self) -> None:
         """Copy to host memory, which is kept for the next time, and give up the storages."""
         if not self._host:
-            pin = any(storage.device.type == "cuda" for storage in self._storages)
+            pin = any(can(storage.device).pinned for storage in self._storages)
             self._host = [torch.empty(size, dtype=torch.uint8, pin_memory=pin) for size in self._sizes]
         for host, storage in zip(self._host, self._storages, strict=True):
             host.copy_(_bytes(storage), non_blocking=True)
-        if torch.cuda.is_available():
-            torch.cuda.current_stream().synchronize()
+        wait()
         self.free()
 
     def rest(self, tensors: Iterable[Tensor], changed: bool) -> None:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from rlhf_spmd.kernels import can
 from rlhf_spmd.parallel.collectives import Group, Work, wait_all
 from rlhf_spmd.reshard.messages import Ends, Message, Step, plan_steps
 from rlhf_spmd.reshard.plan import Part, Piece, Plan
@@ -61,7 +62,7 @@ class Transfer:
         self._group, self._dtype, self._limit, self._label = group, dtype, limit, label
         self._opens, self._closes, self._measure = opens, closes, measure
         self._device = next((tensor.device for tensor in chain(sources.values(), targets.values())), torch.device("cpu"))
-        self._stream = _side_stream() if beside and self._device.type == "cuda" else None
+        self._stream = _side_stream() if beside and can(self._device).streams else None
         self._flights: deque[_Flight] = deque()
         self.landed = self.peak_bytes = 0
         self._thread: threading.Thread | None = None
