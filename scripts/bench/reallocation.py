@@ -56,7 +56,6 @@ PLANS = [
     (Layout(8, 8, 16, 3), Layout(4, 4, 64)),
     (Layout(4, 4, 64, 1), Layout(8, 8, 16, 3)),
     (Layout(1, 1, 64, 3), Layout(1, 8, 8)),
-    (Layout(1, 1, 1024, 3), Layout(1, 8, 128)),
 ]
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from rlhf_spmd.reshard.plan import Index, Part, Piece, Plan
 
-ALONE = 1 << 14  # elements from which a piece is worth a message of its own
+ALONE = 1 << 14  # elements from which a piece of a gather, which all others take, is worth a message of its own
 
 Shapes = Mapping[str, Sequence[int]]
 
@@ -66,7 +66,7 @@ def plan_steps(plan: Plan, ends: Ends) -> list[Step]:
     """Each message by itself, in one order on all ranks: by the distance of the two, then by number, then by sender. So the first
     message that is not done is always started at both ends: no order of arrival and no limit can lock ranks into waiting. What
     stays on the rank comes last, while messages are on their way."""
-    ordered = sorted(_by_pair(plan.moves(), ends), key=lambda item: item[0])
+    ordered = sorted(_by_pair(plan.moves(), ends, ends.limit // 64), key=lambda item: item[0])
     steps = []
     for _, sends, peer, parts in ordered:
         in_memory = _in_memory(sends, parts, ends)
@@ -80,7 +80,7 @@ def plan_bucket(moves: Sequence[Piece], copies: Sequence[Piece], ends: Ends, on_
     if on_gpu and moves and (step := _all_gather(moves, copies, ends)):
         return step
     peers: dict[tuple[bool, tuple[Part, ...]], list[int]] = {}  # what goes to several is packed once
-    for _, sends, peer, parts in sorted(_by_pair(moves, ends), key=lambda item: item[0]):
+    for _, sends, peer, parts in sorted(_by_pair(moves, ends, min(ALONE, ends.limit // 64)), key=lambda item: item[0]):
         peers.setdefault((sends, parts), []).append(peer)
     messages, used = [], 0
     for (sends, parts), to in peers.items():
@@ -137,24 +137,24 @@ def _stacked(parts: Sequence[Sequence[Piece]], targets: Shapes) -> str:
 Pair = tuple[tuple[int, int, int], bool, int, tuple[Part, ...]]  # place in the global order, whether it sends, peer, parts
 
 
-def _by_pair(moves: Iterable[Piece], ends: Ends) -> Iterator[Pair]:
+def _by_pair(moves: Iterable[Piece], ends: Ends, alone: int) -> Iterator[Pair]:
     """The messages between this rank and each other one."""
     place, size = {rank: i for i, rank in enumerate(ends.members)}, len(ends.members)
     me, pairs = place[ends.rank], dict[tuple[int, int], list[Piece]]()
     for piece in moves:
         pairs.setdefault((place[piece.giver], place[piece.taker]), []).append(piece)
     for (giver, taker), pieces in pairs.items():
-        for number, cut in enumerate(cut_messages(pieces, ends.limit)):
+        for number, cut in enumerate(cut_messages(pieces, ends.limit, alone)):
             sends = giver == me
             parts = tuple(piece.source if sends else piece.target for piece in cut)
             yield ((taker - giver) % size, number, giver), sends, taker if sends else giver, parts
 
 
-def cut_messages(pieces: Iterable[Piece], limit: int) -> Iterator[list[Piece]]:
-    """Runs of pieces of at most half of ``limit`` elements. Large ones go by themselves, cut to ``limit`` along their rows as far as
-    a row is smaller."""
+def cut_messages(pieces: Iterable[Piece], limit: int, alone: int) -> Iterator[list[Piece]]:
+    """Runs of pieces of at most half of ``limit`` elements. Those of ``alone`` elements or more go by themselves, cut to ``limit``
+    along their rows as far as a row is smaller. With a part of ``limit`` as ``alone`` the number of messages is bounded too."""
     run: list[Piece] = []
-    used, alone = 0, min(ALONE, limit // 64)
+    used = 0
     for piece in joined(pieces):
         numel, rows = piece.source.numel, piece.source.size[0]
         if numel >= alone:
