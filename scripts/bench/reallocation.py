@@ -166,7 +166,7 @@ def plan_row(source: Layout, target: Layout) -> dict[str, Any]:
         "mean_received_bytes": 2 * total / source.size,
         "from_other_hosts": abroad / max(total, 1),
         "busiest": max(sent.values(), default=0) * source.size / max(total, 1),
-        "peers": max(len({*chain.from_iterable(plan.traffic)}) - 1 for _, plan in parts),
+        "peers": max(len(plan.traffic) for _, plan in parts),
         "messages": max(messages(sides, plan, rank) for rank, (_, plan) in zip(some, parts, strict=True)),
         "holdings_s": described,
         "rank_s": median([seconds for seconds, _ in parts]),
