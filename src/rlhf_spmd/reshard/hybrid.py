@@ -290,6 +290,8 @@ class Transition:
     def _close(self, bucket: int) -> None:
         """A bucket is in place: give up what nobody needs."""
         weights = self._weights
+        assert self._transfer is not None, "no transfer has begun"
+        self._note_peak(self._transfer.peak_bytes)
         is_last = bucket == len(weights.plan.buckets) - 1
         if is_last and weights.plan.cuts:
             self._cut()
