@@ -5,9 +5,8 @@ the generation storage now. A training parameter that is one slice of a generati
 their storage until they are restored: FSDP2 shards, whose storage belongs to FSDP (it is resized to nothing and back), and
 parameters that lie scattered in the generation shard. So with ``zero_redundancy`` no value is held twice, and the peak is the
 generation shard plus one bucket: so much at most are the buffers of all buckets on their way and the training parameters that
-these will replace, else the next one waits.
-
-While a transition lasts the training parameters must not be written, and those without a view not be read.
+these will replace, else the next one waits. While a transition lasts the training parameters must not be written, and those
+without a view not be read.
 """
 
 from __future__ import annotations
@@ -289,9 +288,8 @@ class Transition:
 
     def _close(self, bucket: int) -> None:
         """A bucket is in place: give up what nobody needs."""
-        weights = self._weights
-        assert self._transfer is not None, "no transfer has begun"
-        self._note_peak(self._transfer.peak_bytes)
+        weights, transfer = self._weights, self._transfer
+        self._note_peak(transfer.peak_bytes if transfer else 0)
         is_last = bucket == len(weights.plan.buckets) - 1
         if is_last and weights.plan.cuts:
             self._cut()
