@@ -42,7 +42,7 @@ MOVES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "transition": ("bucket", "actor.generate_sequences", TRANSITION),
     "overlap": ("bucket", "actor.generate_sequences", (*TRANSITION, "models.actor.generation.overlap=true")),
     "back": ("parameter", "actor.generate_sequences", TRANSITION),
-    "whole": ("target", "actor.generate_sequences", (*TRANSITION, "models.actor.generation.gather=full_gather")),
+    "whole": ("target", "actor.generate_sequences", (*TRANSITION, "models.actor.generation.engine=full_gather")),
     "reallocation": ("message", "critic.compute_values", (TRANSITION[0], "models.critic.layout.tp=2", f"{CALL}.layout.dp=2")),
     "loan": (
         "small message",

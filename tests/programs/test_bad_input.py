@@ -83,7 +83,7 @@ CONFIG = [
         ["models.actor.generation.exact=true", "generation has tp=1 and training tp=2"],
     ),
     (["models.actor.generation.tp=2"], 2, ["models.actor.generation.tp=2", "must divide", "tp=1"]),
-    (["models.actor.generation.gather=fast"], 1, ["models.actor.generation.gather='fast'", "zero_redundancy"]),
+    (["models.actor.generation.engine=fast"], 1, ["models.actor.generation.engine='fast'", "zero_redundancy"]),
     (["placement.pools.a=[0,5]"], 2, ["placement.pools.a", "rank 5", "0 to 1"]),
     (["placement.pools.a=[0]"], 2, ["placement.pools.a", "no role's pool names it"]),
     (["placement.pools.a=[1,0]"], 2, ["placement.pools.a", "[1, 0]", "ascend"]),
@@ -105,9 +105,9 @@ CONFIG = [
     ),
     (["models.actor.calls.generate_sequences.layout.dp=3"], 3, ["8 prompts", "3 generation replicas"]),
     (
-        ["models.actor.generation.overlap=true", "models.actor.generation.gather=full_gather", "models.actor.layout.tp=2"],
+        ["models.actor.generation.overlap=true", "models.actor.generation.engine=full_gather", "models.actor.layout.tp=2"],
         2,
-        ["models.actor.generation.overlap=true", "gather=zero_redundancy", "gather=full_gather", "leave it out"],
+        ["models.actor.generation.overlap=true", "engine=zero_redundancy", "engine=full_gather", "leave it out"],
     ),
     (
         ["models.actor.generation.overlap=true", "models.actor.calls.generate_sequences.layout.tp=2"],

@@ -25,7 +25,7 @@ class GenerationConfig:
     """How tokens are made.
 
     - pp, tp: the generation layout; both divide the training layout's, or with zero 3 their product the number of ranks.
-    - gather: how training weights become generation weights, see ``reshard.methods``; the last two are for measurements.
+    - engine: how training weights become generation weights, see ``reshard.methods``; the last two are for measurements.
     - buffers: what holds the generation weights: "free": nothing while training; "keep": memory at fixed addresses; "offload":
       as free, and training shards that are kept beside the generation shard wait in host memory while generating.
     - overlap: the next layers' weights come while the first forward pass computes; ``zero_redundancy`` only.
@@ -57,7 +57,7 @@ class GenerationConfig:
 
     pp: int = 1
     tp: int = 1
-    gather: str = "zero_redundancy"
+    engine: str = "zero_redundancy"
     buffers: str = "free"
     overlap: bool = False
     attention: str = "auto"

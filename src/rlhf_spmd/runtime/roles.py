@@ -150,19 +150,19 @@ def _plan_role(role: str, worker: type[ModelWorker], config: RoleConfig, pool: R
         _check_judge(where, config, layout)
     if not issubclass(worker, ActorWorker) or "generate_sequences" in config.calls:
         return RolePlan(worker, config, pool, GroupShape(layout), spec)
-    gather = config.generation.gather
-    if gather not in METHODS:
-        raise ValueError(f"{where}.generation.gather={gather!r}: allowed are {', '.join(METHODS)}")
+    engine = config.generation.engine
+    if engine not in METHODS:
+        raise ValueError(f"{where}.generation.engine={engine!r}: allowed are {', '.join(METHODS)}")
     try:
-        consecutive = METHODS[gather].consecutive
+        consecutive = METHODS[engine].consecutive
         generation = generation_layout(layout, config.generation.pp, config.generation.tp, consecutive)
     except ValueError as error:
         raise ValueError(f"{where}.{error}") from error
     check_layout(spec, generation.pp, generation.tp, f"{where}.generation")
     if config.generation.overlap and generation.consecutive:
         raise ValueError(
-            f"{where}.generation.overlap=true: layer by layer weights come only where gather=zero_redundancy regroups ranks in "
-            f"place, not from {layout} to pp({generation.pp}) * tp({generation.tp}) by gather={gather}; leave it out"
+            f"{where}.generation.overlap=true: layer by layer weights come only where engine=zero_redundancy regroups ranks in "
+            f"place, not from {layout} to pp({generation.pp}) * tp({generation.tp}) by engine={engine}; leave it out"
         )
     if not generation.consecutive and generation.pp != layout.pp and spec.num_hidden_layers % layout.pp:
         raise ValueError(

@@ -68,7 +68,7 @@ def build_generating(worker: ModelWorker, tokenizer: Any) -> Generating | None:
     build, pool, layout, spec = worker.build, worker.pool, worker.shape.generating, worker.spec
     mesh = build_mesh(build.world, pool.ranks, layout)
     # a twin generates in the layout that its weights come in, so there is nothing to choose
-    name = "zero_redundancy" if build.serves else worker.config.generation.gather
+    name = "zero_redundancy" if build.serves else worker.config.generation.engine
     method = choose_method(name, layout)
     # a channel of its own: the next bucket is on its way while the ranks' other groups compute
     gather = build_group(build.world, pool.ranks, lambda i: method.gather_ranks(layout, i), "gather", channel="gather")
