@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from generators import row_of
 from places import ROOT
 from rlhf_spmd.generation.block_manager import BlockManager
-from rlhf_spmd.generation.scheduler import Limits, Scheduler, Step
+from rlhf_spmd.generation.scheduler import Scheduler, SchedulerLimits, Step
 from rlhf_spmd.generation.sequence import Interner, Row
 
 
@@ -23,7 +23,7 @@ class FakeCache:
     """Remembers which token of which text each cache slot holds, as the runner would write it, and since when: ``epoch`` counts
     how often prompts were forgotten."""
 
-    def __init__(self, limits: Limits, texts: list[list[int]]) -> None:
+    def __init__(self, limits: SchedulerLimits, texts: list[list[int]]) -> None:
         self.page_size, self.texts = limits.page_size, texts
         self.slots: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = {}
         self.epoch = 0
@@ -119,7 +119,7 @@ def draw(row: Row, text: list[int], last: int, stops: bool) -> None:
 
 
 def run_to_the_end(
-    limits: Limits, prompts: list[list[int]], response_lengths: list[int], stops: list[bool], chaos: Chaos = QUIET
+    limits: SchedulerLimits, prompts: list[list[int]], response_lengths: list[int], stops: list[bool], chaos: Chaos = QUIET
 ) -> Scheduler:
     interner = Interner(limits.page_size)
     responses = [[1000 * (i + 1) + j for j in range(n + 3)] for i, n in enumerate(response_lengths)]
@@ -180,7 +180,7 @@ def test_random_schedules(data: st.DataObject) -> None:
     prompts = [stems[stem] + [7] * (extra if extra < 4 else 0) for stem, extra, _, _ in rows]
     longest = max([-(-(len(p) + n + 3) // page_size) for p, (_, _, n, _) in zip(prompts, rows, strict=True)], default=1)
     max_num_seqs = data.draw(st.integers(1, 8))
-    limits = Limits(
+    limits = SchedulerLimits(
         page_size,
         num_pages=longest + data.draw(st.integers(0, 20)),
         max_num_seqs=max_num_seqs,
@@ -198,7 +198,7 @@ def random_schedule(rng: random.Random, chaos: Chaos) -> Scheduler:
     prompts = [rng.choice(stems) + [7] * rng.choice((0, 0, 1, 3)) for _ in range(count)]
     lengths = [rng.randint(1, 7) for _ in range(count)]
     longest = max(-(-(len(prompt) + n + 3) // page_size) for prompt, n in zip(prompts, lengths, strict=True))
-    limits = Limits(
+    limits = SchedulerLimits(
         page_size,
         num_pages=longest + rng.choice((0, 0, 1, 2, 5, 20)),
         max_num_seqs=max_num_seqs,
@@ -224,14 +224,14 @@ def test_ten_thousand_random_schedules() -> None:
 @settings(max_examples=50, deadline=None)
 @given(lengths=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 20)), min_size=1, max_size=12), extra=st.integers(0, 10))
 def test_whole_prompts_without_chunking(lengths: list[tuple[int, int]], extra: int) -> None:
-    limits = Limits(4, num_pages=14 + extra, max_num_seqs=5, max_num_batched_tokens=55, chunked_prefill=False)
+    limits = SchedulerLimits(4, num_pages=14 + extra, max_num_seqs=5, max_num_batched_tokens=55, chunked_prefill=False)
     prompts = [list(range(n)) for n, _ in lengths]
     run_to_the_end(limits, prompts, [n for _, n in lengths], [False] * len(lengths))
 
 
 @pytest.mark.parametrize("prompt_length", [1, 7, 8, 9, 16, 17, 50])
 def test_a_prompt_is_computed_once(prompt_length: int) -> None:
-    limits = Limits(8, num_pages=200, max_num_seqs=3, max_num_batched_tokens=64)
+    limits = SchedulerLimits(8, num_pages=200, max_num_seqs=3, max_num_batched_tokens=64)
     prompts = [list(range(prompt_length))] * 6 + [[99] * prompt_length] * 6
     scheduler = run_to_the_end(limits, prompts, [5] * 12, [False] * 12)
     # all rows but the first of each prompt; the last prompt token is every row's own
@@ -240,17 +240,17 @@ def test_a_prompt_is_computed_once(prompt_length: int) -> None:
 
 
 def test_pressure_preempts_and_still_ends() -> None:
-    limits = Limits(4, num_pages=10, max_num_seqs=8, max_num_batched_tokens=64)
+    limits = SchedulerLimits(4, num_pages=10, max_num_seqs=8, max_num_batched_tokens=64)
     scheduler = run_to_the_end(limits, [[i, i + 1, i + 2] for i in range(8)], [30] * 8, [False] * 8)
     assert scheduler.num_preemptions > 0
 
 
 def test_rows_that_cannot_fit_are_refused() -> None:
-    scheduler = Scheduler(Limits(4, num_pages=2, max_num_seqs=8, max_num_batched_tokens=64))
+    scheduler = Scheduler(SchedulerLimits(4, num_pages=2, max_num_seqs=8, max_num_batched_tokens=64))
     with pytest.raises(ValueError, match="needs 3 pages of 4 tokens, but the KV cache has 2"):
         scheduler.add(row_of(0, [0] * 5, 5, contents=(0, 1)))
     scheduler.add(row_of(0, [0] * 5, 4, contents=(0, 1)))  # the last token is never written
-    whole = Scheduler(Limits(4, num_pages=20, max_num_seqs=8, max_num_batched_tokens=16, chunked_prefill=False))
+    whole = Scheduler(SchedulerLimits(4, num_pages=20, max_num_seqs=8, max_num_batched_tokens=16, chunked_prefill=False))
     with pytest.raises(ValueError, match="max_num_batched_tokens=16"):
         whole.add(row_of(0, [0] * 15, 2, contents=(0, 1, 2, 3)))
 
@@ -279,7 +279,10 @@ def test_the_schedulers_half_imports_no_torch() -> None:
 
 def test_a_row_that_comes_back_computes_the_last_token_of_its_prompt_anew() -> None:
     """As a fresh one does: in a cached page that nobody holds, a row of one token may have written over that position."""
-    scheduler, contents = Scheduler(Limits(page_size=4, num_pages=8, max_num_seqs=4, max_num_batched_tokens=64)), Interner(4)
+    scheduler, contents = (
+        Scheduler(SchedulerLimits(page_size=4, num_pages=8, max_num_seqs=4, max_num_batched_tokens=64)),
+        Interner(4),
+    )
     prompt = [1, 2, 3, 4, 5, 6]
     first, second = (row_of(i, prompt, 14, contents=contents.contents(prompt)) for i in range(2))
     scheduler.add(first)

@@ -44,8 +44,8 @@ class GenerationConfig:
     - enable_prefix_caching: rows share the pages of equal prompts.
     - enable_chunked_prefill: a long prompt may be computed over several steps; if false, each row (prompt and response) must
       fit in ``max_num_batched_tokens``.
-    - steps_per_sync: tokens that each row draws before the host looks at them; what is drawn after a stop is dropped. Where sampling
-      needs the host at each token (see docs) it is 1.
+    - steps_per_sync: tokens that each row draws before the host looks at them; what is drawn after a stop is dropped. With pp above
+      1 or ``speculative_tokens`` it is 1.
     - enforce_eager: false: steps that draw one token of each row are captured as CUDA graphs (attention triton or flash_attn).
     - rebalance_steps: steps between looks at how many rows each replica has left; rows move when one has less than half of the
       fullest one's. 0: never. Not for responses that may cross training steps.

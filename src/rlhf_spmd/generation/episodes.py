@@ -89,22 +89,18 @@ class Episodes:
         """
         if not self._awaited:
             return
-        answers = self.replica.broadcast_bytes(self._collect(wait), "generation:environments")
-        for answer in json.loads(answers) if answers else ():
+        said: bytes | None = None
+        if self._runner is not None:  # answers as JSON, or what went wrong; empty where there are none
+            try:
+                answers: list[Encoded | str] = [self._encode(answer) for answer in self._runner.answers(wait, self.tick)]
+            except EnvironmentFailure as failure:
+                answers = [str(failure)]
+            said = json.dumps(answers).encode() if answers else b""
+        said = self.replica.broadcast_bytes(said, "generation:environments")
+        for answer in json.loads(said) if said else ():
             if isinstance(answer, str):
                 raise EnvironmentFailure(answer)
             self._apply(*answer)
-
-    def _collect(self, wait: bool) -> bytes | None:
-        """Answers as JSON, or what went wrong; None on other ranks than the first, and empty where there are none."""
-        if self._runner is None:
-            return None
-        answers: list[Encoded | str]
-        try:
-            answers = [self._encode(answer) for answer in self._runner.answers(wait, self.tick)]
-        except EnvironmentFailure as failure:
-            answers = [str(failure)]
-        return json.dumps(answers).encode() if answers else b""
 
     def _encode(self, answer: Answer) -> Encoded:
         """Raises EnvironmentFailure for an observation that no model could read."""

@@ -22,7 +22,7 @@ from rlhf_spmd.generation.interruption import CallLimits, Interrupts, LimitWatch
 from rlhf_spmd.generation.kv_cache import Backend, KVCache
 from rlhf_spmd.generation.lanes import GenerationStats, Lane, Lanes, share_out
 from rlhf_spmd.generation.runner import Call
-from rlhf_spmd.generation.scheduler import Limits
+from rlhf_spmd.generation.scheduler import SchedulerLimits
 from rlhf_spmd.generation.sequence import Completion, Request, Row
 from rlhf_spmd.generation.stopping import build_ends
 from rlhf_spmd.kernels.devices import free_bytes
@@ -205,46 +205,31 @@ class Generator:
 
         Collective over the replica: every rank of it must call, in program order.
         """
-        config = self.config
-        total = config.num_pages or self._affordable_pages()
+        config, dtype, block = self.config, self.decoder.dtype, self.decoder.layers[0]
+        assert isinstance(block, Block)
+        shape = len(self.decoder.layers), block.num_kv_heads, block.head_dim
+        total = config.num_pages or self._affordable_pages(KVCache.page_bytes(*shape, config.page_size, dtype))
         needs = {row: -(-(row.limit - 1) // config.page_size) for row in rows}
-        groups = {row.request.group_id for row in rows}
-        wanted = config.micro_batches or self.mesh.layout.pp
+        wanted, groups = config.micro_batches or self.mesh.layout.pp, {row.request.group_id for row in rows}
         number = max(min(wanted, len(groups), config.max_num_seqs, total // max(needs.values())), 1)
         num_seqs, share = config.max_num_seqs // number, total // number
         lanes = []
         for its in share_out(rows, [()] * number):
             most = sum(sorted((needs[row] for row in its), reverse=True)[:num_seqs])
             num_pages = share if config.num_pages else max(min(most, share), 1)
-            limits = Limits(
-                page_size=config.page_size,
-                num_pages=num_pages,
-                max_num_seqs=num_seqs,
-                max_num_batched_tokens=config.max_num_batched_tokens,
-                prefix_caching=config.enable_prefix_caching,
-                chunked_prefill=config.enable_chunked_prefill,
-            )
-            lanes.append(Lane(limits, self._build_cache(num_pages)))
+            shared, chunked = config.enable_prefix_caching, config.enable_chunked_prefill
+            limits = SchedulerLimits(config.page_size, num_pages, num_seqs, config.max_num_batched_tokens, shared, chunked)
+            lanes.append(Lane(limits, KVCache(*shape, num_pages, config.page_size, dtype, self._device, self._backend)))
         return lanes
 
-    def _cache_shape(self) -> tuple[int, int, int]:
-        """(layers, KV heads, head_dim) of this rank."""
-        block = self.decoder.layers[0]
-        assert isinstance(block, Block)
-        return len(self.decoder.layers), block.num_kv_heads, block.head_dim
-
-    def _affordable_pages(self) -> int:
+    def _affordable_pages(self, page_bytes: int) -> int:
         """What memory has room for; the least over the replica's ranks.
 
         Collective over the replica: every rank of it must call, in program order.
         """
-        page_bytes = KVCache.page_bytes(*self._cache_shape(), self.config.page_size, self.decoder.dtype)
         free = free_bytes(self._device) - self.reserved_bytes
         pages = int(self.config.gpu_memory_utilization * free) // page_bytes
         return int(self.mesh.replica.all_reduce(torch.tensor([max(pages, 1)]), "generation:pages", "min"))
-
-    def _build_cache(self, num_pages: int) -> KVCache:
-        return KVCache(*self._cache_shape(), num_pages, self.config.page_size, self.decoder.dtype, self._device, self._backend)
 
     @cached_property
     def _backend(self) -> Backend:

@@ -22,7 +22,7 @@ from rlhf_spmd.generation.episodes import Episodes
 from rlhf_spmd.generation.interruption import Interrupts
 from rlhf_spmd.generation.kv_cache import KVCache
 from rlhf_spmd.generation.runner import Call, Runner
-from rlhf_spmd.generation.scheduler import Limits, Scheduler, Step
+from rlhf_spmd.generation.scheduler import Scheduler, SchedulerLimits, Step
 from rlhf_spmd.generation.sequence import Interner, Notes, Row
 from rlhf_spmd.generation.speculation import Speculation
 from rlhf_spmd.generation.stages import Stages
@@ -58,7 +58,7 @@ class Lane:
 
     runner: Runner
 
-    def __init__(self, limits: Limits, cache: KVCache) -> None:
+    def __init__(self, limits: SchedulerLimits, cache: KVCache) -> None:
         self.scheduler, self.cache, self.interner = Scheduler(limits), cache, Interner(limits.page_size)
         self.rows: dict[int, Row] = {}
         self.step: Step | None = None  # under way
@@ -90,7 +90,7 @@ class Lane:
                 log_probs, at_one, *top = (part[row.index, first : row.num_new].clone() for part in results)
                 new = Notes(log_probs, at_one, torch.full((count,), version), *top)
                 row.notes = new if row.notes is None else Notes(*map(torch.cat, zip(row.notes, new, strict=True)))
-        del self.runner
+        del self.runner, self.speculation
 
     def start(self) -> None:
         step = self.scheduler.schedule()

@@ -46,7 +46,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Limits:
+class SchedulerLimits:
     page_size: int
     num_pages: int
     max_num_seqs: int
@@ -56,7 +56,7 @@ class Limits:
 
 
 class Scheduler:
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: SchedulerLimits) -> None:
         self.limits = limits
         self.pages = BlockManager(limits.num_pages)
         self.waiting: deque[Row] = deque()

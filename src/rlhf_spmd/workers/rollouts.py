@@ -66,16 +66,16 @@ class HeldRollouts:
         """The rows that :meth:`advance` goes on with, as far as they have come, for a checkpoint."""
         none = torch.empty(0), torch.empty(0), torch.empty(0, dtype=torch.int64)
         rows: dict[int, tuple[Any, ...]] = {
-            row.request.row_id: (row.step, None, row.token_ids, *(row.notes or none)[:3]) for row in self.generator.kept
+            row.request.row_id: (row.step, 0, row.token_ids, *(row.notes or none)[:3]) for row in self.generator.kept
         }
         for row, c in self.ended.items():
-            rows[row] = 0, c.finish_reason, c.token_ids, c.log_probs, c.log_probs_t1, c.versions
+            rows[row] = 0, REASONS.index(c.finish_reason), c.token_ids, c.log_probs, c.log_probs_t1, c.versions
         row_ids = torch.tensor(sorted(rows), dtype=torch.int64)
         steps, reasons, tokens, *noted = zip(*(rows[row] for row in sorted(rows)), strict=True) if rows else [()] * 6
-        numbers = {"step": steps, "reason": [REASONS.index(reason) for reason in reasons]}
-        fields: dict[str, Field] = {name: torch.tensor(column, dtype=torch.int64) for name, column in numbers.items()}
-        columns = zip(("token_ids", *NOTED), (tokens, *noted), (torch.int64, None, None, torch.int64), strict=True)
-        return Batch(row_ids, row_ids, fields | {name: ragged(column, dtype) for name, column, dtype in columns})
+        fields: dict[str, Field] = {"step": torch.tensor(steps, dtype=torch.int64)}
+        fields |= {"reason": torch.tensor(reasons, dtype=torch.int64), "token_ids": ragged(tokens, torch.int64)}
+        kinds = None, None, torch.int64
+        return Batch(row_ids, row_ids, fields | {n: ragged(c, kind) for n, c, kind in zip(NOTED, noted, kinds, strict=True)})
 
     def _restore(self, requests: Sequence[Request], num_top: int) -> list[Request]:
         """Take back those that a checkpoint has; returns the others. ``num_top``: likeliest tokens noted for each token."""
