@@ -110,7 +110,7 @@ class Lane:
             stats.prefill_tokens += sum(item.num_tokens for item in step.work) - len(drawn)
         tokens = iter(drawn)
         for row in (item.row for item in step.work if item.samples):
-            count = min(self.repeats, row.limit - row.length) or 1 + len(row.draft)
+            count = min(self.repeats, row.limit - row.length) if self.repeats else 1 + len(row.draft)
             self._append(row, list(islice(tokens, count)), stats)
         if episodes is not None:
             episodes.record(self, step)

@@ -7,8 +7,7 @@ drawn after a stop. A row that has come to its limit stays where it is: it compu
 Nothing of such a step depends on the host, so it can be captured as a CUDA graph, one for each size of batch, and replayed.
 Batches are then padded with copies of their first row, which compute and write the same.
 
-Legend: B rows of a step, ``lines`` int64 [B]: their lines in the buffer; ``lengths`` int64 [B]: their tokens so far, so also where the
-next one goes.
+Legend: B rows of a step, ``state`` int64 [7, B]: what a draw needs of them, see :meth:`Runner._state`.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rlhf_spmd.generation.config import GenerationConfig, SamplingConfig
@@ -97,10 +97,11 @@ class Runner:
         for line, row in zip(tokens, rows, strict=True):
             line[: row.length] = row.tokens
         self.tokens = torch.from_numpy(tokens).to(self.device).view(-1)
-        self.prompts = torch.tensor([row.prompt_length for row in rows], device=self.device)
-        self.limits = torch.tensor([row.limit for row in rows], device=self.device)
         self.row_ids = [row.request.row_id for row in rows]
-        self.keys = row_keys(call.seed, torch.tensor([row.step for row in rows]), torch.tensor(self.row_ids)).to(self.device)
+        keys = row_keys(call.seed, torch.tensor([row.step for row in rows]), torch.tensor(self.row_ids)).tolist()
+        prompts, limits = [row.prompt_length for row in rows], [row.limit for row in rows]
+        firsts = [(i * self.width, i * self.most - length) for i, length in enumerate(prompts)]
+        self._constants = np.array([*zip(*firsts, strict=True), prompts, limits, keys], dtype=np.int64)  # by line, see _state
         drawings = [row.request.drawing or sampling.drawing for row in rows]
         number = {drawing: i for i, drawing in enumerate(dict.fromkeys(drawings))}
         self.samplings = [sampling.drawn_by(drawing) for drawing in number]  # mostly there is one
@@ -130,10 +131,10 @@ class Runner:
         """
         rows = [item.row for item in step.work if item.samples]
         counts = [min(repeats, row.limit - row.length) if repeats else 1 + len(row.draft) for row in rows]
-        self._lines = np.repeat([row.index for row in rows], counts).tolist()
+        lines = np.repeat([row.index for row in rows], counts).astype(np.int64)
         ends = [row.length + number for row, count in zip(rows, counts, strict=True) for number in range(count)]
-        lines, lengths = on_device(np.array([self._lines, ends], dtype=np.int64), self.device)
-        self._places, self._drawn = lines * self.width + lengths, None
+        state = self._state(lines, ends)
+        self._lines, self._places, self._drawn = lines.tolist(), state[2] + state[1], None
         history = self.tokens.view(-1, self.width)[:, : max(ends, default=0)]
         if repeats:
             self._decode(rows, repeats, history)
@@ -142,11 +143,10 @@ class Runner:
             if not rows:
                 return
             if self.decoder.is_last:
-                self._draw(self._last_tokens(hidden, step.work), lines, lengths, self._alike(self._lines), history)
+                self._draw(self._last_tokens(hidden, step.work), state, self._alike(lines), history)
         if self.decoder.is_last:
-            places = lines * self.most + lengths - self.prompts[lines]
-            finite = self.log_probs[-1].index_select(0, places).isfinite()
-            self._drawn = self.tokens.index_select(0, self._places).masked_fill_(~finite, NOT_FINITE)
+            finite = self.log_probs[-1].index_select(0, state[3] + state[1]).isfinite()
+            self._drawn = torch.where(finite, self.tokens.index_select(0, self._places), NOT_FINITE)
             self.stages.send_tokens(self._drawn)
         else:
             self.stages.expect_tokens(len(ends), self.device)
@@ -222,14 +222,21 @@ class Runner:
         chosen = np.concatenate([np.arange(end - count, end) for end, count in zip(ends, counts, strict=True)])
         return hidden.index_select(0, on_device(chosen, self.device))
 
-    def _alike(self, lines: Sequence[int]) -> Alike:
+    def _state(self, lines: NDArray[np.int64], lengths: Sequence[int]) -> Tensor:
+        """What a draw needs of its rows, int64 [7, B]: ``lines`` (in the buffer), ``lengths`` (tokens so far), where a row's tokens
+        begin, where its notes would if prompts had some, the prompts' lengths, the limits, the keys of the draws."""
+        return on_device(
+            np.concatenate([lines[None], np.array(lengths, dtype=np.int64)[None], self._constants[:, lines]]), self.device
+        )
+
+    def _alike(self, lines: NDArray[np.int64]) -> Alike:
         """Rows do not see each other, so those that draw alike are drawn as if they were alone."""
-        kinds = self._sampling_of[np.array(lines)]
+        kinds = self._sampling_of[lines]
         if (kinds == kinds[0]).all():
             return [(self.samplings[kinds[0]], None)]
         return [(self.samplings[kind], on_device(np.flatnonzero(kinds == kind), self.device)) for kind in np.unique(kinds)]
 
-    def _draw(self, hidden: Tensor, lines: Tensor, lengths: Tensor, alike: Alike, history: Tensor) -> None:
+    def _draw(self, hidden: Tensor, state: Tensor, alike: Alike, history: Tensor) -> None:
         """Draw and note a token after each of ``hidden`` [B, hidden]. ``history``: as much of the tokens as these rows have.
 
         Collective over tp: every rank of it must call, in program order.
@@ -237,34 +244,30 @@ class Runner:
         logits = local_logits(self.decoder, hidden)
         scores = whole = gather_logits(self.decoder, logits)
         if self.rules is not None:
-            scores = self.rules.apply(whole, lines, lengths, history)
+            scores = self.rules.apply(whole, state[0], state[1], history)
         for sampling, chosen in alike:
-            some = logits, scores, lines, lengths
-            if chosen is not None:
-                some = tuple(each[chosen] for each in some)  # type: ignore[assignment]
-            self._draw_alike(sampling, *some)
+            if chosen is None:
+                self._draw_alike(sampling, logits, scores, state)
+            else:
+                self._draw_alike(sampling, logits[chosen], scores[chosen], state[:, chosen])
         if self.top_ids.numel():
-            places = lines * self.most + lengths - self.prompts[lines]
-            top = whole.topk(self.top_ids.shape[1]).indices
+            places, top = state[3] + state[1], whole.topk(self.top_ids.shape[1]).indices
             at_one = [log_probs_of(self.decoder, logits, label) for label in top.unbind(1)]
             self.top_ids.index_copy_(0, places, top)
             self.top_log_probs.index_copy_(0, places, torch.stack(at_one, 1))
 
-    def _draw_alike(self, sampling: SamplingConfig, logits: Tensor, scores: Tensor, lines: Tensor, lengths: Tensor) -> None:
+    def _draw_alike(self, sampling: SamplingConfig, logits: Tensor, scores: Tensor, state: Tensor) -> None:
         """Of rows that share ``sampling``. ``logits``: this rank's slice, from which log-probs come; ``scores``: of all the vocabulary,
         as the rules left them.
 
         Collective over tp: every rank of it must call, in program order.
         """
-        numbers = lengths - self.prompts[lines]
-        draws = numbers if sampling.greedy else uniform(self.keys[lines], numbers)
-        drawn = sample(scores, sampling, draws)
-        if not can(
-            drawn.device
-        ).exact:  # its cumulative sums may differ between ranks in the last bit, and then the schedules would
+        _, lengths, tokens_from, notes_from, prompts, _, keys = state
+        drawn = sample(scores, sampling, lengths if sampling.greedy else uniform(keys, lengths - prompts))
+        if not can(drawn.device).exact:  # cumulative sums may differ between ranks in the last bit, then schedules would
             self.mesh.tp.broadcast(drawn, 0, "generation:tokens")
-        self.tokens.index_copy_(0, lines * self.width + lengths, drawn)
-        places, tempered = lines * self.most + numbers, sampling.log_prob_temperature != 1.0
+        self.tokens.index_copy_(0, tokens_from + lengths, drawn)
+        places, tempered = notes_from + lengths, sampling.log_prob_temperature != 1.0
         log_probs = log_probs_of(self.decoder, logits, drawn)
         for line in self.log_probs[tempered:]:
             line.index_copy_(0, places, log_probs)
@@ -275,15 +278,14 @@ class Runner:
         """``repeats`` steps of one token of each row."""
         padded = [*rows, *[rows[0]] * (padded_size(len(rows)) - len(rows) if self.pads else 0)]
         width = max(len(row.pages) for row in rows)
-        if (
-            self.captures
-        ):  # few widths, so few graphs; a much wider table than the rows need would cost programs that do nothing
+        if self.captures:
+            # few widths, so few graphs; a much wider table than the rows need would cost programs that do nothing
             width = min(1 << (width - 1).bit_length(), -(-(self.width - 1) // self.cache.page_size))
         pages = np.zeros((len(padded), width), dtype=np.int32)
         for line, row in zip(pages, padded, strict=True):
             line[: len(row.pages)] = row.pages
-        lines = [row.index for row in padded]
-        state = on_device(np.array([lines, [row.length for row in padded]]), self.device)
+        lines = np.array([row.index for row in padded])
+        state = self._state(lines, [row.length for row in padded])
         table, alike = on_device(pages, self.device), self._alike(lines)
         if not self.captures:
             for _ in range(repeats):
@@ -300,13 +302,12 @@ class Runner:
             captured.graph.replay()
 
     def _decode_once(self, state: Tensor, table: Tensor, alike: Alike, history: Tensor) -> None:
-        """The next token of each row. ``state`` int64 [2, B]: lines and lengths, which grow; ``table`` int32 [B, P]: pages. Reads and
-        writes device tensors only."""
-        lines, lengths = state
-        inputs = self.tokens.index_select(0, lines * self.width + lengths - 1)
+        """The next token of each row. ``state``: its lengths grow; ``table`` int32 [B, P]: pages. On device tensors only."""
+        _, lengths, tokens_from, _, _, limits, _ = state
+        inputs = self.tokens.index_select(0, tokens_from + lengths - 1)
         attention = self.cache.backend.decoding(lengths - 1, table, self.cache, self.num_heads)
-        self._draw(self.decoder(inputs, attention), lines, lengths, alike, history)
-        lengths += lengths + 1 < self.limits[lines]
+        self._draw(self.decoder(inputs, attention), state, alike, history)
+        lengths += lengths + 1 < limits
 
     def _can_capture(self) -> bool:
         """top_p and experts look at numbers on the host; collectives and torch's paged attention take other memory each time; which
