@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import tasks
+from overrides import micro_batches
 from places import ROOT
-from ppo_layouts import micro_batches
 
 CONFIGS = ROOT / "configs"
 

@@ -1,4 +1,4 @@
-"""Reward functions that behave badly on purpose; the row says how. Worker processes import this module: no torch here."""
+"""Reward functions for tests, most of which behave badly on purpose. Worker processes import this module: no torch here."""
 
 import asyncio
 import contextlib
@@ -12,7 +12,16 @@ import threading
 import time
 
 
+def even_length(prompt, response, row):
+    return float(len(response) % 2 == 0)
+
+
+def length(prompt, response, row):
+    return len(response) / 10
+
+
 def by_row(prompt, response, row):
+    """What ``row["do"]`` says."""
     time.sleep(row.get("sleep", 0))
     action = row.get("do")
     if action == "raise":

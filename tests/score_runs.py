@@ -7,12 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import load_file, save_file
-
 from places import SHARED
 from ranks import run_ranks
-from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.score import main, prepare, score
 
@@ -29,18 +25,6 @@ LAYOUTS = {  # (pp, tp, dp, zero)
     "tp2-dp2-zero3": (1, 2, 2, 3),
     "pp2-dp2-zero1": (2, 1, 2, 1),
 }
-
-
-def make_model(path: Path, config: dict[str, Any]) -> Path:
-    """Random weights large enough that attention is not uniform, and biases and norms that matter."""
-    write_random_model(path, {**config, "initializer_range": 0.2}, 5)
-    tensors = load_file(path / "model.safetensors")
-    generator = torch.Generator().manual_seed(1)
-    for tensor in tensors.values():
-        if tensor.ndim == 1:
-            tensor += torch.randn(tensor.shape, generator=generator) * 0.3
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    return path
 
 
 def write_lines(path: Path, rows: Sequence[dict[str, Any]]) -> Path:

@@ -30,6 +30,7 @@ from places import ROOT
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from rlhf_spmd.data.files import Row
     from rlhf_spmd.parallel.world import World
 
 VOCABULARY = ("<eos>", *"0123456789abcdefghijklmnopqrstuvwxyz")
@@ -127,6 +128,23 @@ def pairs(name: str = "pairs", count: int = 20) -> Path:
     return path
 
 
+def rows_of(*values: dict[str, Any]) -> list[Row]:
+    """As read from a file whose lines hold ``values``."""
+    from rlhf_spmd.data.files import Row
+
+    return [Row(value, f"x:{i}") for i, value in enumerate(values, 1)]
+
+
+def texts_of(rows: Iterable[Tensor]) -> list[str]:
+    return ["".join(VOCABULARY[i] for i in ids) for ids in rows]
+
+
+def tokenizer() -> Any:
+    from rlhf_spmd.data.tokenizer import load_tokenizer
+
+    return load_tokenizer(task() / "actor")
+
+
 _KEEP: list[tempfile.TemporaryDirectory[str]] = []  # removed when the test process ends
 
 
@@ -178,6 +196,17 @@ def train_here(world: World, config: str, overrides: Sequence[str]) -> None:
     prepared = prepare(config, overrides, world.size)
     create_run_dir(prepared.config.run.dir)
     train(ProgramContext(world, Board(world.launch, world.store), prepared))
+
+
+def train_alone(run_dir: Path, steps: int, *more: str, config: Path | None = None) -> None:
+    """In the test process itself, which is the single rank."""
+    import torch
+
+    from rlhf_spmd.parallel.world import Launch, World
+
+    torch.set_num_threads(1)
+    world = World(Launch(), torch.device("cpu"), torch.distributed.HashStore(), 60.0)
+    train_here(world, str(config or task() / "ppo.json"), settings(run_dir, steps, *more))
 
 
 def start_torchrun(run_dir: Path, overrides: Sequence[str], *torchrun: str, delay_s: float = 0.0) -> subprocess.Popen[str]:

@@ -9,7 +9,7 @@ import pytest
 
 import tasks
 from algorithm_cases import CASES, CONFIGS
-from ppo_layouts import layout
+from overrides import layout
 from ranks import run_ranks
 
 STEPS = 3

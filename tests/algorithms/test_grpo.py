@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import tasks
-from ppo_layouts import layout, micro_batches
+from overrides import layout, micro_batches
 from ranks import run_ranks
 
 STEPS = 3

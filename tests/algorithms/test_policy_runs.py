@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import tasks
-from partial_rollouts import PARTIAL
+from overrides import PARTIAL
 from ranks import run_ranks
 
 GRPO = {"name": "grpo", "ppo_mini_batch_size": 4, "use_kl_loss": False}

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import tasks
-from ppo_layouts import FP64, STEADY, layout, micro_batches
+from overrides import FP64, STEADY, layout, micro_batches
 from ranks import run_ranks
 
 STEPS = 3

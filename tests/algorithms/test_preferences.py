@@ -12,8 +12,7 @@ import torch
 
 import tasks
 from algorithm_cases import CASES, CONFIGS
-from ppo_layouts import micro_batches
-from preference_rows import rows_of, texts_of, tokenizer
+from overrides import micro_batches
 from ranks import run_ranks
 from rlhf_spmd.algorithms import preferences
 from rlhf_spmd.algorithms.preferences import of_pairs
@@ -28,7 +27,8 @@ from rlhf_spmd.parallel.world import World
 from rlhf_spmd.runtime.streams import RowStream
 from rlhf_spmd.train import prepare
 from rlhf_spmd.workers.config import BatchLimits
-from worker_builds import build
+from role_workers import build
+from tasks import rows_of, texts_of, tokenizer
 
 
 def user(text: str) -> dict[str, str]:

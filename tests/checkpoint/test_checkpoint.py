@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from checkpoint_shards import flip_bit, rank_shards
 from ranks import run_ranks
 from rlhf_spmd.checkpoint import files
 from rlhf_spmd.checkpoint.directory import committed, read_manifest
@@ -27,6 +26,7 @@ from rlhf_spmd.parallel.boxes import Box, ParamShard, cover
 from rlhf_spmd.parallel.collectives import RECORDER, solo
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.world import World
+from saved_models import flip_bit, rank_shards
 
 SPEC = ModelSpec("llama", 37, 24, 40, 4, 4, 2, 6, attention_bias=True, tie_word_embeddings=True)
 UNTIED = ModelSpec("llama", 37, 24, 40, 4, 4, 2, 6)

@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoint_shards import flip_bit
-from exported_models import checkpoint_of, logits
 from rlhf_spmd.checkpoint.export import export_hugging_face, plan_files
 from rlhf_spmd.checkpoint.files import Spec
 from rlhf_spmd.checkpoint.manifest import CheckpointError
+from saved_models import checkpoint_of, flip_bit, logits
 
 
 def make_model(path: Path, family: str, tied: bool, value_head: bool = False) -> torch.nn.Module:

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ppo_layouts import layout
+from overrides import layout
 from ranks import run_ranks
 from rlhf_spmd.algorithms.sft import likelihood
 from rlhf_spmd.controller.rows import Cut, RowSet
@@ -20,8 +20,7 @@ from rlhf_spmd.parallel.world import World
 from rlhf_spmd.runtime.streams import merge_values
 from rlhf_spmd.workers.model_worker import ModelWorker
 from rlhf_spmd.workers.objective import Objective, sequence_lengths
-from update_batches import batch_of
-from worker_builds import build
+from role_workers import batch_of, build
 
 
 def mini_batches(rows: RowSet, cut: Cut, tokens: np.ndarray) -> list[set[int]]:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import tasks
 from generate_runs import ROWS, arguments, read_output, run_program_on_rank, write_rows
 from generators import MODELS, SMALL, alone, load
-from ppo_layouts import layout as layout_of
+from overrides import layout as layout_of
 from ranks import run_ranks
 from rlhf_spmd.generation import Generator, Request, SamplingConfig
 from rlhf_spmd.generation.balancing import plan_moves

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 import tasks
-from partial_rollouts import IN_FLIGHT, PARTIAL
-from ppo_layouts import layout
+from overrides import IN_FLIGHT, PARTIAL, layout
 from ranks import run_ranks
 from rlhf_spmd.checkpoint.directory import read_manifest
 from rlhf_spmd.checkpoint.load import read_pieces

@@ -17,7 +17,6 @@ from torch import Tensor
 
 import tasks
 from generators import row_of
-from model_configs import CONFIGS
 from ranks import run_ranks
 from rlhf_spmd import kernels
 from rlhf_spmd.generation.backends import build_backend
@@ -28,6 +27,7 @@ from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.spec import spec_from_config
 from rlhf_spmd.parallel.collectives import solo
+from small_models import CONFIGS
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 

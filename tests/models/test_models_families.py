@@ -13,7 +13,6 @@ from torch import Tensor
 
 import tasks
 from engine_runs import assert_same, together, train
-from exported_models import checkpoint_of, logits
 from generators import (
     SMALL,
     build_generator,
@@ -23,8 +22,6 @@ from generators import (
     tokens_of,
     transformers_greedy,
 )
-from hf_models import LENGTHS, make_batch, make_model
-from model_configs import CONFIGS
 from ranks import run_ranks
 from reshard_cases import Simulated, layout_of
 from reshard_generation import generate_in_layout
@@ -43,6 +40,8 @@ from rlhf_spmd.models.weights import load_pretrained, write_random_model
 from rlhf_spmd.parallel.collectives import solo
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.workers.flops import forward_flops
+from saved_models import checkpoint_of, logits
+from small_models import CONFIGS, LENGTHS, make_batch, make_model
 
 FAMILIES = ("mistral", "phi3", "gemma2", "gemma3", "qwen3-moe")
 ROLES = ("actor", "critic", "reference")

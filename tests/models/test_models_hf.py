@@ -9,8 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_models import LENGTHS, make_batch, make_model
-from model_configs import CONFIGS
 from places import SHARED
 from ranks import run_ranks
 from rlhf_spmd.models.attention import PackedAttention
@@ -20,6 +18,7 @@ from rlhf_spmd.models.spec import read_spec
 from rlhf_spmd.models.weights import load_pretrained
 from rlhf_spmd.parallel.collectives import Group, solo
 from rlhf_spmd.parallel.world import World
+from small_models import CONFIGS, LENGTHS, make_batch, make_model
 
 PRETRAINED = SHARED / "models"
 TOLERANCE = 5e-5

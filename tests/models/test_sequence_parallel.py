@@ -25,7 +25,6 @@ from engine_runs import (
     train,
 )
 from live_memory import LiveMemory
-from model_configs import CONFIGS as FAMILIES
 from ranks import run_ranks
 from rlhf_spmd.generate import GenerateConfig
 from rlhf_spmd.models.attention import PackedAttention
@@ -37,6 +36,7 @@ from rlhf_spmd.parallel.collectives import RECORDER
 from rlhf_spmd.parallel.layout import Layout, LayoutConfig
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.runtime.inference import ModelConfig
+from small_models import CONFIGS as FAMILIES
 
 MODES: dict[str, dict[str, Any]] = {
     "none": {},

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import tasks
-from ppo_layouts import ACROSS_NODES
+from overrides import ACROSS_NODES
 from ranks import run_ranks
 
 STEPS = 2

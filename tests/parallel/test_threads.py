@@ -14,14 +14,13 @@ import torch
 
 import tasks
 from generators import SMALL, build_generator, num_unequal, ragged_requests
-from hf_models import make_model
-from model_configs import CONFIGS
 from places import ROOT
 from rlhf_spmd import kernels
 from rlhf_spmd.generation import SamplingConfig
 from rlhf_spmd.kernels import choose_ops
 from rlhf_spmd.runtime.checks import exact_rollouts
 from rlhf_spmd.train import prepare
+from small_models import CONFIGS, make_model
 
 CPU = torch.device("cpu")
 KERNELS = all(choose_ops(dtype, CPU).exact_in_threads(dtype) for dtype in (torch.float32, torch.bfloat16))

@@ -19,7 +19,7 @@ from rlhf_spmd import train as training
 from rlhf_spmd.config.schema import ConfigError
 from rlhf_spmd.parallel.world import Launch, World
 from rlhf_spmd.telemetry.summary import summarize
-from session_runs import train
+from tasks import train_alone as train
 
 __all__ = ["model"]  # a fixture
 
@@ -34,7 +34,7 @@ ROWS = [
 
 def arguments(model: Path, out: Path, *more: str) -> list[str]:
     sampling = [f"sampling.n={K}", "sampling.max_response_length=6", "sampling.seed=3"]
-    return [f"model.path={model}", f"out={out}", "reward.function=length_rewards:even_length", *sampling, *more]
+    return [f"model.path={model}", f"out={out}", "reward.function=reward_functions:even_length", *sampling, *more]
 
 
 def evaluate_on_rank(world: World, argv: list[str]) -> None:
@@ -43,7 +43,7 @@ def evaluate_on_rank(world: World, argv: list[str]) -> None:
 
 def test_results_are_those_of_the_rows_in_every_layout(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows, more = write_rows(tmp_path / "first.jsonl", ROWS), write_rows(tmp_path / "second.jsonl", ROWS[:3])
-    own = ["sets.long.path=" + str(more), "sets.long.reward.function=length_rewards:length", "sets.long.sampling.n=1"]
+    own = ["sets.long.path=" + str(more), "sets.long.reward.function=reward_functions:length", "sets.long.sampling.n=1"]
     argv = ["data.path=[" + f"{rows},{more}]", *own]
     program.main(arguments(model, tmp_path / "one", *argv))
     printed = capsys.readouterr()
@@ -122,7 +122,7 @@ def test_a_run_stands_for_its_newest_weights(tmp_path: Path, capsys: pytest.Capt
     train(tmp_path / "run", 1, "run.export=true")
     out = {}
     rows = tasks.task() / "train.jsonl"
-    more = [f"data.path={rows}", "reward.function=length_rewards:length", "model.dtype=float64"]
+    more = [f"data.path={rows}", "reward.function=reward_functions:length", "model.dtype=float64"]
     for name, path in (("run", "run"), ("export", "run/export"), ("checkpoint", "run/checkpoints/step_1")):
         argv = arguments(tmp_path / path, tmp_path / "out" / name, *more)
         program.main(argv)
@@ -151,7 +151,7 @@ def test_generate_keeps_the_best(model: Path, tmp_path: Path, capsys: pytest.Cap
         "sampling.max_response_length=8",
         "sampling.seed=1",
     ]
-    common.append("reward.function=length_rewards:length")
+    common.append("reward.function=reward_functions:length")
     generate.main([*common, f"out={tmp_path / 'all.jsonl'}"])
     everything = read_output(tmp_path / "all.jsonl")
     assert all(row["score"] == len(row["text"]) / 10 for row in everything)
@@ -180,7 +180,7 @@ def test_what_is_kept_ends_before_the_stop_string(model: Path, tmp_path: Path) -
         "sampling.max_response_length=40",
         "sampling.seed=1",
     ]
-    common += ["sampling.stop=[a,b,c,d]", "reward.function=length_rewards:length"]
+    common += ["sampling.stop=[a,b,c,d]", "reward.function=reward_functions:length"]
     written = {}
     for keep in ("all", K, "pairs"):
         generate.main([*common, f"out={tmp_path / str(keep)}.jsonl", f"keep={keep}"])

@@ -166,7 +166,7 @@ def test_a_job_that_was_killed_goes_on(
 ) -> None:
     """Rows that had ended are not made again, a torn line is; the file is that of a job that was not killed."""
     rows = write_rows(tmp_path / "in.jsonl", [{"prompt_ids": [5, 6, 7 + i], "max_response_length": 3 + i} for i in range(12)])
-    more = ["sampling.n=2", "generation.max_num_seqs=2", "sampling.ignore_eos=true", "reward.function=length_rewards:length"]
+    more = ["sampling.n=2", "generation.max_num_seqs=2", "sampling.ignore_eos=true", "reward.function=reward_functions:length"]
     program.main(arguments(model, rows, tmp_path / "whole.jsonl", *more))
     out = tmp_path / "out.jsonl"
     append = Journal.append
@@ -225,7 +225,7 @@ def test_rows_are_made_while_others_are_scored(model: Path, tmp_path: Path, monk
 
     monkeypatch.setattr(Generator, "generate_until", generated)
     monkeypatch.setattr(RewardRunner, "score", scored)
-    more = ["generation.max_num_seqs=1", "sampling.max_response_length=5", "reward.function=length_rewards:length"]
+    more = ["generation.max_num_seqs=1", "sampling.max_response_length=5", "reward.function=reward_functions:length"]
     program.main(arguments(model, rows, tmp_path / "out.jsonl", *more))
     assert len(calls) > 2 and met and all(met)
     assert all(row["score"] == len(row["text"]) / 10 for row in read_output(tmp_path / "out.jsonl"))

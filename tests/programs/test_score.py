@@ -17,7 +17,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from model_configs import CONFIGS
 from places import ROOT
 from rlhf_spmd.data.sort_digits import write_tokenizer
 from rlhf_spmd.models.spec import read_spec
@@ -27,11 +26,11 @@ from score_runs import (
     PRETRAINED,
     TOLERANCE,
     largest_difference,
-    make_model,
     read_lines,
     run_program_in,
     write_lines,
 )
+from small_models import CONFIGS, make_model
 from tasks import free_port
 
 INPUT_CODES = (2, 3)  # configuration, data

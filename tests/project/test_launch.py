@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 import tasks
+from overrides import ACROSS_NODES
 from places import ROOT
-from ppo_layouts import ACROSS_NODES
 from ranks import run_ranks
 from tasks import free_port
 

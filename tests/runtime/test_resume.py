@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import tasks
-from ppo_layouts import FP64, STEADY, layout
+from overrides import FP64, STEADY, layout
 from ranks import run_ranks
 
 STEPS = 6

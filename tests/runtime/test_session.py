@@ -16,7 +16,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 import tasks
-from ppo_layouts import layout
+from overrides import layout
 from ranks import run_ranks
 from rlhf_spmd.controller import Controller
 from rlhf_spmd.data.files import DataError
@@ -28,7 +28,7 @@ from rlhf_spmd.runtime.streams import merge_values
 from rlhf_spmd.train import main, prepare
 from rlhf_spmd.workers.flops import forward_flops
 from rlhf_spmd.workers.objective import log_prob_differences
-from session_runs import train
+from tasks import train_alone as train
 
 
 def test_config_yaml_is_the_record_of_what_ran(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ from rlhf_spmd.train import prepare
 from rlhf_spmd.workers.config import BatchLimits
 from rlhf_spmd.workers.model_worker import Build
 from rlhf_spmd.workers.objective import Objective, Rows, Totals, joint
-from update_batches import batch_of
+from role_workers import batch_of
 
 LENGTHS = [(3, 5), (7, 2), (2, 9), (6, 6)]
 WEIGHT = 0.3

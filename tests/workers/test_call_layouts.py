@@ -15,7 +15,7 @@ from rlhf_spmd.data.batch import Batch, ragged
 from rlhf_spmd.parallel.collectives import RECORDER
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.reshard import missing_elements
-from worker_builds import build
+from role_workers import build
 
 STEPS = 2
 FP64 = tuple(f"models.{role}.dtype=float64" for role in ("actor", "critic", "reference", "reward"))

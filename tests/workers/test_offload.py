@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import tasks
-from ppo_layouts import layout
+from overrides import layout
 from ranks import run_ranks
 
 ROLES = ("actor", "critic", "reference", "reward")

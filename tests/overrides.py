@@ -1,7 +1,8 @@
-"""Overrides for layouts and precisions of a PPO run."""
+"""Overrides for runs of the small task (``tasks``): layouts, precisions, micro-batches, prompts in flight."""
+
+from __future__ import annotations
 
 STEADY = tuple(f"models.{role}.optim.eps=1e-3" for role in ("actor", "critic"))  # Adam does not magnify what rounds off at 0
-
 FP64 = tuple(f"models.{role}.dtype=float64" for role in ("actor", "critic", "reference", "reward"))
 
 
@@ -19,3 +20,11 @@ def micro_batches(rows: int | None = None, tokens: int | None = None) -> tuple[s
 
 
 ACROSS_NODES = (*layout("actor", tp=2), *layout("critic", dp=2, zero=1))
+IN_FLIGHT = 16  # prompts; a step takes half of them
+PARTIAL = (
+    f"data.gen_batch_size={IN_FLIGHT}",
+    "models.actor.generation.max_num_seqs=8",
+    "sampling.logit_bias={0: 2.0}",  # the end of the text is likelier: responses of many lengths
+    "run.save_freq=3",
+    "run.keep_checkpoints=3",
+)

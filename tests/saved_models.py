@@ -1,4 +1,4 @@
-"""What an exported directory computes in transformers."""
+"""What a run would save, without a run: shards of every rank of a layout, a checkpoint of them; and one wrong bit in a file."""
 
 from __future__ import annotations
 
@@ -8,11 +8,26 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoint_shards import rank_shards
 from rlhf_spmd.checkpoint.save import RoleState, save_checkpoint
-from rlhf_spmd.models.spec import read_spec
+from rlhf_spmd.models.sharding import plan_params
+from rlhf_spmd.models.spec import ModelSpec, read_spec
+from rlhf_spmd.parallel.boxes import ParamShard, shard_rows, zero_rows
 from rlhf_spmd.parallel.collectives import solo
 from rlhf_spmd.parallel.layout import Layout
+
+
+def rank_shards(spec: ModelSpec, head: str, layout: Layout, index: int) -> dict[str, ParamShard]:
+    pp, dp, tp = layout.coordinate(index)
+    shards = plan_params(spec, head, pp, layout.pp, tp, layout.tp)
+    if layout.zero:
+        shards = {name: shard_rows(s, *zero_rows(s.shape[0], dp, layout.dp)) for name, s in shards.items()}
+    return shards
+
+
+def flip_bit(path: Path, offset_from_end: int = 3) -> None:
+    data = bytearray(path.read_bytes())
+    data[-offset_from_end] ^= 4
+    path.write_bytes(data)
 
 
 def checkpoint_of(values: Mapping[str, Tensor], source: Path, run_dir: Path, head: str) -> Path:
@@ -29,5 +44,6 @@ def checkpoint_of(values: Mapping[str, Tensor], source: Path, run_dir: Path, hea
 
 
 def logits(model: torch.nn.Module) -> Tensor:
+    """Of ten tokens, by a model of transformers."""
     with torch.no_grad():
         return model(torch.arange(1, 11)[None]).logits

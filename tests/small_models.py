@@ -1,8 +1,17 @@
-"""Tiny model configurations (contents of config.json), one per feature that models differ in."""
+"""Tiny models: their configurations (contents of config.json), one per feature that models differ in, with weights and a batch."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from rlhf_spmd.models.weights import write_random_model
+
+LENGTHS = [1, 40, 7, 66, 3]
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 101,
@@ -103,3 +112,21 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [1],
     },
 }
+
+
+def make_model(path: Path, config: dict[str, Any]) -> Path:
+    """Random weights large enough that attention is not uniform, and biases that matter."""
+    write_random_model(path, {**config, "initializer_range": 0.2}, 5)
+    tensors = load_file(path / "model.safetensors")
+    generator = torch.Generator().manual_seed(1)
+    for tensor in tensors.values():
+        if tensor.ndim == 1:
+            tensor += torch.randn(tensor.shape, generator=generator) * 0.3
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+def make_batch(vocab_size: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.randint(0, vocab_size, (sum(LENGTHS),), generator=generator)
+    return ids, torch.randint(0, vocab_size, (sum(LENGTHS),), generator=generator)
