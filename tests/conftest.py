@@ -13,6 +13,7 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("steady")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that wait leave the cores to other ranks
 if not os.path.exists("/dev/nvidiactl") or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton: its kernels on CPU tensors
 sys.path.insert(0, str(Path(__file__).parent))

@@ -1,8 +1,13 @@
-"""A pool of gloo ranks for tests: spawned once per size, torch imported once, reused by every test of the session.
+"""A pool of gloo ranks for tests, reused by every test of the session.
 
 ``run_ranks(4, fn, *args)`` runs the top-level function ``fn(world, *args)`` on 4 ranks and returns their results in rank order.
 A rank that raises or ends fails the call with its traceback or exit code, a call that takes too long with the stacks of all ranks;
 the pool is then torn down, since its ranks may be out of step.
+
+``Program`` is the training program on ranks of its own, as torchrun starts it.
+
+Ranks are forked from templates, processes that have imported what a training run imports: that takes seconds, a fork milliseconds.
+Each rank number has a template of its own, so that ranks hash texts differently, as processes of torchrun do.
 """
 
 from __future__ import annotations
@@ -13,21 +18,55 @@ import multiprocessing as mp
 import os
 import pickle
 import signal
+import subprocess
+import sys
 import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
 from typing import Any
 
+_TEMPLATES: dict[int, Template] = {}
+_STARTING = threading.Lock()
 _POOLS: dict[int, RankPool] = {}
 _PATIENCE_S = 300.0  # of a rank that waits for another one, at the start or in a collective; a busy machine needs minutes
 
 
-def _serve(rank: int, size: int, port: int, stacks: str, parent: Connection) -> None:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+def _fork_ranks(orders: Connection) -> None:
+    """A template. ("fork", function, arguments) and an open file: a process that calls the function with the file and the arguments;
+    ("wait", process id, options): its exit code, or None with os.WNOHANG while it lives."""
+    import transformers.models.auto.tokenization_auto
+    import transformers.models.llama.configuration_llama  # noqa: F401
+
+    import rlhf_spmd.train  # noqa: F401
+
+    while True:
+        try:
+            order, *arguments = orders.recv()
+        except EOFError:  # the test process is gone
+            os._exit(0)
+        if order == "wait":
+            ended, status = os.waitpid(*arguments)
+            orders.send(os.waitstatus_to_exitcode(status) if ended else None)
+            continue
+        file = recv_handle(orders)
+        process = os.fork()
+        if process == 0:
+            orders.close()
+            function, more = arguments
+            function(file, *more)
+            sys.exit()
+        os.close(file)  # so that a rank that ends closes its pipe
+        orders.send(process)
+
+
+def _serve(pipe: int, rank: int, size: int, port: int, stacks: str) -> None:
+    """A rank of a pool."""
     import torch
     import torch.distributed as dist
 
@@ -38,6 +77,7 @@ def _serve(rank: int, size: int, port: int, stacks: str, parent: Connection) -> 
     store = dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=_PATIENCE_S))
     launch = Launch(rank, size, rank, size)
     world: World = init_world(launch, dist.PrefixStore("pool", store), timeout_s=_PATIENCE_S, device=torch.device("cpu"))
+    parent = Connection(pipe)
     while True:
         try:
             task = parent.recv_bytes()
@@ -51,25 +91,103 @@ def _serve(rank: int, size: int, port: int, stacks: str, parent: Connection) -> 
         parent.send_bytes(answer)
 
 
+def _train(output: int, environment: dict[str, str], arguments: Sequence[str]) -> None:
+    """A rank of the training program, which ends with its exit code."""
+    from rlhf_spmd.train import main
+
+    os.setsid()
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.environ.clear()
+    os.environ.update(environment)
+    main(arguments)
+
+
+class Template:
+    """The process from which the ranks of one number are forked, seen from the test process."""
+
+    def __init__(self) -> None:
+        context = mp.get_context("spawn")
+        self.orders, theirs = context.Pipe()
+        self.process = context.Process(target=_fork_ranks, args=(theirs,), daemon=True)
+        self.process.start()
+        theirs.close()
+        self.lock = threading.Lock()
+
+    def fork(self, function: Callable[..., None], file: int, *arguments: Any) -> int:
+        """The process id of a rank that calls ``function(file, *arguments)``; ``file``: a descriptor, which it gets a copy of."""
+        with self.lock:
+            self.orders.send(("fork", function, arguments))
+            send_handle(self.orders, file, self.process.pid)
+            return int(self.orders.recv())
+
+    def wait(self, process: int, options: int = 0) -> int | None:
+        """The exit code of a rank that ends; with os.WNOHANG None while it lives."""
+        with self.lock:
+            self.orders.send(("wait", process, options))
+            code: int | None = self.orders.recv()
+            return code
+
+
+def _templates(size: int) -> list[Template]:
+    """Those of ranks 0 to ``size`` - 1; any thread may ask."""
+    with _STARTING:
+        for rank in range(len(_TEMPLATES), size):
+            _TEMPLATES[rank] = Template()
+        return [_TEMPLATES[rank] for rank in range(size)]
+
+
+def _host_store() -> Any:
+    from torch.distributed import TCPStore
+
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # on a port that the system picks
+
+
+class Program:
+    """``rlhf_spmd.train <arguments>`` on ranks in the environment that torchrun gives them, and with its store. But nobody ends the
+    other ranks where one has failed. ``output``: the file that what they write is added to. ``ranks``: their process ids."""
+
+    def __init__(self, size: int, arguments: Sequence[str], output: Path, environment: Mapping[str, str]) -> None:
+        self.store, self.codes = _host_store(), dict[int, int]()
+        self.ranks: list[int] = []
+        job = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self.store.port}
+        job |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": 0}
+        with output.open("a") as file:
+            for rank, template in enumerate(_templates(size)):
+                own = {key: str(value) for key, value in {**job, "RANK": rank, "LOCAL_RANK": rank}.items()}
+                self.ranks.append(template.fork(_train, file.fileno(), {**environment, **own}, list(arguments)))
+
+    def poll(self) -> int | None:
+        """None while a rank lives, then the largest exit code; ``codes`` has those of the ranks that have ended."""
+        for rank, process in enumerate(self.ranks):
+            if rank not in self.codes and (code := _TEMPLATES[rank].wait(process, os.WNOHANG)) is not None:
+                self.codes[rank] = code
+        return max(map(abs, self.codes.values())) if len(self.codes) == len(self.ranks) else None
+
+    def wait(self, timeout_s: float = _PATIENCE_S) -> int:
+        """What :meth:`poll` says when all ranks have ended. Raises subprocess.TimeoutExpired."""
+        deadline = time.monotonic() + timeout_s
+        while (code := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("rlhf_spmd.train", timeout_s)
+            time.sleep(0.01)
+        return code
+
+
 class RankPool:
     """Plain pipes and plain pickle: tensors are copied, so that neither shared memory nor open files can run out."""
 
     def __init__(self, size: int) -> None:
-        from torch.distributed import TCPStore
-
-        context = mp.get_context("spawn")
-        self.size = size
-        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # on a port that the system picks
+        self.size, self.store = size, _host_store()
         self.stacks = tempfile.TemporaryDirectory(prefix="rlhf_spmd_ranks_")
         self.pipes: list[Connection] = []
-        self.processes = []
-        for rank in range(size):
-            pipe, theirs = context.Pipe()
-            arguments = (rank, size, self.store.port, f"{self.stacks.name}/{rank}", theirs)
-            self.processes.append(context.Process(target=_serve, args=arguments, daemon=True))
-            self.processes[-1].start()
-            theirs.close()  # so that a rank that ends closes its pipe
+        self.running: dict[int, int] = {}  # rank -> process id
+        for rank, template in enumerate(_templates(size)):
+            pipe, theirs = mp.Pipe()
+            arguments = rank, size, self.store.port, f"{self.stacks.name}/{rank}"
+            self.running[rank] = template.fork(_serve, theirs.fileno(), *arguments)
             self.pipes.append(pipe)
+            theirs.close()
 
     def run(self, fn: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> list[Any]:
         try:
@@ -98,24 +216,23 @@ class RankPool:
         try:
             ok, value = pickle.loads(self.pipes[rank].recv_bytes())
         except EOFError:
-            self.processes[rank].join(10)
-            ok, value = False, f"it ended with exit code {self.processes[rank].exitcode}"
+            ok, value = False, f"it ended with exit code {_TEMPLATES[rank].wait(self.running.pop(rank))}"
         assert ok, f"rank {rank} of {self.size} failed in {name}:\n{value}"
         return value
 
     def _where(self) -> str:
         """The stacks of all ranks."""
-        for process in self.processes:
-            if process.is_alive() and process.pid:
-                os.kill(process.pid, signal.SIGUSR2)
+        for process in self.running.values():
+            os.kill(process, signal.SIGUSR2)
         time.sleep(2.0)
         return "\n".join(f"{path}\n{path.read_text()}" for path in sorted(Path(self.stacks.name).iterdir()))
 
     def close(self) -> None:
         _POOLS.pop(self.size, None)
-        for process, pipe in zip(self.processes, self.pipes, strict=True):
-            process.kill()
-            process.join()
+        for rank, process in self.running.items():
+            os.kill(process, signal.SIGKILL)
+            _TEMPLATES[rank].wait(process)
+        for pipe in self.pipes:
             pipe.close()
         self.stacks.cleanup()
 

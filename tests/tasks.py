@@ -30,6 +30,7 @@ from places import ROOT
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ranks import Program
     from rlhf_spmd.data.files import Row
     from rlhf_spmd.parallel.world import World
 
@@ -209,10 +210,23 @@ def train_alone(run_dir: Path, steps: int, *more: str, config: Path | None = Non
     train_here(world, str(config or task() / "ppo.json"), settings(run_dir, steps, *more))
 
 
+def start_program(ranks: int, run_dir: Path, overrides: Sequence[str], delay_s: float = 0.0) -> Program:
+    """The training program on ranks of its own, without torchrun; ``delay_s`` for each reward."""
+    from ranks import Program
+
+    run_dir.mkdir(parents=True, exist_ok=True)
+    arguments = ["--config", str(task() / "ppo.json"), *overrides]
+    return Program(ranks, arguments, run_dir / "output.txt", _environment(delay_s))
+
+
+def _environment(delay_s: float) -> dict[str, str]:
+    paths = os.pathsep.join((str(ROOT / "src"), str(ROOT / "tests")))
+    return os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "REWARD_DELAY": str(delay_s)}
+
+
 def start_torchrun(run_dir: Path, overrides: Sequence[str], *torchrun: str, delay_s: float = 0.0) -> subprocess.Popen[str]:
     """``torchrun <torchrun> -m rlhf_spmd.train`` in a process group of its own; ``delay_s`` for each reward."""
-    paths = os.pathsep.join((str(ROOT / "src"), str(ROOT / "tests")))
-    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "REWARD_DELAY": str(delay_s)}
+    environment = _environment(delay_s)
     command = [sys.executable, "-m", "torch.distributed.run", *torchrun, "-m", "rlhf_spmd.train"]
     command += ["--config", str(task() / "ppo.json"), *overrides]
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -234,8 +248,8 @@ def free_port() -> int:
             return port
 
 
-def finish(process: subprocess.Popen[str], run_dir: Path, timeout_s: float = 600.0) -> int:
-    """Waits for a torchrun; kills it and all its ranks if it takes too long."""
+def finish(process: subprocess.Popen[str] | Program, run_dir: Path, timeout_s: float = 600.0) -> int:
+    """Waits for all ranks; kills them if they take too long."""
     try:
         return process.wait(timeout_s)
     except subprocess.TimeoutExpired:
@@ -243,10 +257,10 @@ def finish(process: subprocess.Popen[str], run_dir: Path, timeout_s: float = 600
         raise AssertionError(f"not finished in {timeout_s} s:\n{(run_dir / 'output.txt').read_text()[-4000:]}") from None
 
 
-def kill(process: subprocess.Popen[str]) -> None:
+def kill(process: subprocess.Popen[str] | Program) -> None:
     """SIGKILL to torchrun and its ranks (which are in sessions of their own); returns when they are gone."""
     ranks = ranks_of(process)
-    for pid in (process.pid, *ranks):
+    for pid in (*([process.pid] if isinstance(process, subprocess.Popen) else []), *ranks):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     process.wait()
@@ -261,14 +275,17 @@ def _gone(pid: int) -> bool:
         return True
 
 
-def ranks_of(process: subprocess.Popen[str]) -> list[int]:
+def ranks_of(process: subprocess.Popen[str] | Program) -> list[int]:
+    """Process ids of those that have not been waited for."""
+    if not isinstance(process, subprocess.Popen):
+        return [pid for rank, pid in enumerate(process.ranks) if rank not in process.codes]
     try:
         return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
     except FileNotFoundError:
         return []
 
 
-def await_steps(process: subprocess.Popen[str], run_dir: Path, steps: int, timeout_s: float = 600.0) -> None:
+def await_steps(process: subprocess.Popen[str] | Program, run_dir: Path, steps: int, timeout_s: float = 600.0) -> None:
     """Returns when ``steps`` steps are in metrics.jsonl."""
     deadline = time.monotonic() + timeout_s
     path = run_dir / "metrics.jsonl"

@@ -522,8 +522,8 @@ def test_mistakes_are_named(override: str, message: str) -> None:
 def test_a_run_whose_environment_fails_ends_with_one_line(tmp_path: Path) -> None:
     """On one of two replicas, which other ranks wait for."""
     broken = ("environment.cls=test_environments:Fragile", "environment.weight=1", *PARROT[2:])
-    process = tasks.start_torchrun(tmp_path, tasks.settings(tmp_path, 1, *broken), *tasks.one_node(2))
-    assert tasks.finish(process, tmp_path) == 1
+    program = tasks.start_program(2, tmp_path, tasks.settings(tmp_path, 1, *broken))
+    assert tasks.finish(program, tmp_path) == 7 and set(program.codes.values()) == {7}
     status = json.loads((tmp_path / "exit_status.json").read_text())
     assert (status["class"], status["code"]) == ("reward", 7)
     assert "failed in step(): ValueError: odd rank" in status["message"] and status["rank"] == 1

@@ -1,14 +1,14 @@
 """Whatever goes wrong on one rank of a training run, every rank ends within 60 s, and one line says who and where.
 
-The training program under torchrun, with algorithms and rewards of ``tests/outside`` that go wrong in step 2. Jobs go side by
-side: most of their time is start-up. A job's seconds count from the end of its first step, or from the kill.
+The training program on ranks of its own, with algorithms and rewards of ``tests/outside`` that go wrong in step 2. There is no
+torchrun that would end the other ranks: they do it themselves. Jobs go side by side: most of their time is waiting. A job's
+seconds count from the end of its first step, or from the kill.
 """
 
 import json
 import os
 import re
 import signal
-import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -19,6 +19,7 @@ import pytest
 
 import tasks
 from places import ROOT
+from ranks import Program
 from rlhf_spmd.algorithms import ppo
 
 LIMIT_S = 60.0
@@ -60,8 +61,7 @@ class Job:
 
     name: str
     run_dir: Path
-    process: subprocess.Popen[str]
-    ranks: list[int] = field(default_factory=list)
+    process: Program
     since: float = 0.0
     seconds: float = 0.0
     limit_s: float = LIMIT_S
@@ -72,18 +72,13 @@ class Job:
         return (self.run_dir / "output.txt").read_text()
 
     @property
-    def said(self) -> str:
-        """What the ranks wrote, without torchrun's report at the end."""
-        return re.split(r"^E\d{4} ", self.output, maxsplit=1, flags=re.M)[0]
-
-    @property
     def lines(self) -> list[str]:
         """The lines that name a call."""
-        return [line for line in self.said.splitlines() if re.search(r"\bcall \d+", line)]
+        return [line for line in self.output.splitlines() if re.search(r"\bcall \d+", line)]
 
     @property
     def codes(self) -> dict[int, int]:
-        return {int(r): int(c) for r, c in re.findall(r"rank\s+: (\d+).*?\n\s+exitcode\s+: (-?\d+)", self.output)}
+        return self.process.codes
 
     @property
     def status(self) -> dict[str, Any]:
@@ -97,7 +92,7 @@ def start(directory: Path, name: str) -> Job:
     return Job(
         name,
         run_dir,
-        tasks.start_torchrun(run_dir, overrides, *tasks.one_node(ranks), delay_s=REWARD_S if name == "kill" else 0.0),
+        tasks.start_program(ranks, run_dir, overrides, delay_s=REWARD_S if name == "kill" else 0.0),
     )
 
 
@@ -111,16 +106,14 @@ def await_event(job: Job) -> None:
         time.sleep(0.02)
     job.since = time.monotonic() - max(time.time() - event.stat().st_mtime, 0.0)
     job.limit_s = max(LIMIT_S, job.since - job.began)
-    job.ranks = tasks.ranks_of(job.process)
     if job.name == "kill":
-        victim = next(pid for pid in job.ranks if b"\0RANK=2\0" in Path(f"/proc/{pid}/environ").read_bytes())
         time.sleep(1.0)  # two heartbeats into the step, whose rewards take longer than that
         job.since = time.monotonic()
-        os.kill(victim, signal.SIGKILL)
+        os.kill(job.process.ranks[2], signal.SIGKILL)
 
 
 def await_end(job: Job) -> None:
-    while job.process.poll() is None or not all(gone(pid) for pid in job.ranks):
+    while job.process.poll() is None:
         if time.monotonic() - job.since > 2 * job.limit_s:
             tasks.kill(job.process)
             raise AssertionError(f"{job.name} hangs:\n{job.output[-4000:]}")
@@ -139,13 +132,6 @@ def run_together(directory: Path, *names: str) -> dict[str, Job]:
 def follow(job: Job) -> None:
     await_event(job)
     await_end(job)
-
-
-def gone(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
 
 
 @pytest.fixture(scope="module")
@@ -222,8 +208,8 @@ def test_a_loss_that_raises_on_one_rank(jobs: dict[str, Job]) -> None:
     )
     assert job.status["rank"] == 1
     assert Path(job.status["last_checkpoint"]).name == "step_1"
-    assert 'raise KeyError("no such field")' in job.said  # a defect of a program: its traceback, once
-    assert job.said.count("Traceback") == 1
+    assert 'raise KeyError("no such field")' in job.output  # a defect of a program: its traceback, once
+    assert job.output.count("Traceback") == 1
 
 
 @pytest.mark.parametrize("name", MOVES)
@@ -246,15 +232,15 @@ def test_a_loss_that_is_not_a_number(jobs: dict[str, Job]) -> None:
     assert re.fullmatch(
         r"rank [01] failed in actor\.update_actor \(call \d+, raising\.py:\d+, step 2\): FloatingPointError: .*nan.*", line
     )
-    assert "Traceback" not in job.said
+    assert "Traceback" not in job.output
 
 
 def test_a_reward_that_fails_too_often(jobs: dict[str, Job]) -> None:
     job = jobs["reward"]
     line = check(job, "reward", 7, ("reward.compute_reward",), 1)
     assert "outside.rewards:often_fails" in line and "reward.max_failure_rate = 0.2" in line and "no opinion" in line
-    assert job.said.count("Traceback") <= 2, "of the function, once for each rank's worker, and no other"
-    assert "in often_fails" in job.said and "program.py" not in job.said
+    assert job.output.count("Traceback") <= 2, "of the function, once for each rank's worker, and no other"
+    assert "in often_fails" in job.output and "program.py" not in job.output
 
 
 def test_a_rank_that_is_killed_in_a_step(jobs: dict[str, Job]) -> None:

@@ -49,7 +49,7 @@ def test_log_probs_are_a_training_forwards_for_every_family(tmp_path: Path, dtyp
 
 
 def run(directory: Path, *more: str) -> tuple[tasks.Run, str]:
-    process = tasks.start_torchrun(directory, tasks.settings(directory, 2, "run.threads=2", *more), *tasks.one_node(1))
+    process = tasks.start_program(1, directory, tasks.settings(directory, 2, "run.threads=2", *more))
     output = directory / "output.txt"
     assert tasks.finish(process, directory) == 0, output.read_text()
     return tasks.read_run(directory), output.read_text()
@@ -57,10 +57,7 @@ def run(directory: Path, *more: str) -> tuple[tasks.Run, str]:
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_run_repeats_bit_for_bit_and_takes_the_generators_log_probs(
-    tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")  # other tests want the cores
+def test_a_run_repeats_bit_for_bit_and_takes_the_generators_log_probs(tmp_path: Path, dtype: str) -> None:
     settings = (f"models.actor.dtype={dtype}", "models.actor.attention=cpp", "models.actor.generation.exact=true")
     one, output = run(tmp_path / "one", *settings)
     assert "2 thread(s)" in output
@@ -86,8 +83,7 @@ def test_where_torch_computes_nothing_is_said_to_be_exact(tmp_path: Path) -> Non
 
 
 @needs_kernels
-def test_generate_has_the_same_bits_with_two_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
+def test_generate_has_the_same_bits_with_two_threads(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", CONFIGS["llama"])
     (tmp_path / "in.jsonl").write_text("".join(json.dumps({"prompt_ids": [5 + i, 6, 7]}) + "\n" for i in range(20)))
     settings = [f"model.path={model}", f"data.path={tmp_path}/in.jsonl", "sampling.max_response_length=8"]

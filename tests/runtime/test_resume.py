@@ -1,7 +1,7 @@
 """A run that was ended in the middle and started again is the run that never was: the same bits, in another layout the same numbers.
 
-The runs that are ended are the program itself under torchrun, 2 ranks, all at once: most of their time is start-up. Those that
-nothing happens to run on the ranks of tests/ranks.py, which must not make a difference either.
+The runs that are ended are the program itself on 2 ranks of its own, all at once: most of their time is waiting. Those that end by
+a signal to torchrun run under it. Those that nothing happens to run on a pool of ranks, which must not make a difference either.
 """
 
 import json
@@ -61,7 +61,11 @@ class Ended:
 
 def end(run_dir: Path, how: str, after: int, moment: float) -> Ended:
     """Start a run and end it ``moment`` seconds after the line of step ``after`` (0: after the ranks have started)."""
-    process = tasks.start_torchrun(run_dir, overrides(run_dir, *LAYOUT), *tasks.one_node(2), delay_s=DELAY_S)
+    ours = overrides(run_dir, *LAYOUT)
+    if how in ("agent", "ctrl-c"):
+        process = tasks.start_torchrun(run_dir, ours, *tasks.one_node(2), delay_s=DELAY_S)
+    else:
+        process = tasks.start_program(2, run_dir, ours, delay_s=DELAY_S)
     try:
         tasks.await_steps(process, run_dir, after)
         time.sleep(moment)
@@ -71,7 +75,7 @@ def end(run_dir: Path, how: str, after: int, moment: float) -> Ended:
             if how == "ctrl-c":
                 os.killpg(process.pid, signal.SIGINT)
             else:
-                os.kill(process.pid if how == "agent" else tasks.ranks_of(process)[1], signal.SIGTERM)
+                os.kill(process.pid if how == "agent" else process.ranks[1], signal.SIGTERM)
             assert tasks.finish(process, run_dir) != 0
     except BaseException:
         tasks.kill(process)
@@ -118,8 +122,8 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again(uninterrupted, en
 def test_a_killed_run_goes_on_bit_for_bit(uninterrupted, ended):
     was = ended["killed"]
     assert 2 <= was.steps < STEPS and not was.status
-    process = tasks.start_torchrun(was.run_dir, overrides(was.run_dir, *LAYOUT), *tasks.one_node(2))
-    assert tasks.finish(process, was.run_dir) == 0
+    program = tasks.start_program(2, was.run_dir, overrides(was.run_dir, *LAYOUT))
+    assert tasks.finish(program, was.run_dir) == 0
     assert "resumed from" in (was.run_dir / "output.txt").read_text()
     assert json.loads((was.run_dir / "exit_status.json").read_text())["class"] == "done"
     tasks.assert_bit_equal(uninterrupted["fp32"], tasks.read_run(was.run_dir))
