@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import Any
 
 import pytest
 
-from bench_runs import run_script
+Ran = tuple[dict[str, Any], str]
 
 
-def test_two_ranks(tmp_path: Path) -> None:
-    report, printed = run_script("reshard.py", tmp_path / "reshard.json", "--ranks", "2", "--repeats", "1")
+@pytest.mark.script("reshard.py --ranks 2 --repeats 1")
+def test_two_ranks(ran: Ran) -> None:
+    report, printed = ran
     assert {(row["layout"], row["engine"]) for row in report["rows"]} == {
         (layout, engine)
         for layout in ("1-2-1 -> 1-1", "2-1-1 -> 1-1", "1-1-2 z3 -> 1-1")
@@ -24,9 +25,10 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert "9 of 9 rows; beyond the formula one bucket at most in 9" in printed
 
 
-def test_planning_alone(tmp_path: Path) -> None:
+@pytest.mark.script("reshard.py --plan --models 7B 70B --most-ranks 16")
+def test_planning_alone(ran: Ran) -> None:
     """The plans of ranks receive what the formula says, and peak at what it says beside norms and buckets."""
-    report, printed = run_script("reshard.py", tmp_path / "plan.json", "--plan", "--models", "7B", "70B", "--most-ranks", "16")
+    report, printed = ran
     rows = report["rows"]
     assert {row["ranks"] for row in rows} == {8, 16} and {row["model"] for row in rows} == {"7B", "70B"} and "70B" in printed
     for row in rows:
