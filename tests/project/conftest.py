@@ -18,8 +18,8 @@ from places import ROOT
 Ran = tuple[dict[str, Any], str]  # the report in JSON, and what was printed
 
 
-def run_script(out: Path, name: str, *arguments: str) -> Ran:
-    env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+def run_script(out: Path, name: str, *arguments: str, **environment: str) -> Ran:
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", **environment}
     command = [sys.executable, str(ROOT / "scripts" / "bench" / name), *arguments, "--out", str(out)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -33,7 +33,7 @@ def scripts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     marks = {item.nodeid: mark for item in request.session.items if (mark := item.get_closest_marker("script"))}
     with ThreadPoolExecutor(2) as pool:
         outs = {test: directory / f"{number}.json" for number, test in enumerate(marks)}
-        yield {test: pool.submit(run_script, outs[test], *mark.args[0].split()) for test, mark in marks.items()}
+        yield {test: pool.submit(run_script, outs[test], *mark.args[0].split(), **mark.kwargs) for test, mark in marks.items()}
         pool.shutdown(cancel_futures=True)
 
 
