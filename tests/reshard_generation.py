@@ -16,7 +16,7 @@ from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.models.weights import init_random
 from rlhf_spmd.parallel.collectives import solo
 from rlhf_spmd.parallel.layout import GenerationLayout
-from rlhf_spmd.parallel.mesh import build_group, build_mesh
+from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.reshard import HybridWeights, choose_method
 from rlhf_spmd.reshard.storages import held_bytes
@@ -38,12 +38,14 @@ class Model:
         train, pool = layout.train, list(range(world.size))
         mesh, generation_mesh = build_mesh(world, pool, train), build_mesh(world, pool, layout)
         method = choose_method(name, layout)
-        group = build_group(world, pool, lambda i: method.gather_ranks(layout, i), "gather", channel="gather")
+        group = world.group(sorted(method.gather_ranks(layout, world.rank)), "gather", channel="gather")
+        assert group is not None
+        group.connect()
         self.decoder = Decoder(spec, "lm", mesh.pp_rank, train.pp, mesh.tp, dtype, "cpu")
         init_random(self.decoder, 3)
         if train.zero:
             for module in [*self.decoder.layers, self.decoder]:
-                fully_shard(module, mesh=mesh.dp_device_mesh(), reshard_after_forward=train.zero == 3)
+                fully_shard(module, mesh=mesh.device_mesh["dp"], reshard_after_forward=train.zero == 3)
         self.generation = Decoder(
             spec, "lm", generation_mesh.pp_rank, layout.pp, generation_mesh.tp, dtype, "meta", blocks=layout.blocks
         )

@@ -38,7 +38,7 @@ from rlhf_spmd.models.spec import read_spec
 from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel.board import end_process
 from rlhf_spmd.parallel.layout import Layout, generation_layout
-from rlhf_spmd.parallel.mesh import build_group, build_mesh
+from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.parallel.world import World, connect_store, init_world, read_launch
 from rlhf_spmd.reshard import HybridWeights, choose_method
 from rlhf_spmd.workers.engine import Packed, TrainEngine
@@ -72,7 +72,9 @@ class Actor:
         decoder = Decoder(spec, "lm", 0, 1, mesh.tp, torch.float32, torch.device("meta"), blocks=target.blocks)
         decoder.requires_grad_(False)
         method = choose_method("zero_redundancy", target)
-        gather = build_group(world, ranks, lambda i: method.gather_ranks(target, i), "gather", channel="gather")
+        gather = world.group(method.gather_ranks(target, world.rank), "gather", channel="gather")
+        assert gather is not None
+        gather.connect()
 
         def shards(pp: int, tp: int) -> dict[str, ParamShard]:
             return plan_params(spec, "lm", pp, layout.pp, tp, layout.tp)

@@ -31,7 +31,7 @@ from rlhf_spmd.models.heads import token_log_probs
 from rlhf_spmd.models.sharding import plan_params
 from rlhf_spmd.models.spec import read_spec
 from rlhf_spmd.parallel.layout import Layout, generation_layout
-from rlhf_spmd.parallel.mesh import build_group, build_mesh
+from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.parallel.world import World, connect_store, init_world, read_launch
 from rlhf_spmd.reshard import HybridWeights, choose_method
 from rlhf_spmd.workers.engine import Packed, TrainEngine, rank_shards
@@ -52,7 +52,9 @@ class Roles:
         decoder = Decoder(self.spec, "lm", 0, 1, mesh.tp, torch.bfloat16, "meta", blocks=target.blocks)
         decoder.requires_grad_(False)
         method = choose_method("zero_redundancy", target)
-        gather = build_group(world, range(world.size), lambda i: method.gather_ranks(target, i), "gather", channel="gather")
+        gather = world.group(method.gather_ranks(target, world.rank), "gather", channel="gather")
+        assert gather is not None
+        gather.connect()
         self.hybrid = HybridWeights(
             lambda pp, tp: rank_shards(self.spec, "lm", self.layout, pp, tp),
             self.actor.parameters,

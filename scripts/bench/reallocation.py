@@ -75,6 +75,8 @@ def measure(world: World, number: int, source: Place, target: Place, repeats: in
     """One row. Collective over the world: every rank of it must call, in program order."""
     ranks = sorted({*source[1], *target[1]})
     group = world.group(ranks, "loan", channel=f"bench{number}")
+    if group is not None:
+        group.connect()
     before, after = (holdings_of(MODEL, *place) for place in (source, target))
     held, wanted = shards_of(before, world.rank), shards_of(after, world.rank)
     sources = {name: torch.randn(shard.shape) for name, shard in held.items()}

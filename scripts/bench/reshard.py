@@ -41,7 +41,6 @@ from rlhf_spmd.parallel.board import end_process
 from rlhf_spmd.parallel.boxes import ParamShard
 from rlhf_spmd.parallel.collectives import Group
 from rlhf_spmd.parallel.layout import GenerationLayout, Layout, generation_layout
-from rlhf_spmd.parallel.mesh import build_group
 from rlhf_spmd.parallel.world import World, connect_store, init_world, read_launch
 from rlhf_spmd.reshard import METHODS, HybridWeights, choose_method, missing_elements
 from rlhf_spmd.reshard.methods import Method, TransitionPlan
@@ -119,8 +118,10 @@ class Model:
 
     def __init__(self, world: World, name: str, layout: GenerationLayout, bucket_bytes: int) -> None:
         method = choose_method(name, layout)
-        pool = range(world.size)
-        self.group = build_group(world, pool, lambda i: method.gather_ranks(layout, i), "gather", channel="gather")
+        group = world.group(method.gather_ranks(layout, world.rank), "gather", channel="gather")
+        assert group is not None
+        group.connect()
+        self.group = group
         self.shards, self.wanted = shards_of(MODEL, layout, world.rank)
         self.parameters: dict[str, Tensor] = {
             name: nn.Parameter(torch.randn(s.shape) if len(s.shape) > 1 else torch.ones(s.shape))
@@ -149,7 +150,7 @@ class Model:
     def peer_parameters(self) -> list[DTensor]:
         """What the transition makes, as DTensors in equal parts over the gather group; the whole model where ranks need
         different parts of it, which DTensor has no other way to."""
-        if self.group.process_group is None:
+        if self.group.size == 1:
             return []
         mesh = DeviceMesh.from_group(self.group.process_group, "cpu", mesh_dim_names=("gather",))
         plan, parameters = self.hybrid.plan, []

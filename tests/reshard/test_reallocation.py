@@ -339,6 +339,7 @@ def move_for_real(world: World, bucket_bytes: int, in_flight_bytes: int) -> dict
         sides = [holdings(spec, head, a, ranks_a), holdings(spec, head, b, ranks_b)]
         if group is None:
             continue
+        group.connect()
         for there in (sides, sides[::-1]):
             before, after = (
                 {n: torch.from_numpy(v).double() for n, v in model.local(shards_of(s, world.rank)).items()} for s in there
@@ -372,6 +373,7 @@ def goes_on_while_it_sends(world: World) -> int:
     a, b = holdings(spec, head, Layout(), [0]), holdings(spec, head, Layout(), [1])
     group = world.group([0, 1], "reallocation", channel="beside")
     assert group is not None
+    group.connect()
     before, after = ({n: torch.from_numpy(v) for n, v in model.local(shards_of(side, world.rank)).items()} for side in (a, b))
     target = {name: torch.full_like(tensor, -1) for name, tensor in after.items()}
     plan = plan_transfer(a, b, lambda rank: rank, world.rank)

@@ -176,4 +176,4 @@ def test_generation_layouts() -> None:
         seen = [layout.coordinate(index) for index in range(8)]
         assert sorted(seen) == [(p, d, t) for p in range(layout.pp) for d in range(layout.dp) for t in range(layout.tp)]
         assert [layout.index(*coordinate) for coordinate in seen] == list(range(8))
-        assert all(layout.tp_group(i) == [i // 2 * 2, i // 2 * 2 + 1] for i in range(8))
+        assert all(layout.along(i, "tp") == [i // 2 * 2, i // 2 * 2 + 1] for i in range(8))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -26,13 +28,30 @@ def load_tokenizer(path: str | Path, required: bool = True) -> Any:
         if not required:
             return None
         raise DataError(f"'{path}' holds no tokenizer; looked for {', '.join(TOKENIZER_FILES)}")
-    from transformers import AutoTokenizer
-
     try:
-        return AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+        return _tokenizer_class(directory).from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
         reason = f"{type(error).__name__}: {first_line(error)}"
         raise DataError(f"the tokenizer in '{path}' cannot be loaded: {reason}") from error
+
+
+def _tokenizer_class(directory: Path) -> Any:
+    """transformers' class for these files. ``AutoTokenizer`` comes to the general one where they name it, with models of the families
+    below, but imports torch's compiler and its server of models on the way: more than a second for each rank."""
+    said: dict[str, dict[str, Any]] = {}
+    for name in ("config.json", "tokenizer_config.json"):
+        with suppress(OSError, ValueError):
+            said[name] = json.loads((directory / name).read_bytes())
+    own = said.get("tokenizer_config.json", {})
+    general = own.get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend") and "auto_map" not in own
+    family = said.get("config.json", {}).get("model_type")
+    if general and family in ("llama", "qwen3", "qwen3_moe") and (directory / "tokenizer.json").is_file():
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer
 
 
 def decode(tokenizer: Any, rows: Sequence[Sequence[int]], skip_special_tokens: bool = True) -> list[str]:

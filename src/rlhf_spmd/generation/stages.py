@@ -24,11 +24,16 @@ from rlhf_spmd.parallel.pipeline import Channel
 
 
 class Stages:
-    """This rank's ends of the ways of one call. ``waited``: seconds of this rank's host."""
+    """This rank's ends of the ways of one call. ``waited``: seconds of this rank's host.
+
+    Collective over ``mesh.pp``: every rank of it must call, in program order.
+    """
 
     def __init__(self, mesh: Mesh) -> None:
         stage, last, keep = mesh.pp_rank, mesh.layout.pp - 1, 4 * mesh.layout.pp
         pp, back = mesh.pp, mesh.pp_back
+        pp.connect()
+        back.connect()
         self.hidden = Channel((pp, stage - 1), (pp, stage + 1), "generation:hidden", keep)
         others = range(last) if stage == last else [stage]
         self.tokens = [Channel((back, last), (back, other), "generation:tokens", keep) for other in others]

@@ -10,8 +10,9 @@ import json
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -66,16 +67,36 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Some ranks of the world in a fixed order. ``ranks`` are global ranks; ``rank`` is this process's index in it."""
+    """Some ranks of the world, ascending. ``ranks`` are global ranks; ``rank`` is this process's index in it.
+
+    The ranks connect in their first collective. Where that is a transfer between some of them only, :meth:`connect` comes before,
+    at a point that all of them pass.
+    """
 
     name: str
     ranks: tuple[int, ...]
     rank: int
-    process_group: dist.ProcessGroup | None = None
+    communicator: Callable[[], dist.ProcessGroup] | None = None  # makes it, or finds that of an equal group
 
     @property
     def size(self) -> int:
         return len(self.ranks)
+
+    @cached_property
+    def process_group(self) -> dist.ProcessGroup:
+        """Collective over the group, the first time: every rank of it must call, in program order."""
+        assert self.communicator is not None, f"group {self.name} does not communicate"
+        RECORDER.note("connect", self.name, 0)
+        return self.communicator()
+
+    def connect(self) -> None:
+        """Collective over the group: every rank of it must call, in program order."""
+        if self.size > 1:
+            _ = self.process_group
+
+    def _connected(self) -> dist.ProcessGroup:
+        assert "process_group" in self.__dict__, f"group {self.name}: connect() it first, where all of its ranks pass"
+        return self.process_group
 
     def all_reduce(self, tensor: Tensor, label: str, op: str = "sum") -> Tensor:
         """In place. Collective over the group: every rank of it must call, in program order."""
@@ -129,13 +150,14 @@ class Group:
         num_bytes = [sum(tensor.nbytes for _, tensor in messages) for messages in (sends, receives)]
         RECORDER.note(f"exchange:{label}", self.name, sum(num_bytes))
         RECORDER.count(label, *num_bytes)
-        pg = self.process_group
-        if pg is not None and not any(can(tensor.device).nccl for _, tensor in (*receives, *sends)):  # gloo does not batch them
+        if not sends and not receives:
+            return []
+        pg = self._connected()
+        if not any(can(tensor.device).nccl for _, tensor in (*receives, *sends)):  # gloo does not batch them
             works = [pg.recv([tensor], member, 0) for member, tensor in receives]
             return works + [pg.send([tensor], member, 0) for member, tensor in sends]
         every = [(dist.irecv, message) for message in receives] + [(dist.isend, message) for message in sends]
-        ops = [dist.P2POp(op, tensor, self.ranks[member], self.process_group) for op, (member, tensor) in every]
-        return dist.batch_isend_irecv(ops) if ops else []
+        return dist.batch_isend_irecv([dist.P2POp(op, tensor, self.ranks[member], pg) for op, (member, tensor) in every])
 
     def all_gather(self, tensor: Tensor, label: str) -> list[Tensor]:
         """Equal shapes from every rank. Collective over the group: every rank of it must call, in program order."""
@@ -210,15 +232,13 @@ class Group:
         """Asynchronous send to group index ``to``; keep ``tensor`` alive until the work is done."""
         RECORDER.count(label, tensor.nbytes, 0)
         RECORDER.note(f"isend:{label}->{self.ranks[to]}", self.name, tensor.nbytes)
-        assert self.process_group is not None, f"group {self.name} does not communicate"
-        return self.process_group.send([tensor], to, tag)
+        return self._connected().send([tensor], to, tag)
 
     def irecv(self, tensor: Tensor, source: int, label: str, tag: int = 0) -> dist.Work | None:
         """Asynchronous receive from group index ``source``."""
         RECORDER.count(label, 0, tensor.nbytes)
         RECORDER.note(f"irecv:{label}<-{self.ranks[source]}", self.name, tensor.nbytes)
-        assert self.process_group is not None, f"group {self.name} does not communicate"
-        return self.process_group.recv([tensor], source, tag)
+        return self._connected().recv([tensor], source, tag)
 
     def _note(self, operation: str, label: str, tensor: Tensor, received: int) -> None:
         RECORDER.note(f"{operation}:{label}", self.name, tensor.nbytes)

@@ -29,32 +29,44 @@ class LayoutConfig:
     sequence_parallel: bool = False
 
 
+AXES = ("pp", "dp", "tp")
+
+
 class Grid(ABC):
-    """Ranks of a pool by their coordinates (pp, dp, tp). Indices count ranks inside the pool (0 .. size-1), not global ranks."""
+    """Ranks of a pool by their coordinates on :data:`AXES`. Indices count ranks inside the pool (0 .. size-1), not global ranks."""
 
     pp: int
     tp: int
 
+    @property
     @abstractmethod
-    def index(self, pp: int, dp: int, tp: int) -> int:
-        """Pool index of a coordinate."""
+    def ranks(self) -> np.ndarray:
+        """Pool indices by coordinate, [pp, dp, tp]."""
 
-    @abstractmethod
+    @cached_property
+    def _coordinates(self) -> list[tuple[int, int, int]]:
+        axes = np.unravel_index(np.argsort(self.ranks, axis=None), self.ranks.shape)
+        return list(zip(*(axis.tolist() for axis in axes), strict=True))
+
     def coordinate(self, index: int) -> tuple[int, int, int]:
         """Pool index -> (pp, dp, tp)."""
+        return self._coordinates[index]
 
-    def tp_group(self, index: int) -> list[int]:
-        pp, dp, _ = self.coordinate(index)
-        return [self.index(pp, dp, tp) for tp in range(self.tp)]
+    def index(self, pp: int, dp: int, tp: int) -> int:
+        """Inverse of :meth:`coordinate`."""
+        return int(self.ranks[pp, dp, tp])
 
-    def pp_group(self, index: int) -> list[int]:
-        _, dp, tp = self.coordinate(index)
-        return [self.index(pp, dp, tp) for pp in range(self.pp)]
+    def along(self, index: int, *axes: str) -> list[int]:
+        """The ranks that differ from ``index`` on ``axes`` only, itself included, in the order of their coordinates."""
+        at = zip(AXES, self.coordinate(index), strict=True)
+        found: list[int] = (
+            self.ranks[tuple(slice(None) if axis in axes else number for axis, number in at)].reshape(-1).tolist()
+        )
+        return found
 
     def replica_group(self, index: int) -> list[int]:
         """The pp * tp ranks that together hold the replica of ``index``."""
-        _, dp, _ = self.coordinate(index)
-        return [self.index(pp, dp, tp) for pp in range(self.pp) for tp in range(self.tp)]
+        return self.along(index, "pp", "tp")
 
 
 @dataclass(frozen=True)
@@ -76,11 +88,9 @@ class Layout(Grid):
         """The virtual stages, of ``pp * vpp``, that a pipeline rank holds, one for each of its chunks."""
         return [chunk * self.pp + pp_rank for chunk in range(self.vpp)]
 
-    def index(self, pp: int, dp: int, tp: int) -> int:
-        return (pp * self.dp + dp) * self.tp + tp
-
-    def coordinate(self, index: int) -> tuple[int, int, int]:
-        return index // (self.dp * self.tp), index // self.tp % self.dp, index % self.tp
+    @cached_property
+    def ranks(self) -> np.ndarray:
+        return np.arange(self.size).reshape(self.pp, self.dp, self.tp)
 
     def __str__(self) -> str:
         more = (f" {key}({n})" for key, n, none in (("zero", self.zero, 0), ("vpp", self.vpp, 1)) if n != none)
@@ -157,28 +167,19 @@ class GenerationLayout(Grid):
         return self.train.size // (self.pp * self.tp)
 
     @cached_property
-    def _ranks(self) -> np.ndarray:
-        """Pool indices by coordinate, [p_g, d_g * d, t_g]."""
+    def ranks(self) -> np.ndarray:
+        """[p_g, d_g * d, t_g]."""
         ranks, shape = np.arange(self.train.size), (self.pp, self.dp, self.tp)
         if self.consecutive:
             return ranks.reshape(shape)
         stages, slices = self.train.pp // self.pp, self.train.tp // self.tp  # of training, in one of generation
         return ranks.reshape(self.pp, stages, self.train.dp, self.tp, slices).transpose(0, 2, 1, 4, 3).reshape(shape)
 
-    def coordinate(self, index: int) -> tuple[int, int, int]:
-        """Pool index -> (p_g coordinate, replica in 0 .. d_g*d-1, t_g coordinate)."""
-        pp, dp, tp = np.argwhere(self._ranks == index)[0].tolist()
-        return pp, dp, tp
-
-    def index(self, pp: int, dp: int, tp: int) -> int:
-        """Inverse of :meth:`coordinate`."""
-        return int(self._ranks[pp, dp, tp])
-
     def micro_dp_group(self, index: int) -> list[int]:
         """Ranks whose training shards make up the generation shard of ``index``, in the order of their slices."""
         pp, dp, tp = self.coordinate(index)
         first = dp // self.micro_dp * self.micro_dp
-        group: list[int] = self._ranks[pp, first : first + self.micro_dp, tp].tolist()
+        group: list[int] = self.ranks[pp, first : first + self.micro_dp, tp].tolist()
         return group
 
 

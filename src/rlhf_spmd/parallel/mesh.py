@@ -1,14 +1,22 @@
-"""A model's ranks as a mesh: the groups of one layout on one pool. No global mesh: a role carries its own."""
+"""A role's ranks as a mesh: the groups along the axes of its layout on its pool. No global mesh: a role carries its own.
+
+To torch it is a ``DeviceMesh`` (:attr:`Mesh.device_mesh`), over the groups that are here (``from_group``). Its own constructor has
+every rank of the world make the groups of every slice, whether it is in the pool or not (``new_group``, or on NCCL with a bound
+device ``ncclCommSplit`` of the whole world), makes groups of one rank, connects all of them at once, and knows no second channel.
+Here a rank makes the groups that it is in, when they first communicate, so ranks outside a pool have no part in it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from rlhf_spmd.parallel.collectives import Group, solo
-from rlhf_spmd.parallel.layout import GenerationLayout, Layout
+from rlhf_spmd.parallel.layout import AXES, GenerationLayout, Layout
 from rlhf_spmd.parallel.world import World
 
 
@@ -18,10 +26,12 @@ class Mesh:
 
     pp_rank, dp_rank, tp_rank: coordinates. Groups: ``tp``, ``dp``, ``pp``, ``pp_back`` (the stages again, for what travels
     backwards); ``replica`` (the pp * tp ranks of one replica), ``pool`` (all ranks), ``ends`` (first and last stage of this
-    (dp, tp): tied embeddings), ``ring`` and ``ring_back`` (the same two, for what travels between them where vpp > 1).
+    (dp, tp): tied embeddings), ``ring`` and ``ring_back`` (the same two, for what travels between them where vpp > 1); the last
+    three are solo on the stages between.
     """
 
     layout: Layout | GenerationLayout
+    pool_ranks: tuple[int, ...]
     index: int
     pp_rank: int
     dp_rank: int
@@ -49,53 +59,42 @@ class Mesh:
     def last_stage(self) -> bool:
         return self.pp_rank == self.layout.pp - 1
 
-    def dp_device_mesh(self) -> DeviceMesh:
-        """The data-parallel axis as a DeviceMesh, which FSDP2 takes. Members only; no communication."""
-        assert self.dp.process_group is not None
-        return DeviceMesh.from_group(self.dp.process_group, self.device_type, mesh_dim_names=("dp",))
-
-
-def build_group(world: World, pool: Sequence[int], members: Callable[[int], list[int]], name: str, channel: str = "") -> Group:
-    """All groups that ``members`` (pool index -> pool indices) makes on a pool; returns this rank's.
-
-    ``channel`` is that of :meth:`World.group`.
-    Collective over the world: every rank of it must call, in program order.
-    """
-    mine = None
-    for ranks in sorted({tuple(pool[i] for i in members(index)) for index in range(len(pool))}):
-        mine = world.group(ranks, name, channel) or mine
-    return mine or solo(world.rank)
+    @cached_property
+    def device_mesh(self) -> DeviceMesh:
+        """The axes that have more than one rank, by name. Members only. Collective over the pool, the first time: every rank of it
+        must call, in program order."""
+        shape = dict(zip(AXES, self.layout.ranks.shape, strict=True))
+        groups = {
+            axis: group.process_group for axis in AXES if shape[axis] > 1 and isinstance(group := getattr(self, axis), Group)
+        }
+        ranks = torch.tensor(self.pool_ranks)[torch.from_numpy(self.layout.ranks)].reshape([shape[axis] for axis in groups])
+        return DeviceMesh.from_group([*groups.values()], self.device_type, ranks, mesh_dim_names=tuple(groups))
 
 
 def build_mesh(world: World, pool: Sequence[int], layout: Layout | GenerationLayout) -> Mesh:
-    """Collective over the world: every rank of it must call, in program order, members or not. ``pool`` ascends."""
+    """The mesh of a layout on the ranks of ``pool``, which ascend. Communicates nothing."""
     index = list(pool).index(world.rank) if world.rank in pool else -1
-    pp_rank, dp_rank, tp_rank = layout.coordinate(index) if index >= 0 else (-1, -1, -1)
 
-    def dp_group(i: int) -> list[int]:
-        pp, _, tp = layout.coordinate(i)
+    def along(name: str, *axes: str, channel: str = "") -> Group:
+        ranks = [pool[i] for i in layout.along(index, *axes)] if index >= 0 else []
+        if name in ("ends", "ring", "ring_back"):
+            ranks = sorted({*ranks[:1], *ranks[-1:]})
         # ascending, so in a generation mesh regrouped from several stages dp.rank is not dp_rank
-        return sorted(layout.index(pp, dp, tp) for dp in range(layout.dp))
+        return world.group(sorted(ranks), name, channel) or solo(world.rank)
 
-    def ends(i: int) -> list[int]:
-        stages = layout.pp_group(i)
-        return [stages[0], stages[-1]] if len(stages) > 1 else stages
-
-    around = isinstance(layout, Layout) and layout.vpp > 1
     return Mesh(
-        layout=layout,
-        index=index,
-        pp_rank=pp_rank,
-        dp_rank=dp_rank,
-        tp_rank=tp_rank,
-        tp=build_group(world, pool, layout.tp_group, "tp"),
-        dp=build_group(world, pool, dp_group, "dp"),
-        pp=build_group(world, pool, layout.pp_group, "pp"),
-        pp_back=build_group(world, pool, layout.pp_group, "pp_back", channel="back" if layout.pp > 1 else ""),
-        replica=build_group(world, pool, lambda i: sorted(layout.replica_group(i)), "replica"),
-        pool=build_group(world, pool, lambda i: list(range(len(pool))), "pool"),
-        ends=build_group(world, pool, ends, "ends"),
-        ring=build_group(world, pool, ends, "ring", channel="ring" if around else ""),
-        ring_back=build_group(world, pool, ends, "ring_back", channel="ring_back" if around else ""),
+        layout,
+        tuple(pool),
+        index,
+        *(layout.coordinate(index) if index >= 0 else (-1, -1, -1)),
+        tp=along("tp", "tp"),
+        dp=along("dp", "dp"),
+        pp=along("pp", "pp"),
+        pp_back=along("pp_back", "pp", channel="back"),
+        replica=along("replica", "pp", "tp"),
+        pool=along("pool", *AXES),
+        ends=along("ends", "pp"),
+        ring=along("ring", "pp", channel="ring"),
+        ring_back=along("ring_back", "pp", channel="ring_back"),
         device_type=world.device.type,
     )

@@ -107,6 +107,8 @@ class Channel:
 
 def _channels(mesh: Mesh) -> dict[str, Channel]:
     """Forward: from the stage before to the one after, from the last stage around the ring to the first; backward: against it."""
+    for group in (mesh.pp, mesh.pp_back, *((mesh.ring, mesh.ring_back) if mesh.layout.vpp > 1 else ())):
+        group.connect()
     stage, last, keep = mesh.pp.rank, mesh.pp.size - 1, 2 * mesh.pp.size
     before: Link = (mesh.pp, stage - 1) if stage else (mesh.ring, 1)
     after: Link = (mesh.pp, stage + 1) if stage < last else (mesh.ring, 0)

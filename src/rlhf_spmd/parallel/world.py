@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import os
 import resource
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from rlhf_spmd.parallel.collectives import Group
 
@@ -50,20 +54,26 @@ def connect_store(launch: Launch, timeout_s: float = 60.0) -> dist.Store:
 
 @dataclass
 class World:
-    """All ranks of the job, their device, and the process groups made so far."""
+    """All ranks of the job, their device, and the communicators made so far.
+
+    torch's ``new_group`` names a communicator by counting: those of the world, so that all ranks must come to each, or, with
+    ``use_local_synchronization``, those that a rank is in, so that ranks that are in different numbers of them never meet. Here it is
+    named by its ranks and channel. So its own ranks make it, alone, when they need it; in the same order follows from program order.
+    """
 
     launch: Launch
     device: torch.device
     store: dist.Store
     timeout_s: float
     all: Group = field(init=False)
-    _groups: dict[tuple[str, tuple[int, ...]], Group] = field(default_factory=dict)
+    _communicators: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         ranks = tuple(range(self.launch.size))
-        process_group = dist.group.WORLD if dist.is_initialized() else None
-        self.all = Group("world", ranks, self.launch.rank, process_group)
-        self._groups["", ranks] = self.all
+        self.all = Group("world", ranks, self.launch.rank, partial(self._communicator, ranks, ""))
+        if dist.group.WORLD is not None:
+            self._communicators["", ranks] = dist.group.WORLD
+            self.all.connect()
 
     @property
     def rank(self) -> int:
@@ -74,24 +84,40 @@ class World:
         return self.launch.size
 
     def group(self, ranks: Sequence[int], name: str, channel: str = "") -> Group | None:
-        """The group of these global ranks, in this order, made once per ``channel``; None on ranks outside it.
+        """The group of these global ranks, which ascend; None on ranks outside it. Communicates nothing: see :class:`Group`.
 
-        Transfers on different channels never wait for each other, also where the backend orders those of one communicator.
-
-        Collective over the world on first use: every rank of it must call, in program order, members or not.
+        Groups of equal ranks share one communicator for each ``channel``. Transfers on different channels never wait for each
+        other, also where the backend orders those of one communicator.
         """
         members = tuple(ranks)
-        key = channel, members
-        if key not in self._groups:
-            index = members.index(self.rank) if self.rank in members else -1
-            process_group = None
-            if dist.is_initialized() and len(members) > 1:  # one rank has nobody to connect to
-                # torch orders the ranks of a group by itself, so only ascending orders are used throughout
-                assert list(members) == sorted(members), f"group {name}: ranks {members} must ascend"
-                process_group = dist.new_group(list(members), timeout=timedelta(seconds=self.timeout_s))
-            self._groups[key] = Group(name, members, index, process_group)
-        group = self._groups[key]
-        return group if group.rank >= 0 else None
+        # torch orders the ranks of a group by itself, so only ascending orders are used throughout
+        assert list(members) == sorted(members), f"group {name}: ranks {members} must ascend"
+        if self.rank not in members:
+            return None
+        return Group(name, members, members.index(self.rank), partial(self._communicator, members, channel))
+
+    def _communicator(self, ranks: tuple[int, ...], channel: str) -> dist.ProcessGroup:
+        """Collective over these ranks, the first time: every one of them must call, in program order."""
+        if (channel, ranks) not in self._communicators:
+            name: Any = hashlib.sha1(f"{channel} {ranks}".encode(), usedforsecurity=False).hexdigest()
+            made, _ = distributed_c10d._new_process_group_helper(
+                len(ranks),
+                ranks.index(self.rank),
+                list(ranks),
+                backend_of(self.device),
+                dist.PrefixStore("groups", self.store),
+                name,
+                timeout=timedelta(seconds=self.timeout_s),
+            )
+            assert isinstance(made, dist.ProcessGroup)
+            distributed_c10d._world.pg_group_ranks[made] = {rank: index for index, rank in enumerate(ranks)}
+            self._communicators[channel, ranks] = made
+        return self._communicators[channel, ranks]
+
+
+def backend_of(device: torch.device) -> str:
+    """gloo for CPU tensors, nccl beside it on GPUs."""
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
 def choose_device(launch: Launch) -> torch.device:
@@ -147,8 +173,8 @@ def init_world(
     kernels'; it has to be said, since torch's results depend on it.
 
     On GPUs collectives have more patience than ``timeout_s``: NCCL's watchdog aborts the process without a word, so the error
-    board, which names the culprit, must come first; and a communicator, made at its first use, waits in the store for the
-    other ranks, which may be as late as that.
+    board, which names the culprit, must come first. A communicator, made at its first use, waits in the store for the other
+    ranks, which may be as late as that.
 
     Collective over the world: every rank of it must call.
     """
@@ -165,12 +191,10 @@ def init_world(
         keep_freed_memory()
         forget_old_shapes()
     patience_s = 2 * timeout_s + 60 if device.type == "cuda" else timeout_s
-    if device.type == "cuda":
-        store.set_timeout(timedelta(seconds=patience_s))
+    store.set_timeout(timedelta(seconds=patience_s))
     if not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(
-            backend,
+            backend_of(device),
             store=dist.PrefixStore("pg", store),
             rank=launch.rank,
             world_size=launch.size,

@@ -1,19 +1,23 @@
-"""ZeRO over dp by FSDP2, its collectives through the door of :mod:`~rlhf_spmd.parallel.collectives`."""
+"""ZeRO over dp by FSDP2, its collectives through the door of :mod:`~rlhf_spmd.parallel.collectives`.
+
+FSDP2 is imported where a role uses it: that takes a rank most of a second, and a fifth of all that it imports.
+"""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from rlhf_spmd.kernels import can
 from rlhf_spmd.parallel.collectives import Group
 from rlhf_spmd.parallel.mesh import Mesh
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
 STAGED = 1 << 21  # elements that a rank gives to a collective of gloo at a time: it holds them all twice more
 
@@ -83,6 +87,8 @@ class Zero:
     def __init__(
         self, module: nn.Module, blocks: Iterable[nn.Module], mesh: Mesh, stage: int, reduce_dtype: torch.dtype
     ) -> None:
+        from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
         self.stage = stage
         self._parts: list[FSDPModule] = []
         self._collectives: list[_ReduceScatter] = []  # of the parts
@@ -90,7 +96,7 @@ class Zero:
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # nobody writes into it
         policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
         for part in [*blocks, module]:
-            fully_shard(part, mesh=mesh.dp_device_mesh(), reshard_after_forward=stage == 3, mp_policy=policy)
+            fully_shard(part, mesh=mesh.device_mesh["dp"], reshard_after_forward=stage == 3, mp_policy=policy)
             assert isinstance(part, FSDPModule)
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)  # gloo has no other
@@ -149,7 +155,13 @@ def allocate(module: nn.Module, blocks: Iterable[nn.Module], device: torch.devic
     yield [local_part(param) for part in rest for param in part.parameters(recurse=False)]
 
 
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether it is a DTensor, which FSDP2 makes of a parameter."""
+    return hasattr(tensor, "to_local")
+
+
 def local_part(tensor: Tensor) -> Tensor:
     """The local part of a DTensor, the tensor itself otherwise; shares storage, outside autograd."""
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    whole: Any = tensor.detach()
+    local: Tensor = whole.to_local() if is_sharded(whole) else whole
+    return local

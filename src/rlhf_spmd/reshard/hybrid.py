@@ -20,14 +20,13 @@ from itertools import chain
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from rlhf_spmd.kernels import can
 from rlhf_spmd.parallel.boxes import ParamShard
 from rlhf_spmd.parallel.collectives import RECORDER, Group
 from rlhf_spmd.parallel.layout import GenerationLayout
-from rlhf_spmd.parallel.zero import local_part
+from rlhf_spmd.parallel.zero import is_sharded, local_part
 from rlhf_spmd.reshard.messages import Ends, Step, plan_bucket, plan_steps
 from rlhf_spmd.reshard.methods import ONE_HOST, Method
 from rlhf_spmd.reshard.plan import HostOf, Piece, ShardsAt, held_by
@@ -347,7 +346,7 @@ class Transition:
             if not weights.leaves(name):
                 continue
             self._away.add(name)
-            if view is not None and weights.replaced(name) and not isinstance(parameters[name], DTensor):
+            if view is not None and weights.replaced(name) and not is_sharded(parameters[name]):
                 parameters[name].data = weights.generation[view[0]].data[view[1]]
                 continue
             storage = weights.storages.setdefault(name, Storages([local]))

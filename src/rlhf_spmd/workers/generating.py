@@ -13,7 +13,7 @@ from rlhf_spmd.generation.backends import choose_backend
 from rlhf_spmd.generation.generator import Generator
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.sharding import plan_params
-from rlhf_spmd.parallel.mesh import build_group, build_mesh
+from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.reshard import HybridWeights, choose_method
 from rlhf_spmd.workers.engine import rank_shards
 from rlhf_spmd.workers.model_worker import ModelWorker
@@ -63,7 +63,7 @@ class Generating:
 def build_generating(worker: ModelWorker, tokenizer: Any) -> Generating | None:
     """None on ranks outside the pool. ``tokenizer``: of the worker's model, for stop strings.
 
-    Collective over the world: every rank of it must call, in program order.
+    Collective over the pool: every rank of it must call, in program order.
     """
     build, pool, layout, spec = worker.build, worker.pool, worker.shape.generating, worker.spec
     mesh = build_mesh(build.world, pool.ranks, layout)
@@ -71,10 +71,11 @@ def build_generating(worker: ModelWorker, tokenizer: Any) -> Generating | None:
     name = "zero_redundancy" if build.serves else worker.config.generation.engine
     method = choose_method(name, layout)
     # a channel of its own: the next bucket is on its way while the ranks' other groups compute
-    gather = build_group(build.world, pool.ranks, lambda i: method.gather_ranks(layout, i), "gather", channel="gather")
     if not worker.member:
         return None
-    assert spec is not None
+    gather = build.world.group([pool.ranks[i] for i in method.gather_ranks(layout, mesh.index)], "gather", channel="gather")
+    assert spec is not None and gather is not None
+    gather.connect()
     dtype, blocks, ops = worker.engine.dtype, layout.blocks, worker.engine.ops
     decoder = Decoder(spec, "lm", mesh.pp_rank, layout.pp, mesh.tp, dtype, "meta", blocks, ops=ops)
     decoder.requires_grad_(False)

@@ -20,10 +20,7 @@ if TYPE_CHECKING:
 
 
 class Loan:
-    """The weights of ``home`` for the calls that ``twin`` serves.
-
-    Collective over the world: every rank of it must call, in program order.
-    """
+    """The weights of ``home`` for the calls that ``twin`` serves. Every rank of the world makes one; that communicates nothing."""
 
     def __init__(self, home: ModelWorker, twin: ModelWorker, method: str) -> None:
         world, spec = home.build.world, home.spec
@@ -48,6 +45,7 @@ class Loan:
         self.settle()
         if self._group is None:
             return
+        self._group.connect()
         home = self.home
         if home.resting is not None:
             home.resting.reload()

@@ -1,0 +1,79 @@
+"""Meshes on four real ranks: who makes which communicator, and when; and what torch sees of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ranks import run_ranks
+from rlhf_spmd.parallel.layout import GenerationLayout, Layout, generation_layout
+from rlhf_spmd.parallel.mesh import build_mesh
+from rlhf_spmd.parallel.world import World
+
+
+def sum_of_ranks(world: World) -> dict[str, float]:
+    """Pools of three and of two ranks that overlap, and members that are in different numbers of groups: each meets the others."""
+    found: dict[str, float] = {}
+    before = len(world._communicators)
+    first = build_mesh(world, [0, 1, 2], Layout(dp=3))
+    second = build_mesh(world, [2, 3], Layout(tp=2))
+    assert len(world._communicators) == before, "a mesh communicates nothing until it is asked to"
+    if first.member:
+        found["dp"] = float(first.dp.all_reduce(torch.tensor([float(world.rank)]), "test"))
+        assert first.pool.process_group is first.dp.process_group, "equal ranks share a communicator"
+    if second.member:
+        found["tp"] = float(second.tp.all_reduce(torch.tensor([float(world.rank)]), "test"))
+    found["made"] = sum(("", ranks) in world._communicators for ranks in ((0, 1, 2), (2, 3)))
+    return found
+
+
+def test_a_group_is_made_by_its_own_ranks_alone() -> None:
+    found = run_ranks(4, sum_of_ranks)
+    assert [f.get("dp") for f in found] == [3.0, 3.0, 3.0, None]
+    assert [f.get("tp") for f in found] == [None, None, 5.0, 5.0]
+    assert [f["made"] for f in found] == [1, 1, 2, 1]
+
+
+def first_transfers(world: World) -> float:
+    mesh = build_mesh(world, range(4), Layout(pp=4))
+    with pytest.raises(AssertionError, match=r"group pp_back: connect\(\) it first, where all of its ranks pass"):
+        mesh.pp_back.irecv(torch.zeros(1), 0, "test")
+    mesh.pp_back.connect()
+    assert mesh.pp_back.process_group is not mesh.pp.process_group, "a channel of its own"
+    received = torch.zeros(1)
+    if world.rank == 1:
+        work = mesh.pp_back.irecv(received, 3, "test")
+    elif world.rank == 3:
+        work = mesh.pp_back.isend(torch.ones(1), 1, "test")
+    if world.rank in (1, 3):
+        assert work is not None
+        work.wait()
+    return float(received)
+
+
+def test_a_transfer_between_some_ranks_wants_all_connected() -> None:
+    assert run_ranks(4, first_transfers) == [0.0, 1.0, 0.0, 0.0]
+
+
+def seen_by_torch(world: World, pool: list[int], layout: Layout | GenerationLayout) -> dict[str, tuple[int, list[int]]]:
+    mesh = build_mesh(world, pool, layout)
+    if not mesh.member:
+        return {}
+    torch_mesh = mesh.device_mesh
+    axes = torch_mesh.mesh_dim_names or ()
+    coordinate = torch_mesh.get_coordinate()
+    assert coordinate is not None
+    return {
+        axis: (place, torch.distributed.get_process_group_ranks(torch_mesh.get_group(axis)))
+        for axis, place in zip(axes, coordinate, strict=True)
+    }
+
+
+def test_a_device_mesh_over_the_axes_of_a_pool() -> None:
+    whole = run_ranks(4, seen_by_torch, [0, 1, 2, 3], Layout(pp=2, dp=2))
+    assert whole[2] == {"pp": (1, [0, 2]), "dp": (0, [2, 3])}
+    part = run_ranks(4, seen_by_torch, [1, 3], Layout(dp=2, zero=3))
+    assert part == [{}, {"dp": (0, [1, 3])}, {}, {"dp": (1, [1, 3])}]
+    regrouped = run_ranks(4, seen_by_torch, [0, 1, 2, 3], generation_layout(Layout(tp=4), 1, 2))
+    assert regrouped[1] == {"dp": (1, [0, 1]), "tp": (0, [1, 3])}
+    assert regrouped[2] == {"dp": (0, [2, 3]), "tp": (1, [0, 2])}
