@@ -105,9 +105,9 @@ class Channel:
             wait_all([work])
 
 
-def _channels(mesh: Mesh) -> dict[str, Channel]:
+def _channels(mesh: Mesh, around: bool) -> dict[str, Channel]:
     """Forward: from the stage before to the one after, from the last stage around the ring to the first; backward: against it."""
-    for group in (mesh.pp, mesh.pp_back, *((mesh.ring, mesh.ring_back) if mesh.layout.vpp > 1 else ())):
+    for group in (mesh.pp, mesh.pp_back, *((mesh.ring, mesh.ring_back) if around else ())):
         group.connect()
     stage, last, keep = mesh.pp.rank, mesh.pp.size - 1, 2 * mesh.pp.size
     before: Link = (mesh.pp, stage - 1) if stage else (mesh.ring, 1)
@@ -160,7 +160,7 @@ def run_pipeline(
     """
     assert isinstance(mesh.layout, Layout), "a generation mesh has no training pipeline"
     stage, pp, final = mesh.pp.rank, mesh.pp.size, mesh.pp.size * mesh.layout.vpp - 1
-    channels, passes = _channels(mesh), {"F": forward, "B": backward}
+    channels, passes = _channels(mesh, around=mesh.layout.vpp > 1), {"F": forward, "B": backward}
     takes_none, sends_none = {"F": 0, "B": final}, {"F": final, "B": 0}
 
     def post(action: Action) -> None:
