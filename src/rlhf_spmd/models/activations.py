@@ -29,8 +29,14 @@ def run_part(part: Callable[..., Any], *args: Any) -> Any:
 def run_part_again(part: Callable[..., Any], *args: Any) -> Any:
     """:func:`run_again` of ``part(recomputed, *args)``, where ``recomputed`` tells that the result is not wanted: a part ends with a
     product of C++, which autograd cannot leave before it is done."""
-    recomputed = iter([False])
-    return run_again(lambda *args: part(next(recomputed, True), *args), *args)
+    calls = 0
+
+    def counted(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1  # the first is the forward pass, those that follow compute it again
+        return part(calls > 1, *args)
+
+    return run_again(counted, *args)
 
 
 def run(function: Callable[..., Any], *args: Any) -> Any:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -106,7 +107,7 @@ class TrainEngine:
             chunk.keep_activations(activation_checkpointing, activation_offload)
             chunk.requires_grad_(optim is not None)
         wide = accumulation_dtype(dtype)
-        self._zeros = [Zero(chunk, chunk.layers, mesh, self.zero, wide) if self.zero else None for chunk in self.chunks]
+        self.zeros = [Zero(chunk, chunk.layers, mesh, self.zero, wide) if self.zero else None for chunk in self.chunks]
         self.storages = Storages()
         for tensors in (tensors for chunk in self.chunks for tensors in allocate(chunk, chunk.layers, device)):
             if not fill:
@@ -169,10 +170,10 @@ class TrainEngine:
 
             return hook
 
-        for zero in self._zeros:
+        for zero in self.zeros:
             if zero is not None:
                 zero.keep_reduced()
-        pairs = zip(self.chunks, self._zeros, strict=True)
+        pairs = zip(self.chunks, self.zeros, strict=True)
         owners = [dict.fromkeys(dict(chunk.named_parameters()), zero) for chunk, zero in pairs]
         for name, zero in named_by_chunk(owners).items():
             self._params[name].register_post_accumulate_grad_hook(keep(name, zero))
@@ -194,7 +195,7 @@ class TrainEngine:
             def last(decoder: Decoder, hidden: Tensor) -> Any:
                 return head(decoder, hidden, batch) if wanted else None
 
-            out = self._pass_through(chunk, batch, received, last)
+            out = self.pass_through(chunk, batch, received, last)
             if not chunk.is_last:
                 return out
             if wanted:
@@ -221,38 +222,10 @@ class TrainEngine:
         Gradients are complete only inside :meth:`optimizer_step`; until then further calls add to them.
         """
         assert self.optimizer is not None, "this engine was built without an optimizer: forward only"
-        alive: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
-        sums: dict[str, Tensor] = {}
-
-        def run(action: Action, received: Tensor | None) -> Tensor | None:
-            chunk, batch = self.chunks[action.chunk], micro_batches[action.micro_batch]
-            leaf = None if received is None else received.requires_grad_()
-
-            def last(decoder: Decoder, hidden: Tensor) -> Tensor:
-                empty = not len(batch.lengths)
-                with torch.set_grad_enabled(not empty):
-                    value, stats = loss(decoder, hidden[:0] if empty else hidden, batch)
-                for key, part in {"loss": value, **stats}.items():
-                    part = part.detach().double()
-                    sums[key] = sums[key] + part if key in sums else part
-                assert empty or value.requires_grad, "the loss does not depend on the model's output"
-                return _zero_loss(decoder, hidden) if empty else value
-
-            out = self._pass_through(chunk, batch, leaf, last)
-            alive[action.micro_batch, action.chunk] = leaf, out
-            return None if chunk.is_last else out.detach()
-
-        def back(action: Action, received: Tensor | None) -> Tensor | None:
-            leaf, out = alive.pop((action.micro_batch, action.chunk))
-            zero = self._zeros[action.chunk]
-            if zero is not None:
-                zero.before_backward(is_last=action.micro_batch == len(micro_batches) - 1)
-            torch.autograd.backward(out, received)
-            return None if leaf is None else leaf.grad
-
-        self._run(schedule_1f1b, micro_batches, run, back)
+        passes = _Passes(self, micro_batches, loss)
+        self._run(schedule_1f1b, micro_batches, passes.forward, passes.backward)
         self.reshard()
-        return sums
+        return passes.sums
 
     def _run(self, schedule: Callable[..., list[Action]], batches: Sequence[Packed], forward: Any, backward: Any) -> None:
         mesh, layout = self.mesh, self.mesh.layout
@@ -261,7 +234,7 @@ class TrainEngine:
         shapes = [(self.chunks[0].num_rows(max(len(batch.tokens), 1)), self.spec.hidden_size) for batch in batches]
         run_pipeline(actions, mesh, shapes, self.dtype, self.device, forward, backward)
 
-    def _pass_through(
+    def pass_through(
         self, chunk: Decoder, batch: Packed, received: Tensor | None, last: Callable[[Decoder, Tensor], Any]
     ) -> Any:
         """One micro-batch through a chunk. One without rows goes through as a single token, whose result nobody uses."""
@@ -342,9 +315,44 @@ class TrainEngine:
 
     def reshard(self) -> None:
         """Let go of gathered parameters, so that the local shards are all that there is. No communication."""
-        for zero in self._zeros:
+        for zero in self.zeros:
             if zero is not None:
                 zero.reshard()
+
+
+class _Passes:
+    """The passes of one :meth:`TrainEngine.forward_backward`: what is alive between the two of a micro-batch, and the sums so far."""
+
+    def __init__(self, engine: TrainEngine, batches: Sequence[Packed], loss: Loss) -> None:
+        self._engine, self._batches, self._loss = engine, batches, loss
+        self._alive: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
+        self.sums: dict[str, Tensor] = {}
+
+    def forward(self, action: Action, received: Tensor | None) -> Tensor | None:
+        chunk, batch = self._engine.chunks[action.chunk], self._batches[action.micro_batch]
+        leaf = None if received is None else received.requires_grad_()
+        out = self._engine.pass_through(chunk, batch, leaf, partial(self._end, batch))
+        self._alive[action.micro_batch, action.chunk] = leaf, out
+        return None if chunk.is_last else out.detach()
+
+    def _end(self, batch: Packed, decoder: Decoder, hidden: Tensor) -> Tensor:
+        """The loss of a micro-batch behind the last layer."""
+        empty = not len(batch.lengths)
+        with torch.set_grad_enabled(not empty):
+            value, stats = self._loss(decoder, hidden[:0] if empty else hidden, batch)
+        for key, part in {"loss": value, **stats}.items():
+            part = part.detach().double()
+            self.sums[key] = self.sums[key] + part if key in self.sums else part
+        assert empty or value.requires_grad, "the loss does not depend on the model's output"
+        return _zero_loss(decoder, hidden) if empty else value
+
+    def backward(self, action: Action, received: Tensor | None) -> Tensor | None:
+        leaf, out = self._alive.pop((action.micro_batch, action.chunk))
+        zero = self._engine.zeros[action.chunk]
+        if zero is not None:
+            zero.before_backward(is_last=action.micro_batch == len(self._batches) - 1)
+        torch.autograd.backward(out, received)
+        return None if leaf is None else leaf.grad
 
 
 def named_by_chunk(parts: Sequence[Mapping[str, T]]) -> dict[str, T]:
