@@ -95,7 +95,7 @@ class Actor:
         texts = [[*row.prompt_ids, *done.token_ids] for row, done in zip(rows[::2], made, strict=True)]
         limits = CallLimits() if drain else CallLimits(fraction=0.5)
         ended = generator.generate_until(rows[1::2], sampling, 0, number, limits, number)
-        generator.make_room()
+        generator.before_training()
         self.hybrid.to_training()
         texts += [done.token_ids for done in ended if len(done.token_ids) > 1]
         tokens, lengths = torch.tensor([token for text in texts for token in text]), torch.tensor([len(text) for text in texts])

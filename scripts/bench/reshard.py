@@ -139,7 +139,7 @@ class Model:
             method,
             layout,
             world.rank,
-            bucket_bytes=bucket_bytes,
+            max_bucket_bytes=bucket_bytes,
         )
 
     @torch.no_grad()

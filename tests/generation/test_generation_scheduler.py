@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from generators import row_of
 from places import ROOT
-from rlhf_spmd.generation.block_manager import BlockManager
+from rlhf_spmd.generation.page_pool import PagePool
 from rlhf_spmd.generation.scheduler import Scheduler, SchedulerLimits, Step
 from rlhf_spmd.generation.sequence import Interner, Row
 
@@ -256,7 +256,7 @@ def test_rows_that_cannot_fit_are_refused() -> None:
 
 
 def test_free_pages_are_revived_and_evicted_oldest_first() -> None:
-    manager = BlockManager(2)
+    manager = PagePool(2)
     a, b = manager.allocate(), manager.allocate()
     manager.register(a, 10)
     manager.register(b, 11)
@@ -272,7 +272,7 @@ def test_free_pages_are_revived_and_evicted_oldest_first() -> None:
 
 
 def test_the_schedulers_half_imports_no_torch() -> None:
-    names = ", ".join(("sequence", "block_manager", "scheduler"))
+    names = ", ".join(("sequence", "page_pool", "scheduler"))
     code = f"import sys; from rlhf_spmd.generation import {names}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": "src"}, cwd=ROOT).returncode == 0
 

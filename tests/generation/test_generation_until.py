@@ -91,7 +91,7 @@ def in_pieces(
         totals.update(prefill=generator.stats.prefill_tokens, decode=generator.stats.decode_tokens)
         calls += 1
         if drop:
-            generator.make_room()
+            generator.before_training()
     assert calls > 2 and totals["decode"] == sum(len(c.token_ids) for c in found)
     order = [r.row_id for r in requests]
     generator.stats.prefill_tokens = totals["prefill"]
@@ -228,7 +228,7 @@ def test_pages_wait_and_are_the_same_again(path: str, kv_cache: str) -> None:
         if pool is None:
             break
         size, whole, used = pool.pages.nbytes, live_bytes(), len(generator._lanes.lanes[0].scheduler.pages.used)
-        generator.make_room()
+        generator.before_training()
         given_back = whole - live_bytes()
         if kv_cache == "keep":
             assert given_back == 0
@@ -251,7 +251,7 @@ def test_rows_go_on_from_what_older_weights_computed(path: str, other: str) -> N
         generator = build(path, kv_cache=kv_cache, num_pages=40)
         generator.decoder = first
         assert generator.generate_until([row], S, 3, 5, CallLimits(steps=4), 1) == []
-        generator.make_room()
+        generator.before_training()
         generator.decoder = second
         ended[kv_cache] = sorted(generator.generate_until(late, S, 3, 5, CallLimits(), 2), key=lambda c: c.row_id)
         counts = generator.stats.prefill_tokens, generator.stats.hit_tokens

@@ -51,7 +51,7 @@ def test_boxes_of_all_ranks_cover_every_tensor_once(family: str, head: str) -> N
                     for box in shard.boxes:
                         assert box.shape == shapes[box.name]
                         copies[box.name] += elements(box)
-                        per_tensor[box.name] += "tp" in shard.replicated
+                        per_tensor[box.name] += shard.whole_on_tp
         for name, count in copies.items():
             number = torch.Size(shapes[name]).numel()
             assert len(count) == number, f"{name} has elements that no rank of pp({pp}) * tp({tp}) holds"

@@ -55,7 +55,7 @@ def test_who_gives_what_is_told_apart(part: int) -> None:
         run, index = Simulated(name, layout, spec, head, rng.choice([1, 3000, 1 << 30])), rng.randrange(train.size)
         plan, group = run.plans[index], run.groups[index]
         share = train.dp if name == "full_gather" and not train.zero else 1
-        held = [held_elements(run.train[rank], train.coordinate(rank)[1] % share, share) for rank in group]
+        held = [held_elements(run.train[rank], train.coordinate(rank).dp % share, share) for rank in group]
         made = plan.made.items()
         for tensor in plan.transfer.order:
             boxes = {(target, box) for target, shard in made for box in shard.boxes if box.name == tensor}
@@ -82,10 +82,10 @@ def held_elements(shards: Mapping[str, ParamShard], part: int, parts: int) -> di
     """Global tensor -> which of its elements these shards hold, only one of ``parts`` shares of their rows if not replicated."""
     held: dict[str, torch.Tensor] = {}
     for shard in shards.values():
-        first, last = zero_rows(shard.shape[0], part, 1 if shard.replicated else parts)
+        first, last = zero_rows(shard.shape[0], part, 1 if shard.whole_on_tp else parts)
         for box in shard.boxes:
             rows = torch.arange(box.size[0]) + box.local[0]
-            mine = ((rows >= first) & (rows < last)) | bool(shard.replicated)
+            mine = ((rows >= first) & (rows < last)) | shard.whole_on_tp
             here = held.setdefault(box.name, torch.zeros(box.shape, dtype=torch.bool))[box.global_slices]
             here |= mine.view(-1, *[1] * (here.dim() - 1))
     return held

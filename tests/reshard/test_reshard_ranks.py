@@ -63,7 +63,7 @@ def transitions(world: World, spec: ModelSpec, name: str, layout: GenerationLayo
         generation = size(model.generation.parameters())
         beside = training if twice and buffers != "offload" else 0
         assert model.held() == generation + beside, "parameters that are held while generating"
-        assert hybrid.transition is not None and hybrid.generating
+        assert hybrid.transition is not None and hybrid.in_generation
         result["bytes"] = hybrid.transition.bytes_received, hybrid.transition.bytes_sent
         whole = 4 * sum(map(math.prod, hybrid.made.values())) if hybrid.plan.cuts else 0
         held = whole + (generation if buffers == "keep" else 0) if whole else generation

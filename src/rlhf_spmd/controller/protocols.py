@@ -85,14 +85,14 @@ DP = Protocol(  # every rank is a data-parallel rank
 THREE_D = Protocol(  # split over dp, the same rows on a replica's pp * tp ranks, results from the last stage
     "THREE_D",
     parts=lambda shape: shape.layout.dp,
-    distribute=lambda shape, index: shape.layout.coordinate(index)[1],
+    distribute=lambda shape, index: shape.layout.coordinate(index).dp,
     collect=lambda shape: [_last_stage(shape.layout, dp)[0] for dp in range(shape.layout.dp)],
     replicas=lambda shape, part: _last_stage(shape.layout, part),
 )
 MICRO_DP = Protocol(  # the generation layout: d_g * d replicas of p_g * t_g ranks
     "MICRO_DP",
     parts=lambda shape: shape.generating.dp,
-    distribute=lambda shape, index: shape.generating.coordinate(index)[1],
+    distribute=lambda shape, index: shape.generating.coordinate(index).dp,
     collect=lambda shape: [_last_stage(shape.generating, dp)[0] for dp in range(shape.generating.dp)],
     replicas=lambda shape, part: _last_stage(shape.generating, part),
 )
@@ -105,7 +105,7 @@ PP_ONLY = Protocol(  # the same input everywhere, one result per pipeline stage 
 PP_AS_DP = Protocol(  # pipeline stages take rows of their own, as data-parallel ranks do
     "PP_AS_DP",
     parts=lambda shape: shape.layout.dp * shape.layout.pp,
-    distribute=lambda shape, index: shape.layout.coordinate(index)[1] * shape.layout.pp + shape.layout.coordinate(index)[0],
+    distribute=lambda shape, index: shape.layout.coordinate(index).dp * shape.layout.pp + shape.layout.coordinate(index).pp,
     collect=lambda shape: [shape.layout.index(pp, dp, 0) for dp in range(shape.layout.dp) for pp in range(shape.layout.pp)],
     replicas=lambda shape, part: [
         shape.layout.index(part % shape.layout.pp, part // shape.layout.pp, tp) for tp in range(shape.layout.tp)

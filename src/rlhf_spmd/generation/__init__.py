@@ -2,7 +2,7 @@
 
 ``Generator.generate`` takes ``Request`` rows and returns ``Completion`` rows with log-probs; ``generate_until`` may return
 before all of them ended (``CallLimits``) and goes on in its next call. ``GenerationConfig`` and ``SamplingConfig`` are the settings.
-Inside: rows (``sequence``), pages (``block_manager``), what runs next (``scheduler``), without torch and equal on every rank of a
+Inside: rows (``sequence``), pages (``page_pool``), what runs next (``scheduler``), without torch and equal on every rank of a
 replica; a row's way from its queue to its last token (``lanes``, ``stopping``); the cache (``kv_cache``) and what attends over it
 (``backends``); steps on the device (``runner``, ``logit_rules``, ``sampler``).
 

@@ -89,10 +89,10 @@ class Generator:
         version: int,
         tick: Callable[[], None] = lambda: None,
     ) -> list[Completion]:
-        """As :meth:`generate`, but returns when ``limits`` are reached, with the rows that have ended; the others are ``kept`` and go
-        on in the next such call, after the new ``requests``' own ``step`` their draws still follow the one they began with.
+        """As :meth:`generate`, but returns when ``limits`` are reached, with the rows that have ended. The others are ``kept`` and go
+        on in the next call. ``step`` keys the draws of the new ``requests``; kept rows keep the step that they began with.
 
-        ``version`` names the weights. While it stays the same, kept rows keep their pages (see :meth:`make_room`) and come out
+        ``version`` names the weights. While it stays the same, kept rows keep their pages (see :meth:`before_training`) and come out
         as if never interrupted; under other weights their tokens are computed again, unless ``kv_cache`` says that what the
         old ones computed is good enough.
         Collective over the replica: every rank of it must call, in program order, with the same arguments.
@@ -111,7 +111,7 @@ class Generator:
             self._lanes = None
         return ended
 
-    def make_room(self) -> None:
+    def before_training(self) -> None:
         """Training comes before the next call: give back the pages of kept rows, or what ``kv_cache`` says; their tokens stay."""
         if self.config.kv_cache == "free":
             self._lanes = None

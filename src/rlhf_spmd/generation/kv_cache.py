@@ -74,7 +74,7 @@ class KVCache:
         self._shape = num_layers, 2, kv_heads, num_pages, self.ops.page_elements(page_size, head_dim)
         self.pages = self._zeros(dtype, device)
         self._buffer = self.pages.new_empty(0)
-        self._waiting: tuple[Tensor, Tensor] | None = None  # pages in host memory: their numbers, what lies in them
+        self._on_host: tuple[Tensor, Tensor] | None = None  # pages in host memory: their numbers, what lies in them
 
     def _zeros(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """On CPUs in large pages, where the system has them: a page of the cache is but a few of the small ones, far from the next
@@ -102,14 +102,14 @@ class KVCache:
         host = torch.empty(shape, dtype=self.pages.dtype, pin_memory=can(self.pages.device).pinned)
         for layer, pages in zip(host, self.pages, strict=True):
             layer.copy_(pages.index_select(2, index))
-        self._waiting = index, host
+        self._on_host = index, host
         self.pages = self._buffer = self.pages.new_empty(0)
 
     def reload(self) -> None:
         """The opposite of :meth:`offload`, if it was called. The pages may then lie elsewhere."""
-        if self._waiting is None:
+        if self._on_host is None:
             return
-        (index, host), self._waiting = self._waiting, None
+        (index, host), self._on_host = self._on_host, None
         self.pages = self._zeros(self.pages.dtype, self.pages.device)
         for layer, pages in zip(host, self.pages, strict=True):
             pages.index_copy_(2, index, layer.to(pages.device))

@@ -202,18 +202,18 @@ class Lanes:
         episodes: Episodes | None,
     ) -> None:
         """When it ends no step is under way any more."""
-        waiting, interrupted = deque(busy), False
-        while waiting:
-            lane = waiting.popleft()
+        turns, interrupted = deque(busy), False
+        while turns:
+            lane = turns.popleft()
             if lane.step is not None:
                 step = lane.finish(stats, episodes)
                 call.tick()
                 interrupted = interrupted or (interrupts is not None and interrupts(step, stats.decode_tokens))
             if not interrupted and not lane.scheduler.finished:
                 lane.start()
-                waiting.append(lane)
+                turns.append(lane)
                 if episodes is not None:
-                    episodes.take_in(wait=all(lane.step is None for lane in waiting))
+                    episodes.take_in(wait=all(lane.step is None for lane in turns))
 
     def _share(self, rows: Sequence[Row]) -> list[list[Row]]:
         return share_out(rows, [lane.rows for lane in self.lanes])

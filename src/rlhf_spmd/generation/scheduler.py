@@ -7,7 +7,8 @@ the rest. Prefill, a chunk of a prefill, decode, and the recomputation after a p
 with its length gets its next token sampled.
 
 Pages run out: the youngest running row gives all of its pages back and waits at the head of the queue. The oldest row can
-always go on, since a row that could not fit in the whole pool is refused at once, so every row ends.
+always go on (of those that are not held for an environment), since a row that could not fit in the whole pool is refused at once,
+so every row ends.
 
 Prompts are computed once: a row that finds its prompt's pages in the cache shares the full ones, copies the tail (or takes it
 over if nobody uses it) and computes only its last prompt token. While a row computes a prompt page, rows that need the same
@@ -21,10 +22,10 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
-from rlhf_spmd.generation.block_manager import BlockManager
+from rlhf_spmd.generation.page_pool import PagePool
 from rlhf_spmd.generation.sequence import Row
 
-GROWING_ROWS_PER_SPARE_PAGE = 4
+GROWING_ROWS_PER_SPARE_PAGE = 4  # an admission leaves a page free for so many running rows that will need more
 
 
 class Work(NamedTuple):
@@ -56,12 +57,15 @@ class SchedulerLimits:
 
 
 class Scheduler:
+    """A row that has not ended is in exactly one of ``waiting`` (no pages, in the order of admission), ``running`` (it may have pages,
+    oldest admission first) and ``paused`` (held for its environment's answer, no pages)."""
+
     def __init__(self, limits: SchedulerLimits) -> None:
         self.limits = limits
-        self.pages = BlockManager(limits.num_pages)
+        self.pages = PagePool(limits.num_pages)
         self.waiting: deque[Row] = deque()
-        self.running: list[Row] = []  # oldest admission first
-        self.paused: set[Row] = set()  # held, without pages
+        self.running: list[Row] = []
+        self.paused: set[Row] = set()
         self.num_preemptions = 0  # in this call, as the next two
         self.num_prompt_tokens = 0  # of admitted rows, those that come back included
         self.num_hit_tokens = 0  # of these, found in the cache
@@ -151,7 +155,7 @@ class Scheduler:
                 position += 1
                 continue
             if row.draft:
-                self._shorten_draft(row, budget - (len(self.running) - position))
+                self._shorten_draft(row, budget - (len(self.running) - position))  # one token stays for each row behind
             count = min(row.length + len(row.draft) - row.num_computed, budget)
             if row.num_computed + count > len(row.pages) * self.limits.page_size and not self._grow(row, count):
                 break
@@ -214,10 +218,11 @@ class Scheduler:
         growing = sum(len(row.pages) < self._pages_for(row.limit - 1) for row in self.running)
         while skipped < min(len(self.waiting), limits.max_num_seqs) and len(self.running) < limits.max_num_seqs and budget > 0:
             row = self.waiting[skipped]
-            shared, tail, claims = self._lookup(row)
-            if claims is None:
+            found = self._lookup(row)
+            if found is None:
                 skipped += 1
                 continue
+            shared, tail, claims = found
             # the last token of a prompt anew: its logits give the first draw, and rows that come back do as fresh ones
             tokens_at_hand = len(shared) * limits.page_size if tail is None else row.prompt_length - 1
             start = min(tokens_at_hand, row.length - 1)
@@ -253,8 +258,8 @@ class Scheduler:
             step.copies.append((tail, new[0]))
         row.pages = shared + new
 
-    def _lookup(self, row: Row) -> tuple[list[int], int | None, list[int] | None]:
-        """(full pages to share, tail page to copy, contents that this row will compute); None for the last: wait."""
+    def _lookup(self, row: Row) -> tuple[list[int], int | None, list[int]] | None:
+        """(full pages to share, tail page to copy, contents that this row will compute); None: it waits for another's claim."""
         if not self.limits.prefix_caching:
             return [], None, []
         shared: list[int] = []
@@ -265,7 +270,7 @@ class Scheduler:
             shared.append(page)
         missing = row.contents[len(shared) :]
         if missing[0] in self._claimed:
-            return shared, None, None
+            return None
         if len(missing) == 1:
             tail = self.pages.find(missing[0])
             if tail is not None:

@@ -1,7 +1,7 @@
 """A row's three stations: what is asked for (:class:`Request`), the row in flight (:class:`Row`), what came of it
 (:class:`Completion`).
 
-Without torch, as are ``scheduler`` and ``block_manager``.
+Without torch, as are ``scheduler`` and ``page_pool``.
 """
 
 from __future__ import annotations

@@ -195,7 +195,7 @@ class Decoder(nn.Module):
         self.vocab_range = vocab_range(spec.vocab_size, tp.rank, tp.size)
         self.slices = tp.size if sequence_parallel else 1
         # replicated vectors of this size act on the residual stream: norms, and biases that are added after a sum
-        residual = {name for name, shard in self.shards.items() if shard.replicated and shard.shape == (spec.hidden_size,)}
+        residual = {name for name, shard in self.shards.items() if shard.whole_on_tp and shard.shape == (spec.hidden_size,)}
         self.scattered = residual if self.slices > 1 else set()
         whole = plan_params(spec, "none", 0, 1, tp.rank, tp.size, blocks)  # of all layers: stages must agree on the padding
         matrices = [shard.shape for name, shard in whole.items() if name.startswith("layers.") and len(shard.shape) == 2]

@@ -150,7 +150,7 @@ def _plan_block(spec: ModelSpec, layer: int, tp_rank: int, tp: int, blocks: int)
 
 def _replicated(name: str, *shape: int) -> ParamShard:
     zeros = (0,) * len(shape)
-    return ParamShard(shape, (Box(name, shape, zeros, shape, zeros),), ("tp",))
+    return ParamShard(shape, (Box(name, shape, zeros, shape, zeros),), whole_on_tp=True)
 
 
 def _interleave(parts: list[tuple[str, tuple[int, int, int]]], blocks: int) -> list[tuple[str, int, int, int]]:

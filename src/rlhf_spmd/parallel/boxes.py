@@ -43,13 +43,13 @@ class Box(NamedTuple):
 class ParamShard:
     """One local parameter: its shape on this rank and the boxes that fill it.
 
-    ``replicated`` is the mesh axes over which every rank holds the same values beyond dp: norms over "tp", for example.
+    ``whole_on_tp``: every tp rank holds all of it, norms for example.
     Several ranks may hold the same box; ``boxes`` is what this one holds.
     """
 
     shape: tuple[int, ...]
     boxes: tuple[Box, ...]
-    replicated: tuple[str, ...] = ()
+    whole_on_tp: bool = False
 
 
 def whole_shard(name: str, shape: tuple[int, ...]) -> ParamShard:
@@ -94,7 +94,7 @@ def shard_rows(shard: ParamShard, first: int, last: int) -> ParamShard:
     """The part of a local parameter's boxes that lies in its rows [first, last), located from row ``first`` on."""
     parts = [part for box in shard.boxes if (part := box_rows(box, first, last))]
     boxes = tuple(part._replace(local=(part.local[0] - first, *part.local[1:])) for part in parts)
-    return ParamShard((last - first, *shard.shape[1:]), boxes, shard.replicated)
+    return ParamShard((last - first, *shard.shape[1:]), boxes, shard.whole_on_tp)
 
 
 def zero_shards(shards: Mapping[str, ParamShard], dp_rank: int, dp: int) -> dict[str, ParamShard]:

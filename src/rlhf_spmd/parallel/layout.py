@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,7 +30,15 @@ class LayoutConfig:
     sequence_parallel: bool = False
 
 
-AXES = ("pp", "dp", "tp")
+AXES = ("pp", "dp", "tp")  # of training and of generation layouts
+
+
+class Coordinate(NamedTuple):
+    """Of a rank on :data:`AXES`."""
+
+    pp: int
+    dp: int
+    tp: int
 
 
 class Grid(ABC):
@@ -44,12 +53,12 @@ class Grid(ABC):
         """Pool indices by coordinate, [pp, dp, tp]."""
 
     @cached_property
-    def _coordinates(self) -> list[tuple[int, int, int]]:
+    def _coordinates(self) -> list[Coordinate]:
         axes = np.unravel_index(np.argsort(self.ranks, axis=None), self.ranks.shape)
-        return list(zip(*(axis.tolist() for axis in axes), strict=True))
+        return [Coordinate(*at) for at in zip(*(axis.tolist() for axis in axes), strict=True)]
 
-    def coordinate(self, index: int) -> tuple[int, int, int]:
-        """Pool index -> (pp, dp, tp)."""
+    def coordinate(self, index: int) -> Coordinate:
+        """Of a pool index."""
         return self._coordinates[index]
 
     def index(self, pp: int, dp: int, tp: int) -> int:

@@ -27,7 +27,8 @@ class Mesh:
     pp_rank, dp_rank, tp_rank: coordinates. Groups: ``tp``, ``dp``, ``pp``, ``pp_back`` (the stages again, for what travels
     backwards); ``replica`` (the pp * tp ranks of one replica), ``pool`` (all ranks), ``ends`` (first and last stage of this
     (dp, tp): tied embeddings), ``ring`` and ``ring_back`` (the same two, for what travels between them where vpp > 1); the last
-    three are solo on the stages between.
+    three are solo on the stages between. Ranks of a group ascend, so in a generation mesh regrouped from several stages ``dp.rank``,
+    the place in the group, is not ``dp_rank``, the coordinate.
     """
 
     layout: Layout | GenerationLayout
@@ -79,7 +80,6 @@ def build_mesh(world: World, pool: Sequence[int], layout: Layout | GenerationLay
         ranks = [pool[i] for i in layout.along(index, *axes)] if index >= 0 else []
         if name in ("ends", "ring", "ring_back"):
             ranks = sorted({*ranks[:1], *ranks[-1:]})
-        # ascending, so in a generation mesh regrouped from several stages dp.rank is not dp_rank
         return world.group(sorted(ranks), name, channel) or solo(world.rank)
 
     return Mesh(

@@ -3,9 +3,12 @@
 To generation, bucket by bucket: allocate what the bucket makes, gather, then give up the training storage whose values are in
 the generation storage now. A training parameter that is one slice of a generation parameter becomes a view of it. Others give up
 their storage until they are restored: FSDP2 shards, whose storage belongs to FSDP (it is resized to nothing and back), and
-parameters that lie scattered in the generation shard. So with ``zero_redundancy`` no value is held twice, and the peak is the
-generation shard plus one bucket: so much at most are the buffers of all buckets on their way and the training parameters that
-these will replace, else the next one waits. While a transition lasts the training parameters must not be written, and those
+parameters that lie scattered in the generation shard. So where ranks were
+regrouped in place (``zero_redundancy``) no value is held twice.
+
+The peak is the generation shard plus one bucket. A bucket starts only if all buffers under way, with the training parameters that
+they will replace, stay within the size of the largest bucket; one bucket is under way in any case. With several training stages in
+one of generation a bucket holds a layer of each. While a transition lasts the training parameters must not be written, and those
 without a view not be read.
 """
 
@@ -62,7 +65,7 @@ class HybridWeights:
         layout: GenerationLayout,
         index: int,
         buffers: str = "free",
-        bucket_bytes: int = 256 << 20,
+        max_bucket_bytes: int = 256 << 20,
         host_of: HostOf = ONE_HOST,
     ) -> None:
         self.transition: Transition | None = None
@@ -82,7 +85,7 @@ class HybridWeights:
         (self.dtype,) = dtypes
         self._dtypes = {name: tensor.dtype for name, tensor in train.items()}
 
-        limit = max(bucket_bytes // self.dtype.itemsize, 1)
+        limit = max(max_bucket_bytes // self.dtype.itemsize, 1)
         self.plan = method.plan(layout, index, train_shards, generation_shards, limit, host_of)
         self.views = {name: single_slice(home, self.shards[name].shape) for name, home in self.plan.homes.items()}
         self.shared = self._find_shared()
@@ -104,7 +107,7 @@ class HybridWeights:
         its own parameters in its first forward pass, while the next bucket comes, and :meth:`finish` takes what is left.
         Collective over the gather group: every rank of it must call, in program order.
         """
-        assert not self.generating, "the weights are already in the generation layout"
+        assert not self.in_generation, "the weights are already in the generation layout"
         self.version, self.transition = version, Transition(self, version)
         self.transition.begin(wait or bool(self.plan.cuts))
 
@@ -118,19 +121,20 @@ class HybridWeights:
 
         Communicates only what :meth:`finish` has to.
         """
-        assert self.generating and self.transition is not None, "the weights are already in the training layout"
+        assert self.in_generation and self.transition is not None, "the weights are already in the training layout"
         self.finish()
         self.transition.end()
         if not self.keep:
             self.version = None
 
     @property
-    def generating(self) -> bool:
+    def in_generation(self) -> bool:
         return self.transition is not None and not self.transition.over
 
     @property
     def pending_bytes(self) -> int:
-        """What the device will hold more of while the buckets that are still to come are coming, and then."""
+        """By how much the device's memory will grow until the last bucket has come: what is still to be allocated for generation, less
+        the training storage that will be given up, and a bucket's buffers."""
         assert self.transition is not None, "no transition has begun"
         making = sum(math.prod(self.shapes[name]) for name, here in self.generation.items() if not here.numel())
         leaving = sum(local.nbytes for name, local in self.transition.train.items() if self.leaves(name))
@@ -159,7 +163,7 @@ class HybridWeights:
         return self._steps[bucket]
 
     @cached_property
-    def messages(self) -> list[Step]:
+    def steps(self) -> list[Step]:
         """The steps where each rank needs its own part and there are no buckets."""
         return plan_steps(self.plan.transfer, self._ends(self.bucket_bytes // 2 // self.dtype.itemsize))
 
@@ -329,7 +333,7 @@ class Transition:
 
     def _take_all_at_once(self) -> None:
         """What each rank lacks, where ranks need different parts: the training shards stay beside."""
-        weights, steps = self._weights, self._weights.messages
+        weights, steps = self._weights, self._weights.steps
         made = {target: weights.allocate(target) for target in weights.shapes}
         size = weights.bucket_bytes // weights.dtype.itemsize
         args = self.train, made, weights.group, weights.dtype, size, LABEL

@@ -1,7 +1,8 @@
 """How a rank gets its generation shard from training shards: each method is a choice of sides for the planner, with its costs. Pure.
 
 ``zero_redundancy`` (HybridFlow): generation ranks are regrouped so that a training shard is part of its rank's generation shard;
-one gather in the micro-DP group, and the training shard lives on inside the generation shard. Where the layouts do not allow it
+the ranks of a micro-DP group exchange what they lack (in one all-gather where their parts are equal), and the training shard lives
+on inside the generation shard. Where the layouts do not allow it
 (ZeRO-3 to any layout) each rank receives exactly what it lacks and keeps its training shard beside.
 ``full_gather`` (DeepSpeed-Chat): every rank gathers the whole model from all ranks, then cuts its generation shard out of it.
 ``naive_groups`` (HybridFlow-V): the same inside the training replica. These two are there to be measured against.
@@ -119,7 +120,7 @@ class Method:
         return TransitionPlan(transfer, made, received, buckets, homes)
 
     def costs(self, layout: GenerationLayout) -> Costs:
-        """(tp - t_g p_g) / (t_g p_g t p) received by ``zero_redundancy`` without ZeRO."""
+        """(t p - t_g p_g) / (t_g p_g * t p) received by ``zero_redundancy`` without ZeRO."""
         part, own = Fraction(1, layout.pp * layout.tp), Fraction(1, num_shards(layout))
         if not self.consecutive:
             return Costs(part - own, part, Fraction(0))
@@ -175,5 +176,5 @@ def _shares(holding: Holding) -> list[Holding]:
     most ranks need not receive them at all."""
     sides: tuple[dict[str, ParamShard], dict[str, ParamShard]] = {}, {}
     for name, shard in holding.shards.items():
-        sides[not shard.replicated][name] = shard
+        sides[not shard.whole_on_tp][name] = shard
     return [Holding(holding.ranks, sides[0]), Holding(holding.ranks, sides[1], len(holding.ranks) > 1, whole=True)]

@@ -86,7 +86,7 @@ class ActorWorker(ModelWorker):
         requests = _requests(batch, sampling, own)
         generating = self.generating
         assert generating is not None
-        with generating.weights():
+        with generating.generation_weights():
             if num_groups is None:
                 environments = self._environments(batch)
                 completions = self.generator.generate(requests, sampling, sampling.seed, number, generating.tick, environments)

@@ -26,7 +26,7 @@ class Generating:
         self.worker, self.hybrid, self.generator = worker, hybrid, generator
 
     @contextmanager
-    def weights(self) -> Iterator[None]:
+    def generation_weights(self) -> Iterator[None]:
         """Collective over the pool: every rank of it must call, in program order."""
         timeline = self.worker.controller.timeline
         with timeline.span(f"{self.worker.name}.to_generation", category="reshard"):
@@ -70,9 +70,9 @@ def build_generating(worker: ModelWorker, tokenizer: Any) -> Generating | None:
     # a twin generates in the layout that its weights come in, so there is nothing to choose
     name = "zero_redundancy" if build.serves else worker.config.generation.engine
     method = choose_method(name, layout)
-    # a channel of its own: the next bucket is on its way while the ranks' other groups compute
     if not worker.member:
         return None
+    # a channel of its own: the next bucket is on its way while the ranks' other groups compute
     gather = build.world.group([pool.ranks[i] for i in method.gather_ranks(layout, mesh.index)], "gather", channel="gather")
     assert spec is not None and gather is not None
     gather.connect()

@@ -42,7 +42,7 @@ class JudgeWorker(RewardWorker):
         ids = batch.row_ids.tolist()
         requests = [Request(ids[i], ids[i], questions[i], judge.max_response_length) for i in asked]
         sampling = SamplingConfig(temperature=judge.temperature, max_response_length=judge.max_response_length)
-        with generating.weights():
+        with generating.generation_weights():
             completions = generating.generator.generate(requests, sampling, self.build.seed, 0, generating.tick)
         generating.report()
         given = torch.zeros(len(batch), dtype=torch.float64)

@@ -52,7 +52,7 @@ class HeldRollouts:
         else:
             limits = CallLimits(fraction=fraction)
             ended = self.generator.generate_until(fresh, sampling, sampling.seed, number, limits, number, tick)
-            self.generator.make_room()  # the weights change before the next call
+            self.generator.before_training()  # the weights change before the next call
             self.ended |= {completion.row_id: completion for completion in ended}
         taken = self._whole()[:num_groups]
         rows = sorted(row for group in taken for row in self.groups.pop(group))

@@ -10,7 +10,9 @@ from collections import OrderedDict
 from collections.abc import Iterable
 
 
-class BlockManager:
+class PagePool:
+    """``num_pages`` pages, by number."""
+
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
         self._references = [0] * num_pages
