@@ -237,16 +237,9 @@ class Transition:
             self.train = {}
             self._note_peak(self._held_bytes())
         elif number:
-            args = weights.group, weights.dtype, weights.bucket_bytes // weights.dtype.itemsize, LABEL
+            args = self.train, self._made, weights.group, weights.dtype, weights.bucket_bytes // weights.dtype.itemsize, LABEL
             self._transfer = Transfer(
-                number,
-                weights.step,
-                self.train,
-                self._made,
-                *args,
-                opens=self._open,
-                closes=self._close,
-                measure=self._held_bytes,
+                number, weights.step, *args, opens=self._open, closes=self._close, measure=self._held_bytes
             )
             if wait:
                 self.advance(number)
