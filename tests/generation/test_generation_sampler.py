@@ -149,7 +149,6 @@ def test_chunks_of_rows_do_not_change_draws(monkeypatch: pytest.MonkeyPatch) -> 
         (SamplingConfig(max_response_length=0), r"sampling\.max_response_length=0"),
         (GenerationConfig(page_size=0), r"sampling\.page_size=0"),
         (GenerationConfig(num_pages=0), r"sampling\.num_pages=0"),
-        (GenerationConfig(engine="magic"), r"engine='magic': allowed are zero_redundancy"),
         (GenerationConfig(attention="flash"), r"attention='flash': allowed are auto, torch"),
         (GenerationConfig(gpu_memory_utilization=0.0), r"gpu_memory_utilization=0\.0"),
         (

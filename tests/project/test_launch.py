@@ -60,7 +60,7 @@ def test_everything_that_the_gpu_day_names_exists():
     for name, arguments in benchmarks:
         source = (ROOT / "scripts" / "bench" / name).read_text()
         assert all(f'"{option}"' in source for option in re.findall(r"--[\w-]+", arguments)), (name, arguments)
-    paths = re.findall(r"(?:configs|tests)/\w+\.\w+", script)
+    paths = re.findall(r"(?:configs|tests)/[\w/]+\.\w+", script)
     assert len(paths) == 4 and all((ROOT / path).is_file() for path in paths)
     modules = re.findall(r"rlhf_spmd(?:\.\w+)+", script)
     assert len(modules) == 4 and all(importlib.util.find_spec(module) for module in modules)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from fractions import Fraction
 
@@ -18,7 +19,10 @@ from rlhf_spmd.parallel.boxes import Box, ParamShard, zero_rows
 from rlhf_spmd.parallel.layout import GenerationLayout, Layout, generation_layout
 from rlhf_spmd.reshard import METHODS, Holding, missing_elements, plan_transfer
 from rlhf_spmd.reshard.hybrid import single_slice
+from rlhf_spmd.reshard.messages import Ends, Message, Step, plan_bucket
 from rlhf_spmd.reshard.methods import num_shards
+from rlhf_spmd.reshard.plan import Part
+from rlhf_spmd.reshard.transfer import IN_FLIGHT, Transfer
 
 CASES = list(cases())
 
@@ -177,3 +181,50 @@ def test_generation_layouts() -> None:
         assert sorted(seen) == [(p, d, t) for p in range(layout.pp) for d in range(layout.dp) for t in range(layout.tp)]
         assert [layout.index(*coordinate) for coordinate in seen] == list(range(8))
         assert all(layout.along(i, "tp") == [i // 2 * 2, i // 2 * 2 + 1] for i in range(8))
+
+
+SHARED_HEADS = ModelSpec("llama", 61, 256, 512, 4, 8, 2, 32, tie_word_embeddings=True)  # parts that are messages of their own
+
+
+def messages_of(run: Simulated, index: int, bucket: int, on_gpu: bool) -> Step:
+    plan = run.plans[index]
+    sizes = [sum(math.prod(plan.made[target].shape) for target in targets) for targets in plan.buckets]
+    shapes = {name: shard.shape for name, shard in run.train[index].items()}
+    made = {name: shard.shape for name, shard in plan.made.items()}
+    ends = Ends(index, run.method.gather_ranks(run.layout, index), shapes, made, False, max(sizes))
+    tensors = plan.tensors(bucket)
+    return plan_bucket(list(plan.transfer.moves(tensors)), list(plan.transfer.copies(tensors)), ends, on_gpu)
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(
+    "train", [Layout(tp=4), Layout(pp=2, tp=4), Layout(tp=4, dp=2, zero=1), Layout(tp=4, dp=2, zero=3)], ids=str
+)
+def test_messages_of_a_pair_come_in_one_order(train: Layout, name: str, on_gpu: bool) -> None:
+    """Where some of the members hold a part (KV heads that two ranks share) its givers take turns, so that not all get the same."""
+    run = Simulated(name, layout_of(name, train, 1, 1), SHARED_HEADS, bucket=1 << 14)
+    numbers = {len(plan.buckets) for plan in run.plans}
+    assert len(numbers) == 1
+    for bucket in range(numbers.pop()):
+        sent, received = defaultdict[tuple[int, int], list[int]](list), defaultdict[tuple[int, int], list[int]](list)
+        for index in range(train.size):
+            step, members = messages_of(run, index, bucket, on_gpu), run.method.gather_ranks(run.layout, index)
+            for number, peer in step.transfers:
+                message = step.messages[number]
+                book, pair = (sent, (index, members[peer])) if message.sends else (received, (members[peer], index))
+                book[pair].append(message.numel)
+        assert sent == received
+
+
+def test_messages_under_way_are_bounded() -> None:
+    """Also those that need no buffer: each is a kernel or a socket's work that others wait behind."""
+    rows, sent = IN_FLIGHT // 4 // 1024, []
+    weight = torch.empty(20 * rows, 1024, device="meta")
+    messages = [Message(True, (Part("weight", (i * rows, 0), (rows, 1024)),), None) for i in range(20)]
+    steps = [Step([message], [(0, 1)], together=False) for message in messages]
+    group: Any = SimpleNamespace(isend=lambda flat, *_: sent.append(flat))
+    transfer = Transfer(20, steps.__getitem__, {"weight": weight}, {}, group, weight.dtype, 1, "loan")
+    assert sum(flat.numel() for flat in sent) == IN_FLIGHT
+    transfer.wait()
+    assert sum(flat.numel() for flat in sent) == weight.numel()

@@ -147,6 +147,23 @@ def test_replicated_kv_heads() -> None:
     assert run_ranks(4, replicated_kv_heads) == [4, 0, 4, 0]  # [q1; k; v] is one
 
 
+def heads_of_several(world: World, on_gpu: bool) -> None:
+    """Of four training ranks two hold each KV head and take turns in giving it, so what they send differs from peer to peer."""
+    spec = ModelSpec("llama", 61, 256, 512, 4, 8, 2, 32, tie_word_embeddings=True)
+    model = Model(world, spec, "zero_redundancy", layout_of("zero_redundancy", Layout(tp=4), 1, 1))
+    plan_bucket = hybrid_module.plan_bucket
+    hybrid_module.plan_bucket = lambda *args: plan_bucket(*args[:-1], on_gpu=on_gpu)
+    model.hybrid.to_generation()
+    hybrid_module.plan_bucket = plan_bucket
+    check_weights(model.generation, whole_tensors(spec)[1]())
+    model.hybrid.to_training()
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_heads_that_several_training_ranks_hold(on_gpu: bool) -> None:
+    run_ranks(4, heads_of_several, on_gpu)
+
+
 def ways_of_a_gpu(world: World, train: Layout) -> set[str]:
     """The routes that a GPU takes, over gloo: whole parameters and flat buffers by one all-gather, the rest by messages."""
     model = Model(world, SPECS["gqa"][0], "zero_redundancy", layout_of("zero_redundancy", train, 1, 1))

@@ -115,7 +115,9 @@ class Runner:
         self.top_log_probs = torch.zeros(shape, dtype=dtype, device=self.device)
         repeatable = decoder.pp == 1 and not config.speculative_tokens  # else others decide what follows a step
         self.captures = self.pads = repeatable and not config.enforce_eager and self._can_capture()
-        self.max_repeats = config.steps_per_sync if repeatable and (config.steps_per_sync > 1 or self.captures) else 0
+        self.max_repeats = (
+            config.steps_per_sync if repeatable and (config.steps_per_sync > 1 or not config.enforce_eager) else 0
+        )
         if not (config.enforce_eager or self.captures):
             _say_not_captured(call.mesh.replica.rank)
         self._graphs: dict[torch.Size, _Captured] = {}

@@ -19,12 +19,12 @@ Shapes = Mapping[str, Sequence[int]]
 
 class Message(NamedTuple):
     """``parts`` of this rank's source parameters that go to members of the group, or of its target parameters that come from one.
+    What goes to several is packed once.
 
     ``offset``: where in its step's buffer; None: the one part travels from or to its place in memory.
     """
 
     sends: bool
-    peers: tuple[int, ...]
     parts: tuple[Part, ...]
     offset: int | None
 
@@ -35,17 +35,24 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True)
 class Step:
-    """Messages that start together, and pieces that stay on the rank. ``buffer``: elements. ``gathers``: one all-gather moves the
-    buffer, or without one the whole target parameter ``into``. ``together``: the messages are one exchange; else they are one message
-    at both ends. ``held``: elements that stay allocated while it is under way and are not needed afterwards."""
+    """Messages that start together, and pieces that stay on the rank. ``transfers``: (number of a message, member of the group), those
+    between two members in the same order at both ends. ``buffer``: elements. ``gathers``: one all-gather moves the buffer, or without
+    one the whole target parameter ``into``. ``together``: the messages are one exchange; else they are one message at both ends.
+    ``held``: elements that stay allocated while it is under way and are not needed afterwards."""
 
-    messages: Sequence[Message]
+    messages: Sequence[Message] = ()
+    transfers: Sequence[tuple[int, int]] = ()
     copies: Sequence[Piece] = ()
     buffer: int = 0
     gathers: bool = False
     into: str = ""
     together: bool = True
     held: int = 0
+
+    @property
+    def alone(self) -> int:
+        """Elements of a message that is not part of an exchange: so many such steps may be under way as their limit allows."""
+        return 0 if self.together else sum(message.numel for message in self.messages)
 
 
 @dataclass(frozen=True)
@@ -65,29 +72,31 @@ class Ends:
 def plan_steps(plan: Plan, ends: Ends) -> list[Step]:
     """Each message by itself, in one order on all ranks: by the distance of the two, then by number, then by sender. So the first
     message that is not done is always started at both ends: no order of arrival and no limit can lock ranks into waiting. What
-    stays on the rank comes last, while messages are on their way."""
+    stays on the rank is copied when the first message is on its way."""
     ordered = sorted(_by_pair(plan.moves(), ends, ends.limit // 64), key=lambda item: item[0])
     steps = []
     for _, sends, peer, parts in ordered:
         in_memory = _in_memory(sends, parts, ends)
-        message = Message(sends, (peer,), parts, None if in_memory else 0)
-        steps.append(Step([message], buffer=0 if in_memory else message.numel, together=False))
-    return [*steps, Step([], list(plan.copies()), together=False)]
+        message = Message(sends, parts, None if in_memory else 0)
+        steps.append(Step([message], [(0, peer)], buffer=0 if in_memory else message.numel, together=False))
+    copies = list(plan.copies())
+    return [*steps[:1], *[Step(copies=copies, together=False)] * bool(copies), *steps[1:]]
 
 
 def plan_bucket(moves: Sequence[Piece], copies: Sequence[Piece], ends: Ends, on_gpu: bool) -> Step:
     """All messages of parameters that every member of the group makes; on GPUs one all-gather if all give equal parts."""
     if on_gpu and moves and (step := _all_gather(moves, copies, ends)):
         return step
-    peers: dict[tuple[bool, tuple[Part, ...]], list[int]] = {}  # what goes to several is packed once
+    numbers: dict[tuple[bool, tuple[Part, ...]], int] = {}
+    messages, transfers, used = list[Message](), list[tuple[int, int]](), 0
     for _, sends, peer, parts in sorted(_by_pair(moves, ends, min(ALONE, ends.limit // 64)), key=lambda item: item[0]):
-        peers.setdefault((sends, parts), []).append(peer)
-    messages, used = [], 0
-    for (sends, parts), to in peers.items():
-        in_memory = _in_memory(sends, parts, ends)
-        messages.append(Message(sends, tuple(to), parts, None if in_memory else used))
-        used += 0 if in_memory else messages[-1].numel
-    return Step(messages, copies, used)
+        number = numbers.setdefault((sends, parts), len(messages))
+        if number == len(messages):
+            in_memory = _in_memory(sends, parts, ends)
+            messages.append(Message(sends, parts, None if in_memory else used))
+            used += 0 if in_memory else messages[-1].numel
+        transfers.append((number, peer))
+    return Step(messages, transfers, copies, used)
 
 
 def _all_gather(moves: Sequence[Piece], copies: Sequence[Piece], ends: Ends) -> Step | None:
@@ -107,18 +116,20 @@ def _all_gather(moves: Sequence[Piece], copies: Sequence[Piece], ends: Ends) -> 
     (size,) = sizes
     if into := _stacked(parts, ends.targets):
         return Step(
-            [_gathered(ends, member, pieces, None) for member, pieces in enumerate(parts)], copies, gathers=True, into=into
+            [_gathered(ends, member, pieces, None) for member, pieces in enumerate(parts)],
+            copies=copies,
+            gathers=True,
+            into=into,
         )
     if size * len(parts) + sum(piece.source.numel for piece in copies) > ends.limit:
         return None
     messages = [_gathered(ends, member, pieces, member * size) for member, pieces in enumerate(parts)]
-    return Step(messages, copies, size * len(parts), gathers=True)
+    return Step(messages, copies=copies, buffer=size * len(parts), gathers=True)
 
 
 def _gathered(ends: Ends, member: int, pieces: Sequence[Piece], offset: int | None) -> Message:
     sends = ends.members[member] == ends.rank
-    others = tuple(i for i in range(len(ends.members)) if i != member) if sends else (member,)
-    return Message(sends, others, tuple(piece.source if sends else piece.target for piece in pieces), offset)
+    return Message(sends, tuple(piece.source if sends else piece.target for piece in pieces), offset)
 
 
 def _stacked(parts: Sequence[Sequence[Piece]], targets: Shapes) -> str:

@@ -19,6 +19,7 @@ from rlhf_spmd.reshard.messages import Ends, Message, Step, plan_steps
 from rlhf_spmd.reshard.plan import Part, Piece, Plan
 
 LABEL = "loan"  # weights on loan, which may move beside a transition
+IN_FLIGHT = 1 << 27  # elements of messages by themselves, each of which may hold up a kernel or a socket, at a time
 
 Tensors = Mapping[str, Tensor]
 
@@ -124,7 +125,9 @@ class Transfer:
             while (number := self.landed + len(self._flights)) < self._number:
                 step = self._step(number)
                 held = sum(flight.step.buffer + flight.step.held for flight in self._flights)
-                if self._flights and held + step.buffer + step.held > self._limit:
+                alone = sum(flight.step.alone for flight in self._flights)
+                too_much = held + step.buffer + step.held > self._limit or alone + step.alone > IN_FLIGHT
+                if self._flights and too_much:
                     return
                 self._opens(number)
                 self._flights.append(self._start(step))
@@ -150,20 +153,13 @@ class Transfer:
             works = [self._group.start_all_gather(buffer, self._label)]
         elif step.together:
             outward, inward = (
-                [
-                    (peer, flat)
-                    for one, flat in zip(step.messages, travels, strict=True)
-                    if one.sends == sends
-                    for peer in one.peers
-                ]
+                [(peer, travels[number]) for number, peer in step.transfers if step.messages[number].sends == sends]
                 for sends in (True, False)
             )
             works = self._group.start_exchange(outward, inward, self._label) if travels else []
         else:
-            transfers = (self._group.irecv, self._group.isend)
-            works = [
-                transfers[one.sends](flat, one.peers[0], self._label) for one, flat in zip(step.messages, travels, strict=True)
-            ]
+            start = (self._group.irecv, self._group.isend)
+            works = [start[step.messages[i].sends](travels[i], peer, self._label) for i, peer in step.transfers]
         self._copy(step.copies)
         return _Flight(step, works, buffer, travels)
 
