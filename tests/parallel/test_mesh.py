@@ -8,7 +8,7 @@ import torch
 from ranks import run_ranks
 from rlhf_spmd.parallel.layout import GenerationLayout, Layout, generation_layout
 from rlhf_spmd.parallel.mesh import build_mesh
-from rlhf_spmd.parallel.world import World
+from rlhf_spmd.parallel.world import World, init_world
 
 
 def sum_of_ranks(world: World) -> dict[str, float]:
@@ -77,3 +77,15 @@ def test_a_device_mesh_over_the_axes_of_a_pool() -> None:
     regrouped = run_ranks(4, seen_by_torch, [0, 1, 2, 3], generation_layout(Layout(tp=4), 1, 2))
     assert regrouped[1] == {"dp": (1, [0, 1]), "tp": (0, [1, 3])}
     assert regrouped[2] == {"dp": (0, [2, 3]), "tp": (1, [0, 2])}
+
+
+def one_world_after_another(world: World) -> None:
+    """As programs do that own the process group, or that run two of ours."""
+    for each in (world, *(init_world(world.launch, world.store, world.timeout_s, world.device) for _ in range(2))):
+        group = each.group(range(world.size), "test", channel="gather")
+        assert group is not None
+        assert float(group.all_reduce(torch.ones(1), "test")) == world.size
+
+
+def test_worlds_follow_each_other_in_a_process() -> None:
+    run_ranks(2, one_world_after_another)

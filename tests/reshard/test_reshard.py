@@ -7,6 +7,8 @@ import random
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from fractions import Fraction
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -223,7 +225,7 @@ def test_messages_under_way_are_bounded() -> None:
     weight = torch.empty(20 * rows, 1024, device="meta")
     messages = [Message(True, (Part("weight", (i * rows, 0), (rows, 1024)),), None) for i in range(20)]
     steps = [Step([message], [(0, 1)], together=False) for message in messages]
-    group: Any = SimpleNamespace(isend=lambda flat, *_: sent.append(flat))
+    group: Any = SimpleNamespace(irecv=None, isend=lambda flat, *_: sent.append(flat))
     transfer = Transfer(20, steps.__getitem__, {"weight": weight}, {}, group, weight.dtype, 1, "loan")
     assert sum(flat.numel() for flat in sent) == IN_FLIGHT
     transfer.wait()

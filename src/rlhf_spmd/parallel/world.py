@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from rlhf_spmd.parallel.collectives import Group
+
+_NUMBERS = count()  # of worlds
 
 
 @dataclass(frozen=True)
@@ -58,13 +61,15 @@ class World:
 
     torch's ``new_group`` names a communicator by counting: those of the world, so that all ranks must come to each, or, with
     ``use_local_synchronization``, those that a rank is in, so that ranks that are in different numbers of them never meet. Here it is
-    named by its ranks and channel. So its own ranks make it, alone, when they need it; in the same order follows from program order.
+    named by its ranks and channel, and by ``number``, that of the worlds of more than one rank which this process has had, since torch
+    knows the names of those before. So its own ranks make it, alone, when they need it; in the same order follows from program order.
     """
 
     launch: Launch
     device: torch.device
     store: dist.Store
     timeout_s: float
+    number: int = 0
     all: Group = field(init=False)
     _communicators: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = field(default_factory=dict)
 
@@ -99,13 +104,13 @@ class World:
     def _communicator(self, ranks: tuple[int, ...], channel: str) -> dist.ProcessGroup:
         """Collective over these ranks, the first time: every one of them must call, in program order."""
         if (channel, ranks) not in self._communicators:
-            name: Any = hashlib.sha1(f"{channel} {ranks}".encode(), usedforsecurity=False).hexdigest()
+            name: Any = hashlib.sha1(f"{self.number} {channel} {ranks}".encode(), usedforsecurity=False).hexdigest()
             made, _ = distributed_c10d._new_process_group_helper(
                 len(ranks),
                 ranks.index(self.rank),
                 list(ranks),
                 backend_of(self.device),
-                dist.PrefixStore("groups", self.store),
+                dist.PrefixStore(f"groups/{self.number}", self.store),
                 name,
                 timeout=timedelta(seconds=self.timeout_s),
             )
@@ -192,12 +197,13 @@ def init_world(
         forget_old_shapes()
     patience_s = 2 * timeout_s + 60 if device.type == "cuda" else timeout_s
     store.set_timeout(timedelta(seconds=patience_s))
+    number = next(_NUMBERS) if launch.size > 1 else 0
     if not dist.is_initialized():
         dist.init_process_group(
             backend_of(device),
-            store=dist.PrefixStore("pg", store),
+            store=dist.PrefixStore(f"pg/{number}", store),
             rank=launch.rank,
             world_size=launch.size,
             timeout=timedelta(seconds=patience_s),
         )
-    return World(launch, device, store, patience_s)
+    return World(launch, device, store, patience_s, number)
