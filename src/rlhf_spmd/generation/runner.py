@@ -5,14 +5,15 @@ gathers its inputs from it, draws a token behind each row's last one (and behind
 computes one token of each row can be repeated at once: the host looks at the tokens after the last repetition, and drops what was
 drawn after a stop. A row that has come to its limit stays where it is: it computes and writes its last token again, the same one.
 Nothing of such a step depends on the host, so it can be captured as a CUDA graph, one for each size of batch, and replayed.
-Batches are then padded with copies of their first row, which compute and write the same.
+Batches are then padded with copies of their first row, whose tokens go to a line that nobody reads.
 
-Legend: B rows of a step, ``state`` int64 [7, B]: what a draw needs of them, see :meth:`Runner._state`.
+Legend: B rows of a step, ``state`` int64 [8, B]: what a draw needs of them, see :meth:`Runner._state`.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -93,8 +94,8 @@ class Runner:
         self.num_heads = decoder.spec.num_attention_heads // decoder.tp.size
         self.rules = build_rules(sampling, call.ends.token_ids, rows, decoder.spec.vocab_size, self.device)
         self.width, self.most = max(row.limit for row in rows), max(row.request.max_new_tokens for row in rows)
-        tokens = np.zeros((len(rows), self.width), dtype=np.int64)
-        for line, row in zip(tokens, rows, strict=True):
+        tokens = np.zeros((len(rows) + 1, self.width), dtype=np.int64)  # the last line is that of padding
+        for line, row in zip(tokens, rows, strict=False):
             line[: row.length] = row.tokens
         self.tokens = torch.from_numpy(tokens).to(self.device).view(-1)
         self.row_ids = [row.request.row_id for row in rows]
@@ -109,7 +110,7 @@ class Runner:
         tempered = any(each.log_prob_temperature != 1.0 for each in self.samplings)
         dtype = torch.float64 if decoder.dtype == torch.float64 else torch.float32
         # by line and number in the response: at the sampling temperature, and at 1 where that differs
-        self.log_probs = torch.zeros(1 + tempered, len(rows) * self.most, dtype=dtype, device=self.device)
+        self.log_probs = torch.zeros(1 + tempered, len(tokens) * self.most, dtype=dtype, device=self.device)
         shape = len(rows) * self.most, sampling.logprobs
         self.top_ids = torch.zeros(shape, dtype=torch.int64, device=self.device)
         self.top_log_probs = torch.zeros(shape, dtype=dtype, device=self.device)
@@ -145,7 +146,8 @@ class Runner:
             if not rows:
                 return
             if self.decoder.is_last:
-                self._draw(self._last_tokens(hidden, step.work), state, self._alike(lines), history)
+                draws = self._host_draws(lines, ends)
+                self._draw(self._last_tokens(hidden, step.work), state, self._alike(lines), history, draws)
         if self.decoder.is_last:
             finite = self.log_probs[-1].index_select(0, state[3] + state[1]).isfinite()
             self._drawn = torch.where(finite, self.tokens.index_select(0, self._places), NOT_FINITE)
@@ -189,7 +191,8 @@ class Runner:
         for tensor in (self.log_probs, self.top_ids, self.top_log_probs):
             if tensor.numel():
                 self.mesh.pp.broadcast(tensor, self.decoder.pp - 1, "generation:log_probs")
-        shape, log_probs = (len(self.row_ids), self.most), self.log_probs.cpu()
+        shape = len(self.row_ids), self.most
+        log_probs = self.log_probs.cpu()[:, : math.prod(shape)]
         top_ids, top_log_probs = (top.cpu().view(*shape, top.shape[1]) for top in (self.top_ids, self.top_log_probs))
         return log_probs[0].view(shape), log_probs[-1].view(shape), top_ids, top_log_probs
 
@@ -224,12 +227,21 @@ class Runner:
         chosen = np.concatenate([np.arange(end - count, end) for end, count in zip(ends, counts, strict=True)])
         return hidden.index_select(0, on_device(chosen, self.device))
 
-    def _state(self, lines: NDArray[np.int64], lengths: Sequence[int]) -> Tensor:
-        """What a draw needs of its rows, int64 [7, B]: ``lines`` (in the buffer), ``lengths`` (tokens so far), where a row's tokens
-        begin, where its notes would if prompts had some, the prompts' lengths, the limits, the keys of the draws."""
-        return on_device(
-            np.concatenate([lines[None], np.array(lengths, dtype=np.int64)[None], self._constants[:, lines]]), self.device
-        )
+    def _state(self, lines: NDArray[np.int64], lengths: Sequence[int], num_padding: int = 0) -> Tensor:
+        """What a draw needs of its rows, int64 [8, B]: ``lines`` (in the buffer), ``lengths`` (tokens so far), where a row's drawn
+        tokens go, where its notes would begin if prompts had some, the prompts' lengths, the limits, the keys of the draws, where a
+        row's tokens begin. The last ``num_padding`` columns write to the line of padding."""
+        constants = self._constants[:, lines]
+        state = np.concatenate([lines[None], np.array(lengths, dtype=np.int64)[None], constants, constants[:1]])
+        padding = slice(len(lines) - num_padding, len(lines))
+        state[2, padding] = len(self.row_ids) * self.width
+        state[3, padding] = len(self.row_ids) * self.most - state[4, padding]
+        return on_device(state, self.device)
+
+    def _host_draws(self, lines: NDArray[np.int64], lengths: Sequence[int]) -> Tensor:
+        """The numbers that tokens are drawn by, made on the host: on a GPU they are some thirty launches."""
+        prompts, _, keys = self._constants[2:, lines]
+        return on_device(uniform(torch.from_numpy(keys), torch.from_numpy(np.array(lengths) - prompts)).numpy(), self.device)
 
     def _alike(self, lines: NDArray[np.int64]) -> Alike:
         """Rows do not see each other, so those that draw alike are drawn as if they were alone."""
@@ -238,8 +250,9 @@ class Runner:
             return [(self.samplings[kinds[0]], None)]
         return [(self.samplings[kind], on_device(np.flatnonzero(kinds == kind), self.device)) for kind in np.unique(kinds)]
 
-    def _draw(self, hidden: Tensor, state: Tensor, alike: Alike, history: Tensor) -> None:
-        """Draw and note a token after each of ``hidden`` [B, hidden]. ``history``: as much of the tokens as these rows have.
+    def _draw(self, hidden: Tensor, state: Tensor, alike: Alike, history: Tensor, draws: Tensor | None = None) -> None:
+        """Draw and note a token after each of ``hidden`` [B, hidden]. ``history``: as much of the tokens as these rows have. ``draws``:
+        fp64 [B], the numbers to draw by; None: made here.
 
         Collective over tp: every rank of it must call, in program order.
         """
@@ -249,23 +262,29 @@ class Runner:
             scores = self.rules.apply(whole, state[0], state[1], history)
         for sampling, chosen in alike:
             if chosen is None:
-                self._draw_alike(sampling, logits, scores, state)
+                self._draw_alike(sampling, logits, scores, state, draws)
             else:
-                self._draw_alike(sampling, logits[chosen], scores[chosen], state[:, chosen])
+                some = logits[chosen]
+                some_scores = some if scores is logits else scores[chosen]
+                self._draw_alike(sampling, some, some_scores, state[:, chosen], None if draws is None else draws[chosen])
         if self.top_ids.numel():
             places, top = state[3] + state[1], whole.topk(self.top_ids.shape[1]).indices
             at_one = [log_probs_of(self.decoder, logits, label) for label in top.unbind(1)]
             self.top_ids.index_copy_(0, places, top)
             self.top_log_probs.index_copy_(0, places, torch.stack(at_one, 1))
 
-    def _draw_alike(self, sampling: SamplingConfig, logits: Tensor, scores: Tensor, state: Tensor) -> None:
+    def _draw_alike(
+        self, sampling: SamplingConfig, logits: Tensor, scores: Tensor, state: Tensor, draws: Tensor | None
+    ) -> None:
         """Of rows that share ``sampling``. ``logits``: this rank's slice, from which log-probs come; ``scores``: of all the vocabulary,
         as the rules left them.
 
         Collective over tp: every rank of it must call, in program order.
         """
-        _, lengths, tokens_from, notes_from, prompts, _, keys = state
-        drawn = sample(scores, sampling, lengths if sampling.greedy else uniform(keys, lengths - prompts))
+        _, lengths, tokens_from, notes_from, prompts, _, keys, _ = state
+        if draws is None:
+            draws = lengths if sampling.greedy else uniform(keys, lengths - prompts)
+        drawn = sample(scores, sampling, draws)
         if not can(drawn.device).exact:  # cumulative sums may differ between ranks in the last bit, then schedules would
             self.mesh.tp.broadcast(drawn, 0, "generation:tokens")
         self.tokens.index_copy_(0, tokens_from + lengths, drawn)
@@ -278,7 +297,8 @@ class Runner:
 
     def _decode(self, rows: Sequence[Row], repeats: int, history: Tensor) -> None:
         """``repeats`` steps of one token of each row."""
-        padded = [*rows, *[rows[0]] * (padded_size(len(rows)) - len(rows) if self.pads else 0)]
+        num_padding = padded_size(len(rows)) - len(rows) if self.pads else 0
+        padded = [*rows, *[rows[0]] * num_padding]
         width = max(len(row.pages) for row in rows)
         if self.captures:
             # few widths, so few graphs; a much wider table than the rows need would cost programs that do nothing
@@ -287,7 +307,7 @@ class Runner:
         for line, row in zip(pages, padded, strict=True):
             line[: len(row.pages)] = row.pages
         lines = np.array([row.index for row in padded])
-        state = self._state(lines, [row.length for row in padded])
+        state = self._state(lines, [row.length for row in padded], num_padding)
         table, alike = on_device(pages, self.device), self._alike(lines)
         if not self.captures:
             for _ in range(repeats):
@@ -305,7 +325,7 @@ class Runner:
 
     def _decode_once(self, state: Tensor, table: Tensor, alike: Alike, history: Tensor) -> None:
         """The next token of each row. ``state``: its lengths grow; ``table`` int32 [B, P]: pages. On device tensors only."""
-        _, lengths, tokens_from, _, _, limits, _ = state
+        _, lengths, _, _, _, limits, _, tokens_from = state
         inputs = self.tokens.index_select(0, tokens_from + lengths - 1)
         attention = self.cache.backend.decoding(lengths - 1, table, self.cache, self.num_heads)
         self._draw(self.decoder(inputs, attention), state, alike, history)
