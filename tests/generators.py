@@ -131,6 +131,18 @@ def transformers_greedy(path: str, prompts: list[list[int]], max_new_tokens: int
     return out
 
 
+@pytest.fixture(params=["highest", "medium", "kernels"])  # MKL, oneDNN, our own
+def matmul_precision(request: pytest.FixtureRequest) -> Iterator[str]:
+    before = torch.get_float32_matmul_precision()
+    if request.param == "kernels":
+        yield request.param
+    else:
+        torch.set_float32_matmul_precision(request.param)
+        with kernels.suspended():
+            yield request.param
+    torch.set_float32_matmul_precision(before)
+
+
 @pytest.fixture(params=["torch", "cpp"])
 def backend(request: pytest.FixtureRequest) -> Iterator[None]:
     with kernels.suspended() if request.param == "torch" else contextlib.nullcontext():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -22,10 +21,10 @@ from generators import (
     training_log_probs,
     transformers_greedy,
 )
-from generators import backend as backend  # a fixture
+from generators import backend as backend  # a fixture, as the next
+from generators import matmul_precision as matmul_precision
 from places import SHARED
 from ranks import run_ranks
-from rlhf_spmd import kernels
 from rlhf_spmd.generation import Generator, Request, SamplingConfig
 from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel.layout import Layout
@@ -59,18 +58,6 @@ def test_greedy_equals_transformers_on_a_pretrained_model() -> None:
     requests = [Request(i, i, prompt, 120) for i, prompt in enumerate(prompts)]
     completions = build_generator(str(TINYSTORIES)).generate(requests, SamplingConfig(temperature=0.0), 0, 0)
     assert tokens_of(completions) == transformers_greedy(str(TINYSTORIES), prompts, 120)
-
-
-@pytest.fixture(params=["highest", "medium", "kernels"])  # MKL, oneDNN, our own
-def matmul_precision(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = torch.get_float32_matmul_precision()
-    if request.param == "kernels":
-        yield request.param
-    else:
-        torch.set_float32_matmul_precision(request.param)
-        with kernels.suspended():
-            yield request.param
-    torch.set_float32_matmul_precision(before)
 
 
 @pytest.mark.usefixtures("matmul_precision")

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
 
+from generators import matmul_precision as matmul_precision  # a fixture
 from ranks import run_ranks
-from rlhf_spmd import kernels
 from rlhf_spmd.kernels import AttentionRule
 from rlhf_spmd.kernels.exact import ExactOps
 from rlhf_spmd.kernels.packing import KEY_BLOCK, round_up, visible
@@ -137,18 +135,6 @@ class CacheAttention:
         return out
 
 
-@pytest.fixture(params=["medium", "highest", "kernels"])  # oneDNN, MKL, our own
-def precision(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = torch.get_float32_matmul_precision()
-    if request.param == "kernels":
-        yield request.param
-    else:
-        torch.set_float32_matmul_precision(request.param)
-        with kernels.suspended():
-            yield request.param
-    torch.set_float32_matmul_precision(before)
-
-
 def build(config: dict[str, object], dtype: torch.dtype, tp: object = None) -> Decoder:
     decoder = Decoder(spec_from_config(config, "test"), "lm", 0, 1, tp or solo(), dtype, "cpu")
     init_random(decoder, 7)
@@ -205,7 +191,7 @@ def make_sequences(vocab_size: int) -> tuple[list[Tensor], list[int]]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_decoding_equals_packed_forward(shape: str, dtype: torch.dtype, precision: str) -> None:
+def test_decoding_equals_packed_forward(shape: str, dtype: torch.dtype, matmul_precision: str) -> None:
     decoder = build(SHAPES[shape], dtype)
     sequences, prompts = make_sequences(decoder.spec.vocab_size)
     packed = packed_log_probs(decoder, sequences)
@@ -215,7 +201,7 @@ def test_decoding_equals_packed_forward(shape: str, dtype: torch.dtype, precisio
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_batch_composition_does_not_matter(shape: str, precision: str) -> None:
+def test_batch_composition_does_not_matter(shape: str, matmul_precision: str) -> None:
     decoder = build(SHAPES[shape], torch.float32)
     sequences, _ = make_sequences(decoder.spec.vocab_size)
     packed = packed_log_probs(decoder, sequences)

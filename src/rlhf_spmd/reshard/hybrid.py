@@ -50,7 +50,7 @@ class HybridWeights:
     buffers: "free": generation storage exists while generating. "keep": it stays allocated, at fixed addresses, during training
     (captured CUDA graphs stay valid). "offload": as free, and training shards that would be held beside the generation shard
     wait in host memory, pinned where the device is a GPU.
-    ``transition``: the last one, with what it cost. ``version``: of the weights in the generation parameters; None: they hold none.
+    ``transition``: the last one, with what it cost.
     ``bucket_bytes``: what the largest bucket makes. Construction does not communicate. Raises ValueError where layouts do not fit.
     """
 
@@ -69,7 +69,6 @@ class HybridWeights:
         host_of: HostOf = ONE_HOST,
     ) -> None:
         self.transition: Transition | None = None
-        self.version: int | None = None
         self.group, self.keep, self.offload = group, buffers == "keep", buffers == "offload"
         self.parameters, self.module, self.index = train_parameters, generation, index
         self.members = method.gather_ranks(layout, index)
@@ -108,7 +107,7 @@ class HybridWeights:
         Collective over the gather group: every rank of it must call, in program order.
         """
         assert not self.in_generation, "the weights are already in the generation layout"
-        self.version, self.transition = version, Transition(self, version)
+        self.transition = Transition(self, version)
         self.transition.begin(wait or bool(self.plan.cuts))
 
     def finish(self) -> None:
@@ -124,8 +123,11 @@ class HybridWeights:
         assert self.in_generation and self.transition is not None, "the weights are already in the training layout"
         self.finish()
         self.transition.end()
-        if not self.keep:
-            self.version = None
+
+    @property
+    def version(self) -> int | None:
+        """Of the weights in the generation parameters; None: they hold none."""
+        return self.transition.version if self.transition is not None and (self.keep or not self.transition.over) else None
 
     @property
     def in_generation(self) -> bool:
