@@ -146,6 +146,7 @@ def prepare(path: str | None, overrides: Sequence[str], world_size: int, default
             config.environment.check_together("environment", config.run.timeout_s, steps, ahead)
     checks.check_validation(config, algorithm, hasattr(module, "validate"))
     checks.check_batches(config, plans)
+    checks.check_staleness(config, plans)
     checks.check_lengths(config, algorithm, plans)
     checks.exact_rollouts(config, plans)  # raises if it is demanded and cannot be
     algorithm.check_together(config, plans, tokenizer)
@@ -278,7 +279,7 @@ def train(context: ProgramContext[Prepared]) -> None:
                 raise TypeError(f"{name} returned {type(calls).__name__}; it must return the list of the calls that it reports")
             return [*calls, *move_reference(models, algorithm, number)]
 
-        calls, rows = data.run(script)
+        calls, rows = data.run(number, script)
         if not calls and not controller.taken:
             raise RuntimeError(f"{name} made no call in step {number}: nothing was computed and nothing learnt")
         return calls, rows

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
@@ -33,17 +33,25 @@ from rlhf_spmd.controller.graph import Graph
 from rlhf_spmd.controller.reference import Intake, Production, Reference, Source, made_by, pick_rows, source
 from rlhf_spmd.controller.rows import Cut
 from rlhf_spmd.controller.transport import REPORTS, UNTRACED
+from rlhf_spmd.controller.versions import Versions
 from rlhf_spmd.controller.worker import MethodSpec, Signature, Worker
 from rlhf_spmd.data.batch import Batch
 from rlhf_spmd.parallel.board import Board
-from rlhf_spmd.parallel.collectives import Group
+from rlhf_spmd.parallel.collectives import Group, wait_all
 from rlhf_spmd.telemetry.trace import Argument, Timeline
 
 
 class Controller:
-    """Runs an algorithm's script on this rank. ``seed`` shuffles mini-batches."""
+    """Runs an algorithm's script on this rank. ``seed`` shuffles mini-batches. ``ahead``: see :class:`Versions`."""
 
-    def __init__(self, world: Group, board: Board | None = None, timeline: Timeline | None = None, seed: int = 0) -> None:
+    def __init__(
+        self,
+        world: Group,
+        board: Board | None = None,
+        timeline: Timeline | None = None,
+        seed: int = 0,
+        ahead: int = 0,
+    ) -> None:
         self.world = world
         self.rank = world.ranks[world.rank]
         self.board = board
@@ -55,7 +63,7 @@ class Controller:
         self._delivery = Delivery(world)
         self._seq = 1  # for the board 0 is before the first call
         self._tracing = False
-        self._versions: Counter[str] = Counter()  # role -> calls so far that trained it
+        self.versions = Versions(ahead)
         self._nodes: dict[str, deque[Production]] = defaultdict(
             deque
         )  # by name and site: the calls still to come in this script
@@ -72,25 +80,34 @@ class Controller:
         for node in self.graph.nodes:
             self._nodes[f"{node.name} {node.site}"].append(node)
         result = script(*args)
-        self.settle()
+        self.settle(self.versions.ahead)
         return result
+
+    def run_step(self, number: int, script: Callable[[], Any]) -> Any:
+        """:meth:`run` of training step ``number``, in which generation may be ahead of training; so this does not wait until
+        others have taken what the steps before sent them."""
+        self.versions.begin_step(number)
+        try:
+            return self.run(script)
+        finally:
+            self.versions.end_step()
 
     def trace(self, script: Callable[..., Any], *args: Any) -> Graph:
         """The script's dataflow graph; nothing is computed and nothing moves."""
-        outer, versions = self.graph, self._versions.copy()
-        self.graph, self._tracing = Graph(), True
+        outer, versions = self.graph, self.versions
+        self.graph, self.versions, self._tracing = Graph(), versions.copy(), True
         try:
             script(*args)
             return self.graph
         finally:
-            self.graph, self._versions, self._tracing = outer, versions, False
+            self.graph, self.versions, self._tracing = outer, versions, False
 
-    def settle(self) -> None:
-        """End of a script: receive what was sent here and not used, wait for what was sent.
+    def settle(self, spare: int = 0) -> None:
+        """End of a script: receive what was sent here and not used, wait for what was sent, but not by the last ``spare`` scripts.
 
         Every rank of the world must call, in program order; it waits only for the ranks it exchanged data with.
         """
-        self._delivery.settle()
+        self._delivery.settle(spare)
         self._nodes.clear()
 
     def get(self, *references: Reference) -> list[Any]:
@@ -136,6 +153,22 @@ class Controller:
         self._leave()
         return result
 
+    def vote(self, wish: bool) -> Callable[[], bool]:
+        """As :meth:`decide`, without waiting for the others: the answer is what the returned function waits for.
+
+        Collective over the world: every rank of it must call, in program order.
+        """
+        self._enter("controller.vote", sys._getframe(1))
+        result = torch.tensor([int(wish)])
+        work = self.world.start_all_reduce(result, "control", "max")
+        self._leave()
+
+        def answer() -> bool:
+            wait_all([work])
+            return bool(result)
+
+        return answer
+
     def tell(self, line: str) -> None:
         """A line for people, from the first rank; nothing while tracing."""
         if self.world.rank == 0 and not self._tracing:
@@ -152,10 +185,6 @@ class Controller:
     def learn(self, maker: Production) -> np.ndarray:
         """Token counts int64 [rows] that a call made; waits for those made elsewhere. Only for ranks that are told."""
         return self._delivery.learn(maker)
-
-    def version(self, role: str) -> int:
-        """Of a role's weights: the calls so far that trained it."""
-        return self._versions[role]
 
     def values(self, *references: Reference) -> list[list[Any]]:
         """This rank's share of what :meth:`get` collects: [which reference, position in its list, value] each, as JSON."""
@@ -200,7 +229,7 @@ class Controller:
         signature = spec.describe(role, *args, **kwargs)
         production = self._plan(role, spec, signature, batch, (*args, *kwargs.values()))
         if spec.kind == "train":
-            self._versions[role.name] += 1
+            self.versions.train(role.name)
         if self._tracing:
             production.site, production.node = _site(caller), len(self.graph.nodes)
             assert production.node < REPORTS, "more than a thousand calls in one step"
@@ -232,7 +261,8 @@ class Controller:
         assert len(batches) in (0, len(signature.streams)), (
             f"{name}: {len(batches)} references for {len(signature.streams)} streams"
         )
-        production = Production(-1, UNTRACED, role, spec, name, signature.outputs, [], args, self._versions[role.name])
+        version = (self.versions.generating if spec.kind == "generate" else self.versions.newest)(role.name)
+        production = Production(-1, UNTRACED, role, spec, name, signature.outputs, [], args, version)
         num_chunks = 0
         for reference, stream in zip(batches, signature.streams, strict=False):
             rows = reference.rows

@@ -6,7 +6,7 @@ Every rank does the same bookkeeping in the same order, and its own part of the 
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable
 
 import numpy as np
@@ -36,7 +36,7 @@ class Delivery:
         self._made: dict[int, Production] = {}  # node -> the call that took its place, with the rows that it was traced with
         self._makers: list[Production] = []  # of token counts that were told in this script
         self._pushed: dict[tuple[int, int], tuple[Production, list[Share]]] = {}  # (call, node): sent ahead, not yet consumed
-        self._own_report = b""
+        self._own_reports: deque[bytes] = deque()
 
     def begin(self, graph: Graph) -> None:
         """Of a script that was traced as ``graph``."""
@@ -52,27 +52,27 @@ class Delivery:
             else:  # a call of an earlier script: what is made from its rows may be pushed at once
                 self._tell(maker, ranks)
 
-    def settle(self) -> None:
-        """Receive what was sent here and not used, wait for what was sent."""
+    def settle(self, spare: int = 0) -> None:
+        """Receive what was sent here and not used, wait for what was sent, except by the last ``spare`` scripts."""
         for maker in self._makers:
             if self.rank in maker.told:
                 self.learn(maker)
         for key in list(self._pushed):
             self._drop(*key)
-        self._transport.finish()
+        self._transport.finish(spare)
         for kept in (self._consumers, self._readers, self._foreseen, self._made, self._makers):
             kept.clear()
 
     def send_report(self, report: bytes) -> None:
         first = self.world.ranks[0]
         if self.rank == first:
-            self._own_report = report
+            self._own_reports.append(report)
         else:
             self._transport.send(torch.frombuffer(bytearray(report), dtype=torch.uint8), first, 0, REPORTS, "report")
 
     def receive_reports(self) -> list[bytes]:
         others = self._transport.receive(self.world.ranks[1:], 0, REPORTS, "report")
-        return [self._own_report, *(bytes(payload.numpy()) for payload in others)]
+        return [self._own_reports.popleft(), *(bytes(payload.numpy()) for payload in others)]
 
     # What comes in
 

@@ -9,6 +9,7 @@ over gloo from host memory, on GPUs too.
 from __future__ import annotations
 
 import zlib
+from collections import deque
 from collections.abc import Sequence
 
 import torch
@@ -35,6 +36,7 @@ class Transport:
     def __init__(self, world: Group) -> None:
         self.world = world
         self._pending: list[tuple[dist.Work | None, Tensor]] = []
+        self._earlier: deque[list[tuple[dist.Work | None, Tensor]]] = deque()  # of scripts that have ended
 
     def send(self, payload: Tensor, to: int, production: int, node: int, name: str) -> None:
         """Start sending uint8 ``payload`` to a global rank, for call ``name`` at graph node ``node``."""
@@ -62,10 +64,12 @@ class Transport:
         wait_all([self.world.irecv(payload, rank, _LABEL, tag) for payload, rank in zip(payloads, sources, strict=True)])
         return payloads
 
-    def finish(self) -> None:
-        """Wait until everything sent has been received."""
-        wait_all([work for work, _ in self._pending])
-        self._pending.clear()
+    def finish(self, spare: int = 0) -> None:
+        """The end of a script: wait until everything sent has been received, except by the last ``spare`` scripts."""
+        self._earlier.append(self._pending)
+        self._pending = []
+        while len(self._earlier) > spare:
+            wait_all([work for work, _ in self._earlier.popleft()])
 
 
 def _tag(production: int, node: int) -> int:

@@ -58,10 +58,11 @@ class Generator:
         step: int,
         tick: Callable[[], None] = lambda: None,
         environments: Environments | None = None,
+        version: int | None = None,
     ) -> list[Completion]:
         """One completion per request, in their order; ``seed`` and ``step`` key the draws (``sampling.seed`` and ``.n`` are the
-        caller's business). ``tick`` is called after each step: a replica of one rank shows no other sign of life.
-        ``environments`` answer between turns.
+        caller's business). ``version``: of the weights, noted with each token; by default the step. ``tick`` is called after each
+        step: a replica of one rank shows no other sign of life. ``environments`` answer between turns.
 
         Raises ValueError for rows that cannot be generated, NotFinite where a drawn token's log-prob is not. Collective over the
         replica, with ``rebalance_steps`` over all replicas: every rank of it must call, in program order, a replica's with the
@@ -69,7 +70,7 @@ class Generator:
         """
         started = time.perf_counter()
         self.stats = GenerationStats()
-        call = self._call(requests, sampling, seed, step, tick, environments)
+        call = self._call(requests, sampling, seed, step if version is None else version, tick, environments)
         rows = [Row(request, step) for request in requests]
         if self.config.rebalance_steps and self.mesh.dp.size > 1:
             assert environments is None, "the rows of environments do not move between replicas"

@@ -105,6 +105,13 @@ class Group:
             dist.all_reduce(tensor, _OPS[op], self.process_group)
         return tensor
 
+    def start_all_reduce(self, tensor: Tensor, label: str, op: str = "sum") -> dist.Work | None:
+        """In place and asynchronous. Collective over the group: every rank of it must call, in program order."""
+        if self.size == 1:
+            return None
+        self._note("all_reduce", label, tensor, tensor.nbytes)
+        return dist.all_reduce(tensor, _OPS[op], self.process_group, async_op=True)
+
     def all_gather_into(self, output: Tensor, tensor: Tensor, label: str) -> Tensor:
         """``output`` [size * n, ...] receives every rank's ``tensor`` [n, ...] in group order.
 

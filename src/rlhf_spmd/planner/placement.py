@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from rlhf_spmd.config.bounds import check_bounds
 from rlhf_spmd.config.schema import nearest
 from rlhf_spmd.controller import ResourcePool
 
@@ -16,12 +17,16 @@ class PlacementConfig:
     """``placement``. ``colocate``: every role on all ranks. ``split``: actor and reference on the first half, the rest on the second.
 
     ``pools``: name -> ranks, for roles whose ``pool`` names one of them; that goes before the strategy.
+    ``max_staleness``: steps that generation, on ranks of its own, is ahead of training: the responses of a step come from the weights
+    that the step so many before began with. 0: both take turns.
     """
 
     strategy: str = "colocate"
     pools: dict[str, list[int]] = field(default_factory=dict)
+    max_staleness: int = 0
 
     def check(self, where: str) -> None:
+        check_bounds(self, where, "max_staleness", least=0)
         if self.strategy not in STRATEGIES:
             hint = nearest(self.strategy, STRATEGIES) or ";"
             raise ValueError(f"unknown {where}.strategy {self.strategy!r}{hint} available: {', '.join(STRATEGIES)}")

@@ -68,6 +68,7 @@ class Transfer:
         self.landed = self.peak_bytes = 0
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._arrived: torch.cuda.Event | None = None
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
         self._start_some()
@@ -84,7 +85,9 @@ class Transfer:
             if self._error is not None:
                 raise self._error
         self.advance(self._number)
-        if self._stream is not None:
+        if self._arrived is not None:  # not the stream: later transfers may be waiting there
+            torch.cuda.current_stream().wait_event(self._arrived)
+        elif self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
 
     def proceed(self, on_error: Callable[[BaseException], object] | None = None) -> None:
@@ -94,6 +97,7 @@ class Transfer:
         """
         if self._stream is not None:
             self.advance(self._number)  # only the stream waits
+            self._arrived = self._stream.record_event()
         elif self.landed < self._number and self._thread is None:
             self._thread = threading.Thread(target=self._run, args=(on_error,), name="reshard", daemon=True)
             self._thread.start()

@@ -28,7 +28,7 @@ def check_batches(config: Any, plans: Mapping[str, RolePlan]) -> None:
         raise ValueError(f"algorithm.ppo_mini_batch_size={mini} must divide data.train_batch_size={batch} (both count prompts)")
     samples = config.sampling.n if isinstance(config.data, PromptsConfig) else 1
     for role, plan in plans.items():
-        trained = issubclass(plan.worker, ModelWorker) and plan.worker.trained
+        trained = _trains(plan)
         if trained and algorithm.updates(role, config.run.steps, batch) < 1:
             raise ValueError(
                 f"run.steps={config.run.steps} is too few: models.{role} would never be trained (algorithm.critic_warmup?)"
@@ -75,6 +75,28 @@ def _check_generation(config: Any, plans: Mapping[str, RolePlan]) -> None:
             raise ValueError(
                 f"data.gen_batch_size={config.data.gen_batch_size} prompts in flight must be divisible by the {generation.dp} "
                 f"generation replicas"
+            )
+
+
+def _trains(plan: RolePlan) -> bool:
+    return issubclass(plan.worker, ModelWorker) and plan.worker.trained
+
+
+def check_staleness(config: Any, plans: Mapping[str, RolePlan]) -> None:
+    """``placement.max_staleness`` needs trained roles that generate on ranks where they do not train. Raises ValueError."""
+    ahead, where = config.placement.max_staleness, "placement.max_staleness"
+    if not ahead:
+        return
+    generating = {role: plan for role, plan in plans.items() if plan.generation is not None and _trains(plan)}
+    if not generating:
+        raise ValueError(f"{where}={ahead}: {config.algorithm.name} trains no role that generates; leave it out")
+    for role, plan in generating.items():
+        call = plan.calls.get("generate_sequences")
+        shared = sorted(set(plan.pool.ranks) & set((call or plan).pool.ranks))
+        if shared:
+            raise ValueError(
+                f"{where}={ahead} lets models.{role} generate while it trains, but it does both on ranks {shared[:8]}; give "
+                f"models.{role}.calls.generate_sequences.pool ranks of its own, as placement.strategy=separate does"
             )
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from rlhf_spmd.checkpoint.directory import read_manifest
-from rlhf_spmd.checkpoint.load import read_pieces
+from rlhf_spmd.checkpoint.load import load_checkpoint, read_pieces
 from rlhf_spmd.checkpoint.manifest import PARAM
 from rlhf_spmd.checkpoint.save import RoleState
 from rlhf_spmd.config.load import to_yaml
@@ -16,6 +16,7 @@ from rlhf_spmd.parallel.boxes import whole_shard
 from rlhf_spmd.telemetry.report_sections import flatten_config
 from rlhf_spmd.telemetry.run_dir import CONFIG_FILE
 from rlhf_spmd.workers import ActorWorker, ModelWorker
+from rlhf_spmd.workers.loan import LoanAhead
 
 ROWS_IN_FLIGHT = "rows_in_flight"  # a checkpoint's name for the rows that generation goes on with
 EXPERIMENT = re.compile(
@@ -48,6 +49,41 @@ def restore_rows_in_flight(directory: Path, saved: Mapping[str, ModelWorker]) ->
         if isinstance(worker, ActorWorker):
             pieces = [piece for name, its in found.items() if name.startswith(f"{worker.name}.") for piece in its]
             worker.restore_rollouts(rows for _, rows in read_pieces(directory, pieces))
+
+
+def weights_ahead(saved: Mapping[str, ModelWorker]) -> dict[str, RoleState]:
+    """Older weights that generation ahead of training will take, on the ranks that have them: training has newer ones."""
+    found: dict[str, RoleState] = {}
+    for role, twin, loan in _loans_ahead(saved):
+        if twin.member:
+            shards = twin.engine.param_shards()
+            found |= {_older(role, version): RoleState(shards, values) for version, values in loan.needed().items()}
+    return found
+
+
+def restore_weights_ahead(directory: Path, saved: Mapping[str, ModelWorker]) -> None:
+    """Collective over the world: every rank of it must call, in program order. Raises CheckpointError."""
+    known = read_manifest(directory).roles
+    for role, twin, loan in _loans_ahead(saved):
+        versions = twin.controller.versions
+        for version in sorted(versions.to_come(role) - {versions.newest(role)}):
+            if _older(role, version) in known:
+                values = loan.keep(version)
+                if twin.member:
+                    state = RoleState(twin.engine.param_shards(), values)
+                    load_checkpoint(directory, _older(role, version), state, twin.mesh.pool)
+
+
+def _loans_ahead(saved: Mapping[str, ModelWorker]) -> Iterator[tuple[str, ModelWorker, LoanAhead]]:
+    for role, worker in saved.items():
+        twin = worker.serving("generate_sequences")
+        if isinstance(twin, ModelWorker) and isinstance(twin.loan, LoanAhead):
+            yield role, twin, twin.loan
+
+
+def _older(role: str, version: int) -> str:
+    """A checkpoint's name for weights of a role that are not the newest."""
+    return f"{role}_at_version_{version}"
 
 
 def compare_runs(path: Path, config: Any, saved: Mapping[str, Any], present: Mapping[str, Any]) -> str:

@@ -6,13 +6,14 @@ import math
 import os
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -22,7 +23,7 @@ from rlhf_spmd.checkpoint.load import find_resumable, load_checkpoint
 from rlhf_spmd.checkpoint.save import save_checkpoint
 from rlhf_spmd.config.bounds import check_bounds
 from rlhf_spmd.config.load import to_yaml
-from rlhf_spmd.controller import Controller, Reference
+from rlhf_spmd.controller import Controller, Production, Reference
 from rlhf_spmd.data.batch import Batch
 from rlhf_spmd.kernels import wait
 from rlhf_spmd.kernels.devices import peak_bytes
@@ -30,7 +31,14 @@ from rlhf_spmd.parallel.collectives import RECORDER
 from rlhf_spmd.parallel.program import Preempted, ProgramContext
 from rlhf_spmd.reshard import LABELS
 from rlhf_spmd.runtime.recorder import Recorder, StepSize, merge_reports, token_count
-from rlhf_spmd.runtime.restart import compare_runs, restore_rows_in_flight, role_state, rows_in_flight
+from rlhf_spmd.runtime.restart import (
+    compare_runs,
+    restore_rows_in_flight,
+    restore_weights_ahead,
+    role_state,
+    rows_in_flight,
+    weights_ahead,
+)
 from rlhf_spmd.runtime.roles import model_directory
 from rlhf_spmd.telemetry import run_dir
 from rlhf_spmd.telemetry.report import write_report
@@ -94,6 +102,16 @@ Step = Callable[[int], tuple[list[Reference], list[Batch]]]  # number -> the cal
 Validate = Callable[[int], tuple[dict[str, float], list[dict[str, Any]]]]
 
 
+class _Taken(NamedTuple):
+    """A step that this rank has made, and others perhaps not yet. ``told``: metrics of its data; ``preempted``: waits for all ranks."""
+
+    number: int
+    size: StepSize
+    calls: Sequence[Production]
+    told: dict[str, float]
+    preempted: Callable[[], bool]
+
+
 @dataclass
 class Session:
     """What a run carries besides its ``models``. ``state``/``restore``: what a checkpoint holds besides the roles that change.
@@ -150,22 +168,27 @@ class Session:
             first, shown = validate(0)
             if recorder is not None:
                 recorder.log(0, first, [], shown)
+        under_way: deque[_Taken] = deque()  # steps that some ranks may not have ended yet
         for number in range(self.started_at + 1, self.steps + 1):
-            self._take(one_step, number)
-            preempted = self.controller.decide(self.board.preempted)
-            reports = self.controller.receive_reports() if self.is_first else []
-            metrics, samples = merge_reports(number, self._size, reports, self._utilisation) if self.is_first else ({}, [])
-            if "generation/idle_fraction" in metrics:
-                self.controller.timeline.instant("generation", idle_fraction=round(metrics["generation/idle_fraction"], 4))
-            shown = []
-            if test_freq and (number % test_freq == 0 or number == self.steps):
-                found, shown = validate(number)
-                metrics |= found
-            stopped = goal is not None and metrics.get("val/reward_mean", -math.inf) >= goal
+            under_way.append(self._take(one_step, number))
+            is_tested = bool(test_freq) and (number % test_freq == 0 or number == self.steps)
+            is_saved = bool(self.config.save_freq) and number % self.config.save_freq == 0
+            spare = 0 if is_tested or is_saved or number == self.steps else self.controller.versions.ahead
+            preempted = stopped = False
+            while len(under_way) > spare:
+                step = under_way.popleft()
+                if step.preempted():
+                    preempted, spare = True, 0  # the checkpoint comes after all steps
+                metrics, samples = self._receive(step)
+                shown = []
+                if is_tested and not under_way:
+                    found, shown = validate(number)
+                    metrics |= found
+                    stopped = goal is not None and found.get("val/reward_mean", -math.inf) >= goal
+                if recorder is not None:
+                    recorder.log(step.number, metrics, samples, shown)
             ended = stopped or number == self.steps
-            if recorder is not None:
-                recorder.log(number, {**self.told(), **metrics}, samples, shown)
-            if ended or preempted or (self.config.save_freq and number % self.config.save_freq == 0):
+            if ended or preempted or is_saved:
                 self.save(number, stopped)
             if preempted and not ended:
                 self._close(recorder, "preempted", number)
@@ -176,7 +199,7 @@ class Session:
             self._export()
         self._close(recorder, "done", number)
 
-    def _take(self, one_step: Step, number: int) -> None:
+    def _take(self, one_step: Step, number: int) -> _Taken:
         """One step, and this rank's part of what is told of it, on its way to rank 0 while the rank goes on."""
         self.board.set_step(number)
         self.controller.timeline.begin_step(number)
@@ -193,15 +216,27 @@ class Session:
         received = sum(RECORDER.received[label] for label in LABELS) - received
         own = [seconds, own_phases, peak_bytes(self.world.device) / 2**30, received]
         self.controller.send_report([self.controller.values(*calls), own])
-        generates = any(call.spec.kind == "generate" for call in self.controller.taken)
-        self._size = StepSize(sum(map(len, rows)), sum(map(token_count, rows)), len(calls), generates)
+        made = self.controller.taken
+        generates = any(call.spec.kind == "generate" for call in made)
+        size = StepSize(sum(map(len, rows)), sum(map(token_count, rows)), len(calls), generates)
+        return _Taken(number, size, made, self.told(), self.controller.vote(self.board.preempted))
 
-    def _utilisation(self, num_rows: int, num_tokens: float, seconds: float) -> float:
+    def _receive(self, step: _Taken) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """On rank 0 what all ranks tell of a step, as metrics and samples; waits for those that have yet to end it."""
+        if not self.is_first:
+            return {}, []
+        reports = self.controller.receive_reports()
+        metrics, samples = merge_reports(step.number, step.size, reports, partial(self._utilisation, step.calls))
+        if "generation/idle_fraction" in metrics:
+            self.controller.timeline.instant("generation", idle_fraction=round(metrics["generation/idle_fraction"], 4))
+        return {**step.told, **metrics}, samples
+
+    def _utilisation(self, calls: Sequence[Production], num_rows: int, num_tokens: float, seconds: float) -> float:
         """Of all devices, by the calls that the step made; an update counts three forward passes in each epoch: one, and backward
         twice that."""
         plans, mean = self.context.prepared.plans, num_tokens / num_rows
         flops = 0.0
-        for call in self.controller.taken:
+        for call in calls:
             spec, kind = plans[call.role.name].spec, call.spec.kind
             if spec is not None and kind in ("generate", "infer", "train"):
                 passes = 3.0 * call.epochs if kind == "train" else 1.0
@@ -215,9 +250,10 @@ class Session:
         with self.controller.timeline.span("save_checkpoint", category="io"):
             progress = self.controller.get(*(worker.progress() for worker in self.saved.values()))
             steps = {role: values[0]["optimizer_steps"] for role, values in zip(self.saved, progress, strict=True)}
-            state = {"step": number, "stopped": stopped, "optimizer_steps": steps, **self.state()}
+            versions = self.controller.versions.state()
+            state = {"step": number, "stopped": stopped, "optimizer_steps": steps, "versions": versions, **self.state()}
             held = {role: role_state(worker) for role, worker in self.saved.items() if worker.member}
-            held |= rows_in_flight(self.saved)
+            held |= rows_in_flight(self.saved) | weights_ahead(self.saved)
             path = save_checkpoint(self.run_dir, number, held, state, self.world.all, self.config.keep_checkpoints)
         self.board.last_checkpoint = str(path)
 
@@ -242,13 +278,16 @@ class Session:
         told = compare_runs(path, self.context.prepared.config, state, self.state())
         if told and self.is_first:
             print(told, file=sys.stderr)
+        self.controller.versions.load_state(state["versions"])
         for role, worker in self.saved.items():
+            worker.version = self.controller.versions.newest(role)
             if worker.member:
                 load_checkpoint(path, role, role_state(worker), worker.mesh.pool)
                 if worker.engine.optimizer is not None:
                     worker.engine.optimizer.step_count = int(state["optimizer_steps"][role])
         self.restore(dict(state))
         restore_rows_in_flight(path, self.saved)
+        restore_weights_ahead(path, self.saved)
         self.finished_before = bool(state["stopped"])
         self.board.last_checkpoint = str(path)
         if self.is_first:
@@ -256,6 +295,7 @@ class Session:
         return int(state["step"])
 
     def _close(self, recorder: Recorder | None, ended: str, number: int) -> None:
+        self.controller.settle()
         payloads = self.world.all.gather_bytes(self.controller.timeline.to_bytes(), "control")
         if recorder is not None and payloads is not None:
             write_trace(self.run_dir / run_dir.TRACE_FILE, payloads)
@@ -300,4 +340,5 @@ def start_controller(context: ProgramContext[Any]) -> Controller:
     pools = [pool for plan in plans for pool in (plan.pool, *(call.pool for call in plan.calls.values()))]
     names = sorted({pool.name for pool in pools if world.rank in pool.ranks})
     timeline = Timeline(world.rank, names, synchronize=partial(wait, world.device))
-    return Controller(world.all, context.board, timeline, context.prepared.config.run.seed)
+    config = context.prepared.config
+    return Controller(world.all, context.board, timeline, config.run.seed, config.placement.max_staleness)

@@ -239,8 +239,8 @@ class Data:
         """Passes over the first stream's data so far."""
         return next(iter(self._streams.values())).loader.epochs
 
-    def run(self, script: Callable[[], Any]) -> tuple[Any, list[Batch]]:
-        """Trace and run a step: what it returns, and the rows that it was given of each stream.
+    def run(self, number: int, script: Callable[[], Any]) -> tuple[Any, list[Batch]]:
+        """Trace and run step ``number``: what it returns, and the rows that it was given of each stream.
 
         Collective over the world: every rank of it must call.
         """
@@ -252,7 +252,7 @@ class Data:
                 stream.begin()
             return script()
 
-        result = self._controller.run(execute)
+        result = self._controller.run_step(number, execute)
         given = [stream.commit() for stream in self._streams.values()]
         return result, [rows for rows in given if rows is not None]
 

@@ -29,7 +29,7 @@ class ActorWorker(ModelWorker):
         build = self.build
         if build.environment.cls is None:
             self.unused, self.absent = frozenset({"row"}), frozenset({MASK, "environment_reward"})
-        if not build.partial_rollouts:
+        if not (build.partial_rollouts or self.controller.versions.ahead):
             self.absent |= {"rollout_versions"}
         if not self.serves("generate_sequences"):
             return
@@ -75,7 +75,8 @@ class ActorWorker(ModelWorker):
         ``own``: the rows of each of these references are drawn by temperature, top_p, top_k and min_p of its sampling, in the same
         batch as the others; the rest of ``sampling`` counts for all. Greedy rows have log-probs at temperature 1.
 
-        Where rows may cross steps, ``rollout_versions``: ragged int64, the step whose weights drew the token.
+        Where rows may cross steps, or generation may be ahead, ``rollout_versions``: ragged int64, the step whose weights drew the
+        token.
         With an environment also ``response_mask``: ragged bool, false for its tokens, whose log-probs are 0; and
         ``environment_reward`` float64 [rows].
         ``number`` is the step, one of the things (with seed, row id and position) that a sample depends on.
@@ -84,25 +85,29 @@ class ActorWorker(ModelWorker):
         Collective over the pool: every rank of it must call, in program order.
         """
         requests = _requests(batch, sampling, own)
+        weights = self.controller.versions.generating_step(number)
         generating = self.generating
         assert generating is not None
         with generating.generation_weights():
             if num_groups is None:
                 environments = self._environments(batch)
-                completions = self.generator.generate(requests, sampling, sampling.seed, number, generating.tick, environments)
+                completions = self.generator.generate(
+                    requests, sampling, sampling.seed, number, generating.tick, environments, weights
+                )
                 report: dict[str, Any] = {}
             else:
-                completions, groups = self.held.advance(requests, sampling, number, num_groups, generating.tick)
-                stale = sum(int((completion.versions < number).sum()) for completion in completions)
-                drawn = sum(len(completion.token_ids) for completion in completions)
-                report = {"groups": groups, "rollout/stale_fraction": [stale, drawn]}
+                completions, groups = self.held.advance(requests, sampling, number, weights, num_groups, generating.tick)
+                report = {"groups": groups}
+        if "rollout_versions" not in self.absent:
+            stale = sum(int((completion.versions < number).sum()) for completion in completions)
+            report["rollout/stale_fraction"] = [stale, sum(len(completion.token_ids) for completion in completions)]
         report |= generating.report()
         if not completions:
             return Batch(batch.row_ids[:0], batch.group_ids[:0], {}) if len(batch) else batch, report
         responses = ragged([c.token_ids for c in completions], torch.int64)
         log_probs = ragged([c.log_probs for c in completions])
         fields, told = _episodes(completions)
-        if self.build.partial_rollouts:
+        if "rollout_versions" not in self.absent:
             fields["rollout_versions"] = ragged([c.versions for c in completions])
         made = batch if len(completions) == len(batch) else batch.reorder(torch.tensor([c.row_id for c in completions]))
         return made.with_fields(response_ids=responses, rollout_log_probs=log_probs, **fields), report | told
@@ -132,7 +137,7 @@ class ActorWorker(ModelWorker):
 
     def _known_log_probs(self, batch: Reference) -> Reference | None:
         """The rollout's own, where a training forward would give the same bits; the next update compares them with its own."""
-        made, version = batch.fields.get("rollout_log_probs", ()), self.controller.version(self.name)
+        made, version = batch.fields.get("rollout_log_probs", ()), self.controller.versions.newest(self.name)
         if not made or not all(self._is_exact(piece, version) for piece in made):
             return None
         return Reference(batch.rows, {"old_log_probs": made})

@@ -3,15 +3,21 @@
 The twin is a worker of the same class on the call's pool and layout, without an optimizer; between calls its parameters have no
 storage. For a call they get some, and the home's weights are transferred into them: every rank of both pools takes part, each
 member of the home only as a sender where it does not run the call, and it goes on while it sends.
+
+Where generation is ahead of training (:class:`LoanAhead`), the twin keeps its weights. Each version sets out when the first generate
+call after its update is reached, which on the ranks that train is at once, and is put into place when a call takes it.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
+from rlhf_spmd.kernels import can
 from rlhf_spmd.parallel.program import fail_beside
 from rlhf_spmd.reshard import Transfer, holdings, plan_transfer, start_transfer
 
@@ -34,7 +40,7 @@ class Loan:
             here, there = (holdings(at.shape.layout, at.shards(spec), at.pool.ranks) for at in (home, twin))
             self._plan = plan_transfer(here, there, lambda rank: rank // world.launch.local_size, world.rank)
 
-    def take(self) -> None:
+    def take(self, version: int) -> None:
         """Fill the twin's parameters. Collective over both pools: every rank of them must call, in program order."""
         if self.twin.member:
             self.twin.engine.storages.allocate()
@@ -46,20 +52,15 @@ class Loan:
         if self._group is None:
             return
         self._group.connect()
-        home = self.home
-        if home.resting is not None:
-            home.resting.reload()
-        sources = home.engine.local_tensors() if home.member else {}
-        dtype = self.twin.config.torch_dtype(self.twin.device)
-        self._transfer = start_transfer(self._plan, self._rank, sources, targets, self._group, dtype=dtype)
-        if self.twin.member or home.resting is not None:
+        if self.home.resting is not None:
+            self.home.resting.reload()
+        self._transfer = self._start(self.home.engine.local_tensors() if self.home.member else {}, targets)
+        if self.twin.member or self.home.resting is not None:
             self.settle()
         else:
-            board = home.controller.board
-            call = board.call if board else (0, "", "")
-            self._transfer.proceed(None if board is None else lambda error: fail_beside(board, error, call))
-        if home.resting is not None:
-            home.resting.rest(home.engine.local_tensors().values(), changed=False)
+            self._transfer.proceed(self._fail)
+        if self.home.resting is not None:
+            self.home.resting.rest(self.home.engine.local_tensors().values(), changed=False)
 
     def settle(self) -> None:
         """Wait until this rank has sent and received what it had to: the home's weights may change then."""
@@ -71,3 +72,145 @@ class Loan:
         if self.twin.member:
             self.twin.engine.reshard()
             self.twin.engine.storages.free()
+
+    def _start(self, sources: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> Transfer:
+        assert self._group is not None, "a rank of neither pool has no part in it"
+        dtype = self.twin.config.torch_dtype(self.twin.device)
+        return start_transfer(self._plan, self._rank, sources, targets, self._group, dtype=dtype)
+
+    def _fail(self, error: BaseException) -> None:
+        """Of a thread beside the main one: the others must not wait for this rank until their time is up."""
+        board = self.home.controller.board
+        if board is not None:
+            fail_beside(board, error, board.call)
+
+
+class LoanAhead(Loan):
+    """For generation on ranks apart from the home's, which may be some steps ahead. ``kept``: on the twin's ranks the versions that
+    have come or are coming, besides ``held``, the one in its parameters; elsewhere their names. The same versions on all ranks of
+    both pools.
+    """
+
+    def __init__(self, home: ModelWorker, twin: ModelWorker, method: str) -> None:
+        super().__init__(home, twin, method)
+        self.held: int | None = None
+        self.kept: dict[int, dict[str, Tensor]] = {}
+        self._arrivals: dict[int, _Arrival] = {}
+        self._last: _Arrival | None = None
+
+    def take(self, version: int) -> None:
+        """Put ``version`` of the weights into place. The newest sets out if the twin has not got it yet, and is waited for only if it
+        is that one.
+
+        Collective over both pools: every rank of them must call, in program order.
+        """
+        versions, role = self.home.controller.versions, self.home.name
+        if self._group is None:
+            return
+        if (newest := versions.newest(role)) not in (self.held, *self.kept):
+            self._send(newest)
+        if version != self.held:
+            self._place(version, versions.to_come(role))
+        for old in self.kept.keys() - versions.to_come(role):
+            self._arrive(old)
+            del self.kept[old]
+
+    def give_back(self) -> None:
+        """The twin keeps what it has."""
+
+    def needed(self) -> dict[int, Mapping[str, Tensor]]:
+        """Versions that steps to come take and that the home does not have, on the twin's ranks. Local; waits for them to come."""
+        versions, role = self.home.controller.versions, self.home.name
+        return {version: self._values(version) for version in sorted(versions.to_come(role) - {versions.newest(role)})}
+
+    def keep(self, version: int) -> dict[str, Tensor]:
+        """Room for a version that comes from a checkpoint; the same on all ranks of both pools."""
+        self.kept[version] = self._room()
+        return self.kept[version]
+
+    def _values(self, version: int) -> Mapping[str, Tensor]:
+        if version == self.held:
+            return self.twin.engine.local_tensors() if self.twin.member else {}
+        self._arrive(version)
+        return self.kept[version]
+
+    @torch.no_grad()
+    def _place(self, version: int, to_come: set[int]) -> None:
+        self._arrive(version)
+        if self.twin.member:
+            if self.held is None:
+                self.twin.engine.storages.allocate()
+            parameters = self.twin.engine.local_tensors()
+            before = {name: tensor.clone() for name, tensor in parameters.items()} if self.held in to_come else {}
+            for name, tensor in self.kept[version].items():
+                parameters[name].copy_(tensor)
+        else:
+            before = {}
+        del self.kept[version]
+        if self.held in to_come:
+            assert self.held is not None
+            self.kept[self.held] = before
+        self.held = version
+
+    def _send(self, version: int) -> None:
+        """Start it on its way, on the home's ranks from its weights, which must not change before :meth:`settle`."""
+        assert self._group is not None
+        self.settle()
+        self._group.connect()
+        self.kept[version] = self._room()
+        if self.home.member:
+            if self.home.resting is not None:
+                self.home.resting.reload()
+            self._transfer = self._start(self.home.engine.local_tensors(), {})
+            self._transfer.proceed(self._fail)
+            if self.home.resting is not None:
+                self.settle()
+                self.home.resting.rest(self.home.engine.local_tensors().values(), changed=False)
+        else:
+            self._arrivals[version] = self._last = _Arrival(self, self.kept[version], self._last)
+
+    def _room(self) -> dict[str, Tensor]:
+        if not self.twin.member:
+            return {}
+        local = self.twin.engine.local_tensors()
+        return {name: torch.empty(x.shape, dtype=x.dtype, device=self.twin.device) for name, x in local.items()}
+
+    def _arrive(self, version: int) -> None:
+        arrival = self._arrivals.pop(version, None)
+        if arrival is not None:
+            arrival.wait()
+
+
+class _Arrival:
+    """A version on its way into ``targets``, received after ``before`` while this rank generates."""
+
+    def __init__(self, loan: LoanAhead, targets: Mapping[str, Tensor], before: _Arrival | None) -> None:
+        self._loan, self._targets, self._before = loan, targets, before
+        self._error: BaseException | None = None
+        self._transfer: Transfer | None = None
+        self._thread: threading.Thread | None = None
+        if can(loan.twin.device).streams:  # what waits there is a stream, where the versions come one after the other
+            self._transfer = loan._start({}, targets)
+            self._transfer.proceed()
+        else:
+            self._thread = threading.Thread(target=self._receive, name="weights", daemon=True)
+            self._thread.start()
+
+    def wait(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+        if self._error is not None:
+            raise self._error
+        if self._transfer is not None:
+            self._transfer.wait()
+
+    def _receive(self) -> None:
+        try:
+            if self._before is not None:
+                self._before.wait()
+            self._before = None
+            self._transfer = self._loan._start({}, self._targets)
+            self._transfer.wait()
+        except BaseException as error:  # the thread's boundary: wait() raises it
+            self._error = error
+            self._loan._fail(error)

@@ -34,7 +34,7 @@ from rlhf_spmd.reshard import Storages
 from rlhf_spmd.rewards.config import RewardConfig
 from rlhf_spmd.workers.config import BatchLimits, RoleConfig
 from rlhf_spmd.workers.engine import Packed, TrainEngine, rank_shards
-from rlhf_spmd.workers.loan import Loan
+from rlhf_spmd.workers.loan import Loan, LoanAhead
 from rlhf_spmd.workers.objective import (
     MASK,
     ROW_INPUTS,
@@ -141,7 +141,8 @@ class ModelWorker(Worker):
     def lend(self, method: str, twin: ModelWorker) -> None:
         """Let ``twin`` serve a method. Collective over the world: every rank of it must call, in program order."""
         self.twins[method] = twin
-        twin.loan = Loan(self, twin, method)
+        is_ahead = self.controller.versions.ahead > 0 and getattr(type(self), method).spec.kind == "generate"
+        twin.loan = (LoanAhead if is_ahead else Loan)(self, twin, method)
 
     def enter(self, call: Production) -> None:
         """A twin takes the weights for calls that need them; a home may go on when its weights have left."""
@@ -151,7 +152,7 @@ class ModelWorker(Worker):
         self._holds = call.spec.kind in ("generate", "infer", "train")
         if self.loan is not None and self._holds:
             with self.controller.timeline.span(f"{self.name}.reallocate", category="reshard"):
-                self.loan.take()
+                self.loan.take(call.version)
                 self.version = call.version
         elif self.resting is not None and self._holds:
             with self.controller.timeline.span(f"{self.name}.reload", category="reshard"):

@@ -110,12 +110,11 @@ class RewardWorker(ModelWorker):
         return found
 
     def sample(self, batch: Batch, i: int, text: Row, scores: Tensor) -> dict[str, Any]:
-        """The i-th row for people to read."""
+        """The i-th row for people to read. ``versions``: runs of tokens, each with the step whose weights drew it, and its length."""
         sample = {"row_id": int(batch.row_ids[i]), "prompt": text[0], "response": text[1], "score": float(scores[i])}
         if "rollout_versions" in batch:
             versions = batch["rollout_versions"].rows()[i]
-            if versions.min() < versions.max():
-                sample |= {"version_min": int(versions.min()), "version_max": int(versions.max())}
+            sample["versions"] = torch.stack(torch.unique_consecutive(versions, return_counts=True), 1).tolist()
         return sample
 
     def _statistics(self, batch: Batch, scores: Tensor, report: dict[str, Any]) -> dict[str, float]:

@@ -32,10 +32,17 @@ class HeldRollouts:
         self.saved: Batch | None = None
 
     def advance(
-        self, requests: Sequence[Request], sampling: SamplingConfig, number: int, num_groups: int, tick: Callable[[], None]
+        self,
+        requests: Sequence[Request],
+        sampling: SamplingConfig,
+        number: int,
+        weights: int,
+        num_groups: int,
+        tick: Callable[[], None],
     ) -> tuple[list[Completion], list[int]]:
         """Generate for ``requests``, of which some may be held already, until ``num_groups`` whole groups have ended; the oldest
-        of these, whose rows are held no longer, and the groups' ids.
+        of these, whose rows are held no longer, and the groups' ids. ``number``: of the step; ``weights``: the step that began with
+        the weights that are here.
 
         Collective over the replica: every rank of it must call, in program order, with the same arguments.
         """
@@ -51,7 +58,7 @@ class HeldRollouts:
             self.generator.stats = GenerationStats()
         else:
             limits = CallLimits(fraction=fraction)
-            ended = self.generator.generate_until(fresh, sampling, sampling.seed, number, limits, number, tick)
+            ended = self.generator.generate_until(fresh, sampling, sampling.seed, number, limits, weights, tick)
             self.generator.before_training()  # the weights change before the next call
             self.ended |= {completion.row_id: completion for completion in ended}
         taken = self._whole()[:num_groups]

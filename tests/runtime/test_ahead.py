@@ -1,0 +1,172 @@
+"""Generation ahead of training: each step's responses come from the weights of the step before, whatever the clock says.
+
+The reference is a script on one rank that trains on the rollout of the step before (``outside.one_step_late``): its step k + 1
+does what step k does with a staleness of 1.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import tasks
+from ranks import run_ranks
+from rlhf_spmd.config.schema import ConfigError
+from rlhf_spmd.controller.versions import Versions
+from rlhf_spmd.train import prepare
+
+STEPS = 4
+APART = (
+    "placement.pools={train: [0, 1], generate: [2, 3]}",
+    *(f"models.{role}.pool=train" for role in ("actor", "reference", "reward")),
+    "models.actor.calls.generate_sequences.pool=generate",
+)
+# name -> overrides
+LAYOUTS = {
+    "replicas": APART,
+    "slices, from ZeRO": (*APART, "models.actor.layout.zero=3", "models.actor.calls.generate_sequences.layout.tp=2"),
+    "stages, weights that rest": (
+        *APART,
+        "models.actor.offload=true",
+        "models.actor.layout.pp=2",
+        "models.actor.calls.generate_sequences.layout.pp=2",
+    ),
+    "generation on the first rank": (
+        "placement.pools={train: [1, 2], generate: [0], others: [3]}",
+        "models.actor.pool=train",
+        *(f"models.{role}.pool=others" for role in ("reference", "reward")),
+        "models.actor.calls.generate_sequences.pool=generate",
+    ),
+}
+STALE = "placement.max_staleness=1"
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ahead")
+
+
+def config_of(algorithm: str, directory: Path) -> str:
+    """The shared task, with this algorithm in place of PPO, in float64, at a constant learning rate: the reference has a step more."""
+    config = json.loads((tasks.task() / "ppo.json").read_text())
+    config["algorithm"] = {"name": algorithm, "ppo_mini_batch_size": 4, "ppo_epochs": 2, "kl_loss_coef": 0.05}
+    actor = config["models"]["actor"] | {"optim": {"lr": 1e-3, "eps": 1e-3}}
+    config["models"] = {role: {**actor, "dtype": "float64"} for role in ("actor",)}
+    config["models"]["reference"] = {"path": str(tasks.task() / "reference"), "dtype": "float64"}
+    config["models"]["reward"] = {"dtype": "float64"}
+    config["sampling"] = {"n": 3}
+    file = directory / f"{algorithm}.json"
+    file.write_text(json.dumps(config))
+    return str(file)
+
+
+def train(ranks: int, algorithm: str, run_dir: Path, *more: str, steps: int = STEPS) -> tasks.Run:
+    every = f"run.log_samples={3 * tasks.PROMPTS}"
+    overrides = tasks.settings(run_dir, steps, *more, every)
+    run_ranks(ranks, tasks.train_here, config_of(algorithm, run_dir.parent), overrides)
+    return tasks.read_run(run_dir)
+
+
+@functools.cache
+def late(directory: Path) -> tasks.Run:
+    return train(1, "outside.one_step_late", directory / "late", steps=STEPS + 1)
+
+
+@functools.cache
+def ahead(directory: Path, name: str) -> tasks.Run:
+    return train(4, "grpo", directory / f"ahead_{sorted(LAYOUTS).index(name)}", STALE, *LAYOUTS[name], "run.save_freq=1")
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_staleness_of_one_is_training_on_the_rollout_of_the_step_before(directory: Path, name: str) -> None:
+    one, other = late(directory), ahead(directory, name)
+    assert other.responses == {key: ids for key, ids in one.responses.items() if key[0] <= STEPS}
+    for mine, its in zip(other.metrics, one.metrics[1:], strict=True):
+        for key in ("actor/pg_loss", "actor/ppo_kl", "actor/kl_loss", "actor/grad_norm", "actor/clip_frac"):
+            assert mine[key] == pytest.approx(its[key], rel=1e-10, abs=1e-13), key
+    newest = replace(other, weights={key: tensor for key, tensor in other.weights.items() if key[0] == "actor"})
+    weights, tensor = tasks.worst_tensor(one, newest)
+    assert weights < 1e-9, tensor
+    assert [row["generation/weights_version"] for row in other.raw] == [0, 0, 1, 2]
+    assert [row["rollout/stale_fraction"] for row in other.raw] == [0, 1, 1, 1]
+    assert [row["step"] for row in other.raw] == [1, 2, 3, 4]
+    rows = [json.loads(line) for line in (directory / f"ahead_{sorted(LAYOUTS).index(name)}/rollouts.jsonl").open()]
+    assert {(row["step"], *(version for version, _ in row["versions"])) for row in rows} == {(1, 1), (2, 1), (3, 2), (4, 3)}
+
+
+def test_a_resumed_run_goes_on_with_the_same_samples(directory: Path) -> None:
+    """The weights that the next step generates with are older than those that are trained: the checkpoint has both."""
+    whole = ahead(directory, "replicas")
+    checkpoint = directory / "ahead_1" / "checkpoints" / "step_3"
+    for number, layout in enumerate(("replicas", "slices, from ZeRO")):
+        more = STALE, *LAYOUTS[layout], "run.save_freq=1", f"run.resume={checkpoint}"
+        resumed = train(4, "grpo", directory / f"resumed_{number}", *more)
+        assert resumed.responses == {key: ids for key, ids in whole.responses.items() if key[0] == 4}
+        assert resumed.raw[0]["generation/weights_version"] == whole.raw[3]["generation/weights_version"] == 2
+        assert tasks.worst_tensor(whole, resumed)[0] < 1e-9
+    together = train(1, "grpo", directory / "resumed_together", f"run.resume={checkpoint}", steps=5)
+    assert [row["generation/weights_version"] for row in together.raw] == [
+        3,
+        4,
+    ]
+
+
+def test_two_steps_ahead_and_validations_between(directory: Path) -> None:
+    """A validation generates with the newest weights, and the steps after it with those that they would have had without."""
+    more = "placement.max_staleness=2", *APART, "run.save_freq=2"
+    plain = train(4, "grpo", directory / "two", *more, steps=6)
+    assert [row["generation/weights_version"] for row in plain.raw] == [0, 0, 0, 1, 2, 3]
+    assert [row["step"] for row in plain.raw] == [1, 2, 3, 4, 5, 6]
+    data = json.loads((tasks.task() / "ppo.json").read_text())["data"]["path"]
+    tested = train(4, "grpo", directory / "tested", *more, f"data.val_path={data}", "run.test_freq=1", steps=6)
+    assert tested.responses == plain.responses
+    assert tasks.worst_tensor(plain, tested)[0] == 0
+    one = train(1, "grpo", directory / "tested_one", f"data.val_path={data}", "run.test_freq=1", steps=1)
+    assert tested.raw[1]["val/reward_mean"] == pytest.approx(one.raw[1]["val/reward_mean"], rel=1e-12)  # after the first update
+    resumed = train(4, "grpo", directory / "two_resumed", *more, f"run.resume={directory / 'two/checkpoints/step_4'}", steps=6)
+    assert resumed.responses == {key: ids for key, ids in plain.responses.items() if key[0] > 4}
+
+
+def test_rows_in_flight_and_environments_ahead(directory: Path) -> None:
+    partial = "data.gen_batch_size=16", "models.actor.generation.max_num_seqs=8", "run.save_freq=2"
+    whole = train(4, "grpo", directory / "partial", STALE, *APART, *partial)
+    for row in whole.raw[1:]:
+        assert 0 < row["rollout/stale_fraction"] <= 1
+    resume = f"run.resume={directory / 'partial/checkpoints/step_2'}"
+    resumed = train(4, "grpo", directory / "partial_resumed", STALE, *APART, *partial, resume)
+    assert resumed.responses == {key: ids for key, ids in whole.responses.items() if key[0] > 2}
+    assert tasks.worst_tensor(whole, resumed)[0] == 0
+
+
+def test_generation_where_it_trains_is_refused(directory: Path) -> None:
+    overrides = tasks.settings(directory / "refused", 1, STALE)
+    with pytest.raises((ConfigError, ValueError), match=r"placement.max_staleness=1 lets models.actor .* on ranks \[0, 1\]"):
+        prepare(config_of("grpo", directory), overrides, 2)
+    with pytest.raises((ConfigError, ValueError), match=r"max_staleness=-1"):
+        prepare(config_of("grpo", directory), [*overrides, "placement.max_staleness=-1"], 2)
+
+
+def test_versions_of_steps() -> None:
+    versions = Versions(ahead=2)
+    taken = []
+    for number in range(1, 7):
+        versions.begin_step(number)
+        taken.append((versions.generating("actor"), versions.generating_step(number), versions.generating("judge")))
+        for _ in range(number % 2 + 1):  # some steps train twice
+            versions.train("actor")
+        versions.end_step()
+        assert versions.generating("actor") == versions.newest("actor"), "outside steps it is the newest"
+    assert taken == [(0, 1, 0), (0, 1, 0), (0, 1, 0), (2, 2, 0), (3, 3, 0), (5, 4, 0)]
+    assert versions.to_come("actor") == {6, 8, 9}
+    other = Versions(ahead=2)
+    other.load_state(json.loads(json.dumps(versions.state())))
+    other.begin_step(7)
+    assert (other.generating("actor"), other.generating_step(7)) == (6, 5)
+    none = Versions()
+    none.load_state(versions.state())
+    none.begin_step(7)
+    assert none.generating("actor") == 9 and none.to_come("actor") == {9}
