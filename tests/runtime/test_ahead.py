@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import json
+import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -139,6 +141,43 @@ def test_rows_in_flight_and_environments_ahead(directory: Path) -> None:
     resume = f"run.resume={directory / 'partial/checkpoints/step_2'}"
     resumed = train(4, "grpo", directory / "partial_resumed", STALE, *APART, *partial, resume)
     assert resumed.responses == {key: ids for key, ids in whole.responses.items() if key[0] > 2}
+    assert tasks.worst_tensor(whole, resumed)[0] == 0
+
+
+PPO = (
+    STALE,
+    *APART,
+    "models.critic.pool=train",
+    *(f"models.{role}.dtype=float64" for role in ("actor", "critic", "reference", "reward")),
+)
+
+
+def ended_by(run_dir: Path, rank: int, how: signal.Signals) -> tuple[dict[str, object], dict[int, int]]:
+    """A PPO run of which a rank got a signal in its third step or later: exit_status.json, and the ranks' codes."""
+    process = tasks.start_program(4, run_dir, tasks.settings(run_dir, 8, *PPO), delay_s=0.05)
+    try:
+        tasks.await_steps(process, run_dir, 2)
+        os.kill(process.ranks[rank], how)
+        tasks.finish(process, run_dir)
+    finally:
+        tasks.kill(process)
+    return json.loads((run_dir / "exit_status.json").read_text()), dict(process.codes)
+
+
+def test_a_killed_rank_that_generates_is_named(directory: Path) -> None:
+    status, codes = ended_by(directory / "killed", 3, signal.SIGKILL)
+    assert (status["class"], status["rank"]) == ("hang", 3)
+    assert codes == {0: 5, 1: 5, 2: 5, 3: -signal.SIGKILL}
+
+
+def test_a_signal_saves_a_step_later_and_the_run_goes_on(directory: Path) -> None:
+    status, codes = ended_by(directory / "preempted", 2, signal.SIGTERM)
+    assert (status["class"], status["code"]) == ("preempted", 75) and set(codes.values()) == {75}
+    config = str(tasks.task() / "ppo.json")
+    run_ranks(4, tasks.train_here, config, tasks.settings(directory / "preempted", 8, *PPO))
+    run_ranks(4, tasks.train_here, config, tasks.settings(directory / "uninterrupted", 8, *PPO))
+    whole, resumed = (tasks.read_run(directory / name) for name in ("uninterrupted", "preempted"))
+    assert resumed.responses == whole.responses and len(resumed.raw) == len(whole.raw) == 8
     assert tasks.worst_tensor(whole, resumed)[0] == 0
 
 

@@ -7,6 +7,8 @@ import pytest
 import tasks
 from overrides import layout
 from ranks import run_ranks
+from rlhf_spmd.reshard import Storages
+from rlhf_spmd.workers import RoleConfig
 
 ROLES = ("actor", "critic", "reference", "reward")
 # name -> ranks and overrides
@@ -56,3 +58,27 @@ def test_the_same_bits_and_nothing_on_the_device_between_calls(tmp_path: Path, n
     resumed = train(tmp_path / "resumed", name, True, f"run.resume={tmp_path / 'resting' / 'checkpoints' / 'step_1'}")
     assert resumed.metrics == resting.metrics[1:] and resumed.state == resting.state
     assert all((tensor == resumed.weights[key]).all() for key, tensor in resting.weights.items())
+
+
+def test_weights_that_come_back_ahead_of_their_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the traced script foresees: while the call before computes. The same bits."""
+    begun, back = [], Storages.prefetch
+
+    def prefetch(storages: Storages) -> None:
+        begun.append(storages.nbytes)
+        back(storages)
+
+    monkeypatch.setattr(Storages, "prefetch", prefetch)
+    everything = [f"models.{role}.{key}=true" for role in ROLES for key in ("offload", "prefetch")]
+    more = f"reward.model={tasks.task() / 'critic'}", "run.save_freq=1"
+    tasks.train_alone(tmp_path / "ahead", 2, *everything, *more)
+    tasks.train_alone(tmp_path / "plain", 2, *more)
+    tasks.assert_bit_equal(tasks.read_run(tmp_path / "plain"), tasks.read_run(tmp_path / "ahead"))
+    assert begun == [0] * len(begun) and len(begun) >= 2 * 5, (
+        "values, scores, reference, critic, actor in each step: none was there"
+    )
+
+
+def test_nothing_to_bring_back_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"models.actor.prefetch=true .* models.actor.offload is false"):
+        RoleConfig(prefetch=True).check("models.actor")

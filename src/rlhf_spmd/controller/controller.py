@@ -64,9 +64,9 @@ class Controller:
         self._seq = 1  # for the board 0 is before the first call
         self._tracing = False
         self.versions = Versions(ahead)
-        self._nodes: dict[str, deque[Production]] = defaultdict(
-            deque
-        )  # by name and site: the calls still to come in this script
+        # by name and site: the calls still to come in this script
+        self._nodes: dict[str, deque[Production]] = defaultdict(deque)
+        self._next: dict[int, Worker] = {}  # node -> whose call comes after it on this rank, and wants to know
 
     # The script's side
 
@@ -77,8 +77,13 @@ class Controller:
         self.graph = self.trace(script, *args)
         self.taken = []
         self._delivery.begin(self.graph)
+        own: list[Production] = []  # calls that this rank has a part in
         for node in self.graph.nodes:
             self._nodes[f"{node.name} {node.site}"].append(node)
+            if self.rank in node.members.part_of:
+                if own and node.role.prefetches and node.role is not own[-1].role:
+                    self._next[own[-1].node] = node.role
+                own.append(node)
         result = script(*args)
         self.settle(self.versions.ahead)
         return result
@@ -109,6 +114,7 @@ class Controller:
         """
         self._delivery.settle(spare)
         self._nodes.clear()
+        self._next.clear()
 
     def get(self, *references: Reference) -> list[Any]:
         """For each call the list of its collected values, the same on every rank (empty while tracing).
@@ -245,6 +251,8 @@ class Controller:
         index = production.members.part_of.get(self.rank)
         if index is not None:
             inputs = self._inputs(production, batch, index)
+            if production.node in self._next:
+                self._next.pop(production.node).prefetch()
             with self.timeline.span(production.name, category="compute", call=production.seq) as self.span:
                 result = spec.body(role, *inputs, *args, **kwargs)
             self._keep(production, result, index)

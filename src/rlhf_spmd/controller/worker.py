@@ -83,6 +83,7 @@ class Worker:
 
     unused: frozenset[str] = frozenset()
     absent: frozenset[str] = frozenset()
+    prefetches = False  # whether :meth:`prefetch` does anything
 
     def __init__(self, controller: Controller, name: str, pool: ResourcePool, shape: GroupShape) -> None:
         assert shape.size == len(pool.ranks), f"{name}: layout of {shape.size} ranks on pool '{pool.name}' of {len(pool.ranks)}"
@@ -100,6 +101,9 @@ class Worker:
     def serving(self, method: str) -> Worker:
         """The worker that calls of ``method`` run on: this one or a twin."""
         return self.twins.get(method, self)
+
+    def prefetch(self) -> None:
+        """The call before this worker's next one on this rank begins: on members, where the trace foresaw both."""
 
     def enter(self, call: Production) -> None:
         """Before a call of this worker: called on every rank of the world, in program order."""

@@ -54,6 +54,12 @@ def wait(device: torch.device | None = None) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
+@cache
+def side_stream() -> torch.cuda.Stream:
+    """One for all that moves beside this process's computation: torch's allocator keeps the blocks of each stream for itself."""
+    return torch.cuda.Stream()
+
+
 def free_bytes(device: torch.device) -> int:
     """Memory that could be taken: on GPUs what the driver has left plus what torch holds unused, on CPUs MemAvailable."""
     if device.type == "cuda":

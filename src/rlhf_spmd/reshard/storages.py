@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_spmd.kernels import can, wait
+from rlhf_spmd.kernels.devices import side_stream
 
 
 class Storages:
@@ -21,6 +22,7 @@ class Storages:
         self._storages: list[torch.UntypedStorage] = []
         self._sizes: list[int] = []
         self._host: list[Tensor] = []
+        self._coming: torch.cuda.Event | bool = False  # since :meth:`prefetch`
         self.include(tensors)
 
     def include(self, tensors: Iterable[Tensor]) -> None:
@@ -64,6 +66,29 @@ class Storages:
             self.free()
 
     def reload(self) -> None:
+        if not self._coming:
+            self._copy_back()
+        elif not isinstance(self._coming, bool):
+            torch.cuda.current_stream().wait_event(self._coming)
+        self._coming = False
+
+    def prefetch(self) -> None:
+        """Begin what :meth:`reload` ends: on a GPU the copy runs beside this rank's computation."""
+        if self._coming:
+            return
+        self._coming = True
+        if not any(can(storage.device).streams for storage in self._storages):
+            self._copy_back()
+            return
+        for storage, size in zip(self._storages, self._sizes, strict=True):
+            storage.resize_(size)
+        stream = side_stream()
+        stream.wait_stream(torch.cuda.current_stream())  # which may be using that memory for something else
+        with torch.cuda.stream(stream):
+            self._copy_back()
+        self._coming = stream.record_event()
+
+    def _copy_back(self) -> None:
         for host, storage, size in zip(self._host, self._storages, self._sizes, strict=True):
             storage.resize_(size)
             _bytes(storage).copy_(host, non_blocking=True)

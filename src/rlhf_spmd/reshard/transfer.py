@@ -6,7 +6,6 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from itertools import chain
 from typing import NamedTuple
 
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rlhf_spmd.kernels import can
+from rlhf_spmd.kernels.devices import side_stream
 from rlhf_spmd.parallel.collectives import Group, Work, wait_all
 from rlhf_spmd.reshard.messages import Ends, Message, Step, plan_steps
 from rlhf_spmd.reshard.plan import Part, Piece, Plan
@@ -63,7 +63,7 @@ class Transfer:
         self._group, self._dtype, self._limit, self._label = group, dtype, limit, label
         self._opens, self._closes, self._measure = opens, closes, measure
         self._device = next((tensor.device for tensor in chain(sources.values(), targets.values())), torch.device("cpu"))
-        self._stream = _side_stream() if beside and can(self._device).streams else None
+        self._stream = side_stream() if beside and can(self._device).streams else None
         self._flights: deque[_Flight] = deque()
         self.landed = self.peak_bytes = 0
         self._thread: threading.Thread | None = None
@@ -195,12 +195,6 @@ class Transfer:
     def _copy(self, pieces: Sequence[Piece]) -> None:
         for piece in pieces:
             self._place(False, piece.target).copy_(self._place(True, piece.source))
-
-
-@cache
-def _side_stream() -> torch.cuda.Stream:
-    """One for all transfers of the process: torch's allocator keeps the blocks of each stream for itself."""
-    return torch.cuda.Stream()
 
 
 def start_transfer(

@@ -53,7 +53,7 @@ class RoleConfig(ComputeConfig):
     optimizer states. ``generation`` counts for the actor and for judges.
     ``activation_checkpointing``: none, selective or full; ``activation_offload``: what is kept for the backward pass lies in host
     memory. Both: see ``Decoder.keep_activations``. ``offload``: between the role's calls its weights rest in host memory, pinned on
-    GPUs; what the optimizer keeps has ``optim.offload``.
+    GPUs; what the optimizer keeps has ``optim.offload``. ``prefetch``: they come back while the call before it computes.
     """
 
     path: str | None = None
@@ -66,9 +66,14 @@ class RoleConfig(ComputeConfig):
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     calls: dict[str, CallConfig] = field(default_factory=dict)
     offload: bool = False
+    prefetch: bool = False
 
     def check(self, where: str) -> None:
         super().check(where)
+        if self.prefetch and not self.offload:
+            raise ValueError(
+                f"{where}.prefetch=true brings weights back from host memory, and {where}.offload is false; leave it out"
+            )
         if self.activation_checkpointing not in CHECKPOINTING:
             raise ValueError(
                 f"{where}.activation_checkpointing={self.activation_checkpointing!r} is not known; "

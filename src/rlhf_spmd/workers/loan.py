@@ -18,11 +18,14 @@ import torch
 from torch import Tensor
 
 from rlhf_spmd.kernels import can
+from rlhf_spmd.parallel.collectives import Group, Work, wait_all
 from rlhf_spmd.parallel.program import fail_beside
 from rlhf_spmd.reshard import Transfer, holdings, plan_transfer, start_transfer
 
 if TYPE_CHECKING:
     from rlhf_spmd.workers.model_worker import ModelWorker
+
+NOTICE = 1  # the tag of notices, which must not be taken for weights
 
 
 class Loan:
@@ -95,8 +98,9 @@ class LoanAhead(Loan):
         super().__init__(home, twin, method)
         self.held: int | None = None
         self.kept: dict[int, dict[str, Tensor]] = {}
-        self._arrivals: dict[int, _Arrival] = {}
+        self._arrivals: dict[int, _Arrival] = {}  # by version, in the order in which they come
         self._last: _Arrival | None = None
+        self._notices: list[tuple[Work | None, Tensor]] = []
 
     def take(self, version: int) -> None:
         """Put ``version`` of the weights into place. The newest sets out if the twin has not got it yet, and is waited for only if it
@@ -128,6 +132,11 @@ class LoanAhead(Loan):
         self.kept[version] = self._room()
         return self.kept[version]
 
+    def settle(self) -> None:
+        super().settle()
+        wait_all([work for work, _ in self._notices])
+        self._notices.clear()
+
     def _values(self, version: int) -> Mapping[str, Tensor]:
         if version == self.held:
             return self.twin.engine.local_tensors() if self.twin.member else {}
@@ -136,38 +145,44 @@ class LoanAhead(Loan):
 
     @torch.no_grad()
     def _place(self, version: int, to_come: set[int]) -> None:
+        """In place of the version that is held, which is kept if a step to come takes it."""
         self._arrive(version)
+        before: dict[str, Tensor] = {}
         if self.twin.member:
             if self.held is None:
                 self.twin.engine.storages.allocate()
             parameters = self.twin.engine.local_tensors()
-            before = {name: tensor.clone() for name, tensor in parameters.items()} if self.held in to_come else {}
+            if self.held in to_come:
+                before = {name: tensor.clone() for name, tensor in parameters.items()}
             for name, tensor in self.kept[version].items():
                 parameters[name].copy_(tensor)
-        else:
-            before = {}
         del self.kept[version]
-        if self.held in to_come:
-            assert self.held is not None
+        if self.held is not None and self.held in to_come:
             self.kept[self.held] = before
         self.held = version
 
     def _send(self, version: int) -> None:
         """Start it on its way, on the home's ranks from its weights, which must not change before :meth:`settle`."""
-        assert self._group is not None
+        home, group = self.home, self._group
+        assert group is not None
         self.settle()
-        self._group.connect()
+        group.connect()
         self.kept[version] = self._room()
-        if self.home.member:
-            if self.home.resting is not None:
-                self.home.resting.reload()
-            self._transfer = self._start(self.home.engine.local_tensors(), {})
-            self._transfer.proceed(self._fail)
-            if self.home.resting is not None:
-                self.settle()
-                self.home.resting.rest(self.home.engine.local_tensors().values(), changed=False)
-        else:
-            self._arrivals[version] = self._last = _Arrival(self, self.kept[version], self._last)
+        first = group.ranks.index(home.pool.ranks[0])
+        if not home.member:
+            self._last = self._arrivals[version] = _Arrival(self, self.kept[version], group, first, self._last)
+            return
+        if group.rank == first:
+            notice = torch.tensor([version])
+            others = [group.ranks.index(rank) for rank in self.twin.pool.ranks]
+            self._notices = [(group.isend(notice, member, "control", NOTICE), notice) for member in others]
+        if home.resting is not None:
+            home.resting.reload()
+        self._transfer = self._start(home.engine.local_tensors(), {})
+        self._transfer.proceed(self._fail)
+        if home.resting is not None:
+            self.settle()
+            home.resting.rest(home.engine.local_tensors().values(), changed=False)
 
     def _room(self) -> dict[str, Tensor]:
         if not self.twin.member:
@@ -176,41 +191,49 @@ class LoanAhead(Loan):
         return {name: torch.empty(x.shape, dtype=x.dtype, device=self.twin.device) for name, x in local.items()}
 
     def _arrive(self, version: int) -> None:
-        arrival = self._arrivals.pop(version, None)
-        if arrival is not None:
-            arrival.wait()
+        for earlier in [known for known in self._arrivals if known <= version]:
+            self._arrivals.pop(earlier).wait()
 
 
 class _Arrival:
-    """A version on its way into ``targets``, received after ``before`` while this rank generates."""
+    """A version on its way into ``targets``, received by a thread after ``before``: this rank may be generating, or waiting for others.
 
-    def __init__(self, loan: LoanAhead, targets: Mapping[str, Tensor], before: _Arrival | None) -> None:
+    The thread waits for the notice that the version has set out, from group index ``first``: on GPUs a kernel that receives would
+    otherwise wait for it beside all of the generation.
+    """
+
+    def __init__(
+        self, loan: LoanAhead, targets: Mapping[str, Tensor], group: Group, first: int, before: _Arrival | None
+    ) -> None:
         self._loan, self._targets, self._before = loan, targets, before
-        self._error: BaseException | None = None
+        notice = torch.zeros(1, dtype=torch.int64)
+        self._notice = notice, group.irecv(notice, first, "control", NOTICE)
         self._transfer: Transfer | None = None
-        self._thread: threading.Thread | None = None
-        if can(loan.twin.device).streams:  # what waits there is a stream, where the versions come one after the other
-            self._transfer = loan._start({}, targets)
-            self._transfer.proceed()
-        else:
-            self._thread = threading.Thread(target=self._receive, name="weights", daemon=True)
-            self._thread.start()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._receive, name="weights", daemon=True)
+        self._thread.start()
 
     def wait(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
+        self._thread.join()
         if self._error is not None:
             raise self._error
-        if self._transfer is not None:
-            self._transfer.wait()
+        assert self._transfer is not None
+        self._transfer.wait()
+        self._transfer, self._targets = None, {}  # the next one holds this one
 
     def _receive(self) -> None:
         try:
+            wait_all([self._notice[1]])
             if self._before is not None:
-                self._before.wait()
+                self._before._thread.join()
             self._before = None
-            self._transfer = self._loan._start({}, self._targets)
-            self._transfer.wait()
+            if can(self._loan.twin.device).streams:
+                torch.cuda.set_device(self._loan.twin.device)
+                self._transfer = self._loan._start({}, self._targets)
+                self._transfer.proceed()  # only the stream waits
+            else:
+                self._transfer = self._loan._start({}, self._targets)
+                self._transfer.wait()
         except BaseException as error:  # the thread's boundary: wait() raises it
             self._error = error
             self._loan._fail(error)

@@ -120,6 +120,7 @@ class ModelWorker(Worker):
             if config.offload and build.serves is None:
                 self.resting = Storages(self.engine.local_tensors().values())
                 self.resting.offload()
+                self.prefetches = config.prefetch
         self.build_more()
 
     def build_more(self) -> None:
@@ -143,6 +144,10 @@ class ModelWorker(Worker):
         self.twins[method] = twin
         is_ahead = self.controller.versions.ahead > 0 and getattr(type(self), method).spec.kind == "generate"
         twin.loan = (LoanAhead if is_ahead else Loan)(self, twin, method)
+
+    def prefetch(self) -> None:
+        assert self.resting is not None, "nothing rests in host memory"
+        self.resting.prefetch()
 
     def enter(self, call: Production) -> None:
         """A twin takes the weights for calls that need them; a home may go on when its weights have left."""
