@@ -9,19 +9,19 @@ import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import cache, partial
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import torch
 
 from rlhf_spmd.algorithms.base import AlgorithmConfig, move_reference
-from rlhf_spmd.checkpoint.manifest import CheckpointError
 from rlhf_spmd.config.keys import list_keys
 from rlhf_spmd.config.load import check_tree, load
 from rlhf_spmd.config.registry import find
 from rlhf_spmd.config.schema import ConfigError
-from rlhf_spmd.controller import Controller, Reference
+from rlhf_spmd.controller import Controller, Graph, Reference
 from rlhf_spmd.data.batch import Batch
 from rlhf_spmd.data.dataset import DatasetConfig, TokenDataset
 from rlhf_spmd.data.loader import build_loader
@@ -37,10 +37,12 @@ from rlhf_spmd.parallel.world import World, read_launch
 from rlhf_spmd.planner.placement import PlacementConfig
 from rlhf_spmd.rewards.config import RewardConfig, named_rewards, reward_key
 from rlhf_spmd.runtime import checks, roles
+from rlhf_spmd.runtime.restart import restore, role_states
 from rlhf_spmd.runtime.session import RunConfig, Session, run_dir_hint, start_controller
 from rlhf_spmd.runtime.streams import Data, InFlightStream, RowStream, ValidationRows
+from rlhf_spmd.runtime.trace import trace_step
 from rlhf_spmd.telemetry.logger import LoggerConfig
-from rlhf_spmd.workers import ArithmeticWorker, Build, RewardWorker, RoleClass, RoleConfig
+from rlhf_spmd.workers import Build, RewardWorker, RoleClass, RoleConfig
 
 VALIDATION_SEED = 1_000_003  # validation draws other numbers than training
 
@@ -121,8 +123,11 @@ def read_config(path: str | None, overrides: Sequence[str], default: str = "ppo"
     return config, chosen[0]
 
 
-def prepare(path: str | None, overrides: Sequence[str], world_size: int, default: str = "ppo") -> Prepared:
-    """Read and check configuration, models' configurations, tokenizer and data. Local: no communication.
+def prepare(
+    path: str | None, overrides: Sequence[str], world_size: int, default: str = "ppo", local_size: int | None = None
+) -> Prepared:
+    """Read and check configuration, models' configurations, tokenizer and data. ``local_size``: ranks of a host, by default all.
+    Local: no communication.
 
     Raises ConfigError, ValueError or DataError, one line each.
     """
@@ -135,10 +140,13 @@ def prepare(path: str | None, overrides: Sequence[str], world_size: int, default
     rewards = named_rewards(config.reward, config.rewards)
     has_environment = config.environment.cls is not None
     classes = rewarded_roles(algorithm, sections, rewards, bool(rewards) or has_environment or "reward" in config.models)
-    plans = roles.plan_roles(config.models, classes, algorithm.exported, config.placement, rewards, world_size, has_environment)
-    tokenizer = load_tokenizer(roles.model_directory(plans, algorithm.exported))
-    rewards = with_templates(plans, rewards, sections)
-    plans = roles.find_text_readers(plans, rewards, algorithm.exported, tokenizer)
+    described = roles.describe_roles(config.models, classes, algorithm.exported, rewards, has_environment)
+    tokenizer = load_tokenizer(roles.model_directory(described, algorithm.exported))
+    rewards = with_templates(described, rewards, sections)
+    described = roles.find_text_readers(described, rewards, algorithm.exported, tokenizer)
+    read = cache(lambda: read_data(config, sections, tokenizer, described))
+    traced = cache(lambda: trace(Prepared(config, module, described, rewards, tokenizer, *read())))
+    plans = roles.place(described, config.placement, world_size, local_size or world_size, traced)
     ahead = checks.in_flight(config) is not None
     for plan in plans.values():
         if plan.generation is not None:
@@ -150,7 +158,7 @@ def prepare(path: str | None, overrides: Sequence[str], world_size: int, default
     checks.check_lengths(config, algorithm, plans)
     checks.exact_rollouts(config, plans)  # raises if it is demanded and cannot be
     algorithm.check_together(config, plans, tokenizer)
-    training, validation = read_data(config, sections, tokenizer, plans)
+    training, validation = read()
     if epochs is not None:
         rows = next(len(training[name]) for name, section in algorithm.streams.items() if section.key == "data")
         config = with_steps(config, math.ceil(epochs * rows / config.data.train_batch_size))
@@ -235,13 +243,11 @@ def read_data(
     return training, validation
 
 
-def train(context: ProgramContext[Prepared]) -> None:
-    """Build the models, run all steps, export. Collective over the world: every rank of it must call."""
-    ready, world = context.prepared, context.world
+def build_settings(ready: Prepared, controller: Controller, world: World) -> Build:
+    """What every role is built from."""
     config, algorithm = ready.config, ready.config.algorithm
-    controller = start_controller(context)
     max_prompt_length = max((getattr(section, "max_prompt_length", 0) for section in ready.sections), default=0)
-    build = Build(
+    return Build(
         controller,
         world,
         algorithm.limits,
@@ -257,7 +263,28 @@ def train(context: ProgramContext[Prepared]) -> None:
         exact_rollouts=checks.exact_rollouts(config, ready.plans),
         partial_rollouts=checks.in_flight(config) is not None,
     )
-    models = roles.build_models(ready.plans, build)
+
+
+def script_of(ready: Prepared, models: Any, data: Data, number: int) -> list[Reference]:
+    """The algorithm's step and what ends each; returns the calls that are reported."""
+    calls, name = ready.algorithm.step(models, data, ready.config.algorithm, number), f"{ready.algorithm.__name__}.step"
+    if not (isinstance(calls, list) and all(isinstance(call, Reference) for call in calls)):
+        raise TypeError(f"{name} returned {type(calls).__name__}; it must return the list of the calls that it reports")
+    return [*calls, *move_reference(models, ready.config.algorithm, number)]
+
+
+def trace(ready: Prepared) -> Graph:
+    """The calls of the run's last step, which trains all that any trains; ``ready.plans`` may be any. Local: no communication."""
+    steps = ready.config.run.steps
+    assert steps is not None, "check_duration has seen to it"
+    return trace_step(partial(script_of, ready), ready.plans, partial(build_settings, ready), partial(build_data, ready), steps)
+
+
+def train(context: ProgramContext[Prepared]) -> None:
+    """Build the models, run all steps, export. Collective over the world: every rank of it must call."""
+    ready, world = context.prepared, context.world
+    controller, algorithm = start_controller(context), ready.config.algorithm
+    models = roles.build_models(ready.plans, build_settings(ready, controller, world))
     data = build_data(ready, controller)
     bad_rows = sum(found.tally.num_bad for found in (*ready.training.values(), *ready.validation.values()))
     session = Session(
@@ -271,17 +298,11 @@ def train(context: ProgramContext[Prepared]) -> None:
         print(describe(ready, world), file=sys.stderr)
 
     def one_step(number: int) -> tuple[list[Reference], list[Batch]]:
-        name = f"{ready.algorithm.__name__}.step"
-
-        def script() -> list[Reference]:
-            calls = ready.algorithm.step(models, data, algorithm, number)
-            if not (isinstance(calls, list) and all(isinstance(call, Reference) for call in calls)):
-                raise TypeError(f"{name} returned {type(calls).__name__}; it must return the list of the calls that it reports")
-            return [*calls, *move_reference(models, algorithm, number)]
-
-        calls, rows = data.run(number, script)
+        calls, rows = data.run(number, lambda: script_of(ready, models, data, number))
         if not calls and not controller.taken:
-            raise RuntimeError(f"{name} made no call in step {number}: nothing was computed and nothing learnt")
+            raise RuntimeError(
+                f"{ready.algorithm.__name__}.step made no call in step {number}: nothing was computed and nothing learnt"
+            )
         return calls, rows
 
     def validate(number: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
@@ -314,28 +335,6 @@ def build_data(ready: Prepared, controller: Controller) -> Data:
     return Data(controller, streams, validation, *sampling, ready.tokenizer, config.run.log_samples)
 
 
-def role_states(controller: Controller, models: SimpleNamespace) -> dict[str, Any]:
-    """The states of roles without a model. Collective over the world: every rank of it must call, in program order."""
-    workers = {role: worker for role, worker in vars(models).items() if isinstance(worker, ArithmeticWorker)}
-    found = controller.get(*(worker.progress() for worker in workers.values()))
-    return {role: values[0] for role, values in zip(workers, found, strict=True)}
-
-
-def restore(state: dict[str, Any], data: Data, models: SimpleNamespace) -> None:
-    """What :class:`Session` saved as ``state``, back into place. Raises CheckpointError for a state that this run cannot take."""
-    data.load_state_dict(state["data"])
-    if state["kept"] and models.controller.rank == 0:
-        lost = f"the script kept rows for later steps ({', '.join(state['kept'])}), which checkpoints do not hold"
-        print(
-            f"warning: {lost}: it begins without them, so numbers differ from those of a run that was not interrupted",
-            file=sys.stderr,
-        )
-    for role, saved in state["roles"].items():
-        if not hasattr(models, role):
-            raise CheckpointError(f"the checkpoint has a state of role '{role}', which this algorithm has not")
-        getattr(models, role).load_state_dict(saved)
-
-
 def describe(ready: Prepared, world: World) -> str:
     """What is about to run, for people."""
     rows = ", ".join(data.summary() for data in ready.training.values())
@@ -356,13 +355,13 @@ def describe(ready: Prepared, world: World) -> str:
     on_cpu = f", float32 products '{torch.get_float32_matmul_precision()}', {torch.get_num_threads()} thread(s) per rank"
     lines.append(line + (on_cpu if can(device).exact else ""))
     for role, plan in ready.plans.items():
-        where = f"  {role:<10} pool {plan.pool.name} {list(plan.pool.ranks)}, {plan.shape.layout}"
+        where = f"  {role:<10} pool {plan.pool}, {plan.shape.layout}"
         if plan.shape.generation is not None:
             g = plan.shape.generation
             where += f", generation pp({g.pp}) * tp({g.tp}) * micro_dp({g.micro_dp}) * dp({g.train.dp})"
         lines.append(where)
         for method, call in plan.calls.items():
-            lines.append(f"    {method} on pool {call.pool.name} {list(call.pool.ranks)}, {call.shape.layout}")
+            lines.append(f"    {method} on pool {call.pool}, {call.shape.layout}")
     return "\n".join(lines)
 
 
@@ -377,7 +376,7 @@ def main(argv: Sequence[str] | None = None, name: str = "train", about: str | No
 
     config, overrides = read_command_line(name, about, keys, argv)
     run_program(
-        lambda: prepare(config, overrides, read_launch().size, default),
+        lambda: prepare(config, overrides, read_launch().size, default, read_launch().local_size),
         train,
         lambda ready: ProgramSettings(Path(ready.config.run.dir), ready.config.run.timeout_s, ready.config.run.threads),
         run_dir_hint(config, overrides),

@@ -20,7 +20,7 @@ class Graph:
             for intake in call.intakes:
                 for name, pieces in intake.fields.items():
                     for made_by in (piece.producer for piece in pieces):
-                        if made_by.seq < 0 and made_by.node >= 0:
+                        if 0 <= made_by.node < len(self.nodes) and self.nodes[made_by.node] is made_by:
                             found.setdefault((made_by.node, call.node), {})[name] = None
         return [(a, b, tuple(sorted(fields))) for (a, b), fields in sorted(found.items())]
 

@@ -20,6 +20,13 @@ class ResourcePool:
         if sorted(set(self.ranks)) != list(self.ranks):
             raise ValueError(f"pool '{self.name}': ranks {list(self.ranks)} must ascend without repeats")
 
+    def __str__(self) -> str:
+        mine = set(self.ranks)
+        starts = [rank for rank in self.ranks if rank - 1 not in mine]
+        ends = [rank for rank in self.ranks if rank + 1 not in mine]
+        runs = (f"{a}" if a == b else f"{a} to {b}" for a, b in zip(starts, ends, strict=True))
+        return f"{self.name} [{', '.join(runs)}]"
+
 
 @dataclass(frozen=True)
 class GroupShape:

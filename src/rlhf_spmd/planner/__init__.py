@@ -1,1 +1,5 @@
-"""Where roles run (F5): from a placement setting to the pool of every role. Pure; knows no workers."""
+"""Where roles run (F5): from placement settings, and the calls of a step, to the ranks of every role and call. Pure.
+
+``cluster`` has what a strategy gets and gives, ``strategies/<name>.py`` is one function ``place`` each, ``placement`` puts its answer
+and the pools that the configuration names together. This package must not know workers, algorithms or any role's name.
+"""

@@ -2,61 +2,73 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rlhf_spmd.config.bounds import check_bounds
+from rlhf_spmd.config.registry import find
 from rlhf_spmd.config.schema import nearest
-from rlhf_spmd.controller import ResourcePool
-
-STRATEGIES = ("colocate", "split")
+from rlhf_spmd.controller import Graph, ResourcePool
+from rlhf_spmd.planner.cluster import Assignment, Cluster, PlacementError, RoleFacts
 
 
 @dataclass(frozen=True)
 class PlacementConfig:
-    """``placement``. ``colocate``: every role on all ranks. ``split``: actor and reference on the first half, the rest on the second.
+    """``placement``. ``strategy``: a module of ``planner.strategies``, or the dotted name of one's own.
 
-    ``pools``: name -> ranks, for roles whose ``pool`` names one of them; that goes before the strategy.
-    ``max_staleness``: steps that generation, on ranks of its own, is ahead of training: the responses of a step come from the weights
-    that the step so many before began with. 0: both take turns.
+    ``pools``: name -> ranks, for roles whose ``pool`` names one of them; that goes before the strategy. ``ratios``: role, or
+    ``role.method``, -> the share of the ranks that the strategy is to give it. ``max_staleness``: steps that generation, on ranks of
+    its own, is ahead of training: the responses of a step come from the weights that the step so many before began with. 0: both take
+    turns.
     """
 
     strategy: str = "colocate"
     pools: dict[str, list[int]] = field(default_factory=dict)
+    ratios: dict[str, float] = field(default_factory=dict)
     max_staleness: int = 0
 
     def check(self, where: str) -> None:
         check_bounds(self, where, "max_staleness", least=0)
-        if self.strategy not in STRATEGIES:
-            hint = nearest(self.strategy, STRATEGIES) or ";"
-            raise ValueError(f"unknown {where}.strategy {self.strategy!r}{hint} available: {', '.join(STRATEGIES)}")
+        find(f"{where}.strategy", "rlhf_spmd.planner.strategies", self.strategy, exports="place")
+        for name, ratio in self.ratios.items():
+            if not 0 < ratio <= 1:
+                raise ValueError(f"{where}.ratios.{name}={ratio}: a share of the ranks must be above 0 and at most 1")
 
 
-def place_roles(config: PlacementConfig, pool_of: Mapping[str, str | None], world_size: int) -> dict[str, ResourcePool]:
-    """Role -> pool. ``pool_of``: role (or ``<role>.calls.<method>``) -> the pool it names, or None.
+def place_roles(
+    config: PlacementConfig,
+    named: Mapping[str, str | None],
+    world_size: int,
+    local_size: int,
+    roles: Mapping[str, RoleFacts],
+    graph: Callable[[], Graph],
+) -> dict[str, ResourcePool]:
+    """Role, or ``<role>.calls.<method>`` for a method that runs elsewhere, -> pool. ``named``: of roles and of the calls that the
+    configuration has -> the pool that it names, or None. ``graph`` traces a step, where the strategy asks for it.
 
-    Raises ValueError for pools that do not exist or fit, that nothing names, and for ranks in none.
+    Raises ValueError for pools that do not exist or fit, that nothing names, ratios that cannot be, and for ranks in no pool.
     """
-    pools = {name: _checked(name, ranks, world_size) for name, ranks in config.pools.items()}
-    if config.strategy == "split" and world_size < 2:
-        raise ValueError(f"placement.strategy='split' needs at least 2 ranks, this job has {world_size}")
+    pools = {name: _checked(f"placement.pools.{name}", name, ranks, world_size) for name, ranks in config.pools.items()}
     placed = {}
-    for role, name in pool_of.items():
-        if name is None:
-            placed[role] = _by_strategy(config.strategy, role, world_size)
-        elif name in pools:
-            placed[role] = pools[name]
-        else:
+    for key, name in named.items():
+        if name in pools:
+            placed[key] = pools[name]
+        elif name is not None:
             raise ValueError(
-                f"models.{role}.pool={name!r} is not in placement.pools{nearest(name, list(pools)) or ';'} "
+                f"models.{key}.pool={name!r} is not in placement.pools{nearest(name, list(pools)) or ';'} "
                 f"available: {', '.join(pools) or 'none'}"
             )
-    unused = sorted(set(pools) - set(pool_of.values()))
+    unused = sorted(set(pools) - set(named.values()))
     if unused:
         raise ValueError(
             f"placement.pools.{unused[0]}: no role's pool names it; give it to a role (models.<role>.pool or "
             f"models.<role>.calls.<method>.pool) or remove it"
         )
+    _check_ratios(config, named, roles)
+    free = {role: facts for role, facts in roles.items() if role not in placed}
+    if free:
+        placed |= _by_strategy(config, Cluster(world_size, local_size, config.ratios), named, free, graph)
     idle = sorted(set(range(world_size)) - {rank for pool in placed.values() for rank in pool.ranks})
     if idle:
         raise ValueError(
@@ -65,20 +77,57 @@ def place_roles(config: PlacementConfig, pool_of: Mapping[str, str | None], worl
     return placed
 
 
-def _by_strategy(strategy: str, role: str, world_size: int) -> ResourcePool:
-    if strategy == "colocate":
-        return ResourcePool("all", tuple(range(world_size)))
-    half = world_size // 2
-    if role in ("actor", "reference"):
-        return ResourcePool("first_half", tuple(range(half)))
-    return ResourcePool("second_half", tuple(range(half, world_size)))
+def _check_ratios(config: PlacementConfig, named: Mapping[str, str | None], roles: Mapping[str, RoleFacts]) -> None:
+    known = [*roles, *(f"{role}.{method}" for role, facts in roles.items() for method in facts.calls)]
+    for name in config.ratios:
+        if name not in known:
+            hint = nearest(name, known) or ";"
+            raise ValueError(f"placement.ratios.{name}: no such role or call{hint} there are {', '.join(known)}")
+        key = name.replace(".", ".calls.")
+        given = next((at for at in (name.split(".")[0], key) if named.get(at) is not None or (at in named and "." in at)), None)
+        if given is not None:
+            raise ValueError(f"placement.ratios.{name}: models.{given} says by itself where it runs; leave one of them out")
 
 
-def _checked(name: str, ranks: Sequence[int], world_size: int) -> ResourcePool:
+def _by_strategy(
+    config: PlacementConfig,
+    cluster: Cluster,
+    named: Mapping[str, str | None],
+    roles: Mapping[str, RoleFacts],
+    graph: Callable[[], Graph],
+) -> dict[str, ResourcePool]:
+    """What the strategy says of ``roles``, and of calls that the configuration says nothing of."""
+    where = f"placement.strategy={config.strategy!r}"
+    strategy = find("placement.strategy", "rlhf_spmd.planner.strategies", config.strategy, exports="place")
+    try:
+        found: Assignment = strategy.place(graph, cluster, roles)
+    except PlacementError as error:  # no other, such as those of the data that a trace reads
+        raise ValueError(f"{where} {error}") from error
+    ranks = {name: tuple(its) for name, its in (*found.roles.items(), *found.calls.items())}
+    for role in roles:
+        if role not in found.roles:
+            raise ValueError(f"{where} gives role '{role}' no ranks")
+    step = math.lcm(*(facts.unit for facts in roles.values()), *(n for facts in roles.values() for n in facts.calls.values()))
+    for name, ratio in cluster.ratios.items():
+        given = ranks.get(name, ())
+        if abs(len(given) - ratio * cluster.size) >= step:
+            beside = " and ".join(other for other, its in ranks.items() if its == given and other != name)
+            raise ValueError(
+                f"placement.ratios.{name}={ratio:g} of {cluster.size} ranks is {ratio * cluster.size:g}, but {where} gives it "
+                f"{len(given)}{f', together with {beside}' if beside else ''}; change the ratio or leave it out"
+            )
+    sharing = {its: "+".join(name for name, others in ranks.items() if others == its) for its in ranks.values()}
+    sharing[cluster.everyone] = "all"
+    pools = {name: _checked(where, sharing[its], its, cluster.size) for name, its in ranks.items()}
+    keys = {name: name.replace(".", ".calls.") for name in ranks}
+    return {keys[name]: pool for name, pool in pools.items() if "." not in name or keys[name] not in named}
+
+
+def _checked(where: str, name: str, ranks: Sequence[int], world_size: int) -> ResourcePool:
     outside = [rank for rank in ranks if not 0 <= rank < world_size]
     if outside:
-        raise ValueError(f"placement.pools.{name}: rank {outside[0]} does not exist; this job has ranks 0 to {world_size - 1}")
+        raise ValueError(f"{where}: rank {outside[0]} does not exist; this job has ranks 0 to {world_size - 1}")
     try:
         return ResourcePool(name, tuple(ranks))
     except ValueError as error:
-        raise ValueError(f"placement.pools.{name}: {error}") from error
+        raise ValueError(f"{where}: {error}") from error

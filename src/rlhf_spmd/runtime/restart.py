@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from rlhf_spmd.checkpoint.directory import read_manifest
 from rlhf_spmd.checkpoint.load import load_checkpoint, read_pieces
-from rlhf_spmd.checkpoint.manifest import PARAM
+from rlhf_spmd.checkpoint.manifest import PARAM, CheckpointError
 from rlhf_spmd.checkpoint.save import RoleState
 from rlhf_spmd.config.load import to_yaml
+from rlhf_spmd.controller import Controller
 from rlhf_spmd.parallel.boxes import whole_shard
+from rlhf_spmd.runtime.streams import Data
 from rlhf_spmd.telemetry.report_sections import flatten_config
 from rlhf_spmd.telemetry.run_dir import CONFIG_FILE
-from rlhf_spmd.workers import ActorWorker, ModelWorker
+from rlhf_spmd.workers import ActorWorker, ArithmeticWorker, ModelWorker
 from rlhf_spmd.workers.loan import LoanAhead
 
 ROWS_IN_FLIGHT = "rows_in_flight"  # a checkpoint's name for the rows that generation goes on with
@@ -113,3 +117,25 @@ def compare_runs(path: Path, config: Any, saved: Mapping[str, Any], present: Map
 def full_path(text: str) -> Path:
     """One form of what names the same file in several ways."""
     return Path(text).expanduser().resolve()
+
+
+def role_states(controller: Controller, models: SimpleNamespace) -> dict[str, Any]:
+    """The states of roles without a model. Collective over the world: every rank of it must call, in program order."""
+    workers = {role: worker for role, worker in vars(models).items() if isinstance(worker, ArithmeticWorker)}
+    found = controller.get(*(worker.progress() for worker in workers.values()))
+    return {role: values[0] for role, values in zip(workers, found, strict=True)}
+
+
+def restore(state: dict[str, Any], data: Data, models: SimpleNamespace) -> None:
+    """What :class:`Session` saved as ``state``, back into place. Raises CheckpointError for a state that this run cannot take."""
+    data.load_state_dict(state["data"])
+    if state["kept"] and models.controller.rank == 0:
+        lost = f"the script kept rows for later steps ({', '.join(state['kept'])}), which checkpoints do not hold"
+        print(
+            f"warning: {lost}: it begins without them, so numbers differ from those of a run that was not interrupted",
+            file=sys.stderr,
+        )
+    for role, saved in state["roles"].items():
+        if not hasattr(models, role):
+            raise CheckpointError(f"the checkpoint has a state of role '{role}', which this algorithm has not")
+        getattr(models, role).load_state_dict(saved)

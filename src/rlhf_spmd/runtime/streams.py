@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rlhf_spmd.checkpoint.manifest import CheckpointError
-from rlhf_spmd.controller import Controller, Cut, Reference, source
+from rlhf_spmd.controller import Controller, Cut, Graph, Reference, source
 from rlhf_spmd.data.balance import partition_by_tokens
 from rlhf_spmd.data.batch import Batch, Field, concat
 from rlhf_spmd.data.loader import Loader, validation_batches
@@ -255,6 +255,15 @@ class Data:
         result = self._controller.run_step(number, execute)
         given = [stream.commit() for stream in self._streams.values()]
         return result, [rows for rows in given if rows is not None]
+
+    def trace(self, script: Callable[[], Any]) -> Graph:
+        """The dataflow of a step, whose rows are then taken as if it had run. Local: no communication."""
+        for stream in self._streams.values():
+            stream.begin()
+        graph = self._controller.trace(script)
+        for stream in self._streams.values():
+            stream.commit()
+        return graph
 
     def validate_rows(self, name: str, call: Callable[[Reference], Reference]) -> list[Any]:
         """What a call says of all validation rows of a stream: the values of its members, batch after batch.

@@ -1,0 +1,182 @@
+"""What a placement strategy works with: the ranks of a job, the roles, how much a step's calls compute; and its answer. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rlhf_spmd.controller import Graph
+
+# Passes over a model's weights for each row. Decoding reads them for every token, which takes about as long as training on it.
+PASSES = {"generate": 3, "infer": 1, "train": 3}
+
+
+class PlacementError(ValueError):
+    """A strategy cannot place these roles on these ranks; the sentence goes on from the strategy's name."""
+
+
+@dataclass(frozen=True)
+class RoleFacts:
+    """A role, as far as strategies know it.
+
+    ``weights``: those that a token is multiplied with, 0 for a role without a model. ``origin``: the directory that they come from.
+    ``unit``: a multiple of so many ranks holds its layout, or where that says all (``fixed``), just as many. ``calls``: methods that
+    may run on other ranks than the role's -> the same number for them.
+    """
+
+    weights: float = 0.0
+    trained: bool = False
+    origin: str | None = None
+    unit: int = 1
+    fixed: bool = False
+    calls: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """``roles``: role -> its ranks. ``calls``: ``role.method`` -> the ranks of a method that runs elsewhere than its role."""
+
+    roles: Mapping[str, Sequence[int]]
+    calls: Mapping[str, Sequence[int]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Roles, or calls as ``role.method``, that get the same ranks; ``unit`` and ``fixed`` as of :class:`RoleFacts`. ``work``: against
+    that of other parts. ``replicas``: (ranks of one, how many prompts), pairs, for generation: so many prompts are dealt evenly."""
+
+    names: tuple[str, ...]
+    unit: int = 1
+    fixed: bool = False
+    work: float = 1.0
+    replicas: tuple[tuple[int, int], ...] = ()
+
+    def larger(self, count: int, step: int, most: int) -> int | None:
+        """The next multiple of ``step`` up to ``most`` that its replicas can have."""
+        fits = (
+            n
+            for n in range(count + step, most + 1, step)
+            if all(prompts % max(n // of, 1) == 0 for of, prompts in self.replicas)
+        )
+        return next(fits, None)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """``size`` ranks, ``local_size`` on each host. ``ratios``: role, or ``role.method`` -> its share of the ranks (APP's model
+    placement ratios)."""
+
+    size: int
+    local_size: int
+    ratios: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def everyone(self) -> tuple[int, ...]:
+        return tuple(range(self.size))
+
+    def count(self, ratio: float, unit: int) -> int:
+        """The multiple of ``unit`` that is nearest to this share of the ranks, at least one."""
+        return max(math.floor(ratio * self.size / unit + 0.5), 1) * unit
+
+    def cut(self, parts: Sequence[Part]) -> list[tuple[int, ...]]:
+        """All ranks, in order, for one part after the other: as many as its ratio or its layout says, of the others so that each has
+        about as many as its share of the work, whole hosts where these go round.
+
+        Raises PlacementError with the numbers where that cannot be.
+        """
+        given = [next((self.ratios[name] for name in part.names if name in self.ratios), None) for part in parts]
+        for host in (self.local_size, 1):
+            counts = [
+                part.unit if part.fixed else math.lcm(part.unit, host) if ratio is None else self.count(ratio, part.unit)
+                for part, ratio in zip(parts, given, strict=True)
+            ]
+            growing = [i for i, part in enumerate(parts) if not part.fixed and given[i] is None]
+            steps = list(counts)
+            while left := max(self.size - sum(counts), 0):
+                larger = {i: n for i in growing if (n := parts[i].larger(counts[i], steps[i], counts[i] + left))}
+                if not larger:
+                    break
+                least = max(larger, key=lambda i: (parts[i].work / counts[i], i))
+                counts[least] = larger[least]
+            if sum(counts) == self.size:
+                ends = [sum(counts[: i + 1]) for i in range(len(counts))]
+                return [tuple(range(end - count, end)) for end, count in zip(ends, counts, strict=True)]
+        listed = [
+            f"{' + '.join(part.names)} {'at least ' if sum(counts) > self.size and i in growing else ''}{counts[i]}"
+            + ("" if given[i] is None else f" by placement.ratios ({given[i]:g})")
+            for i, part in enumerate(parts)
+        ]
+        few = sum(counts) > self.size
+        raise PlacementError(
+            f"needs {'at least ' if few else ''}{sum(counts)} ranks ({', '.join(listed)}), this job has {self.size}; "
+            f"{'start more ranks or lower' if few else 'start fewer ranks or change'} placement.ratios and layouts"
+        )
+
+
+def part_of(names: Iterable[str], roles: Mapping[str, RoleFacts], work: float = 1.0, graph: Graph | None = None) -> Part:
+    """Roles that are to have the same ranks. ``graph``: they generate there, too."""
+    names = tuple(names)
+    facts = [roles[name] for name in names]
+    unit, fixed = math.lcm(*(one.unit for one in facts)), any(one.fixed for one in facts)
+    return Part(names, unit, fixed, work, tuple(_replicas(graph, roles, names)) if graph else ())
+
+
+def part_of_calls(calls: Iterable[str], roles: Mapping[str, RoleFacts], graph: Graph) -> Part:
+    """Methods, as ``role.method``, that are to have the same ranks."""
+    names = tuple(calls)
+    units = (roles[role].calls[method] for role, method in (name.split(".") for name in names))
+    return Part(names, math.lcm(*units), replicas=tuple(_replicas(graph, roles, names)))
+
+
+def _replicas(graph: Graph, roles: Mapping[str, RoleFacts], names: tuple[str, ...]) -> Iterable[tuple[int, int]]:
+    for call in graph.nodes:
+        role, method = call.role.name, call.spec.name
+        if call.spec.kind == "generate" and call.rows is not None and (role in names or f"{role}.{method}" in names):
+            yield roles[role].calls[method], call.rows.num_groups
+
+
+def count_work(graph: Graph, roles: Mapping[str, RoleFacts]) -> dict[str, float]:
+    """``role.method`` -> weights that a step's calls of it pass over, summed over rows and epochs."""
+    found: dict[str, float] = {}
+    for call in graph.nodes:
+        name, facts = f"{call.role.name}.{call.spec.name}", roles.get(call.role.name, RoleFacts())
+        found[name] = found.get(name, 0.0) + PASSES.get(call.spec.kind, 0) * call.epochs * call.num_rows * facts.weights
+    return found
+
+
+def work_of(names: Iterable[str], work: Mapping[str, float]) -> float:
+    """Of these roles, all their methods together."""
+    return sum(amount for call, amount in work.items() if call.split(".")[0] in set(names))
+
+
+def generating_calls(graph: Graph, roles: Mapping[str, RoleFacts]) -> list[str]:
+    """The methods of these roles that generate, as ``role.method``, in program order."""
+    calls = [call for call in graph.nodes if call.spec.kind == "generate" and call.role.name in roles]
+    return list(dict.fromkeys(f"{call.role.name}.{call.spec.name}" for call in calls))
+
+
+def waits(graph: Graph) -> list[set[int]]:
+    """Of each node the earlier ones that it waits for, also by way of others: those it reads from, and those that trained its role."""
+    read: dict[int, set[int]] = {}
+    for producer, consumer, _ in graph.edges():
+        read.setdefault(consumer, set()).add(producer)
+    found: list[set[int]] = []
+    trained: dict[str, set[int]] = {}
+    for node, call in enumerate(graph.nodes):
+        direct = read.get(node, set()) | trained.get(call.role.name, set())
+        found.append(direct.union(*(found[earlier] for earlier in direct)))
+        if call.spec.kind == "train":
+            trained.setdefault(call.role.name, set()).add(node)
+    return found
+
+
+def independent_groups(graph: Graph, names: Sequence[str], kind: str) -> list[list[str]]:
+    """``names`` in groups, such that no call of ``kind`` of one group's roles waits for one of another's."""
+    waited, groups = waits(graph), [[name] for name in names]
+    nodes = {name: {i for i, c in enumerate(graph.nodes) if c.role.name == name and c.spec.kind == kind} for name in names}
+    for name in names:
+        after = set().union(*(waited[i] for i in nodes[name]))
+        joined = [group for group in groups if name in group or any(nodes[other] & after for other in group)]
+        groups = [group for group in groups if group not in joined] + [[one for group in joined for one in group]]
+    return sorted((sorted(group, key=list(names).index) for group in groups), key=lambda group: list(names).index(group[0]))

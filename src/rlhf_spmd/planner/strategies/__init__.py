@@ -1,0 +1,1 @@
+"""Placement strategies: ``place(graph, cluster, roles)`` of each says where every role runs. ``graph()`` traces a step."""

@@ -1,0 +1,22 @@
+"""Flattening (APP), and what DeepSpeed-Chat and ReaL's heuristic do: every role on all ranks, in turns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from rlhf_spmd.controller import Graph
+from rlhf_spmd.planner.cluster import Assignment, Cluster, RoleFacts
+
+
+def place(graph: Callable[[], Graph], cluster: Cluster, roles: Mapping[str, RoleFacts]) -> Assignment:
+    """Roles and calls with a ratio get that share of the ranks, one after the other, from the first rank again where these end."""
+    shares: dict[str, tuple[int, ...]] = {}
+    first = 0
+    for name, ratio in cluster.ratios.items():
+        role, _, method = name.partition(".")
+        count = min(cluster.count(ratio, roles[role].calls[method] if method else roles[role].unit), cluster.size)
+        first = 0 if first + count > cluster.size else first
+        shares[name] = tuple(range(first, first + count))
+        first += count
+    calls = {name: ranks for name, ranks in shares.items() if "." in name}
+    return Assignment({role: shares.get(role, cluster.everyone) for role in roles}, calls)

@@ -1,0 +1,31 @@
+"""HybridFlow's and NeMo-Aligner's split: the policy and what starts from its weights on one side, all others on the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from rlhf_spmd.controller import Graph
+from rlhf_spmd.planner.cluster import Assignment, Cluster, PlacementError, RoleFacts, generating_calls, part_of
+
+
+def place(graph: Callable[[], Graph], cluster: Cluster, roles: Mapping[str, RoleFacts]) -> Assignment:
+    """First side: roles that generate (of an algorithm without any, the first that is trained), and those that only infer and start
+    from the same weights. Where the others have no model, these go to the second side. Half of the ranks each, or by ratio.
+
+    Raises PlacementError where all models are on one side.
+    """
+    traced = graph()
+    policy = [call.split(".")[0] for call in generating_calls(traced, roles)]
+    policy = policy or [role for role, facts in roles.items() if facts.trained][:1]
+    origins = {roles[role].origin for role in policy}
+    followers = {role for role, facts in roles.items() if facts.weights and not facts.trained and facts.origin in origins}
+    if not any(facts.weights for role, facts in roles.items() if role not in (*policy, *followers)):
+        followers = set()
+    first = [role for role in roles if role in policy or role in followers]
+    second = [role for role in roles if role not in first]
+    if not any(roles[role].weights for role in second):
+        raise PlacementError(
+            f"needs two models that name no pool, and there are {', '.join(first)} only; use colocate or separate"
+        )
+    sides = cluster.cut([part_of(side, roles, graph=traced) for side in (first, second)])
+    return Assignment({role: ranks for side, ranks in zip((first, second), sides, strict=True) for role in side})

@@ -1,0 +1,28 @@
+"""Every model on ranks of its own, and with a ratio for it a call, too: OpenRLHF's second copy of the actor, which generates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from rlhf_spmd.controller import Graph
+from rlhf_spmd.planner.cluster import Assignment, Cluster, RoleFacts, count_work, part_of, part_of_calls, work_of
+
+
+def place(graph: Callable[[], Graph], cluster: Cluster, roles: Mapping[str, RoleFacts]) -> Assignment:
+    """Ranks by ratio, or else by work. A role without a model computes where the last of its inputs is made."""
+    traced = graph()
+    work = count_work(traced, roles)
+    apart = [name for name in cluster.ratios if "." in name]
+    for name in apart:
+        work.pop(name, None)
+    at_home = {role: None if any(name.startswith(f"{role}.") for name in apart) else traced for role in roles}
+    models = [role for role, facts in roles.items() if facts.weights]
+    parts = [part_of([role], roles, work_of([role], work), at_home[role]) for role in models]
+    parts += [part_of_calls([name], roles, traced) for name in apart]
+    found = {part.names[0]: ranks for part, ranks in zip(parts, cluster.cut(parts), strict=True)}
+    for producer, consumer, _ in traced.edges():
+        maker, reader = traced.nodes[producer], traced.nodes[consumer].role.name
+        if reader in roles and not roles[reader].weights and maker.role.name in found:
+            found[reader] = found.get(f"{maker.role.name}.{maker.spec.name}", found[maker.role.name])
+    calls = {name: ranks for name, ranks in found.items() if "." in name}
+    return Assignment({role: found.get(role, cluster.everyone) for role in roles}, calls)

@@ -1,0 +1,196 @@
+"""Placement strategies on any number of ranks (pure), and the trace of a step that they start from."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import tasks
+from algorithm_cases import CASES, CONFIGS
+from outside.renamed import NAMES
+from rlhf_spmd.controller import Graph
+from rlhf_spmd.planner.placement import PlacementConfig
+from rlhf_spmd.runtime import roles
+from rlhf_spmd.train import Prepared, prepare, trace
+
+SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 63, 64, 1000, 1024)
+HOST = 8
+Pools = dict[str, tuple[int, ...]]
+
+
+@functools.cache
+def ready(name: str, *more: str) -> Prepared:
+    """A run of 4 ranks; the strategies get its roles, and its step."""
+    case = CASES[name]
+    return prepare(str(CONFIGS / f"{case.config}.yaml"), tasks.settings(Path("unused"), 3, *case.overrides(), *more), 1)
+
+
+@functools.cache
+def graph(name: str, *more: str) -> Graph:
+    return trace(ready(name, *more))
+
+
+def place(name: str, strategy: str, size: int, ratios: dict[str, float] | None = None, *more: str) -> Pools:
+    """Role, or ``role.method`` that runs elsewhere, -> ranks."""
+    config = PlacementConfig(strategy, ratios=ratios or {})
+    plans = roles.place(ready(name, *more).plans, config, size, min(size, HOST), lambda: graph(name, *more))
+    found = {role: plan.pool.ranks for role, plan in plans.items()}
+    return found | {f"{role}.{method}": call.pool.ranks for role, plan in plans.items() for method, call in plan.calls.items()}
+
+
+def disjoint(pools: Pools, *names: str) -> bool:
+    ranks = [rank for name in names for rank in pools[name]]
+    return len(ranks) == len(set(ranks))
+
+
+MODELS = {
+    "ppo": (("actor", "critic"), ("reference",)),
+    "grpo": (("actor",), ("reference",)),
+    "remax": (("actor",), ("reference",)),
+    "safe_rlhf": (("actor", "critic", "cost_critic"), ("reference", "cost")),
+}
+PROMISES: dict[str, Callable[[Pools, tuple[str, ...], tuple[str, ...], int], bool]] = {
+    "colocate": lambda pools, trained, frozen, size: all(len(ranks) == size for ranks in pools.values()),
+    "split": lambda pools, trained, frozen, size: disjoint(pools, "actor", *(trained[1:2] or frozen[:1])),
+    "standalone": lambda pools, trained, frozen, size: disjoint(pools, *trained, *frozen),
+    "interleave": lambda pools, trained, frozen, size: (
+        disjoint(pools, *trained)
+        and disjoint(pools, *frozen)
+        and len(pools.get("actor.generate_sequences", pools["actor"])) == size
+        and sum(len(pools[role]) for role in frozen) == size
+    ),
+    "separate": lambda pools, trained, frozen, size: (
+        all(disjoint(pools, "actor.generate_sequences", role) for role in (*trained, *frozen, "reward", "arithmetic"))
+        and len({pools[role] for role in (*trained, *frozen)}) == 1
+    ),
+}
+
+
+@pytest.mark.parametrize("strategy", PROMISES)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_strategy_keeps_its_promise_on_any_number_of_ranks(name: str, strategy: str) -> None:
+    trained, frozen = MODELS[name]
+    needed = {"colocate": 1, "interleave": max(len(trained), len(frozen)), "standalone": len(trained) + len(frozen)}
+    least = needed.get(strategy, 2)
+    for size in SIZES:
+        if size < least:
+            with pytest.raises(ValueError, match=rf"^placement\.strategy='{strategy}' needs .*{least} ranks.* has {size};"):
+                place(name, strategy, size)
+            continue
+        pools = place(name, strategy, size)
+        assert {rank for ranks in pools.values() for rank in ranks} == set(range(size))
+        assert PROMISES[strategy](pools, trained, frozen, size), (size, pools)
+
+
+def test_shares_follow_the_work_and_whole_hosts() -> None:
+    """The critic infers and trains; the actor generates as well, and has the reference's work twice over."""
+    pools = place("ppo", "interleave", 64)
+    assert len(pools["actor"]) + len(pools["critic"]) == 64 and len(pools["actor"]) > len(pools["critic"]) > 8
+    assert all(len(pools[role]) % HOST == 0 for role in ("actor", "critic"))
+    alone = place("ppo", "standalone", 64)
+    assert len(alone["actor"]) in (1, 2, 4, 8), "8 prompts are dealt evenly to the generation replicas"
+    assert len(alone["critic"]) > len(alone["reference"]), "which does not train"
+    assert alone["reward"] == alone["actor"], "a rule scores where the responses are made"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ratios", "expected"),
+    [
+        ("split", {"actor": 0.25}, {"actor": 2, "critic": 6}),
+        ("split", {"critic": 0.75}, {"actor": 2, "critic": 6}),
+        ("standalone", {"critic": 0.5}, {"critic": 4}),
+        ("standalone", {"actor.generate_sequences": 0.5}, {"actor.generate_sequences": 4, "reward": 4}),
+        ("interleave", {"actor": 0.875}, {"actor": 7, "critic": 1, "actor.generate_sequences": 8}),
+        ("separate", {"actor.generate_sequences": 0.25}, {"actor.generate_sequences": 2, "critic": 6}),
+        ("separate", {"actor": 0.375}, {"actor": 3, "actor.generate_sequences": 5, "reference": 3}),
+        (
+            "colocate",
+            {"critic": 0.5, "reference": 0.5, "critic.compute_values": 0.25},
+            {"critic": 4, "critic.compute_values": 2},
+        ),
+    ],
+)
+def test_ratios(strategy: str, ratios: dict[str, float], expected: dict[str, int]) -> None:
+    pools = place("ppo", strategy, 8, ratios)
+    assert {name: len(pools[name]) for name in expected} == expected
+    if strategy == "colocate":
+        assert disjoint(pools, "critic", "reference") and len(pools["actor"]) == 8
+
+
+def test_ratios_are_rounded_to_whole_layouts() -> None:
+    tp = tuple(f"models.actor.{key}.tp=2" for key in ("layout", "generation"))
+    more = ("models.critic.layout={pp: 2, tp: 2}",)
+    prepared = prepare(str(tasks.task() / "ppo.json"), tasks.settings(Path("unused"), 3, *tp, *more), 4)
+    config = PlacementConfig("separate", ratios={"actor.generate_sequences": 0.4})
+    plans = roles.place(prepared.plans, config, 16, 16, lambda: trace(prepared))
+    call = plans["actor"].calls["generate_sequences"]
+    assert len(call.pool.ranks) == 6 and plans["actor"].generation is call.shape.generation and call.shape.layout.tp == 2
+
+
+def test_no_role_is_known_by_name() -> None:
+    """PPO with other names has the same places, in the same names."""
+    own = ("algorithm.name=outside.renamed", "models.writer.path=" + str(tasks.task() / "actor"), "models.writer.dtype=float64")
+    path = tasks.other_task({"name": "outside.renamed", "ppo_mini_batch_size": 4}, "actor")
+    text = Path(path).read_text().replace('"models": {"actor"', '"models": {"writer"')
+    Path(path).write_text(text)
+    named = prepare(path, tasks.settings(Path("unused"), 3, *own), 1)
+    usual = prepare(str(tasks.task() / "ppo.json"), tasks.settings(Path("unused"), 3, "models.reference.path=null"), 1)
+    for strategy in PROMISES:
+        for size in (3, 5, 8, 64):
+            config, host = PlacementConfig(strategy), min(size, HOST)
+            mine = roles.place(named.plans, config, size, host, functools.partial(trace, named))
+            theirs = roles.place(usual.plans, config, size, host, functools.partial(trace, usual))
+            for role, other in NAMES.items():
+                assert mine[other].pool.ranks == theirs[role].pool.ranks, (strategy, size, role)
+                calls = [{m: c.pool.ranks for m, c in plan.calls.items()} for plan in (mine[other], theirs[role])]
+                assert calls[0] == calls[1]
+
+
+def test_the_followers_of_the_policy_are_those_of_its_weights() -> None:
+    """A reference of the actor's own weights is on its side, one of another model is not."""
+    prepared = [
+        prepare(str(tasks.task() / "ppo.json"), tasks.settings(Path("unused"), 3, *more), 1)
+        for more in (("models.reference.path=null",), ())
+    ]
+    found = [roles.place(one.plans, PlacementConfig("split"), 8, 8, lambda one=one: trace(one)) for one in prepared]  # type: ignore[misc]
+    assert found[0]["reference"].pool == found[0]["actor"].pool and found[1]["reference"].pool == found[1]["critic"].pool
+
+
+def test_a_trace_takes_no_time_and_no_rows() -> None:
+    """And it has what a step does: the calls in order, who reads from whom, and rows of the configured sizes."""
+    prepared = ready("ppo")
+    loaders = {name: id(dataset) for name, dataset in prepared.training.items()}
+    started = time.perf_counter()
+    traced = trace(prepared)
+    assert time.perf_counter() - started < 2.0
+    assert loaders == {name: id(dataset) for name, dataset in prepared.training.items()}
+    names = [f"{node.role.name}.{node.spec.name}" for node in traced.nodes]
+    assert names[0] == "actor.generate_sequences" and names[-2:] == ["critic.update", "actor.update"]
+    assert {node.num_rows for node in traced.nodes} == {tasks.PROMPTS * 4}
+    edges = {(names[a], names[b]) for a, b, _ in traced.edges()}
+    assert ("actor.generate_sequences", "reward.compute_reward") in edges
+    assert ("critic.compute_values", "critic.update") in edges
+    again = trace(prepared)
+    assert [node.intakes[0].rows.row_ids.tolist() for node in again.nodes] == [
+        node.intakes[0].rows.row_ids.tolist() for node in traced.nodes
+    ]
+
+
+def test_the_trace_is_of_a_step_that_has_what_the_one_before_kept() -> None:
+    path = tasks.other_task({"name": "outside.one_step_late", "ppo_mini_batch_size": 4}, "actor", "reference")
+    traced = trace(prepare(path, tasks.settings(Path("unused"), 3), 1))
+    names = [f"{node.role.name}.{node.spec.name}" for node in traced.nodes]
+    assert names[-1] == "actor.update"
+    edges = {(names[a], names[b]) for a, b, _ in traced.edges()}
+    assert ("actor.generate_sequences", "actor.update") not in edges, "it trains on the rollout of the step before"
+
+
+def test_a_strategy_of_ones_own() -> None:
+    found = prepare(
+        str(tasks.task() / "ppo.json"), tasks.settings(Path("unused"), 3, "placement.strategy=outside.last_ranks"), 4
+    )
+    assert found.plans["actor"].pool.ranks == (2, 3) and len(found.plans["reference"].pool.ranks) == 4
