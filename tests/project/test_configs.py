@@ -28,6 +28,7 @@ from rlhf_spmd.workers.config import RoleConfig
 
 PROGRAMS = {"train": train, "sft": sft, "generate": generate, "evaluate": evaluate, "score": score}
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+PLACEMENTS = sorted((ROOT / "configs" / "placements").glob("*.yaml"))
 PREFERENCES = ("reward_model", "cost_model", "dpo", "kto", "orpo", "simpo", "online_dpo", "safe_rlhf")
 ALGORITHMS = available("rlhf_spmd.algorithms", exports="step")
 
@@ -51,7 +52,22 @@ def test_config_loads(path: Path) -> None:
 
 
 def test_there_are_configs() -> None:
-    assert len(CONFIGS) >= 4
+    assert len(CONFIGS) >= 4 and len(PLACEMENTS) >= 8
+
+
+@pytest.mark.parametrize("path", PLACEMENTS, ids=lambda path: path.stem)
+def test_a_placement_is_that_of_the_quickstart(path: Path) -> None:
+    """But for the placement, and the layouts that go with it."""
+    config, usual = read_config(str(path), [])[0], read_config(str(ROOT / "configs" / "quickstart_ppo.yaml"), [])[0]
+    assert set(config.models) <= set(config.algorithm.roles)
+    for key in ("algorithm", "data", "sampling", "val_sampling", "reward"):
+        assert getattr(config, key) == getattr(usual, key)
+    assert f"placements/{path.name}" in path.read_text()
+
+
+def test_every_strategy_has_a_placement() -> None:
+    used = {read_config(str(path), [])[0].placement.strategy for path in PLACEMENTS}
+    assert used == set(available("rlhf_spmd.planner.strategies", exports="place"))
 
 
 def keys(section: type, prefix: str = "") -> Iterator[str]:
