@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -87,10 +88,11 @@ def test_a_strategy_keeps_its_promise_on_any_number_of_ranks(name: str, strategy
 
 
 def test_shares_follow_the_work_and_whole_hosts() -> None:
-    """The critic infers and trains; the actor generates as well, and has the reference's work twice over."""
+    """Actor and critic of one size do the same beside generation."""
     pools = place("ppo", "interleave", 64)
-    assert len(pools["actor"]) + len(pools["critic"]) == 64 and len(pools["actor"]) > len(pools["critic"]) > 8
-    assert all(len(pools[role]) % HOST == 0 for role in ("actor", "critic"))
+    assert len(pools["actor"]) == len(pools["critic"]) == 32
+    pools = place("safe_rlhf", "interleave", 64)
+    assert [len(pools[role]) for role in ("actor", "critic", "cost_critic", "reference", "cost")] == [16, 24, 24, 32, 32]
     alone = place("ppo", "standalone", 64)
     assert len(alone["actor"]) in (1, 2, 4, 8), "8 prompts are dealt evenly to the generation replicas"
     assert len(alone["critic"]) > len(alone["reference"]), "which does not train"
@@ -106,7 +108,7 @@ def test_shares_follow_the_work_and_whole_hosts() -> None:
         ("standalone", {"actor.generate_sequences": 0.5}, {"actor.generate_sequences": 4, "reward": 4}),
         ("interleave", {"actor": 0.875}, {"actor": 7, "critic": 1, "actor.generate_sequences": 8}),
         ("separate", {"actor.generate_sequences": 0.25}, {"actor.generate_sequences": 2, "critic": 6}),
-        ("separate", {"actor": 0.375}, {"actor": 3, "actor.generate_sequences": 5, "reference": 3}),
+        ("separate", {"actor": 0.75}, {"actor": 6, "actor.generate_sequences": 2, "reference": 6}),
         (
             "colocate",
             {"critic": 0.5, "reference": 0.5, "critic.compute_values": 0.25},
@@ -123,8 +125,7 @@ def test_ratios(strategy: str, ratios: dict[str, float], expected: dict[str, int
 
 def test_ratios_are_rounded_to_whole_layouts() -> None:
     tp = tuple(f"models.actor.{key}.tp=2" for key in ("layout", "generation"))
-    more = ("models.critic.layout={pp: 2, tp: 2}",)
-    prepared = prepare(str(tasks.task() / "ppo.json"), tasks.settings(Path("unused"), 3, *tp, *more), 4)
+    prepared = prepare(str(tasks.task() / "ppo.json"), tasks.settings(Path("unused"), 3, *tp), 2)
     config = PlacementConfig("separate", ratios={"actor.generate_sequences": 0.4})
     plans = roles.place(prepared.plans, config, 16, 16, lambda: trace(prepared))
     call = plans["actor"].calls["generate_sequences"]
@@ -134,7 +135,8 @@ def test_ratios_are_rounded_to_whole_layouts() -> None:
 def test_no_role_is_known_by_name() -> None:
     """PPO with other names has the same places, in the same names."""
     own = ("algorithm.name=outside.renamed", "models.writer.path=" + str(tasks.task() / "actor"), "models.writer.dtype=float64")
-    path = tasks.other_task({"name": "outside.renamed", "ppo_mini_batch_size": 4}, "actor")
+    algorithm = json.loads((tasks.task() / "ppo.json").read_text())["algorithm"]
+    path = tasks.other_task({**algorithm, "name": "outside.renamed"}, "actor")
     text = Path(path).read_text().replace('"models": {"actor"', '"models": {"writer"')
     Path(path).write_text(text)
     named = prepare(path, tasks.settings(Path("unused"), 3, *own), 1)

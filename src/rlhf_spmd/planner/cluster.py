@@ -52,14 +52,11 @@ class Part:
     work: float = 1.0
     replicas: tuple[tuple[int, int], ...] = ()
 
-    def larger(self, count: int, step: int, most: int) -> int | None:
-        """The next multiple of ``step`` up to ``most`` that its replicas can have."""
-        fits = (
-            n
-            for n in range(count + step, most + 1, step)
-            if all(prompts % max(n // of, 1) == 0 for of, prompts in self.replicas)
-        )
-        return next(fits, None)
+    def sizes(self, host: int, most: int) -> list[int]:
+        """The numbers of ranks that it can have, up to ``most``, in whole hosts of ``host``."""
+        step = math.lcm(self.unit, host)
+        counts = range(step, most + 1, step)
+        return [n for n in counts if all(prompts % max(n // of, 1) == 0 for of, prompts in self.replicas)] or [step]
 
 
 @dataclass(frozen=True)
@@ -86,28 +83,32 @@ class Cluster:
         Raises PlacementError with the numbers where that cannot be.
         """
         given = [next((self.ratios[name] for name in part.names if name in self.ratios), None) for part in parts]
+        if not parts:
+            return []
         for host in (self.local_size, 1):
-            counts = [
-                part.unit if part.fixed else math.lcm(part.unit, host) if ratio is None else self.count(ratio, part.unit)
+            larger = [
+                [part.unit]
+                if part.fixed
+                else part.sizes(host, self.size)[::-1]
+                if ratio is None
+                else [self.count(ratio, part.unit)]
                 for part, ratio in zip(parts, given, strict=True)
             ]
-            growing = [i for i, part in enumerate(parts) if not part.fixed and given[i] is None]
-            steps = list(counts)
-            while left := max(self.size - sum(counts), 0):
-                larger = {i: n for i in growing if (n := parts[i].larger(counts[i], steps[i], counts[i] + left))}
-                if not larger:
-                    break
-                least = max(larger, key=lambda i: (parts[i].work / counts[i], i))
-                counts[least] = larger[least]
+            counts = [sizes.pop() for sizes in larger]
+            while fitting := [
+                i for i, sizes in enumerate(larger) if sizes and sizes[-1] - counts[i] <= self.size - sum(counts)
+            ]:
+                least = max(fitting, key=lambda i: (parts[i].work / counts[i], i))
+                counts[least] = larger[least].pop()
             if sum(counts) == self.size:
                 ends = [sum(counts[: i + 1]) for i in range(len(counts))]
                 return [tuple(range(end - count, end)) for end, count in zip(ends, counts, strict=True)]
-        listed = [
-            f"{' + '.join(part.names)} {'at least ' if sum(counts) > self.size and i in growing else ''}{counts[i]}"
-            + ("" if given[i] is None else f" by placement.ratios ({given[i]:g})")
-            for i, part in enumerate(parts)
-        ]
         few = sum(counts) > self.size
+        listed = [
+            f"{' + '.join(part.names)} {'at least ' if few and ratio is None and not part.fixed else ''}{count}"
+            + ("" if ratio is None else f" by placement.ratios ({ratio:g})")
+            for part, ratio, count in zip(parts, given, counts, strict=True)
+        ]
         raise PlacementError(
             f"needs {'at least ' if few else ''}{sum(counts)} ranks ({', '.join(listed)}), this job has {self.size}; "
             f"{'start more ranks or lower' if few else 'start fewer ranks or change'} placement.ratios and layouts"

@@ -172,7 +172,6 @@ def _describe_role(role: str, worker: type[ModelWorker], config: RoleConfig) -> 
         return RolePlan(worker, config, pool, GroupShape(layout), None)
     path = local_directory(config.path, f"{where}.path")
     config, spec = replace(config, path=path), read_spec(path)
-    check_layout(spec, layout.pp, layout.tp, f"{where}.layout", layout.vpp)
     if not config.random_init:
         check_pretrained(spec, path, worker.head, missing_head_ok=worker.new_head)
     if issubclass(worker, JudgeWorker):
@@ -201,6 +200,8 @@ def _place_role(role: str, described: RolePlan, pools: Mapping[str, ResourcePool
         of = config.generation if kinds.get(method) == "generate" else config.layout
         moved.setdefault(method, CallConfig(layout=LayoutConfig(pp=of.pp, tp=of.tp)))
     layout = resolve_layout(config.layout, len(pool.ranks), f"{where}.layout on pool '{pool.name}'")
+    if described.spec is not None:
+        check_layout(described.spec, layout.pp, layout.tp, f"{where}.layout", layout.vpp)
     plan = replace(described, config=replace(config, calls=moved), pool=pool, shape=GroupShape(layout))
     calls = {method: _plan_call(role, plan, method, pools) for method in moved}
     if described.generation is None or "generate_sequences" in moved:

@@ -23,14 +23,14 @@ def place(graph: Callable[[], Graph], cluster: Cluster, roles: Mapping[str, Role
     Roles of which one trains (or infers) on what the other's training (or inference) made stay together.
     """
     traced, found = graph(), dict.fromkeys(roles, cluster.everyone)
-    work = count_work(traced, roles)
+    generating, work = generating_calls(traced, roles), count_work(traced, roles)
+    for call in generating:
+        del work[call]
     for kind in ("train", "infer"):
         names = [role for role, facts in roles.items() if facts.weights and facts.trained == (kind == "train")]
         groups = independent_groups(traced, names, kind)
         parts = [part_of(group, roles, work_of(group, work)) for group in groups]
-        for group, ranks in zip(groups, cluster.cut(parts) if parts else [], strict=True):
+        for group, ranks in zip(groups, cluster.cut(parts), strict=True):
             found |= dict.fromkeys(group, ranks)
-    calls = {
-        call: cluster.everyone for call in generating_calls(traced, roles) if found[call.split(".")[0]] != cluster.everyone
-    }
+    calls = {call: cluster.everyone for call in generating if found[call.split(".")[0]] != cluster.everyone}
     return Assignment(found, calls)

@@ -25,7 +25,7 @@ def place(graph: Callable[[], Graph], cluster: Cluster, roles: Mapping[str, Role
     second = [role for role in roles if role not in first]
     if not any(roles[role].weights for role in second):
         raise PlacementError(
-            f"needs two models that name no pool, and there are {', '.join(first)} only; use colocate or separate"
+            f"needs models for two sides, and those that name no pool are {', '.join(first) or 'none'}; use colocate or separate"
         )
     sides = cluster.cut([part_of(side, roles, graph=traced) for side in (first, second)])
     return Assignment({role: ranks for side, ranks in zip((first, second), sides, strict=True) for role in side})
