@@ -76,6 +76,11 @@ class Cluster:
         """The multiple of ``unit`` that is nearest to this share of the ranks, at least one."""
         return max(math.floor(ratio * self.size / unit + 0.5), 1) * unit
 
+    def _sizes(self, part: Part, ratio: float | None, host: int) -> list[int]:
+        if part.fixed:
+            return [part.unit]
+        return part.sizes(host, self.size) if ratio is None else [self.count(ratio, part.unit)]
+
     def cut(self, parts: Sequence[Part]) -> list[tuple[int, ...]]:
         """All ranks, in order, for one part after the other: as many as its ratio or its layout says, of the others so that each has
         about as many as its share of the work, whole hosts where these go round.
@@ -86,18 +91,9 @@ class Cluster:
         if not parts:
             return []
         for host in (self.local_size, 1):
-            larger = [
-                [part.unit]
-                if part.fixed
-                else part.sizes(host, self.size)[::-1]
-                if ratio is None
-                else [self.count(ratio, part.unit)]
-                for part, ratio in zip(parts, given, strict=True)
-            ]
+            larger = [self._sizes(part, ratio, host)[::-1] for part, ratio in zip(parts, given, strict=True)]
             counts = [sizes.pop() for sizes in larger]
-            while fitting := [
-                i for i, sizes in enumerate(larger) if sizes and sizes[-1] - counts[i] <= self.size - sum(counts)
-            ]:
+            while fitting := [i for i, more in enumerate(larger) if more and more[-1] - counts[i] <= self.size - sum(counts)]:
                 least = max(fitting, key=lambda i: (parts[i].work / counts[i], i))
                 counts[least] = larger[least].pop()
             if sum(counts) == self.size:
