@@ -88,11 +88,11 @@ def test_a_strategy_keeps_its_promise_on_any_number_of_ranks(name: str, strategy
 
 
 def test_shares_follow_the_work_and_whole_hosts() -> None:
-    """Actor and critic of one size do the same beside generation."""
+    """Actor and critic of one size do the same beside generation; Safe-RLHF's actor learns from texts, too."""
     pools = place("ppo", "interleave", 64)
     assert len(pools["actor"]) == len(pools["critic"]) == 32
     pools = place("safe_rlhf", "interleave", 64)
-    assert [len(pools[role]) for role in ("actor", "critic", "cost_critic", "reference", "cost")] == [16, 24, 24, 32, 32]
+    assert [len(pools[role]) for role in ("actor", "critic", "cost_critic", "reference", "cost")] == [24, 16, 24, 32, 32]
     alone = place("ppo", "standalone", 64)
     assert len(alone["actor"]) in (1, 2, 4, 8), "8 prompts are dealt evenly to the generation replicas"
     assert len(alone["critic"]) > len(alone["reference"]), "which does not train"
