@@ -21,7 +21,8 @@ from rlhf_spmd.config.keys import list_keys
 from rlhf_spmd.config.load import check_tree, load
 from rlhf_spmd.config.registry import find
 from rlhf_spmd.config.schema import ConfigError
-from rlhf_spmd.controller import Controller, Graph, Reference
+from rlhf_spmd.controller import MICRO_DP, Controller, Graph, Reference
+from rlhf_spmd.controller.protocols import Members
 from rlhf_spmd.data.batch import Batch
 from rlhf_spmd.data.dataset import DatasetConfig, TokenDataset
 from rlhf_spmd.data.loader import build_loader
@@ -317,14 +318,15 @@ def build_data(ready: Prepared, controller: Controller) -> Data:
     """What the algorithm's step finds in ``data``."""
     config = ready.config
     sections = {name: getattr(config, section.key) for name, section in config.algorithm.streams.items()}
-    replicas = [plan.generation.dp for plan in ready.plans.values() if plan.generation is not None]
+    homes = [plan.calls.get("generate_sequences", plan) for plan in ready.plans.values() if plan.generation is not None]
     streams: dict[str, RowStream] = {}
     for name, dataset in ready.training.items():
         section = sections[name]
         loader = build_loader(dataset, section, config.run.seed)
         ahead = checks.in_flight(config) if section is config.data else None
         if ahead is not None:
-            streams[name] = InFlightStream(loader, config.sampling.n, ahead, replicas[0])
+            replicas = Members(MICRO_DP, homes[0].shape, homes[0].pool, controller.speeds)
+            streams[name] = InFlightStream(loader, config.sampling.n, ahead, replicas.num_parts, replicas.speeds)
         else:
             streams[name] = RowStream(loader, config.sampling.n if isinstance(section, DataConfig) else 1, len(streams))
     validation = {

@@ -93,6 +93,27 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
             *micro_batches(rows=2),
         ),
     ),
+    "unequal ranks, whose mini-batches leave the slowest without rows": (
+        4,
+        (
+            "placement.speeds=[1.0, 0.02, 0.7, 0.4]",
+            *layout("actor", pp=2, dp=2),
+            *layout("critic", dp=4, zero=2),
+            *layout("reference", dp=4, zero=3),
+            *layout("reward", pp=2, dp=2),
+        ),
+    ),
+    "three unequal ranks in two pools": (
+        3,
+        (
+            "placement.speeds=[1.0, 0.5, 2.0]",
+            "placement.pools.b=[1,2]",
+            "models.critic.pool=b",
+            *layout("critic", dp=2, zero=1),
+            "models.actor.calls.generate_sequences.pool=b",
+            *micro_batches(rows=2),
+        ),
+    ),
 }
 # Where a generated token's log-prob is not bit for bit that of the training forward in fp32: generation and training then sum
 # the row-parallel products (o_proj, down_proj) and the softmax over the vocabulary in slices of other sizes, tp / tp_g in one.

@@ -14,16 +14,21 @@ from rlhf_spmd.algorithms.ppo import Config as PPOConfig
 from rlhf_spmd.algorithms.ppo import gae_advantages
 from rlhf_spmd.controller import (
     DP,
+    MICRO_DP,
+    ONE_TO_ALL,
+    THREE_D,
     Controller,
     Cut,
     GroupShape,
     Production,
+    Protocol,
     Reference,
     ResourcePool,
     Worker,
     register,
     source,
 )
+from rlhf_spmd.controller.protocols import Members
 from rlhf_spmd.controller.reference import COPY_STRIDE, Intake
 from rlhf_spmd.controller.rows import Part, RowSet, place_rows
 from rlhf_spmd.data.batch import Batch, ragged
@@ -282,6 +287,35 @@ def test_all_placements_of_a_step_for_hundreds_of_ranks_take_milliseconds() -> N
     taken = min(seconds() for _ in range(5))
     print(f"{1e3 * taken:.1f} ms")
     assert taken < 0.05  # about 10 ms; the machine may be busy
+
+
+def test_parts_of_a_replica_have_the_speed_of_its_slowest_rank() -> None:
+    pool = ResourcePool("p", (1, 2, 4, 5))
+
+    def speeds(protocol: Protocol, layout: Layout, *of_ranks: float) -> tuple[float, ...]:
+        return Members(protocol, GroupShape(layout), pool, of_ranks).speeds
+
+    some = 9.0, 1.0, 0.5, 9.0, 0.7, 2.0  # of ranks 0 to 5
+    assert speeds(THREE_D, Layout(dp=4), *some) == (1.0, 0.5, 0.7, 2.0)
+    assert speeds(THREE_D, Layout(dp=2, tp=2), *some) == (0.5, 0.7)
+    assert speeds(THREE_D, Layout(pp=2, dp=2), *some) == (0.7, 0.5)
+    assert speeds(MICRO_DP, Layout(dp=2, tp=2), *some) == (0.5, 0.7)
+    assert speeds(ONE_TO_ALL, Layout(dp=4), *some) == () == speeds(THREE_D, Layout(dp=4))
+    assert speeds(DP, Layout(dp=4), *[0.5] * 6) == (), "equal ranks of a pool are dealt rows as without speeds"
+
+
+def test_rows_go_to_parts_in_proportion_to_their_speeds() -> None:
+    tokens, groups = tokens_of(240), np.arange(240) // 4
+    cut = Cut(3, True, 4, 2, 1, (1.0, 0.25, 0.5))
+    parts, chunks = place_rows(cut, groups, tokens)
+    assert (chunks == place_rows(Cut(1, True, 4, 2, 1), groups, tokens)[1]).all(), "a mini-batch has the same rows everywhere"
+    most = np.bincount(groups, tokens).max()
+    for epoch in range(2):
+        for chunk in range(4):
+            rows = chunks[epoch] == chunk
+            held = np.bincount(parts[epoch, rows], tokens[rows], minlength=3)
+            assert (np.abs(held - held.sum() * np.array(cut.speeds) / 1.75) <= most + 1).all()
+            assert all(len(set(parts[epoch, groups == group])) == 1 for group in set(groups[rows]))
 
 
 def test_sums_over_all_rows_are_in_float64() -> None:

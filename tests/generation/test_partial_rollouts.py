@@ -63,6 +63,13 @@ def test_rows_cross_steps_and_each_is_trained_on_once(uninterrupted: tasks.Run) 
     assert uninterrupted.raw[-1]["data/epoch"] == pytest.approx((IN_FLIGHT + (STEPS - 1) * tasks.PROMPTS) / tasks.NUM_TRAIN)
 
 
+def test_a_slower_replica_gives_fewer_groups(directory: Path) -> None:
+    run = train(2, directory / "unequal", "placement.speeds=[1.0,0.4]")
+    check(run)
+    state = json.loads((directory / "unequal/checkpoints/step_3/manifest.json").read_text())["state"]["data"]["prompts"]
+    assert [home for _, home, _ in state["in_flight"]].count(1) == 3 and state["speeds"] == [1.0, 0.4]
+
+
 def test_every_token_knows_the_weights_that_drew_it(directory: Path, uninterrupted: tasks.Run) -> None:
     rows = [json.loads(line) for line in (directory / "dp2" / "rollouts.jsonl").read_text().splitlines()]
     spanning = [row for row in rows if len(row["versions"]) > 1]

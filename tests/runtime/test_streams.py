@@ -64,6 +64,31 @@ def test_prompts_in_flight_that_nobody_takes_are_refused() -> None:
         flying.next(3)
 
 
+def test_replicas_have_prompts_in_flight_in_proportion_to_their_speeds() -> None:
+    """Each has always at least as many as it gives, also one that is much slower than the others."""
+    speeds, loader = (1.0, 0.5, 0.01), stream().loader
+    flying = InFlightStream(loader, n=1, in_flight=8, num_replicas=3, speeds=speeds)
+    assert flying.num_groups == (2, 1, 1)
+    for _ in range(4):
+        flying.begin()
+        flying.next()
+        held = np.bincount(flying.homes, minlength=3)
+        assert held.tolist() == [5, 2, 1] and flying.prompts is not None
+        order = flying.prompts.row_ids.numpy()
+        ended = [order[flying.homes == replica][:gives] for replica, gives in enumerate(flying.num_groups)]
+        flying.take_ended(np.concatenate(ended).tolist())
+        flying.commit()
+    state, homes = flying.state_dict(), flying.homes.tolist()
+    for other, same in ((speeds, True), ((1.0, 0.6, 0.01), False)):
+        resumed = InFlightStream(stream().loader, n=1, in_flight=8, num_replicas=3, speeds=other)
+        resumed.load_state_dict(state)
+        assert (resumed.homes.tolist() == homes) == same
+        assert np.bincount(resumed.homes, minlength=3).sum() == 4
+        resumed.begin()
+        resumed.next()
+        assert (np.bincount(resumed.homes, minlength=3) >= resumed.num_groups).all()
+
+
 def test_rows_of_two_streams_are_never_the_same_rows() -> None:
     one, other = stream(), stream(number=1)
     assert other.next().rows.row_ids.min() == STREAM_STRIDE  # type: ignore[union-attr]

@@ -21,6 +21,7 @@ import json
 import sys
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
@@ -42,7 +43,8 @@ from rlhf_spmd.telemetry.trace import Argument, Timeline
 
 
 class Controller:
-    """Runs an algorithm's script on this rank. ``seed`` shuffles mini-batches. ``ahead``: see :class:`Versions`."""
+    """Runs an algorithm's script on this rank. ``seed`` shuffles mini-batches. ``ahead``: see :class:`Versions`. ``speeds``: of each rank
+    of the world; calls deal their rows in this proportion. Empty: all alike."""
 
     def __init__(
         self,
@@ -51,12 +53,13 @@ class Controller:
         timeline: Timeline | None = None,
         seed: int = 0,
         ahead: int = 0,
+        speeds: Sequence[float] = (),
     ) -> None:
         self.world = world
         self.rank = world.ranks[world.rank]
         self.board = board
         self.timeline = timeline or Timeline(self.rank)
-        self.seed = seed
+        self.seed, self.speeds = seed, speeds
         self.span: dict[str, Argument] = {}  # arguments of the last call's span: a worker may add to them
         self.graph = Graph()  # of the last script
         self.taken: list[Production] = []  # the calls of the last script that it made, as they were traced
@@ -277,7 +280,7 @@ class Controller:
             assert rows is not None, f"{name}: a reference without rows"
             wanted = stream.wanted(reference, name, role.unused)
             tokens = tuple(piece for token in spec.tokens if token in reference for piece in reference.fields[token])
-            cut = Cut(production.members.num_parts, stream.keep_groups)
+            cut = Cut(production.members.num_parts, stream.keep_groups, speeds=production.members.speeds)
             if spec.kind == "train":
                 if not (len(rows) or self._tracing):
                     raise ValueError(
@@ -286,7 +289,7 @@ class Controller:
                 num_chunks = num_chunks or max(1, -(-rows.num_groups // (signature.mini_batch_size or max(rows.num_groups, 1))))
                 if num_chunks > max(rows.num_groups, 1):
                     raise ValueError(f"{name}: {rows.num_groups} groups of rows cannot be cut into {num_chunks} mini-batches")
-                cut = Cut(cut.num_parts, cut.keep_groups, num_chunks, signature.epochs, self.seed)
+                cut = replace(cut, num_chunks=num_chunks, epochs=signature.epochs, seed=self.seed)
             fields = {field: reference.fields[field] for field in wanted}
             production.intakes.append(Intake(rows, fields, tokens, cut))
         return production

@@ -9,7 +9,8 @@ A protocol of one's own is another ``Protocol(...)`` value, given to ``@register
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -38,12 +39,20 @@ class Members:
 
     ``part_of``: the part of each rank that runs. ``workers(part)``: the ranks that work on its rows. ``holders(part)``: those that
     hold them after the call; the first is the one that others fetch from.
+
+    ``rank_speeds``: of each rank of the world; empty: all alike. ``speeds``: of each part, that of its slowest rank, since the ranks of
+    a replica wait for each other: tensor slices in every layer, stages in every micro-batch. Every part has as many ranks, so
+    this is its pace, not the sum. Empty where the parts are equally fast, so that their rows are dealt as without speeds.
     """
 
-    def __init__(self, protocol: Protocol, shape: GroupShape, pool: ResourcePool) -> None:
+    def __init__(self, protocol: Protocol, shape: GroupShape, pool: ResourcePool, rank_speeds: Sequence[float] = ()) -> None:
         self.num_parts = protocol.parts(shape)
         parts = {rank: protocol.distribute(shape, index) for index, rank in enumerate(pool.ranks)}
         self.part_of = {rank: part for rank, part in parts.items() if part is not None}
+        slowest = [math.inf] * self.num_parts
+        for rank, part in self.part_of.items() if rank_speeds else ():
+            slowest[part] = min(slowest[part], rank_speeds[rank])
+        self.speeds = tuple(slowest) if len(set(slowest)) > 1 else ()
         self.workers: Callable[[int], list[int]] = cache(lambda part: [rank for rank, its in parts.items() if its == part])
         self.holders: Callable[[int], list[int]] = cache(lambda part: [pool.ranks[i] for i in protocol.holders(shape, part)])
 

@@ -22,13 +22,15 @@ KEPT_PLACEMENTS = 32  # of a row set, more than the calls of a script need; rows
 @dataclass(frozen=True)
 class Cut:
     """Into ``num_parts``. ``keep_groups``: the rows of a group go to one part. Of training: into ``num_chunks`` mini-batches of
-    about as many groups each, dealt anew in each of ``epochs``, in an order that follows from (``seed``, epoch, group id)."""
+    about as many groups each, dealt anew in each of ``epochs``, in an order that follows from (``seed``, epoch, group id).
+    ``speeds``: of each part, which gets tokens in proportion; empty: all alike."""
 
     num_parts: int
     keep_groups: bool = True
     num_chunks: int = 1
     epochs: int = 1
     seed: int = 0
+    speeds: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,7 +141,7 @@ def place_rows(cut: Cut, group_ids: np.ndarray, tokens: np.ndarray) -> tuple[np.
             for chunk in range(cut.num_chunks):
                 rows = np.flatnonzero(chunks[epoch] == chunk)
                 groups = group_ids[rows] if cut.keep_groups else None
-                parts[epoch, rows] = partition_by_tokens(tokens[rows], cut.num_parts, groups)
+                parts[epoch, rows] = partition_by_tokens(tokens[rows], cut.num_parts, groups, cut.speeds)
     return parts, chunks
 
 

@@ -92,7 +92,7 @@ class Worker:
         self.pool = pool
         self.shape = shape
         self.twins: dict[str, Worker] = {}
-        self.members: Callable[[Protocol], Members] = functools.cache(lambda protocol: Members(protocol, shape, pool))
+        self.members: Callable[[Protocol], Members] = functools.cache(lambda one: Members(one, shape, pool, controller.speeds))
 
     @property
     def member(self) -> bool:

@@ -10,13 +10,24 @@ from collections.abc import Sequence
 
 import numpy as np
 
+SHARE_UNITS = 1 << 16  # of a token: shares by speed are whole numbers of these, so that they are compared exactly
 
-def partition_by_tokens(lengths: Sequence[int] | np.ndarray, num_parts: int, groups: np.ndarray | None = None) -> np.ndarray:
-    """The part of each row, int64 [rows], with token sums as equal as possible.
+
+def partition_by_tokens(
+    lengths: Sequence[int] | np.ndarray,
+    num_parts: int,
+    groups: np.ndarray | None = None,
+    speeds: Sequence[float] = (),
+    counts: np.ndarray | None = None,
+) -> np.ndarray:
+    """The part of each row, int64 [rows], with token sums as equal as possible, or with ``speeds`` (one per part) in their proportion.
 
     Every part gets the same number of items, or one more than another where ``num_parts`` does not divide them. An item is
     a row, or with ``groups`` (one id per row) all rows of one group, which then stay together. Fewer items than parts leave
     the last parts empty.
+
+    With ``speeds`` a part's tokens are within one item of its share, and a part may get none: each item goes to the part that
+    lacks most of its share. ``counts`` says how many items each part gets, in all as many as there are.
     """
     weights = np.asarray(lengths, dtype=np.int64)
     assert num_parts >= 1 and (groups is None or len(groups) == len(weights)), f"{len(weights)} rows to {num_parts} parts"
@@ -25,8 +36,28 @@ def partition_by_tokens(lengths: Sequence[int] | np.ndarray, num_parts: int, gro
         weights = np.bincount(items, weights).astype(np.int64)
     order = np.argsort(-weights, kind="stable")
     parts = np.empty_like(order)
-    parts[order] = _deal(weights[order].tolist(), [len(weights) // num_parts] * num_parts, len(weights) % num_parts)
+    room, extra, held = np.full(num_parts, len(weights) // num_parts), len(weights) % num_parts, np.zeros(num_parts, np.int64)
+    if len(speeds):
+        weights = np.maximum(weights, 1) * SHARE_UNITS  # rows without tokens are spread as well
+        room, extra, held = np.full(num_parts, len(weights)), 0, -_shares(int(weights.sum()), speeds)
+    if counts is not None:
+        room, extra = counts, 0
+    parts[order] = _deal(weights[order].tolist(), room.tolist(), extra, held.tolist())
     return parts if groups is None else parts[items]
+
+
+def share_out(number: int, speeds: Sequence[float] | np.ndarray, held: np.ndarray) -> np.ndarray:
+    """``held`` int64 [parts], items of equal size, filled up to ``number`` in all: to each part in proportion to its speed, within
+    one where none has more already."""
+    lacks = _shares(number * SHARE_UNITS, speeds) - held * SHARE_UNITS
+    parts = _deal([SHARE_UNITS] * (number - int(held.sum())), [number] * len(held), 0, (-lacks).tolist())
+    return held + np.bincount(np.array(parts, dtype=np.int64), minlength=len(held))
+
+
+def _shares(number: int, speeds: Sequence[float] | np.ndarray) -> np.ndarray:
+    """Whole numbers that add up to ``number``, int64 [parts]."""
+    ends = np.cumsum(np.asarray(speeds, dtype=np.float64))
+    return np.diff(np.rint(ends / ends[-1] * number).astype(np.int64), prepend=0)
 
 
 def micro_batches_by_tokens(
@@ -58,7 +89,7 @@ def micro_batches_by_tokens(
         raise ValueError(f"num_micro_batches={wanted} is too small: {where}={max_tokens} needs {len(bins)}")
     balanced: list[list[int]] = [[] for _ in range(min(wanted, len(lengths)))]
     weights = [max(lengths[row], 1) for row in order]  # an empty row weighs something, so that none of the lists stays empty
-    for row, part in zip(order, _deal(weights, [len(lengths)] * len(balanced), 0), strict=True):
+    for row, part in zip(order, _deal(weights, [len(lengths)] * len(balanced), 0, [0] * len(balanced)), strict=True):
         balanced[part].append(row)
     if all(sum(lengths[row] for row in rows) <= max_tokens for rows in balanced):
         bins = balanced
@@ -81,14 +112,15 @@ def micro_batches_by_count(
     return bins + [[] for _ in range(wanted - len(bins))]
 
 
-def _deal(weights: Sequence[int], room: list[int], extra: int) -> list[int]:
+def _deal(weights: Sequence[int], room: list[int], extra: int, held: Sequence[int]) -> list[int]:
     """The part of each weight, heaviest given first: always the part of fewest tokens that has room, of the lower number.
 
-    Part ``i`` has room for ``room[i]`` weights, and any ``extra`` parts for one more. A heap entry is a part's tokens and its
+    Part ``i`` begins with ``held[i]`` tokens (below 0: what it lacks) and has room for ``room[i]`` weights, and any ``extra`` parts
+    for one more. A heap entry is a part's tokens and its
     number in one integer, since integers compare fastest: thousands of rows are dealt several times in a step.
     """
     bits = len(room).bit_length()
-    mask, heap, parts = (1 << bits) - 1, list(range(len(room))), []
+    mask, heap, parts = (1 << bits) - 1, sorted((tokens << bits) + part for part, tokens in enumerate(held)), []
     for weight in weights:
         while room[part := heap[0] & mask] <= 0 and not extra:
             heapq.heappop(heap)

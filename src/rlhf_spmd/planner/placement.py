@@ -20,13 +20,14 @@ class PlacementConfig:
     ``pools``: name -> ranks, for roles whose ``pool`` names one of them; that goes before the strategy. ``ratios``: role, or
     ``role.method``, -> the share of the ranks that the strategy is to give it. ``max_staleness``: steps that generation, on ranks of
     its own, is ahead of training: the responses of a step come from the weights that the step so many before began with. 0: both take
-    turns.
+    turns. ``speeds``: of each rank of the job against the others, above 0; calls deal their rows in this proportion. Empty: all alike.
     """
 
     strategy: str = "colocate"
     pools: dict[str, list[int]] = field(default_factory=dict)
     ratios: dict[str, float] = field(default_factory=dict)
     max_staleness: int = 0
+    speeds: list[float] = field(default_factory=list)
 
     def check(self, where: str) -> None:
         check_bounds(self, where, "max_staleness", least=0)
@@ -34,6 +35,17 @@ class PlacementConfig:
         for name, ratio in self.ratios.items():
             if not 0 < ratio <= 1:
                 raise ValueError(f"{where}.ratios.{name}={ratio}: a share of the ranks must be above 0 and at most 1")
+        wrong = [speed for speed in self.speeds if not 0 < speed < math.inf]
+        if wrong:
+            raise ValueError(
+                f"{where}.speeds: {wrong[0]} is not allowed; a rank's speed is a number above 0, 1 that of the others"
+            )
+
+    def check_speeds(self, world_size: int) -> None:
+        if self.speeds and len(self.speeds) != world_size:
+            raise ValueError(
+                f"placement.speeds has {len(self.speeds)} numbers, this job has {world_size} ranks; give one for each, or none"
+            )
 
 
 def place_roles(
@@ -49,6 +61,7 @@ def place_roles(
 
     Raises ValueError for pools that do not exist or fit, that nothing names, ratios that cannot be, and for ranks in no pool.
     """
+    config.check_speeds(world_size)
     pools = {name: _checked(f"placement.pools.{name}", name, ranks, world_size) for name, ranks in config.pools.items()}
     placed = {}
     for key, name in named.items():

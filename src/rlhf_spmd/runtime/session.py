@@ -341,4 +341,5 @@ def start_controller(context: ProgramContext[Any]) -> Controller:
     names = sorted({pool.name for pool in pools if world.rank in pool.ranks})
     timeline = Timeline(world.rank, names, synchronize=partial(wait, world.device))
     config = context.prepared.config
-    return Controller(world.all, context.board, timeline, config.run.seed, config.placement.max_staleness)
+    placement = config.placement
+    return Controller(world.all, context.board, timeline, config.run.seed, placement.max_staleness, placement.speeds)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rlhf_spmd.checkpoint.manifest import CheckpointError
 from rlhf_spmd.controller import Controller, Cut, Graph, Reference, source
-from rlhf_spmd.data.balance import partition_by_tokens
+from rlhf_spmd.data.balance import partition_by_tokens, share_out
 from rlhf_spmd.data.batch import Batch, Field, concat
 from rlhf_spmd.data.loader import Loader, validation_batches
 from rlhf_spmd.data.tokenizer import decode
@@ -35,7 +35,7 @@ class RowStream:
     ``number``: of the stream among those of the run; ids of rows and groups begin at ``number * STREAM_STRIDE``.
     """
 
-    num_groups: int | None = None  # rows end in the step that began them
+    num_groups: tuple[int, ...] | None = None  # that each generation replica ends in a step; None: those that the step began
 
     def __init__(self, loader: Loader, n: int = 1, number: int = 0) -> None:
         self.loader, self.n, self.number = loader, n, number
@@ -115,13 +115,17 @@ class InFlightStream(RowStream):
     loader's batch size, the oldest groups that have ended on every generation replica.
 
     Which rows are in flight and on which replica they lie is the same on every rank; their tokens are known to their replica only.
+    Each replica has prompts in flight and gives groups in proportion to its speed (``speeds``, empty: all alike), but one at least.
     """
 
-    def __init__(self, loader: Loader, n: int, in_flight: int, num_replicas: int) -> None:
+    def __init__(self, loader: Loader, n: int, in_flight: int, num_replicas: int, speeds: tuple[float, ...] = ()) -> None:
         super().__init__(loader, n)
         self.in_flight = in_flight
-        self.num_groups = loader.batch_size // num_replicas  # whole groups that each replica gives in a step
-        self.cut = Cut(num_replicas, keep_groups=True)
+        self.cut = Cut(num_replicas, keep_groups=True, speeds=speeds)
+        paces = speeds or (1.0,) * num_replicas
+        gives = share_out(loader.batch_size, paces, np.ones(num_replicas, dtype=np.int64))
+        self._has = share_out(in_flight, paces, gives)  # prompts in flight of each replica
+        self.num_groups = tuple(gives.tolist())
         self.prompts: Batch | None = None  # one row for each group in flight
         self.homes = np.empty(0, dtype=np.int64)  # the replica of each
         self._ended: np.ndarray | None = None  # of the groups, in this execution of the script
@@ -169,17 +173,20 @@ class InFlightStream(RowStream):
     def state_dict(self) -> dict[str, Any]:
         groups = [] if self.prompts is None else self.prompts.row_ids.tolist()
         flying = [[group, int(home), crc] for group, home, crc in zip(groups, self.homes, self._fingerprints(), strict=True)]
-        return {**self.loader.state_dict(), "in_flight": flying, "num_replicas": self.cut.num_parts}
+        return {**self.loader.state_dict(), "in_flight": flying, **self._replicas()}
+
+    def _replicas(self) -> dict[str, Any]:
+        return {"num_replicas": self.cut.num_parts, **({"speeds": list(self.cut.speeds)} if self.cut.speeds else {})}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Local: no communication. Another number of replicas than then takes the rows by token count.
+        """Local: no communication. Another number of replicas than then, or of other speeds, takes the rows by token count.
 
         Raises CheckpointError if the prompts of rows in flight are not the same as then: their tokens would answer other prompts.
         """
         self.loader.load_state_dict(state)
         flying = state.get("in_flight") or []
         if flying:
-            same = state["num_replicas"] == self.cut.num_parts
+            same = {key: state[key] for key in ("num_replicas", "speeds") if key in state} == self._replicas()
             groups = [group for group, _, _ in flying]
             self._append(self.loader.rows(groups), np.array([home for _, home, _ in flying]) if same else None)
             changed = [group for (group, _, then), now in zip(flying, self._fingerprints(), strict=True) if then != now]
@@ -195,7 +202,9 @@ class InFlightStream(RowStream):
     def _append(self, prompts: Batch, homes: np.ndarray | None = None) -> None:
         """``homes``: of each prompt; None: balanced by tokens."""
         if homes is None:
-            homes = partition_by_tokens(prompts["prompt_ids"].lengths.numpy(), self.cut.num_parts)
+            held, lengths = np.bincount(self.homes, minlength=self.cut.num_parts), prompts["prompt_ids"].lengths.numpy()
+            counts = share_out(len(self.homes) + len(lengths), self._has, held) - held
+            homes = partition_by_tokens(lengths, self.cut.num_parts, speeds=self.cut.speeds, counts=counts)
         self.prompts = prompts if self.prompts is None else concat([self.prompts, prompts])
         self.homes = np.concatenate([self.homes, homes])
 

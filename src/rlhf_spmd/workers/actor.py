@@ -67,7 +67,7 @@ class ActorWorker(ModelWorker):
         batch: Batch,
         sampling: SamplingConfig,
         number: int,
-        num_groups: int | None = None,
+        num_groups: Sequence[int] | None = None,
         own: Sequence[tuple[Reference, SamplingConfig]] = (),
     ) -> tuple[Batch, dict[str, Any]]:
         """``response_ids``: ragged int64, stop token included; ``rollout_log_probs``: ragged, at the sampling temperature.
@@ -80,8 +80,8 @@ class ActorWorker(ModelWorker):
         With an environment also ``response_mask``: ragged bool, false for its tokens, whose log-probs are 0; and
         ``environment_reward`` float64 [rows].
         ``number`` is the step, one of the things (with seed, row id and position) that a sample depends on.
-        With ``num_groups`` the call ends when each replica has that many whole groups, and makes only their rows: ``groups``
-        names them. The others are held as far as they have come, and go on when they are asked for again.
+        With ``num_groups`` (of each replica) the call ends when every one has that many whole groups, and makes only their rows:
+        ``groups`` names them. The others are held as far as they have come, and go on when they are asked for again.
         Collective over the pool: every rank of it must call, in program order.
         """
         requests = _requests(batch, sampling, own)
@@ -96,7 +96,8 @@ class ActorWorker(ModelWorker):
                 )
                 report: dict[str, Any] = {}
             else:
-                completions, groups = self.held.advance(requests, sampling, number, weights, num_groups, generating.tick)
+                wanted = num_groups[self.members(MICRO_DP).part_of[self.controller.rank]]
+                completions, groups = self.held.advance(requests, sampling, number, weights, wanted, generating.tick)
                 report = {"groups": groups}
         if "rollout_versions" not in self.absent:
             stale = sum(int((completion.versions < number).sum()) for completion in completions)
