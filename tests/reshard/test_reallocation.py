@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections import Counter
@@ -21,7 +22,7 @@ from rlhf_spmd.parallel.boxes import Box, ParamShard, shard_rows, zero_rows
 from rlhf_spmd.parallel.collectives import RECORDER
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.world import World
-from rlhf_spmd.reshard import Holding, Storages, plan_transfer, start_transfer
+from rlhf_spmd.reshard import Delta, Holding, Storages, plan_transfer, start_transfer
 from rlhf_spmd.reshard.messages import cut_messages
 from rlhf_spmd.reshard.plan import Part, Piece, Plan
 
@@ -364,6 +365,69 @@ def test_four_ranks(bucket_bytes: int, in_flight_bytes: int) -> None:
     """Small buckets and hardly anything in flight: no order of messages locks the ranks."""
     results = run_ranks(4, move_for_real, bucket_bytes, in_flight_bytes)
     assert all(sum(found[name][0] for found in results if name in found) > 0 for name in PAIRS)
+
+
+def updated(weights: dict[str, torch.Tensor], number: int) -> dict[str, torch.Tensor]:
+    """After an update that few elements show: 1 of 200, of every third tensor all, and zeros of either sign and nans among them."""
+    found = {}
+    for at, (name, tensor) in enumerate(sorted(weights.items())):
+        values = tensor.clone().view(-1)
+        draw = torch.Generator().manual_seed(1000 * number + at)
+        few = torch.rand(len(values), generator=draw) < (1.0 if (at + number) % 3 == 0 else 0.005)
+        values[few] = (values[few].double() * 1.5 + 1).to(values.dtype)
+        values[:4] = torch.tensor([0.0, -0.0, math.nan, -1.0])[torch.arange(4).roll(number)].to(values.dtype)
+        found[name] = values.view(tensor.shape)
+    return found
+
+
+def cut_out(whole: dict[str, torch.Tensor], shards: Mapping[str, ParamShard]) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, shard in shards.items():
+        found[name] = torch.zeros(shard.shape, dtype=next(iter(whole.values())).dtype)
+        for box in shard.boxes:
+            found[name][box.local_slices] = whole[box.name][box.global_slices]
+    return found
+
+
+def send_changes(world: World, bucket_bytes: int, in_flight_bytes: int) -> dict[str, list[int]]:
+    """Bytes received in the first, full transfer, after each of three updates, and once more where nothing has changed."""
+    spec, head = SPECS["value head"]
+    start, sizes = Model(spec, head).tensors, dict[str, list[int]]()
+    kinds = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+    for number, ((name, (a, ranks_a, b, ranks_b)), kind) in enumerate(product(PAIRS.items(), kinds)):
+        group = world.group(sorted({*ranks_a, *ranks_b}), "reallocation", channel=f"delta{number}")
+        sides = [holdings(spec, head, a, ranks_a), holdings(spec, head, b, ranks_b)]
+        if group is None:
+            continue
+        group.connect()
+        mine, there = (shards_of(side, world.rank) for side in sides)
+        plan, delta = plan_transfer(*sides, lambda rank: rank // 2, world.rank), Delta()
+        # sources in fp32 or fp64, as master weights are
+        whole = {n: torch.from_numpy(v).to(torch.float64 if kind == "fp64" else torch.float32) for n, v in start.items()}
+        target = {n: torch.full(shard.shape, -1.0, dtype=kinds[kind]) for n, shard in there.items()}
+        for step in range(5):
+            whole = updated(whole, step) if 0 < step < 4 else whole
+            counted = RECORDER.received["loan"]
+            move = start_transfer(
+                plan, world.rank, cut_out(whole, mine), target, group, bucket_bytes, in_flight_bytes, kinds[kind], delta
+            )
+            if not target:
+                move.proceed()
+            move.wait()
+            sizes.setdefault(f"{name}, {kind}", []).append(RECORDER.received["loan"] - counted)
+            wanted = cut_out({n: t.to(kinds[kind]) for n, t in whole.items()}, there)
+            different = [n for n, t in target.items() if not torch.equal(t.view(torch.uint8), wanted[n].view(torch.uint8))]
+            assert not different, f"{name}, {kind}, transfer {step}: {different}"
+        assert all(len(kept) == sum(part.numel for part in parts) for parts, kept in delta.sent.items())
+    return sizes
+
+
+@pytest.mark.parametrize(("bucket_bytes", "in_flight_bytes"), [(1 << 20, 1 << 20), (300, 100)])
+def test_only_what_has_changed_is_sent_again(bucket_bytes: int, in_flight_bytes: int) -> None:
+    for found in run_ranks(4, send_changes, bucket_bytes, in_flight_bytes):
+        for name, (full, *changes, nothing) in found.items():
+            assert (full == 0) == (nothing == 0) and nothing <= full / 8, name  # numbers of messages only
+            assert all(size < 0.8 * full for size in changes if full and bucket_bytes > 300), (name, full, changes)
 
 
 def goes_on_while_it_sends(world: World) -> int:

@@ -114,6 +114,23 @@ def test_rollouts_across_steps_and_a_resumed_run(directory: Path) -> None:
     assert resumed.metrics == other.metrics[2:]
 
 
+def test_only_what_has_changed_travels_and_the_run_is_the_same_bit_for_bit(directory: Path) -> None:
+    """bf16, where a small learning rate leaves most elements as they are; also for a role that rests and ZeRO's padded rows."""
+    more = [f"models.{role}.dtype=bfloat16" for role in ("actor", "critic", "reference", "reward")]
+    more += [f"models.{role}.optim.{key}" for role in ("actor", "critic") for key in ("lr=1e-5", "lr_warmup_steps=0")]
+    for number, (name, where) in enumerate(CALLS.items()):
+        runs, keys = (
+            [],
+            sorted({setting.split(".layout.")[0] for setting in where if ".calls." in setting and ".layout." in setting}),
+        )
+        for kind, setting in (("full", ()), ("delta", tuple(f"{key}.delta=true" for key in keys))):
+            runs.append(train(4, directory / f"{kind}{number}", *more, *where, *setting, steps=3))
+        tasks.assert_bit_equal(*runs)
+        full, delta = ([row["reshard/bytes"] for row in some.raw] for some in runs)
+        print(f"{name}: full {full}, delta {delta}")
+        assert delta[0] <= full[0] and delta[-1] < 0.7 * full[-1]
+
+
 # -- one call at a time
 
 

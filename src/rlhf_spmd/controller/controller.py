@@ -43,8 +43,8 @@ from rlhf_spmd.telemetry.trace import Argument, Timeline
 
 
 class Controller:
-    """Runs an algorithm's script on this rank. ``seed`` shuffles mini-batches. ``ahead``: see :class:`Versions`. ``speeds``: of each rank
-    of the world; calls deal their rows in this proportion. Empty: all alike."""
+    """Runs an algorithm's script on this rank. ``seed`` shuffles mini-batches. ``ahead``: see :class:`Versions`. ``speeds``: of each
+    rank of the world; calls deal their rows in this proportion. Empty: all alike."""
 
     def __init__(
         self,

@@ -7,7 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch import Tensor
 from rlhf_spmd.kernels import can
 from rlhf_spmd.kernels.devices import side_stream
 from rlhf_spmd.parallel.collectives import Group, Work, wait_all
+from rlhf_spmd.reshard.delta import Changes, Delta
 from rlhf_spmd.reshard.messages import Ends, Message, Step, plan_steps
 from rlhf_spmd.reshard.plan import Part, Piece, Plan
 
@@ -120,7 +121,8 @@ class Transfer:
             self.peak_bytes = max(self.peak_bytes, buffers + self._measure())
             self._flights.popleft()
             self.landed += 1
-            self._closes(self.landed - 1)
+            with self._on_stream():
+                self._closes(self.landed - 1)
             self._start_some()
 
     @torch.no_grad()
@@ -206,13 +208,15 @@ def start_transfer(
     message_bytes: int = 32 << 20,
     buffer_bytes: int = 256 << 20,
     dtype: torch.dtype | None = None,
+    delta: Delta | None = None,
 ) -> Transfer:
     """Start the part of ``rank`` in a plan of global ranks: from ``sources`` (its parameters on the source side) into ``targets``; {}
     where it has none.
 
     Collective over ``group``, which holds all ranks of both sides: every rank of it must call with its part of one plan, the same
     ``message_bytes``, and transfers of one group in program order. ``buffer_bytes``: the most that buffers hold. ``dtype``: the
-    targets', where sources have another one; else all tensors have one.
+    targets', where sources have another one; else all tensors have one. ``delta``: what earlier transfers of this plan have sent; then
+    only what has changed since travels, and the targets must hold what came last.
     """
     dtypes = {tensor.dtype for tensor in chain(sources.values(), targets.values())}
     assert len(dtypes) <= 1 or dtype, f"reallocation converts nothing, but there are {sorted(map(str, dtypes))}"
@@ -222,4 +226,11 @@ def start_transfer(
     ends = Ends(rank, group.ranks, here, there, converted, max(message_bytes // dtype.itemsize, 1))
     steps = plan_steps(plan, ends)
     limit = buffer_bytes // dtype.itemsize
+    if delta is not None and delta.begun:
+        changes, byte = Changes(delta, steps, sources, targets, dtype, buffer_bytes), torch.uint8
+        hooks: Any = {"opens": changes.opens, "closes": changes.closes, "beside": True}
+        args = changes.number, changes.step, changes.sources, changes.targets, group, byte, buffer_bytes, LABEL
+        return Transfer(*args, **hooks)
+    if delta is not None:
+        delta.begin(steps, sources, dtype)
     return Transfer(len(steps), steps.__getitem__, sources, targets, group, dtype, limit, LABEL, beside=True)

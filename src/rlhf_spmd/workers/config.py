@@ -18,10 +18,12 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 @dataclass(frozen=True)
 class CallConfig:
     """``models.<role>.calls.<method>``: ranks and layout of one method's calls. ``pool`` null: the role's. The weights are
-    reallocated for every call; gradients and optimizer states stay where the role is."""
+    reallocated for every call; gradients and optimizer states stay where the role is. ``delta``: what came for the last call is kept
+    at both ends, and only elements that have changed since are sent."""
 
     pool: str | None = None
     layout: LayoutConfig = field(default_factory=LayoutConfig)
+    delta: bool = False
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
 """Per-call layouts (ReaL's execution plan): a role's weights on loan to a worker that serves one of its methods elsewhere.
 
 The twin is a worker of the same class on the call's pool and layout, without an optimizer; between calls its parameters have no
-storage. For a call they get some, and the home's weights are transferred into them: every rank of both pools takes part, each
-member of the home only as a sender where it does not run the call, and it goes on while it sends.
+storage (with ``delta`` they keep it, and what has not changed is not sent). For a call they get some, and the home's weights are
+transferred into them: every rank of both pools takes part, each member of the home only as a sender where it does not run the call,
+and it goes on while it sends.
 
 Where generation is ahead of training (:class:`LoanAhead`), the twin keeps its weights. Each version sets out when the first generate
 call after its update is reached, which on the ranks that train is at once, and is put into place when a call takes it.
@@ -18,9 +19,10 @@ import torch
 from torch import Tensor
 
 from rlhf_spmd.kernels import can
+from rlhf_spmd.kernels.devices import side_stream
 from rlhf_spmd.parallel.collectives import Group, Work, wait_all
 from rlhf_spmd.parallel.program import fail_beside
-from rlhf_spmd.reshard import Transfer, holdings, plan_transfer, start_transfer
+from rlhf_spmd.reshard import Delta, Transfer, holdings, plan_transfer, start_transfer
 
 if TYPE_CHECKING:
     from rlhf_spmd.workers.model_worker import ModelWorker
@@ -39,13 +41,15 @@ class Loan:
         # a channel of its own: weights may still be on their way while the same ranks compute, or lend others
         self._group = world.group(ranks, "loan", channel=f"{home.name}.{method}")
         self._transfer: Transfer | None = None
+        call = home.config.calls.get(method)
+        self._delta = Delta() if call is not None and call.delta else None
         if self._group is not None:
             here, there = (holdings(at.shape.layout, at.shards(spec), at.pool.ranks) for at in (home, twin))
             self._plan = plan_transfer(here, there, lambda rank: rank // world.launch.local_size, world.rank)
 
     def take(self, version: int) -> None:
         """Fill the twin's parameters. Collective over both pools: every rank of them must call, in program order."""
-        if self.twin.member:
+        if self.twin.member and not (self._delta and self._delta.begun):
             self.twin.engine.storages.allocate()
         self.copy(self.twin.engine.local_tensors() if self.twin.member else {})
 
@@ -74,12 +78,13 @@ class Loan:
     def give_back(self) -> None:
         if self.twin.member:
             self.twin.engine.reshard()
-            self.twin.engine.storages.free()
+            if self._delta is None:
+                self.twin.engine.storages.free()
 
     def _start(self, sources: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> Transfer:
         assert self._group is not None, "a rank of neither pool has no part in it"
         dtype = self.twin.config.torch_dtype(self.twin.device)
-        return start_transfer(self._plan, self._rank, sources, targets, self._group, dtype=dtype)
+        return start_transfer(self._plan, self._rank, sources, targets, self._group, dtype=dtype, delta=self._delta)
 
     def _fail(self, error: BaseException) -> None:
         """Of a thread beside the main one: the others must not wait for this rank until their time is up."""
@@ -101,6 +106,7 @@ class LoanAhead(Loan):
         self._arrivals: dict[int, _Arrival] = {}  # by version, in the order in which they come
         self._last: _Arrival | None = None
         self._notices: list[tuple[Work | None, Tensor]] = []
+        self._base: dict[str, Tensor] = {}
 
     def take(self, version: int) -> None:
         """Put ``version`` of the weights into place. The newest sets out if the twin has not got it yet, and is waited for only if it
@@ -131,6 +137,13 @@ class LoanAhead(Loan):
         """Room for a version that comes from a checkpoint; the same on all ranks of both pools."""
         self.kept[version] = self._room()
         return self.kept[version]
+
+    def receives(self, targets: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What a transfer goes into: with ``delta`` the values that came last, which then are copied to ``targets``."""
+        if self._delta is None:
+            return targets
+        self._base = self._base or self._room()
+        return self._base
 
     def settle(self) -> None:
         super().settle()
@@ -202,13 +215,11 @@ class _Arrival:
     otherwise wait for it beside all of the generation.
     """
 
-    def __init__(
-        self, loan: LoanAhead, targets: Mapping[str, Tensor], group: Group, first: int, before: _Arrival | None
-    ) -> None:
+    def __init__(self, loan: LoanAhead, targets: dict[str, Tensor], group: Group, first: int, before: _Arrival | None) -> None:
         self._loan, self._targets, self._before = loan, targets, before
         notice = torch.zeros(1, dtype=torch.int64)
         self._notice = notice, group.irecv(notice, first, "control", NOTICE)
-        self._transfer: Transfer | None = None
+        self._arrived: torch.cuda.Event | None = None
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._receive, name="weights", daemon=True)
         self._thread.start()
@@ -217,9 +228,9 @@ class _Arrival:
         self._thread.join()
         if self._error is not None:
             raise self._error
-        assert self._transfer is not None
-        self._transfer.wait()
-        self._transfer, self._targets = None, {}  # the next one holds this one
+        if self._arrived is not None:
+            torch.cuda.current_stream().wait_event(self._arrived)
+        self._targets = {}  # the next one holds this one
 
     def _receive(self) -> None:
         try:
@@ -229,11 +240,19 @@ class _Arrival:
             self._before = None
             if can(self._loan.twin.device).streams:
                 torch.cuda.set_device(self._loan.twin.device)
-                self._transfer = self._loan._start({}, self._targets)
-                self._transfer.proceed()  # only the stream waits
+                with torch.cuda.stream(side_stream()):  # only the stream waits for what comes
+                    self._fill()
+                self._arrived = side_stream().record_event()
             else:
-                self._transfer = self._loan._start({}, self._targets)
-                self._transfer.wait()
+                self._fill()
         except BaseException as error:  # the thread's boundary: wait() raises it
             self._error = error
             self._loan._fail(error)
+
+    @torch.no_grad()
+    def _fill(self) -> None:
+        came = self._loan.receives(self._targets)
+        self._loan._start({}, came).wait()
+        if came is not self._targets:
+            for name, tensor in self._targets.items():
+                tensor.copy_(came[name])

@@ -1,0 +1,192 @@
+"""Weights sent again to ranks that still hold what was sent last: only the elements whose bits have changed. Pure.
+
+A message's elements travel all together, or as those that have changed with a list (int32) or a mask (a bit each) of where they are,
+whichever is smaller, which both ends know from the number that has changed: the first step of a transfer carries these numbers. Bits
+are compared, not values, so that the receiver has what the sender has: -0.0 after 0.0, and any nan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from rlhf_spmd.reshard.messages import Message, Step
+from rlhf_spmd.reshard.plan import Part
+
+HEADER = 0  # the step of the numbers
+SPREAD_BITS = 0x0102040810204080  # times eight bytes of 0 or 1, read as one number: byte i is bit i of the highest byte
+
+Parts = tuple[Part, ...]
+
+
+class Delta:
+    """Transfers by one plan, again and again, from the same sources into the same targets, whose storage stays in between.
+
+    ``sent``: of each message what its receivers hold, flat; that costs a sender the bytes that it sends in a full transfer, once for
+    all receivers of equal parts. Empty before the first transfer, which carries everything, on all ranks alike.
+    """
+
+    def __init__(self) -> None:
+        self.begun = False
+        self.sent: dict[Parts, Tensor] = {}
+
+    def begin(self, steps: Sequence[Step], sources: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+        """Note what the first transfer carries. The sources have the values that it sends."""
+        self.begun = True
+        for message in (message for step in steps for message in step.messages if message.sends):
+            if message.parts not in self.sent:
+                self.sent[message.parts] = flat(sources, message.parts).to(dtype, copy=True)
+
+
+class Changes:
+    """One later transfer: steps in place of ``steps`` (of a message each), with what they carry in ``sources`` and ``targets``.
+
+    ``limit``: bytes that steps hold at a time. ``opens`` and ``closes`` are those of a ``Transfer``.
+    """
+
+    def __init__(
+        self,
+        delta: Delta,
+        steps: Sequence[Step],
+        sources: Mapping[str, Tensor],
+        targets: Mapping[str, Tensor],
+        dtype: torch.dtype,
+        limit: int,
+    ) -> None:
+        self.steps, self.number = steps, len(steps) + 1
+        self.sources, self.targets = dict(sources), dict(targets)
+        self._delta, self._dtype, self._limit = delta, dtype, limit
+        self._counts: dict[int, int] = {}  # step -> elements of its message that have changed
+        self._pairs: dict[tuple[bool, int], list[int]] = {}  # (sends, peer) -> steps; in the order of the steps on all ranks
+        for number, step in enumerate(steps, 1):
+            for _, peer in step.transfers:
+                self._pairs.setdefault((step.messages[0].sends, peer), []).append(number)
+
+    def step(self, number: int) -> Step:
+        if number == HEADER:
+            messages = [Message(sends, _whole(f"#{peer}", len(at)), None) for (sends, peer), at in self._pairs.items()]
+            transfers = [(i, peer) for i, (_, peer) in enumerate(self._pairs)]
+            # nothing else starts before it has ended: the sizes of the others are not known
+            return Step(messages, transfers, together=False, held=self._limit + 1)
+        step = self.steps[number - 1]
+        if not step.messages:
+            return step
+        size = self._size(number) if number in self._counts else 0  # 0: only asked whether there is room, beside the header
+        message = Message(step.messages[0].sends, _whole(f"#step {number}", size), None)
+        return Step([message] if size else [], step.transfers if size else [], together=False, held=size)
+
+    def opens(self, number: int) -> None:
+        """Make what a step sends, and room for what it receives."""
+        if number == HEADER:
+            device = next((tensor.device for tensor in (*self.sources.values(), *self.targets.values())), None)
+            for (sends, peer), at in self._pairs.items():
+                if sends:
+                    self.sources[f"#{peer}"] = self._count(at)
+                    self._counts |= zip(at, self.sources[f"#{peer}"].tolist(), strict=True)
+                else:
+                    self.targets[f"#{peer}"] = torch.zeros(len(at), dtype=torch.int64, device=device)
+            return
+        for message in self.steps[number - 1].messages if self._size(number) else ():
+            if message.sends:
+                now, before = self._now(message.parts), self._delta.sent[message.parts]
+                self.sources[f"#step {number}"] = encode(now, before, self._counts[number])
+            else:
+                device = self.targets[message.parts[0].parameter].device
+                self.targets[f"#step {number}"] = torch.empty(self._size(number), dtype=torch.uint8, device=device)
+        if number == len(self.steps):  # equal parts may go to several: only now are all messages made
+            for parts, before in self._delta.sent.items():
+                before.copy_(self._now(parts))
+
+    def closes(self, number: int) -> None:
+        """Put what a step received into place."""
+        if number == HEADER:
+            for (sends, peer), at in self._pairs.items():
+                if not sends:
+                    self._counts |= zip(at, self.targets[f"#{peer}"].tolist(), strict=True)
+            return
+        for message in self.steps[number - 1].messages if self._size(number) else ():
+            if message.sends:
+                del self.sources[f"#step {number}"]
+                continue
+            values = flat(self.targets, message.parts).clone()
+            apply_encoded(values, self.targets.pop(f"#step {number}"), self._counts[number])
+            for part, one in zip(message.parts, values.split([part.numel for part in message.parts]), strict=True):
+                self.targets[part.parameter].detach()[part.slices].copy_(one.view(part.size))
+
+    def _now(self, parts: Parts) -> Tensor:
+        return flat(self.sources, parts).to(self._dtype)
+
+    def _count(self, numbers: Sequence[int]) -> Tensor:
+        parts = [self.steps[number - 1].messages[0].parts for number in numbers]
+        return torch.stack([differs(self._now(one), self._delta.sent[one]).sum() for one in parts])
+
+    def _size(self, number: int) -> int:
+        messages = self.steps[number - 1].messages
+        return encoded_bytes(messages[0].numel, self._counts[number], self._dtype.itemsize)[1] if messages else 0
+
+
+def _whole(name: str, size: int) -> Parts:
+    return (Part(name, (0,), (size,)),)
+
+
+def flat(tensors: Mapping[str, Tensor], parts: Parts) -> Tensor:
+    """The elements of some parts, one after the other; a view where they lie so."""
+    found = [tensors[part.parameter].detach()[part.slices].reshape(-1) for part in parts]
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def differs(a: Tensor, b: Tensor) -> Tensor:
+    """Bool like ``a``: which elements have other bits in ``b``, of the same dtype."""
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+    return a.view(bits) != b.view(bits)
+
+
+def encoded_bytes(numel: int, changed: int, itemsize: int) -> tuple[str, int]:
+    """The smallest form of ``numel`` elements of which some have changed: "all", "list" or "mask", and its bytes."""
+    sizes = {"list": 4 * changed, "mask": -(-numel // 8)}
+    form = min(sizes, key=lambda name: sizes[name])
+    size = sizes[form] + itemsize * changed
+    return (form, size) if size < itemsize * numel else ("all", itemsize * numel)
+
+
+def encode(now: Tensor, before: Tensor, changed: int) -> Tensor:
+    """``now`` for who has ``before``, both flat, uint8 [encoded_bytes]: the values, then where they are.
+
+    The host waits for nothing, so that on GPUs a rank that only sends goes on before its peers have come.
+    """
+    form, _ = encoded_bytes(len(now), changed, now.element_size())
+    if form == "all":
+        return now.contiguous().view(torch.uint8)
+    mask = differs(now, before)
+    index = mask.nonzero_static(size=changed).view(-1)
+    where = index.int().view(torch.uint8) if form == "list" else pack_bits(mask)
+    return torch.cat([now[index].view(torch.uint8), where])
+
+
+def apply_encoded(values: Tensor, payload: Tensor, changed: int) -> None:
+    """Bring ``values``, flat, up to date in place by what :func:`encode` made of them."""
+    form, _ = encoded_bytes(len(values), changed, values.element_size())
+    if form == "all":
+        values.copy_(payload.view(values.dtype))
+        return
+    size = changed * values.element_size()
+    found, where = payload[:size].view(values.dtype), payload[size:].clone()  # a copy begins where an int32 may
+    if form == "list":
+        values[where.view(torch.int32).long()] = found
+    else:
+        values.masked_scatter_(unpack_bits(where, len(values)), found)
+
+
+def pack_bits(mask: Tensor) -> Tensor:
+    """Bool [n] as uint8 [ceil(n / 8)], the first element in the lowest bit."""
+    padded = torch.zeros(-(-len(mask) // 8) * 8, dtype=torch.bool, device=mask.device)
+    padded[: len(mask)] = mask
+    return ((padded.view(torch.int64) * SPREAD_BITS) >> 56).to(torch.uint8)
+
+
+def unpack_bits(packed: Tensor, number: int) -> Tensor:
+    """The other way: bool [number]."""
+    places = torch.arange(8, dtype=torch.uint8, device=packed.device)
+    return ((packed.unsqueeze(1) >> places) & 1).view(-1)[:number].bool()
