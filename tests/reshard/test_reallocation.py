@@ -375,7 +375,7 @@ def updated(weights: dict[str, torch.Tensor], number: int) -> dict[str, torch.Te
         draw = torch.Generator().manual_seed(1000 * number + at)
         few = torch.rand(len(values), generator=draw) < (1.0 if (at + number) % 3 == 0 else 0.005)
         values[few] = (values[few].double() * 1.5 + 1).to(values.dtype)
-        values[:4] = torch.tensor([0.0, -0.0, math.nan, -1.0])[torch.arange(4).roll(number)].to(values.dtype)
+        values[:4] = torch.tensor([0.0, -0.0, math.nan, -1.0]).roll(number)[: len(values)].to(values.dtype)
         found[name] = values.view(tensor.shape)
     return found
 
