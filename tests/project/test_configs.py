@@ -86,7 +86,7 @@ def expected(program: str) -> set[str]:
     if program == "train":
         roles = {key.replace("<role>.generation", "actor.generation") for key in keys(RoleConfig, "models.<role>.")}
         of_algorithms = {key for name in set(ALGORITHMS) - {"sft", *PREFERENCES} for key in keys(config_of(name), "algorithm.")}
-        calls = {"models.<role>.calls.<method>.pool"}
+        calls = {f"models.<role>.calls.<method>.{key}" for key in ("pool", "delta")}
         whole = {*keys(TrainConfig), *of_algorithms, *keys(DataConfig, "data."), *roles, *calls}
         return whole - {"models", "data", "models.<role>.calls"}
     if program == "preferences":
