@@ -219,6 +219,8 @@ class _Arrival:
         self._loan, self._targets, self._before = loan, targets, before
         notice = torch.zeros(1, dtype=torch.int64)
         self._notice = notice, group.irecv(notice, first, "control", NOTICE)
+        on_stream = can(loan.twin.device).streams
+        self._begun = torch.cuda.current_stream().record_event() if on_stream else None  # ``targets`` are free from then on
         self._arrived: torch.cuda.Event | None = None
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._receive, name="weights", daemon=True)
@@ -238,8 +240,9 @@ class _Arrival:
             if self._before is not None:
                 self._before._thread.join()
             self._before = None
-            if can(self._loan.twin.device).streams:
+            if self._begun is not None:
                 torch.cuda.set_device(self._loan.twin.device)
+                side_stream().wait_event(self._begun)
                 with torch.cuda.stream(side_stream()):  # only the stream waits for what comes
                     self._fill()
                 self._arrived = side_stream().record_event()
