@@ -30,6 +30,7 @@ APART = (
 # name -> overrides
 LAYOUTS = {
     "replicas": APART,
+    "only what has changed": (*APART, "models.actor.calls.generate_sequences.delta=true"),
     "slices, from ZeRO": (*APART, "models.actor.layout.zero=3", "models.actor.calls.generate_sequences.layout.tp=2"),
     "stages, weights that rest": (
         *APART,
@@ -103,7 +104,7 @@ def test_a_staleness_of_one_is_training_on_the_rollout_of_the_step_before(direct
 def test_a_resumed_run_goes_on_with_the_same_samples(directory: Path) -> None:
     """The weights that the next step generates with are older than those that are trained: the checkpoint has both."""
     whole = ahead(directory, "replicas")
-    checkpoint = directory / "ahead_1" / "checkpoints" / "step_3"
+    checkpoint = directory / f"ahead_{sorted(LAYOUTS).index('replicas')}" / "checkpoints" / "step_3"
     for number, layout in enumerate(("replicas", "slices, from ZeRO")):
         more = STALE, *LAYOUTS[layout], "run.save_freq=1", f"run.resume={checkpoint}"
         resumed = train(4, "grpo", directory / f"resumed_{number}", *more)
