@@ -18,6 +18,7 @@ from generators import backend as backend  # a fixture
 from ranks import run_ranks
 from rlhf_spmd.generation import CallLimits, Completion, Generator, Request, SamplingConfig
 from rlhf_spmd.generation.balancing import pack, unpack
+from rlhf_spmd.generation.portions import Portions
 from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import build_mesh
@@ -63,6 +64,24 @@ def test_a_pool_of_a_twentieth_of_the_need_changes_no_token(path: str) -> None:
     tight = build(path, page_size=4, max_num_seqs=64, num_pages=need // 20)
     assert_same(tight.generate(requests, s, 1, 2), wanted)
     assert tight.stats.num_pages <= 0.05 * need and tight.stats.preemptions > 20
+
+
+@pytest.mark.parametrize("changes", [{"max_num_seqs": 4}, {"steps_per_sync": 3, "micro_batches": 2}, {"speculative_tokens": 2}])
+def test_whole_groups_leave_before_the_call_ends(path: str, changes: dict[str, Any]) -> None:
+    requests, number = ragged_requests(num_prompts=7, samples=3), 4
+    sent: list[list[Completion]] = []
+    wanted = {c.row_id: c for c in build(path, **changes).generate(requests, PENALISED, 1, 2)}
+    found = build(path, **changes).generate(requests, PENALISED, 1, 2, portions=Portions(requests, number, sent.append))
+    assert_same(found, list(wanted.values()))
+    assert 1 < len(sent) < number
+    for portion in sent:
+        assert_same(portion, [wanted[c.row_id] for c in portion])
+        assert all(torch.equal(c.top_log_probs[1], wanted[c.row_id].top_log_probs[1]) for c in portion)  # type: ignore[index]
+    groups = [[request.group_id for c in portion for request in requests if request.row_id == c.row_id] for portion in sent]
+    assert all(count == 3 for portion in groups for count in Counter(portion).values())
+    least = [-(-7 * part // number) for part in range(1, number)]  # groups that have ended when so many portions are due
+    totals = [len({group for portion in groups[: i + 1] for group in portion}) for i in range(len(sent))]
+    assert all(total in range(least[0], 8) for total in totals) and totals[-1] >= least[-1]
 
 
 @pytest.mark.parametrize("page_size", [16, 64])

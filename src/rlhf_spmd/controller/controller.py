@@ -13,6 +13,8 @@ What holds, and what the code below rests on:
 5. Token counts that a call makes go in a small header to the ranks that need them to place rows: members of a consumer, and of
    whoever sends to it. ``Production.told`` is the same on every rank.
 6. Data live as long as a reference to them. The end of a script only settles messages.
+7. A call that takes its rows in portions waits, and runs when a call comes that must come after it (``streaming.py``). Which call
+   that is follows from the script, so every rank runs the same calls in the same order, those that waited among them.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from rlhf_spmd.controller.delivery import Delivery, held_first
 from rlhf_spmd.controller.graph import Graph
 from rlhf_spmd.controller.reference import Intake, Production, Reference, Source, made_by, pick_rows, source
 from rlhf_spmd.controller.rows import Cut
+from rlhf_spmd.controller.streaming import HandingOut, Streaming, comes_in_portions, known_before, one_result
 from rlhf_spmd.controller.transport import REPORTS, UNTRACED
 from rlhf_spmd.controller.versions import Versions
 from rlhf_spmd.controller.worker import MethodSpec, Signature, Worker
@@ -44,7 +47,8 @@ from rlhf_spmd.telemetry.trace import Argument, Timeline
 
 class Controller:
     """Runs an algorithm's script on this rank. ``seed`` shuffles mini-batches. ``ahead``: see :class:`Versions`. ``speeds``: of each
-    rank of the world; calls deal their rows in this proportion. Empty: all alike."""
+    rank of the world; calls deal their rows in this proportion; empty: all alike. ``num_portions``: in which rows leave the generate
+    calls that hand them out; 1: they leave them together."""
 
     def __init__(
         self,
@@ -54,16 +58,19 @@ class Controller:
         seed: int = 0,
         ahead: int = 0,
         speeds: Sequence[float] = (),
+        num_portions: int = 1,
     ) -> None:
         self.world = world
         self.rank = world.ranks[world.rank]
         self.board = board
         self.timeline = timeline or Timeline(self.rank)
-        self.seed, self.speeds = seed, speeds
+        self.seed, self.speeds, self.num_portions = seed, speeds, num_portions
         self.span: dict[str, Argument] = {}  # arguments of the last call's span: a worker may add to them
         self.graph = Graph()  # of the last script
         self.taken: list[Production] = []  # the calls of the last script that it made, as they were traced
-        self._delivery = Delivery(world)
+        self.handing_out: HandingOut | None = None  # of the generate call under way, on ranks that send its rows as they end
+        self._delivery = Delivery(world, num_portions)
+        self._streaming = Streaming(self, self._delivery, num_portions)
         self._seq = 1  # for the board 0 is before the first call
         self._tracing = False
         self.versions = Versions(ahead)
@@ -115,6 +122,7 @@ class Controller:
 
         Every rank of the world must call, in program order; it waits only for the ranks it exchanged data with.
         """
+        self._streaming.run_waiting()
         self._delivery.settle(spare)
         self._nodes.clear()
         self._next.clear()
@@ -126,6 +134,7 @@ class Controller:
         """
         if self._tracing:
             return [[] for _ in references]
+        self._streaming.run_waiting()
         return ordered_values(self._from_all("controller.get", self.values(*references)), len(references))
 
     def get_field(self, reference: Reference, name: str) -> Tensor:
@@ -136,6 +145,7 @@ class Controller:
         found = torch.ones(len(reference), dtype=torch.float64)
         if self._tracing:
             return found
+        self._streaming.run_waiting()
         mine = []
         for piece in reference.select(name).fields[name]:
             data, at = held_first(piece, self.rank)
@@ -249,22 +259,37 @@ class Controller:
         if coming:
             self.taken.append(coming[0])
             production.node = coming.popleft().node
+        takes_portions = self._streaming.enter(production)
         self._delivery.send_inputs(production)
-        role.enter(production)
+        if takes_portions:
+            self._streaming.wait_for_rows(production, args, kwargs)
+        else:
+            self._run(production, batch, args, kwargs)
+        self._leave()
+        return self._reference(production)
+
+    def _run(self, production: Production, batch: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        production.role.enter(production)
+        self.handing_out = self._streaming.hand_out(production)
         index = production.members.part_of.get(self.rank)
         if index is not None:
             inputs = self._inputs(production, batch, index)
             if production.node in self._next:
                 self._next.pop(production.node).prefetch()
             with self.timeline.span(production.name, category="compute", call=production.seq) as self.span:
-                result = spec.body(role, *inputs, *args, **kwargs)
-            self._keep(production, result, index)
-        role.leave(production)
+                result = production.spec.body(production.role, *inputs, *args, **kwargs)
+                result = one_result(production, inputs, [result])
+            self.keep(production, result, index)
+        if self.handing_out is not None:
+            self.handing_out.finish(production.data)
+        self.end(production)
+
+    def end(self, production: Production) -> None:
+        """After the body, on every rank: what it made goes to its consumers."""
+        production.role.leave(production)
         self._delivery.push(production)
         for intake in production.intakes:
             intake.forget()
-        self._leave()
-        return self._reference(production)
 
     def _plan(self, role: Worker, spec: MethodSpec, signature: Signature, batch: Any, args: tuple[Any, ...]) -> Production:
         name = f"{role.name}.{signature.name}"
@@ -292,6 +317,8 @@ class Controller:
                 cut = replace(cut, num_chunks=num_chunks, epochs=signature.epochs, seed=self.seed)
             fields = {field: reference.fields[field] for field in wanted}
             production.intakes.append(Intake(rows, fields, tokens, cut))
+        if self.num_portions > 1 and len(production.intakes) == 1 and comes_in_portions(role, spec, production.intakes[0]):
+            production.intakes, production.in_portions = [known_before(production.intakes[0])], True
         return production
 
     def _reference(self, production: Production) -> Reference:
@@ -314,7 +341,8 @@ class Controller:
         steps = zip(*([part.take(at) for at in its] for part, its in zip(batches, updates, strict=True)), strict=True)
         return [[list(step) for step in steps]]
 
-    def _keep(self, production: Production, result: Any, index: int) -> None:
+    def keep(self, production: Production, result: Any, index: int) -> None:
+        """What the body returned for part ``index``."""
         data, production.values = result if isinstance(result, tuple) else (result, None)
         if isinstance(data, Batch):
             part, name = production.intakes[0].part(index), production.name

@@ -7,7 +7,7 @@ Every rank does the same bookkeeping in the same order, and its own part of the 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rlhf_spmd.controller.graph import Graph
 from rlhf_spmd.controller.reference import Intake, Piece, Production, Source, pick_rows
-from rlhf_spmd.controller.rows import distinct
+from rlhf_spmd.controller.rows import Part, distinct
 from rlhf_spmd.controller.transport import LENGTHS, REPORTS, Transport
 from rlhf_spmd.data.batch import Batch, Field, concat, pack, unpack
 from rlhf_spmd.parallel.collectives import Group
@@ -24,18 +24,19 @@ Share = tuple[Intake, Piece, dict[str, str]]  # of a consumer: what one producer
 
 
 class Delivery:
-    """This rank's part of moving rows between the calls of a script."""
+    """This rank's part of moving rows between the calls of a script. ``num_portions``: of rows that are handed out as they end."""
 
-    def __init__(self, world: Group) -> None:
-        self.world = world
+    def __init__(self, world: Group, num_portions: int = 1) -> None:
+        self.world, self.num_portions = world, num_portions
         self.rank = world.ranks[world.rank]
-        self._transport = Transport(world)
+        self.transport = Transport(world)
         self._consumers: dict[int, list[Production]] = {}  # node -> who reads what it makes
         self._readers: dict[int, frozenset[int]] = {}  # node -> the ranks that must know the token counts which it makes
         self._foreseen: dict[int, Production] = {}  # node -> the call as it was traced
         self._made: dict[int, Production] = {}  # node -> the call that took its place, with the rows that it was traced with
         self._makers: list[Production] = []  # of token counts that were told in this script
         self._pushed: dict[tuple[int, int], tuple[Production, list[Share]]] = {}  # (call, node): sent ahead, not yet consumed
+        self._portioned: set[tuple[int, int]] = set()  # of these, those that come in portions
         self._own_reports: deque[bytes] = deque()
 
     def begin(self, graph: Graph) -> None:
@@ -59,8 +60,8 @@ class Delivery:
                 self.learn(maker)
         for key in list(self._pushed):
             self._drop(*key)
-        self._transport.finish(spare)
-        for kept in (self._consumers, self._readers, self._foreseen, self._made, self._makers):
+        self.transport.finish(spare)
+        for kept in (self._consumers, self._readers, self._foreseen, self._made, self._makers, self._portioned):
             kept.clear()
 
     def send_report(self, report: bytes) -> None:
@@ -68,17 +69,20 @@ class Delivery:
         if self.rank == first:
             self._own_reports.append(report)
         else:
-            self._transport.send(torch.frombuffer(bytearray(report), dtype=torch.uint8), first, 0, REPORTS, "report")
+            self.transport.send(torch.frombuffer(bytearray(report), dtype=torch.uint8), first, 0, REPORTS, "report")
 
     def receive_reports(self) -> list[bytes]:
-        others = self._transport.receive(self.world.ranks[1:], 0, REPORTS, "report")
+        others = self.transport.receive(self.world.ranks[1:], 0, REPORTS, "report")
         return [self._own_reports.popleft(), *(bytes(payload.numpy()) for payload in others)]
 
     # What comes in
 
     def assemble(self, consumer: Production, intake: Intake, index: int) -> Batch:
         """The fields of one part's rows, out of this rank's memory and what others have sent."""
-        part = intake.part(index)
+        return self.gather(consumer, intake, index, intake.part(index))
+
+    def gather(self, consumer: Production, intake: Intake, index: int, part: Part, arrived: Batch | None = None) -> Batch:
+        """``part``: the rows of part ``index``, or some of them; ``arrived``: what a call has made for these, if it is here."""
         if not len(part.positions):  # a member without rows gets a batch without fields
             return Batch(part.row_ids, part.group_ids, {})
         fields: dict[str, Field] = {}
@@ -90,7 +94,10 @@ class Delivery:
                 continue
             inside, ids = _within(piece, part.positions, len(intake.rows))
             if len(ids):
-                data = self._fetch(piece.producer, consumer, ids, list(names.values()))
+                if arrived is not None and isinstance(piece.producer, Production):
+                    data = pick_rows(arrived, torch.from_numpy(ids))
+                else:
+                    data = self._fetch(piece.producer, consumer, ids, list(names.values()))
                 for here, there in names.items():
                     found[here].append((inside, data.select([there])))
         fields |= {name: _joined(name, pieces, len(part.positions)) for name, pieces in found.items()}
@@ -108,17 +115,17 @@ class Delivery:
         if isinstance(producer, Source):
             return pick_rows(producer.data.select(names), row_ids)
         parts = distinct(producer.parts_of(ids))
-        pieces = self._receive(producer, consumer, parts)
+        pieces = self.receive(producer, consumer, parts)
         if any(self.rank in producer.members.holders(index) for index in parts):
             assert producer.data is not None, f"{consumer.name}: {producer.name} has made no data here"
             pieces.append(producer.data.select(names))
         return pick_rows(pieces[0] if len(pieces) == 1 else concat(pieces), row_ids)
 
-    def _receive(self, producer: Production, consumer: Production, parts: Iterable[int]) -> list[Batch]:
+    def receive(self, producer: Production, consumer: Production, parts: Iterable[int]) -> list[Batch]:
         """Rows of these parts of a production, one batch from the first holder of each part that does not lie here."""
         holders = [producer.members.holders(index) for index in parts]
         sources = [ranks[0] for ranks in holders if self.rank not in ranks]
-        return [unpack(payload) for payload in self._transport.receive(sources, producer.seq, consumer.node, consumer.name)]
+        return [unpack(payload) for payload in self.transport.receive(sources, producer.seq, consumer.node, consumer.name)]
 
     # What goes out
 
@@ -153,20 +160,41 @@ class Delivery:
         if self._made.get(producer.node) is not producer:
             return  # it came otherwise than foreseen, and so do its consumers: they pull
         for foreseen in self._consumers.get(producer.node, ()):
+            if (producer.seq, foreseen.node) in self._portioned:
+                continue
             intakes = [self._real(intake) for intake in foreseen.intakes]
             if any(intake is None for intake in intakes):
                 continue  # its rows are decided later, or placed by token counts that a later call makes
-            consumer = Production(-1, foreseen.node, foreseen.role, foreseen.spec, foreseen.name, (), [], (), 0)
-            shares = [
-                (intake, Piece(producer, piece.name, piece.at, piece.ids), names)
-                for intake in intakes
-                if intake is not None
-                for piece, names in intake.shares
-                if isinstance(piece.producer, Production) and piece.producer.seq < 0 and piece.producer.node == producer.node
-            ]
-            for share in shares:
-                self._send(producer, consumer, share)
-            self._pushed[producer.seq, foreseen.node] = consumer, shares
+            for share in self._announce(producer, foreseen, [intake for intake in intakes if intake is not None]):
+                self._send(producer, foreseen, share)
+
+    def _announce(self, producer: Production, foreseen: Production, intakes: Sequence[Intake]) -> list[Share]:
+        """Note that ``producer`` sends to a foreseen call; returns what it sends."""
+        consumer = Production(-1, foreseen.node, foreseen.role, foreseen.spec, foreseen.name, (), [], (), 0)
+        shares = [
+            (intake, Piece(producer, piece.name, piece.at, piece.ids), names)
+            for intake in intakes
+            for piece, names in intake.shares
+            if isinstance(piece.producer, Production) and piece.producer.seq < 0 and piece.producer.node == producer.node
+        ]
+        self._pushed[producer.seq, foreseen.node] = consumer, shares
+        return shares
+
+    def announce_portions(self, producer: Production) -> list[tuple[Production, Share]]:
+        """Before a generate call: note that it sends in portions to those foreseen calls that take their rows so; what it sends."""
+        foreseen = self._consumers.get(producer.node, ()) if self._made.get(producer.node) is producer else ()
+        calls = [call for call in foreseen if call.in_portions]
+        self._portioned |= {(producer.seq, call.node) for call in calls}
+        return [(call, share) for call in calls for share in self._announce(producer, call, call.intakes)]
+
+    def sends_portions(self, consumer: Production) -> bool:
+        """Whether just the rows that a call takes are sent to it in portions."""
+        if not consumer.in_portions:
+            return False
+        (intake,) = consumer.intakes
+        (share,) = [(intake, *share) for share in intake.shares if isinstance(share[0].producer, Production)]
+        key = share[1].producer.seq, consumer.node
+        return key in self._portioned and key in self._pushed and _alike(self._pushed[key][1], [share])
 
     def _real(self, intake: Intake) -> Intake | None:
         """A traced call's intake with the calls that now make its token counts; None where it cannot be known yet."""
@@ -183,8 +211,17 @@ class Delivery:
         return Intake(intake.rows, intake.fields, tuple(tokens), intake.cut, intake.shares)
 
     def _send(self, producer: Production, consumer: Production, share: Share) -> None:
-        """This rank's part of moving rows to a consumer: those it is the first holder of, to members that lack them."""
-        intake, piece, names = share
+        """This rank's part of moving rows to a consumer."""
+        for ranks, row_ids in self.outgoing(producer, consumer, share):
+            assert producer.data is not None, f"{producer.name} has made no data here"
+            names = dict.fromkeys(share[2].values())
+            payload = pack(pick_rows(producer.data.select(names), torch.from_numpy(row_ids)))
+            for rank in ranks:
+                self.transport.send(payload, rank, producer.seq, consumer.node, consumer.name)
+
+    def outgoing(self, producer: Production, consumer: Production, share: Share) -> Iterator[tuple[list[int], np.ndarray]]:
+        """Ranks, and the rows that this rank sends to each of them: those it is the first holder of, to members that lack them."""
+        intake, piece, _ = share
         index = producer.members.part_of.get(self.rank)
         if index is None:
             return
@@ -196,12 +233,8 @@ class Delivery:
         mine = parts[0] == index if alike else producer.parts_of(piece.ids) == index
         for wanted in [index] if alike else distinct(parts[:, mine]):
             ranks = [rank for rank in consumer.members.workers(wanted) if rank not in holders]
-            row_ids = np.unique(piece.ids[mine & (parts == wanted).any(0)]) if ranks else ()
-            if len(row_ids):
-                assert producer.data is not None, f"{producer.name} has made no data here"
-                payload = pack(pick_rows(producer.data.select(dict.fromkeys(names.values())), torch.from_numpy(row_ids)))
-                for rank in ranks:
-                    self._transport.send(payload, rank, producer.seq, consumer.node, consumer.name)
+            if ranks and len(row_ids := np.unique(piece.ids[mine & (parts == wanted).any(0)])):
+                yield ranks, row_ids
 
     def _drop(self, seq: int, node: int) -> None:
         """Receive what was pushed for a call that came otherwise than foreseen, or did not come."""
@@ -212,7 +245,8 @@ class Delivery:
         for intake, piece, _ in shares:
             _, ids = _within(piece, intake.part(index).positions, len(intake.rows))
             assert isinstance(piece.producer, Production)
-            self._receive(piece.producer, consumer, distinct(piece.producer.parts_of(ids)))
+            for _ in range(self.num_portions if (seq, node) in self._portioned else 1):
+                self.receive(piece.producer, consumer, distinct(piece.producer.parts_of(ids)))
 
     # Token counts
 
@@ -229,7 +263,7 @@ class Delivery:
         if len(maker.intakes[0].part(index).positions):
             counts = torch.from_numpy(self._own_lengths(maker, index))
             for rank in sorted(new - {self.rank}):
-                self._transport.send(counts.view(torch.uint8), rank, maker.seq, LENGTHS, "lengths")
+                self.transport.send(counts.view(torch.uint8), rank, maker.seq, LENGTHS, "lengths")
 
     def _own_lengths(self, maker: Production, index: int) -> np.ndarray:
         """Of each row of the part; 0 for rows that have not come out."""
@@ -256,7 +290,7 @@ class Delivery:
                     counts[positions] = self._own_lengths(maker, index)
                 else:
                     elsewhere[first] = positions
-            payloads = self._transport.receive(list(elsewhere), maker.seq, LENGTHS, "lengths")
+            payloads = self.transport.receive(list(elsewhere), maker.seq, LENGTHS, "lengths")
             for positions, payload in zip(elsewhere.values(), payloads, strict=True):
                 counts[positions] = payload.view(torch.int64).numpy()
             maker.counts = counts

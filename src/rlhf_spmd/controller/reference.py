@@ -122,7 +122,7 @@ class Production:
 
     ``seq`` is the call's number in the run, the same on every rank (-1: of a trace); ``node`` its place in the graph of its script.
     ``version``: of the role's weights, counted in calls that trained it. ``told``: the ranks to which its token counts were sent.
-    ``site``: of a trace, the line of the script.
+    ``site``: of a trace, the line of the script. ``in_portions``: it can take its rows while they are generated.
     """
 
     seq: int
@@ -140,6 +140,7 @@ class Production:
     counts: np.ndarray | None = None  # token counts of its rows, once this rank knows them
     serial: int = field(default_factory=_serial.__next__)
     site: str = ""
+    in_portions: bool = False
 
     def __post_init__(self) -> None:
         self.members: Members = self.role.members(self.spec.protocol)

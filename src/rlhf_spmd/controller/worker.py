@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf_spmd.controller.pool import GroupShape, ResourcePool
 from rlhf_spmd.controller.protocols import Members, Protocol
 from rlhf_spmd.controller.reference import Production, Reference
+from rlhf_spmd.data.batch import Batch
 
 if TYPE_CHECKING:
     from rlhf_spmd.controller.controller import Controller
@@ -72,18 +73,22 @@ class MethodSpec:
     tokens: tuple[str, ...]
     describe: Callable[..., Signature]  # (worker, *arguments after the batch) -> what this call is
     known: Callable[[Any, Reference], Reference | None]
+    streams: bool = False
+    report: Callable[[Any, Batch, Batch | None, list[Any]], Any] | None = None
 
 
 class Worker:
     """A role on a pool. Subclasses build their part of the model if :attr:`member`; elsewhere they are the description.
 
     ``twins``: method -> the same role on the pool and shape that calls of this method have for themselves. ``unused``: optional
-    fields (declared with ``?``) that this role does not take, and ``absent`` those that it does not give; the same on every rank.
+    fields (declared with ``?``) that this role does not take, and ``absent`` those that it does not give. ``lenders``: ranks that send
+    it weights for each call. All are the same on every rank.
     """
 
     unused: frozenset[str] = frozenset()
     absent: frozenset[str] = frozenset()
     prefetches = False  # whether :meth:`prefetch` does anything
+    lenders: tuple[int, ...] = ()
 
     def __init__(self, controller: Controller, name: str, pool: ResourcePool, shape: GroupShape) -> None:
         assert shape.size == len(pool.ranks), f"{name}: layout of {shape.size} ranks on pool '{pool.name}' of {len(pool.ranks)}"
@@ -123,6 +128,8 @@ def register(
     tokens: tuple[str, ...] = TOKENS,
     describe: Callable[..., Signature] | None = None,
     known: Callable[[Any, Reference], Reference | None] = lambda worker, batch: None,
+    streams: bool = False,
+    report: Callable[[Any, Batch, Batch | None, list[Any]], Any] | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Reference]]:
     """Make a method of a :class:`Worker` a call.
 
@@ -134,6 +141,10 @@ def register(
     one batch per reference. ``split_groups``: rows of one group may lie on different ranks. ``lengths_of``: the output whose
     rows set new token counts. ``tokens``: the token fields whose lengths balance the rows over members, where a reference has
     them. ``describe(worker, *arguments)``: the :class:`Signature` of a call whose fields follow from its arguments.
+
+    ``streams``: the body of an infer call may run several times, on some of the rows each, whole groups unless ``split_groups``.
+    ``report(worker, batch, made, noted)``: the call's value, from all its rows, what the body made of them, and of each run what it
+    returned beside its rows. A generate call may give rows that have ended to ``controller.handing_out``, where that is not None.
     """
     assert kind in KINDS, f"kind {kind!r}: allowed are {', '.join(KINDS)}"
 
@@ -149,7 +160,7 @@ def register(
         def fixed(worker: Worker, *args: Any, mini_batch_size: int | None = None, epochs: int = 1, **kwargs: Any) -> Signature:
             return given(worker.absent, mini_batch_size, epochs)
 
-        spec = MethodSpec(name, body, kind, protocol, lengths_of, tokens, describe or fixed, known)
+        spec = MethodSpec(name, body, kind, protocol, lengths_of, tokens, describe or fixed, known, streams, report)
 
         @functools.wraps(body)
         def call(self: Worker, batch: Reference | Sequence[Any] | None = None, *args: Any, **kwargs: Any) -> Reference:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf_spmd.data.tokenizer import decode, encode
 from rlhf_spmd.environments.config import EnvironmentConfig
 from rlhf_spmd.environments.runner import Answer, EnvironmentFailure, EnvironmentRunner
+from rlhf_spmd.generation.portions import Portions
 from rlhf_spmd.generation.scheduler import Step
 from rlhf_spmd.parallel.collectives import Group
 
@@ -37,13 +38,20 @@ class Environments:
 
 
 class Episodes:
-    """The environments of all rows in ``lanes``; ``tick`` is called while it waits.
+    """The environments of all rows in ``lanes``; ``tick`` is called while it waits. ``portions`` is told of rows at their last answer.
 
     Use it in a ``with`` statement: at its end all answers are there.
     """
 
-    def __init__(self, environments: Environments, lanes: Sequence[Lane], replica: Group, tick: Callable[[], None]) -> None:
-        self.environments, self.replica, self.tick = environments, replica, tick
+    def __init__(
+        self,
+        environments: Environments,
+        lanes: Sequence[Lane],
+        replica: Group,
+        tick: Callable[[], None],
+        portions: Portions | None = None,
+    ) -> None:
+        self.environments, self.replica, self.tick, self.portions = environments, replica, tick, portions
         self._rows = {row_id: (lane, row) for lane in lanes for row_id, row in lane.rows.items()}
         self._awaited = set(self._rows)  # row ids; the same on every rank
         self._runner: EnvironmentRunner | None = None
@@ -123,11 +131,12 @@ class Episodes:
         lane, row = self._rows[row_id]
         assert row.mask is not None
         row.reward += reward
-        if not row.held:
-            return  # that was the last turn
-        if done or row.length + len(ids) >= row.limit:
+        if row.held and (done or row.length + len(ids) >= row.limit):
             row.stopped, row.ended = done, True
             lane.scheduler.remove(row)
+        if row.ended:  # here, or with its last turn
+            if self.portions is not None:
+                self.portions.note(lane, row)
             return
         lane.runner.extend(row, ids)
         row.tokens += ids

@@ -21,6 +21,7 @@ from rlhf_spmd.generation.episodes import Environments
 from rlhf_spmd.generation.interruption import CallLimits, Interrupts, LimitWatch
 from rlhf_spmd.generation.kv_cache import Backend, KVCache
 from rlhf_spmd.generation.lanes import GenerationStats, Lane, Lanes, share_out
+from rlhf_spmd.generation.portions import Portions
 from rlhf_spmd.generation.runner import Call
 from rlhf_spmd.generation.scheduler import SchedulerLimits
 from rlhf_spmd.generation.sequence import Completion, Request, Row
@@ -59,10 +60,12 @@ class Generator:
         tick: Callable[[], None] = lambda: None,
         environments: Environments | None = None,
         version: int | None = None,
+        portions: Portions | None = None,
     ) -> list[Completion]:
         """One completion per request, in their order; ``seed`` and ``step`` key the draws (``sampling.seed`` and ``.n`` are the
         caller's business). ``version``: of the weights, noted with each token; by default the step. ``tick`` is called after each
-        step: a replica of one rank shows no other sign of life. ``environments`` answer between turns.
+        step: a replica of one rank shows no other sign of life. ``environments`` answer between turns. ``portions`` gets rows as they
+        end, unless they move between replicas.
 
         Raises ValueError for rows that cannot be generated, NotFinite where a drawn token's log-prob is not. Collective over the
         replica, with ``rebalance_steps`` over all replicas: every rank of it must call, in program order, a replica's with the
@@ -70,10 +73,11 @@ class Generator:
         """
         started = time.perf_counter()
         self.stats = GenerationStats()
-        call = self._call(requests, sampling, seed, step if version is None else version, tick, environments)
+        version = step if version is None else version
+        call = self._call(requests, sampling, seed, version, tick, environments, portions)
         rows = [Row(request, step) for request in requests]
         if self.config.rebalance_steps and self.mesh.dp.size > 1:
-            assert environments is None, "the rows of environments do not move between replicas"
+            assert environments is portions is None, "the rows of environments, and of portions, do not move between replicas"
             rows = self._balance(rows, call)
         elif rows:
             self._advance(rows, None, call, None)
@@ -127,6 +131,7 @@ class Generator:
         version: int,
         tick: Callable[[], None],
         environments: Environments | None = None,
+        portions: Portions | None = None,
     ) -> Call:
         """Raises ValueError for rows that cannot be generated."""
         vocabulary, ends = self.decoder.spec.vocab_size, build_ends(sampling, self.eos_ids, self.decoding, "sampling")
@@ -142,7 +147,7 @@ class Generator:
                 raise ValueError(f"row {request.row_id}: prompt ids must lie in 0 .. {vocabulary - 1}, the model's vocabulary")
         if len({request.row_id for request in requests}) < len(requests):
             raise ValueError("row ids must differ: they key the random draws")
-        return Call(self.decoder, self.mesh, self.config, sampling, ends, seed, version, tick, environments)
+        return Call(self.decoder, self.mesh, self.config, sampling, ends, seed, version, tick, environments, portions)
 
     def _usable(self, lanes: Lanes | None, rows: Sequence[Row], version: int) -> Lanes | None:
         """``lanes`` if these rows fit, and the same weights filled their pages or that does not matter."""

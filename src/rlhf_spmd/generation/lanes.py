@@ -23,7 +23,7 @@ from rlhf_spmd.generation.interruption import Interrupts
 from rlhf_spmd.generation.kv_cache import KVCache
 from rlhf_spmd.generation.runner import Call, Runner
 from rlhf_spmd.generation.scheduler import Scheduler, SchedulerLimits, Step
-from rlhf_spmd.generation.sequence import Interner, Notes, Row
+from rlhf_spmd.generation.sequence import Completion, Interner, Notes, Row
 from rlhf_spmd.generation.speculation import Speculation
 from rlhf_spmd.generation.stages import Stages
 
@@ -77,7 +77,7 @@ class Lane:
         self.repeats = 0  # of the step under way; 0: it is one that cannot be repeated
         guesses = call.config.speculative_tokens
         self.speculation = Speculation(rows, guesses) if guesses else None
-        self.ends, self._before = call.ends, [row.num_new for row in rows]
+        self.ends, self.version, self._before = call.ends, call.version, [row.num_new for row in rows]
 
     def leave(self, version: int) -> None:
         """Note what the runner knows of the tokens of this call.
@@ -91,6 +91,11 @@ class Lane:
                 new = Notes(log_probs, at_one, torch.full((count,), version), *top)
                 row.notes = new if row.notes is None else Notes(*map(torch.cat, zip(row.notes, new, strict=True)))
         del self.runner, self.speculation
+
+    def completion(self, row: Row) -> Completion:
+        """Of a row that began and has ended in this call, before :meth:`leave`; on a last stage."""
+        log_probs, at_one, *top = self.runner.noted(row)
+        return row.completion(Notes(log_probs, at_one, torch.full((row.num_new,), self.version), *top))
 
     def start(self) -> None:
         step = self.scheduler.schedule()
@@ -161,7 +166,7 @@ class Lanes:
         if call.environments is None:
             self._take_turns(busy, call, stats, interrupts, None)
         else:
-            with Episodes(call.environments, busy, call.mesh.replica, call.tick) as episodes:
+            with Episodes(call.environments, busy, call.mesh.replica, call.tick, call.portions) as episodes:
                 self._take_turns(busy, call, stats, interrupts, episodes)
         stages.finish()
         for lane in busy:
@@ -208,6 +213,11 @@ class Lanes:
             if lane.step is not None:
                 step = lane.finish(stats, episodes)
                 call.tick()
+                if call.portions is not None:
+                    if episodes is None:  # otherwise a row's last answer is still to come
+                        for row in (item.row for item in step.work if item.row.ended):
+                            call.portions.note(lane, row)
+                    call.portions.hand_out()
                 interrupted = interrupted or (interrupts is not None and interrupts(step, stats.decode_tokens))
             if not interrupted and not lane.scheduler.finished:
                 lane.start()

@@ -28,6 +28,7 @@ from rlhf_spmd.generation.config import GenerationConfig, SamplingConfig
 from rlhf_spmd.generation.episodes import Environments
 from rlhf_spmd.generation.kv_cache import KVCache, on_device
 from rlhf_spmd.generation.logit_rules import build_rules
+from rlhf_spmd.generation.portions import Portions
 from rlhf_spmd.generation.sampler import row_keys, sample, uniform
 from rlhf_spmd.generation.scheduler import Step, Work
 from rlhf_spmd.generation.sequence import NotFinite, Row
@@ -83,6 +84,7 @@ class Call:
     version: int
     tick: Callable[[], None]
     environments: Environments | None = None
+    portions: Portions | None = None
 
 
 class Runner:
@@ -195,6 +197,12 @@ class Runner:
         log_probs = self.log_probs.cpu()[:, : math.prod(shape)]
         top_ids, top_log_probs = (top.cpu().view(*shape, top.shape[1]) for top in (self.top_ids, self.top_log_probs))
         return log_probs[0].view(shape), log_probs[-1].view(shape), top_ids, top_log_probs
+
+    def noted(self, row: Row) -> list[Tensor]:
+        """On a last stage, between two steps: what :meth:`results` will have of a row."""
+        first = row.index * self.most
+        parts = self.log_probs[0], self.log_probs[-1], self.top_ids, self.top_log_probs
+        return [part[first : first + row.num_new].cpu() for part in parts]
 
     def _forward(self, step: Step) -> Tensor:
         """Hidden states after this stage's layers, those of all tokens of the step in the order of its work."""

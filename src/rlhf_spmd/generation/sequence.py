@@ -146,8 +146,9 @@ class Row:
         """As it stands where nothing of it is computed yet."""
         self.num_computed, self.pages, self.claims, self.draft = 0, [], [], []
 
-    def completion(self) -> Completion:
-        reason, notes = self.finish_reason, self.notes
+    def completion(self, notes: Notes | None = None) -> Completion:
+        """``notes``: of the whole response, where the row's own are not made yet."""
+        reason, notes = self.finish_reason, notes or self.notes
         assert reason is not None and notes is not None, f"row {self.request.row_id} has not ended"
         top = (notes.top_ids, notes.top_log_probs) if notes.top_ids.shape[1] else None
         row_id, mask = self.request.row_id, self.mask

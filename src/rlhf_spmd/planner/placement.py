@@ -21,6 +21,8 @@ class PlacementConfig:
     ``role.method``, -> the share of the ranks that the strategy is to give it. ``max_staleness``: steps that generation, on ranks of
     its own, is ahead of training: the responses of a step come from the weights that the step so many before began with. 0: both take
     turns. ``speeds``: of each rank of the job against the others, above 0; calls deal their rows in this proportion. Empty: all alike.
+    ``stream``: portions in which each generation replica's rows go to reward, reference, critic and log-probs on other ranks while
+    the others are still generated.
     """
 
     strategy: str = "colocate"
@@ -28,9 +30,11 @@ class PlacementConfig:
     ratios: dict[str, float] = field(default_factory=dict)
     max_staleness: int = 0
     speeds: list[float] = field(default_factory=list)
+    stream: int = 1
 
     def check(self, where: str) -> None:
         check_bounds(self, where, "max_staleness", least=0)
+        check_bounds(self, where, "stream", least=1)
         find(f"{where}.strategy", "rlhf_spmd.planner.strategies", self.strategy, exports="place")
         for name, ratio in self.ratios.items():
             if not 0 < ratio <= 1:

@@ -342,4 +342,12 @@ def start_controller(context: ProgramContext[Any]) -> Controller:
     timeline = Timeline(world.rank, names, synchronize=partial(wait, world.device))
     config = context.prepared.config
     placement = config.placement
-    return Controller(world.all, context.board, timeline, config.run.seed, placement.max_staleness, placement.speeds)
+    return Controller(
+        world.all,
+        context.board,
+        timeline,
+        config.run.seed,
+        ahead=placement.max_staleness,
+        speeds=placement.speeds,
+        num_portions=placement.stream,
+    )

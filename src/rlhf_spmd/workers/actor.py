@@ -14,6 +14,7 @@ from rlhf_spmd.controller.reference import Piece
 from rlhf_spmd.data.batch import Batch, Field, concat, decode_json, pack, ragged, unpack
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.generation.episodes import Environments
+from rlhf_spmd.generation.portions import Portions
 from rlhf_spmd.generation.sequence import Completion, Request
 from rlhf_spmd.objectives.rollout_correction import mismatch_sums
 from rlhf_spmd.workers.generating import build_generating
@@ -90,10 +91,8 @@ class ActorWorker(ModelWorker):
         assert generating is not None
         with generating.generation_weights():
             if num_groups is None:
-                environments = self._environments(batch)
-                completions = self.generator.generate(
-                    requests, sampling, sampling.seed, number, generating.tick, environments, weights
-                )
+                options = self._environments(batch), weights, self._portions(batch, requests)
+                completions = self.generator.generate(requests, sampling, sampling.seed, number, generating.tick, *options)
                 report: dict[str, Any] = {}
             else:
                 wanted = num_groups[self.members(MICRO_DP).part_of[self.controller.rank]]
@@ -105,13 +104,30 @@ class ActorWorker(ModelWorker):
         report |= generating.report()
         if not completions:
             return Batch(batch.row_ids[:0], batch.group_ids[:0], {}) if len(batch) else batch, report
-        responses = ragged([c.token_ids for c in completions], torch.int64)
-        log_probs = ragged([c.log_probs for c in completions])
-        fields, told = _episodes(completions)
+        return self._made(batch, completions), report | _episode_report(completions)
+
+    def _made(self, batch: Batch, completions: Sequence[Completion]) -> Batch:
+        """The rows of ``completions``, at least one."""
+        fields: dict[str, Field] = {
+            "response_ids": ragged([c.token_ids for c in completions], torch.int64),
+            "rollout_log_probs": ragged([c.log_probs for c in completions]),
+        }
         if "rollout_versions" not in self.absent:
             fields["rollout_versions"] = ragged([c.versions for c in completions])
+        masks = [completion.mask for completion in completions if completion.mask is not None]
+        if masks:
+            fields[MASK] = ragged(masks, torch.bool)
+            fields["environment_reward"] = torch.tensor([c.reward for c in completions], dtype=torch.float64)
         made = batch if len(completions) == len(batch) else batch.reorder(torch.tensor([c.row_id for c in completions]))
-        return made.with_fields(response_ids=responses, rollout_log_probs=log_probs, **fields), report | told
+        return made.with_fields(**fields)
+
+    def _portions(self, batch: Batch, requests: Sequence[Request]) -> Portions | None:
+        handing_out = self.controller.handing_out
+        if (
+            handing_out is None or self.config.generation.rebalance_steps
+        ):  # rows that move between replicas go together at the end
+            return None
+        return Portions(requests, handing_out.num_portions, lambda ended: handing_out.send(self._made(batch, ended)))
 
     def _environments(self, batch: Batch) -> Environments | None:
         if self.build.environment.cls is None or not len(batch):
@@ -143,24 +159,28 @@ class ActorWorker(ModelWorker):
             return None
         return Reference(batch.rows, {"old_log_probs": made})
 
+    def _compare_log_probs(self, batch: Batch, made: Batch | None, noted: list[Any]) -> dict[str, Any]:
+        if made is None or "rollout_log_probs" not in batch:
+            return {}
+        old, rollout = drawn(batch.union(made), "old_log_probs"), drawn(batch, "rollout_log_probs")
+        return log_prob_differences((old - rollout).abs()) | mismatch_sums(old, rollout, model_tokens(batch))
+
     @register(
         THREE_D,
         inputs=(*ROW_INPUTS, "rollout_log_probs?"),
         outputs=("old_log_probs",),
         split_groups=True,
         known=_known_log_probs,
+        streams=True,
+        report=_compare_log_probs,
     )
-    def compute_log_prob(self, batch: Batch) -> tuple[Batch | None, dict[str, Any]]:
-        """``old_log_probs``: ragged [response tokens], from a training forward; and their distance from the generator's.
+    def compute_log_prob(self, batch: Batch) -> Batch | None:
+        """``old_log_probs``: ragged [response tokens], from a training forward. Reported is their distance from the generator's.
 
         Nothing is computed where generation on these weights is exact: its log-probs are the result then.
         """
         result = self.log_probs(batch, self.build.temperature)
-        report = {}
-        if result is not None and "rollout_log_probs" in batch:
-            old, rollout = drawn(batch.with_fields(**batch.fields, old=result), "old"), drawn(batch, "rollout_log_probs")
-            report = log_prob_differences((old - rollout).abs()) | mismatch_sums(old, rollout, model_tokens(batch))
-        return (batch.with_fields(old_log_probs=result) if result is not None else None), report
+        return batch.with_fields(old_log_probs=result) if result is not None else None
 
     @register(THREE_D, inputs=ROW_INPUTS, split_groups=True)
     def compute_loss(self, batch: Batch) -> dict[str, float]:
@@ -171,19 +191,17 @@ class ActorWorker(ModelWorker):
         return {"sum": -float(log_probs.values.double().sum()), "tokens": int(model_tokens(batch).sum())}
 
 
-def _episodes(completions: Sequence[Completion]) -> tuple[dict[str, Field], dict[str, Any]]:
-    """Fields and metrics of rows that environments have extended; empty without."""
+def _episode_report(completions: Sequence[Completion]) -> dict[str, Any]:
+    """Metrics of rows that environments have extended; empty without."""
     masks = [completion.mask for completion in completions if completion.mask is not None]
     if not masks:
-        return {}, {}
-    mask, number = ragged(masks, torch.bool), len(masks)
+        return {}
     rewards = torch.tensor([completion.reward for completion in completions], dtype=torch.float64)
-    report = {
-        "rollout/num_turns_mean": [sum(completion.num_turns for completion in completions), number],
-        "rollout/environment_tokens_mean": [int((~mask.values).sum()), number],
-        "rollout/environment_reward_mean": [float(rewards.sum()), number],
+    return {
+        "rollout/num_turns_mean": [sum(completion.num_turns for completion in completions), len(masks)],
+        "rollout/environment_tokens_mean": [sum(mask.count(False) for mask in masks), len(masks)],
+        "rollout/environment_reward_mean": [float(rewards.sum()), len(masks)],
     }
-    return {MASK: mask, "environment_reward": rewards}, report
 
 
 def _requests(batch: Batch, sampling: SamplingConfig, own: Sequence[tuple[Reference, SamplingConfig]] = ()) -> list[Request]:

@@ -13,7 +13,7 @@ class CriticWorker(ModelWorker):
     trained = True
     new_head = True
 
-    @register(THREE_D, inputs=ROW_INPUTS, outputs=("values",), split_groups=True)
+    @register(THREE_D, inputs=ROW_INPUTS, outputs=("values",), split_groups=True, streams=True)
     def compute_values(self, batch: Batch) -> Batch | None:
         """``values``: ragged [response tokens], the value before each token is emitted."""
         result = self.infer(batch, response_values)

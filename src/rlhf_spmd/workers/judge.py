@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlhf_spmd.controller import Production
 from rlhf_spmd.data.batch import Batch, decode_json
 from rlhf_spmd.data.tokenizer import decode
 from rlhf_spmd.generation.config import SamplingConfig
@@ -24,9 +25,13 @@ class JudgeWorker(RewardWorker):
 
     def build_more(self) -> None:
         super().build_more()
-        self.verdicts: dict[int, str] = {}  # of the last call, by the row's position
+        self.verdicts: dict[int, str] = {}  # of the last call, by row id
         if self.serves("compute_reward"):
             self.generating = build_generating(self, None)
+
+    def enter(self, call: Production) -> None:
+        super().enter(call)
+        self.verdicts = {}
 
     def longest(self, context: int) -> int:
         config = self.config.generation
@@ -47,8 +52,8 @@ class JudgeWorker(RewardWorker):
         generating.report()
         given = torch.zeros(len(batch), dtype=torch.float64)
         texts = decode(self.retokenizer.own, [completion.token_ids for completion in completions])
-        self.verdicts = dict(zip(asked, texts, strict=True))
-        for i, verdict in self.verdicts.items():
+        for i, verdict in zip(asked, texts, strict=True):
+            self.verdicts[ids[i]] = verdict
             try:
                 given[i] = judge.score(verdict)
             except ValueError as error:
@@ -56,4 +61,4 @@ class JudgeWorker(RewardWorker):
         return (given if self.mesh.last_stage and len(batch) else None), refused
 
     def sample(self, batch: Batch, i: int, text: Row, scores: Tensor) -> dict[str, Any]:
-        return super().sample(batch, i, text, scores) | {"verdict": self.verdicts.get(i)}
+        return super().sample(batch, i, text, scores) | {"verdict": self.verdicts.get(int(batch.row_ids[i]))}

@@ -38,7 +38,7 @@ class ReferenceWorker(ModelWorker):
                 wide = torch.promote_types(shard.dtype, torch.float32)
                 shard.copy_(shard.to(wide).lerp_(arrived.pop(name).to(wide), alpha))
 
-    @register(THREE_D, inputs=ROW_INPUTS, outputs=("ref_log_prob",), split_groups=True)
+    @register(THREE_D, inputs=ROW_INPUTS, outputs=("ref_log_prob",), split_groups=True, streams=True)
     def compute_ref_log_prob(self, batch: Batch) -> Batch | None:
         """``ref_log_prob``: ragged [response tokens], at the sampling temperature."""
         result = self.log_probs(batch, self.build.temperature)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -55,17 +56,39 @@ class RewardWorker(ModelWorker):
         rows = call.rows if self.first else None
         self.shown = frozenset() if rows is None else frozenset(rows.row_ids[: self.build.num_samples].tolist())
 
+    def _report(self, batch: Batch, made: Batch | None, noted: list[dict[str, Any]]) -> dict[str, Any]:
+        """Statistics of the global batch's scored rows, and as samples the texts of the call's first rows. ``noted``: of each run.
+
+        Raises RewardError if more calls failed than ``max_failure_rate`` allows, or all in the first step.
+        Collective over the pool: every rank of it must call, in program order.
+        """
+        report: dict[str, Any] = {
+            name: sum(note[name] for note in noted) for name in ("calls", "failures", "timeouts", "clipped")
+        }
+        report["first_error"] = next((note["first_error"] for note in noted if note["first_error"]), None)
+        text_of = {row: text for note in noted for row, text in note["texts"].items()}
+        texts = [text_of[row] for row in batch.row_ids.tolist()] if text_of else []
+        scored = ~torch.isin(batch.row_ids, torch.cat([note["unscored"] for note in noted]))
+        scores = torch.zeros(len(batch)) if made is None else made["scores"]
+        report |= self._statistics(batch, scores[scored], report)
+        report["extras"] = _add_up([*(note["extras"] for note in noted), *self._by_source(texts, scores, scored)])
+        report |= {"score_sum": float(scores[scored].double().sum()), "rows": int(scored.sum())}
+        report["samples"] = [
+            self.sample(batch, i, texts[i], scores) for i in range(len(texts)) if int(batch.row_ids[i]) in self.shown
+        ]
+        return report
+
     @register(
         THREE_D,
         inputs=("prompt_ids", "response_ids", "row", "response_mask?", "environment_reward?", "rollout_versions?"),
         outputs=("scores",),
+        streams=True,
+        report=_report,
     )
     def compute_reward(self, batch: Batch) -> tuple[Batch | None, dict[str, Any]]:
         """``scores`` [rows]: weight * function + model_weight * model, 0 for rows that this reward does not score; of the first
-        reward + environment.weight * environment's reward. Statistics of the global batch's scored rows, and as samples the texts
-        of the call's first rows.
+        reward + environment.weight * environment's reward.
 
-        Raises RewardError if more calls failed than ``max_failure_rate`` allows, or all in the first step.
         Collective over the pool: every rank of it must call, in program order.
         """
         # sums of weighted scores: at least float32, also for a model in bfloat16
@@ -78,17 +101,12 @@ class RewardWorker(ModelWorker):
                 given = by_model.to(dtype)
                 given[list(refused)] = self.reward.default
                 scores += self.reward.model_weight * given
-        report, texts, scored = self._score_text(batch, scores, refused)
+        note, scored = self._score_text(batch, scores, refused)
         if self.first and "environment_reward" in batch:
             scores += self.build.environment.weight * batch["environment_reward"]
             scored = torch.ones_like(scored)
-        report |= self._statistics(batch, scores[scored], report)
-        report["extras"] |= self._by_source(texts, scores, scored)
-        report |= {"score_sum": float(scores[scored].double().sum()), "rows": int(scored.sum())}
-        report["samples"] = [
-            self.sample(batch, i, texts[i], scores) for i in range(len(texts)) if int(batch.row_ids[i]) in self.shown
-        ]
-        return (batch.with_fields(scores=scores) if self.mesh.last_stage and len(batch) else None), report
+        note["unscored"] = batch.row_ids[~scored]
+        return (batch.with_fields(scores=scores) if self.mesh.last_stage and len(batch) else None), note
 
     def score_by_model(self, batch: Batch) -> tuple[Tensor | None, dict[int, str]]:
         """The model's value of each row [rows], None off the last stage and without rows; and which rows it cannot read, and why.
@@ -99,15 +117,11 @@ class RewardWorker(ModelWorker):
         found = self.infer(read, last_token_value, torch.ones(len(batch), dtype=torch.int64))
         return (None if found is None else found.values.cpu()), refused
 
-    def _by_source(self, texts: list[Row], scores: Tensor, scored: Tensor) -> dict[str, tuple[float, int]]:
-        """For each ``data_source`` of the scored rows the sum of their scores, and their number."""
-        found: dict[str, tuple[float, int]] = {}
+    def _by_source(self, texts: list[Row], scores: Tensor, scored: Tensor) -> Iterator[dict[str, tuple[float, int]]]:
+        """For the ``data_source`` of each scored row that has one its score, and 1."""
         for (_, _, row), score, counts in zip(texts, scores.tolist(), scored.tolist(), strict=False):
             if counts and row.get("data_source") is not None:
-                key = f"{self.name}/{row['data_source']}/mean"
-                total, number = found.get(key, (0.0, 0))
-                found[key] = (total + score, number + 1)
-        return found
+                yield {f"{self.name}/{row['data_source']}/mean": (score, 1)}
 
     def sample(self, batch: Batch, i: int, text: Row, scores: Tensor) -> dict[str, Any]:
         """The i-th row for people to read. ``versions``: runs of tokens, each with the step whose weights drew it, and its length."""
@@ -171,19 +185,20 @@ class RewardWorker(ModelWorker):
             )
         self.told = True
 
-    def _score_text(self, batch: Batch, scores: Tensor, refused: dict[int, str]) -> tuple[dict[str, Any], list[Row], Tensor]:
-        """Add the function's scores to ``scores`` in place, the same on all tp ranks of the last stage; the report, and on tp 0
-        (prompt, response, row) of each row, without special tokens in the response, and which rows are scored, bool [rows].
-        ``refused``: rows that the model could not read, and why."""
+    def _score_text(self, batch: Batch, scores: Tensor, refused: dict[int, str]) -> tuple[dict[str, Any], Tensor]:
+        """Add the function's scores to ``scores`` in place, the same on all tp ranks of the last stage; what :meth:`_report` has to
+        know of the calls, on tp 0 with (prompt, response, row) of each row id, without special tokens in the response; and which
+        rows are scored, bool [rows]. ``refused``: rows that the model could not read, and why."""
         report: dict[str, Any] = {"calls": 0, "failures": 0, "timeouts": 0, "first_error": None, "extras": {}, "clipped": 0}
-        texts: list[Row] = []
+        report["texts"] = {}
         scored = torch.ones(len(batch), dtype=torch.bool)
         if not self.mesh.last_stage or not len(batch):
-            return report, texts, scored
+            return report, scored
         if self.answers:
             ids = [response.tolist() for response in batch["response_ids"].rows()]
             rows = decode_json(batch["row"])
             texts = [(row["prompt"], text, row) for row, text in zip(rows, decode(self.build.tokenizer, ids), strict=True)]
+            report["texts"] = dict(zip(batch.row_ids.tolist(), texts, strict=True))
             scored = torch.tensor([self.reward.chooses(row) for row in rows])
             scores[~scored] = 0.0
             limits = torch.tensor([row.get("max_response_length") or math.inf for row in rows])
@@ -209,4 +224,13 @@ class RewardWorker(ModelWorker):
             report |= {"first_error": report["first_error"] or result.first_error, "extras": extras}
         if self.reward.function is not None or self.reward.data_sources is not None:
             self.mesh.tp.broadcast(scores, 0, "batch")
-        return report, texts, scored
+        return report, scored
+
+
+def _add_up(parts: Iterable[Mapping[str, tuple[float, int]]]) -> dict[str, tuple[float, int]]:
+    """Sums and counts, by name."""
+    found: dict[str, tuple[float, int]] = {}
+    for name, (total, count) in (item for part in parts for item in part.items()):
+        before = found.get(name, (0.0, 0))
+        found[name] = before[0] + total, before[1] + count
+    return found

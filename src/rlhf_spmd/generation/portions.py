@@ -1,0 +1,47 @@
+"""Rows that leave a call before it has ended: whole groups of them, in a fixed number of portions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from rlhf_spmd.generation.sequence import Completion, Request, Row
+
+if TYPE_CHECKING:
+    from rlhf_spmd.generation.lanes import Lane
+
+
+class Portions:
+    """Hands out the rows of ``requests`` while they are generated: after each 1 / ``number`` of their groups that has ended, ``send``
+    gets the completions of the whole groups since the last time. ``number`` - 1 times at most: the last portion is what is left at the
+    end, which the call returns.
+
+    Local: the ranks of a replica need not all have one. A rank that has is one of the last stage, where log-probs are.
+    """
+
+    def __init__(self, requests: Sequence[Request], number: int, send: Callable[[list[Completion]], None]) -> None:
+        self.number, self.send = number, send
+        self.num_sent = self.num_whole = 0
+        self._unfinished: dict[int, set[int]] = {}  # group -> its rows that have not ended
+        for request in requests:
+            self._unfinished.setdefault(request.group_id, set()).add(request.row_id)
+        self.num_groups = len(self._unfinished)
+        self._ended: dict[int, list[tuple[Lane, Row]]] = {}  # of groups of which some rows have ended
+        self._whole: list[tuple[Lane, Row]] = []  # not yet sent
+
+    def note(self, lane: Lane, row: Row) -> None:
+        """``row`` has ended, and nothing of it changes any more."""
+        group = row.request.group_id
+        self._unfinished[group].remove(row.request.row_id)
+        self._ended.setdefault(group, []).append((lane, row))
+        if not self._unfinished[group]:
+            self._whole += self._ended.pop(group)
+            self.num_whole += 1
+
+    def hand_out(self) -> None:
+        """Between two steps: send what is due."""
+        due = min(self.num_whole * self.number // self.num_groups, self.number - 1)
+        if due > self.num_sent:
+            self.num_sent = due
+            self.send([lane.completion(row) for lane, row in self._whole])
+            self._whole = []
