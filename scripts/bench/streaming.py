@@ -5,8 +5,12 @@
 PPO on the quickstart's task, its model untrained, on 4 ranks: the actor on two, reward, reference and critic on the two others. Runs
 take turns, ``--rounds`` times each. Every rank notes in the trace when rows end and when their results are made; the figures are
 read back from ``trace.json``, over the steps after the first: medians over rows, and of the rounds the median. A row waits for the
-others of its portion to end, then for its turn. ``generation`` and ``step``: medians of a step's seconds; cores that ranks share make
-generation slower while others compute. The runs must have the same responses.
+others of its portion to end, then for its turn. ``generation`` and ``step``: medians of a step's seconds. The runs must have the same
+responses.
+
+Where ranks share cores, generation is the slower the more others compute beside it, and nothing is hidden. ``--sleep STEP ROW`` shows
+what ranks with a device each would have: milliseconds that every step of generation, and each row of a reward, reference or critic,
+sleeps besides.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import json
 import os
 import sys
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -37,6 +42,7 @@ def main() -> None:
     parser.add_argument(
         "--at-once", type=int, default=16, help="rows that a replica generates at once, as where a cache is full"
     )
+    parser.add_argument("--sleep", type=float, nargs=2, default=[0, 0], metavar=("STEP", "ROW"), help="milliseconds")
     parser.add_argument("--out", type=Path, help="write the figures there as JSON")
     args = parser.parse_args()
     if args.steps < 2:
@@ -82,7 +88,7 @@ def measure(directory: Path, args: argparse.Namespace, portions: int) -> dict[st
         "placement.stream": portions,
     }
     arguments = [f"{key}={value}" for key, value in settings.items()]
-    if on_ranks(4, __file__, "--config", str(ROOT / "configs" / "quickstart_ppo.yaml"), *arguments):
+    if on_ranks(4, __file__, *map(str, args.sleep), "--config", str(ROOT / "configs" / "quickstart_ppo.yaml"), *arguments):
         sys.exit(f"the run with {portions} portions failed")
     samples = [json.loads(line) for line in (run_dir / "rollouts.jsonl").read_text().splitlines()]
     metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()][1:]
@@ -124,8 +130,9 @@ def train_and_note() -> None:
     """A rank of a run: the training program, which also notes moments of rows."""
     from rlhf_spmd.generation.lanes import Lane
     from rlhf_spmd.train import main as train
-    from rlhf_spmd.workers import ActorWorker, ReferenceWorker, RewardWorker
+    from rlhf_spmd.workers import ActorWorker, CriticWorker, ReferenceWorker, RewardWorker
 
+    step_s, row_s = (float(sys.argv.pop(1)) / 1e3 for _ in range(2))
     timelines: list[Any] = []
     finish = Lane.finish
 
@@ -135,6 +142,7 @@ def train_and_note() -> None:
 
     def noting_finish(self: Lane, *given: Any) -> Any:
         step = finish(self, *given)
+        time.sleep(step_s)
         note("ended", [item.row.request.row_id for item in step.work if item.row.ended])
         return step
 
@@ -146,6 +154,7 @@ def train_and_note() -> None:
             timelines[:] = [self.controller.timeline]
             made = body(self, *given, **more)
             if name:
+                time.sleep(row_s * len(given[0]))
                 note(name, given[0].row_ids.tolist())
             return made
 
@@ -155,6 +164,7 @@ def train_and_note() -> None:
     noting(ActorWorker.generate_sequences, "")
     noting(RewardWorker.compute_reward, RESULTS["reward"])
     noting(ReferenceWorker.compute_ref_log_prob, RESULTS["reference"])
+    noting(CriticWorker.compute_values, "compute_values")
     train()
 
 

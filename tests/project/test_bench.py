@@ -44,6 +44,14 @@ def test_step_writes_phases_and_tokens_per_second(ran: Ran) -> None:
     assert "whole step" in printed
 
 
+@pytest.mark.script("streaming.py --portions 1 2 --steps 2 --rounds 1 --prompts 4 --response 8 --at-once 4")
+def test_streaming_measures_how_long_rows_wait(ran: Ran) -> None:
+    report, printed = ran
+    assert [run["portions"] for run in report["runs"]] == [1, 2] and "row's end to reward" in printed
+    for run in report["runs"]:
+        assert 0 < run["reward"] <= run["both"] and 0 < run["reference"] <= run["both"]  # of the same responses: it looks
+
+
 @pytest.mark.script("train_step.py --quick --peers sorted packed_sdpa --layouts tp2")
 def test_train_step_compares_the_same_work(ran: Ran) -> None:
     report, printed = ran

@@ -118,7 +118,8 @@ class ActorWorker(ModelWorker):
         if masks:
             fields[MASK] = ragged(masks, torch.bool)
             fields["environment_reward"] = torch.tensor([c.reward for c in completions], dtype=torch.float64)
-        made = batch if len(completions) == len(batch) else batch.reorder(torch.tensor([c.row_id for c in completions]))
+        ids = torch.tensor([c.row_id for c in completions])
+        made = batch if torch.equal(ids, batch.row_ids) else batch.reorder(ids)  # rows that leave early come as they end
         return made.with_fields(**fields)
 
     def _portions(self, batch: Batch, requests: Sequence[Request]) -> Portions | None:
