@@ -12,7 +12,7 @@ import pytest
 Ran = tuple[dict[str, Any], str]
 
 
-@pytest.mark.script("control.py --ranks 2 --repeats 2")
+@pytest.mark.script("control.py --ranks 2 --repeats 2 --starts 1")
 def test_control_writes_a_figure_for_every_case(ran: Ran) -> None:
     report, printed = ran
     assert report["ranks"] == 2 and {"python", "torch", "cores"} <= set(report["machine"])
@@ -27,8 +27,13 @@ def test_control_writes_a_figure_for_every_case(ran: Ran) -> None:
     ):
         assert any(wanted in name for name in names), names
     for case in report["cases"]:
-        assert case["calls"] > 0 and 0 < case["median_us"] <= case["p90_us"] and case["own_cpu_us"] > 0
+        assert case["calls"] > 0 and 0 < case["median_us"] <= case["p90_us"] and 0 < case["own_cpu_us"] < case["all_cpu_us"]
         assert case["case"] in printed
+        assert case.get("received_by_rank_0", 0) == 0, "rows of others pass rank 0"
+    for kind in ("bare", "ours"):
+        (start,) = report["start"][kind]
+        assert start["program_s"] > 0 and start["cpu_s"] > 0
+    assert "start to first call" in printed and printed.count("no --peer-python was given") == 2
 
 
 @pytest.mark.script("step.py --model tiny --ranks 1 --steps 2 --programs ppo")
