@@ -98,6 +98,9 @@ def test_a_staleness_of_one_is_training_on_the_rollout_of_the_step_before(direct
     assert [row["generation/weights_version"] for row in other.raw] == [0, 0, 1, 2]
     assert [row["rollout/stale_fraction"] for row in other.raw] == [0, 1, 1, 1]
     assert [row["step"] for row in other.raw] == [1, 2, 3, 4]
+    assert sum(row["reshard/bytes"] > 0 for row in other.raw) >= 2, (
+        "of four versions, the last two at least came in a step or after it"
+    )
     rows = [json.loads(line) for line in (directory / f"ahead_{sorted(LAYOUTS).index(name)}/rollouts.jsonl").open()]
     assert {(row["step"], *(version for version, _ in row["versions"])) for row in rows} == {(1, 1), (2, 1), (3, 2), (4, 3)}
 
@@ -211,3 +214,17 @@ def test_versions_of_steps() -> None:
     none.load_state(versions.state())
     none.begin_step(7)
     assert none.generating("actor") == 9 and none.to_come("actor") == {9}
+
+
+def test_steps_that_do_not_generate_send_no_weights() -> None:
+    """What no step generated with is on no rank that generates; the bound holds all the same."""
+    versions = Versions(ahead=1)
+    taken = []
+    for number in range(1, 8):
+        versions.begin_step(number)
+        if number not in (3, 4):
+            taken.append((number, versions.generating("actor")))
+        versions.train("actor")
+        assert versions.to_come("actor") <= {number - 1, number}
+        versions.end_step()
+    assert taken == [(1, 0), (2, 0), (5, 4), (6, 4), (7, 5)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,15 +11,17 @@ class Versions:
     """A role's version is the number of calls that have trained it in the run.
 
     ``ahead``: steps that generation may be ahead of training (bounded staleness). The generate calls of step k take the weights that
-    step k - ahead began with, or those that the run began with: always the same ones, so that a run can be repeated. They do not wait
-    for the updates of the last ``ahead`` steps.
+    step k - ahead began with, and do not wait for the updates since: always the same weights, so that a run can be repeated. Only
+    weights that some step generated with leave for the ranks that generate; so they are those that the oldest step began with which
+    generated, is no older than step k - ahead, and belongs to the run.
     """
 
     def __init__(self, ahead: int = 0) -> None:
         self.ahead = ahead
         self._newest: Counter[str] = Counter()
-        self._starts: deque[tuple[int, Mapping[str, int]]] = deque(maxlen=ahead + 1)  # of steps: number, versions by role
-        self._in_step = False
+        self._step: int | None = None  # the step under way; None: between steps
+        self._begun: Mapping[str, int] = {}  # versions at its start
+        self._starts: dict[int, Mapping[str, int]] = {}  # step that generated -> versions at its start, for the steps to come
 
     def newest(self, role: str) -> int:
         return self._newest[role]
@@ -29,38 +31,40 @@ class Versions:
         self._newest[role] += 1
 
     def begin_step(self, number: int) -> None:
-        self._starts.append((number, dict(self._newest)))
-        self._in_step = True
+        self._step, self._begun = number, dict(self._newest)
+        self._starts = {step: versions for step, versions in self._starts.items() if step >= number - self.ahead}
 
     def end_step(self) -> None:
-        self._in_step = False
+        assert self._step is not None, "begin_step comes first"
+        self._starts = {step: versions for step, versions in self._starts.items() if step > self._step - self.ahead}
+        self._step = None
 
     def generating(self, role: str) -> int:
         """The version that a generate call takes: outside steps, as in validations, the newest."""
-        return self._starts[0][1].get(role, 0) if self.ahead and self._in_step else self._newest[role]
+        if not self.ahead or self._step is None:
+            return self._newest[role]
+        self._starts.setdefault(self._step, self._begun)
+        return self._starts[min(self._starts)].get(role, 0)
 
     def generating_step(self, number: int) -> int:
         """The step at whose start the weights were as a generate call of step ``number`` takes them."""
-        return self._starts[0][0] if self.ahead and self._in_step else number
+        return min(self._starts) if self.ahead and self._step is not None else number
 
     def to_come(self, role: str) -> set[int]:
         """Those that generate calls of steps to come may take, as far as they exist."""
-        later = list(self._starts)[-self.ahead :] if self.ahead else []
-        return {self._newest[role], *(versions.get(role, 0) for _, versions in later)}
+        first = -1 if self._step is None else self._step + 1 - self.ahead
+        return {self._newest[role], *(versions.get(role, 0) for step, versions in self._starts.items() if step >= first)}
 
     def copy(self) -> Versions:
         other = Versions(self.ahead)
-        other._newest, other._in_step = self._newest.copy(), self._in_step
-        other._starts.extend(self._starts)
+        other._newest, other._step, other._begun = self._newest.copy(), self._step, self._begun
+        other._starts = dict(self._starts)
         return other
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint, between two steps."""
-        later = list(self._starts)[-self.ahead :] if self.ahead else []
-        return {"newest": dict(self._newest), "starts": [[number, dict(versions)] for number, versions in later]}
+        return {"newest": dict(self._newest), "starts": [[step, dict(versions)] for step, versions in self._starts.items()]}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self._newest = Counter(state["newest"])
-        self._starts.clear()
-        starts = state["starts"][-self.ahead :] if self.ahead else []
-        self._starts.extend((number, versions) for number, versions in starts)
+        self._starts = dict(state["starts"]) if self.ahead else {}

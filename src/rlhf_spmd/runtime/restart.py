@@ -67,15 +67,13 @@ def weights_ahead(saved: Mapping[str, ModelWorker]) -> dict[str, RoleState]:
 
 def restore_weights_ahead(directory: Path, saved: Mapping[str, ModelWorker]) -> None:
     """Collective over the world: every rank of it must call, in program order. Raises CheckpointError."""
-    known = read_manifest(directory).roles
     for role, twin, loan in _loans_ahead(saved):
         versions = twin.controller.versions
         for version in sorted(versions.to_come(role) - {versions.newest(role)}):
-            if _older(role, version) in known:
-                values = loan.keep(version)
-                if twin.member:
-                    state = RoleState(twin.engine.param_shards(), values)
-                    load_checkpoint(directory, _older(role, version), state, twin.mesh.pool)
+            values = loan.keep(version)
+            if twin.member:
+                state = RoleState(twin.engine.param_shards(), values)
+                load_checkpoint(directory, _older(role, version), state, twin.mesh.pool)
 
 
 def _loans_ahead(saved: Mapping[str, ModelWorker]) -> Iterator[tuple[str, ModelWorker, LoanAhead]]:

@@ -127,6 +127,7 @@ class Session:
     told: Callable[[], dict[str, float]]
     started_at: int = field(default=0, init=False)
     finished_before: bool = field(default=False, init=False)  # its goal was reached in an earlier start
+    _received: int = field(default=0, init=False)  # bytes of weights that have been reported
 
     def __post_init__(self) -> None:
         self.world, self.board, ready = self.context.world, self.context.board, self.context.prepared
@@ -166,6 +167,7 @@ class Session:
         shown: list[dict[str, Any]]
         if test_freq and self.started_at == 0:
             first, shown = validate(0)
+            self._moved_bytes()
             if recorder is not None:
                 recorder.log(0, first, [], shown)
         under_way: deque[_Taken] = deque()  # steps that some ranks may not have ended yet
@@ -183,6 +185,7 @@ class Session:
                 shown = []
                 if is_tested and not under_way:
                     found, shown = validate(number)
+                    self._moved_bytes()  # not of a step
                     metrics |= found
                     stopped = goal is not None and found.get("val/reward_mean", -math.inf) >= goal
                 if recorder is not None:
@@ -203,7 +206,6 @@ class Session:
         """One step, and this rank's part of what is told of it, on its way to rank 0 while the rank goes on."""
         self.board.set_step(number)
         self.controller.timeline.begin_step(number)
-        received = sum(RECORDER.received[label] for label in LABELS)
         start = time.perf_counter()
         calls, rows = one_step(number)
         seconds = time.perf_counter() - start
@@ -213,13 +215,17 @@ class Session:
             if ":" not in name:
                 key = name.rsplit(".", 1)[-1]
                 own_phases[key] = own_phases.get(key, 0.0) + value
-        received = sum(RECORDER.received[label] for label in LABELS) - received
-        own = [seconds, own_phases, peak_bytes(self.world.device) / 2**30, received]
+        own = [seconds, own_phases, peak_bytes(self.world.device) / 2**30, self._moved_bytes()]
         self.controller.send_report([self.controller.values(*calls), own])
         made = self.controller.taken
         generates = any(call.spec.kind == "generate" for call in made)
         size = StepSize(sum(map(len, rows)), sum(map(token_count, rows)), len(calls), generates)
         return _Taken(number, size, made, self.told(), self.controller.vote(self.board.preempted))
+
+    def _moved_bytes(self) -> int:
+        """Of weights that this rank has received since this was last asked: they may come between steps, too."""
+        before, self._received = self._received, sum(RECORDER.received[label] for label in LABELS)
+        return self._received - before
 
     def _receive(self, step: _Taken) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """On rank 0 what all ranks tell of a step, as metrics and samples; waits for those that have yet to end it."""
