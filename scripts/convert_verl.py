@@ -87,7 +87,7 @@ SAME = {  # verl's prefix -> ours, and the keys that keep their names
     "algorithm.kl_ctrl.": ("algorithm.kl_ctrl.", ("type", "kl_coef", "horizon", "target_kl")),
     "algorithm.rollout_correction.": (
         "algorithm.rollout_correction.",
-        ("rollout_is", "rollout_is_threshold", "rollout_rs", "rollout_rs_threshold"),
+        ("rollout_is", "rollout_is_threshold", "rollout_rs", "rollout_rs_threshold", "bypass_mode"),
     ),
     FILTER: (FILTER, ("enable", "max_num_gen_batches")),
     "data.": ("data.", DATA),

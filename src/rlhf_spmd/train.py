@@ -263,6 +263,7 @@ def build_settings(ready: Prepared, controller: Controller, world: World) -> Bui
         num_samples=config.run.log_samples,
         exact_rollouts=checks.exact_rollouts(config, ready.plans),
         partial_rollouts=checks.in_flight(config) is not None,
+        rollout_log_probs=algorithm.bypasses_log_probs,
     )
 
 
@@ -346,6 +347,12 @@ def describe(ready: Prepared, world: World) -> str:
         r["answer"] is None for data in prompts for r in data.examples()
     ):
         lines.append("  warning: no row has an answer (data.answer_key), so a reward that looks for one finds none")
+    correction = getattr(ready.config.algorithm, "rollout_correction", None)
+    if ready.config.placement.max_staleness and correction is not None and not (correction.bypass_mode or correction.active):
+        lines.append(
+            f"  warning: placement.max_staleness={ready.config.placement.max_staleness} and nothing corrects for older weights: set "
+            "algorithm.rollout_correction.bypass_mode=true, or rollout_is"
+        )
     lines += [line for data in (*ready.training.values(), *ready.validation.values()) for line in data.tally.warnings()]
     plan, device = ready.plans[ready.config.algorithm.exported], world.device
     dtype = plan.config.torch_dtype(device)

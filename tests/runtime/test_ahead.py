@@ -105,6 +105,22 @@ def test_a_staleness_of_one_is_training_on_the_rollout_of_the_step_before(direct
     assert {(row["step"], *(version for version, _ in row["versions"])) for row in rows} == {(1, 1), (2, 1), (3, 2), (4, 3)}
 
 
+def test_old_log_probs_of_the_rollout(directory: Path) -> None:
+    """With ``bypass_mode`` the first ratio is against the weights that drew the tokens, and no forward pass is made for others."""
+    bypass = "algorithm.rollout_correction.bypass_mode=true"
+    one = train(1, "outside.one_step_late", directory / "late_bypass", bypass, steps=STEPS + 1)
+    other = train(4, "grpo", directory / "ahead_bypass", STALE, *APART, bypass)
+    assert other.responses == {key: ids for key, ids in one.responses.items() if key[0] <= STEPS}
+    assert other.responses != ahead(directory, "replicas").responses, "it learns otherwise"
+    for mine, its in zip(other.metrics, one.metrics[1:], strict=True):
+        assert mine["actor/ppo_kl_first"] == pytest.approx(its["actor/ppo_kl_first"], rel=1e-9, abs=1e-13)
+    assert abs(other.metrics[0]["actor/ppo_kl_first"]) < 1e-12 < 1e-6 < abs(other.metrics[2]["actor/ppo_kl_first"])
+    assert not any("timing_s/compute_log_prob" in row for row in other.raw)
+    both = tasks.settings(directory / "refused", 1, bypass, "algorithm.rollout_correction.rollout_is=token")
+    with pytest.raises((ConfigError, ValueError), match=r"bypass_mode=true .*rollout_is finds no difference"):
+        prepare(config_of("grpo", directory), both, 1)
+
+
 def test_a_resumed_run_goes_on_with_the_same_samples(directory: Path) -> None:
     """The weights that the next step generates with are older than those that are trained: the checkpoint has both."""
     whole = ahead(directory, "replicas")

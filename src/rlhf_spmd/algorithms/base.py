@@ -165,6 +165,11 @@ class RolloutConfig(MovingReferenceConfig):
     def mini_batch_size(self) -> int:
         return self.ppo_mini_batch_size
 
+    @property
+    def bypasses_log_probs(self) -> bool:
+        """Whether the old log-probs are the rollout's, whatever weights it came from."""
+        return False
+
     def training_steps(self, role: str, steps: int) -> int:
         """In how many of a run's ``steps`` a trained role is updated."""
         return steps

@@ -39,6 +39,10 @@ class PolicyConfig(RolloutConfig):
     loss_agg_mode: str = "token-mean"
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
 
+    @property
+    def bypasses_log_probs(self) -> bool:
+        return self.rollout_correction.bypass_mode
+
     def check(self, where: str) -> None:
         super().check(where)
         check_kl_kind(self.kl_loss_type, f"{where}.kl_loss_type")

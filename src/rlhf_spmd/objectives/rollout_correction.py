@@ -33,7 +33,8 @@ class RolloutCorrectionConfig:
     ``rollout_rs``: null, or which tokens or rows are weighted by 0: by ``token``, ``seq_sum`` or ``seq_mean``, each with ``_k1``
     (the ratio r of the token, of the row, or its geometric mean, must lie in [``rollout_rs_threshold_lower``,
     ``rollout_rs_threshold``]; the lower bound defaults to 1 / the upper) or ``_k2``, ``_k3`` (estimates of the KL, at most
-    ``rollout_rs_threshold``).
+    ``rollout_rs_threshold``). ``bypass_mode``: the old log-probs are the rollout's, so that the loss's own ratio, and its clipping, are
+    against the weights that drew the tokens.
     """
 
     rollout_is: str | None = None
@@ -41,12 +42,19 @@ class RolloutCorrectionConfig:
     rollout_rs: str | None = None
     rollout_rs_threshold: float | None = None
     rollout_rs_threshold_lower: float | None = None
+    bypass_mode: bool = False
 
     def check(self, where: str) -> None:
         for key, value, known in (("rollout_is", self.rollout_is, IS_LEVELS), ("rollout_rs", self.rollout_rs, RS_KINDS)):
             if value is not None and value not in known:
                 raise ValueError(f"unknown {where}.{key} {value!r}; available: {', '.join(known)}, or null")
         check_bounds(self, where, "rollout_is_threshold", "rollout_rs_threshold", "rollout_rs_threshold_lower", above=0)
+        if self.bypass_mode and self.active:
+            key = "rollout_is" if self.rollout_is is not None else "rollout_rs"
+            raise ValueError(
+                f"{where}.bypass_mode=true takes the rollout's log-probs for training's, so {where}.{key} finds no difference; leave "
+                "one of them out"
+            )
         by_ratio = self.rollout_rs is not None and self.rollout_rs.endswith("_k1")
         if self.rollout_rs is not None and self.rollout_rs_threshold is None:
             raise ValueError(f"{where}.rollout_rs={self.rollout_rs} needs {where}.rollout_rs_threshold, above 0")

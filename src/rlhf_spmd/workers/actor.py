@@ -154,9 +154,10 @@ class ActorWorker(ModelWorker):
             worker.held.saved = concat([unpack(state) for state in states])
 
     def _known_log_probs(self, batch: Reference) -> Reference | None:
-        """The rollout's own, where a training forward would give the same bits; the next update compares them with its own."""
+        """The rollout's own, where these are wanted, or where a training forward would give the same bits; the next update then
+        compares them with its own."""
         made, version = batch.fields.get("rollout_log_probs", ()), self.controller.versions.newest(self.name)
-        if not made or not all(self._is_exact(piece, version) for piece in made):
+        if not made or not (self.build.rollout_log_probs or all(self._is_exact(piece, version) for piece in made)):
             return None
         return Reference(batch.rows, {"old_log_probs": made})
 

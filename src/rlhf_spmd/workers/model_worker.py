@@ -58,7 +58,8 @@ class Build:
 
     ``temperature``: of sampling, and so of log-probs. ``num_samples``: scored rows that come back as text, for people to read.
     ``max_prompt_length`` and ``max_response_length``: limits of sampling, 0: none is known. ``exact_rollouts``: generation's
-    log-probs are training's, bit for bit. ``partial_rollouts``: rows may cross steps.
+    log-probs are training's, bit for bit. ``partial_rollouts``: rows may cross steps. ``rollout_log_probs``: the old
+    log-probs are always generation's.
     ``serves``: the worker is a twin that serves this method, with weights on loan and without an optimizer.
     """
 
@@ -76,6 +77,7 @@ class Build:
     max_response_length: int = 0
     exact_rollouts: bool = False
     partial_rollouts: bool = False
+    rollout_log_probs: bool = False
     serves: str | None = None
 
 
