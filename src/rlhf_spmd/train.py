@@ -14,8 +14,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import torch
-
 from rlhf_spmd.algorithms.base import AlgorithmConfig, move_reference
 from rlhf_spmd.config.keys import list_keys
 from rlhf_spmd.config.load import check_tree, load
@@ -30,14 +28,14 @@ from rlhf_spmd.data.prompts import DataConfig, PromptDataset, PromptsConfig
 from rlhf_spmd.data.stored import load_dataset
 from rlhf_spmd.data.tokenizer import load_tokenizer
 from rlhf_spmd.environments.config import EnvironmentConfig
-from rlhf_spmd.generation.backends import choose_backend
 from rlhf_spmd.generation.config import SamplingConfig
-from rlhf_spmd.kernels import can, choose_ops
 from rlhf_spmd.parallel.program import ProgramContext, ProgramSettings, read_command_line, run_program
 from rlhf_spmd.parallel.world import World, read_launch
 from rlhf_spmd.planner.placement import PlacementConfig
 from rlhf_spmd.rewards.config import RewardConfig, named_rewards, reward_key
 from rlhf_spmd.runtime import checks, roles
+from rlhf_spmd.runtime.overview import describe
+from rlhf_spmd.runtime.placing import place
 from rlhf_spmd.runtime.restart import restore, role_states
 from rlhf_spmd.runtime.session import RunConfig, Session, run_dir_hint, start_controller
 from rlhf_spmd.runtime.streams import Data, InFlightStream, RowStream, ValidationRows
@@ -147,7 +145,7 @@ def prepare(
     described = roles.find_text_readers(described, rewards, algorithm.exported, tokenizer)
     read = cache(lambda: read_data(config, sections, tokenizer, described))
     traced = cache(lambda: trace(Prepared(config, module, described, rewards, tokenizer, *read())))
-    plans = roles.place(described, config.placement, world_size, local_size or world_size, traced)
+    plans = place(described, config.placement, world_size, local_size or world_size, traced)
     ahead = checks.in_flight(config) is not None
     for plan in plans.values():
         if plan.generation is not None:
@@ -155,7 +153,7 @@ def prepare(
             config.environment.check_together("environment", config.run.timeout_s, steps, ahead)
     checks.check_validation(config, algorithm, hasattr(module, "validate"))
     checks.check_batches(config, plans)
-    checks.check_staleness(config, plans)
+    checks.check_staleness(config, plans, traced)
     checks.check_lengths(config, algorithm, plans)
     checks.exact_rollouts(config, plans)  # raises if it is demanded and cannot be
     algorithm.check_together(config, plans, tokenizer)
@@ -338,42 +336,6 @@ def build_data(ready: Prepared, controller: Controller) -> Data:
     return Data(controller, streams, validation, *sampling, ready.tokenizer, config.run.log_samples)
 
 
-def describe(ready: Prepared, world: World) -> str:
-    """What is about to run, for people."""
-    rows = ", ".join(data.summary() for data in ready.training.values())
-    lines = [f"{ready.config.run.name}: {ready.config.algorithm.name} on {world.size} rank(s), {rows}"]
-    prompts = [data for data in ready.training.values() if isinstance(data, PromptDataset)]
-    if any(reward.function for reward in ready.rewards.values()) and all(
-        r["answer"] is None for data in prompts for r in data.examples()
-    ):
-        lines.append("  warning: no row has an answer (data.answer_key), so a reward that looks for one finds none")
-    correction = getattr(ready.config.algorithm, "rollout_correction", None)
-    if ready.config.placement.max_staleness and correction is not None and not (correction.bypass_mode or correction.active):
-        lines.append(
-            f"  warning: placement.max_staleness={ready.config.placement.max_staleness} and nothing corrects for older weights: set "
-            "algorithm.rollout_correction.bypass_mode=true, or rollout_is"
-        )
-    lines += [line for data in (*ready.training.values(), *ready.validation.values()) for line in data.tally.warnings()]
-    plan, device = ready.plans[ready.config.algorithm.exported], world.device
-    dtype = plan.config.torch_dtype(device)
-    attention = choose_ops(dtype, device, plan.config.attention, f"models.{ready.config.algorithm.exported}.attention").name
-    line = f"  device {device.type}, attention {attention}"
-    if plan.generation is not None:
-        where = f"models.{ready.config.algorithm.exported}.generation.attention"
-        line += f", of generation {choose_backend(plan.config.generation.attention, attention, dtype, device, where)}"
-    on_cpu = f", float32 products '{torch.get_float32_matmul_precision()}', {torch.get_num_threads()} thread(s) per rank"
-    lines.append(line + (on_cpu if can(device).exact else ""))
-    for role, plan in ready.plans.items():
-        where = f"  {role:<10} pool {plan.pool}, {plan.shape.layout}"
-        if plan.shape.generation is not None:
-            g = plan.shape.generation
-            where += f", generation pp({g.pp}) * tp({g.tp}) * micro_dp({g.micro_dp}) * dp({g.train.dp})"
-        lines.append(where)
-        for method, call in plan.calls.items():
-            lines.append(f"    {method} on pool {call.pool}, {call.shape.layout}")
-    return "\n".join(lines)
-
-
 def main(argv: Sequence[str] | None = None, name: str = "train", about: str | None = __doc__, default: str = "ppo") -> None:
     """The command line: ``--config FILE`` and overrides such as ``sampling.n=4``. ``default``: the algorithm where none is named."""
 
@@ -387,7 +349,12 @@ def main(argv: Sequence[str] | None = None, name: str = "train", about: str | No
     run_program(
         lambda: prepare(config, overrides, read_launch().size, default, read_launch().local_size),
         train,
-        lambda ready: ProgramSettings(Path(ready.config.run.dir), ready.config.run.timeout_s, ready.config.run.threads),
+        lambda ready: ProgramSettings(
+            Path(ready.config.run.dir),
+            ready.config.run.timeout_s,
+            ready.config.run.threads,
+            calls_apart=1 + ready.config.placement.max_staleness,
+        ),
         run_dir_hint(config, overrides),
         saves_on_signal=True,
     )

@@ -15,7 +15,7 @@ from algorithm_cases import CASES, CONFIGS
 from outside.renamed import NAMES
 from rlhf_spmd.controller import Graph
 from rlhf_spmd.planner.placement import PlacementConfig
-from rlhf_spmd.runtime import roles
+from rlhf_spmd.runtime import placing
 from rlhf_spmd.train import Prepared, prepare, trace
 
 SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 63, 64, 1000, 1024)
@@ -38,7 +38,7 @@ def graph(name: str, *more: str) -> Graph:
 def place(name: str, strategy: str, size: int, ratios: dict[str, float] | None = None, *more: str) -> Pools:
     """Role, or ``role.method`` that runs elsewhere, -> ranks."""
     config = PlacementConfig(strategy, ratios=ratios or {})
-    plans = roles.place(ready(name, *more).plans, config, size, min(size, HOST), lambda: graph(name, *more))
+    plans = placing.place(ready(name, *more).plans, config, size, min(size, HOST), lambda: graph(name, *more))
     found = {role: plan.pool.ranks for role, plan in plans.items()}
     return found | {f"{role}.{method}": call.pool.ranks for role, plan in plans.items() for method, call in plan.calls.items()}
 
@@ -127,7 +127,7 @@ def test_ratios_are_rounded_to_whole_layouts() -> None:
     tp = tuple(f"models.actor.{key}.tp=2" for key in ("layout", "generation"))
     prepared = prepare(str(tasks.task() / "ppo.json"), tasks.settings(Path("unused"), 3, *tp), 2)
     config = PlacementConfig("separate", ratios={"actor.generate_sequences": 0.4})
-    plans = roles.place(prepared.plans, config, 16, 16, lambda: trace(prepared))
+    plans = placing.place(prepared.plans, config, 16, 16, lambda: trace(prepared))
     call = plans["actor"].calls["generate_sequences"]
     assert len(call.pool.ranks) == 6 and plans["actor"].generation is call.shape.generation and call.shape.layout.tp == 2
 
@@ -144,8 +144,8 @@ def test_no_role_is_known_by_name() -> None:
     for strategy in PROMISES:
         for size in (3, 5, 8, 64):
             config, host = PlacementConfig(strategy), min(size, HOST)
-            mine = roles.place(named.plans, config, size, host, functools.partial(trace, named))
-            theirs = roles.place(usual.plans, config, size, host, functools.partial(trace, usual))
+            mine = placing.place(named.plans, config, size, host, functools.partial(trace, named))
+            theirs = placing.place(usual.plans, config, size, host, functools.partial(trace, usual))
             for role, other in NAMES.items():
                 assert mine[other].pool.ranks == theirs[role].pool.ranks, (strategy, size, role)
                 calls = [{m: c.pool.ranks for m, c in plan.calls.items()} for plan in (mine[other], theirs[role])]
@@ -158,7 +158,7 @@ def test_the_followers_of_the_policy_are_those_of_its_weights() -> None:
         prepare(str(tasks.task() / "ppo.json"), tasks.settings(Path("unused"), 3, *more), 1)
         for more in (("models.reference.path=null",), ())
     ]
-    found = [roles.place(one.plans, PlacementConfig("split"), 8, 8, lambda one=one: trace(one)) for one in prepared]  # type: ignore[misc]
+    found = [placing.place(one.plans, PlacementConfig("split"), 8, 8, lambda one=one: trace(one)) for one in prepared]  # type: ignore[misc]
     assert found[0]["reference"].pool == found[0]["actor"].pool and found[1]["reference"].pool == found[1]["critic"].pool
 
 
@@ -196,3 +196,54 @@ def test_a_strategy_of_ones_own() -> None:
         str(tasks.task() / "ppo.json"), tasks.settings(Path("unused"), 3, "placement.strategy=outside.last_ranks"), 4
     )
     assert found.plans["actor"].pool.ranks == (2, 3) and len(found.plans["reference"].pool.ranks) == 4
+
+
+def prepared_with(strategy: str, *more: str, size: int = 4) -> Prepared:
+    return prepare(
+        str(tasks.task() / "ppo.json"), tasks.settings(Path("unused"), 3, f"placement.strategy={strategy}", *more), size
+    )
+
+
+@pytest.mark.parametrize("strategy", ["separate", "interleave"])
+def test_settings_of_a_call_that_the_strategy_moves(strategy: str) -> None:
+    """They go with the pool that the strategy gives it."""
+    generate = "models.actor.calls.generate_sequences"
+    moved = prepared_with(strategy).plans["actor"].calls["generate_sequences"]
+    sliced = (
+        prepared_with(strategy, f"{generate}.layout.tp=2", f"{generate}.delta=true").plans["actor"].calls["generate_sequences"]
+    )
+    assert sliced.pool == moved.pool and (moved.shape.layout.tp, sliced.shape.layout.tp) == (1, 2)
+    with pytest.raises(ValueError, match=r"generation.pp=1 and tp=2, and .*calls.generate_sequences.layout, both say"):
+        prepared_with(strategy, f"{generate}.layout.tp=2", "models.actor.generation.tp=2")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ("gives_a_dict", "returned dict; its place.. must return an Assignment"),
+        ("knows_nothing", "failed: AttributeError"),
+        ("places_a_teacher", "places 'teacher', which is no role and no call"),
+    ],
+)
+def test_a_strategy_of_ones_own_that_errs(wrong: str, told: str) -> None:
+    with pytest.raises(ValueError, match=f"placement.strategy='outside.{wrong}' {told}"):
+        prepared_with(f"outside.{wrong}")
+
+
+def test_hosts_that_prompts_do_not_divide_by() -> None:
+    """Whole hosts where they go round, else parts of them."""
+    prepared = prepared_with("separate", size=4)  # 8 prompts
+    plans = placing.place(ready("ppo").plans, PlacementConfig("separate"), 6, 3, lambda: graph("ppo"))
+    assert len(prepared.plans["actor"].calls["generate_sequences"].pool.ranks) == 2
+    assert len(plans["actor"].calls["generate_sequences"].pool.ranks) == 2
+
+
+@pytest.mark.parametrize("algorithm", ["sft", "dpo"])
+def test_generation_ahead_needs_an_algorithm_that_generates(algorithm: str) -> None:
+    data = f"data.path={tasks.pairs()}", "models.actor.path=" + str(tasks.task() / "actor"), "placement.max_staleness=1"
+    validated = f"val_prompts.path={tasks.task() / 'train.jsonl'}"
+    sft = "data.prompt_key=prompt", "data.response_key=chosen", validated, "run.test_freq=2"
+    more = sft if algorithm == "sft" else ("run.test_freq=0",)
+    overrides = tasks.settings(Path("unused"), 3, *data, *more, "data.train_batch_size=8", "data.val_path=null")
+    with pytest.raises(ValueError, match=rf"placement.max_staleness=1: {algorithm} trains no role that generates"):
+        prepare(str(CONFIGS / f"quickstart_{algorithm}.yaml"), overrides, 2)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import random
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -215,7 +216,7 @@ def test_versions_of_steps() -> None:
     taken = []
     for number in range(1, 7):
         versions.begin_step(number)
-        taken.append((versions.generating("actor"), versions.generating_step(number), versions.generating("judge")))
+        taken.append((versions.generating("actor"), versions.generating_step("actor", number), versions.generating("judge")))
         for _ in range(number % 2 + 1):  # some steps train twice
             versions.train("actor")
         versions.end_step()
@@ -225,22 +226,28 @@ def test_versions_of_steps() -> None:
     other = Versions(ahead=2)
     other.load_state(json.loads(json.dumps(versions.state())))
     other.begin_step(7)
-    assert (other.generating("actor"), other.generating_step(7)) == (6, 5)
+    assert (other.generating("actor"), other.generating_step("actor", 7)) == (6, 5)
     none = Versions()
     none.load_state(versions.state())
     none.begin_step(7)
     assert none.generating("actor") == 9 and none.to_come("actor") == {9}
 
 
-def test_steps_that_do_not_generate_send_no_weights() -> None:
-    """What no step generated with is on no rank that generates; the bound holds all the same."""
-    versions = Versions(ahead=1)
-    taken = []
-    for number in range(1, 8):
+@pytest.mark.parametrize("ahead", [1, 2, 3])
+def test_what_a_step_takes_was_the_newest_when_some_step_generated(ahead: int) -> None:
+    """Whatever steps leave out, do twice or in another order: only such versions are on the ranks that generate. The bound holds."""
+    draws = random.Random(ahead)
+    versions, there, newest_at = Versions(ahead), {0}, {}
+    for number in range(1, 200):
         versions.begin_step(number)
-        if number not in (3, 4):
-            taken.append((number, versions.generating("actor")))
-        versions.train("actor")
-        assert versions.to_come("actor") <= {number - 1, number}
+        newest_at[number] = versions.newest("actor")
+        for action in draws.choices(("train", "generate"), k=draws.randrange(4)):
+            if action == "train":
+                versions.train("actor")
+                continue
+            wanted = versions.generating("actor")
+            there.add(versions.newest("actor"))
+            assert wanted in there and wanted >= newest_at[max(number - ahead, 1)]
+            there &= versions.to_come("actor") | {wanted}
         versions.end_step()
-    assert taken == [(1, 0), (2, 0), (5, 4), (6, 4), (7, 5)]
+        assert versions.to_come("actor") - {versions.newest("actor")} <= there, "what a checkpoint must hold"

@@ -46,6 +46,11 @@ class AlgorithmConfig:
     needs_reward: ClassVar[bool] = True
     rows_in_flight: ClassVar[bool] = True
 
+    @property
+    def bypasses_log_probs(self) -> bool:
+        """Whether the old log-probs are the rollout's, whatever weights it came from."""
+        return False
+
     def check(self, where: str) -> None:
         """Raises ValueError naming the key and the value."""
 
@@ -164,11 +169,6 @@ class RolloutConfig(MovingReferenceConfig):
     @property
     def mini_batch_size(self) -> int:
         return self.ppo_mini_batch_size
-
-    @property
-    def bypasses_log_probs(self) -> bool:
-        """Whether the old log-probs are the rollout's, whatever weights it came from."""
-        return False
 
     def training_steps(self, role: str, steps: int) -> int:
         """In how many of a run's ``steps`` a trained role is updated."""

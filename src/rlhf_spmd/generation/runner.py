@@ -355,6 +355,7 @@ class Runner:
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         pool = next(iter(self._graphs.values())).graph.pool() if self._graphs else None
-        with torch.cuda.graph(graph, pool=pool, stream=stream):
+        # weights may be arriving in another thread, which takes memory
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             self._decode_once(state, table, alike, history)
         return _Captured(graph, state, table)

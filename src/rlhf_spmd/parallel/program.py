@@ -57,6 +57,7 @@ class ProgramSettings:
     run_dir: Path | None = None
     timeout_s: float = 600.0  # the longest that one rank may keep the others waiting in a call
     threads: int = 1  # of a rank, on CPUs
+    calls_apart: int = 1  # so many times as long where a rank waits for what another one does some steps later
     limits: Limits = field(default_factory=Limits)
 
 
@@ -130,7 +131,7 @@ def run_program(
         try:
             _open_run_dir(board)
             board.start()
-            world = init_world(launch, store, chosen.timeout_s, device, chosen.threads)
+            world = init_world(launch, store, chosen.timeout_s * chosen.calls_apart, device, chosen.threads)
             body(ProgramContext(world, board, prepared))
             board.finish(store)
             if launch.rank == 0 and board.run_dir is not None:
@@ -206,6 +207,12 @@ def _agree_on_input(
         refusal = refusal or ("hang", line, "")
         announce(refusal[1], refusal[2])
         _exit(launch, input_exit_code(refusal[0]))
+    size = int(store.compare_set("local_size", "", str(launch.local_size)))  # what the first rank that came here has
+    if size != launch.local_size and refusal is None:
+        line = (
+            f"torchrun started {launch.local_size} ranks on this host and {size} on another; give all the same --nproc-per-node"
+        )
+        refusal = ("config", line, "")
     if refusal:
         record = json.dumps([*refusal[:2], launch.rank])
         if store.compare_set("prepare/verdict", "", record) == record.encode():

@@ -56,7 +56,8 @@ class Part:
         """The numbers of ranks that it can have, up to ``most``, in whole hosts of ``host``."""
         step = math.lcm(self.unit, host)
         counts = range(step, most + 1, step)
-        return [n for n in counts if all(prompts % max(n // of, 1) == 0 for of, prompts in self.replicas)] or [step]
+        fitting = [n for n in counts if all(prompts % max(n // of, 1) == 0 for of, prompts in self.replicas)]
+        return fitting or ([step] if host == 1 else [])
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,8 @@ class Cluster:
             return []
         for host in (self.local_size, 1):
             larger = [self._sizes(part, ratio, host)[::-1] for part, ratio in zip(parts, given, strict=True)]
+            if not all(larger):  # whole hosts of ranks that generate do not divide the prompts
+                continue
             counts = [sizes.pop() for sizes in larger]
             while fitting := [i for i, more in enumerate(larger) if more and more[-1] - counts[i] <= self.size - sum(counts)]:
                 least = max(fitting, key=lambda i: (parts[i].work / counts[i], i))

@@ -101,7 +101,7 @@ def _check_ratios(config: PlacementConfig, named: Mapping[str, str | None], role
             hint = nearest(name, known) or ";"
             raise ValueError(f"placement.ratios.{name}: no such role or call{hint} there are {', '.join(known)}")
         key = name.replace(".", ".calls.")
-        given = next((at for at in (name.split(".")[0], key) if named.get(at) is not None or (at in named and "." in at)), None)
+        given = next((at for at in (name.split(".")[0], key) if named.get(at) is not None), None)
         if given is not None:
             raise ValueError(f"placement.ratios.{name}: models.{given} says by itself where it runs; leave one of them out")
 
@@ -117,9 +117,21 @@ def _by_strategy(
     where = f"placement.strategy={config.strategy!r}"
     strategy = find("placement.strategy", "rlhf_spmd.planner.strategies", config.strategy, exports="place")
     try:
-        found: Assignment = strategy.place(graph, cluster, roles)
-    except PlacementError as error:  # no other, such as those of the data that a trace reads
+        found = strategy.place(graph, cluster, roles)
+    except PlacementError as error:
         raise ValueError(f"{where} {error}") from error
+    except (AttributeError, IndexError, KeyError, TypeError, ZeroDivisionError) as error:  # in code of the user's own
+        raise ValueError(f"{where} failed: {type(error).__name__}: {error}") from error
+    if not isinstance(found, Assignment):
+        raise ValueError(
+            f"{where} returned {type(found).__name__}; its place() must return an Assignment (rlhf_spmd.planner.cluster)"
+        )
+    known = [*roles, *(f"{role}.{method}" for role, facts in roles.items() for method in facts.calls)]
+    for name in (*found.roles, *found.calls):
+        if name not in known:
+            raise ValueError(
+                f"{where} places {name!r}, which is no role and no call that may run elsewhere; there are {', '.join(known)}"
+            )
     ranks = {name: tuple(its) for name, its in (*found.roles.items(), *found.calls.items())}
     for role in roles:
         if role not in found.roles:
@@ -137,7 +149,7 @@ def _by_strategy(
     sharing[cluster.everyone] = "all"
     pools = {name: _checked(where, sharing[its], its, cluster.size) for name, its in ranks.items()}
     keys = {name: name.replace(".", ".calls.") for name in ranks}
-    return {keys[name]: pool for name, pool in pools.items() if "." not in name or keys[name] not in named}
+    return {keys[name]: pool for name, pool in pools.items() if named.get(keys[name]) is None}
 
 
 def _checked(where: str, name: str, ranks: Sequence[int], world_size: int) -> ResourcePool:

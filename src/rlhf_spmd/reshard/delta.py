@@ -154,7 +154,7 @@ def encoded_bytes(numel: int, changed: int, itemsize: int) -> tuple[str, int]:
 def encode(now: Tensor, before: Tensor, changed: int) -> Tensor:
     """``now`` for who has ``before``, both flat, uint8 [encoded_bytes]: the values, then where they are.
 
-    The host waits for nothing, so that on GPUs a rank that only sends goes on before its peers have come.
+    The host waits for nothing here; it has waited for its own counts, once in a transfer.
     """
     form, _ = encoded_bytes(len(now), changed, now.element_size())
     if form == "all":

@@ -40,7 +40,8 @@ class Transfer:
     ``number`` steps, each made by ``step(i)`` when it is started, in the same order on all ranks. ``dtype``: what travels, the
     targets'. ``limit``: elements of buffers, and of what steps hold besides, at a time, but one step goes in any case.
     ``opens(i)`` comes before step i starts, ``closes(i)`` when it has ended; ``measure()``: bytes held beside the buffers then.
-    ``beside``: on a GPU a stream of its own, so that waiting for a peer does not hold up this rank's computation.
+    ``beside``: on a GPU a stream of its own, so that waiting for a peer does not hold up this rank's computation: ``stream``, or the
+    one where all such transfers of this rank follow each other.
     ``peak_bytes``: the most that buffers held so far, with what ``measure`` says.
     """
 
@@ -59,12 +60,13 @@ class Transfer:
         closes: Callable[[int], object] = lambda number: None,
         measure: Callable[[], int] = lambda: 0,
         beside: bool = False,
+        stream: torch.cuda.Stream | None = None,
     ) -> None:
         self._number, self._step, self._sources, self._targets = number, step, sources, targets
         self._group, self._dtype, self._limit, self._label = group, dtype, limit, label
         self._opens, self._closes, self._measure = opens, closes, measure
         self._device = next((tensor.device for tensor in chain(sources.values(), targets.values())), torch.device("cpu"))
-        self._stream = side_stream() if beside and can(self._device).streams else None
+        self._stream = (stream or side_stream()) if beside and can(self._device).streams else None
         self._flights: deque[_Flight] = deque()
         self.landed = self.peak_bytes = 0
         self._thread: threading.Thread | None = None
@@ -209,6 +211,7 @@ def start_transfer(
     buffer_bytes: int = 256 << 20,
     dtype: torch.dtype | None = None,
     delta: Delta | None = None,
+    stream: torch.cuda.Stream | None = None,
 ) -> Transfer:
     """Start the part of ``rank`` in a plan of global ranks: from ``sources`` (its parameters on the source side) into ``targets``; {}
     where it has none.
@@ -228,9 +231,9 @@ def start_transfer(
     limit = buffer_bytes // dtype.itemsize
     if delta is not None and delta.begun:
         changes, byte = Changes(delta, steps, sources, targets, dtype, buffer_bytes), torch.uint8
-        hooks: Any = {"opens": changes.opens, "closes": changes.closes, "beside": True}
+        hooks: Any = {"opens": changes.opens, "closes": changes.closes, "beside": True, "stream": stream}
         args = changes.number, changes.step, changes.sources, changes.targets, group, byte, buffer_bytes, LABEL
         return Transfer(*args, **hooks)
     if delta is not None:
         delta.begin(steps, sources, dtype)
-    return Transfer(len(steps), steps.__getitem__, sources, targets, group, dtype, limit, LABEL, beside=True)
+    return Transfer(len(steps), steps.__getitem__, sources, targets, group, dtype, limit, LABEL, beside=True, stream=stream)

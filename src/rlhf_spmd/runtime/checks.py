@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rlhf_spmd.algorithms.base import AlgorithmConfig
+from rlhf_spmd.controller import Graph
 from rlhf_spmd.data.dataset import DatasetConfig, TokenDataset
 from rlhf_spmd.data.prompts import DataConfig, PromptDataset, PromptsConfig
 from rlhf_spmd.kernels import can, choose_ops, model_device
@@ -82,21 +83,25 @@ def _trains(plan: RolePlan) -> bool:
     return issubclass(plan.worker, ModelWorker) and plan.worker.trained
 
 
-def check_staleness(config: Any, plans: Mapping[str, RolePlan]) -> None:
-    """``placement.max_staleness`` needs trained roles that generate on ranks where they do not train. Raises ValueError."""
+def check_staleness(config: Any, plans: Mapping[str, RolePlan], graph: Callable[[], Graph]) -> None:
+    """``placement.max_staleness`` needs trained roles that generate on ranks where they do not train. ``graph`` traces a step.
+
+    Raises ValueError.
+    """
     ahead, where = config.placement.max_staleness, "placement.max_staleness"
     if not ahead:
         return
-    generating = {role: plan for role, plan in plans.items() if plan.generation is not None and _trains(plan)}
-    if not generating:
+    generating = dict.fromkeys(call.role.name for call in graph().nodes if call.spec.kind == "generate")
+    trained = {role: plans[role] for role in generating if _trains(plans[role])}
+    if not trained:
         raise ValueError(f"{where}={ahead}: {config.algorithm.name} trains no role that generates; leave it out")
-    for role, plan in generating.items():
+    for role, plan in trained.items():
         call = plan.calls.get("generate_sequences")
         shared = sorted(set(plan.pool.ranks) & set((call or plan).pool.ranks))
         if shared:
             raise ValueError(
                 f"{where}={ahead} lets models.{role} generate while it trains, but it does both on ranks {shared[:8]}; give "
-                f"models.{role}.calls.generate_sequences.pool ranks of its own, as placement.strategy=separate does"
+                f"models.{role}.calls.generate_sequences.pool ranks of its own, or take placement.strategy=separate"
             )
 
 
@@ -205,6 +210,8 @@ def _exact(role: str, plan: RolePlan, config: Any) -> bool:
         against = f"models.{role}.generation.attention={settings.attention} is not models.{role}.attention"
     elif config.run.threads > 1 and not choose_ops(dtype, device, plan.config.attention).exact_in_threads(dtype):
         against = f"with run.threads={config.run.threads} only the C++ kernels are exact, and torch computes some of it here"
+    elif config.placement.max_staleness:
+        against = f"with placement.max_staleness={config.placement.max_staleness} tokens come from weights of earlier steps"
     elif in_flight(config) is not None:
         against = f"with data.gen_batch_size={config.data.gen_batch_size} tokens may come from weights of earlier steps"
     if settings.exact and against:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,23 +10,19 @@ from typing import Any
 
 from rlhf_spmd.config.bounds import check_bounds
 from rlhf_spmd.config.schema import nearest
-from rlhf_spmd.controller import Graph, GroupShape, ResourcePool
+from rlhf_spmd.controller import GroupShape, ResourcePool
 from rlhf_spmd.data.dataset import TokenDataset
 from rlhf_spmd.data.prompts import PromptDataset, PromptsConfig
 from rlhf_spmd.data.tokenizer import decoding
 from rlhf_spmd.generation.config import GenerationConfig, SamplingConfig
 from rlhf_spmd.generation.stopping import build_ends
-from rlhf_spmd.models.sharding import check_layout
 from rlhf_spmd.models.spec import ModelSpec, local_directory, read_spec
 from rlhf_spmd.models.weights import check_pretrained
-from rlhf_spmd.parallel.layout import GenerationLayout, Layout, LayoutConfig, generation_layout, resolve_layout
-from rlhf_spmd.planner.cluster import RoleFacts
-from rlhf_spmd.planner.placement import PlacementConfig, place_roles
+from rlhf_spmd.parallel.layout import GenerationLayout, Layout, resolve_layout
 from rlhf_spmd.reshard import METHODS
 from rlhf_spmd.rewards.config import RewardConfig, reward_key
 from rlhf_spmd.workers import ActorWorker, ArithmeticWorker, Build, JudgeWorker, ModelWorker, RewardWorker, RoleClass
-from rlhf_spmd.workers.config import CallConfig, RoleConfig
-from rlhf_spmd.workers.flops import forward_flops
+from rlhf_spmd.workers.config import RoleConfig
 from rlhf_spmd.workers.retokenize import Retokenizer, build_retokenizer
 
 ARITHMETIC = "arithmetic"  # the role that every algorithm has
@@ -108,48 +104,6 @@ def describe_roles(
     return plans
 
 
-def place(
-    described: Mapping[str, RolePlan],
-    placement: PlacementConfig,
-    world_size: int,
-    local_size: int,
-    graph: Callable[[], Graph],
-) -> dict[str, RolePlan]:
-    """Every role on its pool, in its layout there. ``local_size``: ranks of a host. ``graph`` traces a step of the described roles,
-    where the strategy asks for it. Raises ValueError as :func:`describe_roles`."""
-    models = {role: plan for role, plan in described.items() if issubclass(plan.worker, ModelWorker)}
-    named = {role: plan.config.pool for role, plan in models.items()}
-    named |= {
-        f"{role}.calls.{method}": call.pool for role, plan in models.items() for method, call in plan.config.calls.items()
-    }
-    facts = {role: _facts(plan) for role, plan in models.items()}
-    pools = place_roles(placement, named, world_size, local_size, facts, graph)
-    plans = {role: _place_role(role, plan, pools) for role, plan in models.items()}
-    last_trained = [role for role, plan in models.items() if plan.worker.trained][-1]  # type: ignore[union-attr]
-    for role, plan in described.items():
-        if role not in models:
-            home: tuple[str, ...] = plan.worker.home  # type: ignore[union-attr]
-            pool = plans[next((name for name in home if name in plans), last_trained)].pool
-            plans[role] = replace(plan, pool=pool, shape=GroupShape(Layout(dp=len(pool.ranks))))
-    return plans
-
-
-def _facts(plan: RolePlan) -> RoleFacts:
-    """What placement strategies know of a role with a model class; ``plan`` is a described one."""
-    config, layout = plan.config, plan.shape.layout
-    if plan.spec is None:
-        return RoleFacts(unit=layout.size, fixed=config.layout.dp is not None)
-    units = {"infer": layout.pp * layout.tp, "generate": config.generation.pp * config.generation.tp}
-    calls = {name: units[kind] for name, kind in _methods(plan.worker).items() if kind in units}
-    weights = forward_flops(plan.spec, 1, 0) / 2
-    return RoleFacts(weights, plan.worker.trained, config.path, layout.size, config.layout.dp is not None, calls)  # type: ignore[union-attr]
-
-
-def _methods(worker: RoleClass) -> dict[str, str]:
-    """Registered method -> its kind."""
-    return {name: call.spec.kind for name in dir(worker) if hasattr(call := getattr(worker, name), "spec")}
-
-
 def _reward_model(role: str, config: RoleConfig, reward: RewardConfig, rewarded: bool) -> RoleConfig:
     """A reward role with its model, which ``rewards.<role>.model`` names as well as ``models.<role>.path``."""
     key = reward_key(role)
@@ -182,53 +136,7 @@ def _describe_role(role: str, worker: type[ModelWorker], config: RoleConfig) -> 
     if generation.engine not in METHODS:
         raise ValueError(f"{where}.generation.engine={generation.engine!r}: allowed are {', '.join(METHODS)}")
     check_bounds(generation, f"{where}.generation", "pp", "tp", least=1)
-    if "generate_sequences" in config.calls and (generation.pp, generation.tp) != (1, 1):
-        call = f"{where}.calls.generate_sequences"
-        raise ValueError(
-            f"{where}.generation.pp={generation.pp} and tp={generation.tp} regroup the role's own ranks, but {call}.layout "
-            f"says where and how it generates; leave out {where}.generation.pp and tp"
-        )
     return RolePlan(worker, config, pool, GroupShape(layout, GenerationLayout(layout, layout.pp, layout.tp)), spec)
-
-
-def _place_role(role: str, described: RolePlan, pools: Mapping[str, ResourcePool]) -> RolePlan:
-    """The role on its pool, and its methods on theirs; a method that the strategy moves runs in the layout of the role, or in its
-    generation layout if it generates."""
-    config, pool, where = described.config, pools[role], f"models.{role}"
-    moved, kinds = dict(config.calls), _methods(described.worker)
-    for method in (key.partition(".calls.")[2] for key in pools if key.startswith(f"{role}.calls.")):
-        of = config.generation if kinds.get(method) == "generate" else config.layout
-        moved.setdefault(method, CallConfig(layout=LayoutConfig(pp=of.pp, tp=of.tp)))
-    layout = resolve_layout(config.layout, len(pool.ranks), f"{where}.layout on pool '{pool.name}'")
-    if described.spec is not None:
-        check_layout(described.spec, layout.pp, layout.tp, f"{where}.layout", layout.vpp)
-    plan = replace(described, config=replace(config, calls=moved), pool=pool, shape=GroupShape(layout))
-    calls = {method: _plan_call(role, plan, method, pools) for method in moved}
-    if described.generation is None or "generate_sequences" in moved:
-        return replace(plan, calls=calls)
-    return replace(plan, calls=calls, shape=GroupShape(layout, _generation_at_home(where, plan)))
-
-
-def _generation_at_home(where: str, plan: RolePlan) -> GenerationLayout:
-    """The generation layout on the role's own ranks. Raises ValueError where it does not fit the training layout."""
-    config, layout, spec = plan.config.generation, plan.shape.layout, plan.spec
-    assert spec is not None
-    try:
-        generation = generation_layout(layout, config.pp, config.tp, METHODS[config.engine].consecutive)
-    except ValueError as error:
-        raise ValueError(f"{where}.{error}") from error
-    check_layout(spec, generation.pp, generation.tp, f"{where}.generation")
-    if config.overlap and generation.consecutive:
-        raise ValueError(
-            f"{where}.generation.overlap=true: layer by layer weights come only where engine=zero_redundancy regroups ranks in "
-            f"place, not from {layout} to pp({generation.pp}) * tp({generation.tp}) by engine={config.engine}; leave it out"
-        )
-    if not generation.consecutive and generation.pp != layout.pp and spec.num_hidden_layers % layout.pp:
-        raise ValueError(
-            f"{where}.generation.pp={generation.pp} regroups stages, so layout.pp={layout.pp} must divide the model's "
-            f"{spec.num_hidden_layers} layers"
-        )
-    return generation
 
 
 def _check_judge(where: str, config: RoleConfig, layout: Layout) -> None:
@@ -243,33 +151,6 @@ def _check_judge(where: str, config: RoleConfig, layout: Layout) -> None:
         raise ValueError(
             f"{where}.layout.vpp={layout.vpp}: a judge generates in this layout, and generation has no vpp; leave it out"
         )
-
-
-def _plan_call(role: str, plan: RolePlan, method: str, pools: Mapping[str, ResourcePool]) -> CallPlan:
-    """``models.<role>.calls.<method>`` decided. Raises ValueError for methods that cannot run elsewhere, and misfits."""
-    where, config, generation = f"models.{role}.calls.{method}", plan.config.calls[method], plan.config.generation
-    if plan.spec is None:
-        raise ValueError(f"{where}: this role has no model whose weights could be reallocated; set models.{role}.pool")
-    kinds = _methods(plan.worker)
-    free = [name for name, kind in kinds.items() if kind in ("generate", "infer")]
-    if method not in free:
-        why = "stays on the role's own pool;" if method in kinds else f"no such method{nearest(method, free) or ';'}"
-        raise ValueError(f"{where}: {why} methods that may run elsewhere are {', '.join(free)}")
-    pool = pools.get(f"{role}.calls.{method}", plan.pool)
-    layout = resolve_layout(config.layout, len(pool.ranks), f"{where}.layout on pool '{pool.name}'")
-    check_layout(plan.spec, layout.pp, layout.tp, f"{where}.layout", layout.vpp)
-    if kinds[method] != "generate":
-        return CallPlan(pool, GroupShape(layout))
-    if layout.zero or layout.vpp > 1:
-        raise ValueError(f"{where}.layout is {layout}: generation has neither zero nor vpp; leave them out")
-    usual = GenerationConfig()
-    for key in ("overlap", "engine"):
-        if getattr(generation, key) != getattr(usual, key):
-            raise ValueError(
-                f"models.{role}.generation.{key}={str(getattr(generation, key)).lower()}: weights on loan to "
-                f"calls.{method} come whole, as it needs them; leave it out"
-            )
-    return CallPlan(pool, GroupShape(layout, GenerationLayout(layout, layout.pp, layout.tp)))
 
 
 def find_text_readers(

@@ -234,7 +234,8 @@ class Session:
         reports = self.controller.receive_reports()
         metrics, samples = merge_reports(step.number, step.size, reports, partial(self._utilisation, step.calls))
         if "generation/idle_fraction" in metrics:
-            self.controller.timeline.instant("generation", idle_fraction=round(metrics["generation/idle_fraction"], 4))
+            idle = round(metrics["generation/idle_fraction"], 4)
+            self.controller.timeline.instant("generation", of_step=step.number, idle_fraction=idle)
         return {**step.told, **metrics}, samples
 
     def _utilisation(self, calls: Sequence[Production], num_rows: int, num_tokens: float, seconds: float) -> float:

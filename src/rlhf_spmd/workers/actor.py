@@ -86,7 +86,7 @@ class ActorWorker(ModelWorker):
         Collective over the pool: every rank of it must call, in program order.
         """
         requests = _requests(batch, sampling, own)
-        weights = self.controller.versions.generating_step(number)
+        weights = self.controller.versions.generating_step(self.name, number)
         generating = self.generating
         assert generating is not None
         with generating.generation_weights():

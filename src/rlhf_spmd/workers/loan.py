@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from rlhf_spmd.kernels import can
-from rlhf_spmd.kernels.devices import side_stream
 from rlhf_spmd.parallel.collectives import Group, Work, wait_all
 from rlhf_spmd.parallel.program import fail_beside
 from rlhf_spmd.reshard import Delta, Transfer, holdings, plan_transfer, start_transfer
@@ -81,10 +81,14 @@ class Loan:
             if self._delta is None:
                 self.twin.engine.storages.free()
 
-    def _start(self, sources: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> Transfer:
+    def _start(
+        self, sources: Mapping[str, Tensor], targets: Mapping[str, Tensor], stream: torch.cuda.Stream | None = None
+    ) -> Transfer:
         assert self._group is not None, "a rank of neither pool has no part in it"
         dtype = self.twin.config.torch_dtype(self.twin.device)
-        return start_transfer(self._plan, self._rank, sources, targets, self._group, dtype=dtype, delta=self._delta)
+        return start_transfer(
+            self._plan, self._rank, sources, targets, self._group, dtype=dtype, delta=self._delta, stream=stream
+        )
 
     def _fail(self, error: BaseException) -> None:
         """Of a thread beside the main one: the others must not wait for this rank until their time is up."""
@@ -117,16 +121,24 @@ class LoanAhead(Loan):
         versions, role = self.home.controller.versions, self.home.name
         if self._group is None:
             return
-        if (newest := versions.newest(role)) not in (self.held, *self.kept):
-            self._send(newest)
-        if version != self.held:
-            self._place(version, versions.to_come(role))
-        for old in self.kept.keys() - versions.to_come(role):
+        to_come, newest = versions.to_come(role), versions.newest(role)
+        if version in self.kept:  # first of all, so that there is room for another one
+            self._place(version, to_come)
+        for old in self.kept.keys() - to_come:
             self._arrive(old)
             del self.kept[old]
+        if newest not in (self.held, *self.kept):
+            self._send(newest)
+        if version != self.held:
+            self._place(version, to_come)
 
     def give_back(self) -> None:
         """The twin keeps what it has."""
+
+    @cached_property
+    def stream(self) -> torch.cuda.Stream:
+        """On GPUs, where versions arrive, one after the other."""
+        return torch.cuda.Stream(self.twin.device)
 
     def needed(self) -> dict[int, Mapping[str, Tensor]]:
         """Versions that steps to come take and that the home does not have, on the twin's ranks. Local; waits for them to come."""
@@ -242,10 +254,13 @@ class _Arrival:
             self._before = None
             if self._begun is not None:
                 torch.cuda.set_device(self._loan.twin.device)
-                side_stream().wait_event(self._begun)
-                with torch.cuda.stream(side_stream()):  # only the stream waits for what comes
+                stream = (
+                    self._loan.stream
+                )  # no other transfer, which this rank may have begun sooner than its peers, stands before it
+                stream.wait_event(self._begun)
+                with torch.cuda.stream(stream):  # only the stream waits for what comes
                     self._fill()
-                self._arrived = side_stream().record_event()
+                self._arrived = stream.record_event()
             else:
                 self._fill()
         except BaseException as error:  # the thread's boundary: wait() raises it
@@ -255,7 +270,7 @@ class _Arrival:
     @torch.no_grad()
     def _fill(self) -> None:
         came = self._loan.receives(self._targets)
-        self._loan._start({}, came).wait()
+        self._loan._start({}, came, self._loan.stream if self._begun is not None else None).wait()
         if came is not self._targets:
             for name, tensor in self._targets.items():
                 tensor.copy_(came[name])

@@ -144,7 +144,7 @@ class ModelWorker(Worker):
     def lend(self, method: str, twin: ModelWorker) -> None:
         """Let ``twin`` serve a method. Collective over the world: every rank of it must call, in program order."""
         self.twins[method], twin.lenders = twin, self.pool.ranks
-        is_ahead = self.controller.versions.ahead > 0 and getattr(type(self), method).spec.kind == "generate"
+        is_ahead = self.controller.versions.ahead > 0 and self.trained and getattr(type(self), method).spec.kind == "generate"
         twin.loan = (LoanAhead if is_ahead else Loan)(self, twin, method)
 
     def prefetch(self) -> None:

@@ -1,0 +1,56 @@
+"""What is about to run, in the lines that a run begins with."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import torch
+
+from rlhf_spmd.data.prompts import PromptDataset
+from rlhf_spmd.generation.backends import choose_backend
+from rlhf_spmd.kernels import can, choose_ops
+from rlhf_spmd.parallel.world import World
+from rlhf_spmd.planner.placement import PlacementConfig
+
+
+def describe(ready: Any, world: World) -> str:
+    """``ready``: the checked run (``Prepared`` of the training program)."""
+    rows = ", ".join(data.summary() for data in ready.training.values())
+    lines = [f"{ready.config.run.name}: {ready.config.algorithm.name} on {world.size} rank(s), {rows}"]
+    prompts = [data for data in ready.training.values() if isinstance(data, PromptDataset)]
+    if any(reward.function for reward in ready.rewards.values()) and all(
+        r["answer"] is None for data in prompts for r in data.examples()
+    ):
+        lines.append("  warning: no row has an answer (data.answer_key), so a reward that looks for one finds none")
+    correction = getattr(ready.config.algorithm, "rollout_correction", None)
+    if ready.config.placement.max_staleness and correction is not None and not (correction.bypass_mode or correction.active):
+        lines.append(
+            f"  warning: placement.max_staleness={ready.config.placement.max_staleness} and nothing corrects for older weights: set "
+            "algorithm.rollout_correction.bypass_mode=true, or rollout_is"
+        )
+    lines += [line for data in (*ready.training.values(), *ready.validation.values()) for line in data.tally.warnings()]
+    plan, device = ready.plans[ready.config.algorithm.exported], world.device
+    dtype = plan.config.torch_dtype(device)
+    attention = choose_ops(dtype, device, plan.config.attention, f"models.{ready.config.algorithm.exported}.attention").name
+    line = f"  device {device.type}, attention {attention}"
+    if plan.generation is not None:
+        where = f"models.{ready.config.algorithm.exported}.generation.attention"
+        line += f", of generation {choose_backend(plan.config.generation.attention, attention, dtype, device, where)}"
+    on_cpu = f", float32 products '{torch.get_float32_matmul_precision()}', {torch.get_num_threads()} thread(s) per rank"
+    lines.append(line + (on_cpu if can(device).exact else ""))
+    placement, usual = ready.config.placement, PlacementConfig()
+    set_here = [f.name for f in fields(placement) if f.name != "pools" and getattr(placement, f.name) != getattr(usual, f.name)]
+    if set_here:
+        lines.append("  placement " + ", ".join(f"{name} {getattr(placement, name)}" for name in set_here))
+    for role, plan in ready.plans.items():
+        where = f"  {role:<10} pool {plan.pool}, {plan.shape.layout}"
+        if plan.shape.generation is not None:
+            g = plan.shape.generation
+            where += f", generation pp({g.pp}) * tp({g.tp}) * micro_dp({g.micro_dp}) * dp({g.train.dp})"
+        lines.append(where)
+        for method, call in plan.calls.items():
+            lines.append(
+                f"    {method} on pool {call.pool}, {call.shape.layout}{', delta' if plan.config.calls[method].delta else ''}"
+            )
+    return "\n".join(lines)
