@@ -167,9 +167,9 @@ class Session:
         shown: list[dict[str, Any]]
         if test_freq and self.started_at == 0:
             first, shown = validate(0)
-            self._moved_bytes()
             if recorder is not None:
                 recorder.log(0, first, [], shown)
+        self._moved_bytes()
         under_way: deque[_Taken] = deque()  # steps that some ranks may not have ended yet
         for number in range(self.started_at + 1, self.steps + 1):
             under_way.append(self._take(one_step, number))

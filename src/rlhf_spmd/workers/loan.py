@@ -59,6 +59,7 @@ class Loan:
         if self._group is None:
             return
         self._group.connect()
+        self._note_call()
         if self.home.resting is not None:
             self.home.resting.reload()
         self._transfer = self._start(self.home.engine.local_tensors() if self.home.member else {}, targets)
@@ -90,11 +91,16 @@ class Loan:
             self._plan, self._rank, sources, targets, self._group, dtype=dtype, delta=self._delta, stream=stream
         )
 
+    def _note_call(self) -> None:
+        """The call that weights leave for: the main thread may be in another one when they fail."""
+        board = self.home.controller.board
+        self._call = board.call if board is not None else (0, "", "")
+
     def _fail(self, error: BaseException) -> None:
         """Of a thread beside the main one: the others must not wait for this rank until their time is up."""
         board = self.home.controller.board
         if board is not None:
-            fail_beside(board, error, board.call)
+            fail_beside(board, error, self._call)
 
 
 class LoanAhead(Loan):
@@ -192,6 +198,7 @@ class LoanAhead(Loan):
         assert group is not None
         self.settle()
         group.connect()
+        self._note_call()
         self.kept[version] = self._room()
         first = group.ranks.index(home.pool.ranks[0])
         if not home.member:
