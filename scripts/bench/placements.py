@@ -26,24 +26,19 @@ from measure import machine_facts, save, table
 
 ROOT = Path(__file__).resolve().parents[2]
 Spans = list[tuple[float, float]]
+AHEAD = ("placement.strategy=separate", "placement.max_staleness=1", "algorithm.rollout_correction.bypass_mode=true")
 # name -> overrides, for 4 ranks
 PLACEMENTS: dict[str, tuple[str, ...]] = {
     "colocate": (),
     "split": ("placement.strategy=split",),
-    "split, 3 + 1": ("placement.strategy=split", "placement.ratios={actor: 0.75}"),
+    "split, 1 + 3": ("placement.strategy=split", "placement.ratios={critic: 0.75}"),
     "standalone": ("placement.strategy=standalone",),
     "interleave": ("placement.strategy=interleave",),
     "separate": ("placement.strategy=separate",),
-    "separate, one step ahead": ("placement.strategy=separate", "placement.max_staleness=1"),
-    "separate, 3 + 1, one step ahead": (
-        "placement.strategy=separate",
-        "placement.ratios={actor.generate_sequences: 0.75}",
-        "placement.max_staleness=1",
-    ),
+    "separate, one step ahead": (*AHEAD,),
     "separate, 1 + 3, one step ahead": (
-        "placement.strategy=separate",
+        *AHEAD,
         "placement.ratios={actor.generate_sequences: 0.25}",
-        "placement.max_staleness=1",
     ),
 }
 LEARNING = ("colocate", "separate", "separate, one step ahead")
