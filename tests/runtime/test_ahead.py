@@ -203,6 +203,19 @@ def test_a_signal_saves_a_step_later_and_the_run_goes_on(directory: Path) -> Non
     assert tasks.worst_tensor(whole, resumed)[0] == 0
 
 
+def test_ranks_that_are_several_steps_ahead_may_wait_for_longer_than_a_call(directory: Path) -> None:
+    """``run.timeout_s`` is for one call; what generates waits for the weights of several steps."""
+    run_dir = directory / "patient"
+    slow = "run.timeout_s=6", "reward.timeout_s=4", "placement.max_staleness=5"
+    process = tasks.start_program(4, run_dir, tasks.settings(run_dir, 7, *PPO, *slow), delay_s=0.25)
+    try:
+        assert tasks.finish(process, run_dir) == 0, (run_dir / "output.txt").read_text()[-2000:]
+    finally:
+        tasks.kill(process)
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
+    assert sum(row["timing_s/step"] for row in rows[:5]) > 6 and len(rows) == 7
+
+
 def test_generation_where_it_trains_is_refused(directory: Path) -> None:
     overrides = tasks.settings(directory / "refused", 1, STALE)
     with pytest.raises((ConfigError, ValueError), match=r"placement.max_staleness=1 lets models.actor .* on ranks \[0, 1\]"):
