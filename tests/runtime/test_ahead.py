@@ -203,6 +203,32 @@ def test_a_signal_saves_a_step_later_and_the_run_goes_on(directory: Path) -> Non
     assert tasks.worst_tensor(whole, resumed)[0] == 0
 
 
+def test_steps_that_do_not_generate(directory: Path) -> None:
+    """A step later than the bound says takes the newest weights: here that is every one, and a checkpoint holds no others."""
+    plain = train(4, "outside.every_other_step", directory / "odd", *APART, "run.save_freq=2")
+    ahead = train(4, "outside.every_other_step", directory / "odd_ahead", STALE, *APART, "run.save_freq=2")
+    assert ahead.responses == plain.responses and {step for step, _ in ahead.responses} == {1, 3}
+    assert tasks.worst_tensor(plain, ahead)[0] == 0
+
+
+def test_a_role_that_generates_and_is_not_trained(directory: Path) -> None:
+    """Its weights are always the newest, wherever it generates."""
+    config = json.loads(Path(config_of("outside.explorer", directory)).read_text())
+    config["models"]["explorer"] = {"path": config["models"]["reference"]["path"], "dtype": "float64"}
+    path = directory / "explorer.json"
+    path.write_text(json.dumps(config))
+    explorer = "models.explorer.pool=train", "models.explorer.calls.generate_sequences.layout.tp=2"
+    runs = []
+    for number, more in enumerate(((), (STALE,))):
+        run_dir = directory / f"explorer_{number}"
+        run_ranks(4, tasks.train_here, str(path), tasks.settings(run_dir, 3, *APART, *explorer, *more))
+        runs.append(tasks.read_run(run_dir))
+    plain, ahead = runs
+    assert ahead.responses == plain.responses, "they are the explorer's, which do not depend on what the actor has learnt"
+    newest = replace(ahead, weights={key: tensor for key, tensor in ahead.weights.items() if key in plain.weights})
+    assert tasks.worst_tensor(plain, newest)[0] < 1e-12
+
+
 def test_ranks_that_are_several_steps_ahead_may_wait_for_longer_than_a_call(directory: Path) -> None:
     """``run.timeout_s`` is for one call; what generates waits for the weights of several steps."""
     run_dir = directory / "patient"
