@@ -30,3 +30,24 @@ def test_two_nodes_are_one_node_with_as_many_ranks(tmp_path: Path):
             tasks.kill(agent)
     assert json.loads((apart / "exit_status.json").read_text())["class"] == "done"
     tasks.assert_bit_equal(tasks.read_run(together), tasks.read_run(apart))
+
+
+@pytest.mark.slow
+def test_hosts_with_different_numbers_of_ranks_are_refused(tmp_path: Path):
+    """Each rank would derive other hosts, and so other placements and other senders of weights."""
+    tasks.task()
+    dealt = "data.train_batch_size=6", "algorithm.ppo_mini_batch_size=6"  # over three ranks
+    where = "--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(tasks.free_port())
+    agents = [
+        tasks.start_torchrun(
+            tmp_path, tasks.settings(tmp_path, 1, *dealt), *where, "--nproc-per-node", str(2 - node), "--node-rank", str(node)
+        )
+        for node in range(2)
+    ]
+    try:
+        assert all(tasks.finish(agent, tmp_path) != 0 for agent in agents)
+    finally:
+        for agent in agents:
+            tasks.kill(agent)
+    assert json.loads((tmp_path / "exit_status.json").read_text())["class"] == "config"
+    assert "give all the same --nproc-per-node" in (tmp_path / "output.txt").read_text()

@@ -24,6 +24,7 @@ from rlhf_spmd.checkpoint.save import save_checkpoint
 from rlhf_spmd.config.bounds import check_bounds
 from rlhf_spmd.config.load import to_yaml
 from rlhf_spmd.controller import Controller, Production, Reference
+from rlhf_spmd.controller.versions import Versions
 from rlhf_spmd.data.batch import Batch
 from rlhf_spmd.kernels import wait
 from rlhf_spmd.kernels.devices import peak_bytes
@@ -285,7 +286,7 @@ class Session:
         told = compare_runs(path, self.context.prepared.config, state, self.state())
         if told and self.is_first:
             print(told, file=sys.stderr)
-        self.controller.versions.load_state(state["versions"])
+        self.controller.versions.load_state(state.get("versions", Versions().state()))  # older checkpoints do not count them
         for role, worker in self.saved.items():
             worker.version = self.controller.versions.newest(role)
             if worker.member:
