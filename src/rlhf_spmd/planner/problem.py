@@ -1,0 +1,112 @@
+"""What is searched: the calls of a step, the ways to run each, and what moves between them. Numbers only: no models, no roles by name.
+
+Terms are ReaL's (section 4): a plan gives every call a mesh of ranks and one of its options there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, order=True)
+class Mesh:
+    """``count`` ranks from ``first`` on."""
+
+    first: int
+    count: int
+
+    @property
+    def ranks(self) -> range:
+        return range(self.first, self.first + self.count)
+
+
+@dataclass(frozen=True)
+class Option:
+    """A way to run a call on ``size`` ranks, in a layout of ``pp`` stages and ``tp`` slices.
+
+    ``held``: bytes on each of its ranks during the whole step, what the role keeps; only of a role's home. ``active``: bytes more while
+    the call runs. Weights that come from the home for the call are not in it: :meth:`Problem.move` counts them. ``choice``: what it
+    stands for."""
+
+    size: int
+    pp: int
+    tp: int
+    seconds: float
+    held: float
+    active: float
+    choice: Any = None
+
+
+@dataclass(frozen=True)
+class Call:
+    """A node of the dataflow graph. ``after``: nodes that must have ended, as the numbers of their places, all of them smaller.
+
+    The first of a role's calls that trains, or of a role that none trains its first one, is the role's ``home``: the ranks and the layout
+    in which its weights stay. Others of its calls may run elsewhere. One that trains, too, has ``at_home``: it runs on the same ranks by
+    the option with the same number."""
+
+    name: str
+    role: str
+    after: frozenset[int]
+    options: tuple[Option, ...]
+    home: bool = False
+    at_home: bool = False
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Of one call: where it runs and how; ``option`` is a number among the call's."""
+
+    mesh: Mesh
+    option: int
+
+
+Plan = tuple[Choice, ...]  # one for each call
+
+
+@dataclass(frozen=True)
+class Problem:
+    """``calls`` in program order: ranks walk the script, so a rank runs its calls in this order and a call starts when all its ranks are
+    free and those before it have ended.
+
+    ``memory``: bytes that each rank can use. ``weights``: bytes of each role's weights. ``link`` and ``network``: bytes/s of a rank inside
+    a host of ``local_size`` ranks and between hosts. ``ahead``: steps that generation runs ahead of training (``max_staleness``);
+    ``generating``: the nodes that do.
+    """
+
+    calls: tuple[Call, ...]
+    local_size: int
+    memory: tuple[float, ...]
+    weights: Mapping[str, float]
+    link: float
+    network: float
+    ahead: int = 0
+    generating: frozenset[int] = field(default_factory=frozenset)
+
+    @property
+    def size(self) -> int:
+        return len(self.memory)
+
+    def on_one_host(self, *meshes: Mesh) -> bool:
+        hosts = {rank // self.local_size for mesh in meshes for rank in (mesh.first, mesh.first + mesh.count - 1)}
+        return len(hosts) == 1
+
+    def move(self, role: str, home: Option, at: Mesh, option: Option, mesh: Mesh) -> tuple[float, float]:
+        """What a call on ``mesh`` costs more because its role's weights rest in ``home`` on the ranks ``at``: seconds, and bytes on each of
+        the ranks of ``mesh``.
+
+        On the same ranks in the same layout nothing moves; where the call's layout is a part of the home's, each rank keeps what it has and
+        gets the rest of its shard (HybridFlow, table 2: (tp - t_g p_g) / (t_g p_g t p) of the weights). Everywhere else a whole shard comes
+        beside what is there (ReaL, section 6). The slower of receiving and of sending, which the holders share, counts.
+        """
+        here, there = home.pp * home.tp, option.pp * option.tp
+        if at == mesh and (home.pp, home.tp) == (option.pp, option.tp):
+            return 0.0, 0.0
+        shard = self.weights[role] / there
+        if at == mesh and home.pp % option.pp == 0 and home.tp % option.tp == 0:
+            shard -= self.weights[role] / here
+        sent = shard * mesh.count / at.count
+        near = self.on_one_host(at, mesh) or (at == mesh and here <= self.local_size)
+        return max(shard, sent) / (self.link if near else self.network), shard

@@ -1,0 +1,160 @@
+"""What the cost and memory models know of a model, of a call's rows, and of the ways to run it: counts, no tensors. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from rlhf_spmd.models.sharding import plan_params
+from rlhf_spmd.models.spec import ModelSpec
+
+CHECKPOINTING = ("none", "selective", "full")  # of activations; a choice names them by their index
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of a decoder in elements. ``queries`` and ``keys``: heads * head_dim of queries and of keys (values alike).
+    ``intermediate``: columns of the MLP that a token meets (of experts, those that it takes, together). ``active``: matrix weights of a
+    layer that a token is multiplied with. ``layer``, ``embed``, ``head``: parameters held, of a layer on average, of the embedding,
+    behind the last layer. ``outputs``: numbers per token that the head makes: the vocabulary, or 1 of a value head."""
+
+    layers: int
+    hidden: int
+    queries: int
+    keys: int
+    kv_heads: int
+    intermediate: int
+    vocab: int
+    active: float
+    layer: float
+    embed: int
+    head: int
+    outputs: int
+    tied: bool
+
+    @property
+    def params(self) -> float:
+        return self.layers * self.layer + self.embed + self.head
+
+    def stage_params(self, pp: Any, tp: Any) -> Any:
+        """Parameters of the fullest (pipeline stage, tp slice), of arrays alike; small replicated ones count as sliced."""
+        per_stage = np.ceil(self.layers / np.asarray(pp)) * self.layer
+        ends = np.where(np.asarray(pp) == 1, self.embed + self.head, max(self.embed, self.embed if self.tied else self.head))
+        return (per_stage + ends) / tp
+
+
+@cache
+def shape_of(spec: ModelSpec, head: str) -> ModelShape:
+    """``head``: as of ``models.sharding.plan_params``."""
+    held: dict[str, int] = {}
+    for name, shard in plan_params(spec, head, 0, 1, 0, 1).items():
+        part = name.split(".")[0]
+        held[part] = held.get(part, 0) + int(np.prod(shard.shape))
+    queries, keys = spec.num_attention_heads * spec.head_dim, spec.num_key_value_heads * spec.head_dim
+    columns = 0.0
+    for layer in range(spec.num_hidden_layers):
+        experts = spec.experts_of(layer)
+        columns += spec.intermediate_size if experts is None else experts.per_token * experts.intermediate_size
+    columns /= spec.num_hidden_layers
+    active = spec.hidden_size * (2 * queries + 2 * keys + 3 * columns)
+    outputs = 1 if head == "value" else spec.vocab_size if head in ("lm", "both") else 0
+    return ModelShape(
+        spec.num_hidden_layers,
+        spec.hidden_size,
+        queries,
+        keys,
+        spec.num_key_value_heads,
+        int(columns),
+        spec.vocab_size,
+        active,
+        held["layers"] / spec.num_hidden_layers,
+        held["embed"],
+        held.get("head", 0) + held.get("norm", 0) + held.get("value", 0),
+        outputs,
+        spec.tie_word_embeddings and head in ("lm", "both"),
+    )
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The rows of one call, in ``mini_batches`` optimizer steps per epoch where it trains. ``prompt``: tokens of a prompt, on average.
+    ``responses``: lengths at equally likely quantiles, ascending, so the mean over them is the mean length and the last one the
+    longest. ``group``: rows that have the same prompt."""
+
+    rows: int
+    prompt: float
+    responses: tuple[float, ...]
+    mini_batches: int = 1
+    epochs: int = 1
+    group: int = 1
+
+    @property
+    def response(self) -> float:
+        return sum(self.responses) / len(self.responses)
+
+    @property
+    def length(self) -> float:
+        """Tokens of a row, on average."""
+        return self.prompt + self.response
+
+    @property
+    def longest(self) -> float:
+        return self.prompt + self.responses[-1]
+
+    @property
+    def tokens(self) -> float:
+        return self.rows * self.length
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Ways to run a call, one per place of these arrays [n], all of int64. ``micro_tokens``: token budget of a micro-batch.
+    ``checkpointing``: index into CHECKPOINTING. ``sequence_parallel``: 0 or 1. Of generation: ``dp`` replicas, ``max_num_seqs`` rows in
+    flight on each, ``graphs`` 1 where decode steps are captured as CUDA graphs."""
+
+    pp: np.ndarray
+    tp: np.ndarray
+    dp: np.ndarray
+    zero: np.ndarray
+    micro_tokens: np.ndarray
+    checkpointing: np.ndarray
+    sequence_parallel: np.ndarray
+    max_num_seqs: np.ndarray
+    graphs: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.pp)
+
+    @property
+    def size(self) -> np.ndarray:
+        """Ranks."""
+        return self.pp * self.tp * self.dp
+
+    def take(self, index: Any) -> Choices:
+        """Those at ``index`` (numbers or a mask), as arrays."""
+        return Choices(*(np.atleast_1d(getattr(self, f.name)[index]) for f in fields(self)))
+
+    def set(self, **values: Any) -> Choices:
+        """With some fields replaced, numbers for all places alike or arrays [n]."""
+        return replace(
+            self, **{name: np.broadcast_to(np.asarray(value, dtype=np.int64), self.pp.shape) for name, value in values.items()}
+        )
+
+    def one(self, index: int) -> dict[str, int]:
+        """One of them by name of the field."""
+        return {f.name: int(getattr(self, f.name)[index]) for f in fields(self)}
+
+
+def choices(layouts: Sequence[tuple[int, int, int]], **options: Sequence[int]) -> Choices:
+    """All combinations of (pp, tp, dp) with the values of the other fields; of a field that is not given, one usual value."""
+    usual = {"zero": 0, "micro_tokens": 16384, "checkpointing": 0, "sequence_parallel": 0, "max_num_seqs": 256, "graphs": 0}
+    values = [options.get(name, (one,)) for name, one in usual.items()]
+    rows = np.array([(*layout, *rest) for layout in layouts for rest in product(*values)], dtype=np.int64).reshape(
+        -1, 3 + len(usual)
+    )
+    return Choices(*rows.T)
