@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 from rlhf_spmd.algorithms.base import AlgorithmConfig, move_reference
@@ -36,6 +36,7 @@ from rlhf_spmd.rewards.config import RewardConfig, named_rewards, reward_key
 from rlhf_spmd.runtime import checks, roles
 from rlhf_spmd.runtime.overview import describe
 from rlhf_spmd.runtime.placing import place
+from rlhf_spmd.runtime.plan_file import apply_plan, check_ranks
 from rlhf_spmd.runtime.restart import restore, role_states
 from rlhf_spmd.runtime.session import RunConfig, Session, run_dir_hint, start_controller
 from rlhf_spmd.runtime.streams import Data, InFlightStream, RowStream, ValidationRows
@@ -50,7 +51,7 @@ VALIDATION_SEED = 1_000_003  # validation draws other numbers than training
 class TrainConfig:
     """The whole configuration of ``train``. ``algorithm`` is the Config of the module that ``algorithm.name`` names; ``data``, and
     what other sections of data the algorithm has, are what its ``streams`` say. ``rewards``: by role; ``reward`` is the one of that
-    name."""
+    name. ``plan``: a file that ``plan`` wrote, which says where and how every call runs."""
 
     run: RunConfig = field(default_factory=RunConfig)
     algorithm: Any = None  # the type of a field that is replaced must be Any
@@ -63,6 +64,7 @@ class TrainConfig:
     rewards: dict[str, RewardConfig] = field(default_factory=dict)
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
+    plan: Any = None
 
 
 @dataclass(frozen=True)
@@ -91,11 +93,14 @@ class Prepared:
         return replace(chosen, max_response_length=chosen.max_response_length or limit, seed=config.run.seed + seed)
 
 
-def read_config(path: str | None, overrides: Sequence[str], default: str = "ppo") -> tuple[TrainConfig, ModuleType]:
-    """The checked configuration and the algorithm's module. Raises ConfigError, one line."""
+def read_config(
+    path: str | None, overrides: Sequence[str], default: str = "ppo", more: Mapping[str, Any] = MappingProxyType({})
+) -> tuple[TrainConfig, ModuleType]:
+    """The checked configuration and the algorithm's module. ``more``: sections besides, or of other types. Raises ConfigError, one
+    line."""
     chosen: list[ModuleType] = []
 
-    def sections(raw: Mapping[str, Any]) -> dict[str, type | None]:
+    def sections(raw: Mapping[str, Any]) -> dict[str, Any]:
         algorithm = raw.get("algorithm") or {}
         name = str(algorithm.get("name", default)) if isinstance(algorithm, Mapping) else str(algorithm)
         module = find("algorithm", "rlhf_spmd.algorithms", name, exports="step")
@@ -115,9 +120,9 @@ def read_config(path: str | None, overrides: Sequence[str], default: str = "ppo"
             raise ValueError(f"algorithm '{module.__name__}': its Config's own settings would be ignored; {remedy}")
         streams = config.streams.values()
         data = {s.key: None if s.optional and raw.get(s.key) is None else s.config for s in streams}
-        return {"algorithm": config, **data}
+        return {"algorithm": config, **data, **more}
 
-    config = load(TrainConfig, path, overrides, sections)
+    config = load(TrainConfig, path, overrides, sections, (lambda file, whole: file) if more else apply_plan)
     check_tree(config)
     return config, chosen[0]
 
@@ -131,17 +136,11 @@ def prepare(
     Raises ConfigError, ValueError or DataError, one line each.
     """
     config, module = read_config(path, overrides, default)
+    check_ranks(config.plan, world_size)
     config, epochs = check_duration(config)
     algorithm: AlgorithmConfig = config.algorithm
-    sections = {name: getattr(config, section.key) for name, section in algorithm.streams.items()}
-    sections = {name: data for name, data in sections.items() if data is not None}
-    algorithm.check_streams(sections, "algorithm")
-    rewards = named_rewards(config.reward, config.rewards)
-    has_environment = config.environment.cls is not None
-    classes = rewarded_roles(algorithm, sections, rewards, bool(rewards) or has_environment or "reward" in config.models)
-    described = roles.describe_roles(config.models, classes, algorithm.exported, rewards, has_environment)
+    sections, rewards, described = describe_run(config, config.models)
     tokenizer = load_tokenizer(roles.model_directory(described, algorithm.exported))
-    rewards = with_templates(described, rewards, sections)
     described = roles.find_text_readers(described, rewards, algorithm.exported, tokenizer)
     read = cache(lambda: read_data(config, sections, tokenizer, described))
     traced = cache(lambda: trace(Prepared(config, module, described, rewards, tokenizer, *read())))
@@ -169,6 +168,21 @@ def prepare(
         reward.check_rows(reward_key(name), scored, places)
     roles.check_templates(plans, rewards, tokenizer, scored)
     return Prepared(config, module, plans, rewards, tokenizer, training, validation)
+
+
+def describe_run(
+    config: TrainConfig, models: Mapping[str, RoleConfig]
+) -> tuple[dict[str, Any], dict[str, RewardConfig], dict[str, roles.RolePlan]]:
+    """Sections of data by stream, rewards by role, and the roles of ``models`` before they are placed. Raises ValueError."""
+    algorithm: AlgorithmConfig = config.algorithm
+    sections = {name: getattr(config, section.key) for name, section in algorithm.streams.items()}
+    sections = {name: data for name, data in sections.items() if data is not None}
+    algorithm.check_streams(sections, "algorithm")
+    rewards = named_rewards(config.reward, config.rewards)
+    has_environment = config.environment.cls is not None
+    classes = rewarded_roles(algorithm, sections, rewards, bool(rewards) or has_environment or "reward" in models)
+    described = roles.describe_roles(models, classes, algorithm.exported, rewards, has_environment)
+    return sections, with_templates(described, rewards, sections), described
 
 
 def check_duration(config: TrainConfig) -> tuple[TrainConfig, float | None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rlhf_spmd.config.bounds import check_bounds
 from rlhf_spmd.config.schema import nearest
@@ -13,13 +13,20 @@ GIB = 1 << 30
 @dataclass(frozen=True)
 class Gpu:
     """A device as its maker's data sheet has it. ``flops``: dense, bf16, per second. ``memory``: bytes, as the driver reports them.
-    Bytes/s, in one direction: ``bandwidth`` of its memory, ``link`` to the other devices of its host, ``host_link`` to host memory."""
+    Bytes/s, in one direction: ``bandwidth`` of its memory, ``link`` to the other devices of its host, ``host_link`` to host memory.
+    ``latency``: seconds of a small all-reduce of two devices (each doubling adds as much; NCCL over NVLink: 22 microseconds of eight).
+    ``itemsize``: bytes of a number in the arithmetic that ``flops`` are of. ``overlap``: share of its time in which a device can send
+    beside computing; 0 without streams. ``on_host``: it is a CPU, whose memory is the host's."""
 
     flops: float
     memory: float
     bandwidth: float
     link: float
     host_link: float
+    latency: float = 7e-6
+    itemsize: int = 2
+    overlap: float = 1.0
+    on_host: bool = False
 
 
 GPUS = {
@@ -56,18 +63,51 @@ class ClusterConfig:
     memory_gb: float | None = None
     groups: list[HostsConfig] = field(default_factory=list)
 
+    @property
+    def hosts(self) -> list[tuple[int, int, str]]:
+        """(how many, devices of each, kind) of every group."""
+        groups = self.groups or [HostsConfig(self.nodes)]
+        return [(group.nodes, group.gpus_per_node or self.gpus_per_node, group.gpu or self.gpu) for group in groups]
+
     def check(self, where: str) -> None:
         check_bounds(self, where, "nodes", "gpus_per_node", least=1)
-        for name in {self.gpu, *(group.gpu or self.gpu for group in self.groups)}:
-            if name not in GPUS and "/" not in name and "." not in name:
+        kinds = {kind for _, _, kind in self.hosts}
+        for name in kinds:
+            if name not in GPUS and not is_file(name):
                 raise ValueError(
                     f"{where}.gpu={name!r} is not known{nearest(name, list(GPUS)) or ';'} available: {', '.join(GPUS)}, or a file "
                     "that `python -m rlhf_spmd.plan profile` wrote"
                 )
+        if len(kinds) > 1 and any(map(is_file, kinds)):
+            raise ValueError(f"{where}.groups: a profile is of one kind of device; give all groups the same gpu")
+        if len({devices for _, devices, _ in self.hosts}) > 1:
+            raise ValueError(f"{where}.groups: hosts of different numbers of devices; training refuses them, too")
         for key in ("network_gb_s", "memory_gb"):
             value = getattr(self, key)
             if value is not None and not value > 0:
                 raise ValueError(f"{where}.{key}={value}: must be above 0")
+
+    def machine(self, measured: Gpu | None = None) -> Machine:
+        """``measured``: the device of the profile that ``gpu`` names."""
+        memory: list[float] = []
+        devices = []
+        for hosts, each, kind in self.hosts:
+            device = measured or GPUS[kind]
+            amount = device.memory if self.memory_gb is None else self.memory_gb * GIB
+            memory += [amount] * hosts * each
+            devices.append(device)
+        slowest = replace(
+            devices[0],
+            flops=min(device.flops for device in devices),
+            bandwidth=min(device.bandwidth for device in devices),
+            link=min(device.link for device in devices),
+            host_link=min(device.host_link for device in devices),
+        )
+        return Machine(len(memory), self.hosts[0][1], slowest, tuple(memory), self.network_gb_s * 1e9)
+
+
+def is_file(name: str) -> bool:
+    return "/" in name or "." in name
 
 
 @dataclass(frozen=True)

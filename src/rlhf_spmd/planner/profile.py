@@ -1,0 +1,148 @@
+"""Times of single layers as ``plan profile`` measured them on the user's machines, and seconds of calls from these. Pure.
+
+As ReaL's profiler (section 5.1): sizes are powers of two and what lies between is interpolated; a layer's time includes tp's exchange.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlhf_spmd.planner.machine import Gpu
+from rlhf_spmd.planner.shape import CHECKPOINTING, Choices, ModelShape, Workload
+
+
+@dataclass(frozen=True)
+class LayerTimes:
+    """Of a model of ``sizes`` in tp slices. Seconds, by ``tokens`` of a micro-batch: of one layer ``forward`` and ``both`` (forward and
+    backward), of what is outside the layers ``forward_ends`` and ``both_ends``; by ``rows`` in flight of a decoding step: of a layer
+    ``decode`` and outside ``decode_ends``, with ``context`` tokens behind each row."""
+
+    sizes: str
+    tp: int
+    tokens: list[float]
+    forward: list[float]
+    both: list[float]
+    forward_ends: list[float]
+    both_ends: list[float]
+    rows: list[float]
+    decode: list[float]
+    decode_ends: list[float]
+    context: float
+
+    def at(self, name: str, amount: Any) -> Any:
+        """Seconds, interpolated; beyond the largest measured size in proportion."""
+        sizes = np.asarray(self.rows if name.startswith("decode") else self.tokens)
+        values = np.asarray(getattr(self, name))
+        return np.interp(amount, sizes, values) * np.maximum(np.asarray(amount) / sizes[-1], 1.0)
+
+
+def sizes_of(shape: ModelShape) -> str:
+    """What tells models apart whose layers take different times."""
+    return f"{shape.hidden}-{shape.queries}-{shape.keys}-{shape.intermediate}-{shape.vocab}-{shape.outputs}"
+
+
+@dataclass(frozen=True)
+class Profile:
+    """``device``: memory as it is, rates as measured. ``latency``: seconds of a small exchange of all ranks. ``update``: seconds per
+    parameter of an optimizer step. ``call``: seconds that a call of a role takes besides. ``size``: ranks that measured."""
+
+    device: Gpu
+    size: int
+    latency: float
+    update: float
+    call: float
+    layers: tuple[LayerTimes, ...]
+
+    def find(self, shape: ModelShape, tp: int) -> LayerTimes:
+        """Raises ValueError where this model was not measured."""
+        found = next((one for one in self.layers if (one.sizes, one.tp) == (sizes_of(shape), tp)), None)
+        if found is None:
+            there = sorted({(one.sizes, one.tp) for one in self.layers})
+            raise ValueError(f"the profile has no times of a model {sizes_of(shape)} at tp={tp}; it has {there}; profile again")
+        return found
+
+    def measured(self, shape: ModelShape) -> list[int]:
+        """The tp of which there are times."""
+        return sorted(one.tp for one in self.layers if one.sizes == sizes_of(shape))
+
+    def infer_seconds(self, shape: ModelShape, work: Workload, choices: Choices) -> np.ndarray:
+        """[n] of a forward pass over all rows."""
+        return self.call + self._by_tp(shape, work, choices, partial(self._passes, "forward", work.rows))
+
+    def train_seconds(self, shape: ModelShape, work: Workload, choices: Choices) -> np.ndarray:
+        """[n] of all mini-batches and epochs: passes, the sum of gradients over dp, the update."""
+        steps = work.mini_batches * work.epochs
+        passes = self._by_tp(shape, work, choices, partial(self._passes, "both", work.rows / work.mini_batches))
+        params = shape.stage_params(choices.pp, choices.tp)
+        sums = (2 + (choices.zero == 3)) * 4 * params * (choices.dp - 1) / choices.dp / self.device.link + self.latency * (
+            choices.dp > 1
+        )
+        own = np.where(choices.zero > 0, params / choices.dp, params)
+        return self.call + steps * (passes + sums + self.update * own)
+
+    def generate_seconds(self, shape: ModelShape, work: Workload, choices: Choices) -> np.ndarray:
+        """[n] of prefill, shared by a group, and of decoding in waves of ``max_num_seqs`` rows on each replica."""
+        return self.call + self._by_tp(shape, work, choices, self._generate)
+
+    def _by_tp(self, shape: ModelShape, work: Workload, choices: Choices, seconds: Any) -> np.ndarray:
+        found = np.zeros(len(choices))
+        for tp in np.unique(choices.tp):
+            at = choices.tp == tp
+            found[at] = seconds(shape, work, choices.take(at), self.find(shape, int(tp)))
+        return found
+
+    def _passes(
+        self, name: str, rows: float, shape: ModelShape, work: Workload, choices: Choices, times: LayerTimes
+    ) -> np.ndarray:
+        own = np.ceil(rows / choices.dp)
+        count = micro_batches(own, work, choices)
+        tokens = own * work.length / count
+        layer, ends = times.at(name, tokens), times.at(f"{name}_ends", tokens)
+        if name == "both":
+            layer = layer + (choices.checkpointing == CHECKPOINTING.index("full")) * times.at("forward", tokens)
+        stage = np.ceil(shape.layers / choices.pp) * layer
+        sent = (choices.pp > 1) * (self.latency + 4 * tokens * shape.hidden / self.device.link)
+        return (count + choices.pp - 1) * (stage + sent) + count * ends
+
+    def _generate(self, shape: ModelShape, work: Workload, choices: Choices, times: LayerTimes) -> np.ndarray:
+        own = np.ceil(work.rows / choices.dp)
+        prefill = shape.layers * times.at("forward", own / work.group * work.prompt)
+        waves = np.floor((own - 1) / choices.max_num_seqs)
+        total = waves * work.response * self._step(shape, np.minimum(own, choices.max_num_seqs), times)
+        left, before = own - waves * choices.max_num_seqs, 0.0
+        for place, length in enumerate(work.responses):
+            alive = left * (len(work.responses) - place) / len(work.responses)
+            total = total + (length - before) * self._step(shape, alive, times)
+            before = length
+        return prefill + total * choices.pp
+
+    def _step(self, shape: ModelShape, rows: Any, times: LayerTimes) -> Any:
+        return shape.layers * times.at("decode", rows) + times.at("decode_ends", rows)
+
+
+def micro_batches(rows: np.ndarray, work: Workload, choices: Choices) -> np.ndarray:
+    """[n]: of ``rows`` rows on each replica, whole rows in a token budget."""
+    in_budget = np.maximum(np.floor(choices.micro_tokens / work.length), 1)
+    return np.maximum(np.ceil(rows / in_budget), 1)
+
+
+def write_profile(profile: Profile, path: Path) -> None:
+    path.write_text(json.dumps(asdict(profile), indent=1))
+
+
+def read_profile(path: str) -> Profile:
+    """Raises ValueError that names the file."""
+    try:
+        raw = json.loads(Path(path).read_text(encoding="utf-8"))
+        layers = tuple(LayerTimes(**one) for one in raw.pop("layers"))
+        return Profile(Gpu(**raw.pop("device")), layers=layers, **raw)
+    except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"cluster.gpu={path} is no file that `python -m rlhf_spmd.plan profile` wrote: {type(error).__name__}: {error}"
+        ) from error

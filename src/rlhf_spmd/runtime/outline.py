@@ -1,0 +1,125 @@
+"""A configuration's roles and dataflow without its data, tokenizers and weights: what a plan is made from.
+
+Rows stand for those that the data would give; a step's calls follow from their number, not from what they say.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from rlhf_spmd.config.bounds import check_bounds
+from rlhf_spmd.data.dataset import DatasetConfig, TokenDataset, joined
+from rlhf_spmd.data.files import Row
+from rlhf_spmd.data.prompts import PromptsConfig
+from rlhf_spmd.planner.shape import Workload
+from rlhf_spmd.workers import RoleConfig
+
+MANY_TOKENS = 1 << 30
+FIRST_LETTER = 0x4E00  # of twenty thousand in a row: prompts that differ
+
+
+@dataclass(frozen=True)
+class SizesConfig:
+    """``models.<role>.spec``: a Llama of this size, in place of a directory."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    vocab_size: int
+
+    def check(self, where: str) -> None:
+        check_bounds(self, where, *vars(self), least=1)
+
+
+@dataclass(frozen=True)
+class PlannedRoleConfig(RoleConfig):
+    """``models.<role>`` of a plan. ``spec`` goes before ``path``."""
+
+    spec: SizesConfig | None = None
+
+
+@dataclass(frozen=True)
+class WorkloadConfig:
+    """``workload``. ``prompt_length``: tokens of a prompt, on average; null: the data's limit. ``response_lengths``: tokens of
+    responses at equally likely quantiles, ascending, the last one the longest; empty: all as long as the data's limit."""
+
+    prompt_length: float | None = None
+    response_lengths: list[float] = field(default_factory=list)
+
+    def check(self, where: str) -> None:
+        check_bounds(self, where, "prompt_length", above=0)
+        lengths = self.response_lengths
+        if lengths != sorted(lengths) or any(length <= 0 for length in lengths):
+            raise ValueError(f"{where}.response_lengths={lengths}: must be numbers above 0, ascending")
+
+    def of(self, section: Any, n: int) -> Workload:
+        """Of rows of ``section``, ``n`` of each prompt; ``rows`` and what training makes of them are the call's."""
+        if isinstance(section, PromptsConfig):
+            prompt, longest = section.max_prompt_length, float(section.max_response_length)
+        else:
+            prompt, longest = section.max_length / 2, section.max_length / 2
+        responses = tuple(self.response_lengths) or (longest,)
+        return Workload(0, float(self.prompt_length or prompt), responses, group=n)
+
+
+class CharacterTokenizer:
+    """Stands for a tokenizer that nobody has yet: a token for each character."""
+
+    eos_token_id, name_or_path, chat_template = 0, "none", "{{ messages }}"
+
+    def __len__(self) -> int:
+        return MANY_TOKENS
+
+    def __call__(self, texts: Sequence[str], **options: Any) -> dict[str, list[list[int]]]:
+        return {"input_ids": [[0] * len(text) for text in texts]}
+
+    def decode(self, ids: Sequence[int], **options: Any) -> str:
+        return " " * len(ids)
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, str]], **options: Any) -> str:
+        return "".join(message["content"] for message in messages)
+
+
+def stand_in(section: DatasetConfig) -> TokenDataset:
+    """As many rows as a step takes, of a token or two each, in the form that ``section`` describes."""
+    keys = [key for key in vars(section) if key.endswith("_key") and getattr(section, key) is not None]
+
+    def row(number: int) -> Row:
+        said: dict[str, Any] = {
+            "label_key": number % 2 == 0,
+            "safe_chosen_key": True,
+            "safe_rejected_key": False,
+            "margin_key": 0.0,
+        }
+        values = {getattr(section, key): said.get(key, chr(ord("a") + place)) for place, key in enumerate(keys)}
+        if isinstance(section, PromptsConfig):
+            values = {"prompt_ids": [0]}
+        else:
+            values[section.prompt_key] = chr(FIRST_LETTER + number)
+        return Row({**values, "id": number}, f"row {number}", number)
+
+    batch = max(section.train_batch_size, getattr(section, "gen_batch_size", None) or 0, 2)
+    return joined([section.encode([row(number) for number in range(batch)], CharacterTokenizer())])
+
+
+@contextmanager
+def directories(models: Mapping[str, RoleConfig]) -> Iterator[dict[str, RoleConfig]]:
+    """``models`` with a directory, for as long as this lasts, of each that is given by its sizes."""
+    with TemporaryDirectory() as folder:
+        found = dict(models)
+        for role, config in models.items():
+            if isinstance(config, PlannedRoleConfig) and config.spec is not None:
+                path = Path(folder) / role
+                path.mkdir()
+                sizes = {"model_type": "llama", "max_position_embeddings": MANY_TOKENS, **vars(config.spec)}
+                (path / "config.json").write_text(json.dumps(sizes))
+                found[role] = replace(config, path=str(path), random_init=True, spec=None)
+        yield found

@@ -1,0 +1,203 @@
+"""``plan.yaml``: where and how every call of a step runs. ``plan`` writes it; ``train plan=FILE`` takes it as settings."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rlhf_spmd.config.schema import ConfigError, nearest
+from rlhf_spmd.planner.problem import Mesh
+from rlhf_spmd.planner.shape import CHECKPOINTING
+
+
+@dataclass(frozen=True)
+class PlannedCall:
+    """``ranks``: "first-last". ``home``: the role keeps its weights here, and so in this layout. What does not concern a call is as it
+    stands here. ``micro_batches``: of a mini-batch, or of all rows; ``start``, ``seconds``, ``memory_gb`` (GiB on each of its ranks):
+    predictions, which nobody reads back."""
+
+    ranks: str
+    pp: int = 1
+    tp: int = 1
+    dp: int = 1
+    home: bool = False
+    zero: int = 0
+    sequence_parallel: bool = False
+    activation_checkpointing: str = "none"
+    offload: bool = False
+    optim_offload: bool = False
+    max_num_seqs: int | None = None
+    gpu_memory_utilization: float | None = None
+    graphs: bool = False
+    micro_batches: int = 1
+    start: float = 0.0
+    seconds: float = 0.0
+    memory_gb: float = 0.0
+
+    @property
+    def mesh(self) -> Mesh:
+        first, _, last = self.ranks.partition("-")
+        return Mesh(int(first), int(last or first) - int(first) + 1)
+
+    def check(self, where: str) -> None:
+        """Raises ConfigError."""
+        if not re.fullmatch(r"\d+(-\d+)?", self.ranks) or self.mesh.count < 1:
+            raise ConfigError(f"{where}.ranks={self.ranks!r} must be the first and the last rank, as 0-7, or one rank")
+        wrong = next((key for key in ("pp", "tp", "dp") if type(getattr(self, key)) is not int or getattr(self, key) < 1), None)
+        if wrong:
+            raise ConfigError(f"{where}.{wrong}={getattr(self, wrong)!r} must be a whole number of at least 1")
+        if self.pp * self.tp * self.dp != self.mesh.count:
+            raise ConfigError(
+                f"{where}: pp({self.pp}) * tp({self.tp}) * dp({self.dp}) is not the number of ranks in {self.ranks} ({self.mesh.count})"
+            )
+        if self.zero not in (0, 1, 2, 3):
+            raise ConfigError(f"{where}.zero={self.zero!r}: allowed are 0, 1, 2, 3")
+        if self.activation_checkpointing not in CHECKPOINTING:
+            raise ConfigError(
+                f"{where}.activation_checkpointing={self.activation_checkpointing!r}: allowed are {', '.join(CHECKPOINTING)}"
+            )
+
+
+@dataclass(frozen=True)
+class PlanFile:
+    """``calls``: by ``role.method``. ``algorithm``: settings of that section: the token budget of micro-batches. ``told``: what else
+    the file says, for people."""
+
+    ranks: int
+    local_size: int
+    algorithm: Mapping[str, Any]
+    calls: Mapping[str, PlannedCall]
+    told: Mapping[str, Any]
+
+    def to_yaml(self) -> str:
+        usual = PlannedCall("0")
+        calls = {
+            name: {
+                key: value
+                for key, value in asdict(call).items()
+                if value != getattr(usual, key) or key in ("ranks", "pp", "tp", "dp")
+            }
+            for name, call in self.calls.items()
+        }
+        whole = {
+            "ranks": self.ranks,
+            "local_size": self.local_size,
+            "algorithm": dict(self.algorithm),
+            **self.told,
+            "calls": calls,
+        }
+        return yaml.safe_dump(whole, sort_keys=False)
+
+    def homes(self) -> dict[str, str]:
+        """Role -> the method that runs where it is at home."""
+        return {name.split(".")[0]: name.split(".")[1] for name, call in self.calls.items() if call.home}
+
+    def settings(self) -> dict[str, Any]:
+        """What ``train`` is to be told, as its configuration has it."""
+        pools = {_pool(call.mesh): list(call.mesh.ranks) for call in self.calls.values()}
+        models: dict[str, dict[str, Any]] = {}
+        for role, method in self.homes().items():
+            home = self.calls[f"{role}.{method}"]
+            found = models[role] = {
+                "pool": _pool(home.mesh),
+                "layout": {**_layout(home), "zero": home.zero, "sequence_parallel": home.sequence_parallel},
+                "activation_checkpointing": home.activation_checkpointing,
+                "offload": home.offload,
+                "optim": {"offload": home.optim_offload},
+                "calls": {},
+            }
+            others = {name.split(".")[1]: call for name, call in self.calls.items() if name.split(".")[0] == role}
+            for name, call in others.items():
+                if call.max_num_seqs is not None:
+                    found["generation"] = {
+                        "max_num_seqs": call.max_num_seqs,
+                        "gpu_memory_utilization": call.gpu_memory_utilization,
+                        "enforce_eager": not call.graphs,
+                    }
+                    if call.mesh == home.mesh and home.pp % call.pp == 0 and home.tp % call.tp == 0:
+                        found["generation"] |= {"pp": call.pp, "tp": call.tp}
+                        continue
+                if (call.mesh, call.pp, call.tp) != (home.mesh, home.pp, home.tp):
+                    found["calls"][name] = {"pool": _pool(call.mesh), "layout": _layout(call)}
+        return {"placement": {"strategy": "colocate", "pools": pools}, "models": models, "algorithm": self.algorithm}
+
+
+def _pool(mesh: Mesh) -> str:
+    return f"ranks_{mesh.first}_to_{mesh.first + mesh.count - 1}"
+
+
+def _layout(call: PlannedCall) -> dict[str, Any]:
+    return {"pp": call.pp, "tp": call.tp, "dp": call.dp}
+
+
+def read_plan(path: str) -> PlanFile:
+    """Raises ConfigError, one line that names the file."""
+    try:
+        raw = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"plan={path} cannot be read: {str(error).splitlines()[0]}") from error
+    if not isinstance(raw, dict) or not isinstance(raw.get("calls"), dict):
+        raise ConfigError(f"plan={path} is no plan: it must have 'calls', as `python -m rlhf_spmd.plan` writes them")
+    known = [f.name for f in fields(PlannedCall)]
+    calls = {}
+    for name, given in raw["calls"].items():
+        where = f"plan={path}: calls.{name}"
+        if str(name).count(".") != 1 or not isinstance(given, dict) or "ranks" not in given:
+            raise ConfigError(f"{where} must be a call as role.method, with its ranks")
+        wrong = next((str(key) for key in given if key not in known), None)
+        if wrong is not None:
+            raise ConfigError(f"{where}.{wrong}: no such key{nearest(wrong, known) or ';'} there are {', '.join(known)}")
+        calls[str(name)] = PlannedCall(**{**given, "ranks": str(given["ranks"])})
+        calls[str(name)].check(where)
+    for role in {name.split(".")[0] for name in calls}:
+        homes = [name for name, call in calls.items() if call.home and name.split(".")[0] == role]
+        if len(homes) != 1:
+            raise ConfigError(f"plan={path}: one call of role '{role}' must have home: true, and {len(homes)} have")
+    last = max(call.mesh.first + call.mesh.count for call in calls.values())
+    told = {key: value for key, value in raw.items() if key not in ("ranks", "local_size", "algorithm", "calls")}
+    size = int(raw.get("ranks", last))
+    return PlanFile(size, int(raw.get("local_size", size)), raw.get("algorithm") or {}, calls, told)
+
+
+def apply_plan(file: dict[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration ``file`` with what the plan says that ``whole["plan"]`` names: placement and layouts are the plan's alone, of
+    other settings those that it gives. Raises ConfigError."""
+    path = whole.get("plan")
+    if path is None:
+        return file
+    settings = read_plan(str(path)).settings()
+    models = dict(file.get("models") or {})
+    for role, planned in settings["models"].items():
+        own = dict(models.get(role) or {})
+        merged = {**own, **{key: value for key, value in planned.items() if key not in ("optim", "generation")}}
+        for key in ("optim", "generation"):
+            merged[key] = {**(own.get(key) or {}), **planned.get(key, {})}
+        if "generation" in planned and "pp" not in planned["generation"]:
+            merged["generation"] = {key: value for key, value in merged["generation"].items() if key not in ("pp", "tp")}
+        models[role] = merged
+    placement = {
+        key: value for key, value in (file.get("placement") or {}).items() if key not in ("pools", "ratios", "strategy")
+    }
+    algorithm = file.get("algorithm") or {}
+    algorithm = algorithm if isinstance(algorithm, Mapping) else {"name": algorithm}
+    algorithm = {**algorithm, **settings["algorithm"]}
+    return {**file, "models": models, "placement": {**placement, **settings["placement"]}, "algorithm": algorithm}
+
+
+def check_ranks(path: str | None, world_size: int) -> None:
+    """Raises ConfigError where a plan is for another number of ranks."""
+    if path is not None and (plan := read_plan(path)).ranks != world_size:
+        raise ConfigError(
+            f"plan={path} is for {plan.ranks} ranks, this job has {world_size}; start as many, or plan again with cluster.nodes and "
+            "cluster.gpus_per_node"
+        )
+
+
+def span_of(ranks: Sequence[int]) -> str:
+    """``ranks`` of a mesh as the file has them."""
+    return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"

@@ -1,0 +1,89 @@
+"""A plan as a page: what every rank does in the simulated step, and beside it a run that followed the plan, with the error of each call."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping
+from html import escape
+from importlib.resources import files
+from itertools import groupby
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rlhf_spmd.runtime.plan_file import PlanFile
+from rlhf_spmd.telemetry.timeline_chart import Box, Row, TimelineChart, draw, from_trace, phase_key
+
+COLORS = 8  # that report.css has
+
+
+def planned_chart(plan: PlanFile) -> TimelineChart:
+    """One row for ranks in succession that do the same."""
+    boxes: dict[int, list[Box]] = {rank: [] for rank in range(plan.ranks)}
+    for name, call in plan.calls.items():
+        title = f"{name}\n{call.seconds:.3g} s, from {call.start:.3g} s\npp {call.pp} tp {call.tp} dp {call.dp}\n{call.memory_gb:.1f} GiB"
+        for rank in call.mesh.ranks:
+            boxes[rank].append(Box(phase_key(name), call.start, call.start + call.seconds, title))
+    rows = []
+    for its, ranks in groupby(boxes, key=lambda rank: boxes[rank]):
+        same = list(ranks)
+        label = f"rank {same[0]}" if len(same) == 1 else f"ranks {same[0]} to {same[-1]}"
+        rows.append(Row(label, [sorted(its, key=lambda box: box.start)]))
+    return TimelineChart(rows)
+
+
+def measured_seconds(trace: Mapping[str, Any]) -> dict[str, float]:
+    """Call -> seconds of its slowest rank: the median over all steps but the first."""
+    slowest: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
+    for event in trace.get("traceEvents", ()):
+        step = (event.get("args") or {}).get("step")
+        if event.get("ph") == "X" and event.get("cat") == "compute" and isinstance(step, int):
+            of_call = slowest[str(event["name"])]
+            of_call[step] = max(of_call[step], event["dur"] / 1e6)
+    return {
+        name: median([seconds for step, seconds in steps.items() if step > min(steps)] or steps.values())
+        for name, steps in slowest.items()
+    }
+
+
+def read_trace(run: str) -> dict[str, Any]:
+    """Raises ValueError that names the file."""
+    path = Path(run) / "trace.json"
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"plan.measured={run}: {path} cannot be read: {error}") from error
+    return found
+
+
+def compare(plan: PlanFile, measured: Mapping[str, float]) -> list[tuple[str, float, float | None, float | None]]:
+    """(call, planned seconds, measured seconds, error as a share of the measured ones) of each call."""
+    found: list[tuple[str, float, float | None, float | None]] = []
+    for name, call in plan.calls.items():
+        seconds = measured.get(name)
+        found.append((name, call.seconds, seconds, None if not seconds else call.seconds / seconds - 1))
+    return found
+
+
+def page(plan: PlanFile, run: str | None) -> str:
+    """One self-contained HTML file. ``run``: a run directory, or none. Raises ValueError."""
+    keys = dict.fromkeys(phase_key(name) for name in plan.calls)
+    colors = {key: f"var(--c{i % COLORS})" for i, key in enumerate(keys)}
+    parts = [f"<h1>Plan for {plan.ranks} ranks</h1><p>{float(plan.told.get('step_seconds', 0.0)):.4g} s a step</p>"]
+    parts.append(draw(planned_chart(plan), colors))
+    if run is not None:
+        trace = read_trace(run)
+        chart, _ = from_trace(trace)
+        parts.append(f"<h2>Measured: {escape(run)}</h2>{draw(chart, colors)}<p>{escape(chart.note)}</p>")
+        cells = "".join(
+            f"<tr><td>{escape(name)}</td><td>{planned:.3g}</td><td>{'-' if seconds is None else f'{seconds:.3g}'}</td>"
+            f"<td>{'-' if error is None else f'{error:+.0%}'}</td></tr>"
+            for name, planned, seconds, error in compare(plan, measured_seconds(trace))
+        )
+        parts.append(f"<table><tr><th>call</th><th>planned s</th><th>measured s</th><th>error</th></tr>{cells}</table>")
+    style = files("rlhf_spmd.telemetry").joinpath("report.css").read_text(encoding="utf-8")
+    return (
+        f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>Plan</title><style>{style}</style></head>'
+        f"<body><main>{''.join(parts)}</main></body></html>"
+    )

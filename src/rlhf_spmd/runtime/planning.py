@@ -1,0 +1,410 @@
+"""From a configuration to the problem that is searched, and from what the search finds to ``plan.yaml``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property, partial
+from typing import Any, Protocol
+
+import numpy as np
+
+from rlhf_spmd.controller import Graph
+from rlhf_spmd.models.sharding import check_layout
+from rlhf_spmd.models.spec import ModelSpec
+from rlhf_spmd.planner import costs, memory
+from rlhf_spmd.planner.cluster import waits
+from rlhf_spmd.planner.machine import GIB, Machine
+from rlhf_spmd.planner.memory import RoleSettings
+from rlhf_spmd.planner.meshes import Meshes
+from rlhf_spmd.planner.problem import Call, Choice, Mesh, Option, Plan, Problem
+from rlhf_spmd.planner.profile import Profile, micro_batches
+from rlhf_spmd.planner.shape import CHECKPOINTING, Choices, ModelShape, Workload, choices, shape_of
+from rlhf_spmd.planner.simulate import Schedule
+from rlhf_spmd.runtime.plan_file import PlanFile, PlannedCall, span_of
+from rlhf_spmd.runtime.roles import RolePlan
+
+KINDS = ("generate", "infer", "train")
+FLYING = (16, 64, 256, 1024)  # rows in flight that are tried
+MOST_STAGES = 16
+SPARE = 1.02  # of the cache that a plan counts on, in what the generator is told to take
+
+
+class Times(Protocol):
+    """Seconds [n] of calls: by formulas or from a profile. ``slices``: the tp that there are times for."""
+
+    def slices(self, shape: ModelShape) -> list[int]: ...
+
+    def infer_seconds(self, shape: ModelShape, work: Workload, choices: Choices) -> np.ndarray: ...
+    def train_seconds(self, shape: ModelShape, work: Workload, choices: Choices) -> np.ndarray: ...
+    def generate_seconds(self, shape: ModelShape, work: Workload, choices: Choices, kv_bytes: Any) -> np.ndarray: ...
+
+
+@dataclass(frozen=True)
+class Formulas:
+    """Times by the cost model's formulas."""
+
+    machine: Machine
+    calibration: costs.Calibration = field(default_factory=costs.Calibration)
+
+    def slices(self, shape: ModelShape) -> list[int]:
+        return _divisors(self.machine.local_size)
+
+    def infer_seconds(self, shape: ModelShape, work: Workload, choices: Choices) -> np.ndarray:
+        return costs.infer_seconds(shape, work, choices, self.machine, self.calibration)
+
+    def train_seconds(self, shape: ModelShape, work: Workload, choices: Choices) -> np.ndarray:
+        return costs.train_seconds(shape, work, choices, self.machine, self.calibration)
+
+    def generate_seconds(self, shape: ModelShape, work: Workload, choices: Choices, kv_bytes: Any) -> np.ndarray:
+        return costs.generate_seconds(shape, work, choices, self.machine, kv_bytes, self.calibration)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Times by a profile."""
+
+    profile: Profile
+
+    def slices(self, shape: ModelShape) -> list[int]:
+        return self.profile.measured(shape)
+
+    def infer_seconds(self, shape: ModelShape, work: Workload, choices: Choices) -> np.ndarray:
+        return self.profile.infer_seconds(shape, work, choices)
+
+    def train_seconds(self, shape: ModelShape, work: Workload, choices: Choices) -> np.ndarray:
+        return self.profile.train_seconds(shape, work, choices)
+
+    def generate_seconds(self, shape: ModelShape, work: Workload, choices: Choices, kv_bytes: Any) -> np.ndarray:
+        return self.profile.generate_seconds(shape, work, choices)
+
+
+@dataclass(frozen=True)
+class PlannedNode:
+    """A call of the graph that a plan places. ``name``: as ``role.call``; ``method``: as the configuration names it. ``linked``: it
+    trains, too, or another call is of the same method, so that it runs where the role is at home."""
+
+    name: str
+    role: str
+    method: str
+    kind: str
+    after: frozenset[int]
+    spec: ModelSpec
+    shape: ModelShape
+    work: Workload
+    plan: RolePlan
+    home: bool = False
+    linked: bool = False
+
+    @property
+    def trained(self) -> bool:
+        return bool(self.plan.worker.trained)  # type: ignore[union-attr]
+
+    def settings(self, machine: Machine, offload: bool, optim_offload: bool) -> RoleSettings:
+        config, device = self.plan.config, machine.device
+        return RoleSettings(
+            self.trained,
+            device.itemsize,
+            config.optim.master_weights,
+            optim_offload,
+            offload,
+            config.activation_offload,
+            on_host=device.on_host,
+        )
+
+
+def planned_nodes(graph: Graph, plans: Mapping[str, RolePlan], work: Workload) -> list[PlannedNode]:
+    """The calls of roles with a model, in program order. ``work``: lengths of rows, and how many there are of a prompt."""
+    waited = waits(graph)
+    places = [i for i, call in enumerate(graph.nodes) if call.spec.kind in KINDS and plans[call.role.name].spec is not None]
+    number = {place: i for i, place in enumerate(places)}
+    found: list[PlannedNode] = []
+    for place in places:
+        call = graph.nodes[place]
+        role, plan = call.role.name, plans[call.role.name]
+        assert plan.spec is not None and call.spec.kind is not None
+        head: str = plan.worker.head  # type: ignore[union-attr]
+        twins = sum(other.role.name == role and other.spec.name == call.spec.name for other in graph.nodes)
+        found.append(
+            PlannedNode(
+                call.name,
+                role,
+                call.spec.name,
+                call.spec.kind,
+                frozenset(number[i] for i in waited[place] if i in number),
+                plan.spec,
+                shape_of(plan.spec, head),
+                replace(work, rows=call.num_rows, mini_batches=call.num_chunks, epochs=call.epochs),
+                plan,
+                linked=twins > 1 or call.spec.kind == "train",
+            )
+        )
+    for role in dict.fromkeys(node.role for node in found):
+        own = [i for i, node in enumerate(found) if node.role == role]
+        first = next((i for i in own if found[i].kind == "train"), own[0])
+        found[first] = replace(found[first], home=True, linked=False)
+    return found
+
+
+def layouts(node: PlannedNode, size: int, slices: Sequence[int]) -> list[tuple[int, int, int]]:
+    """(pp, tp, dp) of ``size`` ranks that the model and its rows allow, tp one of ``slices``: stages of equally many layers."""
+    found = []
+    work, generates = node.work, node.kind == "generate"
+    for tp in (n for n in slices if size % n == 0):
+        for pp in (n for n in _divisors(size // tp) if n <= MOST_STAGES and node.spec.num_hidden_layers % n == 0):
+            dp = size // tp // pp
+            rows = work.rows // work.group if generates else work.rows // work.mini_batches
+            if dp > rows or (generates and rows % dp):
+                continue
+            try:
+                check_layout(node.spec, pp, tp, "")
+            except ValueError:
+                continue
+            found.append((pp, tp, dp))
+    return found
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+@dataclass(frozen=True)
+class Way:
+    """What an option of some calls stands for: the layout and the rest of :class:`Choices`; of each of the calls its seconds, the bytes
+    that it needs beside what is held, and of them those of a cache."""
+
+    chosen: Mapping[str, int]
+    seconds: tuple[float, ...]
+    active: tuple[float, ...]
+    cache: tuple[float, ...]
+    held: float
+    offload: bool
+    optim_offload: bool
+
+    def is_that_of(self, planned: PlannedCall, kind: str) -> bool:
+        """Whether ``plan.yaml`` says this of a call."""
+        mine, its = self.call("0", False, kind), planned
+        return all(getattr(mine, key) == getattr(its, key) for key in SAME)
+
+    def call(self, ranks: str, home: bool, kind: str) -> PlannedCall:
+        chosen = self.chosen
+        generates = kind == "generate"
+        return PlannedCall(
+            ranks,
+            chosen["pp"],
+            chosen["tp"],
+            chosen["dp"],
+            home,
+            chosen["zero"],
+            bool(chosen["sequence_parallel"]),
+            CHECKPOINTING[chosen["checkpointing"]],
+            self.offload,
+            self.optim_offload,
+            max_num_seqs=chosen["max_num_seqs"] if generates else None,
+            graphs=generates and bool(chosen["graphs"]),
+        )
+
+
+SAME = ("pp", "tp", "dp", "zero", "sequence_parallel", "activation_checkpointing", "offload", "optim_offload", "max_num_seqs")
+
+
+@dataclass(frozen=True)
+class Planning:
+    """What options are made from. ``budget``: tokens of a micro-batch. ``fixed``: a plan, whose options alone are made."""
+
+    nodes: Sequence[PlannedNode]
+    machine: Machine
+    times: Times
+    budget: int
+    ahead: int = 0
+    fixed: PlanFile | None = None
+
+    def problem(self) -> Problem:
+        """Raises ValueError where a call has no layout, or none that is the fixed plan's."""
+        machine, calls = self.machine, dict[int, Call]()
+        for number, node in enumerate(self.nodes):
+            if node.linked:
+                continue
+            tied = [i for i, other in enumerate(self.nodes) if node.home and other.linked and other.role == node.role]
+            together = [number, *tied]
+            found = [way for size in self._sizes(node) for way in self._ways([self.nodes[i] for i in together], size)]
+            if not found:
+                raise ValueError(self._no_layout(node))
+            for place, i in enumerate(together):
+                one = self.nodes[i]
+                options = tuple(
+                    Option(
+                        way.chosen["pp"] * way.chosen["tp"] * way.chosen["dp"],
+                        way.chosen["pp"],
+                        way.chosen["tp"],
+                        way.seconds[place],
+                        way.held,
+                        way.active[place],
+                        way,
+                    )
+                    for way in found
+                )
+                calls[i] = Call(one.name, one.role, one.after, options, home=one.home, at_home=one.linked)
+        return Problem(
+            tuple(calls[i] for i in range(len(self.nodes))),
+            machine.local_size,
+            tuple(amount - memory.RESERVE * (not machine.device.on_host) for amount in machine.memory),
+            {node.role: node.shape.params * machine.device.itemsize for node in self.nodes},
+            machine.device.link,
+            machine.network,
+            self.ahead,
+            frozenset(i for i, node in enumerate(self.nodes) if node.kind == "generate" and node.trained),
+        )
+
+    def _no_layout(self, node: PlannedNode) -> str:
+        if self.fixed is not None:
+            return f"the plan's call {node.name}={self.fixed.calls[node.name]} is none that its model and rows allow"
+        return (
+            f"no layout of {node.name} on up to {self.machine.size} ranks fits its model and rows: {node.work.rows} rows in "
+            f"{node.work.mini_batches} mini-batches, {node.spec.num_hidden_layers} layers, {node.spec.num_attention_heads} heads"
+        )
+
+    def _sizes(self, node: PlannedNode) -> Sequence[int]:
+        return self.mesh_sizes if self.fixed is None else [self.fixed.calls[node.name].mesh.count]
+
+    @cached_property
+    def mesh_sizes(self) -> list[int]:
+        return sizes(self.machine.size, self.machine.local_size)
+
+    def _ways(self, tied: Sequence[PlannedNode], size: int) -> list[Way]:
+        """Of calls that run together on ``size`` ranks, at home if the first one's role is: those that no other one beats."""
+        first, found = tied[0], list[Way]()
+        given = layouts(first, size, self.times.slices(first.shape))
+        if not given:
+            return []
+        chosen = self._choices(first, given)
+        offloads = [(False, False)]
+        if first.home:
+            offloads.append((False, True) if first.trained else (True, False))
+        for offload, optim_offload in offloads if not self.machine.device.on_host else offloads[:1]:
+            role = first.settings(self.machine, offload, optim_offload)
+            seconds, active, cache = zip(*(self._estimate(node, chosen, role) for node in tied), strict=True)
+            held = np.zeros(len(chosen))
+            if first.home:
+                held, _ = memory.fullest(chosen, partial(_held, first.shape, chosen, role))
+            beaten = np.zeros(len(chosen), dtype=bool)
+            if self.fixed is None:
+                beaten = dominated(chosen, np.sum(seconds, axis=0), held, np.max(active, axis=0))
+            for i in np.flatnonzero(~beaten).tolist():
+                took, needs, cached = (tuple(float(x[i]) for x in one) for one in (seconds, active, cache))
+                found.append(Way(chosen.one(i), took, needs, cached, float(held[i]), offload, optim_offload))
+        if self.fixed is not None:
+            wanted = self.fixed.calls[first.name]
+            found = [way for way in found if way.is_that_of(wanted, first.kind)]
+        return found
+
+    def _choices(self, node: PlannedNode, given: Sequence[tuple[int, int, int]]) -> Choices:
+        more: dict[str, Sequence[int]] = {"micro_tokens": (self.budget,)}
+        if node.kind == "train":
+            more |= {"zero": (0, 1, 2, 3), "checkpointing": (0, 1, 2), "sequence_parallel": (0, 1)}
+        elif node.kind == "generate":
+            rows = max(node.work.rows // min(layout[2] for layout in given), 1)
+            fixed = self.fixed and self.fixed.calls[node.name].max_num_seqs
+            more |= {"max_num_seqs": (fixed,) if fixed else sorted({min(flying, rows) for flying in FLYING})}
+        elif node.home:
+            more |= {"zero": (0, 3)}
+        made = choices(given, **more)
+        made = made.take(((made.zero == 0) | (made.dp > 1)) & ((made.sequence_parallel == 0) | (made.tp > 1)))
+        graphs = (made.tp == 1) & (node.spec.experts is None) & (not self.machine.device.on_host)
+        return made.set(graphs=graphs) if node.kind == "generate" else made
+
+    def _estimate(self, node: PlannedNode, given: Choices, role: RoleSettings) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Seconds, bytes beside what is held, and of them those of a cache; [n] each."""
+        shape, work, none, device = node.shape, node.work, np.zeros(len(given)), self.machine.device
+        params = shape.stage_params(given.pp, given.tp) / np.where(given.zero > 0, given.dp, 1)
+        if node.kind == "generate":
+            config = replace(node.plan.config.generation, num_pages=None)
+
+            def needs_of(stage: Any) -> tuple[memory.Parts, memory.Parts]:
+                return NOTHING, {"work": memory.generate(shape, work, given, role, config, stage)[0]["work"]}
+
+            cache = memory.generate(shape, work, given, role, config, 0 * given.pp)[2] + none
+            return self.times.generate_seconds(shape, work, given, cache), memory.fullest(given, needs_of)[1] + cache, cache
+        needs = memory.train if node.kind == "train" else memory.infer
+        _, active = memory.fullest(given, lambda stage: (NOTHING, needs(shape, work, given, role, stage)))
+        seconds = self.times.train_seconds if node.kind == "train" else self.times.infer_seconds
+        back = device.itemsize * params * role.offload
+        if node.kind == "train" and role.optim_offload:
+            back = back + 2 * role.states * params * work.mini_batches * work.epochs
+        return seconds(shape, work, given) + back / device.host_link, active, none
+
+
+NOTHING: memory.Parts = {"nothing": 0.0}
+
+
+def _held(shape: ModelShape, given: Choices, role: RoleSettings, stage: Any) -> tuple[memory.Parts, memory.Parts]:
+    return memory.held(shape, given, role, stage), NOTHING
+
+
+def sizes(size: int, local_size: int) -> list[int]:
+    """Of all meshes that a search may try."""
+    call = Call("", "", frozenset(), tuple(Option(n, 1, 1, 0.0, 0.0, 0.0) for n in range(1, size + 1)), home=True)
+    every = Problem((call,), local_size, (1.0,) * size, {"": 0.0}, 1.0, 1.0)
+    return [count for count, meshes in Meshes(every).of.items() if meshes]
+
+
+def dominated(given: Choices, seconds: np.ndarray, held: np.ndarray, active: np.ndarray) -> np.ndarray:
+    """bool [n]: whether another one in the same layout is as good in all three."""
+    beaten = np.ones(len(given), dtype=bool)
+    layout = given.pp * (1 + given.tp.max()) + given.tp
+    for one in np.unique(layout):
+        at = np.flatnonzero(layout == one)
+        kept: list[int] = []
+        for i in at[np.lexsort((active[at], held[at], seconds[at]))].tolist():
+            if not any(held[j] <= held[i] and active[j] <= active[i] for j in kept):
+                kept.append(i)
+        beaten[kept] = False
+    return beaten
+
+
+def fixed_plan(problem: Problem, file: PlanFile) -> Plan:
+    """The plan of a problem that was made for it."""
+    return tuple(Choice(file.calls[call.name].mesh, 0) for call in problem.calls)
+
+
+def to_file(planning: Planning, problem: Problem, plan: Plan, schedule: Schedule, algorithm: Mapping[str, Any]) -> PlanFile:
+    """``algorithm``: what is to be set there."""
+    calls = {}
+    homes = [(plan[place].mesh, problem.calls[place].options[plan[place].option].held) for place in problem.homes.values()]
+    for number, (node, call, choice) in enumerate(zip(planning.nodes, problem.calls, plan, strict=True)):
+        start, end = schedule.spans[number]
+        option, home = call.options[choice.option], problem.homes[call.role]
+        way: Way = option.choice
+        moved = 0.0
+        if not (call.home or call.at_home):
+            at = problem.calls[home].options[plan[home].option]
+            moved = problem.move(call.role, at, plan[home].mesh, option, choice.mesh)[1]
+        held = max(sum(amount for mesh, amount in homes if rank in mesh.ranks) for rank in _edges(choice.mesh, plan))
+        planned = replace(
+            way.call(span_of(choice.mesh.ranks), call.home, node.kind),
+            start=round(start, 4),
+            seconds=round(end - start, 4),
+            memory_gb=round((held + option.active + moved) / GIB, 2),
+            micro_batches=1 if node.kind == "generate" else _micro_batches(node.work, way.chosen),
+        )
+        if node.kind == "generate":
+            place = problem.tied[call.role].index(number) if call.at_home else 0
+            free = min(problem.memory) - held - moved
+            share = way.cache[place] * SPARE / max(free, 1.0)
+            planned = replace(planned, gpu_memory_utilization=round(min(max(share, 0.05), 0.95), 3))
+        calls[call.name] = planned
+    machine = planning.machine
+    told = {"step_seconds": round(schedule.seconds, 4)}
+    return PlanFile(machine.size, machine.local_size, algorithm, calls, told)
+
+
+def _micro_batches(work: Workload, chosen: Mapping[str, int]) -> int:
+    """Of a mini-batch, on each replica."""
+    one = Choices(*(np.array([chosen[f.name]]) for f in fields(Choices)))
+    return int(micro_batches(np.ceil(work.rows / work.mini_batches / one.dp), work, one)[0])
+
+
+def _edges(mesh: Mesh, plan: Plan) -> list[int]:
+    """One rank of every part of ``mesh`` that other meshes cut it into."""
+    starts = {mesh.first, *(edge for choice in plan for edge in (choice.mesh.first, choice.mesh.end))}
+    return [rank for rank in sorted(starts) if rank in mesh.ranks]

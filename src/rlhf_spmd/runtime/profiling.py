@@ -1,0 +1,175 @@
+"""Measures what a plan's times come from, on the machine that it runs on: single layers, decoding steps, the update, links."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from rlhf_spmd.generation.backends import choose_backend
+from rlhf_spmd.generation.config import GenerationConfig, SamplingConfig
+from rlhf_spmd.generation.generator import Generator
+from rlhf_spmd.generation.sequence import Request
+from rlhf_spmd.kernels import can, wait
+from rlhf_spmd.models.decoder import Decoder
+from rlhf_spmd.models.heads import token_log_probs, values
+from rlhf_spmd.models.sharding import check_layout
+from rlhf_spmd.models.spec import ModelSpec
+from rlhf_spmd.parallel.layout import Layout
+from rlhf_spmd.parallel.mesh import build_mesh
+from rlhf_spmd.parallel.world import World
+from rlhf_spmd.planner.machine import Gpu
+from rlhf_spmd.planner.profile import LayerTimes, Profile, sizes_of
+from rlhf_spmd.planner.shape import Workload, shape_of
+from rlhf_spmd.workers.engine import Packed, TrainEngine
+from rlhf_spmd.workers.flops import matmul_rate
+from rlhf_spmd.workers.optimizer import OptimConfig
+
+FEW, MORE = 1, 5  # layers; what a layer takes is the difference
+NEW_TOKENS, REPEATS = 16, 3
+MESSAGE = 1 << 22  # elements
+
+
+def profile(
+    world: World, models: Iterable[tuple[ModelSpec, str]], work: Workload, max_tokens: int, dtype: torch.dtype
+) -> Profile:
+    """Of models with their heads, for rows as ``work`` has them and micro-batches of up to ``max_tokens`` tokens, in all tp up to the
+    ranks of a host.
+
+    Collective over the world: every rank of it must call. All ranks compute at the same time, as they will.
+    """
+    layers: list[LayerTimes] = []
+    updates: list[float] = []
+    for spec, head in models:
+        sizes = sizes_of(shape_of(spec, head))
+        tp = 1
+        while tp <= world.launch.local_size:
+            if world.size % tp == 0 and fits(spec, tp) and not any((one.sizes, one.tp) == (sizes, tp) for one in layers):
+                found, update = _measure(world, spec, head, tp, work, max_tokens, dtype)
+                layers.append(found)
+                updates.append(update)
+            tp *= 2
+    message, small = torch.zeros(MESSAGE), torch.zeros(8)
+    message, small = message.to(world.device), small.to(world.device)
+    of_large, latency = (
+        _seconds(world, partial(world.all.all_reduce, x, "profile")) if world.size > 1 else 0.0 for x in (message, small)
+    )
+    link = 2 * (world.size - 1) / world.size * 4 * MESSAGE / max(of_large - latency, 1e-9) if world.size > 1 else 1e12
+    rate = matmul_rate(world.device, dtype)
+    bandwidth = 8 * MESSAGE / _seconds(world, lambda: message.add_(1.0))
+    if can(world.device).streams:
+        memory = float(torch.cuda.get_device_properties(world.device).total_memory)
+    else:
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / world.launch.local_size
+    has_streams = can(world.device).streams
+    device = Gpu(
+        rate, memory, bandwidth, link, bandwidth, latency, dtype.itemsize, 1.0 if has_streams else 0.0, on_host=not has_streams
+    )
+    return Profile(device, world.size, latency, sum(updates) / len(updates), 0.0, tuple(layers))
+
+
+def fits(spec: ModelSpec, tp: int) -> bool:
+    try:
+        check_layout(spec, 1, tp, "")
+    except ValueError:
+        return False
+    return True
+
+
+def _measure(
+    world: World, spec: ModelSpec, head: str, tp: int, work: Workload, max_tokens: int, dtype: torch.dtype
+) -> tuple[LayerTimes, float]:
+    """Times of a layer, and seconds of the update per parameter."""
+    first = world.rank // tp * tp  # each tp group by itself: no sums over dp in what is measured
+    mesh = build_mesh(world, range(first, first + tp), Layout(tp=tp))
+    length = round(work.length)
+    counts = _powers(max(min(max_tokens // length, work.rows), 1))
+    rows = _powers(min(max(work.rows * tp // world.size, 1), GenerationConfig().max_num_seqs))
+    taken: dict[int, dict[str, list[float]]] = {}
+    update = 0.0
+    for layers in (FEW, MORE):
+        cut = replace(spec, num_hidden_layers=layers, windows=spec.windows[:layers])
+        engine = TrainEngine(cut, None, head, mesh, OptimConfig(), dtype=dtype, device=world.device)
+        times = taken[layers] = {"forward": [], "both": [], "decode": []}
+        for count in counts:
+            batch = Packed(torch.randint(spec.vocab_size, (count * length,), device=world.device), torch.full((count,), length))
+            times["forward"].append(_seconds(world, partial(engine.forward, [batch], partial(_outputs, head))))
+            times["both"].append(_seconds(world, partial(engine.forward_backward, [batch], partial(_loss, head))))
+        own = sum(tensor.numel() for tensor in engine.local_tensors().values())
+        update = _seconds(world, engine.optimizer_step, repeats=1) / own
+        if head == "lm":
+            config = GenerationConfig()
+            backend = choose_backend(config.attention, engine.attention.name, dtype, world.device, "models")
+            decoder = engine.chunks[0].requires_grad_(False)
+            generator = Generator(decoder, mesh, replace(config, attention=backend), ())
+            times["decode"] = [_decoding(world, generator, spec, work, count) for count in rows]
+    few, more = taken[FEW], taken[MORE]
+
+    def layer(name: str) -> list[float]:
+        return [max(b - a, 1e-9) / (MORE - FEW) for a, b in zip(few[name], more[name], strict=True)]
+
+    def ends(name: str) -> list[float]:
+        return [max(a - FEW * one, 0.0) for a, one in zip(few[name], layer(name), strict=True)]
+
+    found = LayerTimes(
+        sizes_of(shape_of(spec, head)),
+        tp,
+        [float(count * length) for count in counts],
+        layer("forward"),
+        layer("both"),
+        ends("forward"),
+        ends("both"),
+        [float(count) for count in rows],
+        layer("decode"),
+        ends("decode"),
+        work.prompt + work.response / 2,
+    )
+    return found, update
+
+
+def _powers(most: int) -> list[int]:
+    """1, 2, 4, ... below ``most``, and ``most``."""
+    return [*(1 << i for i in range((most - 1).bit_length())), most]
+
+
+def _decoding(world: World, generator: Generator, spec: ModelSpec, work: Workload, rows: int) -> float:
+    """Seconds of a step of ``rows`` rows, in the middle of their responses."""
+    context = max(round(work.prompt + work.response / 2) - NEW_TOKENS // 2, 1)
+    sampling = SamplingConfig(ignore_eos=True)
+
+    def generate(tokens: int) -> None:
+        prompts = torch.randint(spec.vocab_size, (rows, context)).tolist()
+        requests = [Request(i, i, prompt, tokens) for i, prompt in enumerate(prompts)]
+        generator.generate(requests, sampling, 0, 0)
+
+    one, more = (_seconds(world, partial(generate, tokens)) for tokens in (1, 1 + NEW_TOKENS))
+    return max(more - one, 1e-9) / NEW_TOKENS
+
+
+def _outputs(head: str, decoder: Decoder, hidden: Tensor, batch: Packed) -> Tensor:
+    return values(decoder, hidden) if head == "value" else token_log_probs(decoder, hidden, batch.tokens.roll(-1))[0]
+
+
+def _loss(head: str, decoder: Decoder, hidden: Tensor, batch: Packed) -> tuple[Tensor, dict[str, Tensor]]:
+    if head == "value":
+        return values(decoder, hidden).square().mean(), {}
+    log_probs, entropy = token_log_probs(decoder, hidden, batch.tokens.roll(-1), 1.0, entropy=True)
+    assert entropy is not None
+    return -log_probs.mean(), {"entropy": entropy.detach().sum()}
+
+
+def _seconds(world: World, body: Callable[[], object], repeats: int = REPEATS) -> float:
+    """The best of ``repeats``, after one that does not count, of the slowest rank. Collective over the world."""
+    best: Sequence[float] = []
+    for _ in range(repeats + 1):
+        world.all.barrier("profile")
+        started = time.perf_counter()
+        body()
+        wait(world.device)
+        best = [*best, time.perf_counter() - started]
+    return float(world.all.all_reduce(torch.tensor([min(best[1:])]), "profile", "max"))
