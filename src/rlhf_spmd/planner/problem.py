@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 
@@ -21,14 +22,21 @@ class Mesh:
     def ranks(self) -> range:
         return range(self.first, self.first + self.count)
 
+    @property
+    def end(self) -> int:
+        return self.first + self.count
+
+    def overlaps(self, other: Mesh) -> bool:
+        return self.first < other.first + other.count and other.first < self.first + self.count
+
 
 @dataclass(frozen=True)
 class Option:
     """A way to run a call on ``size`` ranks, in a layout of ``pp`` stages and ``tp`` slices.
 
-    ``held``: bytes on each of its ranks during the whole step, what the role keeps; only of a role's home. ``active``: bytes more while
-    the call runs. Weights that come from the home for the call are not in it: :meth:`Problem.move` counts them. ``choice``: what it
-    stands for."""
+    ``held``: bytes on each of its ranks during the whole step, what the role keeps; only of a role's home. ``active``: bytes more
+    while the call runs. Weights that come from the home for the call are not in it: :meth:`Problem.move` counts them. ``choice``: what
+    it stands for."""
 
     size: int
     pp: int
@@ -43,9 +51,9 @@ class Option:
 class Call:
     """A node of the dataflow graph. ``after``: nodes that must have ended, as the numbers of their places, all of them smaller.
 
-    The first of a role's calls that trains, or of a role that none trains its first one, is the role's ``home``: the ranks and the layout
-    in which its weights stay. Others of its calls may run elsewhere. One that trains, too, has ``at_home``: it runs on the same ranks by
-    the option with the same number."""
+    The first of a role's calls that trains, or of a role that none trains its first one, is the role's ``home``: the ranks and the
+    layout in which its weights stay. Others of its calls may run elsewhere. One that trains, too, has ``at_home``: it runs on the same
+    ranks by the option with the same number."""
 
     name: str
     role: str
@@ -68,12 +76,12 @@ Plan = tuple[Choice, ...]  # one for each call
 
 @dataclass(frozen=True)
 class Problem:
-    """``calls`` in program order: ranks walk the script, so a rank runs its calls in this order and a call starts when all its ranks are
-    free and those before it have ended.
+    """``calls`` in program order: ranks walk the script, so a rank runs its calls in this order and a call starts when all its ranks
+    are free and those before it have ended.
 
-    ``memory``: bytes that each rank can use. ``weights``: bytes of each role's weights. ``link`` and ``network``: bytes/s of a rank inside
-    a host of ``local_size`` ranks and between hosts. ``ahead``: steps that generation runs ahead of training (``max_staleness``);
-    ``generating``: the nodes that do.
+    ``memory``: bytes that each rank can use. ``weights``: bytes of each role's weights. ``link`` and ``network``: bytes/s of a rank
+    inside a host of ``local_size`` ranks and between hosts. ``ahead``: steps that generation runs ahead of training
+    (``max_staleness``); ``generating``: the nodes that do.
     """
 
     calls: tuple[Call, ...]
@@ -85,28 +93,62 @@ class Problem:
     ahead: int = 0
     generating: frozenset[int] = field(default_factory=frozenset)
 
+    def __post_init__(self) -> None:
+        homes = [call.role for call in self.calls if call.home]
+        assert sorted(homes) == sorted({call.role for call in self.calls}), f"one home for each role, not {homes}"
+        for node, call in enumerate(self.calls):
+            home = self.calls[self.homes[call.role]]
+            assert call.options and all(before < node for before in call.after), f"{call.name}: options, and calls before it"
+            assert not call.at_home or [o.size for o in call.options] == [o.size for o in home.options], (
+                f"{call.name}: as {home.name}"
+            )
+
     @property
     def size(self) -> int:
         return len(self.memory)
+
+    @cached_property
+    def homes(self) -> dict[str, int]:
+        """Role -> the node that is its home."""
+        return {call.role: node for node, call in enumerate(self.calls) if call.home}
+
+    @cached_property
+    def tied(self) -> dict[str, tuple[int, ...]]:
+        """Role -> its home and the calls that are ``at_home``."""
+        return {
+            role: tuple(node for node, call in enumerate(self.calls) if call.role == role and (call.home or call.at_home))
+            for role in self.homes
+        }
+
+    @cached_property
+    def lent(self) -> tuple[int, ...]:
+        """The nodes that may run elsewhere than their role's home."""
+        return tuple(node for node, call in enumerate(self.calls) if not call.home and not call.at_home)
 
     def on_one_host(self, *meshes: Mesh) -> bool:
         hosts = {rank // self.local_size for mesh in meshes for rank in (mesh.first, mesh.first + mesh.count - 1)}
         return len(hosts) == 1
 
     def move(self, role: str, home: Option, at: Mesh, option: Option, mesh: Mesh) -> tuple[float, float]:
-        """What a call on ``mesh`` costs more because its role's weights rest in ``home`` on the ranks ``at``: seconds, and bytes on each of
-        the ranks of ``mesh``.
+        """What a call on ``mesh`` costs more because its role's weights rest in ``home`` on the ranks ``at``: seconds, and bytes on
+        each of the ranks of ``mesh``.
 
-        On the same ranks in the same layout nothing moves; where the call's layout is a part of the home's, each rank keeps what it has and
-        gets the rest of its shard (HybridFlow, table 2: (tp - t_g p_g) / (t_g p_g t p) of the weights). Everywhere else a whole shard comes
-        beside what is there (ReaL, section 6). The slower of receiving and of sending, which the holders share, counts.
+        On the same ranks in the same layout nothing moves; where the call's layout is a part of the home's, each rank keeps what it
+        has and gets the rest of its shard (HybridFlow, table 2: (tp - t_g p_g) / (t_g p_g t p) of the weights). Everywhere else a
+        whole shard comes beside what is there (ReaL, section 6). The slower of receiving and of sending, which the holders share,
+        counts.
         """
+        return self.moved(role, home, at.count, option, self.on_one_host(at, mesh), at == mesh)
+
+    def moved(self, role: str, home: Option, holders: int, option: Option, near: bool, same: bool) -> tuple[float, float]:
+        """:meth:`move` as it depends on where the meshes lie: whether both are on one host, and whether they are the ``same``. Between
+        different ones the home's layout does not matter, only the number of its ranks: the search relies on it."""
         here, there = home.pp * home.tp, option.pp * option.tp
-        if at == mesh and (home.pp, home.tp) == (option.pp, option.tp):
+        if same and (home.pp, home.tp) == (option.pp, option.tp):
             return 0.0, 0.0
         shard = self.weights[role] / there
-        if at == mesh and home.pp % option.pp == 0 and home.tp % option.tp == 0:
+        if same and home.pp % option.pp == 0 and home.tp % option.tp == 0:
             shard -= self.weights[role] / here
-        sent = shard * mesh.count / at.count
-        near = self.on_one_host(at, mesh) or (at == mesh and here <= self.local_size)
+        sent = shard * option.size / holders
+        near = near or (same and here <= self.local_size)
         return max(shard, sent) / (self.link if near else self.network), shard

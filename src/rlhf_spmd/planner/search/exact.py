@@ -1,0 +1,185 @@
+"""The best plan, proved: best first over the homes of roles, which alone hold memory between calls, then branch and bound for the rest.
+
+Given all homes, a call that is lent has in each mesh one fastest option that fits beside what is held there, so only times couple
+these calls, and phases of a step (:func:`~rlhf_spmd.planner.search.packing.phases`) are independent of one another. The bound of some homes is
+the sum over phases of the fewest seconds in which they can be packed if the roles that are not decided see only the memory that is
+left so far. Positions that differ by a symmetry of the cluster are tried once. Pure.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Mapping
+from itertools import count
+
+from rlhf_spmd.planner.meshes import Meshes
+from rlhf_spmd.planner.problem import Choice, Mesh, Plan, Problem
+from rlhf_spmd.planner.search import Found, no_plan
+from rlhf_spmd.planner.search.packing import Effort, Fixed, OutOfTimeError, Phase, Table, phases
+from rlhf_spmd.planner.search.ways import Held, Ways
+
+Homes = tuple[tuple[Mesh, int], ...]  # mesh and option of the first roles, in the order of the search
+Parts = tuple[float, ...]  # seconds, a lower bound for each phase
+INFINITE = float("inf")
+
+
+def search(problem: Problem, limit: float = 60.0, seed: int = 0) -> Found:
+    """``limit``: seconds after which the best plan so far is returned with the bound that is proved by then; not before there is one.
+    ``seed`` is not read. Raises NoPlanError where no plan fits."""
+    return _Exact(problem, limit).run()
+
+
+class _Exact:
+    def __init__(self, problem: Problem, limit: float) -> None:
+        self.problem, self.started, self.limit = problem, time.perf_counter(), limit
+        self.meshes, self.ways = Meshes(problem), Ways(problem)
+        self.effort = Effort(INFINITE)
+        self.phases = [Phase(problem, nodes, self.meshes, self.effort) for nodes in phases(problem)]
+        self.best, self.plan = INFINITE, None  # type: float, Plan | None
+        held = {
+            role: min(option.held * option.size for option in problem.calls[node].options)
+            for role, node in problem.homes.items()
+        }
+        self.roles = sorted(held, key=lambda role: -held[role])
+        self.numbers = count()
+        self.open: list[tuple[tuple[float, float, int], Parts, Homes, Mesh | None]] = []
+
+    def run(self) -> Found:
+        """Deepest first until there is a plan, then best first."""
+        parts = self.raised((0.0,) * len(self.phases), (), {}, self.free(()))
+        if parts:
+            self.push(parts, (), None)
+        bound = sum(parts or ())
+        try:
+            while self.open:
+                _, parts, homes, mesh = heapq.heappop(self.open)
+                had = self.plan
+                if had:
+                    bound = sum(parts)
+                    if bound >= self.best:
+                        break
+                self.expand(parts, homes, mesh)
+                if self.plan and not had:
+                    self.effort.until = self.started + self.limit
+                    waiting, self.open = self.open, []
+                    for entry in waiting:
+                        self.push(*entry[1:])
+            bound = self.best
+        except OutOfTimeError:
+            pass
+        if self.plan is None:
+            raise no_plan(self.problem, "")
+        bound = min(bound, self.best)
+        seconds = time.perf_counter() - self.started
+        return Found(self.plan, self.best, bound, bound == self.best, self.effort.evaluations, seconds)
+
+    def push(self, parts: Parts, homes: Homes, mesh: Mesh | None) -> None:
+        bound, depth = sum(parts), -2 * len(homes) - (mesh is not None)
+        if bound < self.best:
+            first = (bound, depth) if self.plan else (depth, bound)
+            heapq.heappush(self.open, ((*first, next(self.numbers)), parts, homes, mesh))
+
+    def expand(self, parts: Parts, homes: Homes, mesh: Mesh | None) -> None:
+        if len(homes) == len(self.roles):
+            self.finish(parts, homes)
+            return
+        role = self.roles[len(homes)]
+        home, tied = self.problem.homes[role], self.problem.tied[role]
+        held, fixed, free = self.held(homes), self.fixed(homes), self.free(homes)
+        rest = {node: table for node, table in free.items() if node not in tied}
+        if mesh is None:
+            taken = frozenset(at for at, _ in homes)
+            for size in self.meshes.of:
+                for place in self.meshes.places(size, taken):
+                    room = self.ways.room(held, place)
+                    best = {node: (place, self.ways.at_home(node, size).within(room)[0]) for node in tied}
+                    if raised := self.raised(parts, homes, fixed | best, rest):
+                        self.push(raised, homes, place)
+            return
+        for option in self.ways.homes(role, mesh.count):
+            its = {node: (mesh, self.problem.calls[node].options[option].seconds) for node in tied}
+            more: Homes = (*homes, (mesh, option))
+            if self.fits(more) and (raised := self.raised(parts, more, fixed | its, rest)):
+                if raised := self.raised(raised, more, fixed | its, self.free(more)):
+                    self.push(raised, more, None)
+
+    def raised(self, parts: Parts, homes: Homes, fixed: Fixed, free: Mapping[int, Table]) -> Parts | None:
+        """The bounds of phases for these calls, None where they reach the best plan's seconds."""
+        found = list(parts)
+        for number, phase in enumerate(self.phases):
+            budget = self.best - (sum(found) - found[number])
+            mine = {node: fixed[node] for node in phase.nodes if node in fixed}
+            rest = {node: free[node] for node in phase.nodes if node in free}
+            found[number] = max(found[number], phase.bound(mine, rest, budget))
+            if found[number] >= budget:
+                return None
+        return tuple(found)
+
+    def held(self, homes: Homes) -> Held:
+        roles = zip(self.roles, homes, strict=False)
+        return tuple((mesh, self.ways.needs(role, option)[0]) for role, (mesh, option) in roles)
+
+    def fits(self, homes: Homes) -> bool:
+        held = self.held(homes)
+        roles = zip(self.roles, homes, strict=False)
+        return all(self.ways.needs(role, option)[1] <= self.ways.room(held, mesh) for role, (mesh, option) in roles)
+
+    def fixed(self, homes: Homes) -> dict[int, tuple[Mesh, float]]:
+        calls, roles = self.problem.calls, zip(self.roles, homes, strict=False)
+        return {
+            node: (mesh, calls[node].options[option].seconds)
+            for role, (mesh, option) in roles
+            for node in self.problem.tied[role]
+        }
+
+    def free(self, homes: Homes) -> dict[int, Table]:
+        """Of the calls that are not decided: the fewest seconds on each size of mesh, wherever most memory is left."""
+        held, taken = self.held(homes), frozenset(mesh for mesh, _ in homes)
+        rooms = {size: max(self.ways.room(held, at) for at in self.meshes.places(size, taken)) for size in self.meshes.of}
+        decided = dict(zip(self.roles, homes, strict=False))
+        found = {}
+        for node, call in enumerate(self.problem.calls):
+            lent = node in self.problem.lent
+            if call.role in decided and not lent:
+                continue
+            table = []
+            for size in self.meshes.of:
+                steps = self.ways.lent_anywhere(node, decided.get(call.role), size) if lent else [self.ways.at_home(node, size)]
+                if (seconds := min(one.within(rooms[size])[0] for one in steps)) < INFINITE:
+                    table.append((size, seconds))
+            found[node] = tuple(table)
+        return found
+
+    def finish(self, parts: Parts, homes: Homes) -> None:
+        """All homes are decided: the best plan with them, phase by phase."""
+        held, decided = self.held(homes), dict(zip(self.roles, homes, strict=True))
+        calls, taken, free, fixed = (
+            self.problem.calls,
+            frozenset(mesh for mesh, _ in homes),
+            self.free(homes),
+            self.fixed(homes),
+        )
+        known: dict[tuple[int, Mesh], tuple[float, int]] = {}
+
+        def way(node: int, mesh: Mesh) -> tuple[float, int]:
+            if (node, mesh) not in known:
+                steps = self.ways.lent(node, decided[calls[node].role], mesh)
+                known[node, mesh] = steps.within(self.ways.room(held, mesh))
+            return known[node, mesh]
+
+        found, lent = list(parts), dict[int, Mesh]()
+        for number, phase in enumerate(self.phases):
+            rest = {node: free[node] for node in phase.nodes if node in free}
+            budget = self.best - (sum(found) - found[number])
+            mine = {node: fixed[node] for node in phase.nodes if node in fixed}
+            found[number], meshes = phase.pack(mine, rest, budget, lambda node, mesh: way(node, mesh)[0], taken)
+            if meshes is None:
+                return
+            lent |= meshes
+        if sum(found) < self.best:
+            self.best = sum(found)
+            self.plan = tuple(
+                Choice(lent[node], way(node, lent[node])[1]) if node in lent else Choice(*decided[call.role])
+                for node, call in enumerate(calls)
+            )

@@ -1,0 +1,176 @@
+"""Calls onto meshes such that a phase of a step ends soonest: branch and bound over meshes, given the seconds on each. Pure."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from rlhf_spmd.planner.meshes import Meshes
+from rlhf_spmd.planner.problem import Mesh, Problem
+from rlhf_spmd.planner.simulate import start_times
+
+Table = tuple[tuple[int, float], ...]  # (size, the fewest seconds on as many ranks)
+Fixed = Mapping[int, tuple[Mesh, float]]
+
+
+def phases(problem: Problem) -> list[range]:
+    """Runs of calls of which each call waits for all of those before the run: a step takes as long as its phases one after the other.
+    One run where generation is ahead, which has no such cut."""
+    closure: list[set[int]] = []
+    for call in problem.calls:
+        closure.append(set(call.after).union(*(closure[before] for before in call.after)))
+    size = len(problem.calls)
+    cuts = [cut for cut in range(1, size) if all(closure[node] >= set(range(cut)) for node in range(cut, size))]
+    edges = [0, *([] if problem.ahead else cuts), size]
+    return [range(first, end) for first, end in zip(edges, edges[1:], strict=False)]
+
+
+class OutOfTimeError(Exception):
+    """The search's time is up."""
+
+
+class _OutOfPatienceError(Exception):
+    """A bound is not worth more schedules."""
+
+
+@dataclass
+class Effort:
+    """Schedules computed, and when to stop."""
+
+    until: float
+    evaluations: int = 0
+
+    def spend(self) -> None:
+        self.evaluations += 1
+        if self.evaluations % 256 == 0 and time.perf_counter() > self.until:
+            raise OutOfTimeError
+
+
+class Phase:
+    """One of :func:`phases`."""
+
+    def __init__(self, problem: Problem, nodes: range, meshes: Meshes, effort: Effort) -> None:
+        self.problem, self.nodes, self._meshes, self._effort = problem, nodes, meshes, effort
+        self._known: dict[object, tuple[float, bool]] = {}  # (a lower bound, whether there is none better to be had)
+        self.patience = 0 if problem.ahead else 2000  # schedules for a bound
+
+    def bound(self, fixed: Fixed, free: Mapping[int, Table], budget: float) -> float:
+        """The fewest seconds where the free calls may take any mesh for the seconds of its size, or ``budget`` where it takes longer."""
+        key = (tuple(sorted(fixed.items())), tuple(sorted(free.items())))
+        value, done = self._known.get(key, (0.0, False))
+        if not done and value < budget:
+            packing = _Packing(self, fixed, free, budget, None, frozenset())
+            value, done = packing.least_area(), True
+            if value < budget:
+                try:
+                    value, chosen = packing.run(self._effort.evaluations + self.patience)
+                    done = chosen is not None
+                except _OutOfPatienceError:
+                    pass
+            self._known[key] = value, done
+        return min(value, budget)
+
+    def pack(
+        self,
+        fixed: Fixed,
+        free: Mapping[int, Table],
+        budget: float,
+        seconds_on: Callable[[int, Mesh], float] | None = None,
+        taken: frozenset[Mesh] = frozenset(),
+    ) -> tuple[float, dict[int, Mesh] | None]:
+        """The fewest seconds below ``budget`` and the meshes of the free calls, or ``budget`` and None.
+
+        ``seconds_on`` says more than the tables, whose seconds it never goes below; ``taken``: meshes that it depends on.
+        """
+        return _Packing(self, fixed, free, budget, seconds_on, taken).run()
+
+    def start_times(self, meshes: Sequence[Mesh | None], seconds: Sequence[float], until: float = float("inf")) -> float:
+        self._effort.spend()
+        if self._effort.evaluations > until:
+            raise _OutOfPatienceError
+        return start_times(self.problem, self.nodes, meshes, seconds)[1]
+
+    def places(self, size: int, taken: frozenset[Mesh]) -> tuple[Mesh, ...]:
+        return self._meshes.places(size, taken)
+
+
+class _Packing:
+    """Depth first, the call with most work first, of its meshes the one with the earliest end first. A branch ends where its calls alone,
+    the others taking no ranks, or the ranks' seconds that all need together, reach the best found."""
+
+    def __init__(
+        self,
+        phase: Phase,
+        fixed: Fixed,
+        free: Mapping[int, Table],
+        budget: float,
+        seconds_on: Callable[[int, Mesh], float] | None,
+        taken: frozenset[Mesh],
+    ) -> None:
+        self._phase, self._free, self._seconds_on, self._taken = phase, free, seconds_on, taken
+        size = len(phase.problem.calls)
+        self._meshes: list[Mesh | None] = [None] * size
+        self._seconds = [0.0] * size
+        for node, (mesh, seconds) in fixed.items():
+            self._meshes[node], self._seconds[node] = mesh, seconds
+        for node, table in free.items():
+            self._seconds[node] = min((seconds for _, seconds in table), default=float("inf"))
+        self._area = sum(mesh.count * seconds for mesh, seconds in fixed.values())
+        self._order = sorted(free, key=lambda node: -self._least(node, float("inf")))
+        self._best, self._chosen = budget, None  # type: float, dict[int, Mesh] | None
+
+    def _least(self, node: int, below: float) -> float:
+        """Ranks times seconds that a call needs at least if it is to take less than so many seconds."""
+        return min((size * seconds for size, seconds in self._free[node] if seconds < below), default=float("inf"))
+
+    def least_area(self) -> float:
+        """The fewest seconds T of all ranks together that hold the ranks' seconds which each call needs if it is to end within T."""
+        whole = len(self._phase.problem.memory)
+        steps = sorted({seconds for table in self._free.values() for _, seconds in table})
+        value = max(self._seconds)
+        if value < self._best:
+            value = self._phase.start_times(self._meshes, self._seconds)
+        while value < self._best:
+            within = math.nextafter(value * (1 + 1e-12), math.inf)
+            need = (self._area + sum(self._least(node, within) for node in self._order)) / whole
+            if need <= within:
+                break
+            value = min([need, *(seconds for seconds in steps if seconds > within)])
+        return value
+
+    def run(self, until: float = float("inf")) -> tuple[float, dict[int, Mesh] | None]:
+        self._until = until
+        if max(self._seconds) < self._best:
+            value = self._phase.start_times(self._meshes, self._seconds, until)
+            if value < self._best:
+                self._descend(0, self._area, value)
+        return self._best, self._chosen
+
+    def _descend(self, depth: int, area: float, value: float) -> None:
+        if depth == len(self._order):
+            self._best, self._chosen = value, {node: mesh for node in self._order if (mesh := self._meshes[node])}
+            return
+        node, alone = self._order[depth], self._seconds[self._order[depth]]
+        whole = len(self._phase.problem.memory)
+        rest = area + sum(self._least(other, self._best) for other in self._order[depth + 1 :])
+        taken = self._taken.union(mesh for mesh in self._meshes if mesh)
+        branches = []
+        for size, least in self._free[node]:
+            if least >= self._best or rest + size * least >= self._best * whole:
+                continue
+            for mesh in self._phase.places(size, taken):
+                seconds = self._seconds_on(node, mesh) if self._seconds_on else least
+                if seconds >= self._best or rest + size * seconds >= self._best * whole:
+                    continue
+                self._meshes[node], self._seconds[node] = mesh, seconds
+                end = self._phase.start_times(self._meshes, self._seconds, self._until)
+                if end < self._best:
+                    branches.append((end, size * seconds, mesh, seconds))
+        for end, its, mesh, seconds in sorted(branches):
+            if end >= self._best:
+                break
+            self._meshes[node], self._seconds[node] = mesh, seconds
+            self._descend(depth + 1, area + its, end)
+        self._meshes[node], self._seconds[node] = None, alone

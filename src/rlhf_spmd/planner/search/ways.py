@@ -1,0 +1,124 @@
+"""The fastest way to run a call in the memory that is left, as tables over that memory; and which options a best plan may need. Pure."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from functools import cache
+
+import numpy as np
+
+from rlhf_spmd.planner.problem import Mesh, Option, Problem
+
+Held = tuple[tuple[Mesh, float], ...]  # bytes that homes keep on each rank of a mesh
+
+
+class Steps:
+    """Of (bytes, seconds, option): the fewest seconds among those that need at most so many bytes, and the option."""
+
+    def __init__(self, ways: Iterable[tuple[float, float, int]]) -> None:
+        self._needs: list[float] = []
+        self._best: list[tuple[float, int]] = []
+        for need, seconds, option in sorted(ways):
+            if not self._best or seconds < self._best[-1][0]:
+                self._needs.append(need)
+                self._best.append((seconds, option))
+
+    def within(self, room: float) -> tuple[float, int]:
+        """(inf, -1) where nothing fits."""
+        at = bisect_right(self._needs, room) - 1
+        return self._best[at] if at >= 0 else (float("inf"), -1)
+
+
+class Ways:
+    """Of a problem; each table is made when it is first asked for."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self._by_size: list[dict[int, list[int]]] = []
+        for call in problem.calls:
+            self._by_size.append({})
+            for number, option in enumerate(call.options):
+                self._by_size[-1].setdefault(option.size, []).append(number)
+        memory = problem.memory
+        self._runs = [(r, memory[r]) for r in range(problem.size) if r == 0 or memory[r] != memory[r - 1]]
+        self.room = cache(self._room)
+        self.at_home = cache(self._at_home)
+        self.homes = cache(self._homes)
+        self._tables = cache(self._lent)
+
+    def _room(self, held: Held, mesh: Mesh) -> float:
+        """Bytes that are left on the fullest rank of ``mesh``; that is where some run of equal memory or some home begins."""
+        points = {mesh.first, *(home.first for home, _ in held), *(first for first, _ in self._runs)}
+        inside = [rank for rank in points if mesh.first <= rank < mesh.end]
+        memory = self.problem.memory
+        return min(memory[rank] - sum(b for home, b in held if home.first <= rank < home.end) for rank in inside)
+
+    def needs(self, role: str, option: int) -> tuple[float, float]:
+        """Bytes on each rank of the role's home: held, and active in the largest of the calls there."""
+        calls = [self.problem.calls[node] for node in self.problem.tied[role]]
+        return self.problem.calls[self.problem.homes[role]].options[option].held, max(c.options[option].active for c in calls)
+
+    def _at_home(self, node: int, size: int) -> Steps:
+        """Of a call that runs at its role's home."""
+        call = self.problem.calls[node]
+        return Steps((sum(self.needs(call.role, o)), call.options[o].seconds, o) for o in self._by_size[node].get(size, ()))
+
+    def _homes(self, role: str, size: int) -> list[int]:
+        """Options of a role's home, the fastest first, without those that another of this size makes superfluous: it takes no longer
+        in any of the calls there, holds and needs no more, and has the same layout where calls are lent. Then it is as good in every
+        plan: on the same mesh, which leaves every schedule no later and every rank no fuller, and with equal layouts equal moves."""
+        problem, tied = self.problem, self.problem.tied[role]
+        numbers = self._by_size[problem.homes[role]].get(size, [])
+        rows = [[*(problem.calls[node].options[o].seconds for node in tied), *self.needs(role, o)] for o in numbers]
+        lent = any(problem.calls[node].role == role for node in problem.lent)
+        options = [problem.calls[problem.homes[role]].options[o] for o in numbers]
+        return [numbers[i] for i in best_of(rows, [(o.pp, o.tp) if lent else (0, 0) for o in options])]
+
+    def _lent(self, node: int, size: int, holders: int, layout: tuple[int, int] | None, near: bool) -> Steps:
+        """Of a call on ``size`` ranks that are not its home's, or with ``layout``, the home's, on the same; ``holders`` 0: weights
+        that come for nothing. Of two options in one layout moves are equal, so the better one is as good in every plan."""
+        call, problem = self.problem.calls[node], self.problem
+        numbers = self._by_size[node].get(size, [])
+        options = [call.options[number] for number in numbers]
+        ways = []
+        for i in best_of([[o.seconds, o.active] for o in options], [(o.pp, o.tp) for o in options]):
+            one, (more, moved) = options[i], (0.0, 0.0)
+            if holders:
+                home = Option(holders, *(layout or (1, 1)), 0.0, 0.0, 0.0)
+                more, moved = problem.moved(call.role, home, holders, one, near, layout is not None)
+            ways.append((one.active + moved, one.seconds + more, numbers[i]))
+        return Steps(ways)
+
+    def lent(self, node: int, home: tuple[Mesh, int], mesh: Mesh) -> Steps:
+        """Of a call on ``mesh`` whose role rests in an option on its home's mesh, the seconds and bytes of its weights' move included."""
+        at, option = home[0], self.home_option(node, home[1])
+        layout = (option.pp, option.tp) if at == mesh else None
+        return self._tables(node, mesh.count, at.count, layout, self.problem.on_one_host(at, mesh))
+
+    def lent_anywhere(self, node: int, home: tuple[Mesh, int] | None, size: int) -> Sequence[Steps]:
+        """A table for each way in which a mesh of this size can lie to the home's; without a home as if nothing had to move."""
+        if home is None:
+            return [self._tables(node, size, 0, None, False)]
+        at, option, local = home[0], self.home_option(node, home[1]), self.problem.local_size
+        near = at.count <= local and size <= local and self.problem.on_one_host(at)
+        found = [self._tables(node, size, at.count, None, near)]
+        if size == at.count:
+            found.append(self._tables(node, size, at.count, (option.pp, option.tp), self.problem.on_one_host(at)))
+        return found
+
+    def home_option(self, node: int, number: int) -> Option:
+        return self.problem.calls[self.problem.homes[self.problem.calls[node].role]].options[number]
+
+
+def best_of(rows: list[list[float]], kinds: list[tuple[int, int]]) -> list[int]:
+    """Numbers of the rows that no other of the same kind is at least as good as in all columns (of equal ones the first), by the first
+    column."""
+    if not rows:
+        return []
+    values, kind = np.array(rows), np.array(kinds)
+    order = np.lexsort(values.T[::-1])  # one that is as good comes before: no column of it is larger
+    values, kind = values[order], kind[order]
+    worse = (values[:, None] <= values[None]).all(-1) & (kind[:, None] == kind[None]).all(-1)
+    beaten = np.triu(worse, 1).any(0)
+    return [int(i) for i in order[~beaten]]
