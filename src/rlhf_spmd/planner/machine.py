@@ -13,13 +13,19 @@ GIB = 1 << 30
 @dataclass(frozen=True)
 class Gpu:
     """A device as its maker's data sheet has it. ``flops``: dense, bf16, per second. ``memory``: bytes, as the driver reports them.
-    Bytes/s, in one direction: ``bandwidth`` of its memory, ``link`` to the other devices of its host, ``host_link`` to host memory."""
+    Bytes/s, in one direction: ``bandwidth`` of its memory, ``link`` to the other devices of its host, ``host_link`` to host memory.
+    ``latency``: seconds of a small all-reduce of two devices (each doubling adds as much; NCCL over NVLink: 22 microseconds of eight).
+    ``itemsize``: bytes of a number in the arithmetic that ``flops`` are of. ``overlap``: share of its time in which a device can send
+    beside computing; 0 without streams."""
 
     flops: float
     memory: float
     bandwidth: float
     link: float
     host_link: float
+    latency: float = 7e-6
+    itemsize: int = 2
+    overlap: float = 1.0
 
 
 GPUS = {
