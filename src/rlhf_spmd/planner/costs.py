@@ -24,23 +24,25 @@ LOGIT_BYTES = 28  # read and written for a logit on the way to its log-prob (``O
 SAMPLE_BYTES = 80  # for a logit on the way to a drawn token and its log-prob
 OPTIMIZER_BYTES = 50  # for a parameter in an optimizer step: norm, clipping, AdamW in fp32, the copy in half precision
 SUM_BYTES = 10  # to add a micro-batch's gradient of a parameter to the sum
-OUTSIDE = 8  # what a decode step starts outside of the layers (sampler, plan, embedding), against a layer
+OUTSIDE = 6  # what a decode step starts outside of the layers (sampler, plan, embedding), against a layer
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """What counts cannot tell. A profile of one's own hardware replaces the defaults.
+    """What counts cannot tell. A profile of one's own hardware replaces the defaults, which are those of H100s.
 
-    Fitted to the 12 calls of ReaL's tables 5 and 6 (7B on 16 H100): ``matrix``: share of the peak that matrix products reach;
-    ``memory``: share of the memory's bandwidth; ``launch``: seconds of the host to start a layer's kernels without a CUDA graph;
-    ``call``: seconds of a call that do not depend on its work. From Vidur's published H100 profiles: ``link``: share of the links'
-    bandwidth that collectives reach; ``kernels``: seconds that the kernels of a layer take at least.
+    Fitted to the calls of ReaL's tables 4 to 6 (7B + 7B on 16 H100): ``memory``: share of the memory's bandwidth that elementwise
+    operations reach; ``launch``: seconds of the host to start the kernels of a layer, where no CUDA graph does; ``call``: seconds of a
+    call that do not depend on its work. From Vidur's published H100 profiles, not fitted: ``matrix``: share of the peak that large
+    matrix products reach; ``reads``: share of the memory's bandwidth at which weights, keys and values are read; ``link``: share of the
+    links' bandwidth that collectives reach; ``kernels``: seconds that the kernels of a layer take at least.
     """
 
-    matrix: float = 0.55
-    memory: float = 0.80
-    launch: float = 0.5e-3
-    call: float = 1.0
+    memory: float = 0.65
+    launch: float = 0.64e-3
+    call: float = 1.7
+    matrix: float = 0.76
+    reads: float = 0.9
     link: float = 0.8
     kernels: float = 40e-6
 
@@ -56,6 +58,17 @@ class _Stages(NamedTuple):
         return self.whole + (number - 1) * self.slowest
 
 
+class _Ring(NamedTuple):
+    """``per_byte`` and ``fixed``: seconds of an all-gather or a reduce-scatter; an all-reduce is both."""
+
+    per_byte: Numbers
+    fixed: Numbers
+
+    def gather(self, size: Numbers) -> Numbers:
+        """``size``: bytes of the whole."""
+        return size * self.per_byte + self.fixed
+
+
 class _Rates:
     """Rates of a machine under a calibration, and what ranks of a layout send to each other."""
 
@@ -64,21 +77,20 @@ class _Rates:
         device = machine.device
         self.itemsize, self.wide = device.itemsize, max(device.itemsize, 4)
         self.flops, self.bytes = device.flops * calibration.matrix, device.bandwidth * calibration.memory
+        self.reads = device.bandwidth * calibration.reads
         self.layers = np.ceil(shape.layers / choices.pp)  # of the stage with most
         self.last_layers = shape.layers // choices.pp
+        self.tp_ring, self.dp_ring = self.ring(choices.tp, 1), self.ring(choices.dp, choices.tp)
 
-    def gather(self, size: Numbers, ranks: Numbers, apart: Numbers) -> Numbers:
-        """Seconds to all-gather or to reduce-scatter ``size`` bytes over so many ranks, one every ``apart``, as a ring does, which
-        crosses the network on all devices of a host that are in it. An all-reduce takes both."""
+    def ring(self, ranks: Numbers, apart: Numbers) -> _Ring:
+        """Over so many ranks, one every ``apart``. Between hosts a ring crosses the network on all devices of a host that are in it."""
         near = np.maximum(self.machine.local_size // apart, 1)
-        inside = ranks * apart <= self.machine.local_size
-        link = self.machine.device.link
+        inside, link = ranks * apart <= self.machine.local_size, self.machine.device.link
         rate = np.where(inside, link, np.minimum(link, self.machine.network * near)) * self.calibration.link
-        hops = np.log2(ranks) * np.where(inside, 1, 2)
-        return (ranks - 1) / ranks * size / rate + hops * self.machine.device.latency / 2
+        return _Ring((ranks - 1) / ranks / rate, np.log2(ranks) * np.where(inside, 1, 2) * self.machine.device.latency / 2)
 
     def tp_sum(self, tokens: Numbers) -> Numbers:
-        return 2 * self.gather(tokens * self.shape.hidden * self.itemsize, self.choices.tp, 1)
+        return 2 * self.tp_ring.gather(tokens * (self.shape.hidden * self.itemsize))
 
     def hand_over(self, tokens: Numbers) -> Numbers:
         """To the next stage."""
@@ -91,8 +103,8 @@ class _Rates:
     def products(self, tokens: Numbers) -> Numbers:
         """A layer's matrix products: at least as long as their weights take to be read."""
         shape, tp = self.shape, self.choices.tp
-        read = np.minimum(shape.layer, shape.active * tokens) * self.itemsize / tp
-        return np.maximum(2 * shape.active * tokens / tp / self.flops, read / self.bytes)
+        read = np.minimum(shape.layer, shape.active * np.maximum(tokens, 1)) * self.itemsize / tp  # of experts, those that are met
+        return np.maximum(2 * shape.active * tokens / tp / self.flops, read / self.reads)
 
     def attention(self, tokens: Numbers, seen: Numbers) -> Numbers:
         """``seen``: tokens that one attends to, on average."""
@@ -109,7 +121,7 @@ class _Rates:
         if self.shape.outputs <= 1:
             return np.zeros(1)
         matrix = self.shape.hidden * self.shape.outputs / self.choices.tp
-        product = np.maximum(2 * matrix * tokens / self.flops, matrix * self.itemsize / self.bytes)
+        product = np.maximum(2 * matrix * tokens / self.flops, matrix * self.itemsize / self.reads)
         return products * product + tokens * self.shape.outputs / self.choices.tp * reads / self.bytes
 
     def through(self, layer: Numbers, head: Numbers, hand_over: Numbers) -> _Stages:
@@ -139,20 +151,19 @@ class _Rates:
         """What of ZeRO's transfers over dp, in ``passes`` micro-batches that take ``compute`` seconds, does not go on beside them.
 
         1 and 2 gather parameters once, 3 in every pass; gradients are scattered once by 1, after every micro-batch by 2 and 3."""
-        stage, dp, tp = self.choices.zero, self.choices.dp, self.choices.tp
-        params = self.shape.stage_params(self.choices.pp, tp)
+        stage = self.choices.zero
+        params = self.shape.stage_params(self.choices.pp, self.choices.tp)
         gathers = np.where(stage == 3, passes * (1 + trains), stage > 0)
         scatters = np.where(stage >= 2, passes, stage > 0) * trains
-        sent = gathers * self.gather(params * self.itemsize, dp, tp) + scatters * self.gather(params * self.wide, dp, tp)
+        sent = gathers * self.dp_ring.gather(params * self.itemsize) + scatters * self.dp_ring.gather(params * self.wide)
         beside = compute * np.where(stage == 1, 1 / passes, 1) * self.machine.device.overlap
         return np.maximum(sent - beside, 0)
 
     def optimizer(self) -> Numbers:
         """An optimizer step, and without ZeRO the sum of gradients over dp before it."""
-        zero, dp, tp = self.choices.zero, self.choices.dp, self.choices.tp
-        params = self.shape.stage_params(self.choices.pp, tp)
-        summed = np.where(zero == 0, 2 * self.gather(params * self.wide, dp, tp), 0)
-        return summed + params / np.where(zero > 0, dp, 1) * OPTIMIZER_BYTES / self.bytes
+        zero, params = self.choices.zero, self.shape.stage_params(self.choices.pp, self.choices.tp)
+        summed = np.where(zero == 0, 2 * self.dp_ring.gather(params * self.wide), 0)
+        return summed + params / np.where(zero > 0, self.choices.dp, 1) * OPTIMIZER_BYTES / self.bytes
 
     def decode(self, rows: Numbers, context: Numbers, held: Numbers) -> Numbers:
         """A step of one token of each of ``rows`` [n, k] of a replica, which have ``context`` [n, k] tokens of ``held`` bytes each.
@@ -162,10 +173,10 @@ class _Rates:
         lanes = np.minimum(self.choices.pp, np.maximum(rows, 1))
         rows = rows / lanes
         layer = self.products(rows) + self.elementwise(rows) + 2 * self.tp_sum(rows)
-        layer = layer + rows * context * held / self.layers / self.bytes + calibration.kernels
+        layer = layer + rows * context * held / self.layers / self.reads + calibration.kernels
         layer = np.where(self.choices.graphs > 0, layer, np.maximum(layer, calibration.launch))
         logits = rows * self.shape.outputs
-        head = self.head(rows, 1, 0) + logits * SAMPLE_BYTES / self.bytes + self.gather(logits * 4, self.choices.tp, 1)
+        head = self.head(rows, 1, 0) + logits * SAMPLE_BYTES / self.bytes + self.tp_ring.gather(logits * 4)
         stages = self.through(layer, head + OUTSIDE * calibration.launch, self.hand_over(rows))
         return np.maximum(lanes * stages.slowest, stages.whole)
 
@@ -236,7 +247,7 @@ def generate_seconds(
     begun = 0.0
     for index, end in enumerate(lengths):
         if end > begun:
-            alive = flight * (1 - index / len(lengths))
+            alive = np.maximum(flight * (1 - index / len(lengths)), 1)
             total = total + (end - begun) * rates.decode(alive, work.prompt + (begun + end) / 2, held)
             begun = end
     return total
