@@ -1,0 +1,273 @@
+"""Seconds of a call, from counts of what its slowest rank computes, reads and sends. Pure numpy, over arrays of choices [n].
+
+A layer takes what its matrix products, its attention, its elementwise operations and the sums over tp take, one after the other, or as
+long as the host needs to start them. Stages take their layers, and the last one the head; a pipeline takes its way through all stages,
+then the slowest stage for each micro-batch that follows. Formulas and what they miss: docs/planner.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rlhf_spmd.planner.machine import Machine
+from rlhf_spmd.planner.shape import Choices, ModelShape, Workload
+
+Numbers = Any  # float array [n], or one that broadcasts to it
+
+# Numbers that a layer's elementwise operations read and write, of each token: per element of the residual stream (two norms, two sums),
+# of queries and keys (rotation), and of a column of the MLP (gated activation); counted in ``kernels.Ops``.
+STREAM, HEADS, COLUMNS = 42, 10, 5
+LOGIT_BYTES = (
+    28  # read and written for a logit on the way to its log-prob (``Ops.logit_statistics``); with gradients three times that
+)
+SAMPLE_BYTES = 80  # for a logit on the way to a drawn token and its log-prob
+OPTIMIZER_BYTES = 50  # for a parameter in an optimizer step: norm, clipping, AdamW in fp32, the copy in half precision
+SUM_BYTES = 10  # to add a micro-batch's gradient of a parameter to the sum
+OUTSIDE = 6  # what a decode step starts outside of the layers (sampler, plan, embedding), against a layer
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What counts cannot tell. A profile of one's own hardware replaces the defaults, which are those of H100s.
+
+    Fitted to the calls of ReaL's tables 4 to 6 (7B + 7B on 16 H100): ``memory``: share of the memory's bandwidth that elementwise
+    operations reach; ``launch``: seconds of the host to start the kernels of a layer, where no CUDA graph does; ``call``: seconds of a
+    call that do not depend on its work. From Vidur's published H100 profiles, not fitted: ``matrix``: share of the peak that large
+    matrix products reach; ``reads``: share of the memory's bandwidth at which weights, keys and values are read; ``link``: share of the
+    links' bandwidth that collectives reach; ``kernels``: seconds that the kernels of a layer take at least.
+    """
+
+    memory: float = 0.65
+    launch: float = 0.64e-3
+    call: float = 1.7
+    matrix: float = 0.76
+    reads: float = 0.9
+    link: float = 0.8
+    kernels: float = 40e-6
+
+
+class _Stages(NamedTuple):
+    """Seconds of one micro-batch: ``whole``: through all stages, ``slowest``: of one of them."""
+
+    whole: Numbers
+    slowest: Numbers
+
+    def times(self, number: Numbers) -> Numbers:
+        """Of so many micro-batches, one after the other through the stages (1F1B, or forward only)."""
+        return self.whole + (number - 1) * self.slowest
+
+
+class _Ring(NamedTuple):
+    """``per_byte`` and ``fixed``: seconds of an all-gather or a reduce-scatter; an all-reduce is both."""
+
+    per_byte: Numbers
+    fixed: Numbers
+
+    def gather(self, size: Numbers) -> Numbers:
+        """``size``: bytes of the whole."""
+        return size * self.per_byte + self.fixed
+
+
+class _Rates:
+    """Rates of a machine under a calibration, and what ranks of a layout send to each other."""
+
+    def __init__(self, shape: ModelShape, choices: Choices, machine: Machine, calibration: Calibration) -> None:
+        self.shape, self.choices, self.machine, self.calibration = shape, choices, machine, calibration
+        device = machine.device
+        self.itemsize, self.wide = device.itemsize, max(device.itemsize, 4)
+        self.flops, self.bytes = device.flops * calibration.matrix, device.bandwidth * calibration.memory
+        self.reads = device.bandwidth * calibration.reads
+        self.layers = np.ceil(shape.layers / choices.pp)  # of the stage with most
+        self.last_layers = shape.layers // choices.pp
+        self.tp_ring, self.dp_ring = self.ring(choices.tp, 1), self.ring(choices.dp, choices.tp)
+
+    def ring(self, ranks: Numbers, apart: Numbers) -> _Ring:
+        """Over so many ranks, one every ``apart``. Between hosts a ring crosses the network on all devices of a host that are in it."""
+        near = np.maximum(self.machine.local_size // apart, 1)
+        inside, link = ranks * apart <= self.machine.local_size, self.machine.device.link
+        rate = np.where(inside, link, np.minimum(link, self.machine.network * near)) * self.calibration.link
+        return _Ring((ranks - 1) / ranks / rate, np.log2(ranks) * np.where(inside, 1, 2) * self.machine.device.latency / 2)
+
+    def tp_sum(self, tokens: Numbers) -> Numbers:
+        return 2 * self.tp_ring.gather(tokens * (self.shape.hidden * self.itemsize))
+
+    def hand_over(self, tokens: Numbers) -> Numbers:
+        """To the next stage."""
+        pp, tp = self.choices.pp, self.choices.tp
+        cut = np.where(self.choices.sequence_parallel > 0, tp, 1)
+        rate = np.where(self.choices.size <= self.machine.local_size, self.machine.device.link, self.machine.network)
+        size = tokens * self.shape.hidden * self.itemsize / cut
+        return np.where(pp > 1, size / (rate * self.calibration.link) + self.machine.device.latency, 0.0)
+
+    def products(self, tokens: Numbers) -> Numbers:
+        """A layer's matrix products: at least as long as their weights take to be read."""
+        shape, tp = self.shape, self.choices.tp
+        read = (
+            np.minimum(shape.layer, shape.active * np.maximum(tokens, 1)) * self.itemsize / tp
+        )  # of experts, those that are met
+        return np.maximum(2 * shape.active * tokens / tp / self.flops, read / self.reads)
+
+    def attention(self, tokens: Numbers, seen: Numbers) -> Numbers:
+        """``seen``: tokens that one attends to, on average."""
+        return 4 * self.shape.queries * seen * tokens / self.choices.tp / self.flops
+
+    def elementwise(self, tokens: Numbers) -> Numbers:
+        shape, tp = self.shape, self.choices.tp
+        cut = np.where(self.choices.sequence_parallel > 0, tp, 1)
+        numbers = STREAM * shape.hidden / cut + (HEADS * (shape.queries + shape.keys) + COLUMNS * shape.intermediate) / tp
+        return tokens * numbers * self.itemsize / self.bytes
+
+    def head(self, tokens: Numbers, products: float, reads: float) -> Numbers:
+        """Of a vocabulary: so many products of all tokens with it, and ``reads`` bytes for each logit."""
+        if self.shape.outputs <= 1:
+            return np.zeros(1)
+        matrix = self.shape.hidden * self.shape.outputs / self.choices.tp
+        product = np.maximum(2 * matrix * tokens / self.flops, matrix * self.itemsize / self.reads)
+        return products * product + tokens * self.shape.outputs / self.choices.tp * reads / self.bytes
+
+    def through(self, layer: Numbers, head: Numbers, hand_over: Numbers) -> _Stages:
+        slowest = np.maximum(self.layers * layer, self.last_layers * layer + head) + hand_over
+        return _Stages(self.shape.layers * layer + head + (self.choices.pp - 1) * hand_over, slowest)
+
+    def forward(self, tokens: Numbers, seen: Numbers, drawn: Numbers) -> _Stages:
+        """A forward pass over a micro-batch of ``tokens``, of which ``drawn`` have their log-probs taken."""
+        layer = self.products(tokens) + self.attention(tokens, seen) + self.elementwise(tokens) + 2 * self.tp_sum(tokens)
+        layer = np.maximum(layer + self.calibration.kernels, self.calibration.launch)
+        return self.through(layer, self.head(drawn, 1, LOGIT_BYTES), self.hand_over(tokens))
+
+    def train(self, tokens: Numbers, seen: Numbers, drawn: Numbers) -> _Stages:
+        """Forward and backward pass, with what is computed again, and the sum of gradients.
+
+        Of tp's sums there are two in each pass; what is computed again stops before the last one, and with sequence parallelism what
+        was gathered for the forward pass is gathered again."""
+        level, sliced = self.choices.checkpointing, self.choices.sequence_parallel
+        again, full = level >= 1, level == 2
+        layer = (3 + full) * self.products(tokens) + (3 + again) * (self.attention(tokens, seen) + self.elementwise(tokens))
+        layer = layer + (4 + full + sliced * (1 - full / 2)) * self.tp_sum(tokens) + (3 + again) * self.calibration.kernels
+        layer = np.maximum(layer, (3 + again) * self.calibration.launch)
+        layer = layer + self.shape.layer / self.choices.tp * SUM_BYTES / self.bytes
+        return self.through(layer, self.head(drawn, 4, 3 * LOGIT_BYTES), 2 * self.hand_over(tokens))
+
+    def zero(self, passes: Numbers, compute: Numbers, trains: bool) -> Numbers:
+        """What of ZeRO's transfers over dp, in ``passes`` micro-batches that take ``compute`` seconds, does not go on beside them.
+
+        1 and 2 gather parameters once, 3 in every pass; gradients are scattered once by 1, after every micro-batch by 2 and 3."""
+        stage = self.choices.zero
+        params = self.shape.stage_params(self.choices.pp, self.choices.tp)
+        gathers = np.where(stage == 3, passes * (1 + trains), stage > 0)
+        scatters = np.where(stage >= 2, passes, stage > 0) * trains
+        sent = gathers * self.dp_ring.gather(params * self.itemsize) + scatters * self.dp_ring.gather(params * self.wide)
+        beside = compute * np.where(stage == 1, 1 / passes, 1) * self.machine.device.overlap
+        return np.maximum(sent - beside, 0)
+
+    def optimizer(self) -> Numbers:
+        """An optimizer step, and without ZeRO the sum of gradients over dp before it."""
+        zero, params = self.choices.zero, self.shape.stage_params(self.choices.pp, self.choices.tp)
+        summed = np.where(zero == 0, 2 * self.dp_ring.gather(params * self.wide), 0)
+        return summed + params / np.where(zero > 0, self.choices.dp, 1) * OPTIMIZER_BYTES / self.bytes
+
+    def decode(self, rows: Numbers, context: Numbers, held: Numbers) -> Numbers:
+        """A step of one token of each of ``rows`` [n, k] of a replica, which have ``context`` [n, k] tokens of ``held`` bytes each.
+
+        With pp stages the rows are in as many lanes, which take turns; a lane's next step needs its last one's token."""
+        calibration = self.calibration
+        lanes = np.minimum(self.choices.pp, np.maximum(rows, 1))
+        rows = rows / lanes
+        layer = self.products(rows) + self.elementwise(rows) + 2 * self.tp_sum(rows)
+        layer = layer + rows * context * held / self.layers / self.reads + calibration.kernels
+        layer = np.where(self.choices.graphs > 0, layer, np.maximum(layer, calibration.launch))
+        logits = rows * self.shape.outputs
+        head = self.head(rows, 1, 0) + logits * SAMPLE_BYTES / self.bytes + self.tp_ring.gather(logits * 4)
+        stages = self.through(layer, head + OUTSIDE * calibration.launch, self.hand_over(rows))
+        return np.maximum(lanes * stages.slowest, stages.whole)
+
+
+def kv_bytes_per_token(shape: ModelShape, choices: Choices, itemsize: int = 2) -> np.ndarray:
+    """Of keys and values of a token on a rank of the stage with most layers, [n]. Where tp exceeds the KV heads, ranks hold copies."""
+    keys = shape.keys / np.minimum(choices.tp, shape.kv_heads)
+    return np.ceil(shape.layers / choices.pp) * 2 * keys * itemsize
+
+
+def _micro_batches(work: Workload, rows: Numbers, choices: Choices) -> tuple[Numbers, Numbers]:
+    """Of ``rows`` whole rows in all, dealt evenly over dp: (how many of each replica, at least one; tokens of each)."""
+    rows = np.maximum(np.ceil(rows / choices.dp), 1)
+    number = np.ceil(rows / np.maximum(choices.micro_tokens // work.length, 1))
+    return number, rows * work.length / number
+
+
+def _seen(work: Workload) -> float:
+    """Tokens that a token of a row attends to, on average."""
+    lengths = work.prompt + np.array(work.responses)
+    return float((lengths**2).mean() / lengths.mean() / 2)
+
+
+def infer_seconds(
+    shape: ModelShape, work: Workload, choices: Choices, machine: Machine, calibration: Calibration = Calibration()
+) -> np.ndarray:
+    """Seconds [n] of a forward pass over all rows."""
+    rates = _Rates(shape, choices, machine, calibration)
+    number, tokens = _micro_batches(work, work.rows, choices)
+    compute = rates.forward(tokens, _seen(work), tokens * work.response / work.length).times(number)
+    return compute + rates.zero(number, compute, trains=False) + calibration.call
+
+
+def train_seconds(
+    shape: ModelShape, work: Workload, choices: Choices, machine: Machine, calibration: Calibration = Calibration()
+) -> np.ndarray:
+    """Seconds [n] of learning: ``work.mini_batches`` optimizer steps in each of its epochs."""
+    rates = _Rates(shape, choices, machine, calibration)
+    number, tokens = _micro_batches(work, work.rows / work.mini_batches, choices)
+    compute = rates.train(tokens, _seen(work), tokens * work.response / work.length).times(number)
+    step = compute + rates.zero(number, compute, trains=True) + rates.optimizer()
+    return step * work.mini_batches * work.epochs + calibration.call
+
+
+def generate_seconds(
+    shape: ModelShape,
+    work: Workload,
+    choices: Choices,
+    machine: Machine,
+    kv_bytes: Numbers,
+    calibration: Calibration = Calibration(),
+) -> np.ndarray:
+    """Seconds [n] of generating all responses with ``kv_bytes`` for keys and values on each rank, a number or an array [n].
+
+    Prompts are computed once for a group. So many rows are in flight as ``max_num_seqs`` and memory allow; while rows wait, others take
+    the places of those that end; then fewer and fewer are left, down to the longest. A step is costed at each of these numbers.
+    """
+    rates = _Rates(shape, choices, machine, calibration)
+    groups = np.maximum(np.ceil(work.rows / work.group / choices.dp), 1)
+    rows = groups * work.group
+    number, tokens = (
+        np.ceil(groups * work.prompt / choices.micro_tokens),
+        np.minimum(groups * work.prompt, choices.micro_tokens),
+    )
+    prefill = rates.forward(tokens, work.prompt / 2, 0.0).times(np.maximum(number, 1))
+    flight = np.maximum(np.minimum(rows_in_flight(shape, work, choices, machine, kv_bytes), rows), 1)
+    lengths, held = np.array(work.responses), kv_bytes_per_token(shape, choices, machine.device.itemsize)
+    waiting = (rows - flight) * lengths.mean() / flight  # steps in which all places are taken
+    average = work.prompt + (lengths**2).mean() / lengths.mean() / 2  # tokens of a row in flight
+    total = prefill + waiting * rates.decode(flight, average, held) + calibration.call
+    begun = 0.0
+    for index, end in enumerate(lengths):
+        if end > begun:
+            alive = np.maximum(flight * (1 - index / len(lengths)), 1)
+            total = total + (end - begun) * rates.decode(alive, work.prompt + (begun + end) / 2, held)
+            begun = end
+    return total
+
+
+def rows_in_flight(shape: ModelShape, work: Workload, choices: Choices, machine: Machine, kv_bytes: Numbers) -> np.ndarray:
+    """Rows of a replica that ``max_num_seqs`` and memory allow at once, [n]: a row of the average age, its part of a group's prompt."""
+    lengths = np.array(work.responses)
+    tokens = work.prompt / work.group + (lengths**2).mean() / lengths.mean() / 2
+    fitting = kv_bytes / kv_bytes_per_token(shape, choices, machine.device.itemsize) / tokens
+    return np.maximum(np.floor(np.minimum(fitting, choices.max_num_seqs)), 1)
+
+
+def offload_seconds(size: Numbers, machine: Machine) -> Numbers:
+    """To bring ``size`` bytes of a rank to host memory, or back."""
+    return np.asarray(size) / machine.device.host_link
