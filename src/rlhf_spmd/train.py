@@ -30,10 +30,11 @@ from rlhf_spmd.data.tokenizer import load_tokenizer
 from rlhf_spmd.environments.config import EnvironmentConfig
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.parallel.program import ProgramContext, ProgramSettings, read_command_line, run_program
-from rlhf_spmd.parallel.world import World, read_launch
+from rlhf_spmd.parallel.world import Launch, World, read_launch
 from rlhf_spmd.planner.placement import PlacementConfig
 from rlhf_spmd.rewards.config import RewardConfig, named_rewards, reward_key
 from rlhf_spmd.runtime import checks, roles
+from rlhf_spmd.runtime.memory import check_launch
 from rlhf_spmd.runtime.overview import describe
 from rlhf_spmd.runtime.placing import place
 from rlhf_spmd.runtime.plan_file import apply_plan, check_ranks
@@ -70,7 +71,7 @@ class TrainConfig:
 @dataclass(frozen=True)
 class Prepared:
     """A run that was checked: everything that is known before a process group exists. ``training`` and ``validation``: data sets
-    by stream."""
+    by stream. ``warnings``: lines that the run begins with."""
 
     config: TrainConfig
     algorithm: ModuleType
@@ -79,6 +80,7 @@ class Prepared:
     tokenizer: Any
     training: dict[str, TokenDataset]
     validation: dict[str, TokenDataset]
+    warnings: tuple[str, ...] = ()
 
     @property
     def sections(self) -> list[Any]:
@@ -128,10 +130,15 @@ def read_config(
 
 
 def prepare(
-    path: str | None, overrides: Sequence[str], world_size: int, default: str = "ppo", local_size: int | None = None
+    path: str | None,
+    overrides: Sequence[str],
+    world_size: int,
+    default: str = "ppo",
+    local_size: int | None = None,
+    launch: Launch | None = None,
 ) -> Prepared:
     """Read and check configuration, models' configurations, tokenizer and data. ``local_size``: ranks of a host, by default all.
-    Local: no communication.
+    ``launch``: of this rank, on whose device the run has to fit. Local: no communication.
 
     Raises ConfigError, ValueError or DataError, one line each.
     """
@@ -167,7 +174,9 @@ def prepare(
         reward.check_together(reward_key(name), config.run.timeout_s)
         reward.check_rows(reward_key(name), scored, places)
     roles.check_templates(plans, rewards, tokenizer, scored)
-    return Prepared(config, module, plans, rewards, tokenizer, training, validation)
+    ready = Prepared(config, module, plans, rewards, tokenizer, training, validation)
+    warning = None if launch is None else check_launch(ready, traced(), launch)
+    return ready if warning is None else replace(ready, warnings=(warning,))
 
 
 def describe_run(
@@ -360,8 +369,9 @@ def main(argv: Sequence[str] | None = None, name: str = "train", about: str | No
         return list_keys(TrainConfig, {"algorithm": algorithm, **{s.key: s.config for s in algorithm.streams.values()}})
 
     config, overrides = read_command_line(name, about, keys, argv)
+    launch = read_launch()
     run_program(
-        lambda: prepare(config, overrides, read_launch().size, default, read_launch().local_size),
+        lambda: prepare(config, overrides, launch.size, default, launch.local_size, launch),
         train,
         lambda ready: ProgramSettings(
             Path(ready.config.run.dir),

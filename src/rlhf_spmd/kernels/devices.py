@@ -8,6 +8,7 @@ import shutil
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 
@@ -67,6 +68,18 @@ def free_bytes(device: torch.device) -> int:
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     with open("/proc/meminfo", encoding="ascii") as lines:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+
+
+def total_bytes(device: torch.device, local_rank: int, local_size: int) -> float:
+    """What a rank's device has, before there is anything on it: all of a GPU; on CPUs the rank's share of the host's, as the system and
+    the container leave it."""
+    if device.type == "cuda":
+        return float(torch.cuda.get_device_properties(local_rank).total_memory)
+    free = float(free_bytes(device))
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.exists() and (most := limit.read_text().strip()) != "max":
+        free = min(free, float(most) - float(used.read_text()))
+    return free / local_size
 
 
 def peak_bytes(device: torch.device) -> int:

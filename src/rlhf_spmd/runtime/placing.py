@@ -74,14 +74,20 @@ def _place_role(role: str, described: RolePlan, pools: Mapping[str, ResourcePool
             moved[method] = replace(call, layout=_layout_of_generation(where, config.generation, call))
         elif method not in moved:
             moved[method] = CallConfig(layout=LayoutConfig(pp=config.layout.pp, tp=config.layout.tp))
-    layout = resolve_layout(config.layout, len(pool.ranks), f"{where}.layout on pool '{pool.name}'")
-    if described.spec is not None:
-        check_layout(described.spec, layout.pp, layout.tp, f"{where}.layout", layout.vpp)
-    plan = replace(described, config=replace(config, calls=moved), pool=pool, shape=GroupShape(layout))
-    calls = {method: _plan_call(role, plan, method, pools) for method in moved}
-    if described.generation is None or "generate_sequences" in moved:
-        return replace(plan, calls=calls)
-    return replace(plan, calls=calls, shape=GroupShape(layout, _generation_at_home(where, plan)))
+    plan = lay_out(role, replace(described, config=replace(config, calls=moved), pool=pool), config.layout)
+    return replace(plan, calls={method: _plan_call(role, plan, method, pools) for method in moved})
+
+
+def lay_out(role: str, plan: RolePlan, layout: LayoutConfig) -> RolePlan:
+    """A role on its pool in this layout; its methods elsewhere stay as they are. Raises ValueError where that cannot be."""
+    where, spec = f"models.{role}", plan.spec
+    found = resolve_layout(layout, len(plan.pool.ranks), f"{where}.layout on pool '{plan.pool.name}'")
+    if spec is not None:
+        check_layout(spec, found.pp, found.tp, f"{where}.layout", found.vpp)
+    laid = replace(plan, config=replace(plan.config, layout=layout), shape=GroupShape(found))
+    if plan.generation is None or "generate_sequences" in plan.config.calls:
+        return laid
+    return replace(laid, shape=GroupShape(found, _generation_at_home(where, laid)))
 
 
 def _layout_of_generation(where: str, generation: GenerationConfig, call: CallConfig) -> LayoutConfig:

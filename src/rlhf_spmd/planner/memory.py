@@ -1,0 +1,255 @@
+"""What ranks hold, in bytes: as ``workers``, ``parallel`` and ``generation`` allocate it, term by term. Pure, over arrays of choices.
+
+Legend: b bytes of a weight, a of a sum of gradients (4 where b is 2).
+
+A rank's peak is what the roles on it hold between calls plus the most that one of its calls takes besides, and :data:`RESERVE`. Shares
+of a tp slice that are replicated (norms) count as sliced; of a mixture of experts, the rows that are gathered for them do not count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rlhf_spmd.generation.config import GenerationConfig
+from rlhf_spmd.kernels import Ops
+from rlhf_spmd.parallel.data_parallel import BUCKET_ELEMENTS
+from rlhf_spmd.planner.machine import GIB
+from rlhf_spmd.planner.shape import CHECKPOINTING, Choices, ModelShape, Workload
+
+RESERVE = 2.5 * GIB  # of a GPU: driver and kernels 0.6, nccl's channels 1, workspaces of cuBLAS 0.1, holes of torch's allocator
+ERROR = 0.1  # of what is predicted: what exceeds the memory by less may run
+SHARD_BUCKET = 256 << 20  # that weights travel in to the generation layout, see ``HybridWeights``
+
+Parts = dict[str, Any]  # name -> bytes [n]
+Stage = Any  # pipeline rank, a number or an array [n]
+
+
+@dataclass(frozen=True)
+class RoleSettings:
+    """What memory depends on beside :class:`Choices`. ``itemsize``: bytes of a weight. ``on_host``: on a CPU what is
+    offloaded lies in the same memory. ``chunk``: logits that the head makes at a time. ``entropy``: of its distributions, too."""
+
+    trained: bool = False
+    itemsize: int = 2
+    master_weights: bool = True
+    optim_offload: bool = False
+    offload: bool = False
+    activation_offload: bool = False
+    vpp: int = 1
+    on_host: bool = False
+    chunk: int = Ops.chunk_logits
+    entropy: bool = True
+
+    @property
+    def wide(self) -> int:
+        """Bytes of a sum of gradients."""
+        return max(self.itemsize, 4)
+
+    @property
+    def states(self) -> int:
+        """Bytes that the optimizer keeps of a parameter."""
+        if self.wide == self.itemsize or not self.master_weights:
+            return 2 * self.itemsize
+        return 3 * self.wide
+
+
+def total(parts: Mapping[str, Any]) -> Any:
+    return sum(parts.values())
+
+
+class _Slice:
+    """Sizes of a rank's part of a model, arrays [n]."""
+
+    def __init__(self, shape: ModelShape, choices: Choices, stage: Stage) -> None:
+        pp, tp = choices.pp, choices.tp
+        base, extra = np.divmod(shape.layers, pp)
+        self.layers = base + (stage < extra)
+        self.first, self.last = np.asarray(stage) == 0, np.asarray(stage) == pp - 1
+        self.rows = np.where(choices.sequence_parallel > 0, tp, 1)  # the residual stream is cut into so many
+        self.hidden, self.queries, self.columns = shape.hidden, shape.queries / tp, shape.intermediate / tp
+        self.keys = shape.keys / np.minimum(tp, shape.kv_heads)
+        self.vocab = np.where(self.last, shape.outputs, 0) / (tp if shape.outputs > 1 else 1)
+        self.layer = shape.layer / tp
+        tied = np.where(shape.tied & ~self.first, shape.embed, 0)
+        self.ends = (self.first * shape.embed + self.last * (shape.head + tied)) / tp  # outside of the layers
+        self.params = self.layers * self.layer + self.ends
+        self.shards = np.where(choices.zero > 0, choices.dp, 1)
+        table = shape.vocab * shape.hidden * (self.first | (self.last & (shape.outputs > 1)))
+        self.largest = np.maximum(table, min(2 * shape.intermediate * shape.hidden, shape.layer)) / tp
+
+    def whole_layer(self) -> Any:
+        """Numbers of a token that the operations of a layer keep for their backward passes, see ``docs/training.md``."""
+        gathered = np.where(self.rows > 1, 0, 2 * self.hidden)  # results of norms, made again from slices
+        return 2 * self.hidden / self.rows + gathered + 3 * (self.queries + self.keys + self.columns)
+
+    def kept(self, checkpointing: np.ndarray) -> Any:
+        """Numbers of a token that a layer keeps."""
+        residual = self.hidden / self.rows
+        selective = 2 * residual + self.queries + 2 * self.keys + 2 * self.columns
+        return np.choose(checkpointing, [self.whole_layer(), selective, residual + 0 * self.columns])
+
+
+def held(shape: ModelShape, choices: Choices, role: RoleSettings, stage: Stage) -> Parts:
+    """Between calls: weights, and of a role that is trained what its optimizer keeps."""
+    part = _Slice(shape, choices, stage)
+    shard = part.params / part.shards
+    states = role.states * shard if role.trained and (role.on_host or not role.optim_offload) else 0 * shard
+    return {"weights": role.itemsize * shard * (role.on_host or not role.offload), "optimizer": states}
+
+
+def train(shape: ModelShape, work: Workload, choices: Choices, role: RoleSettings, stage: Stage) -> Parts:
+    """Beside :func:`held`, at the worst moment of a mini-batch: before the last micro-batch's backward pass, behind it, or in the step.
+
+    The largest micro-batch counts: as many tokens as the budget allows, if a replica has so many.
+    """
+    part, (tokens, number) = _Slice(shape, choices, stage), _micro_batches(work, choices)
+    b, a, pp = role.itemsize, role.wide, choices.pp
+    alive = np.minimum(pp - stage, number)
+    if role.vpp > 1:
+        alive = np.minimum(2 * (pp - 1 - stage) + (role.vpp - 1) * pp + 1, number * role.vpp) / role.vpp
+    kept = part.layers * part.kept(choices.checkpointing)
+    if role.activation_offload and not role.on_host:
+        kept = part.whole_layer()
+    kept = kept + np.where(part.last, 2 * part.hidden, part.hidden / part.rows)  # the last norm's; what the next stage gets
+    activations = b * tokens * kept * alive
+    again = [0, part.columns + part.queries + part.keys, part.whole_layer()]  # what is computed again of a layer
+    passing = b * tokens * (np.choose(choices.checkpointing, again) + 2 * part.columns + 2 * part.hidden)
+    loss = _head(part, work, tokens, role, backward=True)
+    # gradients: sums of whole parameters (zero 0, and 1 until the last micro-batch), else of the rank's rows
+    whole, shard = a * part.params, a * part.params / part.shards
+    before = np.where(number > 1, np.where(choices.zero <= 1, whole, shard), 0)
+    gathered, root = _gathered(part, choices, b), np.where(choices.zero > 0, part.ends, 0)
+    reducing = root * (b + a + (a + b) / part.shards) + np.where(choices.zero > 0, part.layer * (b + a), b * part.largest)
+    bucket = np.maximum(BUCKET_ELEMENTS, part.largest / part.shards)
+    step = a * bucket * ((choices.zero == 0) & (choices.dp > 1)) + role.states * bucket * (
+        role.optim_offload and not role.on_host
+    )
+    behind = np.maximum(reducing, passing - a * part.first * part.ends / part.shards)  # the embedding's is the last gradient
+    moments = [
+        {"gathered weights": gathered, "gradients": before, "activations": activations, "work": np.maximum(loss, passing)},
+        {"gathered weights": gathered, "gradients": np.maximum(before, shard), "activations": 0 * kept, "work": behind},
+        {"gathered weights": 0 * kept, "gradients": shard, "activations": 0 * kept, "work": step},
+    ]
+    sums = np.array([np.broadcast_to(total(moment), pp.shape) for moment in moments])
+    worst = sums.argmax(0)
+    found = {name: np.choose(worst, [moment[name] for moment in moments]) for name in moments[0]}
+    return found | {"weights back": _back(part, role)}
+
+
+def infer(shape: ModelShape, work: Workload, choices: Choices, role: RoleSettings, stage: Stage) -> Parts:
+    """Beside :func:`held`, of a forward pass of all rows."""
+    part, (tokens, _) = _Slice(shape, choices, stage), _micro_batches(work, choices)
+    gathered = _gathered(part, choices, role.itemsize)
+    passing = np.maximum(role.itemsize * tokens * _forward(part), _head(part, work, tokens, role, backward=False))
+    return {"gathered weights": gathered, "work": passing, "weights back": _back(part, role)}
+
+
+def generate(
+    shape: ModelShape, work: Workload, choices: Choices, role: RoleSettings, config: GenerationConfig, stage: Stage
+) -> tuple[Parts, Any, Any]:
+    """Beside the weights, in the layout of generation: what a call needs whatever it caches, with the least cache that can do it; the
+    bytes of a row's keys and values; and what all rows that run at once may need of them.
+
+    A cache takes at most ``gpu_memory_utilization`` of what is free, and the rest must hold the other things.
+    """
+    part = _Slice(shape, choices, stage)
+    rows = np.ceil(work.rows / choices.dp)
+    flying = np.minimum(rows, choices.max_num_seqs)
+    batch = np.minimum(config.max_num_batched_tokens, rows * work.longest)
+    copies = np.where(
+        choices.tp > 1, 2 + 2 * choices.tp, 2
+    )  # logits of the slice and what is drawn from; of all slices, joined
+    logits = np.where(part.last, 4 * flying * part.vocab * copies, 0) * (1 + choices.graphs)
+    texts = rows * (8 * work.longest + 8 * work.responses[-1])
+    page = 2 * part.layers * part.keys * role.itemsize * config.page_size
+    row = page * np.ceil((work.longest - 1) / config.page_size)
+    most = row * flying if config.num_pages is None else page * config.num_pages
+    parts = {"work": role.itemsize * batch * _forward(part) + logits + texts}
+    return parts | {"cache": least_cache(total(parts), row, most, config)}, row, most
+
+
+def least_cache(others: Any, row: Any, most: Any, config: GenerationConfig) -> Any:
+    """Of free memory, beside ``others`` that are needed: enough for the longest row, and what the generator takes where the others
+    just have room in the rest."""
+    share = config.gpu_memory_utilization
+    if config.num_pages is not None:
+        return most
+    free = np.maximum(row / share, np.minimum(others / max(1 - share, 1e-9), most + others))
+    return np.maximum(free - others, row)
+
+
+def cache_bytes(free: Any, most: Any, config: GenerationConfig) -> Any:
+    """What the generator takes for keys and values, of ``free`` bytes beside the weights."""
+    return most if config.num_pages is not None else np.minimum(config.gpu_memory_utilization * free, most)
+
+
+def weights_for_generation(
+    shape: ModelShape,
+    home: Choices,
+    there: Choices,
+    role: RoleSettings,
+    config: GenerationConfig,
+    beside: bool,
+    stages: tuple[Stage, Stage],
+) -> Any:
+    """On a home's own ranks, beside its weights: the generation shard with one bucket, less the training shard that lives on in it
+    unless it stays ``beside``. ``stages``: of the rank in either layout. 0 where both are the same."""
+    train, made = _Slice(shape, home, stages[0]), _Slice(shape, there, stages[1])
+    own, shard = role.itemsize * train.params / train.shards, role.itemsize * made.params
+    same = (home.pp == there.pp) & (home.tp == there.tp) & (train.shards == 1)
+    if config.buffers == "offload" and not role.on_host:
+        beside = False
+    bucket = np.minimum(np.maximum(SHARD_BUCKET, role.itemsize * made.largest), shard)
+    return np.where(same & (not beside), 0, shard + bucket - (0 if beside else own))
+
+
+def fullest(choices: Choices, parts: Callable[[Stage], tuple[Parts, Parts]]) -> tuple[Any, Any]:
+    """(held, active) [n] of the pipeline rank that needs most: the first, which has most micro-batches under way, or the last, with
+    the logits. ``parts``: both of a stage."""
+    ends = [
+        tuple(np.broadcast_to(total(each), choices.pp.shape) for each in parts(at)) for at in (0 * choices.pp, choices.pp - 1)
+    ]
+    last = np.add(*ends[1]) > np.add(*ends[0])
+    return np.where(last, ends[1][0], ends[0][0]), np.where(last, ends[1][1], ends[0][1])
+
+
+def _micro_batches(work: Workload, choices: Choices) -> tuple[Any, Any]:
+    """Tokens of the largest micro-batch, and how many of them a replica's mini-batch has."""
+    rows = np.ceil(work.rows / work.mini_batches / choices.dp)
+    tokens = np.minimum(np.maximum(choices.micro_tokens, work.longest), rows * work.longest)
+    return tokens, np.clip(np.ceil(rows * work.length / tokens), 1, rows)
+
+
+def _gathered(part: _Slice, choices: Choices, b: int) -> Any:
+    """Weights of ZeRO beside the rank's rows: all, or with stage 3 the root's and two layers', and FSDP2's buffer for the larger."""
+    some = part.ends + 2 * part.layer + np.maximum(part.ends, part.layer)
+    return b * np.choose(np.where(choices.dp > 1, choices.zero, 0), [0 * part.params, part.params, part.params, some])
+
+
+def _forward(part: _Slice) -> Any:
+    """Numbers of a token that a layer's forward pass has at a time."""
+    return 4 * part.hidden + part.queries + 2 * part.keys + np.maximum(3 * part.columns, 3 * part.queries + 3 * part.keys)
+
+
+def _head(part: _Slice, work: Workload, tokens: Any, role: RoleSettings, backward: bool) -> Any:
+    """Of response tokens: their hidden states and, backward, the gradients of these and of the weight; chunks of logits."""
+    asked = tokens * work.responses[-1] / work.longest
+    chunk = np.minimum(np.maximum(role.chunk, 64 * part.vocab), asked * part.vocab)
+    of_hidden = (part.vocab > 0) * asked * part.hidden * (role.itemsize + (4 + role.itemsize) * backward)
+    copies = 2 + 0.5 * backward if role.entropy else 1 + 0.5 * backward
+    return (
+        np.where(part.vocab > 1, of_hidden + 4 * chunk * copies, 2 * of_hidden)
+        + backward * role.itemsize * part.vocab * part.hidden
+    )
+
+
+def _back(part: _Slice, role: RoleSettings) -> Any:
+    """Weights that rest in host memory between calls."""
+    return role.itemsize * part.params / part.shards * role.offload
+
+
+assert CHECKPOINTING == ("none", "selective", "full"), "np.choose above goes by this order"

@@ -1,0 +1,363 @@
+"""Whether a run fits into its devices' memory, before anything is built, and what would make it fit. Pure, but for
+:func:`check_launch`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import ceil
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlhf_spmd.controller import Graph, ResourcePool
+from rlhf_spmd.data.prompts import PromptDataset, PromptsConfig
+from rlhf_spmd.kernels import Ops, can, model_device
+from rlhf_spmd.kernels.devices import total_bytes
+from rlhf_spmd.kernels.exact import ExactOps
+from rlhf_spmd.models.activations import CHECKPOINTING
+from rlhf_spmd.parallel.layout import Grid, Layout
+from rlhf_spmd.parallel.world import Launch
+from rlhf_spmd.planner import memory as model
+from rlhf_spmd.planner.machine import GIB
+from rlhf_spmd.planner.shape import Choices, Workload, choices, shape_of
+from rlhf_spmd.runtime.placing import lay_out
+from rlhf_spmd.runtime.roles import RolePlan
+from rlhf_spmd.workers import JudgeWorker, ModelWorker
+from rlhf_spmd.workers.config import BatchLimits
+
+HOST_RESERVE = 0.5 * GIB  # of a rank on CPUs: the interpreter, torch, and what it has loaded
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """What is known of a step before it runs. ``graph``: its calls. ``prompt``, ``responses``: lengths of rows, as of
+    :class:`Workload`. ``device``: of the models. ``ahead``: steps that generation is ahead of training."""
+
+    graph: Graph
+    prompt: float
+    responses: tuple[float, ...]
+    limits: BatchLimits
+    device: torch.device
+    ahead: int = 0
+
+    def work(self, call: Any) -> Workload:
+        return Workload(max(call.num_rows, 1), self.prompt, self.responses, max(call.num_chunks, 1), max(call.epochs, 1))
+
+    @property
+    def longest(self) -> float:
+        return self.prompt + self.responses[-1]
+
+    @property
+    def micro_tokens(self) -> int:
+        """The most that a micro-batch has."""
+        return int(self.limits.max_tokens if self.limits.rows is None else self.limits.rows * self.longest)
+
+    @property
+    def reserve(self) -> float:
+        return model.RESERVE if can(self.device).streams else HOST_RESERVE
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Bytes of ranks, those that are alike as one kind. ``ranks``: a kind's, in order. ``held``: ``role part`` -> [kinds], between
+    calls. ``active``: ``role.method`` -> its parts, [kinds] each, beside ``held`` while it runs."""
+
+    ranks: tuple[np.ndarray, ...]
+    held: Mapping[str, np.ndarray]
+    active: Mapping[str, Mapping[str, np.ndarray]]
+    reserve: float
+
+    @cached_property
+    def peaks(self) -> np.ndarray:
+        """[kinds], with the reserve."""
+        calls = [model.total(parts) for parts in self.active.values()]
+        return np.asarray(self.reserve + model.total(self.held) + (np.max(calls, 0) if calls else 0.0))
+
+    def largest(self, kind: int, most: int = 4) -> list[tuple[str, float]]:
+        """What takes most at the peak of a kind of ranks: (words, bytes)."""
+        found = [(name, each[kind]) for name, each in self.held.items()]
+        call = max(self.active, key=lambda name: model.total(self.active[name])[kind], default=None)
+        found += [] if call is None else [(f"{call} {name}", each[kind]) for name, each in self.active[call].items()]
+        return sorted(found, key=lambda part: -part[1])[:most]
+
+
+def measure(plans: Mapping[str, RolePlan], step: StepFacts) -> MemoryReport:
+    """The peak of every rank that ``plans`` name, of the largest micro-batches that the settings allow."""
+    models = {role: plan for role, plan in plans.items() if plan.spec is not None}
+    grids: dict[str, tuple[ResourcePool, Grid]] = {}  # who is where: stages of homes, of generation there, of methods elsewhere
+    for role, plan in models.items():
+        grids[role] = plan.pool, plan.shape.layout
+        grids[f"{role} generates"] = plan.pool, plan.shape.generating
+        grids |= {f"{role}.{method}": (call.pool, call.shape.layout) for method, call in plan.calls.items()}
+    kinds, stages = _kinds(grids)
+    held: dict[str, np.ndarray] = {}
+    active: dict[str, dict[str, np.ndarray]] = {}
+    for role, plan in models.items():
+        home = _Home(role, plan, step, stages)
+        held |= home.held()
+        for call in step.graph.nodes:
+            name = f"{role}.{call.spec.name}"
+            if call.role.name == role and name not in active and (parts := home.active(call)):
+                active[name] = parts
+    return MemoryReport(kinds, held, active, step.reserve)
+
+
+def _kinds(grids: Mapping[str, tuple[ResourcePool, Grid]]) -> tuple[tuple[np.ndarray, ...], dict[str, np.ndarray]]:
+    """Ranks that have the same stages of the same models, and these stages [kinds] by name of the grid, -1 on ranks outside."""
+    size = 1 + max((pool.ranks[-1] for pool, _ in grids.values()), default=0)
+    table = np.full((len(grids), size), -1)
+    for row, (pool, grid) in zip(table, grids.values(), strict=True):
+        row[np.asarray(pool.ranks)[grid.ranks]] = np.arange(grid.ranks.shape[0])[:, None, None]
+    _, firsts, kind_of = np.unique(table, axis=1, return_index=True, return_inverse=True)
+    kinds = tuple(np.flatnonzero(kind_of.reshape(-1) == kind) for kind in range(len(firsts)))
+    return kinds, dict(zip(grids, table[:, firsts], strict=True))
+
+
+class _Home:
+    """A role on all kinds of ranks."""
+
+    def __init__(self, role: str, plan: RolePlan, step: StepFacts, stages: Mapping[str, np.ndarray]) -> None:
+        assert plan.spec is not None and issubclass(plan.worker, ModelWorker)
+        self.role, self.plan, self.step, self.stages = role, plan, step, stages
+        self.shape, self.config, on_host = shape_of(plan.spec, plan.worker.head), plan.config, not can(step.device).streams
+        self.settings = model.RoleSettings(
+            plan.worker.trained,
+            self.config.torch_dtype(step.device).itemsize,
+            self.config.optim.master_weights,
+            self.config.optim.offload,
+            self.config.offload,
+            self.config.activation_offload,
+            plan.shape.layout.vpp,
+            on_host,
+            (ExactOps if on_host else Ops).chunk_logits,
+        )
+        self.lent = replace(self.settings, trained=False, offload=False)
+
+    def _choices(self, grid: Grid) -> Choices:
+        layout = grid if isinstance(grid, Layout) else Layout(grid.pp, grid.tp, grid.ranks.shape[1])
+        generation = self.config.generation
+        one = choices(
+            [(layout.pp, layout.tp, layout.dp)],
+            zero=(layout.zero if layout.dp > 1 else 0,),
+            micro_tokens=(self.step.micro_tokens,),
+            checkpointing=(CHECKPOINTING.index(self.config.activation_checkpointing),),
+            sequence_parallel=(int(layout.sequence_parallel),),
+            max_num_seqs=(generation.max_num_seqs,),
+            graphs=(int(not generation.enforce_eager),),
+        )
+        return one.take(np.zeros(len(self.stages[self.role]), dtype=np.int64))
+
+    def _at(self, grid: str) -> tuple[np.ndarray, Callable[[Mapping[str, Any]], dict[str, np.ndarray]]]:
+        """Stages on a grid, and what sets bytes to 0 on ranks outside."""
+        found = self.stages[grid]
+        return np.maximum(found, 0), lambda parts: {name: np.where(found >= 0, each, 0.0) for name, each in parts.items()}
+
+    def held(self) -> dict[str, np.ndarray]:
+        layout = self.plan.shape.layout
+        stage, inside = self._at(self.role)
+        found = model.held(self.shape, self._choices(layout), self.settings, stage)
+        keeps = self.config.generation.buffers == "keep" and self.plan.shape.generation is not None
+        if keeps:
+            found["buffers"] = self._made_at_home()
+        found = {f"{self.role} {name}": each for name, each in inside(found).items()}
+        for method, call in self.plan.calls.items():
+            delta = self.config.calls[method].delta
+            copies = (
+                1 + self.step.ahead
+                if self.step.ahead and self.settings.trained and method == "generate_sequences"
+                else int(delta)
+            )
+            if copies:
+                there, only = self._at(f"{self.role}.{method}")
+                lent = model.held(self.shape, self._choices(call.shape.layout), self.lent, there)
+                found |= only({f"{self.role}.{method} weights": copies * lent["weights"]})
+            if delta:
+                sent = model.held(self.shape, self._choices(layout), self.lent, stage)
+                found |= inside({f"{self.role} as sent to {method}": sent["weights"]})
+        return found
+
+    def _made_at_home(self) -> Any:
+        layout, generation = self.plan.shape.layout, self.plan.shape.generating
+        beside = bool(getattr(generation, "consecutive", False))
+        stages = self._at(self.role)[0], self._at(f"{self.role} generates")[0]
+        grids = self._choices(layout), self._choices(generation)
+        return model.weights_for_generation(self.shape, *grids, self.settings, self.config.generation, beside, stages)
+
+    def active(self, call: Any) -> dict[str, np.ndarray]:
+        """Of one of its calls; {} where that takes nothing of a model."""
+        method, kind, work = call.spec.name, call.spec.kind, self.step.work(call)
+        elsewhere = self.plan.calls.get(method)
+        layout, settings = (elsewhere or self.plan).shape.layout, self.settings if elsewhere is None else self.lent
+        name = self.role if elsewhere is None else f"{self.role}.{method}"
+        stage, inside = self._at(name)
+        ways = self._choices(layout)
+        lent = {} if elsewhere is None else {"weights": model.held(self.shape, ways, settings, stage)["weights"]}
+        if elsewhere is not None and any(key == f"{name} weights" for key in self.held()):
+            lent = {}  # they stay there
+        if kind == "train":
+            return inside(model.train(self.shape, work, ways, settings, stage)) if settings.trained else {}
+        if kind == "generate" or issubclass(self.plan.worker, JudgeWorker):
+            if elsewhere is None:
+                stage, ways = self._at(f"{self.role} generates")[0], self._choices(self.plan.shape.generating)
+                lent = {"weights": self._made_at_home()} if self.config.generation.buffers != "keep" else {}
+            return inside(lent | model.generate(self.shape, work, ways, settings, self.config.generation, stage)[0])
+        return inside(lent | model.infer(self.shape, work, ways, settings, stage)) if kind == "infer" else {}
+
+
+def step_facts(ready: Any, graph: Graph, device: torch.device) -> StepFacts:
+    """``ready``: the checked run (``Prepared`` of the training program), ``graph``: the calls of a step of it. Rows are taken to be as
+    long as they may become; those of data that are trained on as they are, as long as they are."""
+    config = ready.config
+    prompts = [section.max_prompt_length for section in ready.sections if isinstance(section, PromptsConfig)]
+    prompt = float(max(prompts, default=0))
+    responses: tuple[float, ...] = (float(ready.sampling().max_response_length or 0),)
+    given = [data.lengths.double() for data in ready.training.values() if not isinstance(data, PromptDataset)]
+    longest, mean = (max((float(measure(lengths)) for lengths in given), default=0.0) for measure in (torch.max, torch.mean))
+    if longest > prompt + responses[0]:
+        prompt, responses = 0.0, (2 * mean - longest, longest)  # quantiles whose mean is that of the rows
+    return StepFacts(graph, prompt, responses, config.algorithm.limits, device, config.placement.max_staleness)
+
+
+def check_launch(ready: Any, graph: Graph, launch: Launch) -> str | None:
+    """:func:`check_memory` of a run on this rank's device."""
+    facts = step_facts(ready, graph, model_device())
+    room = total_bytes(facts.device, launch.local_rank, launch.local_size)
+    return check_memory(ready.plans, facts, room, launch.local_size, launch.rank)
+
+
+def check_memory(
+    plans: Mapping[str, RolePlan], step: StepFacts, memory: Sequence[float] | float, local_size: int, rank: int | None = None
+) -> str | None:
+    """``memory``: bytes of each rank's device, or of all alike. ``rank``: the only one that is judged, by its own device.
+
+    Returns a line of warning where what is needed exceeds the memory by less than the model's error. Raises ValueError, one line,
+    where it exceeds it by more: which rank, what takes most, and the mildest settings by which it would fit.
+    """
+    report = measure(plans, step)
+    there = np.broadcast_to(np.asarray(memory, dtype=float), 1 + max(ranks[-1] for ranks in report.ranks))
+    least = np.array([there[ranks].min() for ranks in report.ranks])
+    judged = [k for k, ranks in enumerate(report.ranks) if rank is None or rank in ranks]
+    if not judged or all(report.peaks[k] <= least[k] for k in judged):
+        return None
+    kind = max(judged, key=lambda k: float(report.peaks[k] / least[k]))
+    peak, has = float(report.peaks[kind]), float(least[kind])
+    ranks, parts = report.ranks[kind], ", ".join(f"{name} {_gib(each)}" for name, each in report.largest(kind))
+    who = f"rank {ranks[0] if rank is None else rank}" + (f" (and {len(ranks) - 1} like it)" if len(ranks) > 1 else "")
+    needs = f"{who} would need {_gib(peak)} GiB of memory and has {_gib(has)}: {parts}, reserve {_gib(report.reserve)}"
+    if peak <= has * (1 + model.ERROR):
+        return f"{needs}; that may be too much"
+    raise ValueError(f"{needs}; {_remedy(plans, step, there, local_size)}")
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.1f}"
+
+
+Attempt = tuple[
+    Mapping[str, RolePlan], StepFacts, list[str]
+]  # plans and step with other settings, and these as they are written
+
+
+class _Ladder:
+    """What can be changed so that less memory is needed, in the order in which it is tried: rungs of each, mildest first."""
+
+    def __init__(self, plans: Mapping[str, RolePlan], step: StepFacts, local_size: int) -> None:
+        self.plans, self.step = plans, step
+        self.models = {role: plan for role, plan in plans.items() if plan.spec is not None}
+        self.trained = [role for role, plan in self.models.items() if plan.worker.trained]  # type: ignore[union-attr]
+        others = [role for role in self.models if role not in self.trained]
+        on_gpu = can(step.device).streams
+        budget, longest = step.limits.max_tokens, ceil(step.longest)
+        budgets = [budget >> n for n in range(1, 12) if budget >> n > longest] + [longest] * (longest < budget)
+        powers = [2**n for n in range(1, 12) if 2**n <= max(len(plan.pool.ranks) for plan in self.models.values())]
+        self.rungs: list[tuple[str, list[Any]]] = [
+            ("checkpointing", list(CHECKPOINTING[1:]) if self.trained else []),
+            ("budget", budgets if step.limits.rows is None else []),
+            ("zero", [(self.trained, 1), (self.trained, 2), (self.trained, 3), (list(self.models), 3)]),
+            ("offload", [(self.trained, []), (self.trained, others), (self.trained, list(self.models))] if on_gpu else []),
+            ("tp", [n for n in powers if n <= local_size]),
+            ("pp", powers),
+        ]
+
+    def attempt(self, at: Sequence[int]) -> Attempt:
+        """``at``: how many rungs up each is, 0: as it is set. Raises ValueError for settings that cannot be."""
+        plans, step, told = dict(self.plans), self.step, list[str]()
+        chosen = {name: rungs[up - 1] for (name, rungs), up in zip(self.rungs, at, strict=True) if up}
+
+        def set_(role: str, key: str, **values: Any) -> None:
+            config = plans[role].config
+            if key == "layout":
+                plans[role] = lay_out(role, plans[role], replace(config.layout, dp=None, **values))
+            elif key == "optim":
+                plans[role] = replace(plans[role], config=replace(config, optim=replace(config.optim, **values)))
+            else:
+                plans[role] = replace(plans[role], config=replace(config, **values))
+            where = f"models.{role}." + (f"{key}." if key else "")
+            told.extend(f"{where}{name}={str(value).lower()}" for name, value in values.items())
+
+        for role in self.trained if "checkpointing" in chosen else ():
+            if CHECKPOINTING.index(plans[role].config.activation_checkpointing) < CHECKPOINTING.index(chosen["checkpointing"]):
+                set_(role, "", activation_checkpointing=chosen["checkpointing"])
+        if "budget" in chosen:
+            step = replace(step, limits=replace(step.limits, max_tokens=chosen["budget"]))
+            told.append(f"{step.limits.where}={chosen['budget']}")
+        for key in ("tp", "pp"):
+            for role, plan in self.models.items() if key in chosen else ():
+                if getattr(plan.config.layout, key) < chosen[key]:
+                    set_(role, "layout", **{key: chosen[key]})
+        roles, stage = chosen.get("zero", ((), 0))
+        for role in roles:
+            layout = plans[role].shape.layout
+            if layout.zero < stage and layout.dp > 1:
+                set_(role, "layout", zero=stage)
+        of_optimizers, of_weights = chosen.get("offload", ((), ()))
+        for role in of_optimizers:
+            if not plans[role].config.optim.offload:
+                set_(role, "optim", offload=True)
+        for role in of_weights:
+            if not plans[role].config.offload:
+                set_(role, "", offload=True)
+        return plans, step, told
+
+
+def _remedy(plans: Mapping[str, RolePlan], step: StepFacts, memory: np.ndarray, local_size: int) -> str:
+    """The mildest settings on the ladder by which all ranks fit, or what is missing with all of them."""
+    ladder = _Ladder(plans, step, local_size)
+    tops = [len(rungs) for _, rungs in ladder.rungs]
+    missing: dict[float, float] = {}  # how much too much -> of how much, of attempts that do not fit
+
+    def fits(at: Sequence[int]) -> bool:
+        try:
+            tried, facts, _ = ladder.attempt(at)
+        except ValueError:
+            return False
+        report = measure(tried, facts)
+        over = max(float(peak - memory[ranks].min()) for peak, ranks in zip(report.peaks, report.ranks, strict=True))
+        if over > 0:
+            missing[over] = float(model.total(report.held).max())
+        return over <= 0
+
+    found = next((at for at in _upwards(tops) if fits(at)), None)
+    if found is None:
+        over = min(missing)
+        more = ceil(len(memory) * (missing[over] / max(missing[over] - over, missing[over] / 1024)))
+        return (
+            f"with checkpointing, small micro-batches, zero, offload, tp and pp {_gib(over)} GiB per rank are still missing: start "
+            f"about {max(more, len(memory) + 1)} ranks, or use devices with so much more memory"
+        )
+    for number in reversed(range(len(tops))):  # all before the last one were raised to their tops
+        found = next(at for up in range(found[number] + 1) if fits(at := (*found[:number], up, *found[number + 1 :])))
+    return f"it would fit with {' '.join(ladder.attempt(found)[2])}"
+
+
+def _upwards(tops: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Each alone, then all in their order, one after the other."""
+    for number, top in enumerate(tops):
+        for up in range(1, top + 1):
+            yield tuple(up if other == number else 0 for other in range(len(tops)))
+    for number, top in enumerate(tops):
+        for up in range(1, top + 1):
+            yield (*tops[:number], up, *(0,) * (len(tops) - number - 1))
