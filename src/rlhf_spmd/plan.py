@@ -29,6 +29,7 @@ from rlhf_spmd.planner.shape import Workload
 from rlhf_spmd.planner.simulate import simulate
 from rlhf_spmd.runtime import outline, planning
 from rlhf_spmd.runtime.plan_file import PlanFile, read_plan
+from rlhf_spmd.runtime.planned_calls import PlannedNode, planned_nodes
 from rlhf_spmd.runtime.profiling import profile
 from rlhf_spmd.train import Prepared, TrainConfig, check_duration, describe_run, read_config, trace
 
@@ -66,10 +67,10 @@ class Planned:
     file: PlanFile
     found: Found
     fits: bool
-    nodes: Sequence[planning.PlannedNode] = field(default_factory=list)
+    nodes: Sequence[PlannedNode] = field(default_factory=list)
 
 
-def read_run(path: str | None, overrides: Sequence[str]) -> tuple[TrainConfig, list[planning.PlannedNode], Workload]:
+def read_run(path: str | None, overrides: Sequence[str]) -> tuple[TrainConfig, list[PlannedNode], Workload]:
     """The configuration, the calls of its step, and the rows. Local; needs neither data nor tokenizers nor weights.
 
     Raises ConfigError, ValueError or DataError, one line each.
@@ -83,7 +84,7 @@ def read_run(path: str | None, overrides: Sequence[str]) -> tuple[TrainConfig, l
     described = {role: replace(one, config=without_exactness(one.config)) for role, one in described.items()}
     ready = Prepared(config, module, described, rewards, outline.CharacterTokenizer(), training, {})
     work = config.workload.of(next(iter(sections.values())), config.sampling.n)  # type: ignore[attr-defined]
-    return config, planning.planned_nodes(trace(ready), described, work), work
+    return config, planned_nodes(trace(ready), described, work), work
 
 
 def without_exactness(config: Any) -> Any:
@@ -142,7 +143,7 @@ def plan(path: str | None, overrides: Sequence[str]) -> Planned:
     return replace(best, found=found)
 
 
-def check_calls(fixed: PlanFile, nodes: Sequence[planning.PlannedNode], machine: Machine, path: str | None) -> None:
+def check_calls(fixed: PlanFile, nodes: Sequence[PlannedNode], machine: Machine, path: str | None) -> None:
     """Raises ValueError where a given plan is of other calls or ranks."""
     missing = [node.name for node in nodes if node.name not in fixed.calls]
     more = [name for name in fixed.calls if name not in {node.name for node in nodes}]
@@ -202,7 +203,7 @@ def table(planned: Planned) -> str:
     return "\n".join(lines)
 
 
-def measure(context: ProgramContext[tuple[TrainConfig, list[planning.PlannedNode], Workload]]) -> None:
+def measure(context: ProgramContext[tuple[TrainConfig, list[PlannedNode], Workload]]) -> None:
     """Collective over the world: every rank of it must call."""
     config, nodes, work = context.prepared
     models = dict.fromkeys((node.spec, node.plan.worker.head) for node in nodes)  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""A plan as a page: what every rank does in the simulated step, and beside it a run that followed the plan, with the error of each call."""
+"""A plan as a page: what every rank does in the simulated step, and a run that followed the plan, with the error of each call."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def planned_chart(plan: PlanFile) -> TimelineChart:
     """One row for ranks in succession that do the same."""
     boxes: dict[int, list[Box]] = {rank: [] for rank in range(plan.ranks)}
     for name, call in plan.calls.items():
-        title = f"{name}\n{call.seconds:.3g} s, from {call.start:.3g} s\npp {call.pp} tp {call.tp} dp {call.dp}\n{call.memory_gb:.1f} GiB"
+        times = f"{call.seconds:.3g} s, from {call.start:.3g} s"
+        title = f"{name}\n{times}\npp {call.pp} tp {call.tp} dp {call.dp}\n{call.memory_gb:.1f} GiB"
         for rank in call.mesh.ranks:
             boxes[rank].append(Box(phase_key(name), call.start, call.start + call.seconds, title))
     rows = []

@@ -9,24 +9,17 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rlhf_spmd.controller import Graph
-from rlhf_spmd.models.sharding import check_layout
-from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.planner import costs, memory
-from rlhf_spmd.planner.cluster import waits
 from rlhf_spmd.planner.machine import GIB, Machine
 from rlhf_spmd.planner.memory import RoleSettings
 from rlhf_spmd.planner.meshes import Meshes
 from rlhf_spmd.planner.problem import Call, Choice, Mesh, Option, Plan, Problem
 from rlhf_spmd.planner.profile import Profile, micro_batches
-from rlhf_spmd.planner.shape import CHECKPOINTING, Choices, ModelShape, Workload, choices, shape_of
+from rlhf_spmd.planner.shape import CHECKPOINTING, Choices, ModelShape, Workload, choices
 from rlhf_spmd.planner.simulate import Schedule
 from rlhf_spmd.runtime.plan_file import PlanFile, PlannedCall, span_of
-from rlhf_spmd.runtime.roles import RolePlan
 
-KINDS = ("generate", "infer", "train")
 FLYING = (16, 64, 256, 1024)  # rows in flight that are tried
-MOST_STAGES = 16
 SPARE = 1.02  # of the cache that a plan counts on, in what the generator is told to take
 
 
@@ -48,7 +41,7 @@ class Formulas:
     calibration: costs.Calibration = field(default_factory=costs.Calibration)
 
     def slices(self, shape: ModelShape) -> list[int]:
-        return _divisors(self.machine.local_size)
+        return divisors(self.machine.local_size)
 
     def infer_seconds(self, shape: ModelShape, work: Workload, choices: Choices) -> np.ndarray:
         return costs.infer_seconds(shape, work, choices, self.machine, self.calibration)
@@ -77,95 +70,6 @@ class Measured:
 
     def generate_seconds(self, shape: ModelShape, work: Workload, choices: Choices, kv_bytes: Any) -> np.ndarray:
         return self.profile.generate_seconds(shape, work, choices)
-
-
-@dataclass(frozen=True)
-class PlannedNode:
-    """A call of the graph that a plan places. ``name``: as ``role.call``; ``method``: as the configuration names it. ``linked``: it
-    trains, too, or another call is of the same method, so that it runs where the role is at home."""
-
-    name: str
-    role: str
-    method: str
-    kind: str
-    after: frozenset[int]
-    spec: ModelSpec
-    shape: ModelShape
-    work: Workload
-    plan: RolePlan
-    home: bool = False
-    linked: bool = False
-
-    @property
-    def trained(self) -> bool:
-        return bool(self.plan.worker.trained)  # type: ignore[union-attr]
-
-    def settings(self, machine: Machine, offload: bool, optim_offload: bool) -> RoleSettings:
-        config, device = self.plan.config, machine.device
-        return RoleSettings(
-            self.trained,
-            device.itemsize,
-            config.optim.master_weights,
-            optim_offload,
-            offload,
-            config.activation_offload,
-            on_host=device.on_host,
-        )
-
-
-def planned_nodes(graph: Graph, plans: Mapping[str, RolePlan], work: Workload) -> list[PlannedNode]:
-    """The calls of roles with a model, in program order. ``work``: lengths of rows, and how many there are of a prompt."""
-    waited = waits(graph)
-    places = [i for i, call in enumerate(graph.nodes) if call.spec.kind in KINDS and plans[call.role.name].spec is not None]
-    number = {place: i for i, place in enumerate(places)}
-    found: list[PlannedNode] = []
-    for place in places:
-        call = graph.nodes[place]
-        role, plan = call.role.name, plans[call.role.name]
-        assert plan.spec is not None and call.spec.kind is not None
-        head: str = plan.worker.head  # type: ignore[union-attr]
-        twins = sum(other.role.name == role and other.spec.name == call.spec.name for other in graph.nodes)
-        found.append(
-            PlannedNode(
-                call.name,
-                role,
-                call.spec.name,
-                call.spec.kind,
-                frozenset(number[i] for i in waited[place] if i in number),
-                plan.spec,
-                shape_of(plan.spec, head),
-                replace(work, rows=call.num_rows, mini_batches=call.num_chunks, epochs=call.epochs),
-                plan,
-                linked=twins > 1 or call.spec.kind == "train",
-            )
-        )
-    for role in dict.fromkeys(node.role for node in found):
-        own = [i for i, node in enumerate(found) if node.role == role]
-        first = next((i for i in own if found[i].kind == "train"), own[0])
-        found[first] = replace(found[first], home=True, linked=False)
-    return found
-
-
-def layouts(node: PlannedNode, size: int, slices: Sequence[int]) -> list[tuple[int, int, int]]:
-    """(pp, tp, dp) of ``size`` ranks that the model and its rows allow, tp one of ``slices``: stages of equally many layers."""
-    found = []
-    work, generates = node.work, node.kind == "generate"
-    for tp in (n for n in slices if size % n == 0):
-        for pp in (n for n in _divisors(size // tp) if n <= MOST_STAGES and node.spec.num_hidden_layers % n == 0):
-            dp = size // tp // pp
-            rows = work.rows // work.group if generates else work.rows // work.mini_batches
-            if dp > rows or (generates and rows % dp):
-                continue
-            try:
-                check_layout(node.spec, pp, tp, "")
-            except ValueError:
-                continue
-            found.append((pp, tp, dp))
-    return found
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
 
 
 @dataclass(frozen=True)
