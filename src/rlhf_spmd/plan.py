@@ -9,28 +9,35 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from rlhf_spmd.config.bounds import check_bounds
 from rlhf_spmd.config.keys import list_keys
 from rlhf_spmd.config.registry import find
 from rlhf_spmd.config.schema import ConfigError
+from rlhf_spmd.controller import Graph
 from rlhf_spmd.data.dataset import DatasetConfig
 from rlhf_spmd.data.files import DataError
-from rlhf_spmd.parallel.program import ProgramContext, ProgramSettings, read_command_line, run_program
+from rlhf_spmd.parallel.program import ProgramContext, read_command_line, run_program
 from rlhf_spmd.parallel.world import read_launch
 from rlhf_spmd.planner.machine import ClusterConfig, Machine, is_file
 from rlhf_spmd.planner.profile import Profile, read_profile, write_profile
-from rlhf_spmd.planner.search import Found
+from rlhf_spmd.planner.search import Found, NoPlanError
 from rlhf_spmd.planner.shape import Workload
 from rlhf_spmd.planner.simulate import simulate
 from rlhf_spmd.runtime import outline, planning
+from rlhf_spmd.runtime.memory import StepFacts, check_memory
+from rlhf_spmd.runtime.placing import place
 from rlhf_spmd.runtime.plan_file import PlanFile, read_plan
-from rlhf_spmd.runtime.planned_calls import PlannedNode, planned_nodes
+from rlhf_spmd.runtime.plan_page import compare, measured_seconds, page, read_trace
+from rlhf_spmd.runtime.planned_calls import PlannedNode, placed_calls, planned_nodes
 from rlhf_spmd.runtime.profiling import profile
+from rlhf_spmd.runtime.roles import RolePlan
 from rlhf_spmd.train import Prepared, TrainConfig, check_duration, describe_run, read_config, trace
 
 BUDGETS = (2.0, 1.0, 0.5, 0.25)  # of the configuration's token budget, those that are tried
@@ -39,13 +46,16 @@ BUDGETS = (2.0, 1.0, 0.5, 0.25)  # of the configuration's token budget, those th
 @dataclass(frozen=True)
 class SearchConfig:
     """``plan``. ``search``: a module of ``planner.search``, or the dotted name of one's own. ``fixed``: a plan, which is evaluated
-    instead. ``time_limit_s`` and ``seed``: of the search. ``out``: where the plan goes (of ``profile``: the profile)."""
+    instead; "config": the configuration's own placement. ``time_limit_s`` and ``seed``: of the search. ``out``: where the plan goes,
+    and beside it its picture as HTML; of ``plan profile`` the profile. ``measured``: directory of a run that followed the plan, for
+    the picture."""
 
     search: str = "exact"
     fixed: str | None = None
     time_limit_s: float = 60.0
     seed: int = 0
     out: str = "plan.yaml"
+    measured: str | None = None
 
     def check(self, where: str) -> None:
         check_bounds(self, where, "time_limit_s", above=0)
@@ -61,20 +71,27 @@ SECTIONS = {
 
 
 @dataclass(frozen=True)
+class Run:
+    """What a plan is made from. ``work``: lengths of rows. ``described``: roles that are not placed yet."""
+
+    config: TrainConfig
+    nodes: list[PlannedNode]
+    work: Workload
+    graph: Graph
+    described: dict[str, RolePlan]
+
+
+@dataclass(frozen=True)
 class Planned:
-    """What was found, and what it is of. ``budget``: tokens of a micro-batch."""
+    """What was found. ``verdict``: why it does not fit, and what would."""
 
     file: PlanFile
     found: Found
-    fits: bool
-    nodes: Sequence[PlannedNode] = field(default_factory=list)
+    verdict: str | None = None
 
 
-def read_run(path: str | None, overrides: Sequence[str]) -> tuple[TrainConfig, list[PlannedNode], Workload]:
-    """The configuration, the calls of its step, and the rows. Local; needs neither data nor tokenizers nor weights.
-
-    Raises ConfigError, ValueError or DataError, one line each.
-    """
+def read_run(path: str | None, overrides: Sequence[str]) -> Run:
+    """Local; needs neither data nor tokenizers nor weights. Raises ConfigError, ValueError or DataError, one line each."""
     config, module = read_config(path, overrides, more=SECTIONS)
     config, _ = check_duration(config)
     models = {role: without_exactness(one) for role, one in config.models.items()}
@@ -82,9 +99,9 @@ def read_run(path: str | None, overrides: Sequence[str]) -> tuple[TrainConfig, l
         sections, rewards, described = describe_run(replace(config, models=given), given)
     training = {name: outline.stand_in(one) for name, one in sections.items() if isinstance(one, DatasetConfig)}
     described = {role: replace(one, config=without_exactness(one.config)) for role, one in described.items()}
-    ready = Prepared(config, module, described, rewards, outline.CharacterTokenizer(), training, {})
+    graph = trace(Prepared(config, module, described, rewards, outline.CharacterTokenizer(), training, {}))
     work = config.workload.of(next(iter(sections.values())), config.sampling.n)  # type: ignore[attr-defined]
-    return config, planned_nodes(trace(ready), described, work), work
+    return Run(config, planned_nodes(graph, described, work), work, graph, described)
 
 
 def without_exactness(config: Any) -> Any:
@@ -99,51 +116,66 @@ def machine_of(cluster: ClusterConfig) -> tuple[Machine, Profile | None]:
     return cluster.machine(measured.device if measured else None), measured
 
 
-def plan(path: str | None, overrides: Sequence[str]) -> Planned:
-    """Raises ConfigError, ValueError or DataError, one line each."""
-    config, nodes, work = read_run(path, overrides)
-    settings: SearchConfig = config.plan
-    machine, measured = machine_of(config.cluster)  # type: ignore[attr-defined]
-    times = planning.Measured(measured) if measured else planning.Formulas(machine)
-    limits, ahead = config.algorithm.limits, config.placement.max_staleness
+def plan(run: Run) -> Planned:
+    """Raises ValueError, one line."""
+    settings: SearchConfig = run.config.plan
+    machine, measured = machine_of(run.config.cluster)  # type: ignore[attr-defined]
+    times: planning.Times = planning.Measured(measured) if measured else planning.Formulas(machine)
+    limits, ahead = run.config.algorithm.limits, run.config.placement.max_staleness
     key = limits.where.removeprefix("algorithm.")
-    fixed = read_plan(settings.fixed) if settings.fixed else None
-    if fixed is not None:
-        check_calls(fixed, nodes, machine, settings.fixed)
-        budgets = [int(fixed.algorithm.get(key, limits.max_tokens))]
-    else:
-        budgets = [round(limits.max_tokens * share) for share in BUDGETS]
-        budgets = [one for one in budgets if one >= work.longest] or [limits.max_tokens]
-    started = time.perf_counter()
+    if settings.fixed is not None:
+        return evaluate(run, machine, times, key)
+    tried = [round(limits.max_tokens * share) for share in BUDGETS] if limits.rows is None else []
+    tried = [one for one in tried if one >= run.work.longest] or [limits.max_tokens]
     search = find("plan.search", "rlhf_spmd.planner.search", settings.search, exports="search").search
-    best: Planned | None = None
-    bound, refused = float("inf"), ""
-    for budget in budgets if limits.rows is None else budgets[:1]:
-        made = planning.Planning(nodes, machine, times, budget, ahead, fixed)
+    started, plans, refused = time.perf_counter(), list[Planned](), list[str]()
+    for budget in tried:
+        made = planning.Planning(run.nodes, machine, times, budget, ahead)
         problem = made.problem()
         try:
-            if fixed is not None:
-                chosen = planning.fixed_plan(problem, fixed)
-                seconds = simulate(problem, chosen).seconds
-                found = Found(chosen, seconds, seconds, False, 1, 0.0)
-            else:
-                found = search(problem, settings.time_limit_s / len(budgets), settings.seed)
-        except ValueError as error:
-            refused = refused or str(error)
+            found: Found = search(problem, settings.time_limit_s / len(tried), settings.seed)
+        except NoPlanError as error:
+            refused.append(str(error))
             continue
-        schedule = simulate(problem, found.plan)
-        bound = min(bound, found.lower_bound)
-        if best is None or schedule.seconds < best.found.seconds:
-            algorithm = {key: budget} if limits.rows is None else {}
-            file = planning.to_file(made, problem, found.plan, schedule, algorithm)
-            best = Planned(file, found, schedule.fits, nodes)
-    if best is None:
-        raise ValueError(refused)
-    found = replace(best.found, lower_bound=bound, search_seconds=time.perf_counter() - started)
-    return replace(best, found=found)
+        algorithm = {key: budget} if limits.rows is None else {}
+        plans.append(Planned(planning.to_file(made, problem, found.plan, simulate(problem, found.plan), algorithm), found))
+    if not plans:
+        raise ValueError(refused[-1])
+    best = min(plans, key=lambda one: one.found.seconds)
+    bound, optimal = min(one.found.lower_bound for one in plans), all(one.found.optimal for one in plans)
+    took = time.perf_counter() - started
+    return replace(best, found=replace(best.found, lower_bound=bound, optimal=optimal, search_seconds=took))
 
 
-def check_calls(fixed: PlanFile, nodes: Sequence[PlannedNode], machine: Machine, path: str | None) -> None:
+def evaluate(run: Run, machine: Machine, times: planning.Times, key: str) -> Planned:
+    """The plan that ``plan.fixed`` names, or the configuration's own placement and layouts. Raises ValueError."""
+    config, path = run.config, str(run.config.plan.fixed)
+    verdict, budget = None, config.algorithm.limits.max_tokens
+    if path == "config":
+        plans = place(run.described, config.placement, machine.size, machine.local_size, lambda: run.graph)
+        device = torch.device("cpu" if machine.device.on_host else "cuda")
+        limits, ahead = config.algorithm.limits, config.placement.max_staleness
+        step = StepFacts(run.graph, run.work.prompt, run.work.responses, limits, device, ahead)
+        try:
+            verdict = check_memory(plans, step, machine.memory, machine.local_size)
+        except ValueError as error:
+            verdict = str(error)
+        file = PlanFile(machine.size, machine.local_size, {}, placed_calls(run.nodes, plans), {})
+    else:
+        file = read_plan(path)
+        check_calls(file, run.nodes, machine, path)
+        budget = int(file.algorithm.get(key, budget))
+    made = planning.Planning(run.nodes, machine, times, budget, config.placement.max_staleness, file)
+    problem = made.problem()
+    chosen = planning.fixed_plan(problem, file)
+    schedule = simulate(problem, chosen)
+    if not schedule.fits and verdict is None:
+        verdict = f"it needs {schedule.excess:.0%} more memory than a rank has"
+    found = Found(chosen, schedule.seconds, 0.0, False, 1, 0.0)
+    return Planned(planning.to_file(made, problem, chosen, schedule, file.algorithm), found, verdict)
+
+
+def check_calls(fixed: PlanFile, nodes: Sequence[PlannedNode], machine: Machine, path: str) -> None:
     """Raises ValueError where a given plan is of other calls or ranks."""
     missing = [node.name for node in nodes if node.name not in fixed.calls]
     more = [name for name in fixed.calls if name not in {node.name for node in nodes}]
@@ -166,7 +198,7 @@ def to_json(planned: Planned) -> dict[str, Any]:
         "lower_bound_seconds": found.lower_bound,
         "optimal": found.optimal,
         "search_seconds": found.search_seconds,
-        "fits": planned.fits,
+        "fits": planned.verdict is None,
         "algorithm": dict(planned.file.algorithm),
     }
 
@@ -198,51 +230,58 @@ def table(planned: Planned) -> str:
     proof = "the optimum" if found.optimal else f"at least {found.lower_bound:.4g} s" if found.lower_bound else "no bound"
     lines.append(f"step {planned.file.told['step_seconds']:.4g} s ({proof}; searched for {found.search_seconds:.2f} s)")
     lines.append("* the role's weights stay here")
-    if not planned.fits:
-        lines.append("does NOT fit into the memory of its ranks")
+    if planned.verdict is not None:
+        lines.append(f"does not fit: {planned.verdict}")
     return "\n".join(lines)
 
 
-def measure(context: ProgramContext[tuple[TrainConfig, list[PlannedNode], Workload]]) -> None:
+def measure(context: ProgramContext[Run]) -> None:
     """Collective over the world: every rank of it must call."""
-    config, nodes, work = context.prepared
-    models = dict.fromkeys((node.spec, node.plan.worker.head) for node in nodes)  # type: ignore[union-attr]
-    dtype = nodes[0].plan.config.torch_dtype(context.world.device)
-    rows = max(node.work.rows for node in nodes)
-    found = profile(context.world, models, replace(work, rows=rows), config.algorithm.limits.max_tokens, dtype)
-    if context.world.rank == 0:
-        write_profile(found, Path(config.plan.out))
-        print(f"{config.plan.out}: cluster.gpu={config.plan.out} plans with it", file=sys.stderr)
+    run, world = context.prepared, context.world
+    models = dict.fromkeys((node.spec, node.plan.worker.head) for node in run.nodes)  # type: ignore[union-attr]
+    dtype = run.nodes[0].plan.config.torch_dtype(world.device)
+    work = replace(run.work, rows=max(node.work.rows for node in run.nodes))
+    found = profile(world, models, work, run.config.algorithm.limits.max_tokens, dtype)
+    if world.rank == 0:
+        write_profile(found, Path(run.config.plan.out))
+        print(f"profile written: plan with cluster.gpu={run.config.plan.out}", file=sys.stderr)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """The command line. ``profile`` before the other arguments measures instead; ``--json`` prints JSON."""
     given = list(sys.argv[1:] if argv is None else argv)
     profiles, as_json = "profile" in given[:1], "--json" in given
-
-    def keys() -> Iterator[str]:
-        return list_keys(TrainConfig, SECTIONS)
-
-    config, overrides = read_command_line("plan", __doc__, keys, [one for one in given[profiles:] if one != "--json"])
+    rest = [one for one in given[profiles:] if one != "--json"]
+    config, overrides = read_command_line("plan", __doc__, lambda: list_keys(TrainConfig, SECTIONS), rest)
     if profiles:
-        run_program(lambda: read_run(config, overrides), measure, lambda ready: ProgramSettings())
+        run_program(lambda: read_run(config, overrides), measure)
         return
     try:
         if read_launch().size > 1:
-            raise ConfigError("plan searches in one process; start it without torchrun (but plan profile)")
-        planned = plan(config, overrides)
-        out = Path(overrides_out(config, overrides))
-        if planned.fits:
+            raise ConfigError("plan is one process: start it without torchrun, which only `plan profile` needs")
+        run = read_run(config, overrides)
+        planned, settings = plan(run), run.config.plan
+        out = Path(settings.out)
+        if settings.fixed in (None, "config"):
             out.write_text(planned.file.to_yaml(), encoding="utf-8")
-    except (ConfigError, DataError, ValueError, OSError) as error:
+        out.with_suffix(".html").write_text(page(planned.file, settings.measured), encoding="utf-8")
+    except (DataError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
     print(json.dumps(to_json(planned)) if as_json else table(planned))
-    if not planned.fits:
+    if settings.measured is not None:
+        print(comparison(planned.file, settings.measured), file=sys.stderr)
+    if planned.verdict is not None:
         raise SystemExit(2)
 
 
-def overrides_out(path: str | None, overrides: Sequence[str]) -> str:
-    return str(read_config(path, overrides, more=SECTIONS)[0].plan.out)
+def comparison(file: PlanFile, run: str) -> str:
+    """Each call's planned and measured seconds."""
+    rows = compare(file, measured_seconds(read_trace(run)))
+    return "\n".join(
+        f"{name}: planned {planned:.3g} s, {'not measured' if error is None else f'measured {seconds:.3g} s, {error:+.0%}'}"
+        for name, planned, seconds, error in rows
+    )
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from rlhf_spmd.planner.cluster import waits
 from rlhf_spmd.planner.machine import Machine
 from rlhf_spmd.planner.memory import RoleSettings
 from rlhf_spmd.planner.shape import ModelShape, Workload, shape_of
+from rlhf_spmd.runtime.plan_file import PlannedCall, span_of
 from rlhf_spmd.runtime.roles import RolePlan
 
 KINDS = ("generate", "infer", "train")
@@ -105,3 +106,32 @@ def layouts(node: PlannedNode, size: int, slices: Sequence[int]) -> list[tuple[i
 
 def divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def placed_calls(nodes: Sequence[PlannedNode], plans: Mapping[str, RolePlan]) -> dict[str, PlannedCall]:
+    """``nodes`` where and how ``plans`` have them. Raises ValueError for pools whose ranks are not in succession."""
+    found = {}
+    for node in nodes:
+        plan = plans[node.role]
+        elsewhere = plan.calls.get(node.method)
+        pool, shape, config = (elsewhere or plan).pool, (elsewhere or plan).shape, plan.config
+        ranks = pool.ranks
+        if ranks != tuple(range(ranks[0], ranks[-1] + 1)):
+            raise ValueError(
+                f"pool '{pool.name}' of {node.name} has ranks {list(ranks)}; a plan's calls have ranks in succession"
+            )
+        grid, layout = shape.generating if node.kind == "generate" else shape.layout, shape.layout
+        found[node.name] = PlannedCall(
+            span_of(ranks),
+            grid.pp,
+            grid.tp,
+            len(ranks) // (grid.pp * grid.tp),
+            node.home,
+            0 if node.kind == "generate" else layout.zero,
+            node.kind == "train" and layout.sequence_parallel,
+            config.activation_checkpointing if node.kind == "train" else "none",
+            config.offload and node.home,
+            config.optim.offload and node.home,
+            max_num_seqs=config.generation.max_num_seqs if node.kind == "generate" else None,
+        )
+    return found

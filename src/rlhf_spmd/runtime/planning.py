@@ -18,6 +18,7 @@ from rlhf_spmd.planner.profile import Profile, micro_batches
 from rlhf_spmd.planner.shape import CHECKPOINTING, Choices, ModelShape, Workload, choices
 from rlhf_spmd.planner.simulate import Schedule
 from rlhf_spmd.runtime.plan_file import PlanFile, PlannedCall, span_of
+from rlhf_spmd.runtime.planned_calls import PlannedNode, divisors, layouts
 
 FLYING = (16, 64, 256, 1024)  # rows in flight that are tried
 SPARE = 1.02  # of the cache that a plan counts on, in what the generator is told to take
@@ -179,13 +180,18 @@ class Planning:
         """Of calls that run together on ``size`` ranks, at home if the first one's role is: those that no other one beats."""
         first, found = tied[0], list[Way]()
         given = layouts(first, size, self.times.slices(first.shape))
+        if self.fixed is not None:
+            planned = self.fixed.calls[first.name]
+            given = [(planned.pp, planned.tp, planned.dp)]
         if not given:
             return []
         chosen = self._choices(first, given)
         offloads = [(False, False)]
-        if first.home:
+        if self.fixed is not None:
+            offloads = [(planned.offload, planned.optim_offload)]
+        elif first.home and not self.machine.device.on_host:
             offloads.append((False, True) if first.trained else (True, False))
-        for offload, optim_offload in offloads if not self.machine.device.on_host else offloads[:1]:
+        for offload, optim_offload in offloads:
             role = first.settings(self.machine, offload, optim_offload)
             seconds, active, cache = zip(*(self._estimate(node, chosen, role) for node in tied), strict=True)
             held = np.zeros(len(chosen))
