@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -27,7 +26,7 @@ from rlhf_spmd.parallel.program import ProgramContext, read_command_line, run_pr
 from rlhf_spmd.parallel.world import read_launch
 from rlhf_spmd.planner.machine import ClusterConfig, Machine, is_file
 from rlhf_spmd.planner.profile import Profile, read_profile, write_profile
-from rlhf_spmd.planner.search import Found, NoPlanError
+from rlhf_spmd.planner.search import Found
 from rlhf_spmd.planner.shape import Workload
 from rlhf_spmd.planner.simulate import simulate
 from rlhf_spmd.runtime import outline, planning
@@ -39,8 +38,6 @@ from rlhf_spmd.runtime.planned_calls import PlannedNode, placed_calls, planned_n
 from rlhf_spmd.runtime.profiling import profile
 from rlhf_spmd.runtime.roles import RolePlan
 from rlhf_spmd.train import Prepared, TrainConfig, check_duration, describe_run, read_config, trace
-
-BUDGETS = (2.0, 1.0, 0.5, 0.25)  # of the configuration's token budget, those that are tried
 
 
 @dataclass(frozen=True)
@@ -81,15 +78,6 @@ class Run:
     described: dict[str, RolePlan]
 
 
-@dataclass(frozen=True)
-class Planned:
-    """What was found. ``verdict``: why it does not fit, and what would."""
-
-    file: PlanFile
-    found: Found
-    verdict: str | None = None
-
-
 def read_run(path: str | None, overrides: Sequence[str]) -> Run:
     """Local; needs neither data nor tokenizers nor weights. Raises ConfigError, ValueError or DataError, one line each."""
     config, module = read_config(path, overrides, more=SECTIONS)
@@ -116,38 +104,18 @@ def machine_of(cluster: ClusterConfig) -> tuple[Machine, Profile | None]:
     return cluster.machine(measured.device if measured else None), measured
 
 
-def plan(run: Run) -> Planned:
+def plan(run: Run) -> planning.Planned:
     """Raises ValueError, one line."""
     settings: SearchConfig = run.config.plan
     machine, measured = machine_of(run.config.cluster)  # type: ignore[attr-defined]
     times: planning.Times = planning.Measured(measured) if measured else planning.Formulas(machine)
     limits, ahead = run.config.algorithm.limits, run.config.placement.max_staleness
-    key = limits.where.removeprefix("algorithm.")
     if settings.fixed is not None:
-        return evaluate(run, machine, times, key)
-    tried = [round(limits.max_tokens * share) for share in BUDGETS] if limits.rows is None else []
-    tried = [one for one in tried if one >= run.work.longest] or [limits.max_tokens]
-    search = find("plan.search", "rlhf_spmd.planner.search", settings.search, exports="search").search
-    started, plans, refused = time.perf_counter(), list[Planned](), list[str]()
-    for budget in tried:
-        made = planning.Planning(run.nodes, machine, times, budget, ahead)
-        problem = made.problem()
-        try:
-            found: Found = search(problem, settings.time_limit_s / len(tried), settings.seed)
-        except NoPlanError as error:
-            refused.append(str(error))
-            continue
-        algorithm = {key: budget} if limits.rows is None else {}
-        plans.append(Planned(planning.to_file(made, problem, found.plan, simulate(problem, found.plan), algorithm), found))
-    if not plans:
-        raise ValueError(refused[-1])
-    best = min(plans, key=lambda one: one.found.seconds)
-    bound, optimal = min(one.found.lower_bound for one in plans), all(one.found.optimal for one in plans)
-    took = time.perf_counter() - started
-    return replace(best, found=replace(best.found, lower_bound=bound, optimal=optimal, search_seconds=took))
+        return evaluate(run, machine, times)
+    return planning.best_plan(run.nodes, machine, times, limits, ahead, settings.search, settings.time_limit_s, settings.seed)
 
 
-def evaluate(run: Run, machine: Machine, times: planning.Times, key: str) -> Planned:
+def evaluate(run: Run, machine: Machine, times: planning.Times) -> planning.Planned:
     """The plan that ``plan.fixed`` names, or the configuration's own placement and layouts. Raises ValueError."""
     config, path = run.config, str(run.config.plan.fixed)
     verdict, budget = None, config.algorithm.limits.max_tokens
@@ -164,7 +132,7 @@ def evaluate(run: Run, machine: Machine, times: planning.Times, key: str) -> Pla
     else:
         file = read_plan(path)
         check_calls(file, run.nodes, machine, path)
-        budget = int(file.algorithm.get(key, budget))
+        budget = int(file.algorithm.get(config.algorithm.limits.where.removeprefix("algorithm."), budget))
     made = planning.Planning(run.nodes, machine, times, budget, config.placement.max_staleness, file)
     problem = made.problem()
     chosen = planning.fixed_plan(problem, file)
@@ -172,7 +140,7 @@ def evaluate(run: Run, machine: Machine, times: planning.Times, key: str) -> Pla
     if not schedule.fits and verdict is None:
         verdict = f"it needs {schedule.excess:.0%} more memory than a rank has"
     found = Found(chosen, schedule.seconds, 0.0, False, 1, 0.0)
-    return Planned(planning.to_file(made, problem, chosen, schedule, file.algorithm), found, verdict)
+    return planning.Planned(planning.to_file(made, problem, chosen, schedule, file.algorithm), found, verdict)
 
 
 def check_calls(fixed: PlanFile, nodes: Sequence[PlannedNode], machine: Machine, path: str) -> None:
@@ -189,7 +157,7 @@ def check_calls(fixed: PlanFile, nodes: Sequence[PlannedNode], machine: Machine,
         raise ValueError(f"plan.fixed={path} has rank {last - 1}, and the cluster has ranks 0 to {machine.size - 1}")
 
 
-def to_json(planned: Planned) -> dict[str, Any]:
+def to_json(planned: planning.Planned) -> dict[str, Any]:
     calls = {name: asdict(call) | {"ranks": list(call.mesh.ranks)} for name, call in planned.file.calls.items()}
     found = planned.found
     return {
@@ -203,7 +171,7 @@ def to_json(planned: Planned) -> dict[str, Any]:
     }
 
 
-def table(planned: Planned) -> str:
+def table(planned: planning.Planned) -> str:
     """The plan for people."""
     titles = ("call", "ranks", "pp", "tp", "dp", "zero", "recompute", "micro-batches", "from s", "seconds", "GiB/rank")
     rows = [titles]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
@@ -9,17 +10,21 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from rlhf_spmd.config.registry import find
 from rlhf_spmd.planner import costs, memory
 from rlhf_spmd.planner.machine import GIB, Machine
 from rlhf_spmd.planner.memory import RoleSettings
 from rlhf_spmd.planner.meshes import Meshes
 from rlhf_spmd.planner.problem import Call, Choice, Mesh, Option, Plan, Problem
 from rlhf_spmd.planner.profile import Profile, micro_batches
+from rlhf_spmd.planner.search import Found, NoPlanError
 from rlhf_spmd.planner.shape import CHECKPOINTING, Choices, ModelShape, Workload, choices
-from rlhf_spmd.planner.simulate import Schedule
+from rlhf_spmd.planner.simulate import Schedule, simulate
 from rlhf_spmd.runtime.plan_file import PlanFile, PlannedCall, span_of
 from rlhf_spmd.runtime.planned_calls import PlannedNode, divisors, layouts
+from rlhf_spmd.workers.config import BatchLimits
 
+BUDGETS = (2.0, 1.0, 0.5, 0.25)  # of the configuration's token budget, those that are tried
 FLYING = (16, 64, 256, 1024)  # rows in flight that are tried
 SPARE = 1.02  # of the cache that a plan counts on, in what the generator is told to take
 
@@ -270,6 +275,49 @@ def dominated(given: Choices, seconds: np.ndarray, held: np.ndarray, active: np.
                 kept.append(i)
         beaten[kept] = False
     return beaten
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What was found. ``verdict``: why it does not fit, and what would."""
+
+    file: PlanFile
+    found: Found
+    verdict: str | None = None
+
+
+def best_plan(
+    nodes: Sequence[PlannedNode],
+    machine: Machine,
+    times: Times,
+    limits: BatchLimits,
+    ahead: int,
+    name: str = "exact",
+    time_limit_s: float = 60.0,
+    seed: int = 0,
+) -> Planned:
+    """By the search of this name, with the best of several token budgets. Raises ValueError where no plan fits."""
+    longest = max(node.work.longest for node in nodes)
+    budgets = [round(limits.max_tokens * share) for share in BUDGETS] if limits.rows is None else []
+    budgets = [one for one in budgets if one >= longest] or [limits.max_tokens]
+    search = find("plan.search", "rlhf_spmd.planner.search", name, exports="search").search
+    started, plans, refused = time.perf_counter(), list[Planned](), list[str]()
+    for budget in budgets:
+        made = Planning(nodes, machine, times, budget, ahead)
+        problem = made.problem()
+        try:
+            found: Found = search(problem, time_limit_s / len(budgets), seed)
+        except NoPlanError as error:
+            refused.append(str(error))
+            continue
+        algorithm = {limits.where.removeprefix("algorithm."): budget} if limits.rows is None else {}
+        plans.append(Planned(to_file(made, problem, found.plan, simulate(problem, found.plan), algorithm), found))
+    if not plans:
+        raise ValueError(refused[-1])
+    best = min(plans, key=lambda one: one.found.seconds)
+    bound, optimal = min(one.found.lower_bound for one in plans), all(one.found.optimal for one in plans)
+    took = time.perf_counter() - started
+    return replace(best, found=replace(best.found, lower_bound=bound, optimal=optimal, search_seconds=took))
 
 
 def fixed_plan(problem: Problem, file: PlanFile) -> Plan:

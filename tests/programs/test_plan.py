@@ -1,0 +1,213 @@
+"""The program ``plan``: what it prints and writes, what ``train`` makes of it, and what it refuses."""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+import tasks
+from algorithm_cases import CASES, CONFIGS
+from ranks import run_ranks
+from rlhf_spmd import plan
+from rlhf_spmd.models.spec import read_spec
+from rlhf_spmd.planner.machine import GIB, Gpu
+from rlhf_spmd.planner.profile import LayerTimes, Profile, read_profile, sizes_of, write_profile
+from rlhf_spmd.planner.shape import shape_of
+from rlhf_spmd.runtime.plan_page import compare, measured_seconds
+
+STEPS = 2
+STRATEGIES = ("colocate", "split", "standalone", "interleave", "separate")
+SIZES = "hidden_size=4096 intermediate_size=14336 num_hidden_layers=32 num_attention_heads=32 num_key_value_heads=8 vocab_size=128256"
+PPO = str(CONFIGS / "quickstart_ppo.yaml")
+KEYS = {"ranks", "pp", "tp", "dp", "micro_batches", "seconds", "memory_gb"}
+
+
+def large(*roles: str) -> list[str]:
+    """8B models and a usual PPO batch."""
+    rows = ("data.train_batch_size=512", "sampling.n=1", "data.max_prompt_length=1024", "data.max_response_length=1024")
+    models = [f"models.{role}.spec.{size}" for role in roles for size in SIZES.split()]
+    return [
+        *models,
+        *rows,
+        "algorithm.ppo_mini_batch_size=64",
+        "algorithm.ppo_max_token_len_per_gpu=16384",
+        "reward.function=null",
+    ]
+
+
+def made(capsys: pytest.CaptureFixture[str], *arguments: str, config: str = PPO) -> dict[str, Any]:
+    plan.main(["--config", config, *arguments, "--json"])
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        plan.main(["--config", PPO, *arguments])
+    assert ended.value.code == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    return lines[0]
+
+
+def host_profile(directory: Path, size: int = 4) -> str:
+    """A profile of this machine's CPUs with made-up times, of the models of ``tasks``."""
+    sizes, layers = [1.0, 8.0, 64.0, 512.0], []
+    for head in ("lm", "value"):
+        shape = shape_of(read_spec(tasks.task() / "actor"), head)
+        for tp in (1, 2, 4):
+            seconds = [1e-4 * (1 + n / (50 * tp)) for n in sizes]
+            times = (seconds, [3 * s for s in seconds], [2e-4] * 4, [4e-4] * 4)
+            layers.append(LayerTimes(sizes_of(shape), tp, sizes, *times, sizes, seconds, [1e-4] * 4, 16.0))
+    device = Gpu(1e11, 8 * GIB, 1e10, 1e9, 1e10, itemsize=8, overlap=0.0, on_host=True)
+    path = directory / "host.json"
+    write_profile(Profile(device, size, 1e-4, 1e-9, 1e-3, tuple(layers)), path)
+    return str(path)
+
+
+def test_a_plan_for_sixteen_gpus(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out = tmp_path / "plan.yaml"
+    cluster = ("cluster.nodes=2", "cluster.gpus_per_node=8", "cluster.gpu=h100", f"plan.out={out}")
+    found = made(capsys, *large("actor", "reward"), *cluster)
+    assert found["optimal"] is True and found["fits"] is True
+    assert found["lower_bound_seconds"] == pytest.approx(found["step_seconds"], rel=1e-3)
+    assert set(found["calls"]) >= {
+        "actor.generate_sequences",
+        "actor.update_actor",
+        "critic.update_critic",
+        "reward.compute_reward",
+    }
+    for call in found["calls"].values():
+        assert call.keys() >= KEYS
+        assert call["pp"] * call["tp"] * call["dp"] == len(call["ranks"]) and max(call["ranks"]) < 16
+        assert 0 < call["memory_gb"] <= 79.2 and call["seconds"] > 0
+    written = yaml.safe_load(out.read_text())
+    assert written["ranks"] == 16 and written["calls"].keys() == found["calls"].keys()
+    page = out.with_suffix(".html").read_text()
+    assert "update_actor" in page and "<svg" in page and "http" not in page.replace("http://www.w3.org", "")
+
+    again = made(capsys, *large("actor", "reward"), *cluster, f"plan.fixed={out}")
+    assert again["step_seconds"] == pytest.approx(found["step_seconds"], rel=1e-6), "the plan costs what the search said"
+
+
+@pytest.mark.parametrize("name", ["exact", "mcmc", "enumerate", "grid"])
+def test_searches(capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str) -> None:
+    arguments = [*large("actor", "reward"), "cluster.nodes=2", f"plan.out={tmp_path / 'plan.yaml'}", "plan.time_limit_s=4"]
+    best = made(capsys, *arguments)["step_seconds"]
+    found = made(capsys, *arguments, f"plan.search={name}")
+    assert found["step_seconds"] >= best * (1 - 1e-6) and found["optimal"] is (name == "exact")
+
+
+def test_what_is_missing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    small = [*large("actor", "reward"), "cluster.nodes=1", "cluster.gpus_per_node=2", f"plan.out={tmp_path / 'plan.yaml'}"]
+    line = refused(capsys, *small, "cluster.gpu=a10")
+    assert "no plan fits" in line and "GiB" in line and "ranks" in line
+
+
+def test_a_configuration_that_does_not_fit(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    arguments = [*large("actor", "reward"), "cluster.nodes=1", "plan.fixed=config", f"plan.out={tmp_path / 'plan.yaml'}"]
+    with pytest.raises(SystemExit) as ended:
+        plan.main(["--config", PPO, *arguments])
+    printed = capsys.readouterr().out
+    assert ended.value.code == 2 and "does not fit: rank 0" in printed and "it would fit with" in printed
+    remedy = printed.partition("it would fit with ")[2].split()
+    found = made(capsys, *arguments, *remedy)
+    assert found["fits"] is True, "what is named makes it fit"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["cluster.gpu=h101"], "cluster.gpu='h101' is not known; did you mean 'h100'?"),
+        (["cluster.gpu=./none.json"], "cluster.gpu=./none.json is no file that"),
+        (["cluster.nodes=0"], "cluster.nodes=0"),
+        (["plan.search=exakt"], "did you mean 'exact'"),
+        (["plan.fixed=none.yaml"], "plan=none.yaml cannot be read"),
+        (["workload.response_lengths=[30, 20]"], "workload.response_lengths=[30.0, 20.0]: must be numbers above 0, ascending"),
+        (["models.actor.spec.hidden_sizes=3"], "did you mean 'models.actor.spec.hidden_size'"),
+    ],
+)
+def test_bad_input(capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:
+    assert said in refused(capsys, *large("actor", "reward"), *arguments)
+
+
+@functools.cache
+def train(directory: Path, plan_file: str) -> tasks.Run:
+    run_dir = directory / f"run_{Path(plan_file).stem}"
+    more = [f"plan={plan_file}"] if plan_file else []
+    overrides = tasks.settings(run_dir, STEPS, *CASES["ppo"].overrides(), "models.actor.generation.exact=false", *more)
+    run_ranks(4 if plan_file else 1, tasks.train_here, PPO, overrides)
+    return tasks.read_run(run_dir)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("plans")
+
+
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "exact"])
+def test_train_follows_a_plan(capsys: pytest.CaptureFixture[str], directory: Path, strategy: str) -> None:
+    """fp64, against one rank without a plan."""
+    out, gpu = directory / f"{strategy}.yaml", host_profile(directory)
+    cluster = ["cluster.nodes=1", "cluster.gpus_per_node=4", f"cluster.gpu={gpu}", f"plan.out={out}"]
+    chosen = [] if strategy == "exact" else ["plan.fixed=config", f"placement.strategy={strategy}"]
+    overrides = tasks.settings(directory / "none", STEPS, *CASES["ppo"].overrides(), *cluster, *chosen)
+    planned = made(capsys, *overrides)
+    one, other = train(directory, ""), train(directory, str(out))
+    assert other.responses == one.responses
+    difference, what = tasks.worst_metric(one, other, floor=1e-2)
+    weights, tensor = tasks.worst_tensor(one, other)
+    assert difference < 1e-10, what
+    assert weights < 1e-9, tensor
+    ran = measured_seconds(json.loads((directory / f"run_{strategy}" / "trace.json").read_text()))
+    file = plan.read_plan(str(out))
+    assert all(seconds is not None and seconds > 0 for _, _, seconds, _ in compare(file, ran)), "the run made the plan's calls"
+    events = json.loads((directory / f"run_{strategy}" / "trace.json").read_text())["traceEvents"]
+    for name, call in planned["calls"].items():
+        ranks = {
+            event["pid"] for event in events if event.get("ph") == "X" and event["name"] == name and event["cat"] == "compute"
+        }
+        assert ranks == set(call["ranks"]), f"{name} ran where the plan says"
+
+
+def test_a_plan_for_other_ranks_is_refused(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = directory / "two.yaml"
+    cluster = ["cluster.nodes=1", "cluster.gpus_per_node=2", f"cluster.gpu={host_profile(directory)}", f"plan.out={out}"]
+    made(capsys, *tasks.settings(directory / "none", STEPS, *CASES["ppo"].overrides(), *cluster, "plan.fixed=config"))
+    from rlhf_spmd.train import prepare
+
+    with pytest.raises(ValueError, match="is for 2 ranks, this job has 4"):
+        prepare(PPO, tasks.settings(directory / "none", STEPS, *CASES["ppo"].overrides(), f"plan={out}"), 4)
+
+
+def test_profiles_are_read_as_they_were_written(tmp_path: Path) -> None:
+    path = host_profile(tmp_path)
+    found = read_profile(path)
+    write_profile(replace(found, size=8), tmp_path / "again.json")
+    assert read_profile(str(tmp_path / "again.json")) == replace(found, size=8)
+
+
+def measured_profile(world: Any, directory: str) -> float:
+    from rlhf_spmd.planner.shape import Workload
+    from rlhf_spmd.runtime.profiling import profile
+
+    spec = read_spec(tasks.task() / "actor")
+    found = profile(world, [(spec, "lm")], Workload(4, 12, (12.0,), group=2), 64, torch.float32)
+    if world.rank == 0:
+        write_profile(found, Path(directory) / "measured.json")
+    return found.layers[-1].forward[-1]
+
+
+def test_a_measured_profile(tmp_path: Path) -> None:
+    seconds = run_ranks(2, measured_profile, str(tmp_path))
+    found = read_profile(str(tmp_path / "measured.json"))
+    assert seconds[0] == seconds[1] > 0, "all ranks agree on the slowest one's time"
+    assert sorted({one.tp for one in found.layers}) == [1, 2] and found.device.on_host and found.device.itemsize == 4
+    assert all(min(one.forward + one.both + one.decode) > 0 for one in found.layers)
