@@ -111,7 +111,7 @@ class _Exact:
             budget = self.best - (sum(found) - found[number])
             mine = {node: fixed[node] for node in phase.nodes if node in fixed}
             rest = {node: free[node] for node in phase.nodes if node in free}
-            found[number] = max(found[number], phase.bound(mine, rest, budget))
+            found[number] = phase.bound(mine, rest, found[number], budget)
             if found[number] >= budget:
                 return None
         return tuple(found)

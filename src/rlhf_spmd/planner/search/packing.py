@@ -53,24 +53,34 @@ class Phase:
 
     def __init__(self, problem: Problem, nodes: range, meshes: Meshes, effort: Effort) -> None:
         self.problem, self.nodes, self._meshes, self._effort = problem, nodes, meshes, effort
-        self._known: dict[object, tuple[float, bool]] = {}  # (a lower bound, whether there is none better to be had)
+        self._known: dict[object, tuple[float, float]] = {}  # a lower bound, and a packing's seconds
+        self._witnesses: dict[tuple[int, ...], list[dict[int, Mesh]]] = {}
         self.patience = 0 if problem.ahead else 2000  # schedules for a bound
 
-    def bound(self, fixed: Fixed, free: Mapping[int, Table], budget: float) -> float:
-        """The fewest seconds where the free calls may take any mesh for the seconds of its size, or ``budget`` where it takes longer."""
+    def bound(self, fixed: Fixed, free: Mapping[int, Table], floor: float, budget: float) -> float:
+        """The fewest seconds, from ``floor`` to ``budget``, where free calls may take any mesh for the seconds of its size.
+
+        Packings that were found earlier are tried first: one that ends by ``floor`` saves the search.
+        """
         key = (tuple(sorted(fixed.items())), tuple(sorted(free.items())))
-        value, done = self._known.get(key, (0.0, False))
-        if not done and value < budget:
-            packing = _Packing(self, fixed, free, budget, None, frozenset())
-            value, done = packing.least_area(), True
-            if value < budget:
-                try:
-                    value, chosen = packing.run(self._effort.evaluations + self.patience)
-                    done = chosen is not None
-                except _OutOfPatienceError:
-                    pass
-            self._known[key] = value, done
-        return min(value, budget)
+        lower, upper = self._known.get(key, (-1.0, math.inf))
+        packing = _Packing(self, fixed, free, budget, None, frozenset())
+        if lower < 0:
+            lower = packing.least_area()
+        witnesses = self._witnesses.setdefault(tuple(free), [])
+        if max(lower, floor) < min(budget, upper):
+            upper = min([upper, *(packing.ends(meshes) for meshes in witnesses)])
+        if max(lower, floor) < min(budget, upper):
+            try:
+                found, chosen = packing.run(max(lower, floor), self._effort.evaluations + self.patience)
+                if chosen is not None:
+                    upper = min(upper, found)
+                    witnesses[:] = [chosen, *witnesses[:5]]
+                lower = max(lower, found) if found > max(lower, floor) else lower
+            except _OutOfPatienceError:
+                upper = lower
+        self._known[key] = lower, upper
+        return min(max(lower, floor), budget)
 
     def pack(
         self,
@@ -86,7 +96,7 @@ class Phase:
         """
         return _Packing(self, fixed, free, budget, seconds_on, taken).run()
 
-    def start_times(self, meshes: Sequence[Mesh | None], seconds: Sequence[float], until: float = float("inf")) -> float:
+    def start_times(self, meshes: Sequence[Mesh | None], seconds: Sequence[float], until: float = math.inf) -> float:
         self._effort.spend()
         if self._effort.evaluations > until:
             raise _OutOfPatienceError
@@ -116,14 +126,14 @@ class _Packing:
         for node, (mesh, seconds) in fixed.items():
             self._meshes[node], self._seconds[node] = mesh, seconds
         for node, table in free.items():
-            self._seconds[node] = min((seconds for _, seconds in table), default=float("inf"))
+            self._seconds[node] = min((seconds for _, seconds in table), default=math.inf)
         self._area = sum(mesh.count * seconds for mesh, seconds in fixed.values())
-        self._order = sorted(free, key=lambda node: -self._least(node, float("inf")))
+        self._order = sorted(free, key=lambda node: -self._least(node, math.inf))
         self._best, self._chosen = budget, None  # type: float, dict[int, Mesh] | None
 
     def _least(self, node: int, below: float) -> float:
         """Ranks times seconds that a call needs at least if it is to take less than so many seconds."""
-        return min((size * seconds for size, seconds in self._free[node] if seconds < below), default=float("inf"))
+        return min((size * seconds for size, seconds in self._free[node] if seconds < below), default=math.inf)
 
     def least_area(self) -> float:
         """The fewest seconds T of all ranks together that hold the ranks' seconds which each call needs if it is to end within T."""
@@ -140,8 +150,16 @@ class _Packing:
             value = min([need, *(seconds for seconds in steps if seconds > within)])
         return value
 
-    def run(self, until: float = float("inf")) -> tuple[float, dict[int, Mesh] | None]:
-        self._until = until
+    def ends(self, meshes: Mapping[int, Mesh]) -> float:
+        """Of a packing of the free calls."""
+        its, seconds = list(self._meshes), list(self._seconds)
+        for node, mesh in meshes.items():
+            its[node], seconds[node] = mesh, dict(self._free[node]).get(mesh.count, math.inf)
+        return self._phase.start_times(its, seconds) if max(seconds) < self._best else math.inf
+
+    def run(self, floor: float = -1.0, until: float = math.inf) -> tuple[float, dict[int, Mesh] | None]:
+        """Ends with the first packing that ends by ``floor``."""
+        self._until, self._floor = until, floor
         if max(self._seconds) < self._best:
             value = self._phase.start_times(self._meshes, self._seconds, until)
             if value < self._best:
@@ -169,7 +187,7 @@ class _Packing:
                 if end < self._best:
                     branches.append((end, size * seconds, mesh, seconds))
         for end, its, mesh, seconds in sorted(branches):
-            if end >= self._best:
+            if end >= self._best or self._best <= self._floor:
                 break
             self._meshes[node], self._seconds[node] = mesh, seconds
             self._descend(depth + 1, area + its, end)
