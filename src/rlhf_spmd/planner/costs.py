@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from rlhf_spmd.generation.config import GenerationConfig
 from rlhf_spmd.planner.machine import Machine
 from rlhf_spmd.planner.shape import Choices, ModelShape, Workload
 
@@ -26,7 +27,8 @@ LOGIT_BYTES = (
 SAMPLE_BYTES = 80  # for a logit on the way to a drawn token and its log-prob
 OPTIMIZER_BYTES = 50  # for a parameter in an optimizer step: norm, clipping, AdamW in fp32, the copy in half precision
 SUM_BYTES = 10  # to add a micro-batch's gradient of a parameter to the sum
-OUTSIDE = 6  # what a decode step starts outside of the layers (sampler, plan, embedding), against a layer
+PAGE = GenerationConfig.page_size  # of the cache; a row's last one is half full
+OUTSIDE = 5  # what a decode step starts outside of the layers (sampler, plan, embedding), against a layer
 
 
 @dataclass(frozen=True)
@@ -37,11 +39,11 @@ class Calibration:
     operations reach; ``launch``: seconds of the host to start the kernels of a layer, where no CUDA graph does; ``call``: seconds of a
     call that do not depend on its work. From Vidur's published H100 profiles, not fitted: ``matrix``: share of the peak that large
     matrix products reach; ``reads``: share of the memory's bandwidth at which weights, keys and values are read; ``link``: share of the
-    links' bandwidth that collectives reach; ``kernels``: seconds that the kernels of a layer take at least.
+    links' bandwidth that collectives reach; ``kernels``: seconds that a layer's products take beside, and its other kernels at least.
     """
 
-    memory: float = 0.65
-    launch: float = 0.64e-3
+    memory: float = 0.66
+    launch: float = 0.66e-3
     call: float = 1.7
     matrix: float = 0.76
     reads: float = 0.9
@@ -108,7 +110,7 @@ class _Rates:
         read = (
             np.minimum(shape.layer, shape.active * np.maximum(tokens, 1)) * self.itemsize / tp
         )  # of experts, those that are met
-        return np.maximum(2 * shape.active * tokens / tp / self.flops, read / self.reads)
+        return np.maximum(2 * shape.active * tokens / tp / self.flops, read / self.reads) + self.calibration.kernels
 
     def attention(self, tokens: Numbers, seen: Numbers) -> Numbers:
         """``seen``: tokens that one attends to, on average."""
@@ -118,7 +120,7 @@ class _Rates:
         shape, tp = self.shape, self.choices.tp
         cut = np.where(self.choices.sequence_parallel > 0, tp, 1)
         numbers = STREAM * shape.hidden / cut + (HEADS * (shape.queries + shape.keys) + COLUMNS * shape.intermediate) / tp
-        return tokens * numbers * self.itemsize / self.bytes
+        return np.maximum(tokens * numbers * self.itemsize / self.bytes, self.calibration.kernels)
 
     def head(self, tokens: Numbers, products: float, reads: float) -> Numbers:
         """Of a vocabulary: so many products of all tokens with it, and ``reads`` bytes for each logit."""
@@ -135,7 +137,7 @@ class _Rates:
     def forward(self, tokens: Numbers, seen: Numbers, drawn: Numbers) -> _Stages:
         """A forward pass over a micro-batch of ``tokens``, of which ``drawn`` have their log-probs taken."""
         layer = self.products(tokens) + self.attention(tokens, seen) + self.elementwise(tokens) + 2 * self.tp_sum(tokens)
-        layer = np.maximum(layer + self.calibration.kernels, self.calibration.launch)
+        layer = np.maximum(layer, self.calibration.launch)
         return self.through(layer, self.head(drawn, 1, LOGIT_BYTES), self.hand_over(tokens))
 
     def train(self, tokens: Numbers, seen: Numbers, drawn: Numbers) -> _Stages:
@@ -146,7 +148,7 @@ class _Rates:
         level, sliced = self.choices.checkpointing, self.choices.sequence_parallel
         again, full = level >= 1, level == 2
         layer = (3 + full) * self.products(tokens) + (3 + again) * (self.attention(tokens, seen) + self.elementwise(tokens))
-        layer = layer + (4 + full + sliced * (1 - full / 2)) * self.tp_sum(tokens) + (3 + again) * self.calibration.kernels
+        layer = layer + (4 + full + sliced * (1 - full / 2)) * self.tp_sum(tokens)
         layer = np.maximum(layer, (3 + again) * self.calibration.launch)
         layer = layer + self.shape.layer / self.choices.tp * SUM_BYTES / self.bytes
         return self.through(layer, self.head(drawn, 4, 3 * LOGIT_BYTES), 2 * self.hand_over(tokens))
@@ -177,7 +179,7 @@ class _Rates:
         lanes = np.minimum(self.choices.pp, np.maximum(rows, 1))
         rows = rows / lanes
         layer = self.products(rows) + self.elementwise(rows) + 2 * self.tp_sum(rows)
-        layer = layer + rows * context * held / self.layers / self.reads + calibration.kernels
+        layer = layer + rows * context * held / self.layers / self.reads
         layer = np.where(self.choices.graphs > 0, layer, np.maximum(layer, calibration.launch))
         logits = rows * self.shape.outputs
         head = self.head(rows, 1, 0) + logits * SAMPLE_BYTES / self.bytes + self.tp_ring.gather(logits * 4)
@@ -263,7 +265,7 @@ def generate_seconds(
 def rows_in_flight(shape: ModelShape, work: Workload, choices: Choices, machine: Machine, kv_bytes: Numbers) -> np.ndarray:
     """Rows of a replica that ``max_num_seqs`` and memory allow at once, [n]: a row of the average age, its part of a group's prompt."""
     lengths = np.array(work.responses)
-    tokens = work.prompt / work.group + (lengths**2).mean() / lengths.mean() / 2
+    tokens = work.prompt / work.group + (lengths**2).mean() / lengths.mean() / 2 + PAGE / 2
     fitting = kv_bytes / kv_bytes_per_token(shape, choices, machine.device.itemsize) / tokens
     return np.maximum(np.floor(np.minimum(fitting, choices.max_num_seqs)), 1)
 

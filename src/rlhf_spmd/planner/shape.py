@@ -56,12 +56,13 @@ def shape_of(spec: ModelSpec, head: str) -> ModelShape:
         part = name.split(".")[0]
         held[part] = held.get(part, 0) + int(np.prod(shard.shape))
     queries, keys = spec.num_attention_heads * spec.head_dim, spec.num_key_value_heads * spec.head_dim
-    columns = 0.0
+    columns = routers = 0.0
     for layer in range(spec.num_hidden_layers):
         experts = spec.experts_of(layer)
         columns += spec.intermediate_size if experts is None else experts.per_token * experts.intermediate_size
-    columns /= spec.num_hidden_layers
-    active = spec.hidden_size * (2 * queries + 2 * keys + 3 * columns)
+        routers += 0 if experts is None else experts.count
+    columns, routers = columns / spec.num_hidden_layers, routers / spec.num_hidden_layers
+    active = spec.hidden_size * (2 * queries + 2 * keys + 3 * columns + routers)
     outputs = 1 if head == "value" else spec.vocab_size if head in ("lm", "both") else 0
     return ModelShape(
         spec.num_hidden_layers,

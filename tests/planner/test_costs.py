@@ -1,0 +1,278 @@
+"""The cost model against counts of the code it models (FLOPs, bytes on ranks, the scheduler's steps) and against published calls."""
+
+from __future__ import annotations
+
+import math
+import runpy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine_runs import CONFIGS, build, next_token_loss
+from generators import row_of
+from places import ROOT
+from ranks import run_ranks
+from rlhf_spmd.generation.scheduler import Scheduler, SchedulerLimits
+from rlhf_spmd.generation.sequence import Interner
+from rlhf_spmd.models.spec import Experts, ModelSpec, read_spec
+from rlhf_spmd.models.weights import write_random_model
+from rlhf_spmd.parallel.collectives import RECORDER
+from rlhf_spmd.parallel.layout import Layout
+from rlhf_spmd.planner.costs import PAGE, Calibration, generate_seconds, infer_seconds, kv_bytes_per_token, train_seconds
+from rlhf_spmd.planner.machine import GPUS, Gpu, Machine
+from rlhf_spmd.planner.shape import CHECKPOINTING, Workload, choices, shape_of
+from rlhf_spmd.workers.engine import Packed
+from rlhf_spmd.workers.flops import forward_flops
+
+LLAMA = ModelSpec("llama", 1000, 256, 768, 8, 8, 4, 32)
+MIXED = replace(LLAMA, experts=Experts(16, 2, 384, True))
+IDEAL = Calibration(1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0)
+FREE = Gpu(math.inf, math.inf, math.inf, math.inf, math.inf, 0.0, 4, 0.0)  # what a test does not look at costs nothing
+
+
+def machine(size: int = 16, local_size: int = 8, network: float = math.inf, **rates: float) -> Machine:
+    return Machine(size, local_size, replace(FREE, **rates), (math.inf,) * size, network)
+
+
+def rows(number: int, length: float, **more: int) -> Workload:
+    """Without prompts: the head has all tokens, as in ``forward_flops``."""
+    return Workload(number, 0, (length,), **more)
+
+
+@pytest.mark.parametrize("spec", [LLAMA, MIXED], ids=["dense", "experts"])
+def test_flops_are_those_of_the_utilisation(spec: ModelSpec) -> None:
+    shape, work = shape_of(spec, "lm"), rows(64, 100)
+    how = choices([(1, 1, 1), (1, 1, 4), (1, 4, 2)], micro_tokens=[800])
+    found = infer_seconds(shape, work, how, machine(flops=1.0), IDEAL)
+    assert found == pytest.approx(forward_flops(spec, 6400, 100) / np.array([1, 4, 8]))
+    values = shape_of(spec, "value")
+    passes = forward_flops(spec, 6400, 100) - 6400 * 2 * spec.vocab_size * spec.hidden_size
+    for level, layers in enumerate((3, 3, 4)):  # selective checkpointing computes the attention again, no product
+        attention = 6400 * 2 * 100 * 8 * 256 if level == 1 else 0
+        found = train_seconds(values, work, choices([(1, 1, 1)], checkpointing=[level]), machine(flops=1.0), IDEAL)
+        assert found == pytest.approx(layers * passes + attention)
+
+
+def test_a_pipeline_takes_its_way_and_then_its_slowest_stage() -> None:
+    work, how = rows(32, 100), choices([(4, 1, 1)], micro_tokens=[400])  # 8 micro-batches
+    one = 4 * 2 * shape_of(LLAMA, "none").active * 100 + 4 * 2 * 100 * 8 * 32 * 100  # FLOPs of a layer
+    found = infer_seconds(shape_of(LLAMA, "value"), work, how, machine(flops=1.0), IDEAL)
+    assert found == pytest.approx(2 * one * (8 + 4 - 1))
+    head = 2 * 400 * 1000 * 256
+    found = infer_seconds(shape_of(LLAMA, "lm"), work, how, machine(flops=1.0), IDEAL)
+    assert found == pytest.approx(8 * one + head + 7 * (2 * one + head))
+    uneven = shape_of(replace(LLAMA, num_hidden_layers=7), "lm")  # 2, 2, 2, 1: the head evens it out
+    found = infer_seconds(uneven, work, how, machine(flops=1.0), IDEAL)
+    assert found == pytest.approx(7 * one + head + 7 * max(2 * one, one + head))
+    several = replace(work, mini_batches=4, epochs=3)  # 2 micro-batches each
+    found = train_seconds(shape_of(LLAMA, "value"), several, how, machine(flops=1.0), IDEAL)
+    assert found == pytest.approx(12 * 3 * 2 * one * (2 + 4 - 1))
+
+
+def test_rings_between_hosts_take_all_devices_of_a_host() -> None:
+    params = shape_of(LLAMA, "none").params
+    for tp, dp, rate in ((1, 8, 450.0), (1, 16, 400.0), (2, 8, 200.0), (8, 2, 50.0), (4, 2, 450.0)):
+        how = choices([(1, tp, dp)])
+        found = train_seconds(shape_of(LLAMA, "none"), rows(16, 10), how, machine(link=450.0, network=50.0), IDEAL)
+        sums = 4 * 8 * 2 * (tp - 1) / tp * (16 / dp * 10 * 256 * 4) / 450.0
+        assert found == pytest.approx(2 * (dp - 1) / dp * params / tp * 4 / rate + sums, rel=1e-6)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
+    """By the number of layers, with matrices that 2 divides."""
+    base: Path = tmp_path_factory.mktemp("models")
+    for layers in (2, 5):
+        write_random_model(base / str(layers), {**CONFIGS["untied"], "vocab_size": 40, "num_hidden_layers": layers}, seed=3)
+    return {layers: str(base / str(layers)) for layers in (2, 5)}
+
+
+ROWS, LENGTH, PARTS = 8, 32, 2  # of a replica, in two micro-batches
+
+
+def received(world: Any, path: str, layout: Layout, checkpointing: str, labels: tuple[str, ...]) -> int:
+    """Bytes that come to this rank in a training step under the labels (none: under all)."""
+    import torch
+
+    engine = build(world, path, layout, dtype=torch.float32, activation_checkpointing=checkpointing)
+    lengths = torch.full((ROWS // PARTS,), LENGTH)
+    batches = [Packed(torch.arange(int(lengths.sum())) % 40, lengths) for _ in range(PARTS)]
+    before = RECORDER.received.copy()
+    engine.forward_backward(batches, next_token_loss)
+    engine.optimizer_step()
+    return sum(number - before[label] for label, number in RECORDER.received.items() if not labels or label in labels)
+
+
+@pytest.mark.parametrize("sliced", [False, True], ids=["whole", "sequence parallel"])
+@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
+def test_bytes_of_tp_are_those_of_a_step(models: dict[int, str], checkpointing: str, sliced: bool) -> None:
+    """Those of three layers more: the embedding and the head, which send something too, are left out."""
+    layout = Layout(tp=2, sequence_parallel=sliced)
+    counted, found = {}, {}
+    for layers, path in models.items():
+        counted[layers] = run_ranks(2, received, path, layout, checkpointing, ())[0]
+        how = choices(
+            [(1, 2, 1)],
+            micro_tokens=[ROWS * LENGTH // PARTS],
+            checkpointing=[CHECKPOINTING.index(checkpointing)],
+            sequence_parallel=[int(sliced)],
+        )
+        found[layers] = train_seconds(shape_of(read_spec(path), "lm"), rows(ROWS, LENGTH), how, machine(link=1.0), IDEAL)[0]
+    assert found[5] - found[2] == pytest.approx(counted[5] - counted[2], rel=0.01)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_bytes_of_dp_are_those_of_a_step(models: dict[int, str], zero: int) -> None:
+    labels = ("gradients", "zero_parameters", "zero_gradients")
+    counted = run_ranks(2, received, models[5], Layout(dp=2, zero=zero), "none", labels)[0]
+    how = choices([(1, 1, 2)], micro_tokens=[ROWS * LENGTH // PARTS], zero=[zero])
+    found = train_seconds(shape_of(read_spec(models[5]), "lm"), rows(2 * ROWS, LENGTH), how, machine(link=1.0), IDEAL)
+    assert found == pytest.approx(counted, rel=0.01)
+
+
+def scheduled(work: Workload, flight: int, pages: int, layers: float, weights: float, token: float) -> float:
+    """Seconds of the scheduler's own steps: ``layers`` to start a step, ``weights`` for what it reads, ``token`` for each token that a
+    row has by then; prompts are free. Lengths are dealt so that any few rows have all of them."""
+    scheduler = Scheduler(SchedulerLimits(PAGE, pages, flight, 1 << 20))
+    order = np.random.default_rng(0).permutation(np.resize(work.responses, work.rows))
+    ends, interner = {}, Interner(PAGE)
+    for index, length in enumerate(order):
+        row = row_of(index, range(index * 1000, index * 1000 + int(work.prompt)), int(max(work.responses)))
+        row.contents = interner.contents(row.request.prompt_ids)
+        ends[row] = int(length)
+        scheduler.add(row)
+    seconds = 0.0
+    while not scheduler.finished:
+        step = scheduler.schedule()
+        drawing = [item.row for item in step.work if item.samples]
+        seconds += layers + weights + token * sum(row.length for row in drawing)
+        for row in drawing:
+            row.tokens.append(7)
+            row.stopped = row.num_new == ends[row]
+        scheduler.complete(step)
+    return seconds
+
+
+EVEN, UNEVEN = (256.0,), tuple(32.0 * k for k in range(1, 16, 2))
+
+
+@pytest.mark.parametrize("lengths", [EVEN, UNEVEN], ids=["even", "uneven"])
+@pytest.mark.parametrize(("number", "flight", "pages"), [(32, 64, 4000), (96, 32, 4000), (256, 16, 4000), (96, 96, 150)])
+def test_generation_takes_the_steps_of_the_scheduler(number: int, flight: int, pages: int, lengths: tuple[float, ...]) -> None:
+    """Without a limit, in waves by number, and in waves by memory."""
+    shape, work = shape_of(LLAMA, "none"), Workload(number, 192, lengths)
+    how = choices([(1, 1, 1)], max_num_seqs=[flight])
+    held = float(kv_bytes_per_token(shape, how, 4)[0])
+    assert held == 8 * 2 * 4 * 32 * 4
+    costs = replace(IDEAL, memory=math.inf, kernels=1e-3)
+    on = machine(bandwidth=1e9)
+    got = generate_seconds(shape, work, how, on, pages * PAGE * held, costs)[0]
+    prefill = 8 * (2e-3 + shape.layer * 4 / 1e9)
+    want = scheduled(work, flight, pages, 8 * 2e-3, shape.layer * 8 * 4 / 1e9, held / 1e9)
+    assert got - prefill == pytest.approx(want, rel=0.1)
+
+
+def test_graphs_and_lanes() -> None:
+    """The host starts layers one after the other, or a graph does; lanes of a pipeline take turns on each stage."""
+    shape, work = shape_of(LLAMA, "none"), Workload(64, 0, (100.0,))
+    slow = replace(IDEAL, launch=1e-3, kernels=1e-5)
+    how = choices([(1, 1, 1), (4, 1, 1)], graphs=[0, 1], max_num_seqs=[64])
+    eager, graphs, staged, both = generate_seconds(shape, work, how, machine(), math.inf, slow)
+    outside = 5 * 1e-3
+    assert eager == pytest.approx(100 * (8e-3 + outside) + 8e-3)
+    assert graphs == pytest.approx(100 * (16e-5 + outside) + 8e-3)
+    assert staged == pytest.approx(100 * 4 * (2e-3 + outside) + 8e-3)
+    assert both == pytest.approx(100 * 4 * (4e-5 + outside) + 8e-3)
+
+
+H100S = Machine(64, 8, GPUS["h100"], (GPUS["h100"].memory,) * 64, 50e9)
+LARGE = shape_of(ModelSpec("llama", 128256, 4096, 14336, 32, 32, 8, 128), "lm")
+LAYOUTS = st.tuples(st.sampled_from((1, 2, 4)), st.sampled_from((1, 2, 4, 8)), st.sampled_from((1, 2, 8)))
+
+
+def all_seconds(work: Workload, layout: tuple[int, int, int], on: Machine, kv_bytes: float = 2e10, **more: Any) -> np.ndarray:
+    """Of a call of each kind."""
+    how = choices([layout], **more)
+    return np.array(
+        [
+            infer_seconds(LARGE, work, how, on)[0],
+            train_seconds(LARGE, work, how, on)[0],
+            generate_seconds(LARGE, work, how, on, kv_bytes)[0],
+        ]
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(LAYOUTS, st.integers(0, 3), st.integers(0, 2), st.integers(0, 1), st.integers(4, 8), st.floats(1.01, 4))
+def test_more_work_takes_longer_and_a_better_machine_does_not(
+    layout: tuple[int, int, int], zero: int, level: int, sliced: int, size: int, factor: float
+) -> None:
+    how = {"zero": [zero], "checkpointing": [level], "sequence_parallel": [sliced], "max_num_seqs": [1 << size]}
+    work = Workload(256, 512, (100.0, 500.0, 1000.0), mini_batches=4)
+    least = all_seconds(work, layout, H100S, **how)
+    assert np.isfinite(least).all() and (least > 0).all()
+    assert (all_seconds(replace(work, rows=512), layout, H100S, **how) > least).all()
+    longer = replace(work, prompt=512 * factor, responses=tuple(length * factor for length in work.responses))
+    assert (all_seconds(longer, layout, H100S, **how) > least).all()
+    for key in ("flops", "bandwidth", "link"):
+        better = replace(H100S, device=replace(H100S.device, **{key: getattr(H100S.device, key) * factor}))
+        assert (all_seconds(work, layout, better, **how) <= least * (1 + 1e-9)).all(), key
+    assert (all_seconds(work, layout, replace(H100S, network=50e9 * factor), **how) <= least * (1 + 1e-9)).all()
+    assert all_seconds(work, layout, H100S, 2e10 * factor, **how)[2] <= least[2] * (1 + 1e-9)
+    again = {**how, "checkpointing": [min(level + 1, 2)]}
+    assert all_seconds(work, layout, H100S, **again)[1] >= least[1]
+    steps = all_seconds(replace(work, mini_batches=8), layout, H100S, **how)
+    assert steps[1] >= least[1] and steps[0] == least[0]
+
+
+def test_matrix_products_lose_with_small_slices_as_vidur_measured() -> None:
+    """Shares of the peak of an H100 in Vidur's profiles, of a layer of LLaMA-2 7B and 70B, by (tokens, tp)."""
+    measured = {
+        (4096, 4096, 11008, 32): {(4096, 1): 0.76, (4096, 2): 0.76, (4096, 4): 0.73, (4096, 8): 0.66, (512, 8): 0.37},
+        (8192, 8192, 28672, 8): {(4096, 1): 0.70, (4096, 2): 0.71, (4096, 4): 0.75, (4096, 8): 0.75, (512, 8): 0.61},
+    }
+    only = replace(IDEAL, matrix=Calibration().matrix, kernels=Calibration().kernels)
+    on = Machine(8, 8, replace(GPUS["h100"], link=math.inf, latency=0.0, bandwidth=math.inf), (0.0,) * 8, math.inf)
+    for (hidden, _, inner, kv), shares in measured.items():
+        shape = shape_of(ModelSpec("llama", 32000, hidden, inner, 1, hidden // 128, kv, 128), "none")
+        for (tokens, tp), share in shares.items():
+            how = choices([(1, tp, 1)], micro_tokens=[tokens])
+            products = infer_seconds(shape, rows(tokens, 1), how, on, only)[0] - only.kernels  # without the other kernels
+            found = 2 * shape.active * tokens / tp / 989e12 / products
+            assert found == pytest.approx(share, abs=0.07), (hidden, tokens, tp)
+
+
+def test_published_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ReaL's tables 4 to 6. The bounds are what a planner needs: which plan is better, and by how much."""
+    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "bench"))
+    bench = runpy.run_path(str(ROOT / "scripts" / "bench" / "planner.py"))
+    errors = np.abs(bench["errors"](Calibration()))
+    assert len(errors) == 14 and errors.mean() <= 0.08 and (errors <= 0.25).all()
+    ours = [bench["estimate"](call, Calibration()) for call in bench["REAL"]]
+    steps = {key: bench["BEYOND"] * bench["step_seconds"](ours, *key) for key in bench["STEPS"]}
+    assert sorted(steps, key=steps.get) == sorted(steps, key=bench["STEPS"].get)  # type: ignore[arg-type]
+    for key, seconds in bench["STEPS"].items():
+        assert steps[key] == pytest.approx(seconds, rel=0.1)
+    start = replace(Calibration(), memory=0.4, launch=1e-3, call=0.5)
+    again = bench["fit"](bench["REAL"], bench["FITTED"], start)
+    for name in bench["FITTED"]:  # the defaults are the fit, rounded
+        assert getattr(Calibration(), name) == pytest.approx(getattr(again, name), rel=0.05)
+
+
+def test_a_large_model_stays_within_reason() -> None:
+    """70B on 128 H100: training at 20 to 55 % of the peak, decoding not faster than weights and cache are read."""
+    spec = ModelSpec("llama", 128256, 8192, 28672, 80, 64, 8, 128)
+    shape, on = shape_of(spec, "lm"), replace(H100S, size=128, memory=H100S.memory * 2)
+    work = Workload(2048, 1024, (1024.0,), mini_batches=4)
+    how = choices([(4, 4, 8), (8, 4, 4), (4, 8, 4)], zero=[1], micro_tokens=[4096], sequence_parallel=[1])
+    share = 3 * forward_flops(spec, work.tokens, 2048) / (128 * 989e12) / train_seconds(shape, work, how, on)
+    assert ((share > 0.2) & (share < 0.55)).all(), share
+    decode = choices([(1, 8, 16)], graphs=[1], max_num_seqs=[256])
+    read = 1024 * (80 * shape.layer * 2 / 8 + 2048 / 16 * 512 * float(kv_bytes_per_token(shape, decode)[0])) / 3.35e12
+    found = generate_seconds(shape, Workload(2048, 0, (1024.0,)), decode, on, math.inf)[0]
+    assert 1.2 * read < found < 4.5 * read
