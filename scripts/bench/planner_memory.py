@@ -2,8 +2,8 @@
 
     python scripts/bench/planner_memory.py --out planner_memory.json [--only ppo]
 
-Random weights, random rows, two steps, one thread per rank. On CPUs ``memory/peak_gb`` is the most that a process had resident, with its
-libraries; what it has without a model comes from the same run with a tiny one, and is added to the prediction.
+Random weights, random rows, two steps, a thread per rank. On CPUs ``memory/peak_gb`` is the most that a process held resident, its
+libraries too; what it has without a model comes from the same run with a tiny one, and is added to the prediction.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ from rlhf_spmd.parallel.world import Launch, World, read_launch
 from rlhf_spmd.planner.placement import PlacementConfig
 from rlhf_spmd.rewards.config import RewardConfig, named_rewards, reward_key
 from rlhf_spmd.runtime import checks, roles
-from rlhf_spmd.runtime.memory import check_launch
+from rlhf_spmd.runtime.fitting import check_launch
 from rlhf_spmd.runtime.overview import describe
 from rlhf_spmd.runtime.placing import place
 from rlhf_spmd.runtime.plan_file import apply_plan, check_ranks
@@ -71,7 +71,7 @@ class TrainConfig:
 @dataclass(frozen=True)
 class Prepared:
     """A run that was checked: everything that is known before a process group exists. ``training`` and ``validation``: data sets
-    by stream. ``warnings``: lines that the run begins with."""
+    by stream. ``checkpointing``: see :class:`Build`. ``warnings``: lines that the run begins with."""
 
     config: TrainConfig
     algorithm: ModuleType
@@ -80,6 +80,7 @@ class Prepared:
     tokenizer: Any
     training: dict[str, TokenDataset]
     validation: dict[str, TokenDataset]
+    checkpointing: str = "none"
     warnings: tuple[str, ...] = ()
 
     @property
@@ -175,8 +176,10 @@ def prepare(
         reward.check_rows(reward_key(name), scored, places)
     roles.check_templates(plans, rewards, tokenizer, scored)
     ready = Prepared(config, module, plans, rewards, tokenizer, training, validation)
-    warning = None if launch is None else check_launch(ready, traced(), launch)
-    return ready if warning is None else replace(ready, warnings=(warning,))
+    if launch is None:
+        return ready
+    checkpointing, warning = check_launch(ready, traced(), launch)
+    return replace(ready, checkpointing=checkpointing, warnings=() if warning is None else (warning,))
 
 
 def describe_run(
@@ -285,6 +288,7 @@ def build_settings(ready: Prepared, controller: Controller, world: World) -> Bui
         exact_rollouts=checks.exact_rollouts(config, ready.plans),
         partial_rollouts=checks.in_flight(config) is not None,
         rollout_log_probs=algorithm.bypasses_log_probs,
+        checkpointing=ready.checkpointing,
     )
 
 

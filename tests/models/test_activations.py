@@ -142,7 +142,7 @@ def test_what_is_on_the_host_is_a_copy_and_parameters_stay() -> None:
 
 def test_unknown_values_are_refused() -> None:
     RoleConfig(activation_checkpointing="selective").check("models.actor")
-    with pytest.raises(ValueError, match="activation_checkpointing='true' is not known; allowed: none, selective"):
+    with pytest.raises(ValueError, match="activation_checkpointing='true' is not known; allowed: auto, none, selective"):
         RoleConfig(activation_checkpointing="true").check("models.actor")
 
 

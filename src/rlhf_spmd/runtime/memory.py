@@ -1,12 +1,10 @@
-"""Whether a run fits into its devices' memory, before anything is built, and what would make it fit. Pure, but for
-:func:`check_launch`."""
+"""What the ranks of a run need of their memory, from its plans and the calls of a step. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import ceil
 from typing import Any
 
 import numpy as np
@@ -14,19 +12,16 @@ import torch
 
 from rlhf_spmd.controller import Graph, ResourcePool
 from rlhf_spmd.data.prompts import PromptDataset, PromptsConfig
-from rlhf_spmd.kernels import Ops, can, model_device
-from rlhf_spmd.kernels.devices import total_bytes
+from rlhf_spmd.kernels import Ops, can
 from rlhf_spmd.kernels.exact import ExactOps
 from rlhf_spmd.models.activations import CHECKPOINTING
 from rlhf_spmd.parallel.layout import Grid, Layout
-from rlhf_spmd.parallel.world import Launch
 from rlhf_spmd.planner import memory as model
 from rlhf_spmd.planner.machine import GIB
 from rlhf_spmd.planner.shape import Choices, Workload, choices, shape_of
-from rlhf_spmd.runtime.placing import lay_out
 from rlhf_spmd.runtime.roles import RolePlan
 from rlhf_spmd.workers import JudgeWorker, ModelWorker
-from rlhf_spmd.workers.config import BatchLimits
+from rlhf_spmd.workers.config import BatchLimits, RoleConfig
 
 HOST_RESERVE = 0.5 * GIB  # of a rank on CPUs: the interpreter, torch, and what it has loaded
 
@@ -75,6 +70,11 @@ class MemoryReport:
         """[kinds], with the reserve."""
         calls = [model.total(parts) for parts in self.active.values()]
         return np.asarray(self.reserve + model.total(self.held) + (np.max(calls, 0) if calls else 0.0))
+
+    def judged(self, memory: Sequence[float] | float, rank: int | None) -> dict[int, float]:
+        """Kinds of ranks, or that of ``rank``, with the least bytes that ``memory`` says their devices have."""
+        there = np.broadcast_to(np.asarray(memory, dtype=float), 1 + max(ranks[-1] for ranks in self.ranks))
+        return {k: float(there[ranks].min()) for k, ranks in enumerate(self.ranks) if rank is None or rank in ranks}
 
     def largest(self, kind: int, most: int = 4) -> list[tuple[str, float]]:
         """What takes most at the peak of a kind of ranks: (words, bytes)."""
@@ -143,7 +143,7 @@ class _Home:
             [(layout.pp, layout.tp, layout.dp)],
             zero=(layout.zero if layout.dp > 1 else 0,),
             micro_tokens=(self.step.micro_tokens,),
-            checkpointing=(CHECKPOINTING.index(self.config.activation_checkpointing),),
+            checkpointing=(_level(self.config),),
             sequence_parallel=(int(layout.sequence_parallel),),
             max_num_seqs=(generation.max_num_seqs,),
             graphs=(int(not generation.enforce_eager),),
@@ -221,143 +221,6 @@ def step_facts(ready: Any, graph: Graph, device: torch.device) -> StepFacts:
     return StepFacts(graph, prompt, responses, config.algorithm.limits, device, config.placement.max_staleness)
 
 
-def check_launch(ready: Any, graph: Graph, launch: Launch) -> str | None:
-    """:func:`check_memory` of a run on this rank's device."""
-    facts = step_facts(ready, graph, model_device())
-    room = total_bytes(facts.device, launch.local_rank, launch.local_size)
-    return check_memory(ready.plans, facts, room, launch.local_size, launch.rank)
-
-
-def check_memory(
-    plans: Mapping[str, RolePlan], step: StepFacts, memory: Sequence[float] | float, local_size: int, rank: int | None = None
-) -> str | None:
-    """``memory``: bytes of each rank's device, or of all alike. ``rank``: the only one that is judged, by its own device.
-
-    Returns a line of warning where what is needed exceeds the memory by less than the model's error. Raises ValueError, one line,
-    where it exceeds it by more: which rank, what takes most, and the mildest settings by which it would fit.
-    """
-    report = measure(plans, step)
-    there = np.broadcast_to(np.asarray(memory, dtype=float), 1 + max(ranks[-1] for ranks in report.ranks))
-    least = np.array([there[ranks].min() for ranks in report.ranks])
-    judged = [k for k, ranks in enumerate(report.ranks) if rank is None or rank in ranks]
-    if not judged or all(report.peaks[k] <= least[k] for k in judged):
-        return None
-    kind = max(judged, key=lambda k: float(report.peaks[k] / least[k]))
-    peak, has = float(report.peaks[kind]), float(least[kind])
-    ranks, parts = report.ranks[kind], ", ".join(f"{name} {_gib(each)}" for name, each in report.largest(kind))
-    who = f"rank {ranks[0] if rank is None else rank}" + (f" (and {len(ranks) - 1} like it)" if len(ranks) > 1 else "")
-    needs = f"{who} would need {_gib(peak)} GiB of memory and has {_gib(has)}: {parts}, reserve {_gib(report.reserve)}"
-    if peak <= has * (1 + model.ERROR):
-        return f"{needs}; that may be too much"
-    raise ValueError(f"{needs}; {_remedy(plans, step, there, local_size)}")
-
-
-def _gib(size: float) -> str:
-    return f"{size / GIB:.1f}"
-
-
-Attempt = tuple[
-    Mapping[str, RolePlan], StepFacts, list[str]
-]  # plans and step with other settings, and these as they are written
-
-
-class _Ladder:
-    """What can be changed so that less memory is needed, in the order in which it is tried: rungs of each, mildest first."""
-
-    def __init__(self, plans: Mapping[str, RolePlan], step: StepFacts, local_size: int) -> None:
-        self.plans, self.step = plans, step
-        self.models = {role: plan for role, plan in plans.items() if plan.spec is not None}
-        self.trained = [role for role, plan in self.models.items() if plan.worker.trained]  # type: ignore[union-attr]
-        others = [role for role in self.models if role not in self.trained]
-        on_gpu = can(step.device).streams
-        budget, longest = step.limits.max_tokens, ceil(step.longest)
-        budgets = [budget >> n for n in range(1, 12) if budget >> n > longest] + [longest] * (longest < budget)
-        powers = [2**n for n in range(1, 12) if 2**n <= max(len(plan.pool.ranks) for plan in self.models.values())]
-        self.rungs: list[tuple[str, list[Any]]] = [
-            ("checkpointing", list(CHECKPOINTING[1:]) if self.trained else []),
-            ("budget", budgets if step.limits.rows is None else []),
-            ("zero", [(self.trained, 1), (self.trained, 2), (self.trained, 3), (list(self.models), 3)]),
-            ("offload", [(self.trained, []), (self.trained, others), (self.trained, list(self.models))] if on_gpu else []),
-            ("tp", [n for n in powers if n <= local_size]),
-            ("pp", powers),
-        ]
-
-    def attempt(self, at: Sequence[int]) -> Attempt:
-        """``at``: how many rungs up each is, 0: as it is set. Raises ValueError for settings that cannot be."""
-        plans, step, told = dict(self.plans), self.step, list[str]()
-        chosen = {name: rungs[up - 1] for (name, rungs), up in zip(self.rungs, at, strict=True) if up}
-
-        def set_(role: str, key: str, **values: Any) -> None:
-            config = plans[role].config
-            if key == "layout":
-                plans[role] = lay_out(role, plans[role], replace(config.layout, dp=None, **values))
-            elif key == "optim":
-                plans[role] = replace(plans[role], config=replace(config, optim=replace(config.optim, **values)))
-            else:
-                plans[role] = replace(plans[role], config=replace(config, **values))
-            where = f"models.{role}." + (f"{key}." if key else "")
-            told.extend(f"{where}{name}={str(value).lower()}" for name, value in values.items())
-
-        for role in self.trained if "checkpointing" in chosen else ():
-            if CHECKPOINTING.index(plans[role].config.activation_checkpointing) < CHECKPOINTING.index(chosen["checkpointing"]):
-                set_(role, "", activation_checkpointing=chosen["checkpointing"])
-        if "budget" in chosen:
-            step = replace(step, limits=replace(step.limits, max_tokens=chosen["budget"]))
-            told.append(f"{step.limits.where}={chosen['budget']}")
-        for key in ("tp", "pp"):
-            for role, plan in self.models.items() if key in chosen else ():
-                if getattr(plan.config.layout, key) < chosen[key]:
-                    set_(role, "layout", **{key: chosen[key]})
-        roles, stage = chosen.get("zero", ((), 0))
-        for role in roles:
-            layout = plans[role].shape.layout
-            if layout.zero < stage and layout.dp > 1:
-                set_(role, "layout", zero=stage)
-        of_optimizers, of_weights = chosen.get("offload", ((), ()))
-        for role in of_optimizers:
-            if not plans[role].config.optim.offload:
-                set_(role, "optim", offload=True)
-        for role in of_weights:
-            if not plans[role].config.offload:
-                set_(role, "", offload=True)
-        return plans, step, told
-
-
-def _remedy(plans: Mapping[str, RolePlan], step: StepFacts, memory: np.ndarray, local_size: int) -> str:
-    """The mildest settings on the ladder by which all ranks fit, or what is missing with all of them."""
-    ladder = _Ladder(plans, step, local_size)
-    tops = [len(rungs) for _, rungs in ladder.rungs]
-    missing: dict[float, float] = {}  # how much too much -> of how much, of attempts that do not fit
-
-    def fits(at: Sequence[int]) -> bool:
-        try:
-            tried, facts, _ = ladder.attempt(at)
-        except ValueError:
-            return False
-        report = measure(tried, facts)
-        over = max(float(peak - memory[ranks].min()) for peak, ranks in zip(report.peaks, report.ranks, strict=True))
-        if over > 0:
-            missing[over] = float(model.total(report.held).max())
-        return over <= 0
-
-    found = next((at for at in _upwards(tops) if fits(at)), None)
-    if found is None:
-        over = min(missing)
-        more = ceil(len(memory) * (missing[over] / max(missing[over] - over, missing[over] / 1024)))
-        return (
-            f"with checkpointing, small micro-batches, zero, offload, tp and pp {_gib(over)} GiB per rank are still missing: start "
-            f"about {max(more, len(memory) + 1)} ranks, or use devices with so much more memory"
-        )
-    for number in reversed(range(len(tops))):  # all before the last one were raised to their tops
-        found = next(at for up in range(found[number] + 1) if fits(at := (*found[:number], up, *found[number + 1 :])))
-    return f"it would fit with {' '.join(ladder.attempt(found)[2])}"
-
-
-def _upwards(tops: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Each alone, then all in their order, one after the other."""
-    for number, top in enumerate(tops):
-        for up in range(1, top + 1):
-            yield tuple(up if other == number else 0 for other in range(len(tops)))
-    for number, top in enumerate(tops):
-        for up in range(1, top + 1):
-            yield (*tops[:number], up, *(0,) * (len(tops) - number - 1))
+def _level(config: RoleConfig) -> int:
+    """Of checkpointing; 0 where that is undecided."""
+    return CHECKPOINTING.index("none" if config.activation_checkpointing == "auto" else config.activation_checkpointing)

@@ -19,6 +19,8 @@ def describe(ready: Any, world: World) -> str:
     rows = ", ".join(data.summary() for data in ready.training.values())
     lines = [f"{ready.config.run.name}: {ready.config.algorithm.name} on {world.size} rank(s), {rows}"]
     lines += [f"  warning: {line}" for line in ready.warnings]
+    if ready.checkpointing != "none":
+        lines.append(f"  activation_checkpointing auto: {ready.checkpointing}, so that activations fit into memory")
     prompts = [data for data in ready.training.values() if isinstance(data, PromptDataset)]
     if any(reward.function for reward in ready.rewards.values()) and all(
         r["answer"] is None for data in prompts for r in data.examples()

@@ -53,7 +53,8 @@ class RoleConfig(ComputeConfig):
 
     ``pool`` is a name in ``placement.pools``. With bfloat16 parameters ``optim.master_weights`` keeps float32 copies beside the
     optimizer states. ``generation`` counts for the actor and for judges.
-    ``activation_checkpointing``: none, selective or full; ``activation_offload``: what is kept for the backward pass lies in host
+    ``activation_checkpointing``: none, selective or full; auto: the first of these with which the run should fit into memory;
+    ``activation_offload``: what is kept for the backward pass lies in host
     memory. Both: see ``Decoder.keep_activations``. ``offload``: between the role's calls its weights rest in host memory, pinned on
     GPUs; what the optimizer keeps has ``optim.offload``. ``prefetch``: they come back while the call before it computes.
     """
@@ -62,7 +63,7 @@ class RoleConfig(ComputeConfig):
     random_init: bool = False
     pool: str | None = None
     layout: LayoutConfig = field(default_factory=LayoutConfig)
-    activation_checkpointing: str = "none"
+    activation_checkpointing: str = "auto"
     activation_offload: bool = False
     optim: OptimConfig = field(default_factory=OptimConfig)
     generation: GenerationConfig = field(default_factory=GenerationConfig)
@@ -76,10 +77,10 @@ class RoleConfig(ComputeConfig):
             raise ValueError(
                 f"{where}.prefetch=true brings weights back from host memory, and {where}.offload is false; leave it out"
             )
-        if self.activation_checkpointing not in CHECKPOINTING:
+        if self.activation_checkpointing not in ("auto", *CHECKPOINTING):
             raise ValueError(
                 f"{where}.activation_checkpointing={self.activation_checkpointing!r} is not known; "
-                f"allowed: {', '.join(CHECKPOINTING)}"
+                f"allowed: auto, {', '.join(CHECKPOINTING)}"
             )
 
 

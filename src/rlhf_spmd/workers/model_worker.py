@@ -25,6 +25,7 @@ from rlhf_spmd.controller import (
 from rlhf_spmd.data.balance import micro_batches_by_count, micro_batches_by_tokens
 from rlhf_spmd.data.batch import Batch, Ragged
 from rlhf_spmd.environments.config import EnvironmentConfig
+from rlhf_spmd.models.activations import CHECKPOINTING
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.parallel.boxes import ParamShard
@@ -60,6 +61,7 @@ class Build:
     ``max_prompt_length`` and ``max_response_length``: limits of sampling, 0: none is known. ``exact_rollouts``: generation's
     log-probs are training's, bit for bit. ``partial_rollouts``: rows may cross steps. ``rollout_log_probs``: the old
     log-probs are always generation's.
+    ``checkpointing``: what ``activation_checkpointing=auto`` comes to by this rank's memory.
     ``serves``: the worker is a twin that serves this method, with weights on loan and without an optimizer.
     """
 
@@ -78,6 +80,7 @@ class Build:
     exact_rollouts: bool = False
     partial_rollouts: bool = False
     rollout_log_probs: bool = False
+    checkpointing: str = "none"
     serves: str | None = None
 
 
@@ -111,7 +114,7 @@ class ModelWorker(Worker):
                 config.optim if self.trained and build.serves is None else None,
                 dtype=config.torch_dtype(self.device),
                 device=self.device,
-                activation_checkpointing=config.activation_checkpointing,
+                activation_checkpointing=self._checkpointing(),
                 activation_offload=config.activation_offload,
                 attention=config.attention,
                 seed=build.seed,
@@ -124,6 +127,16 @@ class ModelWorker(Worker):
                 self.resting.offload()
                 self.prefetches = config.prefetch
         self.build_more()
+
+    def _checkpointing(self) -> str:
+        """What is configured, or by ``auto`` the most that one of the role's ranks needs: they must recompute alike.
+
+        Collective over the pool: every rank of it must call, in program order.
+        """
+        if self.config.activation_checkpointing != "auto" or not self.trained or self.build.serves is not None:
+            return self.config.activation_checkpointing
+        level = torch.tensor([CHECKPOINTING.index(self.build.checkpointing)], device=self.device)
+        return CHECKPOINTING[int(self.mesh.pool.all_reduce(level, "control", "max"))]
 
     def build_more(self) -> None:
         """What a subclass needs besides, at the end of construction: called on every rank of the world, in program order."""

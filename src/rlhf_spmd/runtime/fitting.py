@@ -1,0 +1,165 @@
+"""Whether a run fits into its devices' memory, before anything is built, and what would make it fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from math import ceil
+from typing import Any
+
+from rlhf_spmd.controller import Graph
+from rlhf_spmd.kernels import can, model_device
+from rlhf_spmd.kernels.devices import total_bytes
+from rlhf_spmd.models.activations import CHECKPOINTING
+from rlhf_spmd.parallel.world import Launch
+from rlhf_spmd.planner import memory as model
+from rlhf_spmd.planner.machine import GIB
+from rlhf_spmd.runtime.memory import StepFacts, measure, step_facts
+from rlhf_spmd.runtime.placing import lay_out
+from rlhf_spmd.runtime.roles import RolePlan
+
+Plans = Mapping[str, RolePlan]
+Setting = tuple[str | None, str, Any]  # role, or None: of the algorithm; key; value
+
+
+def check_launch(ready: Any, graph: Graph, launch: Launch) -> tuple[str, str | None]:
+    """:func:`decide_checkpointing` and :func:`check_memory` of a checked run on this rank's device."""
+    facts = step_facts(ready, graph, model_device())
+    room = total_bytes(facts.device, launch.local_rank, launch.local_size)
+    chosen = decide_checkpointing(ready.plans, facts, room, launch.rank)
+    return chosen, check_memory(with_checkpointing(ready.plans, chosen), facts, room, launch.local_size, launch.rank)
+
+
+def with_checkpointing(plans: Plans, chosen: str) -> dict[str, RolePlan]:
+    """``chosen`` in place of ``activation_checkpointing=auto``."""
+    auto = {role: plan for role, plan in plans.items() if plan.config.activation_checkpointing == "auto"}
+    return {**plans, **{role: _set(plan, "activation_checkpointing", chosen) for role, plan in auto.items()}}
+
+
+def decide_checkpointing(plans: Plans, step: StepFacts, memory: Sequence[float] | float, rank: int | None = None) -> str:
+    """The least that ``auto`` may come to so that the ranks fit, or ``rank`` does; arguments of :func:`check_memory`."""
+    for chosen in CHECKPOINTING[:-1]:
+        report = measure(with_checkpointing(plans, chosen), step)
+        if all(report.peaks[k] <= least for k, least in report.judged(memory, rank).items()):
+            return chosen
+    return CHECKPOINTING[-1]
+
+
+def check_memory(
+    plans: Plans, step: StepFacts, memory: Sequence[float] | float, local_size: int, rank: int | None = None
+) -> str | None:
+    """``memory``: bytes of each rank's device, or of all alike. ``rank``: the only one that is judged, by its own device.
+
+    Returns a line of warning where what is needed exceeds the memory by less than the model's error. Raises ValueError, one line,
+    where it exceeds it by more: which rank, what takes most, and the mildest settings by which all would fit.
+    """
+    report = measure(plans, step)
+    judged = report.judged(memory, rank)
+    kind = max(judged, key=lambda k: float(report.peaks[k]) / judged[k])
+    peak, has, ranks = float(report.peaks[kind]), judged[kind], report.ranks[kind]
+    if peak <= has:
+        return None
+    who = f"rank {ranks[0] if rank is None else rank}" + (f" (and {len(ranks) - 1} like it)" if len(ranks) > 1 else "")
+    parts = ", ".join(f"{name} {_gib(size)}" for name, size in report.largest(kind))
+    needs = f"{who} would need {_gib(peak)} GiB of memory and has {_gib(has)}: {parts}, reserve {_gib(report.reserve)}"
+    if peak <= has * (1 + model.ERROR):
+        return f"{needs}; that may be too much"
+    raise ValueError(f"{needs}; {_remedy(plans, step, memory, local_size)}")
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.1f}"
+
+
+def _remedy(plans: Plans, step: StepFacts, memory: Sequence[float] | float, local_size: int) -> str:
+    """The mildest settings by which all ranks fit, or what is missing with all of them."""
+    ladders = _ladders(plans, step, local_size)
+    tops, missing = [len(ladder) for ladder in ladders], dict[float, float]()
+
+    def settings(at: Sequence[int]) -> list[Setting]:
+        return [one for ladder, up in zip(ladders, at, strict=True) if up for one in ladder[up - 1]]
+
+    def fits(at: Sequence[int]) -> bool:
+        try:
+            report = measure(*_changed(plans, step, settings(at)))
+        except ValueError:  # that cannot be
+            return False
+        over = max(float(report.peaks[k]) - least for k, least in report.judged(memory, None).items())
+        missing[over] = float(model.total(report.held).max())
+        return over <= 0
+
+    found = next((at for at in _upwards(tops) if fits(at)), None)
+    if found is None:
+        over, size = min(missing), max(ranks[-1] for ranks in measure(plans, step).ranks) + 1
+        more = ceil(size * missing[over] / (missing[over] - over)) if over < missing[over] else 0
+        return (
+            f"also with checkpointing, small micro-batches, zero, offload, tp and pp {_gib(over)} GiB per rank are missing: "
+            + (f"start about {more} ranks, or " if more else "")
+            + "use devices with more memory"
+        )
+    for number in reversed(range(len(tops))):  # all before the last one were raised to their tops
+        found = next(at for up in range(found[number] + 1) if fits(at := (*found[:number], up, *found[number + 1 :])))
+    words = (f"models.{role}.{key}" if role else key for role, key, _ in settings(found))
+    values = (str("null" if value is None else value).lower() for *_, value in settings(found))
+    return "it would fit with " + " ".join(map("=".join, zip(words, values, strict=True)))
+
+
+def _upwards(tops: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Each by itself, then one after the other beside all that stand before it."""
+    for beside in (False, True):
+        for number, top in enumerate(tops):
+            for up in range(1, top + 1):
+                yield (*(tops[:number] if beside else [0] * number), up, *[0] * (len(tops) - number - 1))
+
+
+def _ladders(plans: Plans, step: StepFacts, local_size: int) -> list[list[list[Setting]]]:
+    """What can be changed so that less memory is needed, in the order in which it is tried: of each its rungs, mildest first."""
+    models = {role: plan for role, plan in plans.items() if plan.spec is not None}
+    trained = [role for role, plan in models.items() if plan.worker.trained]  # type: ignore[union-attr]
+    others = [role for role in models if role not in trained]
+
+    def rung(roles: Sequence[str], key: str, value: Any) -> list[Setting]:
+        """For those of ``roles`` that are below it."""
+        scale = ["auto", *CHECKPOINTING].index if isinstance(value, str) else int
+        found = [role for role in roles if scale(_get(models[role], key)) < scale(value)]
+        freed = [role for role in found if key in ("layout.tp", "layout.pp") and models[role].config.layout.dp is not None]
+        return [*((role, "layout.dp", None) for role in freed), *((role, key, value) for role in found)]
+
+    budget, longest = step.limits.max_tokens, ceil(step.longest)
+    budgets = [budget >> n for n in range(1, 12) if budget >> n > longest] + [longest] * (longest < budget)
+    split = [role for role in models if models[role].shape.layout.dp > 1]
+    zero = [rung([role for role in split if role in trained], "layout.zero", stage) for stage in (1, 2, 3)]
+    states, powers = rung(trained, "optim.offload", True), [2**n for n in range(1, 11)]
+    largest = max(len(plan.pool.ranks) for plan in models.values())
+    return [
+        [rung(trained, "activation_checkpointing", level) for level in CHECKPOINTING[1:]],
+        [[(None, step.limits.where, tokens)] for tokens in budgets] if step.limits.rows is None else [],
+        [*zero, rung(split, "layout.zero", 3)],
+        [[*states, *rung(roles, "offload", True)] for roles in ([], others, list(models))] if can(step.device).streams else [],
+        [rung(list(models), "layout.tp", n) for n in powers if n <= local_size],
+        [rung(list(models), "layout.pp", n) for n in powers if n <= largest],
+    ]
+
+
+def _get(plan: RolePlan, key: str) -> Any:
+    section, _, name = key.rpartition(".")
+    return getattr(getattr(plan.config, section) if section else plan.config, name)
+
+
+def _set(plan: RolePlan, key: str, value: Any) -> RolePlan:
+    section, _, name = key.rpartition(".")
+    changed = {section: replace(getattr(plan.config, section), **{name: value})} if section else {name: value}
+    return replace(plan, config=replace(plan.config, **changed))
+
+
+def _changed(plans: Plans, step: StepFacts, settings: Sequence[Setting]) -> tuple[dict[str, RolePlan], StepFacts]:
+    """Raises ValueError for layouts that cannot be."""
+    found = dict(plans)
+    for role, key, value in settings:
+        if role is None:
+            step = replace(step, limits=replace(step.limits, max_tokens=value))
+        else:
+            found[role] = _set(found[role], key, value)
+    for role in {role for role, key, _ in settings if role and key.startswith("layout.")}:
+        found[role] = lay_out(role, found[role], found[role].config.layout)
+    return found, step
