@@ -30,7 +30,8 @@ from rlhf_spmd.planner.search import Found
 from rlhf_spmd.planner.shape import Workload
 from rlhf_spmd.planner.simulate import simulate
 from rlhf_spmd.runtime import outline, planning
-from rlhf_spmd.runtime.memory import StepFacts, check_memory
+from rlhf_spmd.runtime.fitting import check_memory, decide_checkpointing, with_checkpointing
+from rlhf_spmd.runtime.memory import StepFacts
 from rlhf_spmd.runtime.placing import place
 from rlhf_spmd.runtime.plan_file import PlanFile, read_plan
 from rlhf_spmd.runtime.plan_page import compare, measured_seconds, page, read_trace
@@ -124,6 +125,7 @@ def evaluate(run: Run, machine: Machine, times: planning.Times) -> planning.Plan
         device = torch.device("cpu" if machine.device.on_host else "cuda")
         limits, ahead = config.algorithm.limits, config.placement.max_staleness
         step = StepFacts(run.graph, run.work.prompt, run.work.responses, limits, device, ahead)
+        plans = with_checkpointing(plans, decide_checkpointing(plans, step, machine.memory))
         try:
             verdict = check_memory(plans, step, machine.memory, machine.local_size)
         except ValueError as error:

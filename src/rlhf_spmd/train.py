@@ -31,19 +31,21 @@ from rlhf_spmd.environments.config import EnvironmentConfig
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.parallel.program import ProgramContext, ProgramSettings, read_command_line, run_program
 from rlhf_spmd.parallel.world import Launch, World, read_launch
-from rlhf_spmd.planner.placement import PlacementConfig
+from rlhf_spmd.planner.placement import AUTO, PlacementConfig
 from rlhf_spmd.rewards.config import RewardConfig, named_rewards, reward_key
-from rlhf_spmd.runtime import checks, roles
+from rlhf_spmd.runtime import checks, outline, roles
+from rlhf_spmd.runtime.auto import plan_run
 from rlhf_spmd.runtime.fitting import check_launch
 from rlhf_spmd.runtime.overview import describe
 from rlhf_spmd.runtime.placing import place
-from rlhf_spmd.runtime.plan_file import apply_plan, check_ranks
+from rlhf_spmd.runtime.plan_file import PlanFile, apply_plan, check_ranks, read_plan
 from rlhf_spmd.runtime.restart import restore, role_states
+from rlhf_spmd.runtime.reward_roles import rewarded_roles, with_templates
 from rlhf_spmd.runtime.session import RunConfig, Session, run_dir_hint, start_controller
 from rlhf_spmd.runtime.streams import Data, InFlightStream, RowStream, ValidationRows
 from rlhf_spmd.runtime.trace import trace_step
 from rlhf_spmd.telemetry.logger import LoggerConfig
-from rlhf_spmd.workers import Build, RewardWorker, RoleClass, RoleConfig
+from rlhf_spmd.workers import Build, RoleConfig
 
 VALIDATION_SEED = 1_000_003  # validation draws other numbers than training
 
@@ -97,10 +99,14 @@ class Prepared:
 
 
 def read_config(
-    path: str | None, overrides: Sequence[str], default: str = "ppo", more: Mapping[str, Any] = MappingProxyType({})
+    path: str | None,
+    overrides: Sequence[str],
+    default: str = "ppo",
+    more: Mapping[str, Any] = MappingProxyType({}),
+    planned: PlanFile | None = None,
 ) -> tuple[TrainConfig, ModuleType]:
-    """The checked configuration and the algorithm's module. ``more``: sections besides, or of other types. Raises ConfigError, one
-    line."""
+    """The checked configuration and the algorithm's module. ``more``: sections besides, or of other types. ``planned``: a plan, which
+    goes over the file. Raises ConfigError, one line."""
     chosen: list[ModuleType] = []
 
     def sections(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -125,7 +131,11 @@ def read_config(
         data = {s.key: None if s.optional and raw.get(s.key) is None else s.config for s in streams}
         return {"algorithm": config, **data, **more}
 
-    config = load(TrainConfig, path, overrides, sections, (lambda file, whole: file) if more else apply_plan)
+    def revise(file: dict[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
+        plan = planned or (read_plan(str(whole["plan"])) if not more and whole.get("plan") is not None else None)
+        return file if plan is None else apply_plan(file, plan)
+
+    config = load(TrainConfig, path, overrides, sections, revise)
     check_tree(config)
     return config, chosen[0]
 
@@ -137,13 +147,14 @@ def prepare(
     default: str = "ppo",
     local_size: int | None = None,
     launch: Launch | None = None,
+    planned: PlanFile | None = None,
 ) -> Prepared:
     """Read and check configuration, models' configurations, tokenizer and data. ``local_size``: ranks of a host, by default all.
-    ``launch``: of this rank, on whose device the run has to fit. Local: no communication.
+    ``launch``: of this rank, on whose device the run has to fit. ``planned``: see :func:`read_config`. Local: no communication.
 
     Raises ConfigError, ValueError or DataError, one line each.
     """
-    config, module = read_config(path, overrides, default)
+    config, module = read_config(path, overrides, default, planned=planned)
     check_ranks(config.plan, world_size)
     config, epochs = check_duration(config)
     algorithm: AlgorithmConfig = config.algorithm
@@ -152,6 +163,11 @@ def prepare(
     described = roles.find_text_readers(described, rewards, algorithm.exported, tokenizer)
     read = cache(lambda: read_data(config, sections, tokenizer, described))
     traced = cache(lambda: trace(Prepared(config, module, described, rewards, tokenizer, *read())))
+    if config.placement.strategy == AUTO:
+        work = outline.usual_rows(next(iter(sections.values())), config.sampling.n, read()[0])
+        planned = plan_run(config, traced(), described, work, world_size, local_size or world_size)
+        rest = [one for one in overrides if not one.startswith(("placement.strategy=", "placement.profile="))]
+        return prepare(path, rest, world_size, default, local_size, launch, planned)
     plans = place(described, config.placement, world_size, local_size or world_size, traced)
     ahead = checks.in_flight(config) is not None
     for plan in plans.values():
@@ -212,36 +228,6 @@ def check_duration(config: TrainConfig) -> tuple[TrainConfig, float | None]:
 def with_steps(config: TrainConfig, steps: int) -> TrainConfig:
     """As if ``run.steps`` had been given in place of ``data.epochs``, which ``config.yaml`` could not have both."""
     return replace(config, run=replace(config.run, steps=steps), data=replace(config.data, epochs=None))
-
-
-def rewarded_roles(
-    algorithm: AlgorithmConfig, sections: Mapping[str, Any], rewards: Mapping[str, RewardConfig], given: bool
-) -> dict[str, RoleClass]:
-    """The algorithm's roles, without those that score responses where there are no prompts, or no reward and need of one.
-
-    Raises ValueError.
-    """
-    if any(isinstance(data, PromptsConfig) for data in sections.values()) and (algorithm.needs_reward or given):
-        return dict(algorithm.roles)
-    if rewards:
-        missing = next(iter(s.key for s in algorithm.streams.values() if issubclass(s.config, PromptsConfig)), None)
-        remedy = f"give {missing}.path, or leave the reward out" if missing else "leave it out"
-        raise ValueError(f"{reward_key(next(iter(rewards)))} scores responses to prompts, and there are none: {remedy}")
-    exported = algorithm.exported
-    return {role: kind for role, kind in algorithm.roles.items() if role == exported or not issubclass(kind, RewardWorker)}
-
-
-def with_templates(
-    plans: Mapping[str, roles.RolePlan], rewards: Mapping[str, RewardConfig], sections: Mapping[str, Any]
-) -> dict[str, RewardConfig]:
-    """The settings of every reward role. Where text prompts go to the actor through a template, they do to reward models, too."""
-    found = {role: rewards.get(role, RewardConfig()) for role, plan in plans.items() if issubclass(plan.worker, RewardWorker)}
-    if any(isinstance(data, PromptsConfig) and data.apply_chat_template is True for data in sections.values()):
-        found = {
-            role: replace(one, apply_chat_template=True) if one.apply_chat_template == "auto" and one.judge is None else one
-            for role, one in found.items()
-        }
-    return found
 
 
 def read_data(

@@ -12,10 +12,13 @@ from rlhf_spmd.config.schema import nearest
 from rlhf_spmd.controller import Graph, ResourcePool
 from rlhf_spmd.planner.cluster import Assignment, Cluster, PlacementError, RoleFacts
 
+AUTO = "auto"
+
 
 @dataclass(frozen=True)
 class PlacementConfig:
-    """``placement``. ``strategy``: a module of ``planner.strategies``, or the dotted name of one's own.
+    """``placement``. ``strategy``: a module of ``planner.strategies``, or the dotted name of one's own, or "auto": the run plans
+    itself, with times of formulas, or of ``profile``, a file that ``plan profile`` wrote.
 
     ``pools``: name -> ranks, for roles whose ``pool`` names one of them; that goes before the strategy. ``ratios``: role, or
     ``role.method``, -> the share of the ranks that the strategy is to give it. ``max_staleness``: steps that generation, on ranks of
@@ -31,11 +34,19 @@ class PlacementConfig:
     max_staleness: int = 0
     speeds: list[float] = field(default_factory=list)
     stream: int = 1
+    profile: str | None = None
 
     def check(self, where: str) -> None:
         check_bounds(self, where, "max_staleness", least=0)
         check_bounds(self, where, "stream", least=1)
-        find(f"{where}.strategy", "rlhf_spmd.planner.strategies", self.strategy, exports="place")
+        if self.strategy != AUTO:
+            find(f"{where}.strategy", "rlhf_spmd.planner.strategies", self.strategy, exports="place")
+            if self.profile is not None:
+                raise ValueError(
+                    f"{where}.profile={self.profile} is for {where}.strategy=auto, and that is {self.strategy}; leave it out"
+                )
+        elif self.pools or self.ratios:
+            raise ValueError(f"{where}.strategy=auto chooses pools and ratios by itself; leave {where}.pools and ratios out")
         for name, ratio in self.ratios.items():
             if not 0 < ratio <= 1:
                 raise ValueError(f"{where}.ratios.{name}={ratio}: a share of the ranks must be above 0 and at most 1")

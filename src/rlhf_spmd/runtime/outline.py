@@ -16,7 +16,7 @@ from typing import Any
 from rlhf_spmd.config.bounds import check_bounds
 from rlhf_spmd.data.dataset import DatasetConfig, TokenDataset, joined
 from rlhf_spmd.data.files import Row
-from rlhf_spmd.data.prompts import PromptsConfig
+from rlhf_spmd.data.prompts import PromptDataset, PromptsConfig
 from rlhf_spmd.planner.shape import Workload
 from rlhf_spmd.workers import RoleConfig
 
@@ -68,6 +68,13 @@ class WorkloadConfig:
             prompt, longest = section.max_length / 2, section.max_length / 2
         responses = tuple(self.response_lengths) or (longest,)
         return Workload(0, float(self.prompt_length or prompt), responses, group=n)
+
+
+def usual_rows(section: Any, n: int, training: Mapping[str, TokenDataset]) -> Workload:
+    """Lengths of a run's rows: of prompts as they are on average, of responses the limit."""
+    work = WorkloadConfig().of(section, n)
+    prompts = [data for data in training.values() if isinstance(data, PromptDataset)]
+    return replace(work, prompt=float(prompts[0].lengths.double().mean())) if prompts else work
 
 
 class CharacterTokenizer:

@@ -164,13 +164,10 @@ def read_plan(path: str) -> PlanFile:
     return PlanFile(size, int(raw.get("local_size", size)), raw.get("algorithm") or {}, calls, told)
 
 
-def apply_plan(file: dict[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration ``file`` with what the plan says that ``whole["plan"]`` names: placement and layouts are the plan's alone, of
-    other settings those that it gives. Raises ConfigError."""
-    path = whole.get("plan")
-    if path is None:
-        return file
-    settings = read_plan(str(path)).settings()
+def apply_plan(file: dict[str, Any], plan: PlanFile) -> dict[str, Any]:
+    """The configuration ``file`` with what the plan says: placement and layouts are the plan's alone, of other settings those that it
+    gives."""
+    settings = plan.settings()
     models = dict(file.get("models") or {})
     for role, planned in settings["models"].items():
         own = dict(models.get(role) or {})
