@@ -97,7 +97,7 @@ def _measure(
         engine = TrainEngine(cut, None, head, mesh, OptimConfig(), dtype=dtype, device=world.device)
         times = taken[layers] = {"forward": [], "both": [], "decode": []}
         for count in counts:
-            batch = Packed(torch.randint(spec.vocab_size, (count * length,), device=world.device), torch.full((count,), length))
+            batch = Packed(_tokens(spec, count * length).to(world.device), torch.full((count,), length))
             times["forward"].append(_seconds(world, partial(engine.forward, [batch], partial(_outputs, head))))
             times["both"].append(_seconds(world, partial(engine.forward_backward, [batch], partial(_loss, head))))
         own = sum(tensor.numel() for tensor in engine.local_tensors().values())
@@ -143,12 +143,17 @@ def _decoding(world: World, generator: Generator, spec: ModelSpec, work: Workloa
     sampling = SamplingConfig(ignore_eos=True)
 
     def generate(tokens: int) -> None:
-        prompts = torch.randint(spec.vocab_size, (rows, context)).tolist()
+        prompts = _tokens(spec, rows, context).tolist()
         requests = [Request(i, i, prompt, tokens) for i, prompt in enumerate(prompts)]
         generator.generate(requests, sampling, 0, 0)
 
     one, more = (_seconds(world, partial(generate, tokens)) for tokens in (1, 1 + NEW_TOKENS))
     return max(more - one, 1e-9) / NEW_TOKENS
+
+
+def _tokens(spec: ModelSpec, *sizes: int) -> Tensor:
+    """The same on the ranks of a tp group, in every call."""
+    return torch.randint(spec.vocab_size, sizes, generator=torch.Generator().manual_seed(0))
 
 
 def _outputs(head: str, decoder: Decoder, hidden: Tensor, batch: Packed) -> Tensor:
