@@ -31,7 +31,7 @@ from rlhf_spmd.workers.flops import matmul_rate
 from rlhf_spmd.workers.optimizer import OptimConfig
 
 FEW, MORE = 1, 5  # layers; what a layer takes is the difference
-NEW_TOKENS, REPEATS = 16, 3
+NEW_TOKENS, REPEATS = 24, 3
 MESSAGE = 1 << 22  # elements
 
 
@@ -87,7 +87,7 @@ def _measure(
     """Times of a layer, and seconds of the update per parameter."""
     first = world.rank // tp * tp  # each tp group by itself: no sums over dp in what is measured
     mesh = build_mesh(world, range(first, first + tp), Layout(tp=tp))
-    length = round(work.length)
+    length, share = round(work.length), work.response / work.length
     counts = _powers(max(min(max_tokens // length, work.rows), 1))
     rows = _powers(min(max(work.rows * tp // world.size, 1), GenerationConfig().max_num_seqs))
     taken: dict[int, dict[str, list[float]]] = {}
@@ -98,8 +98,8 @@ def _measure(
         times = taken[layers] = {"forward": [], "both": [], "decode": []}
         for count in counts:
             batch = Packed(_tokens(spec, count * length).to(world.device), torch.full((count,), length))
-            times["forward"].append(_seconds(world, partial(engine.forward, [batch], partial(_outputs, head))))
-            times["both"].append(_seconds(world, partial(engine.forward_backward, [batch], partial(_loss, head))))
+            times["forward"].append(_seconds(world, partial(engine.forward, [batch], partial(_outputs, head, share))))
+            times["both"].append(_seconds(world, partial(engine.forward_backward, [batch], partial(_loss, head, share))))
         own = sum(tensor.numel() for tensor in engine.local_tensors().values())
         update = _seconds(world, engine.optimizer_step, repeats=1) / own
         if head == "lm":
@@ -156,14 +156,19 @@ def _tokens(spec: ModelSpec, *sizes: int) -> Tensor:
     return torch.randint(spec.vocab_size, sizes, generator=torch.Generator().manual_seed(0))
 
 
-def _outputs(head: str, decoder: Decoder, hidden: Tensor, batch: Packed) -> Tensor:
-    return values(decoder, hidden) if head == "value" else token_log_probs(decoder, hidden, batch.tokens.roll(-1))[0]
-
-
-def _loss(head: str, decoder: Decoder, hidden: Tensor, batch: Packed) -> tuple[Tensor, dict[str, Tensor]]:
+def _outputs(head: str, share: float, decoder: Decoder, hidden: Tensor, batch: Packed) -> Tensor:
+    """Of ``share`` of the tokens, those of responses."""
+    asked = round(share * len(hidden))
     if head == "value":
-        return values(decoder, hidden).square().mean(), {}
-    log_probs, entropy = token_log_probs(decoder, hidden, batch.tokens.roll(-1), 1.0, entropy=True)
+        return values(decoder, hidden[:asked])
+    return token_log_probs(decoder, hidden[:asked], batch.tokens[:asked])[0]
+
+
+def _loss(head: str, share: float, decoder: Decoder, hidden: Tensor, batch: Packed) -> tuple[Tensor, dict[str, Tensor]]:
+    asked = round(share * len(hidden))
+    if head == "value":
+        return values(decoder, hidden[:asked]).square().mean(), {}
+    log_probs, entropy = token_log_probs(decoder, hidden[:asked], batch.tokens[:asked], 1.0, entropy=True)
     assert entropy is not None
     return -log_probs.mean(), {"entropy": entropy.detach().sum()}
 
