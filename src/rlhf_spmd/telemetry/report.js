@@ -1,65 +1,268 @@
 "use strict";
-// Hovering: a crosshair with the nearest step's numbers on curves, the title of a box on bars and timelines. The page reads without it.
-const tip = document.getElementById("tip");
-const NS = document.querySelector("svg") && document.querySelector("svg").namespaceURI;
+// Makes the page of the JSON in #data (telemetry/report.py, _run_data) and the timelines in the templates. Text of a run is only
+// ever set as text, never parsed as HTML.
+const DATA = JSON.parse(document.getElementById("data").textContent);
+const RUNS = DATA.runs;
+const TIMING = "timing_s/";
+const SMOOTH_FROM = 20;  // points; shorter curves are shown as they are
+const SPREAD = ["std", "min", "max"];  // what may stand beside a mean
+const MAIN = [  // title and metrics of the panels that come first, each where a metric of it exists
+  ["Reward", "reward/total_mean", "reward/mean"], ["Validation", /^val\/(?!loss$).*(?<!@\d+)$/], ["Loss", "actor/loss", "val/loss"],
+  ["KL to the reference", "actor/kl"], ["Entropy", "actor/entropy"],
+  ["Response length", "response_length/mean", "response_length/max"], ["Critic explained variance", "critic/explained_variance"],
+  ["Value loss", "critic/vf_loss"], ["Policy loss", "actor/pg_loss"], ["KL of the update", "actor/ppo_kl"],
+  ["Clipped fraction", "actor/clip_frac", "critic/clip_frac"], ["Gradient norm", "actor/grad_norm", "critic/grad_norm"],
+  ["Log-prob difference to training", "rollout/log_prob_diff_max"], ["Tokens per second", "perf/tokens_per_s"],
+];
+const SUMMARY = [["Reward", "reward/total_mean", "reward/mean"], ["Loss", "actor/loss"], ["Validation", /^val\//],
+  ["KL", "actor/kl"], ["Response length", "response_length/mean"], ["Explained variance", "critic/explained_variance"],
+  ["Tokens/s", "perf/tokens_per_s"], ["Seconds/step", TIMING + "step"]];
+const NAMES = [...new Set(RUNS.flatMap((run) => Object.keys(run.metrics)))];
+const SOURCES = [...new Set(["actor", "critic", "reward", "val", ...NAMES.map(source)])];
+const WHOLE = [1, 2, 5].flatMap((n) => [...Array(8).keys()].map((power) => n * 10 ** power)).sort((a, b) => a - b);
+const longest = Math.max(0, ...RUNS.map((run) => run.steps.length));
+const view = {x: "step", log: false, smooth: longest < 40 ? 0 : Math.round(100 * (1 - 30 / longest)) / 100};
 
-function place(event) {
-  const box = tip.getBoundingClientRect();
-  const left = event.clientX + 14 + box.width > innerWidth ? event.clientX - box.width - 14 : event.clientX + 14;
-  tip.style.left = Math.max(4, left) + "px";
-  tip.style.top = Math.max(4, Math.min(event.clientY + 14, innerHeight - box.height - 4)) + "px";
-  tip.style.visibility = "visible";
+function el(tag, attributes, ...children) {
+  const made = document.createElement(tag);
+  for (const [key, value] of Object.entries(attributes)) key in made ? made[key] = value : made.setAttribute(key, value);
+  made.append(...children.flat().filter((child) => child !== null && child !== undefined && child !== ""));
+  return made;
 }
 
-function hide() { tip.style.visibility = "hidden"; }
-
-for (const title of document.querySelectorAll("svg rect > title")) {
-  title.parentNode.dataset.tip = title.textContent;
-  title.remove();
+function shown(value) {
+  if (typeof value !== "number") return value === null || value === undefined ? "" : typeof value === "string" ? value : JSON.stringify(value);
+  const size = Math.abs(value);
+  return size && (size < 1e-3 || size >= 1e7) ? value.toExponential(2) : value.toLocaleString("en", {maximumSignificantDigits: size < 1e4 ? 4 : 6});
 }
+
+function source(name) { return name.split("/")[0]; }
+function matching(patterns) { return patterns.flatMap((p) => NAMES.filter((name) => p instanceof RegExp ? p.test(name) : p === name)); }
+function hue(index) { return getComputedStyle(document.body).getPropertyValue(index < 10 ? `--c${index}` : "--other").trim(); }
+function color(variable) { return getComputedStyle(document.body).getPropertyValue(variable.slice(4, -1)).trim(); }
+function known(values) { return (values || []).filter((value) => value !== null); }
+function mean(values) { return values.reduce((sum, value) => sum + value, 0) / values.length; }
+function card(...children) { return el("figure", {className: "card"}, ...children); }
+function mark(text, fill) { const key = el("span", {className: "key"}, text); key.style.setProperty("--k", fill); return key; }
+function runMark(run) { return RUNS.length > 1 ? mark(run.name, hue(RUNS.indexOf(run))) : run.name; }
+function table(head, rows, name = "") {
+  const line = (cells, tag) => el("tr", {}, cells.map((cell) => cell instanceof HTMLTableCellElement ? cell : el(tag, {}, cell)));
+  return el("div", {className: "scroll"}, el("table", {className: name}, line(head, "th"), rows.map((row) => line(row, "td"))));
+}
+function section(title, caption, ...content) {
+  const made = content.flat().filter(Boolean);
+  if (made.length) document.querySelector("main").append(el("h2", {}, title), el("p", {className: "caption"}, caption), ...made);
+}
+function each(make) {  // of every run that has it, under its name where there are several
+  return RUNS.flatMap((run) => { const made = make(run); return made ? [RUNS.length > 1 ? el("h3", {}, runMark(run)) : "", made] : []; });
+}
+
+// ---- curves
+
+function smoothed(values) {  // exponential average, unbiased at its start
+  let total = 0, weight = 0;
+  return values.map((value) => { total = view.smooth * total + value; weight = view.smooth * weight + 1; return total / weight; });
+}
+
+function curve(run, name, positive) {  // where it is known: positions, values, and the edges of the band
+  const xs = view.x === "step" ? run.steps : run.hours, values = run.metrics[name], prefix = name.replace(/mean$/, "");
+  const at = (values || []).flatMap((value, i) => value === null || positive && value <= 0 ? [] : [i]);
+  const [std, low, high] = SPREAD.map((part) => prefix !== name ? run.metrics[prefix + part] : undefined);
+  const edge = (sign, bound) => at.map((i) => {
+    if (!std || std[i] === null) return null;
+    const value = values[i] + sign * std[i], limit = bound && bound[i] !== null ? sign * Math.min(sign * value, sign * bound[i]) : value;
+    return positive && limit <= 0 ? null : limit;
+  });
+  return {x: at.map((i) => xs[i]), y: at.map((i) => values[i]), band: std && [edge(-1, low), edge(1, high)]};
+}
+
+function near(values, at) {  // the position of the known value nearest to ``at``
+  for (let i = 0; i < values.length; i++) for (const found of [at - i, at + i]) if (values[found] !== null && values[found] !== undefined) return found;
+  return at;
+}
+
+function ends(plot) {  // the legend without a cursor: the last values
+  if (plot.cursor.idx === null || plot.cursor.idx === undefined)
+    plot.setLegend({idxs: plot.data.map((values) => near(values, values.length - 1))}, false);
+}
+
+function plotOptions(series, more) {
+  const axis = {stroke: color("var(--muted)"), grid: {stroke: color("var(--rule)"), width: 1}, ticks: {show: false}, font: "11px system-ui, sans-serif"};
+  return {height: 190, series, ...more, hooks: {setCursor: [ends], ready: [ends]},
+    axes: [{...axis, size: 26, incrs: more.whole ? WHOLE : undefined, values: (_, ticks) => ticks.map(shown)}, {...axis, size: 54, values: (_, ticks) => ticks.map((v) => v === null ? "" : shown(v))}]};
+}
+
+function drawPanel(figure) {
+  const names = figure.names, tables = [], series = [{label: view.x === "step" ? "step" : "hours", value: (_, v) => shown(v)}], bands = [];
+  const positive = view.log && RUNS.some((run) => names.some((name) => known(run.metrics[name]).some((value) => value > 0)));
+  const hidden = {class: "aside", points: {show: false}};
+  const add = (x, y, options) => { tables.push([x, y]); series.push({value: (_, v) => shown(v), ...options}); };
+  for (const run of RUNS) names.forEach((name, part) => {
+    const {x, y, band} = curve(run, name, positive);
+    if (!x.length) return;
+    const stroke = hue(RUNS.length > 1 ? RUNS.indexOf(run) : SOURCES.indexOf(source(name)));
+    const dash = names.slice(0, part).some((other) => RUNS.length > 1 || source(other) === source(name)) ? [5, 4] : undefined;
+    const label = [RUNS.length > 1 ? run.name : "", RUNS.length > 1 && names.length === 1 ? "" : name].filter(Boolean).join(" ");
+    if (band && RUNS.length === 1) {
+      band.forEach((edge) => add(x, edge, {...hidden, stroke: "transparent"}));
+      bands.push({series: [series.length - 1, series.length - 2], fill: stroke + "22"});
+    }
+    const average = view.smooth && x.length >= SMOOTH_FROM;
+    if (average) add(x, y, {...hidden, stroke: stroke + "55", width: 1, dash});
+    const value = (plot, _, series, i) => shown(plot.data[average ? series - 1 : series][i]);  // of the step itself
+    add(x, average ? smoothed(y) : y, {label, value, stroke, width: 1.8, dash, points: {show: x.length < 2, fill: stroke}});
+  });
+  figure.plot?.destroy();
+  const options = plotOptions(series, {bands, whole: view.x === "step", width: figure.clientWidth - 28, scales: {x: {time: false}, y: {distr: positive ? 3 : 1}},
+    cursor: {sync: {key: "x", scales: ["x", null]}, dataIdx: (plot, index, at) => index ? near(plot.data[index], at) : at, drag: {x: true, y: false}}});
+  figure.plot = tables.length ? new uPlot(options, uPlot.join(tables), figure) : null;
+}
+
+function panel(title, names) {
+  const figure = card(el("figcaption", {}, el("span", {className: "title"}, title), el("span", {className: "metric"}, RUNS.length > 1 ? names.join(" ") : "")));
+  figure.names = names;
+  return figure;
+}
+
+function panels(all) { return el("div", {className: "panels"}, all.map(([title, names]) => panel(title, names))); }
+function drawAll(where = document) {
+  for (const figure of where.querySelectorAll(".panels > figure")) if (figure.clientWidth) drawPanel(figure);
+}
+
+function controls() {
+  const choose = (label, options, set) => el("label", {}, label, el("select", {onchange: (event) => { set(event.target.value); drawAll(); }},
+    options.map((option) => el("option", {}, option))));
+  const share = el("output", {}, String(view.smooth));
+  const slider = el("input", {type: "range", min: 0, max: 0.99, step: 0.01, value: view.smooth,
+    oninput: (event) => { view.smooth = Number(event.target.value); share.value = view.smooth; drawAll(); }});
+  return el("div", {className: "controls"}, choose("over ", ["step", "hours"], (x) => { view.x = x; }),
+    choose("scale ", ["linear", "logarithmic"], (scale) => { view.log = scale === "logarithmic"; }), el("label", {}, "smoothing ", slider, share),
+    el("span", {}, "drag: zoom, double click: back"));
+}
+
+function curves() {
+  const first = MAIN.flatMap(([title, ...patterns]) => {
+    const found = matching(patterns);
+    return found.length ? patterns[0] instanceof RegExp ? found.map((name) => [`${title} ${name.slice(4)}`, [name]]) : [[title, found]] : [];
+  });
+  const taken = new Set(first.flatMap(([, names]) => names));
+  const rest = new Map();  // by source; what stands beside a mean is one panel with it
+  for (const name of NAMES.filter((name) => !taken.has(name))) {
+    const of = name.replace(/\/(mean|std|min|max)$/, "");
+    if (name !== of && [...taken].some((other) => other === of + "/mean")) continue;
+    const group = rest.get(source(name)) || rest.set(source(name), new Map()).get(source(name));
+    group.set(of, [...(group.get(of) || []), name]);
+  }
+  const folded = [...rest].map(([name, group]) => {
+    const made = panels([...group].map(([of, names]) => [of, names.some((n) => n.endsWith("/mean")) ? names.filter((n) => !n.endsWith("/std")) : names]));
+    return el("details", {ontoggle: () => drawAll(made)}, el("summary", {}, `${name}: ${group.size} more`), made);
+  });
+  section("Curves", "Bands: one standard deviation over the samples of a step. Thin: the steps themselves; bold: their exponential average.",
+    NAMES.length ? [controls(), panels(first), ...folded] : el("p", {}, "No metrics yet."));
+}
+
+// ---- phases, timelines
+
+function phases(run) {
+  const names = Object.keys(run.metrics).filter((name) => name.startsWith(TIMING) && name !== TIMING + "step");
+  const at = run.steps.flatMap((_, i) => names.some((name) => run.metrics[name][i] !== null) ? [i] : []);
+  if (!at.length) return null;
+  const column = (name) => at.map((i) => (run.metrics[name] || [])[i] ?? 0);
+  const sum = (values) => values.reduce((a, b) => a + b, 0), step = column(TIMING + "step");
+  const parts = names.map((name) => [name.slice(TIMING.length), column(name)]).sort((a, b) => sum(b[1]) - sum(a[1]));
+  const other = step.map((whole, i) => Math.max(0, whole - sum(parts.map(([, values]) => values[i]))));
+  if (sum(other) > 0.01 * sum(step)) parts.push(["other", other]);
+  const total = sum(parts.map(([, values]) => sum(values))), base = at.map(() => 0);
+  const piled = parts.map(([name, values]) => [name, values, values.map((value, i) => base[i] += value)]).reverse();
+  const fill = (name) => color(DATA.colors[name] || "var(--other)"), bars = uPlot.paths.bars({size: [0.85, 40]});
+  const series = [{label: "step"}, ...piled.map(([name, values]) => ({label: `${name} ${Math.round(100 * sum(values) / total)}%`, fill: fill(name),
+    stroke: fill(name), width: 0, paths: bars, points: {show: false}, value: (_, v, index, i) => shown(values[i])})),
+    {label: "whole step", stroke: color("var(--text)"), width: 1, points: {show: at.length < 200, size: 3}, paths: at.length < 200 ? () => null : undefined,
+      value: (_, v) => shown(v)}];
+  const figure = card();
+  requestAnimationFrame(() => new uPlot(plotOptions(series, {whole: true, height: 240, width: figure.clientWidth - 28, scales: {x: {time: false,
+    range: (_, low, high) => [low - 0.6, high + 0.6]}, y: {range: (_, low, high) => [0, 1.05 * high]}}}),
+    [at.map((i) => run.steps[i]), ...piled.map(([, , top]) => top), step], figure));
+  return figure;
+}
+
+function timeline(run) {
+  const drawing = document.querySelectorAll("template")[RUNS.indexOf(run)].content.cloneNode(true);
+  if (!drawing.firstChild) return null;
+  for (const title of drawing.querySelectorAll("title")) { title.parentNode.dataset.tip = title.textContent; title.remove(); }
+  const keys = el("div", {className: "keys"}, run.timeline.keys.map((key) => mark(key, DATA.colors[key])));
+  return card(el("p", {className: "caption"}, run.timeline.note), keys, el("div", {className: "scroll"}, drawing));
+}
+
 document.addEventListener("mousemove", (event) => {
-  const box = event.target.closest && event.target.closest("[data-tip]");
-  if (box) { tip.textContent = box.dataset.tip; place(event); }
+  const text = event.target.dataset && event.target.dataset.tip, tip = document.getElementById("tip");
+  tip.textContent = text || "";
+  tip.style.visibility = text ? "visible" : "hidden";
+  tip.style.left = Math.max(4, Math.min(event.clientX + 14, innerWidth - tip.offsetWidth - 4)) + "px";
+  tip.style.top = Math.min(event.clientY + 14, innerHeight - tip.offsetHeight - 4) + "px";
 });
-document.addEventListener("mouseout", (event) => { if (event.target.dataset && event.target.dataset.tip) hide(); });
 
-function nearest(xs, x) {
-  let low = 0, high = xs.length - 1;
-  while (high - low > 1) { const middle = (low + high) >> 1; if (xs[middle] < x) low = middle; else high = middle; }
-  return Math.abs(xs[low] - x) <= Math.abs(xs[high] - x) ? low : high;
+// ---- text
+
+function sample(its, tag = "div") {
+  const {step, set, row_id, prompt, response, answer, score, ...more} = its;
+  const told = Object.entries(more).map(([key, value]) => `${key} ${shown(value).slice(0, 120)}`).join(", ");
+  return el(tag, {className: "sample"}, el("div", {className: "score"}, typeof score === "number" ? `score ${shown(score)}` : ""),
+    el("pre", {}, el("span", {className: "prompt"}, shown(prompt)), shown(response)), el("div", {className: "extra"}, told));
 }
 
-for (const svg of document.querySelectorAll("svg[data-hover]")) {
-  const curves = JSON.parse(svg.dataset.hover);
-  const cross = svg.querySelector(".cross");
-  const dots = curves.map((curve) => {
-    const dot = document.createElementNS(NS, "circle");
-    dot.setAttribute("class", "dot"); dot.setAttribute("r", 3.5); dot.setAttribute("visibility", "hidden");
-    dot.style.fill = curve.color;
-    return svg.appendChild(dot);
-  });
-  svg.addEventListener("mousemove", (event) => {
-    const point = new DOMPoint(event.clientX, event.clientY).matrixTransform(svg.getScreenCTM().inverse());
-    const all = [...new Set(curves.flatMap((curve) => curve.x))].sort((a, b) => a - b);
-    const x = all[nearest(all, point.x)];
-    tip.textContent = "";
-    let step = null;
-    curves.forEach((curve, index) => {
-      const i = nearest(curve.x, x);
-      const here = Math.abs(curve.x[i] - x) < 1;
-      dots[index].setAttribute("visibility", here ? "visible" : "hidden");
-      if (!here) return;
-      dots[index].setAttribute("cx", curve.x[i]); dots[index].setAttribute("cy", curve.y[i]);
-      if (step === null) { step = curve.step[i]; tip.append("step " + step); }
-      const swatch = document.createElement("span");
-      swatch.className = "swatch"; swatch.style.background = curve.color;
-      tip.append("\n", swatch, curve.name + "  " + curve.text[i]);
-    });
-    cross.setAttribute("x1", x); cross.setAttribute("x2", x); cross.setAttribute("visibility", "visible");
-    place(event);
-  });
-  svg.addEventListener("mouseleave", () => {
-    hide(); cross.setAttribute("visibility", "hidden");
-    dots.forEach((dot) => dot.setAttribute("visibility", "hidden"));
-  });
+function samples(run) {
+  const wanted = (run.samples[0] || []).map((its) => shown(its.prompt));
+  const place = (its) => { const at = wanted.indexOf(shown(its.prompt)); return at < 0 ? wanted.length : at; };
+  return run.samples.length ? el("div", {className: "columns"}, run.samples.map((column) => el("div", {}, el("h4", {}, `Step ${column[0].step}`),
+    [...column].sort((a, b) => place(a) - place(b)).map((its) => sample(its))))) : null;
 }
+
+function validations(run) {
+  const {steps, samples: all} = run.validations, key = (its) => JSON.stringify([its.set, its.row_id]);
+  const rows = [...new Map(all.map((its) => [key(its), its])).values()].map((first) => [
+    el("td", {className: "sample"}, el("pre", {}, shown(first.prompt)), el("div", {className: "extra"}, shown(first.set))), shown(first.answer),
+    ...steps.map((step) => { const found = all.find((its) => its.step === step && key(its) === key(first)); return found ? sample({...found, prompt: ""}, "td") : ""; }),
+  ]);
+  return rows.length ? table(["Prompt", "Expected", ...steps.map((step) => `Step ${step}`)], rows, "validation") : null;
+}
+
+function header() {
+  const main = document.querySelector("main"), columns = SUMMARY.filter(([, ...patterns]) => matching(patterns).length);
+  main.append(el("h1", {}, RUNS.length > 1 ? `${RUNS.length} runs` : RUNS[0].name));
+  const cell = (run, patterns) => {
+    const name = matching(patterns).find((name) => run.metrics[name]), values = known(run.metrics[name]);
+    if (!values.length) return "";
+    const k = name.startsWith("val/") ? 1 : Math.min(5, Math.max(1, Math.floor(values.length / 2)));
+    const middle = shown([...values].sort((a, b) => a - b)[Math.floor(values.length / 2)]);
+    const text = /^(perf|timing_s)/.test(name) ? middle : `${shown(mean(values.slice(0, k)))} \u2192 ${shown(mean(values.slice(-k)))}`;
+    return el("span", {title: name}, text);
+  };
+  main.append(el("p", {className: "caption"}, "Means of the first and last 5 steps; of validation the first and last; of speed medians."), table(
+    ["Run", "State", "Steps", ...columns.map(([title]) => title)], RUNS.map((run) => [runMark(run),
+      el("span", {className: "badge " + run.status.kind}, run.status.text), run.facts.Steps || "", ...columns.map(([, ...patterns]) => cell(run, patterns))]), "summary"));
+  for (const run of RUNS) if (run.status.message) main.append(el("div", {className: "message " + run.status.kind}, run.status.message));
+}
+
+function facts() {
+  const sameOf = (key) => RUNS.every((run) => run.config[key] === RUNS[0].config[key]);
+  const names = [...new Set(RUNS.flatMap((run) => Object.keys(run.facts)))], keys = [...new Set(RUNS.flatMap((run) => Object.keys(run.config)))];
+  const lines = (keys, of) => keys.map((key) => [key, ...RUNS.map((run) => of(run)[key] ?? "")]);
+  const head = ["", ...RUNS.map(runMark)], different = keys.filter((key) => !sameOf(key));
+  section("How it was made", "", table(head, [...lines(names, (run) => run.facts), ["Directory", ...RUNS.map((run) => run.directory)]], "mono"));
+  if (RUNS.length > 1) section("What is different", "Keys of the configurations that are not the same.", table(head, lines(different, (run) => run.config), "mono"));
+  if (keys.length) section("Configuration", "", el("details", {}, el("summary", {}, `config.yaml, ${keys.length} values`), table(head, lines(keys, (run) => run.config), "mono")));
+}
+
+document.body.append(el("div", {id: "tip"}));
+header();
+curves();
+section("Time per step", "Seconds of each phase; the mark is the whole step. Phases that run at the same time pile up above it.", each(phases));
+section("Timeline", "Thin strips: communication and waiting. The whole trace is trace.json, which Perfetto opens.", each(timeline));
+section("Validation samples", "Responses to the same prompts at every validation. All are in validation.jsonl.", each(validations));
+section("Samples", "What the actor wrote at the start and at the end. All that were kept are in rollouts.jsonl.", each(samples));
+section("Checkpoints", "", each((run) => run.artifacts.length ? table(["Directory", "State", "Size"], run.artifacts, "mono") : null));
+facts();
+drawAll();
+addEventListener("resize", () => drawAll());
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => drawAll());
