@@ -80,6 +80,7 @@ def start_facts(world: World) -> dict[str, str]:
         ),
         "commit": _commit(),
         "command": shlex.join(torchrun + program),
+        "working directory": str(Path.cwd()),
     }
 
 

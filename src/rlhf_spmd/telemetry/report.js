@@ -6,21 +6,23 @@ const RUNS = DATA.runs;
 const TIMING = "timing_s/";
 const SMOOTH_FROM = 20;  // points; shorter curves are shown as they are
 const SPREAD = ["std", "min", "max"];  // what may stand beside a mean
+const VALIDATION = "Validation";  // a panel for each of its metrics
 const MAIN = [  // title and metrics of the panels that come first, each where a metric of it exists
-  ["Reward", "reward/total_mean", "reward/mean"], ["Validation", /^val\/(?!loss$).*(?<!@\d+)$/], ["Loss", "actor/loss", "val/loss"],
+  ["Reward", "reward/total_mean", "reward/mean"], [VALIDATION, /^val\/(?!loss$).*(?<!@\d+)$/], ["Loss", /^(?!critic).*\/loss$/],
   ["KL to the reference", "actor/kl"], ["Entropy", "actor/entropy"],
   ["Response length", "response_length/mean", "response_length/max"], ["Critic explained variance", "critic/explained_variance"],
   ["Value loss", "critic/vf_loss"], ["Policy loss", "actor/pg_loss"], ["KL of the update", "actor/ppo_kl"],
-  ["Clipped fraction", "actor/clip_frac", "critic/clip_frac"], ["Gradient norm", "actor/grad_norm", "critic/grad_norm"],
+  ["Clipped fraction", /\/clip_frac$/], ["Gradient norm", /\/grad_norm$/],
   ["Log-prob difference to training", "rollout/log_prob_diff_max"], ["Tokens per second", "perf/tokens_per_s"],
 ];
-const SUMMARY = [["Reward", "reward/total_mean", "reward/mean"], ["Loss", "actor/loss"], ["Validation", /^val\//],
+const SUMMARY = [["Reward", "reward/total_mean", "reward/mean"], ["Loss", /^(?!critic|val).*\/loss$/], [VALIDATION, /^val\/(?!loss$)/, "val/loss"],
   ["KL", "actor/kl"], ["Response length", "response_length/mean"], ["Explained variance", "critic/explained_variance"],
   ["Tokens/s", "perf/tokens_per_s"], ["Seconds/step", TIMING + "step"]];
 const NAMES = [...new Set(RUNS.flatMap((run) => Object.keys(run.metrics)))];
 const SOURCES = [...new Set(["actor", "critic", "reward", "val", ...NAMES.map(source)])];
 const WHOLE = [1, 2, 5].flatMap((n) => [...Array(8).keys()].map((power) => n * 10 ** power)).sort((a, b) => a - b);
 const longest = Math.max(0, ...RUNS.map((run) => run.steps.length));
+const CLOCK = RUNS.some((run) => run.hours.at(-1) > 2) ? ["hours", 1] : ["minutes", 60];
 const view = {x: "step", log: false, smooth: longest < 40 ? 0 : Math.round(100 * (1 - 30 / longest)) / 100};
 
 function el(tag, attributes, ...children) {
@@ -33,7 +35,7 @@ function el(tag, attributes, ...children) {
 function shown(value) {
   if (typeof value !== "number") return value === null || value === undefined ? "" : typeof value === "string" ? value : JSON.stringify(value);
   const size = Math.abs(value);
-  return size && (size < 1e-3 || size >= 1e7) ? value.toExponential(2) : value.toLocaleString("en", {maximumSignificantDigits: size < 1e4 ? 4 : 6});
+  return size && (size < 1e-3 || size >= 1e7) ? value.toExponential(2) : value.toLocaleString("en", size < 1e4 ? {maximumSignificantDigits: 4} : {maximumFractionDigits: 0});
 }
 
 function source(name) { return name.split("/")[0]; }
@@ -65,7 +67,7 @@ function smoothed(values) {  // exponential average, unbiased at its start
 }
 
 function curve(run, name, positive) {  // where it is known: positions, values, and the edges of the band
-  const xs = view.x === "step" ? run.steps : run.hours, values = run.metrics[name], prefix = name.replace(/mean$/, "");
+  const xs = view.x === "step" ? run.steps : run.hours.map((hours) => hours * CLOCK[1]), values = run.metrics[name], prefix = name.replace(/mean$/, "");
   const at = (values || []).flatMap((value, i) => value === null || positive && value <= 0 ? [] : [i]);
   const [std, low, high] = SPREAD.map((part) => prefix !== name ? run.metrics[prefix + part] : undefined);
   const edge = (sign, bound) => at.map((i) => {
@@ -92,8 +94,8 @@ function plotOptions(series, more) {
     axes: [{...axis, size: 26, incrs: more.whole ? WHOLE : undefined, values: (_, ticks) => ticks.map(shown)}, {...axis, size: 54, values: (_, ticks) => ticks.map((v) => v === null ? "" : shown(v))}]};
 }
 
-function drawPanel(figure) {
-  const names = figure.names, tables = [], series = [{label: view.x === "step" ? "step" : "hours", value: (_, v) => shown(v)}], bands = [];
+function drawPanel(figure, names) {
+  const tables = [], series = [{label: view.x, value: (_, v) => shown(v)}], bands = [];
   const positive = view.log && RUNS.some((run) => names.some((name) => known(run.metrics[name]).some((value) => value > 0)));
   const hidden = {class: "aside", points: {show: false}};
   const add = (x, y, options) => { tables.push([x, y]); series.push({value: (_, v) => shown(v), ...options}); };
@@ -112,21 +114,23 @@ function drawPanel(figure) {
     const value = (plot, _, series, i) => shown(plot.data[average ? series - 1 : series][i]);  // of the step itself
     add(x, average ? smoothed(y) : y, {label, value, stroke, width: 1.8, dash, points: {show: x.length < 2, fill: stroke}});
   });
-  figure.plot?.destroy();
   const options = plotOptions(series, {bands, whole: view.x === "step", width: figure.clientWidth - 28, scales: {x: {time: false}, y: {distr: positive ? 3 : 1}},
     cursor: {sync: {key: "x", scales: ["x", null]}, dataIdx: (plot, index, at) => index ? near(plot.data[index], at) : at, drag: {x: true, y: false}}});
-  figure.plot = tables.length ? new uPlot(options, uPlot.join(tables), figure) : null;
+  return tables.length ? new uPlot(options, uPlot.join(tables), figure) : null;
 }
 
 function panel(title, names) {
   const figure = card(el("figcaption", {}, el("span", {className: "title"}, title), el("span", {className: "metric"}, RUNS.length > 1 ? names.join(" ") : "")));
-  figure.names = names;
+  figure.draw = () => drawPanel(figure, names);
   return figure;
 }
 
 function panels(all) { return el("div", {className: "panels"}, all.map(([title, names]) => panel(title, names))); }
 function drawAll(where = document) {
-  for (const figure of where.querySelectorAll(".panels > figure")) if (figure.clientWidth) drawPanel(figure);
+  for (const figure of where.querySelectorAll("figure")) if (figure.draw && figure.clientWidth) {
+    figure.plot?.destroy();
+    figure.plot = figure.draw();
+  }
 }
 
 function controls() {
@@ -135,7 +139,7 @@ function controls() {
   const share = el("output", {}, String(view.smooth));
   const slider = el("input", {type: "range", min: 0, max: 0.99, step: 0.01, value: view.smooth,
     oninput: (event) => { view.smooth = Number(event.target.value); share.value = view.smooth; drawAll(); }});
-  return el("div", {className: "controls"}, choose("over ", ["step", "hours"], (x) => { view.x = x; }),
+  return el("div", {className: "controls"}, choose("over ", ["step", CLOCK[0]], (x) => { view.x = x; }),
     choose("scale ", ["linear", "logarithmic"], (scale) => { view.log = scale === "logarithmic"; }), el("label", {}, "smoothing ", slider, share),
     el("span", {}, "drag: zoom, double click: back"));
 }
@@ -143,7 +147,7 @@ function controls() {
 function curves() {
   const first = MAIN.flatMap(([title, ...patterns]) => {
     const found = matching(patterns);
-    return found.length ? patterns[0] instanceof RegExp ? found.map((name) => [`${title} ${name.slice(4)}`, [name]]) : [[title, found]] : [];
+    return found.length ? title === VALIDATION ? found.map((name) => [`${title} ${name.slice(4)}`, [name]]) : [[title, found]] : [];
   });
   const taken = new Set(first.flatMap(([, names]) => names));
   const rest = new Map();  // by source; what stands beside a mean is one panel with it
@@ -155,19 +159,20 @@ function curves() {
   }
   const folded = [...rest].map(([name, group]) => {
     const made = panels([...group].map(([of, names]) => [of, names.some((n) => n.endsWith("/mean")) ? names.filter((n) => !n.endsWith("/std")) : names]));
-    return el("details", {ontoggle: () => drawAll(made)}, el("summary", {}, `${name}: ${group.size} more`), made);
+    return el("details", {ontoggle: () => drawAll(made)}, el("summary", {}, `${name} (${group.size})`), made);
   });
   section("Curves", "Bands: one standard deviation over the samples of a step. Thin: the steps themselves; bold: their exponential average.",
-    NAMES.length ? [controls(), panels(first), ...folded] : el("p", {}, "No metrics yet."));
+    NAMES.length ? el("div", {}, controls(), panels(first), el("div", {className: "folded"}, folded)) : el("p", {}, "No metrics yet."));
 }
 
 // ---- phases, timelines
 
 function phases(run) {
   const names = Object.keys(run.metrics).filter((name) => name.startsWith(TIMING) && name !== TIMING + "step");
-  const at = run.steps.flatMap((_, i) => names.some((name) => run.metrics[name][i] !== null) ? [i] : []);
-  if (!at.length) return null;
-  const column = (name) => at.map((i) => (run.metrics[name] || [])[i] ?? 0);
+  const timed = run.steps.flatMap((_, i) => names.some((name) => run.metrics[name][i] !== null) ? [i] : []);
+  if (!timed.length) return null;
+  const group = Math.ceil(timed.length / 150), at = timed.filter((_, i) => i % group === 0);  // neighbours whose mean is one bar
+  const column = (name) => at.map((_, i) => mean(timed.slice(i * group, (i + 1) * group).map((j) => (run.metrics[name] || [])[j] ?? 0)));
   const sum = (values) => values.reduce((a, b) => a + b, 0), step = column(TIMING + "step");
   const parts = names.map((name) => [name.slice(TIMING.length), column(name)]).sort((a, b) => sum(b[1]) - sum(a[1]));
   const other = step.map((whole, i) => Math.max(0, whole - sum(parts.map(([, values]) => values[i]))));
@@ -175,14 +180,13 @@ function phases(run) {
   const total = sum(parts.map(([, values]) => sum(values))), base = at.map(() => 0);
   const piled = parts.map(([name, values]) => [name, values, values.map((value, i) => base[i] += value)]).reverse();
   const fill = (name) => color(DATA.colors[name] || "var(--other)"), bars = uPlot.paths.bars({size: [0.85, 40]});
-  const series = [{label: "step"}, ...piled.map(([name, values]) => ({label: `${name} ${Math.round(100 * sum(values) / total)}%`, fill: fill(name),
+  const series = () => [{label: "step"}, ...piled.map(([name, values]) => ({label: `${name} ${Math.round(100 * sum(values) / total)}%`, fill: fill(name),
     stroke: fill(name), width: 0, paths: bars, points: {show: false}, value: (_, v, index, i) => shown(values[i])})),
-    {label: "whole step", stroke: color("var(--text)"), width: 1, points: {show: at.length < 200, size: 3}, paths: at.length < 200 ? () => null : undefined,
-      value: (_, v) => shown(v)}];
+    {label: "whole step", stroke: color("var(--text)"), points: {show: true, size: 3}, paths: () => null, value: (_, v) => shown(v)}];
   const figure = card();
-  requestAnimationFrame(() => new uPlot(plotOptions(series, {whole: true, height: 240, width: figure.clientWidth - 28, scales: {x: {time: false,
+  figure.draw = () => new uPlot(plotOptions(series(), {whole: true, height: 240, width: figure.clientWidth - 28, scales: {x: {time: false,
     range: (_, low, high) => [low - 0.6, high + 0.6]}, y: {range: (_, low, high) => [0, 1.05 * high]}}}),
-    [at.map((i) => run.steps[i]), ...piled.map(([, , top]) => top), step], figure));
+    [at.map((i) => run.steps[i]), ...piled.map(([, , top]) => top), step], figure);
   return figure;
 }
 
@@ -221,7 +225,7 @@ function samples(run) {
 function validations(run) {
   const {steps, samples: all} = run.validations, key = (its) => JSON.stringify([its.set, its.row_id]);
   const rows = [...new Map(all.map((its) => [key(its), its])).values()].map((first) => [
-    el("td", {className: "sample"}, el("pre", {}, shown(first.prompt)), el("div", {className: "extra"}, shown(first.set))), shown(first.answer),
+    el("td", {className: "sample"}, el("pre", {}, shown(first.prompt)), el("div", {className: "extra"}, shown(first.set))), el("pre", {}, shown(first.answer)),
     ...steps.map((step) => { const found = all.find((its) => its.step === step && key(its) === key(first)); return found ? sample({...found, prompt: ""}, "td") : ""; }),
   ]);
   return rows.length ? table(["Prompt", "Expected", ...steps.map((step) => `Step ${step}`)], rows, "validation") : null;
@@ -249,7 +253,7 @@ function facts() {
   const names = [...new Set(RUNS.flatMap((run) => Object.keys(run.facts)))], keys = [...new Set(RUNS.flatMap((run) => Object.keys(run.config)))];
   const lines = (keys, of) => keys.map((key) => [key, ...RUNS.map((run) => of(run)[key] ?? "")]);
   const head = ["", ...RUNS.map(runMark)], different = keys.filter((key) => !sameOf(key));
-  section("How it was made", "", table(head, [...lines(names, (run) => run.facts), ["Directory", ...RUNS.map((run) => run.directory)]], "mono"));
+  section("How it was made", "", table(head, [...lines(names, (run) => run.facts), ["Run directory", ...RUNS.map((run) => run.directory)]], "mono"));
   if (RUNS.length > 1) section("What is different", "Keys of the configurations that are not the same.", table(head, lines(different, (run) => run.config), "mono"));
   if (keys.length) section("Configuration", "", el("details", {}, el("summary", {}, `config.yaml, ${keys.length} values`), table(head, lines(keys, (run) => run.config), "mono")));
 }
@@ -257,7 +261,7 @@ function facts() {
 document.body.append(el("div", {id: "tip"}));
 header();
 curves();
-section("Time per step", "Seconds of each phase; the mark is the whole step. Phases that run at the same time pile up above it.", each(phases));
+section("Time per step", "Seconds of each phase; the mark is the whole step; of a long run a bar is the mean of neighbours. Phases that run at the same time pile up above it.", each(phases));
 section("Timeline", "Thin strips: communication and waiting. The whole trace is trace.json, which Perfetto opens.", each(timeline));
 section("Validation samples", "Responses to the same prompts at every validation. All are in validation.jsonl.", each(validations));
 section("Samples", "What the actor wrote at the start and at the end. All that were kept are in rollouts.jsonl.", each(samples));
