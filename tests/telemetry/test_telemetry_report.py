@@ -20,7 +20,7 @@ from rlhf_spmd import report
 from rlhf_spmd.telemetry import timeline_chart
 from rlhf_spmd.telemetry.jsonl import JsonlLog
 from rlhf_spmd.telemetry.logger import LoggerConfig, MetricLogger
-from rlhf_spmd.telemetry.report import MAX_ROWS, write_report
+from rlhf_spmd.telemetry.report import MAX_ROWS, read_run, render, write_report
 from rlhf_spmd.telemetry.run_dir import (
     ROLLOUTS_FILE,
     STARTS_FILE,
@@ -206,37 +206,24 @@ def test_long_curves_keep_their_spikes(tmp_path: Path) -> None:
     assert run["steps"][-1] == 9999 and run["hours"][-1] == pytest.approx(9.999, rel=1e-3)  # without times the seconds of steps
 
 
+def browse(page: Path) -> str:
+    """What a browser makes of it, inside <main>."""
+    options = "--headless --no-sandbox --disable-gpu --virtual-time-budget=4000 --enable-logging=stderr --dump-dom"
+    command = ["chromium", *options.split(), page.resolve().as_uri()]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert "CONSOLE" not in ended.stderr, ended.stderr
+    return ended.stdout.partition("<main>")[2].partition("</main>")[0]
+
+
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="no browser")
 def test_a_browser_makes_panels_of_it(tmp_path: Path) -> None:
     fill(tmp_path)
-    command = [
-        "chromium",
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--virtual-time-budget=4000",
-        "--enable-logging=stderr",
-    ]
-    ended = subprocess.run(
-        [*command, "--dump-dom", write_report(tmp_path).resolve().as_uri()], capture_output=True, text=True, timeout=120
-    )
-    assert "CONSOLE" not in ended.stderr, ended.stderr
-    made = ended.stdout.partition("<main>")[2].partition("</main>")[0]
+    made = browse(write_report(tmp_path))
     titles = re.findall(r'<span class="title">(.*?)</span>', made)
     assert titles[:4] == ["Reward", "Validation sort/accuracy", "KL to the reference", "Response length"]
     assert "custom/&lt;metric&gt;" in titles and made.count("<canvas") >= 7
-    assert re.findall("<h2>(.*?)</h2>", made) == [
-        *(
-            "Curves",
-            "Time per step",
-            "Timeline",
-            "Validation samples",
-            "Samples",
-            "Checkpoints",
-            "How it was made",
-            "Configuration",
-        )
-    ]
+    sections = "Curves, Time per step, Timeline, Validation samples, Samples, Checkpoints, How it was made, Configuration"
+    assert re.findall("<h2>(.*?)</h2>", made) == sections.split(", ")
     for expected in (
         "0.03 \u2192 0.48",
         "failed: numerics",
@@ -246,6 +233,16 @@ def test_a_browser_makes_panels_of_it(tmp_path: Path) -> None:
     ):
         assert expected in made
     assert "<img" not in made and "<script" not in made
+
+    (tmp_path / "other").mkdir()
+    fill(tmp_path / "other", steps=3)
+    atomic_write_text(tmp_path / "other" / "config.yaml", CONFIG.replace("tp: 2", "tp: 4").replace("seed: 1", "more: 1"))
+    atomic_write_text(tmp_path / "both.html", render([read_run(tmp_path), read_run(tmp_path / "other")]))
+    made = browse(tmp_path / "both.html")
+    marks = re.findall(r'class="key" style="--k: ?#\w+;?">(.*?)</span>', made)
+    # in the summary, over sections (the shorter run has no validation) and over the tables of settings
+    assert (marks.count(tmp_path.name), marks.count(f"{tmp_path.name}/other")) == (1 + 5 + 4, 1 + 4 + 4)
+    assert "models.actor.layout.tp</td><td>2</td><td>4" in made and "in some of the runs, 2 values" in made
 
 
 def test_a_planned_schedule_is_drawn_in_the_same_form() -> None:

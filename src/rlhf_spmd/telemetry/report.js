@@ -120,7 +120,7 @@ function drawPanel(figure, names) {
 }
 
 function panel(title, names) {
-  const figure = card(el("figcaption", {}, el("span", {className: "title"}, title), el("span", {className: "metric"}, RUNS.length > 1 ? names.join(" ") : "")));
+  const figure = card(el("figcaption", {}, el("span", {className: "title"}, title), el("span", {className: "metric"}, RUNS.length > 1 && names.length === 1 ? names[0] : "")));
   figure.draw = () => drawPanel(figure, names);
   return figure;
 }
@@ -249,13 +249,15 @@ function header() {
 }
 
 function facts() {
-  const sameOf = (key) => RUNS.every((run) => run.config[key] === RUNS[0].config[key]);
-  const names = [...new Set(RUNS.flatMap((run) => Object.keys(run.facts)))], keys = [...new Set(RUNS.flatMap((run) => Object.keys(run.config)))];
-  const lines = (keys, of) => keys.map((key) => [key, ...RUNS.map((run) => of(run)[key] ?? "")]);
-  const head = ["", ...RUNS.map(runMark)], different = keys.filter((key) => !sameOf(key));
-  section("How it was made", "", table(head, [...lines(names, (run) => run.facts), ["Run directory", ...RUNS.map((run) => run.directory)]], "mono"));
-  if (RUNS.length > 1) section("What is different", "Keys of the configurations that are not the same.", table(head, lines(different, (run) => run.config), "mono"));
-  if (keys.length) section("Configuration", "", el("details", {}, el("summary", {}, `config.yaml, ${keys.length} values`), table(head, lines(keys, (run) => run.config), "mono")));
+  const keysOf = (of) => [...new Set(RUNS.flatMap((run) => Object.keys(of(run))))], config = (run) => run.config, keys = keysOf(config);
+  const lines = (keys, of) => table(["", ...RUNS.map(runMark)], keys.map((key) => [key, ...RUNS.map((run) => of(run)[key] ?? "")]), "mono");
+  const folded = (title, keys) => keys.length ? el("details", {}, el("summary", {}, `${title}, ${keys.length} values`), lines(keys, config)) : null;
+  const different = keys.filter((key) => RUNS.some((run) => run.config[key] !== RUNS[0].config[key]));
+  const everywhere = different.filter((key) => RUNS.every((run) => key in run.config));
+  const told = (run) => ({...run.facts, "Run directory": run.directory});
+  section("How it was made", "", lines(keysOf(told), told));
+  section("Configuration", RUNS.length > 1 ? "Keys with different values; folded those that not every run has." : "", everywhere.length ? lines(everywhere, config) : null,
+    folded("in some of the runs", different.filter((key) => !everywhere.includes(key))), folded("config.yaml", keys));
 }
 
 document.body.append(el("div", {id: "tip"}));

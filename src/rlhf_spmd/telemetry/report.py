@@ -98,9 +98,10 @@ def render(runs: Sequence[Run]) -> str:
     colors = _phase_colors(runs, [busy for _, busy in traces])
     told = [_run_data(run, *trace, colors) for run, trace in zip(runs, traces, strict=True)]
     if len({run["name"] for run in told}) < len(runs):  # what their directories do not share tells them apart
-        whole = [str(run.directory.resolve()) for run in runs]
+        whole = [run.directory.resolve() for run in runs]
+        shared = os.path.commonpath([path.parent for path in whole])
         for run, path in zip(told, whole, strict=True):
-            run["name"] = os.path.relpath(path, os.path.commonpath(whole))
+            run["name"] = str(path.relative_to(shared))
     data = json.dumps(json_value({"runs": told, "colors": colors}), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     data = data.replace("<", "\\u003c")  # no text of a run can end the element that holds the data
     timelines = (f"<template>{timeline_chart.draw(chart, colors)}</template>" for chart, _ in traces)
