@@ -97,11 +97,10 @@ def render(runs: Sequence[Run]) -> str:
     traces = [timeline_chart.from_trace(_trace(run)) for run in runs]
     colors = _phase_colors(runs, [busy for _, busy in traces])
     told = [_run_data(run, *trace, colors) for run, trace in zip(runs, traces, strict=True)]
-    if len({run["name"] for run in told}) < len(runs):  # what their directories do not share tells them apart
-        whole = [run.directory.resolve() for run in runs]
-        shared = os.path.commonpath([path.parent for path in whole])
-        for run, path in zip(told, whole, strict=True):
-            run["name"] = str(path.relative_to(shared))
+    names = Counter(run["name"] for run in told)
+    alike = {n: run.directory.resolve() for n, run in enumerate(runs) if names[told[n]["name"]] > 1}
+    for n, path in alike.items():  # what their directories do not share tells them apart
+        told[n]["name"] = str(path.relative_to(os.path.commonpath([other.parent for other in alike.values()])))
     data = json.dumps(json_value({"runs": told, "colors": colors}), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     data = data.replace("<", "\\u003c")  # no text of a run can end the element that holds the data
     timelines = (f"<template>{timeline_chart.draw(chart, colors)}</template>" for chart, _ in traces)
