@@ -33,15 +33,12 @@ def summarize(run_dir: str | os.PathLike[str]) -> str:
         took = f" in {tqdm.format_interval(sum(seconds))}" if seconds else ""
         lines.append(_row("steps", f"{len(run.metrics)}{took}"))
     validation = [name for name in run.names() if name.startswith("val/")]
-    for label, name in [("reward", reward_of(run.names())), *((name, name) for name in validation)]:
+    named = [("reward", reward_of(run.names())), *((name, name) for name in validation)]
+    for label, name in [*named, ("KL to reference", "actor/kl"), ("explained variance", "critic/explained_variance")]:
         first, last, k = _first_and_last(run.values(name), 1 if name in validation else AVERAGED_STEPS)
         if k > 0:
             which = f"means of the first and the last {k} logged" if k > 1 else "first and last"
             lines.append(_row(label, f"{first:.4g} -> {last:.4g}  ({last - first:+.3f}; {which})"))
-    for label, name in (("KL to reference", "actor/kl"), ("explained variance", "critic/explained_variance")):
-        first, last, k = _first_and_last(run.values(name))
-        if k > 0:
-            lines.append(_row(label, f"{first:.4g} -> {last:.4g}"))
     if rates := run.values("perf/tokens_per_s"):
         lines.append(_row("tokens/s", f"{median_high(rates):,.0f} (median)"))
     lines += _samples(run.lines(ROLLOUTS_FILE))
