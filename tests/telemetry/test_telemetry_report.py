@@ -235,6 +235,11 @@ def test_a_browser_makes_panels_of_it(tmp_path: Path) -> None:
     assert "<img" not in made and "<script" not in made
 
     (tmp_path / "other").mkdir()
+    atomic_write_text(tmp_path / "other" / "metrics.jsonl", '{"step": 1, "mine": 2.5}\n')
+    made = browse(write_report(tmp_path / "other"))
+    assert "not finished" in made and '<details open="">' in made and ">2.5<" in made, (
+        "metrics that nothing is known of are open"
+    )
     fill(tmp_path / "other", steps=3)
     atomic_write_text(tmp_path / "other" / "config.yaml", CONFIG.replace("tp: 2", "tp: 4").replace("seed: 1", "more: 1"))
     atomic_write_text(tmp_path / "both.html", render([read_run(tmp_path), read_run(tmp_path / "other")]))

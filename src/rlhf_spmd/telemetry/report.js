@@ -204,7 +204,7 @@ function curves() {
   }
   const folded = Object.entries(groups).map(([name, group]) => {
     const made = panels(Object.entries(group));
-    return el("details", {ontoggle: () => drawAll(made)}, el("summary", {}, `${name} (${Object.keys(group).length})`), made);
+    return el("details", {open: !first.length, ontoggle: () => drawAll(made)}, el("summary", {}, `${name} (${Object.keys(group).length})`), made);
   });
   const caption = "Thin: the steps themselves; bold: their exponential average."
     + (SEVERAL ? "" : " Bands: one standard deviation over the samples of a step.");
