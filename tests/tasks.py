@@ -40,7 +40,7 @@ MAX_RESPONSE = 12
 PROMPTS, SAMPLES, NUM_TRAIN = 8, 2, 20  # prompts per step, responses per prompt, prompts in the data: epochs end inside a step
 # what depends on the layout or on the clock by its nature
 NOT_THE_SAME = ("timing_s/", "perf/", "memory/", "reshard/", "generation/", "rollout/log_prob_diff", "training/rollout_probs")
-NOT_THE_SAME += ("rollout_corr/kl", "rollout_corr/k3_kl", "rollout_corr/ppl_ratio")
+NOT_THE_SAME += ("unix_s", "rollout_corr/kl", "rollout_corr/k3_kl", "rollout_corr/ppl_ratio")
 
 _LLAMA: dict[str, Any] = {
     "model_type": "llama",

@@ -237,12 +237,16 @@ def test_training_validates_by_the_same_measures(tmp_path: Path) -> None:
     kept = read_output(tmp_path / "one" / "validation.jsonl")
     prompts = [("short", "ab0"), ("short", "ab1"), ("other", "abcdef0"), ("other", "abcdef1")]
     assert [(row["step"], row["set"], row["prompt"]) for row in kept] == [(step, *its) for step in range(3) for its in prompts]
-    assert kept[0]["response"] != kept[8]["response"] and {"answer", "score", "row_id"} <= set(kept[0])
+    assert kept[0]["response"] != kept[8]["response"] and {"answer", "score", "row_id", "length"} <= set(kept[0])
     page = (tmp_path / "one" / "report.html").read_text()
-    assert "Validation samples" in page and page.count("<th>Step 2</th>") == 1 and "abcdef1" in page
+    (told,) = json.loads(page.partition('id="data">')[2].partition("</script>")[0])["runs"]
+    assert (
+        told["validations"]["steps"] == [0, 1, 2] and [row["prompt"] for row in told["validations"]["samples"]][-1] == "abcdef1"
+    )
 
     run_ranks(2, tasks.train_here, str(tasks.task() / "ppo.json"), tasks.settings(tmp_path / "two", 2, *more))
     assert [row["response"] for row in read_output(tmp_path / "two" / "validation.jsonl")] == [row["response"] for row in kept]
+    assert [start["ranks"] for start in read_output(tmp_path / "two" / "starts.jsonl")] == ["2"]
     for one, two in zip(metrics, read_output(tmp_path / "two" / "metrics.jsonl"), strict=True):
         found = {key: value for key, value in one.items() if key.startswith("val/")}
         assert {key: two[key] for key in found} == pytest.approx(found, abs=1e-9)

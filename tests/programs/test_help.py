@@ -17,11 +17,10 @@ import yaml
 import tasks
 from places import ROOT
 from rlhf_spmd import evaluate, generate, score, sft, train
-from rlhf_spmd.config.load import to_yaml
+from rlhf_spmd.config.load import flatten_yaml, to_yaml
 from rlhf_spmd.data import sort_digits
 from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel.world import Launch
-from rlhf_spmd.telemetry.report_sections import flatten_config
 
 PROGRAMS = {"train": train, "sft": sft, "generate": generate, "evaluate": evaluate, "score": score}
 
@@ -67,7 +66,7 @@ def test_the_example_works_and_every_key_of_it_is_listed(
     if "models" in tree:
         tree["models"] = {"<name>": next(iter(tree["models"].values()))}
     empty = {"models.<name>.calls", "rewards", "reward.judge", "sets"}  # sections and mappings to sections
-    assert set(flatten_config(yaml.safe_dump(tree))) - empty <= set(keys)
+    assert set(flatten_yaml(yaml.safe_dump(tree))) - empty <= set(keys)
 
 
 def test_types_and_defaults_are_told(capsys: pytest.CaptureFixture[str]) -> None:

@@ -139,6 +139,11 @@ def test_a_log_tells_steps_validations_and_where_things_lie(tmp_path: Path, caps
     ) == ["0", "2"]
     places = [("report", "report.html"), ("export", "export"), ("checkpoint", "checkpoints/step_2")]
     assert said.splitlines()[-3:] == [f"  {name:<20}{tmp_path / path}" for name, path in places]
+    (start,) = map(json.loads, (tmp_path / "starts.jsonl").read_text().splitlines())
+    assert (start["step"], start["ranks"]) == (0, "1")
+    assert "torch " in start["versions"] and start["command"].startswith("torchrun ")
+    times = [json.loads(line)["unix_s"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert len(times) == 3 and sorted(times) == times and times[-1] == pytest.approx(time.time(), abs=600)
 
 
 def test_while_only_the_critic_learns_nothing_of_the_actor_s_update_is_reported(tmp_path: Path) -> None:

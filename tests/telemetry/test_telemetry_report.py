@@ -6,19 +6,29 @@ import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from places import ROOT
-from rlhf_spmd.telemetry import charts, timeline_chart
+from rlhf_spmd import report
+from rlhf_spmd.telemetry import timeline_chart
 from rlhf_spmd.telemetry.jsonl import JsonlLog
 from rlhf_spmd.telemetry.logger import LoggerConfig, MetricLogger
-from rlhf_spmd.telemetry.report import main, write_report
-from rlhf_spmd.telemetry.run_dir import ROLLOUTS_FILE, ExitStatus, atomic_write_text, write_exit_status
+from rlhf_spmd.telemetry.report import MAX_ROWS, read_run, render, write_report
+from rlhf_spmd.telemetry.run_dir import (
+    ROLLOUTS_FILE,
+    STARTS_FILE,
+    VALIDATION_FILE,
+    ExitStatus,
+    atomic_write_text,
+    write_exit_status,
+)
 from rlhf_spmd.telemetry.summary import summarize
 from rlhf_spmd.telemetry.trace import Timeline, write_trace
 
@@ -30,7 +40,7 @@ CONFIG = (
 
 
 class Page(HTMLParser):
-    """Collects tags, the curves' names, and checks that every element is closed."""
+    """Collects tags, what lies in the page's JSON, and checks that every element is closed."""
 
     VOID = frozenset({"meta", "br", "img", "link", "input"})
 
@@ -38,20 +48,22 @@ class Page(HTMLParser):
         super().__init__()
         self.tags: list[str] = []
         self.attributes: list[tuple[str, str]] = []
-        self.series: list[str] = []
         self.open: list[str] = []
-        self.text = ""
+        self.text = self.data = ""
+        self.in_data = False
         self.feed(text)
         assert not self.open, f"left open: {self.open}"
+
+    @property
+    def runs(self) -> list[dict[str, Any]]:
+        return json.loads(self.data)["runs"]
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
         self.attributes += [(name, value or "") for name, value in attrs]
         if tag not in self.VOID:
             self.open.append(tag)
-        hover = dict(attrs).get("data-hover")
-        if hover:
-            self.series += [curve["name"] for curve in json.loads(hover)]
+        self.in_data = dict(attrs).get("id") == "data"
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.handle_starttag(tag, attrs)
@@ -63,12 +75,13 @@ class Page(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         self.text += data
+        self.data += data if self.in_data and self.open[-1:] == ["script"] else ""
 
 
 def fill(run_dir: Path, steps: int = 50) -> None:
     atomic_write_text(run_dir / "config.yaml", CONFIG)
     logger = MetricLogger(run_dir, LoggerConfig())
-    rollouts = JsonlLog(run_dir / ROLLOUTS_FILE, None)
+    rollouts, validations = JsonlLog(run_dir / ROLLOUTS_FILE, None), JsonlLog(run_dir / VALIDATION_FILE, None)
     timelines = [Timeline(rank, ("main",)) for rank in range(3)]
     for step in range(1, steps + 1):
         metrics = {
@@ -85,6 +98,7 @@ def fill(run_dir: Path, steps: int = 50) -> None:
             "timing_s/generate_sequences": 0.5,
             "timing_s/update_actor": 0.25,
             "timing_s/step": 1.0,
+            "unix_s": 1.8e9 + 36 * step,
         }
         logger.log(step, metrics | ({"val/sort/accuracy": step / 60} if step % 10 == 0 else {}))
         rollouts.append([{"step": step, "row_id": step, "prompt": HOSTILE, "response": HOSTILE, "score": 0.5, "note": HOSTILE}])
@@ -92,47 +106,60 @@ def fill(run_dir: Path, steps: int = 50) -> None:
             start = step * 1000 * MS
             timeline.add("actor.generate_sequences", "compute", step, start, start + 500 * MS, {"rows": 8})
             timeline.add(HOSTILE, "communication", step, start + 500 * MS, start + 600 * MS, {"note": HOSTILE})
-    logger.close()
-    rollouts.close()
+        if step % 10 == 0:
+            validations.append(
+                [{"step": step, "set": "sort", "row_id": 8, "prompt": "53>", "response": f"{step}", "answer": "35"}]
+            )
+    for log in (logger, rollouts, validations):
+        log.close()
+    atomic_write_text(
+        run_dir / STARTS_FILE, '{"step": 0, "host": "node7", "started": "A"}\n{"step": 9, "host": "node8", "started": "B"}\n'
+    )
     write_trace(run_dir / "trace.json", [timeline.to_bytes() for timeline in timelines])
     write_exit_status(run_dir, ExitStatus("numerics", HOSTILE, rank=2, call="actor.update_actor", step=steps))
     (run_dir / "checkpoints" / "step_40").mkdir(parents=True)
     (run_dir / "checkpoints" / "step_40" / "COMMIT").touch()
 
 
-def test_report_shows_curves_phases_timeline_samples_and_status(tmp_path: Path) -> None:
+def test_report_has_curves_phases_timeline_samples_and_status(tmp_path: Path) -> None:
     fill(tmp_path)
-    text = write_report(tmp_path).read_text()
-    page = Page(text)
-    assert page.series[:3] == ["reward/mean", "val/sort/accuracy", "actor/kl"]
-    assert {"response_length/mean", "response_length/max", "rollout/log_prob_diff_max", "custom/<metric>"} <= set(page.series)
-    assert not any(name.startswith("timing_s/") for name in page.series)
-    for expected in (
-        "sorting",
-        "failed: numerics",
-        "rank 2 in actor.update_actor after step 50",
-        "Step 1",
-        "Step 50",
-        "step_40",
-    ):
-        assert expected in page.text
-    assert "rank 0 (pools main)" in page.text and "Steps 48 to 50 of 50 traced." in page.text
-    assert "generate_sequences 50%" in page.text and "other 25%" in page.text
-    assert "<b>tiny</b>" in page.text, "configuration values are shown as text"
+    page = Page(write_report(tmp_path).read_text())
+    (run,) = page.runs
+    assert run["steps"] == list(range(1, 51)) and run["hours"][-1] == pytest.approx(0.49)
+    assert run["metrics"]["reward/mean"] == [step / 100 for step in range(1, 51)]
+    assert run["metrics"]["actor/kl"][:4] == [0.01, 0.01, None, 0.01]
+    assert run["metrics"]["val/sort/accuracy"][9::10] == pytest.approx([n / 6 for n in range(1, 6)], rel=1e-5)
+    assert "custom/<metric>" in run["metrics"] and not {"step", "unix_s"} & run["metrics"].keys()
+    assert run["status"]["text"] == "failed: numerics" and run["name"] == "sorting"
+    assert run["status"]["message"].startswith("rank 2 in actor.update_actor after step 50: ")
+    assert (
+        run["facts"] | {"Steps": "50 of 50", "Host": "node8", "Started": "B", "Starts": "A after step 0, B after step 9"}
+        == run["facts"]
+    )
+    assert "step_40" in run["facts"]["Resume"] and run["artifacts"] == [["checkpoints/step_40", "whole", "0 B"]]
+    assert [[sample["step"] for sample in column] for column in run["samples"]] == [[1], [50]]
+    assert [sample["response"] for sample in run["validations"]["samples"]] == ["10", "20", "30", "40", "50"]
+    assert run["config"]["models.actor.path"] == "<b>tiny</b>"
+    assert page.text.count("rank 0 (pools main)") == 1 and run["timeline"]["note"] == "Steps 48 to 50 of 50 traced."
+    colors = json.loads(page.data)["colors"]
+    assert colors["generate_sequences"] == "var(--c0)" and set(run["timeline"]["keys"]) <= colors.keys()
 
 
 def test_report_fetches_nothing_and_runs_no_text_of_the_run(tmp_path: Path) -> None:
     fill(tmp_path)
     text = write_report(tmp_path).read_text()
     page = Page(text)
-    assert page.tags.count("script") == 1 and not {"img", "link", "iframe", "object", "base"} & set(page.tags)
+    assert page.tags.count("script") == 3 and not {"img", "link", "iframe", "object", "base"} & set(page.tags)
     assert not [name for name, _ in page.attributes if name.startswith("on") or name in ("src", "href")]
     assert not re.search(r"https?://|url\(|@import", text)
     assert "default-src 'none'" in text
-    assert 'alert("x")' in page.text  # the sample itself can be read
+    assert page.runs[0]["samples"][0][0]["response"] == HOSTILE  # the sample itself can be read
+    assert "Permission is hereby granted" in text, "the licence of the library"
 
 
-@pytest.mark.parametrize("missing", ["metrics.jsonl", "rollouts.jsonl", "trace.json", "config.yaml", "exit_status.json"])
+@pytest.mark.parametrize(
+    "missing", ["metrics.jsonl", "rollouts.jsonl", "trace.json", "config.yaml", "exit_status.json", "starts.jsonl"]
+)
 def test_report_does_without_any_of_the_files(tmp_path: Path, missing: str) -> None:
     fill(tmp_path, steps=3)
     (tmp_path / missing).unlink()
@@ -148,48 +175,79 @@ def test_report_of_an_empty_directory_and_of_damaged_files(tmp_path: Path) -> No
     (tmp_path / "trace.json").write_text('{"traceEvents": [{"ph": "X"}, 3]}')
     (tmp_path / "config.yaml").write_text("a: [\n")
     (tmp_path / "exit_status.json").write_text("{")
-    page = Page(write_report(tmp_path).read_text())
-    assert page.series == ["a"] and "not finished" in page.text
+    (run,) = Page(write_report(tmp_path).read_text()).runs
+    assert list(run["metrics"]) == ["a"] and run["status"]["text"] == "not finished"
 
 
-def test_of_supervised_fine_tuning_the_loss_comes_first(tmp_path: Path) -> None:
-    steps = [{"step": n, "actor/loss": 2.0 / n, "val/loss": 3.0 / n, "val/reward_mean": 0.1 * n} for n in (1, 2)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
-    page = Page(write_report(tmp_path).read_text())
-    assert page.series == ["val/reward_mean", "actor/loss", "val/loss"]
-    assert page.text.index("Loss") < page.text.index("Validation")
-
-
-def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(tmp_path)]) == 0
-    assert capsys.readouterr().out.strip() == str(tmp_path / "report.html")
-    assert main([str(tmp_path / "none")]) == 2
+def test_the_command_compares_runs_on_one_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name / "run").mkdir(parents=True)
+        fill(tmp_path / name / "run", steps=2)
+    first, second = (str(tmp_path / name / "run") for name in "ab")
+    assert report.main([first]) == 0
+    assert capsys.readouterr().out == f"{first}/report.html\n"
+    assert report.main([first, second, f"out={tmp_path / 'both.html'}"]) == 0
+    page = Page((tmp_path / "both.html").read_text())
+    assert [run["name"] for run in page.runs] == ["a/run", "b/run"] and page.tags.count("template") == 2
+    assert report.main([first, second]) == 2 and report.main([first, str(tmp_path / "none")]) == 2
+    assert report.main([first, f"out={tmp_path / 'none' / 'x.html'}"]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert "out=FILE" in said[0] and "out=FILE" in said[1] and "none" in said[2] and len(said) == 3
+    assert report.main([str(tmp_path / "none")]) == 2
     assert "does not exist" in capsys.readouterr().err
 
 
-def test_long_curves_keep_their_spikes() -> None:
-    spike = charts.Point(5003, 9.0)
-    thinned = charts.thin([spike if step == spike.step else charts.Point(step, 0.0) for step in range(10_000)])
-    assert len(thinned) <= charts.MAX_POINTS and spike in thinned
+def test_long_curves_keep_their_spikes(tmp_path: Path) -> None:
+    lines = ({"step": step, "a": 9.0 if step == 5003 else float(step % 2), "timing_s/step": 3.6} for step in range(10_000))
+    atomic_write_text(tmp_path / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
+    (run,) = Page(write_report(tmp_path).read_text()).runs
+    assert len(run["steps"]) == len(run["hours"]) == len(run["metrics"]["a"]) <= MAX_ROWS
+    assert abs(run["steps"][run["metrics"]["a"].index(9)] - 5003) < 10
+    assert run["steps"][-1] == 9999 and run["hours"][-1] == pytest.approx(9.999, rel=1e-3)  # without times the seconds of steps
 
 
-@pytest.mark.parametrize(
-    ("low", "high", "expected"),
-    [
-        (0.0, 1.0, ["0.0", "0.2", "0.4", "0.6", "0.8", "1.0"]),
-        (0.0, 40_000.0, ["0", "10k", "20k", "30k", "40k"]),
-        (-3e-5, 1e-5, ["-3e-5", "-2e-5", "-1e-5", "0", "1e-5"]),
-        (1780.0, 1820.0, ["1,780", "1,790", "1,800", "1,810", "1,820"]),
-        (5.0, 5.0, ["5"]),
-    ],
-)
-def test_axis_labels_are_round_and_even(low: float, high: float, expected: list[str]) -> None:
-    assert charts.tick_labels(charts.ticks(low, high, 5)) == expected
+def browse(page: Path) -> str:
+    """What a browser makes of it, inside <main>."""
+    options = "--headless --no-sandbox --disable-gpu --virtual-time-budget=4000 --enable-logging=stderr --dump-dom"
+    command = ["chromium", *options.split(), page.resolve().as_uri()]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert "CONSOLE" not in ended.stderr, ended.stderr
+    return ended.stdout.partition("<main>")[2].partition("</main>")[0]
 
 
-def test_numbers_for_reading() -> None:
-    numbers = [0.0, 0.12345, 1234.5678, 1.5e-7, 2.5e6, -3.0, math.nan]
-    assert [charts.number_text(number) for number in numbers] == ["0", "0.1235", "1,235", "1.5e-07", "2.5M", "-3", "n/a"]
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="no browser")
+def test_a_browser_makes_panels_of_it(tmp_path: Path) -> None:
+    fill(tmp_path)
+    made = browse(write_report(tmp_path))
+    titles = re.findall(r'<span class="title">(.*?)</span>', made)
+    assert titles[:4] == ["Reward", "Validation sort/accuracy", "KL to the reference", "Response length"]
+    assert "custom/&lt;metric&gt;" in titles and made.count("<canvas") >= 7
+    sections = "Curves, Time per step, Timeline, Validation samples, Samples, Checkpoints, How it was made, Configuration"
+    assert re.findall("<h2>(.*?)</h2>", made) == sections.split(", ")
+    for expected in (
+        "0.03 \u2192 0.48",
+        "failed: numerics",
+        "rank 2 in actor.update_actor",
+        "other 25%",
+        "&lt;b&gt;tiny&lt;/b&gt;",
+    ):
+        assert expected in made
+    assert "<img" not in made and "<script" not in made
+
+    (tmp_path / "other").mkdir()
+    atomic_write_text(tmp_path / "other" / "metrics.jsonl", '{"step": 1, "mine": 2.5}\n')
+    made = browse(write_report(tmp_path / "other"))
+    assert "not finished" in made and '<details open="">' in made and ">2.5<" in made, (
+        "metrics that nothing is known of are open"
+    )
+    fill(tmp_path / "other", steps=3)
+    atomic_write_text(tmp_path / "other" / "config.yaml", CONFIG.replace("tp: 2", "tp: 4").replace("seed: 1", "more: 1"))
+    atomic_write_text(tmp_path / "both.html", render([read_run(tmp_path), read_run(tmp_path / "other")]))
+    made = browse(tmp_path / "both.html")
+    marks = re.findall(r'class="key" style="--k: ?[^"]+">(.*?)</span>', made)
+    # in the summary, over sections (the shorter run has no validation) and over the tables of settings
+    assert (marks.count(tmp_path.name), marks.count(f"{tmp_path.name}/other")) == (1 + 5 + 4, 1 + 4 + 4)
+    assert "models.actor.layout.tp</td><td>2</td><td>4" in made and "in some of the runs, 2 values" in made
 
 
 def test_a_planned_schedule_is_drawn_in_the_same_form() -> None:

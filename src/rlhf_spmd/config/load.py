@@ -7,14 +7,15 @@ The order is: YAML file, then overrides, then ``sections`` (a section whose sche
 from __future__ import annotations
 
 import dataclasses
+import json
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import MarkedYAMLError, YAMLError
+from yaml import MarkedYAMLError, YAMLError, safe_load
 
 from rlhf_spmd.config.schema import ConfigError, Reader, first_line
 
@@ -87,6 +88,23 @@ def to_yaml(config: Any) -> str:
     ``${`` in a resolved value is text; written plainly it would be read back as an interpolation.
     """
     return OmegaConf.to_yaml(OmegaConf.create(to_dict(config, lambda text: text.replace("${", "\\${"))))
+
+
+def flatten_yaml(text: str) -> dict[str, str]:
+    """The values of a YAML text as text, by dotted key; empty where it is no mapping."""
+    try:
+        tree = safe_load(text)
+    except YAMLError:
+        return {}
+    return dict(_leaves(tree, "")) if isinstance(tree, dict) else {}
+
+
+def _leaves(value: Any, where: str) -> Iterator[tuple[str, str]]:
+    if isinstance(value, dict) and value:
+        for key, child in value.items():
+            yield from _leaves(child, f"{where}.{key}" if where else str(key))
+    else:
+        yield where, value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def _children(node: Any) -> Mapping[Any, Any]:

@@ -19,7 +19,7 @@ from rlhf_spmd.checkpoint.manifest import DTYPES, PARAM
 from rlhf_spmd.checkpoint.save import RoleState
 from rlhf_spmd.config.bounds import check_bounds
 from rlhf_spmd.config.keys import list_keys
-from rlhf_spmd.config.load import check_tree, load
+from rlhf_spmd.config.load import check_tree, flatten_yaml, load
 from rlhf_spmd.data.dataset import RowsConfig
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.sharding import check_layout
@@ -28,7 +28,6 @@ from rlhf_spmd.models.weights import check_pretrained, load_pretrained
 from rlhf_spmd.parallel.layout import Layout, LayoutConfig, resolve_layout
 from rlhf_spmd.parallel.program import ProgramSettings, read_command_line, run_program
 from rlhf_spmd.parallel.world import Launch, World, read_launch
-from rlhf_spmd.telemetry.report_sections import flatten_config
 from rlhf_spmd.telemetry.run_dir import CONFIG_FILE, EXPORT_DIR, atomic_write_text, exported_checkpoint
 from rlhf_spmd.workers.config import ComputeConfig
 
@@ -95,7 +94,7 @@ def find_weights(path: str) -> tuple[str, Path | None]:
         return path, None
     written = checkpoint.parent.parent / CONFIG_FILE
     key = f"models.{ROLE}.path"
-    model = flatten_config(written.read_text(encoding="utf-8", errors="replace")).get(key) if written.is_file() else None
+    model = flatten_yaml(written.read_text(encoding="utf-8", errors="replace")).get(key) if written.is_file() else None
     if model is None:
         raise ValueError(f"model.path={path} is a checkpoint, and {written} does not name {key}, whose tokenizer it needs")
     return model, checkpoint

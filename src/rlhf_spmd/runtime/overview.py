@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import platform
+import shlex
+import socket
+import subprocess
+import sys
 from dataclasses import fields
+from datetime import datetime
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -57,3 +65,37 @@ def describe(ready: Any, world: World) -> str:
                 f"    {method} on pool {call.pool}, {call.shape.layout}{', delta' if plan.config.calls[method].delta else ''}"
             )
     return "\n".join(lines)
+
+
+def start_facts(world: World) -> dict[str, str]:
+    """Of this start of a run: date, host, ranks, device, versions, commit of this code where it is in a git tree, command line."""
+    launch, device = world.launch, world.device
+    argv, hosts = sys.orig_argv, -(-launch.size // launch.local_size)
+    program = argv[argv.index("-m") :] if "-m" in argv else sys.argv
+    torchrun = ["torchrun", *(["--nnodes", str(hosts)] if hosts > 1 else []), "--nproc-per-node", str(launch.local_size)]
+    return {
+        "started": datetime.now().astimezone().isoformat(" ", "seconds"),
+        "host": socket.gethostname() + (f" and {hosts - 1} more" if hosts > 1 else ""),
+        "ranks": str(launch.size),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type}, {platform.machine()}",
+        "versions": ", ".join(
+            ["python " + platform.python_version(), *(f"{n} {version(n)}" for n in ("torch", "transformers"))]
+        ),
+        "commit": _commit(),
+        "command": shlex.join(torchrun + program),
+        "working directory": str(Path.cwd()),
+    }
+
+
+def _commit() -> str:
+    here = Path(__file__)
+    found = ""
+    for command in (["ls-files", "--error-unmatch", here.name], ["describe", "--always", "--dirty", "--exclude", "*"]):
+        try:
+            ended = subprocess.run(["git", *command], cwd=here.parent, capture_output=True, text=True, timeout=10)
+        except (OSError, subprocess.TimeoutExpired):
+            return ""
+        if ended.returncode:
+            return ""
+        found = ended.stdout.strip()
+    return found

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from rlhf_spmd.runtime.streams import merge_values
 from rlhf_spmd.telemetry.jsonl import JsonlLog
 from rlhf_spmd.telemetry.logger import MetricLogger
 from rlhf_spmd.telemetry.progress import Progress
-from rlhf_spmd.telemetry.run_dir import ROLLOUTS_FILE, VALIDATION_FILE
+from rlhf_spmd.telemetry.run_dir import ROLLOUTS_FILE, STARTS_FILE, VALIDATION_FILE
 
 
 class StepSize(NamedTuple):
@@ -57,9 +58,12 @@ def merge_reports(
 class Recorder:
     """Rank 0's side of a session: metrics, samples, progress."""
 
-    def __init__(self, run_dir: Path, config: Any, started_at: int) -> None:
-        """``config``: the whole configuration, with ``run`` and ``logger``."""
+    def __init__(self, run_dir: Path, config: Any, started_at: int, facts: Mapping[str, str]) -> None:
+        """``config``: the whole configuration, with ``run`` and ``logger``. ``facts``: of this start, for the report."""
         resume = started_at or None
+        starts = JsonlLog(run_dir / STARTS_FILE, resume)
+        starts.append([{"step": started_at, **facts}])
+        starts.close()
         self.metrics = MetricLogger(run_dir, config.logger, config.run.name, to_dict(config), resume)
         self.rollouts = JsonlLog(run_dir / ROLLOUTS_FILE, resume)
         self.validations = JsonlLog(run_dir / VALIDATION_FILE, resume)
@@ -69,7 +73,9 @@ class Recorder:
     def log(
         self, number: int, metrics: dict[str, float], samples: list[dict[str, Any]], validated: list[dict[str, Any]]
     ) -> None:
-        self.metrics.log(number, {key: value for key, value in metrics.items() if key != "step"})
+        self.metrics.log(
+            number, {"unix_s": round(time.time(), 3), **{key: value for key, value in metrics.items() if key != "step"}}
+        )
         shown = sorted(samples, key=lambda sample: int(sample["row_id"]))[: self.num_samples]
         self.rollouts.append({"step": number, **sample} for sample in shown)
         self.validations.append({"step": number, **sample} for sample in validated)

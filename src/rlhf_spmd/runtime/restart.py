@@ -13,11 +13,10 @@ from rlhf_spmd.checkpoint.directory import read_manifest
 from rlhf_spmd.checkpoint.load import load_checkpoint, read_pieces
 from rlhf_spmd.checkpoint.manifest import PARAM, CheckpointError
 from rlhf_spmd.checkpoint.save import RoleState
-from rlhf_spmd.config.load import to_yaml
+from rlhf_spmd.config.load import flatten_yaml, to_yaml
 from rlhf_spmd.controller import Controller
 from rlhf_spmd.parallel.boxes import whole_shard
 from rlhf_spmd.runtime.streams import Data
-from rlhf_spmd.telemetry.report_sections import flatten_config
 from rlhf_spmd.telemetry.run_dir import CONFIG_FILE
 from rlhf_spmd.workers import ActorWorker, ArithmeticWorker, ModelWorker
 from rlhf_spmd.workers.loan import LoanAhead
@@ -94,8 +93,8 @@ def compare_runs(path: Path, config: Any, saved: Mapping[str, Any], present: Map
     Raises ValueError where that is another experiment, unless ``run.resume`` says that it is meant.
     """
     file = path.resolve().parents[1] / CONFIG_FILE
-    new = flatten_config(to_yaml(config))
-    old = flatten_config(file.read_text(encoding="utf-8")) if file.is_file() else new
+    new = flatten_yaml(to_yaml(config))
+    old = flatten_yaml(file.read_text(encoding="utf-8")) if file.is_file() else new
     pairs = {key: (new.get(key, "null"), old.get(key, "null")) for key in {**old, **new}}
     keys = [key for key, (is_now, was) in pairs.items() if is_now != was and key not in ("run.dir", "run.resume")]
     changed = {key: f"{key}={pairs[key][0]} (was {pairs[key][1]})" for key in keys}

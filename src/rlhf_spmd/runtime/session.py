@@ -31,6 +31,7 @@ from rlhf_spmd.kernels.devices import peak_bytes
 from rlhf_spmd.parallel.collectives import RECORDER
 from rlhf_spmd.parallel.program import Preempted, ProgramContext
 from rlhf_spmd.reshard import LABELS
+from rlhf_spmd.runtime.overview import start_facts
 from rlhf_spmd.runtime.recorder import Recorder, StepSize, merge_reports, token_count
 from rlhf_spmd.runtime.restart import (
     compare_runs,
@@ -163,7 +164,9 @@ class Session:
             return
         if self.is_first:
             run_dir.atomic_write_text(self.run_dir / run_dir.CONFIG_FILE, to_yaml(self.context.prepared.config))
-        recorder = Recorder(self.run_dir, self.context.prepared.config, self.started_at) if self.is_first else None
+        recorder = None
+        if self.is_first:
+            recorder = Recorder(self.run_dir, self.context.prepared.config, self.started_at, start_facts(self.world))
         test_freq = self.config.test_freq
         shown: list[dict[str, Any]]
         if test_freq and self.started_at == 0:

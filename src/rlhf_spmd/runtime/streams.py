@@ -324,15 +324,14 @@ class Data:
             ids = fields["response_ids"].split(rows.lengths.tolist()) if len(rows) else ()
             texts = [str(row.tolist()) for row in ids] if self.tokenizer is None else decode(self.tokenizer, ids)
             codes, samples = [], []
-            for text, row_id, number, score in zip(
-                texts, rows.row_ids.tolist(), rows.group_ids.tolist(), fields["scores"].tolist(), strict=True
-            ):
+            of_rows = rows.row_ids.tolist(), rows.group_ids.tolist(), rows.lengths.tolist(), fields["scores"].tolist()
+            for text, row_id, number, length, score in zip(texts, *of_rows, strict=True):
                 seen = given.dataset.row(number)
                 answer = final_answer(text, seen["answer"])
                 codes.append(-1.0 if answer is None else float(int.from_bytes(hashlib.sha256(answer.encode()).digest()[:6])))
                 if number in shown and row_id == number * n:
                     named = {"set": given.sets[int(sources[number])], "row_id": row_id, "prompt": seen["prompt"]}
-                    samples.append({**named, "response": text, "answer": seen["answer"], "score": score})
+                    samples.append({**named, "response": text, "answer": seen["answer"], "score": score, "length": length})
             return {"answer_codes": torch.tensor(codes, dtype=torch.float64)}, {"answers": samples}
 
         return read_answers

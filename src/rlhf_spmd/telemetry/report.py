@@ -1,84 +1,60 @@
-"""``report.html``: one self-contained file about a run, from the files of its run directory. Any of them may be missing.
+"""``report.html``: one self-contained page about a run, or about several beside each other, from the files of their run directories.
 
-``python -m rlhf_spmd.telemetry.report RUN_DIR`` writes it again, also while the run goes on.
+Any of these files may be missing. Here they become one JSON object; ``report.js`` makes panels of it in the browser, with uPlot
+(``uplot/``, MIT), which is part of the page.
 """
 
 from __future__ import annotations
 
-import argparse
+import json
 import math
 import os
-import re
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import accumulate
 from pathlib import Path
-from statistics import median_high
 from typing import Any
 
-from rlhf_spmd.telemetry import charts, timeline_chart
-from rlhf_spmd.telemetry.charts import Point, Values
-from rlhf_spmd.telemetry.jsonl import read_jsonl
-from rlhf_spmd.telemetry.progress import reward_of
-from rlhf_spmd.telemetry.report_sections import (
-    artifacts_section,
-    config_section,
-    flatten_config,
-    legend,
-    samples_section,
-    status_badge,
-    status_message,
-    validation_section,
-)
+from rlhf_spmd.config.load import flatten_yaml
+from rlhf_spmd.telemetry import timeline_chart
+from rlhf_spmd.telemetry.jsonl import json_value, read_jsonl
 from rlhf_spmd.telemetry.run_dir import (
+    CHECKPOINTS_DIR,
     CONFIG_FILE,
+    EXPORT_DIR,
     METRICS_FILE,
     REPORT_FILE,
     ROLLOUTS_FILE,
+    STARTS_FILE,
     TRACE_FILE,
     VALIDATION_FILE,
     ExitStatus,
     atomic_write_text,
+    list_checkpoints,
     read_exit_status,
     read_json,
 )
 
 TIMING = "timing_s/"
-DETAIL = re.compile(r"^val/loss$|/(pass|maj)@")  # of a validation: a panel of its own elsewhere, or among the others
-SPREAD = ("std", "min", "max")  # what may stand beside a mean
-AVERAGED_STEPS = 5  # what "first" and "last" mean in the tiles and in the summary
+NOT_DRAWN = ("step", "unix_s")  # of a line of metrics.jsonl: what curves are drawn over
+MAX_ROWS = 2000  # of a curve
+MAX_STEPS = 8  # columns of the validation samples
+SAMPLES_PER_STEP = 6
+MAX_TEXT = 4000
+NUM_COLORS = 10  # css variables --c0 ... --c9; everything after that is grey
 
-
-Panel = tuple[str, tuple[str, ...]]  # title of a chart, and its metrics: drawn where at least one of them exists
-
-PANELS: tuple[Panel, ...] = (
-    ("Reward", ("reward/total_mean", "reward/mean")),
-    ("Loss", ("actor/loss", "val/loss")),
-    ("KL to the reference", ("actor/kl",)),
-    ("Entropy", ("actor/entropy",)),
-    ("Response length", ("response_length/mean", "response_length/max")),
-    ("Critic explained variance", ("critic/explained_variance",)),
-    ("Value loss", ("critic/vf_loss",)),
-    ("Policy loss", ("actor/pg_loss",)),
-    ("KL of the update", ("actor/ppo_kl",)),
-    ("Clipped fraction", ("actor/clip_frac", "critic/clip_frac")),
-    ("Gradient norm", ("actor/grad_norm", "critic/grad_norm")),
-    ("Log-prob difference to training", ("rollout/log_prob_diff_max",)),
-    ("Tokens per second", ("perf/tokens_per_s",)),
-)
+Values = Sequence[float | None]
 
 
 @dataclass(frozen=True)
 class Run:
-    """What lies in a run directory, parsed."""
+    """What lies in a run directory, parsed. ``config``: by dotted key."""
 
     directory: Path
     metrics: Sequence[Mapping[str, Any]]
-    rollouts: Sequence[Mapping[str, Any]]
-    validations: Sequence[Mapping[str, Any]]
-    trace: Mapping[str, Any]
-    config_text: str
+    config: Mapping[str, str]
     status: ExitStatus | None
 
     def values(self, name: str) -> list[float]:
@@ -88,7 +64,11 @@ class Run:
     def names(self) -> list[str]:
         """Every metric with at least one number, in the order of appearance."""
         seen = dict.fromkeys(name for row in self.metrics for name, value in row.items() if _number(value) is not None)
-        return [name for name in seen if name != "step"]
+        return [name for name in seen if name not in NOT_DRAWN]
+
+    def lines(self, file: str) -> list[dict[str, Any]]:
+        """The objects of a JSON lines file that have a step."""
+        return [line for line in read_jsonl(self.directory / file) if isinstance(line.get("step"), int)]
 
 
 def read_run(run_dir: str | os.PathLike[str], status: ExitStatus | None = None) -> Run:
@@ -96,18 +76,9 @@ def read_run(run_dir: str | os.PathLike[str], status: ExitStatus | None = None) 
     directory = Path(run_dir)
     if not directory.is_dir():
         raise ValueError(f"run directory {directory} does not exist; give the run.dir of a run")
-    by_step = {row["step"]: row for row in read_jsonl(directory / METRICS_FILE) if isinstance(row.get("step"), int)}
-    config = directory / CONFIG_FILE
-    trace = read_json(directory / TRACE_FILE)
-    return Run(
-        directory=directory,
-        metrics=[by_step[step] for step in sorted(by_step)],
-        rollouts=read_jsonl(directory / ROLLOUTS_FILE),
-        validations=read_jsonl(directory / VALIDATION_FILE),
-        trace=trace if isinstance(trace, dict) else {},
-        config_text=config.read_text(encoding="utf-8", errors="replace") if config.exists() else "",
-        status=status or read_exit_status(directory),
-    )
+    run = Run(directory, [], _config(directory / CONFIG_FILE), status or read_exit_status(directory))
+    by_step = {row["step"]: row for row in run.lines(METRICS_FILE)}
+    return Run(directory, [by_step[step] for step in sorted(by_step)], run.config, run.status)
 
 
 def write_report(run_dir: str | os.PathLike[str], status: ExitStatus | None = None) -> Path:
@@ -117,205 +88,152 @@ def write_report(run_dir: str | os.PathLike[str], status: ExitStatus | None = No
     """
     run = read_run(run_dir, status)
     path = run.directory / REPORT_FILE
-    atomic_write_text(path, render(run))
+    atomic_write_text(path, render([run]))
     return path
 
 
-def render(run: Run) -> str:
+def render(runs: Sequence[Run]) -> str:
     """The page. It fetches nothing: a content security policy in it forbids that, so data in it cannot make it so either."""
-    config = flatten_config(run.config_text)
-    name = config.get("run.name") or run.directory.resolve().name
-    drawn, busy = timeline_chart.from_trace(run.trace)
-    timed = [row for row in run.metrics if any(key.startswith(TIMING) for key in row)]  # not a validation before the first step
-    totals = [_number(row.get(TIMING + "step")) for row in timed]
-    phases = _phases(timed, totals)
-    colors = _phase_colors(phases, busy)
-    body = [
-        _header(run, name, config),
-        _tiles(run),
-        _curves(run),
-        _phase_section([row["step"] for row in timed], totals, phases, colors),
-        _timeline_section(drawn, busy, colors),
-        validation_section(run.validations),
-        samples_section(run.rollouts),
-        artifacts_section(run.directory),
-        config_section(config, run.config_text),
-        f"<footer>rlhf_spmd report of {escape(str(run.directory.resolve()))}</footer>",
-    ]
+    traces = [timeline_chart.from_trace(_trace(run)) for run in runs]
+    colors = _phase_colors(runs, [busy for _, busy in traces])
+    told = [_run_data(run, *trace, colors) for run, trace in zip(runs, traces, strict=True)]
+    names = Counter(run["name"] for run in told)
+    alike = {n: run.directory.resolve() for n, run in enumerate(runs) if names[told[n]["name"]] > 1}
+    for n, path in alike.items():  # what their directories do not share tells them apart
+        told[n]["name"] = str(path.relative_to(os.path.commonpath([other.parent for other in alike.values()])))
+    data = json.dumps(json_value({"runs": told, "colors": colors}), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    data = data.replace("<", "\\u003c")  # no text of a run can end the element that holds the data
+    timelines = (f"<template>{timeline_chart.draw(chart, colors)}</template>" for chart, _ in traces)
+    # the library without its first line, which is its address; its licence instead
+    library = f"/* uPlot\n{_packaged('uplot/LICENSE')}*/\n" + _packaged("uplot/uPlot.iife.min.js").partition("\n")[2]
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; "
         "script-src 'unsafe-inline'\">"
-        f"<title>{escape(name)}</title><style>{_packaged('report.css')}</style></head>\n<body><main>"
-        + "\n".join(part for part in body if part)
-        + f'</main><div id="tip"></div><script>{_packaged("report.js")}</script></body></html>\n'
+        f"<title>{escape(', '.join(run['name'] for run in told))}</title>"
+        f"<style>{_packaged('uplot/uPlot.min.css')}\n{_packaged('report.css')}</style></head>\n<body><main><noscript>The page is made by a script in it.</noscript></main>{''.join(timelines)}"
+        f'<script type="application/json" id="data">{data}</script>\n'
+        f"<script>{library}</script>\n<script>{_packaged('report.js')}</script></body></html>\n"
     )
 
 
-def first_and_last(values: Sequence[float], most: int = AVERAGED_STEPS) -> tuple[float, float, int]:
-    """Means of the first and of the last k values, and k (``most``, fewer in short runs; 0: no values)."""
-    if not values:
-        return math.nan, math.nan, 0
-    k = min(most, max(1, len(values) // 2))
-    return sum(values[:k]) / k, sum(values[-k:]) / k, k
+def _run_data(
+    run: Run, chart: timeline_chart.TimelineChart, busy: Mapping[str, float], colors: Mapping[str, str]
+) -> dict[str, Any]:
+    """What report.js reads of a run."""
+    used = {box.key for row in chart.rows for track in row.tracks for box in track}
+    rollouts, validations = run.lines(ROLLOUTS_FILE), run.lines(VALIDATION_FILE)
+    steps = sorted({sample["step"] for sample in rollouts})
+    return {
+        "name": run.config.get("run.name") or run.directory.resolve().name,
+        "directory": str(run.directory),
+        "status": _status(run.status),
+        "facts": _facts(run),
+        **_curves(run),
+        "timeline": {"note": chart.note, "keys": sorted(used & colors.keys(), key=lambda key: -busy.get(key, 0.0))},
+        "samples": [
+            [_short(sample) for sample in rollouts if sample["step"] == step][:SAMPLES_PER_STEP]
+            for step in dict.fromkeys([*steps[:1], *steps[-1:]])
+        ],
+        "validations": _validations(validations),
+        "artifacts": list(_artifacts(run.directory)),
+        "config": run.config,
+    }
 
 
-def _header(run: Run, name: str, config: Mapping[str, str]) -> str:
-    facts = [config.get("algorithm.name"), config.get("models.actor.path")]
+def _status(status: ExitStatus | None) -> dict[str, str]:
+    """``kind`` and ``text`` of the badge; ``message``: what stopped a run, where, and what to resume from."""
+    if status is None:
+        return {"kind": "", "text": "not finished", "message": ""}
+    kind = {"done": "good", "preempted": "warn"}.get(status.class_, "bad")
+    where = [f"rank {status.rank}" if status.rank is not None else "", f"in {status.call}" if status.call else ""]
+    where.append(f"after step {status.step}" if status.step is not None else "")
+    parts = [" ".join(part for part in where if part), status.message]
+    lines = [": ".join(part for part in parts if part)]
+    lines += [f"Last checkpoint: {status.last_checkpoint}"] if status.last_checkpoint else []
+    text = f"failed: {status.class_}" if kind == "bad" else status.class_
+    return {"kind": kind, "text": text, "message": "" if kind == "good" else "\n".join(filter(None, lines))}
+
+
+def _facts(run: Run) -> dict[str, str]:
+    """Of a run, how it was made; of several starts the last."""
+    config = run.config
+    facts = {
+        "Algorithm": config.get("algorithm.name"),
+        "Model": config.get("models.actor.path"),
+        "Seed": config.get("run.seed"),
+    }
     if run.metrics:
         total = config.get("run.steps")
-        facts.append(f"step {run.metrics[-1]['step']}" + (f" of {total}" if total else ""))
-    ranks = {event.get("pid") for event in run.trace.get("traceEvents", ()) if isinstance(event, dict)}
-    if ranks:
-        facts.append(f"{len(ranks)} rank" + ("s" if len(ranks) > 1 else ""))
-    if config.get("run.seed"):
-        facts.append(f"seed {config['run.seed']}")
-    listed = "".join(f"<span>{escape(fact)}</span>" for fact in facts if fact)
-    return (
-        f'<header><div class="line"><h1>{escape(name)}</h1>{status_badge(run.status)}</div>'
-        f'<p class="facts">{listed}</p>{status_message(run.status)}</header>'
-    )
+        facts["Steps"] = f"{run.metrics[-1]['step']}" + (f" of {total}" if total else "")
+    starts = run.lines(STARTS_FILE)
+    if starts:
+        facts |= {name.capitalize(): str(value) for name, value in starts[-1].items() if name != "step"}
+    if len(starts) > 1:
+        facts["Starts"] = ", ".join(f"{start.get('started')} after step {start['step']}" for start in starts)
+    saved = list_checkpoints(run.directory)[-1:]
+    facts["Resume"] = f"the same command goes on from {saved[0].name} (run.resume=auto)" if saved else "no checkpoint"
+    return {name: value for name, value in facts.items() if value}
 
 
-def _tiles(run: Run) -> str:
-    tiles = []
-    reward = reward_of(run.names())
-    main = ("Reward", reward) if run.values(reward) else ("Loss", "actor/loss")
-    validation = next((name for name in run.names() if name.startswith("val/") and name != "val/loss"), "val/loss")
-    for title, metric in (main, ("Validation", validation)):
-        first, last, k = first_and_last(run.values(metric), 1 if title == "Validation" else AVERAGED_STEPS)
-        if k > 0:
-            direction = "" if title == "Loss" else "up" if last > first else "down"
-            note = f'<span class="{direction}">{last - first:+.3g}</span>; first, last {k}'
-            value = f'{charts.number_text(first, 3)}<span class="arrow">→</span>{charts.number_text(last, 3)}'
-            tiles.append((title, value, note))
-    for title, metric, unit in (
-        ("KL to the reference", "actor/kl", ""),
-        ("Response length", "response_length/mean", "tokens, "),
-        ("Explained variance", "critic/explained_variance", "critic, "),
-    ):
-        _, last, k = first_and_last(run.values(metric))
-        if k > 0:
-            tiles.append((title, charts.number_text(last, 3), f"{unit}last {k} steps"))
-    for title, metric, unit in (("Tokens per second", "perf/tokens_per_s", ""), ("Step time", TIMING + "step", " s")):
-        if values := run.values(metric):
-            note = "median" if unit == "" else f"median; {charts.number_text(sum(values) / 60, 3)} min"
-            tiles.append((title, charts.number_text(median_high(values), 3 if unit else 4) + unit, note))
-    drawn = [
-        f'<div class="tile"><div class="name">{escape(title)}</div><div class="value">{value}</div>'
-        f'<div class="note">{note}</div></div>'
-        for title, value, note in tiles
-    ]
-    return f'<div class="tiles">{"".join(drawn)}</div>' if drawn else ""
+def _curves(run: Run) -> dict[str, Any]:
+    """``steps``, ``hours`` (since the first line) and ``metrics``, a column each. Of a long run's neighbours the extremes are kept."""
+    steps, times = [row["step"] for row in run.metrics], [_number(row.get("unix_s")) for row in run.metrics]
+    if None in times:  # the time of steps alone
+        times = list(accumulate(_number(row.get(TIMING + "step")) or 0.0 for row in run.metrics))
+    stretch = math.ceil(2 * len(steps) / MAX_ROWS) if len(steps) > MAX_ROWS else 1
+    ends = [end for at in range(0, len(steps), stretch) for end in sorted({at, min(at + stretch, len(steps)) - 1})]
+    columns = {name: [_number(row.get(name)) for row in run.metrics] for name in run.names()}
+    return {
+        "steps": [steps[end] for end in ends],
+        "hours": [_rounded(((times[end] or 0.0) - (times[0] or 0.0)) / 3600) for end in ends],
+        "metrics": {name: list(map(_rounded, _extremes(column, stretch))) for name, column in columns.items()},
+    }
 
 
-def _curves(run: Run) -> str:
-    names = run.names()
-    validation = [("Validation", (name,)) for name in names if name.startswith("val/") and not DETAIL.search(name)]
-    panels = [*PANELS[:1], *validation, *PANELS[1:]]
-    shown = {name for _, metrics in panels for name in metrics} | {f"reward/{part}" for part in SPREAD}
-    others = [name for name in names if name not in shown and not name.startswith(TIMING)]
-    drawn = [figure for title, metrics in panels if (figure := _figure(run, title, metrics))]
-    more = [_figure(run, name.replace("/", " ").replace("_", " ").capitalize(), (name,)) for name in others]
-    if not drawn:
-        drawn, more = more, []
-    if not drawn:
-        return '<h2>Curves</h2><p class="caption">No metrics yet.</p>'
-    caption = "Bands: one standard deviation over the samples of a step."
-    if len(run.metrics) >= charts.SMOOTH_FROM:
-        window = max(2, round(len(run.metrics) / charts.SMOOTH_PARTS))
-        caption += f" Bold: exponential average over about {window} steps; thin: the steps themselves."
-    curves = f'<h2>Curves</h2><p class="caption">{caption}</p><div class="panels">{"".join(drawn)}</div>'
-    if more:
-        curves += f'<details><summary>{len(more)} more metrics</summary><div class="panels">{"".join(more)}</div></details>'
-    return curves
+def _extremes(column: Values, stretch: int) -> Iterator[float | None]:
+    """Of each ``stretch`` neighbours two, the lowest and the highest in their order, so that spikes stay visible."""
+    for at in range(0, len(column), stretch):
+        part = column[at : at + stretch]
+        known = [value for value in part if value is not None]
+        pair = sorted({known.index(pick(known)) for pick in (min, max)}) if known else []
+        kept = [known[index] for index in pair]
+        yield from (*kept, None, None)[: min(2, len(part))]
 
 
-def _figure(run: Run, title: str, metrics: Sequence[str]) -> str:
-    curves = {name: points for name in metrics if charts.known(points := _points(run, name))}
-    if not curves:
-        return ""
-    _, last = charts.known(next(iter(curves.values())))[-1]
-    if len(curves) > 1:
-        keys = legend({name: charts.color(index) for index, name in enumerate(curves)})
-    else:
-        keys = f'<div class="metric">{escape(metrics[0])}</div>'
-    return (
-        f'<figure class="card"><figcaption><span class="title">{escape(title)}</span>'
-        f'<span class="last">{charts.number_text(last)}</span></figcaption>{keys}{charts.line_chart(curves)}</figure>'
-    )
+def _validations(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The responses to the same prompts; of many validations the first, the last and some between."""
+    steps = sorted({sample["step"] for sample in samples})
+    shown = sorted({steps[round(i * (len(steps) - 1) / (MAX_STEPS - 1))] for i in range(MAX_STEPS)}) if steps else []
+    return {"steps": shown, "samples": [_short(sample) for sample in samples if sample["step"] in shown]}
 
 
-def _points(run: Run, name: str) -> list[Point]:
-    """A metric's curve; of a mean with its ``std``, ``min`` and ``max`` beside it."""
-    prefix, _, last = name.rpartition("/")
-    points = []
-    for row in run.metrics:
-        if name not in row:
-            continue
-        value = _number(row[name])
-        std, low, high = (_number(row.get(f"{prefix}/{part}")) for part in SPREAD)
-        if last == "mean" and value is not None and std is not None:
-            band = (
-                (value - std if low is None else max(value - std, low)),
-                (value + std if high is None else min(value + std, high)),
-            )
-            known = ((part, number) for part, number in zip(SPREAD, (std, low, high), strict=True) if number is not None)
-            points.append(Point(row["step"], value, band, ", ".join(f"{part} {charts.number_text(n)}" for part, n in known)))
-        else:
-            points.append(Point(row["step"], value))
-    return points
+def _artifacts(directory: Path) -> Iterator[tuple[str, str, str]]:
+    """Name, state and size of the checkpoints (whole ones have a COMMIT file) and the export."""
+    for path in list_checkpoints(directory):
+        yield f"{CHECKPOINTS_DIR}/{path.name}", "whole" if (path / "COMMIT").exists() else "not committed", _size(path)
+    if (directory / EXPORT_DIR).is_dir():
+        yield EXPORT_DIR, "Hugging Face directory", _size(directory / EXPORT_DIR)
 
 
-def _phases(timed: Sequence[Mapping[str, Any]], totals: Values) -> dict[str, list[float | None]]:
-    """Seconds by phase and step from ``timing_s/*``, the largest first; ``other`` is what of the step no phase accounts for."""
-    names = dict.fromkeys(name for row in timed for name in row if name.startswith(TIMING) and name != TIMING + "step")
-    columns = {name.removeprefix(TIMING): [_number(row.get(name)) for row in timed] for name in names}
-    phases = dict(sorted(columns.items(), key=lambda column: -_sum(column[1])))
-    if phases and any(total is not None for total in totals):
-        known = [_sum(row) for row in zip(*phases.values(), strict=True)]
-        rest: list[float | None] = [max(0.0, (total or 0.0) - part) for total, part in zip(totals, known, strict=True)]
-        if _sum(rest) > 0.01 * _sum(totals):
-            phases["other"] = rest
-    return phases
+def _phase_colors(runs: Sequence[Run], busy: Sequence[Mapping[str, float]]) -> dict[str, str]:
+    """One colour per phase for the bars and timelines of all runs, those that take longest first."""
+    seconds: Counter[str] = Counter()
+    for run in runs:
+        seconds.update({name.removeprefix(TIMING): sum(run.values(name)) for name in run.names() if name.startswith(TIMING)})
+    keys = [key for key, _ in (*seconds.most_common(), *sum(map(Counter, busy), Counter()).most_common())]
+    keys = list(dict.fromkeys(key for key in keys if key not in ("step", timeline_chart.WAITING)))
+    return {key: f"var(--c{i})" for i, key in enumerate(keys[:NUM_COLORS])} | {timeline_chart.WAITING: "var(--wait)"}
 
 
-def _phase_colors(phases: Mapping[str, Values], busy: Mapping[str, float]) -> dict[str, str]:
-    """One colour per phase for bars and timeline, the largest phases first."""
-    by_bar = [name for name in phases if name != "other"]
-    keys = dict.fromkeys([timeline_chart.phase_key(name) for name in by_bar])
-    keys |= dict.fromkeys(sorted((key for key in busy if key != timeline_chart.WAITING), key=lambda key: -busy[key]))
-    by_key = {key: charts.color(index) for index, key in enumerate(keys)} | {timeline_chart.WAITING: "var(--wait)"}
-    return by_key | {name: by_key[timeline_chart.phase_key(name)] for name in by_bar} | {"other": "var(--other)"}
+def _config(path: Path) -> dict[str, str]:
+    return flatten_yaml(path.read_text(encoding="utf-8", errors="replace")) if path.exists() else {}
 
 
-def _phase_section(steps: Sequence[int], totals: Values, phases: Mapping[str, Values], colors: dict[str, str]) -> str:
-    svg = charts.stacked_bars(steps, phases, totals, colors) if phases else ""
-    if not svg:
-        return ""
-    sums = {name: _sum(values) for name, values in phases.items()}
-    shares = {f"{name} {sums[name] / sum(sums.values()):.0%}": colors[name] for name in phases if sums[name] > 0}
-    caption = "Seconds of each phase; the mark is the whole step. Phases that run at the same time pile up above it."
-    return (
-        f'<h2>Time per step</h2><p class="caption">{caption}</p><figure class="card">{legend(shares)}'
-        f'<div class="scroll">{svg}</div></figure>'
-    )
-
-
-def _timeline_section(drawn: timeline_chart.TimelineChart, busy: Mapping[str, float], colors: dict[str, str]) -> str:
-    svg = timeline_chart.draw(drawn, colors)
-    if not svg:
-        return ""
-    used = {box.key for row in drawn.rows for track in row.tracks for box in track}
-    keys = {key: colors[key] for key in sorted(used, key=lambda key: -busy.get(key, 0.0)) if colors.get(key) != "var(--other)"}
-    if len(keys) < len(used):
-        keys["others"] = "var(--other)"
-    caption = f"{drawn.note} Thin strips: communication and waiting. The whole trace is trace.json, which Perfetto opens."
-    return (
-        f'<h2>Timeline</h2><p class="caption">{escape(caption)}</p><figure class="card">{legend(keys)}'
-        f'<div class="scroll">{svg}</div></figure>'
-    )
+def _trace(run: Run) -> Mapping[str, Any]:
+    trace = read_json(run.directory / TRACE_FILE)
+    return trace if isinstance(trace, dict) else {}
 
 
 def _number(value: Any) -> float | None:
@@ -325,29 +243,27 @@ def _number(value: Any) -> float | None:
     return float(value)
 
 
-def _sum(values: Values) -> float:
-    return sum(value or 0.0 for value in values)
+def _rounded(value: float | None) -> float | None:
+    """With the digits that a curve shows, in few characters."""
+    if value is None:
+        return None
+    short = float(f"{value:.6g}")
+    return int(short) if short.is_integer() and abs(short) < 1e15 else short
+
+
+def _short(sample: Mapping[str, Any]) -> dict[str, Any]:
+    """A sample whose texts are not too long for the page."""
+    return {
+        key: f"{value[:MAX_TEXT]} [...]" if isinstance(value, str) and len(value) > MAX_TEXT else value
+        for key, value in sample.items()
+    }
+
+
+def _size(directory: Path) -> str:
+    total = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+    power = min((len(str(total)) - 1) // 3, 3)
+    return f"{total / 1000**power:.1f} {('B', 'kB', 'MB', 'GB')[power]}" if power else f"{total} B"
 
 
 def _packaged(name: str) -> str:
-    return Path(__file__).with_name(name).read_text(encoding="utf-8")
-
-
-def run_on_directory(name: str, description: str, work: Callable[[str], object], arguments: Sequence[str] | None = None) -> int:
-    """The command line of a program that takes a run directory and prints what ``work`` returns; the exit code."""
-    parser = argparse.ArgumentParser(prog=name, description=description)
-    parser.add_argument("run_dir", help="the run.dir of a run, finished or not")
-    try:
-        print(work(parser.parse_args(arguments).run_dir))
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    return run_on_directory("rlhf_spmd.telemetry.report", "Write report.html of a run directory.", write_report, arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return Path(__file__).parent.joinpath(name).read_text(encoding="utf-8")

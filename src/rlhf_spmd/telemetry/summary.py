@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -11,12 +13,12 @@ from typing import Any
 
 from tqdm import tqdm
 
-from rlhf_spmd.telemetry.charts import number_text
 from rlhf_spmd.telemetry.progress import reward_of
-from rlhf_spmd.telemetry.report import AVERAGED_STEPS, first_and_last, read_run, run_on_directory
-from rlhf_spmd.telemetry.run_dir import EXPORT_DIR, REPORT_FILE, exported_checkpoint, list_checkpoints
+from rlhf_spmd.telemetry.report import read_run
+from rlhf_spmd.telemetry.run_dir import EXPORT_DIR, REPORT_FILE, ROLLOUTS_FILE, exported_checkpoint, list_checkpoints
 
 LABEL_WIDTH = 20
+AVERAGED_STEPS = 5  # what "first" and "last" mean
 NUM_SAMPLES = 3  # of the first and of the last step
 
 
@@ -31,30 +33,27 @@ def summarize(run_dir: str | os.PathLike[str]) -> str:
         took = f" in {tqdm.format_interval(sum(seconds))}" if seconds else ""
         lines.append(_row("steps", f"{len(run.metrics)}{took}"))
     validation = [name for name in run.names() if name.startswith("val/")]
-    for label, name in [("reward", reward_of(run.names())), *((name, name) for name in validation)]:
-        first, last, k = first_and_last(run.values(name), 1 if name in validation else AVERAGED_STEPS)
+    named = [("reward", reward_of(run.names())), *((name, name) for name in validation)]
+    for label, name in [*named, ("KL to reference", "actor/kl"), ("explained variance", "critic/explained_variance")]:
+        first, last, k = _first_and_last(run.values(name), 1 if name in validation else AVERAGED_STEPS)
         if k > 0:
             which = f"means of the first and the last {k} logged" if k > 1 else "first and last"
-            lines.append(_row(label, f"{number_text(first)} -> {number_text(last)}  ({last - first:+.3f}; {which})"))
-    for label, name in (("KL to reference", "actor/kl"), ("explained variance", "critic/explained_variance")):
-        first, last, k = first_and_last(run.values(name))
-        if k > 0:
-            lines.append(_row(label, f"{number_text(first)} -> {number_text(last)}"))
+            lines.append(_row(label, f"{first:.4g} -> {last:.4g}  ({last - first:+.3f}; {which})"))
     if rates := run.values("perf/tokens_per_s"):
         lines.append(_row("tokens/s", f"{median_high(rates):,.0f} (median)"))
-    lines += _samples(run.rollouts)
+    lines += _samples(run.lines(ROLLOUTS_FILE))
     lines += places(run.directory)
     return "\n".join(lines)
 
 
 def _samples(rollouts: Sequence[Mapping[str, Any]]) -> list[str]:
-    steps = sorted({sample["step"] for sample in rollouts if isinstance(sample.get("step"), int)})
+    steps = sorted({sample["step"] for sample in rollouts})
     lines = []
     for step in dict.fromkeys(steps[:1] + steps[-1:]):
         lines.append(f"  samples of step {step}")
         for sample in [sample for sample in rollouts if sample.get("step") == step][:NUM_SAMPLES]:
             score = sample.get("score")
-            shown = number_text(score) if isinstance(score, (int, float)) else "?"
+            shown = f"{score:.4g}" if isinstance(score, (int, float)) else "?"
             lines.append(f"    [{shown}] {_one_line(sample.get('prompt'))} => {_one_line(sample.get('response'))}")
     return lines
 
@@ -77,5 +76,24 @@ def _one_line(value: Any, limit: int = 100) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
+def _first_and_last(values: Sequence[float], most: int = AVERAGED_STEPS) -> tuple[float, float, int]:
+    """Means of the first and of the last k values, and k (``most``, fewer in short runs; 0: no values)."""
+    if not values:
+        return math.nan, math.nan, 0
+    k = min(most, max(1, len(values) // 2))
+    return sum(values[:k]) / k, sum(values[-k:]) / k, k
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="rlhf_spmd.telemetry.summary", description="What a run did, in a few lines.")
+    parser.add_argument("run_dir", help="the run.dir of a run, finished or not")
+    try:
+        print(summarize(parser.parse_args().run_dir))
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
 if __name__ == "__main__":
-    sys.exit(run_on_directory("rlhf_spmd.telemetry.summary", "What a run did, in a few lines.", summarize))
+    sys.exit(main())

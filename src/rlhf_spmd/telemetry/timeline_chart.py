@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,8 +10,7 @@ from html import escape
 from itertools import accumulate
 from typing import Any
 
-from rlhf_spmd.telemetry.charts import WIDE, Scale, seconds_text, tick_labels, ticks
-
+WIDE = 1180
 LABEL_WIDTH, RIGHT, TOP, BOTTOM = 124, 12, 22, 26
 MAIN_HEIGHT, STRIP_HEIGHT, TRACK_GAP, ROW_GAP = 20, 7, 2, 9
 MAX_STEPS, MAX_BOXES, MAX_ROWS = 3, 5000, 32
@@ -46,6 +46,16 @@ class TimelineChart:
     note: str = ""
 
 
+@dataclass(frozen=True)
+class Scale:
+    """Maps the seconds [0, end] to the pixels of the drawing."""
+
+    end: float
+
+    def __call__(self, seconds: float) -> float:
+        return LABEL_WIDTH + seconds / self.end * (WIDE - RIGHT - LABEL_WIDTH)
+
+
 def draw(timeline: TimelineChart, colors: Mapping[str, str]) -> str:
     """An ``<svg>``; "" where there is nothing to draw. Rows beyond MAX_ROWS are left out (the caller says so in ``note``)."""
     rows = timeline.rows[:MAX_ROWS]
@@ -53,7 +63,7 @@ def draw(timeline: TimelineChart, colors: Mapping[str, str]) -> str:
     if not boxes:
         return ""
     end = max(box.end for box in boxes)
-    x = Scale(0.0, end or 1.0, start=LABEL_WIDTH, end=WIDE - RIGHT)
+    x = Scale(end or 1.0)
     parts: list[str] = []
     top = float(TOP)
     for row in rows:
@@ -131,7 +141,7 @@ def _rows(spans: Sequence[Mapping[str, Any]], names: Mapping[int, str], origin: 
 def _box(span: Mapping[str, Any], origin: float) -> Box:
     start = (span["ts"] - origin) / 1e6
     seconds = span["dur"] / 1e6
-    lines = [str(span["name"]), f"{seconds_text(seconds)}, from {start:.3f} s", f"{span.get('cat', '')}"]
+    lines = [str(span["name"]), f"{_seconds(seconds)}, from {start:.3f} s", f"{span.get('cat', '')}"]
     lines += [f"{key} {value}" for key, value in (span.get("args") or {}).items()]
     return Box(_key(span), start, start + seconds, "\n".join(lines))
 
@@ -158,14 +168,20 @@ def _track(track: Sequence[Box], x: Scale, top: float, height: float, colors: Ma
 
 
 def _time_axis(x: Scale, bottom: float) -> str:
-    factor, unit = (1.0, "s") if x.high >= 1 else (1e3, "ms")
-    positions = ticks(0.0, x.high * factor, 10)
+    factor, unit = (1.0, "s") if x.end >= 1 else (1e3, "ms")
+    raw = x.end * factor / 10
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(round_step * power for round_step in (1, 2, 2.5, 5, 10) if round_step * power >= 0.999 * raw)
     parts = []
-    for value, text in zip(positions, tick_labels(positions), strict=True):
+    for value in (index * step for index in range(int(x.end * factor / step) + 1)):
         at = x(value / factor)
         parts.append(f'<line class="grid" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" y2="{bottom:.1f}"/>')
-        parts.append(f'<text class="tick" x="{at:.1f}" y="{bottom + 16:.1f}" text-anchor="middle">{text} {unit}</text>')
+        parts.append(f'<text class="tick" x="{at:.1f}" y="{bottom + 16:.1f}" text-anchor="middle">{value:g} {unit}</text>')
     return "".join(parts)
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else (f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} µs")
 
 
 def _choose_steps(spans: Sequence[Mapping[str, Any]], steps: Sequence[int]) -> set[int]:
