@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from rlhf_spmd.config.registry import find
+from rlhf_spmd.models.sharding import check_layout
 from rlhf_spmd.planner import costs, memory
 from rlhf_spmd.planner.machine import GIB, Machine
 from rlhf_spmd.planner.memory import RoleSettings
@@ -91,11 +92,6 @@ class Way:
     offload: bool
     optim_offload: bool
 
-    def is_that_of(self, planned: PlannedCall, kind: str) -> bool:
-        """Whether ``plan.yaml`` says this of a call."""
-        mine, its = self.call("0", False, kind), planned
-        return all(getattr(mine, key) == getattr(its, key) for key in SAME)
-
     def call(self, ranks: str, home: bool, kind: str) -> PlannedCall:
         chosen = self.chosen
         generates = kind == "generate"
@@ -115,9 +111,6 @@ class Way:
         )
 
 
-SAME = ("pp", "tp", "dp", "zero", "sequence_parallel", "activation_checkpointing", "offload", "optim_offload", "max_num_seqs")
-
-
 @dataclass(frozen=True)
 class Planning:
     """What options are made from. ``budget``: tokens of a micro-batch. ``fixed``: a plan, whose options alone are made."""
@@ -130,7 +123,7 @@ class Planning:
     fixed: PlanFile | None = None
 
     def problem(self) -> Problem:
-        """Raises ValueError where a call has no layout, or none that is the fixed plan's."""
+        """Raises ValueError where a call has no layout, and for layouts of a fixed plan that cannot be."""
         machine, calls = self.machine, dict[int, Call]()
         for number, node in enumerate(self.nodes):
             if node.linked:
@@ -167,8 +160,6 @@ class Planning:
         )
 
     def _no_layout(self, node: PlannedNode) -> str:
-        if self.fixed is not None:
-            return f"the plan's call {node.name}={self.fixed.calls[node.name]} is none that its model and rows allow"
         return (
             f"no layout of {node.name} on up to {self.machine.size} ranks fits its model and rows: {node.work.rows} rows in "
             f"{node.work.mini_batches} mini-batches, {node.spec.num_hidden_layers} layers, {node.spec.num_attention_heads} heads"
@@ -187,6 +178,7 @@ class Planning:
         given = layouts(first, size, self.times.slices(first.shape))
         if self.fixed is not None:
             planned = self.fixed.calls[first.name]
+            check_layout(first.spec, planned.pp, planned.tp, f"the plan's calls.{first.name}")
             given = [(planned.pp, planned.tp, planned.dp)]
         if not given:
             return []
@@ -208,23 +200,25 @@ class Planning:
             for i in np.flatnonzero(~beaten).tolist():
                 took, needs, cached = (tuple(float(x[i]) for x in one) for one in (seconds, active, cache))
                 found.append(Way(chosen.one(i), took, needs, cached, float(held[i]), offload, optim_offload))
-        if self.fixed is not None:
-            wanted = self.fixed.calls[first.name]
-            found = [way for way in found if way.is_that_of(wanted, first.kind)]
         return found
 
     def _choices(self, node: PlannedNode, given: Sequence[tuple[int, int, int]]) -> Choices:
         more: dict[str, Sequence[int]] = {"micro_tokens": (self.budget,)}
-        if node.kind == "train":
+        planned = self.fixed and self.fixed.calls[node.name]
+        if planned:
+            level, flying = CHECKPOINTING.index(planned.activation_checkpointing), planned.max_num_seqs or FLYING[-1]
+            more |= {"zero": (planned.zero,), "checkpointing": (level,), "max_num_seqs": (flying,)}
+            more |= {"sequence_parallel": (int(planned.sequence_parallel),)}
+        elif node.kind == "train":
             more |= {"zero": (0, 1, 2, 3), "checkpointing": (0, 1, 2), "sequence_parallel": (0, 1)}
         elif node.kind == "generate":
             rows = max(node.work.rows // min(layout[2] for layout in given), 1)
-            fixed = self.fixed and self.fixed.calls[node.name].max_num_seqs
-            more |= {"max_num_seqs": (fixed,) if fixed else sorted({min(flying, rows) for flying in FLYING})}
+            more |= {"max_num_seqs": sorted({min(flying, rows) for flying in FLYING})}
         elif node.home:
             more |= {"zero": (0, 3)}
         made = choices(given, **more)
-        made = made.take(((made.zero == 0) | (made.dp > 1)) & ((made.sequence_parallel == 0) | (made.tp > 1)))
+        if not planned:
+            made = made.take(((made.zero == 0) | (made.dp > 1)) & ((made.sequence_parallel == 0) | (made.tp > 1)))
         graphs = (made.tp == 1) & (node.spec.experts is None) & (not self.machine.device.on_host)
         return made.set(graphs=graphs) if node.kind == "generate" else made
 
