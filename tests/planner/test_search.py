@@ -8,9 +8,8 @@ from itertools import product
 import pytest
 
 from rlhf_spmd.planner.meshes import Meshes
-from rlhf_spmd.planner.problem import Call, Choice, Mesh, Option, Plan, Problem
+from rlhf_spmd.planner.problem import Call, Choice, Option, Plan, Problem
 from rlhf_spmd.planner.search import NoPlanError, exact
-from rlhf_spmd.planner.search.packing import phases
 from rlhf_spmd.planner.simulate import simulate
 
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from itertools import count
 
 from rlhf_spmd.planner.meshes import Meshes
-from rlhf_spmd.planner.problem import Choice, Mesh, Plan, Problem
+from rlhf_spmd.planner.problem import Choice, Mesh, Problem
 from rlhf_spmd.planner.search import Found, no_plan
 from rlhf_spmd.planner.search.packing import Effort, Fixed, OutOfTimeError, Phase, Table, phases
 from rlhf_spmd.planner.search.ways import Held, Ways

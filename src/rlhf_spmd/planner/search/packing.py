@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from rlhf_spmd.planner.meshes import Meshes
 from rlhf_spmd.planner.problem import Mesh, Problem
+from rlhf_spmd.planner.search.loads import least_load
 from rlhf_spmd.planner.simulate import start_times
 
 Table = tuple[tuple[int, float], ...]  # (size, the fewest seconds on as many ranks)
@@ -67,6 +68,8 @@ class Phase:
         packing = _Packing(self, fixed, free, budget, None, frozenset())
         if lower < 0:
             lower = packing.least_area()
+            if free and max(lower, floor) < budget:
+                lower = max(lower, least_load(self._meshes, list(fixed.values()), [dict(table) for table in free.values()]))
         witnesses = self._witnesses.setdefault(tuple(free), [])
         if max(lower, floor) < min(budget, upper):
             upper = min([upper, *(packing.ends(meshes) for meshes in witnesses)])
