@@ -43,6 +43,7 @@ class _Exact:
         }
         self.roles = sorted(held, key=lambda role: -held[role])
         self.numbers = count()
+        self.tables: dict[Homes, dict[int, Table]] = {}  # of the last homes
         self.open: list[tuple[tuple[float, float, int], Parts, Homes, Mesh | None]] = []
 
     def run(self) -> Found:
@@ -135,8 +136,9 @@ class _Exact:
 
     def free(self, homes: Homes) -> dict[int, Table]:
         """Of the calls that are not decided: the fewest seconds on each size of mesh, wherever most memory is left."""
-        held, taken = self.held(homes), frozenset(mesh for mesh, _ in homes)
-        rooms = {size: max(self.ways.room(held, at) for at in self.meshes.places(size, taken)) for size in self.meshes.of}
+        if homes in self.tables:
+            return self.tables[homes]
+        rooms = self.ways.most_room(self.held(homes), self.meshes)
         decided = dict(zip(self.roles, homes, strict=False))
         found = {}
         for node, call in enumerate(self.problem.calls):
@@ -149,6 +151,7 @@ class _Exact:
                 if (seconds := min(one.within(rooms[size])[0] for one in steps)) < INFINITE:
                     table.append((size, seconds))
             found[node] = tuple(table)
+        self.tables = {homes: found}
         return found
 
     def finish(self, parts: Parts, homes: Homes) -> None:

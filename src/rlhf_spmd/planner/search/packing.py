@@ -56,15 +56,18 @@ class Phase:
         self.problem, self.nodes, self._meshes, self._effort = problem, nodes, meshes, effort
         self._known: dict[object, tuple[float, float]] = {}  # a lower bound, and a packing's seconds
         self._witnesses: dict[tuple[int, ...], list[dict[int, Mesh]]] = {}
-        self.patience = 0 if problem.ahead else 2000  # schedules for a bound
+        inner = any(problem.calls[node].after & set(nodes) for node in nodes)
+        self.patience = 0 if problem.ahead else 1000 if inner else 0  # schedules for a bound; loads say most where calls do not wait
 
     def bound(self, fixed: Fixed, free: Mapping[int, Table], floor: float, budget: float) -> float:
         """The fewest seconds, from ``floor`` to ``budget``, where free calls may take any mesh for the seconds of its size.
 
         Packings that were found earlier are tried first: one that ends by ``floor`` saves the search.
         """
-        key = (tuple(sorted(fixed.items())), tuple(sorted(free.items())))
+        key = (tuple(fixed.items()), tuple(free.items()))
         lower, upper = self._known.get(key, (-1.0, math.inf))
+        if lower >= 0 and max(lower, floor) >= min(budget, upper):
+            return min(max(lower, floor), budget)
         packing = _Packing(self, fixed, free, budget, None, frozenset())
         if lower < 0:
             lower = packing.least_area()
