@@ -132,7 +132,11 @@ def problem(algorithm: str, ranks: int, large: str, small: str, rows: int, ahead
     return Problem(tuple(calls), LOCAL, (MEMORY,) * ranks, weights, LINK, NETWORK, ahead, generating if ahead else frozenset())
 
 
-CASES = {16: [("7b", "7b", 512)], 128: [("70b", "7b", 1024), ("70b", "70b", 4096)], 1024: [("70b", "7b", 4096), ("70b", "70b", 8192)]}
+CASES = {
+    16: [("7b", "7b", 512)],
+    128: [("70b", "7b", 1024), ("70b", "70b", 4096)],
+    1024: [("70b", "7b", 4096), ("70b", "70b", 8192)],
+}
 
 
 def main() -> None:
@@ -143,7 +147,9 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=10.0, help="seconds for each search")
     parser.add_argument("--ahead", type=int, default=0, help="steps that generation is ahead of training")
     args = parser.parse_args()
-    print(f"{'algorithm':10} {'ranks':>5} {'models':10} {'search':10} {'step s':>9} {'bound s':>9} {'above':>7} {'evaluated':>9} {'took s':>7}")
+    print(
+        f"{'algorithm':10} {'ranks':>5} {'models':10} {'search':10} {'step s':>9} {'bound s':>9} {'above':>7} {'evaluated':>9} {'took s':>7}"
+    )
     for ranks in args.ranks:
         for (large, small, rows), algorithm in product(CASES[ranks], args.algorithms):
             table = problem(algorithm, ranks, large, small, rows, args.ahead)
@@ -159,7 +165,8 @@ def main() -> None:
                 above = found.seconds / best.lower_bound - 1 if best.lower_bound else math.nan
                 print(
                     f"{algorithm:10} {ranks:5} {large + '+' + small:10} {name:10} {found.seconds:9.3f} {found.lower_bound:9.3f} "
-                    f"{above:7.2%} {found.evaluations:9} {found.search_seconds:7.3f}", flush=True
+                    f"{above:7.2%} {found.evaluations:9} {found.search_seconds:7.3f}",
+                    flush=True,
                 )
 
 

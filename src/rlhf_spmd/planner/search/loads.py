@@ -34,7 +34,11 @@ def least_load(meshes: Meshes, fixed: Sequence[tuple[Mesh, float]], free: Sequen
 
     def node(mesh: Mesh, among: Sequence[tuple[Mesh, float]]) -> np.ndarray:
         load = sum(seconds for other, seconds in among if other.first <= mesh.first and mesh.end <= other.end)
-        partly = [(other, s) for other, s in among if other.overlaps(mesh) and not (other.first <= mesh.first and mesh.end <= other.end)]
+        partly = [
+            (other, s)
+            for other, s in among
+            if other.overlaps(mesh) and not (other.first <= mesh.first and mesh.end <= other.end)
+        ]
         if not partly:
             return load + empty(mesh.count)
         first, second = (node(half, partly) for half in halves(mesh, meshes.local_size))

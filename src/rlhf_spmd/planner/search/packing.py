@@ -57,7 +57,9 @@ class Phase:
         self._known: dict[object, tuple[float, float]] = {}  # a lower bound, and a packing's seconds
         self._witnesses: dict[tuple[int, ...], list[dict[int, Mesh]]] = {}
         inner = any(problem.calls[node].after & set(nodes) for node in nodes)
-        self.patience = 0 if problem.ahead else 1000 if inner else 0  # schedules for a bound; loads say most where calls do not wait
+        self.patience = (
+            0 if problem.ahead else 1000 if inner else 0
+        )  # schedules for a bound; loads say most where calls do not wait
 
     def bound(self, fixed: Fixed, free: Mapping[int, Table], floor: float, budget: float) -> float:
         """The fewest seconds, from ``floor`` to ``budget``, where free calls may take any mesh for the seconds of its size.
