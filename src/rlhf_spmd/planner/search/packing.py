@@ -53,13 +53,10 @@ class Phase:
     """One of :func:`phases`."""
 
     def __init__(self, problem: Problem, nodes: range, meshes: Meshes, effort: Effort) -> None:
-        self.problem, self.nodes, self._meshes, self._effort = problem, nodes, meshes, effort
+        self.problem, self.nodes, self.meshes, self._effort = problem, nodes, meshes, effort
         self._known: dict[object, tuple[float, float]] = {}  # a lower bound, and a packing's seconds
         self._witnesses: dict[tuple[int, ...], list[dict[int, Mesh]]] = {}
-        inner = any(problem.calls[node].after & set(nodes) for node in nodes)
-        self.patience = (
-            0 if problem.ahead else 1000 if inner else 0
-        )  # schedules for a bound; loads say most where calls do not wait
+        self.patience = 0 if problem.ahead else 500  # schedules for a bound
 
     def bound(self, fixed: Fixed, free: Mapping[int, Table], floor: float, budget: float) -> float:
         """The fewest seconds, from ``floor`` to ``budget``, where free calls may take any mesh for the seconds of its size.
@@ -74,7 +71,7 @@ class Phase:
         if lower < 0:
             lower = packing.least_area()
             if free and max(lower, floor) < budget:
-                lower = max(lower, least_load(self._meshes, list(fixed.values()), [dict(table) for table in free.values()]))
+                lower = max(lower, packing.least_load())
         witnesses = self._witnesses.setdefault(tuple(free), [])
         if max(lower, floor) < min(budget, upper):
             upper = min([upper, *(packing.ends(meshes) for meshes in witnesses)])
@@ -111,7 +108,7 @@ class Phase:
         return start_times(self.problem, self.nodes, meshes, seconds)[1]
 
     def places(self, size: int, taken: frozenset[Mesh]) -> tuple[Mesh, ...]:
-        return self._meshes.places(size, taken)
+        return self.meshes.places(size, taken)
 
 
 class _Packing:
@@ -158,6 +155,11 @@ class _Packing:
             value = min([need, *(seconds for seconds in steps if seconds > within)])
         return value
 
+    def least_load(self) -> float:
+        """Of the busiest rank, beside the calls that have a mesh."""
+        placed = [(mesh, seconds) for mesh, seconds in zip(self._meshes, self._seconds, strict=True) if mesh]
+        return least_load(self._phase.meshes, placed, [dict(t) for node, t in self._free.items() if self._meshes[node] is None])
+
     def ends(self, meshes: Mapping[int, Mesh]) -> float:
         """Of a packing of the free calls."""
         its, seconds = list(self._meshes), list(self._seconds)
@@ -179,6 +181,8 @@ class _Packing:
             self._best, self._chosen = value, {node: mesh for node in self._order if (mesh := self._meshes[node])}
             return
         node, alone = self._order[depth], self._seconds[self._order[depth]]
+        if 0 < depth <= len(self._order) - 3 and self.least_load() >= self._best:
+            return
         whole = len(self._phase.problem.memory)
         rest = area + sum(self._least(other, self._best) for other in self._order[depth + 1 :])
         taken = self._taken.union(mesh for mesh in self._meshes if mesh)
