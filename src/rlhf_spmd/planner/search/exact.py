@@ -16,6 +16,7 @@ from itertools import count
 from rlhf_spmd.planner.meshes import Meshes
 from rlhf_spmd.planner.problem import Choice, Mesh, Problem
 from rlhf_spmd.planner.search import Found, no_plan
+from rlhf_spmd.planner.search.filling import fill
 from rlhf_spmd.planner.search.packing import Effort, Fixed, OutOfTimeError, Phase, Table, phases
 from rlhf_spmd.planner.search.ways import Held, Ways
 
@@ -85,8 +86,10 @@ class _Exact:
         if len(homes) == len(self.roles):
             self.finish(parts, homes)
             return
+        if mesh is None:
+            self.complete(parts, homes)
         role = self.roles[len(homes)]
-        home, tied = self.problem.homes[role], self.problem.tied[role]
+        tied = self.problem.tied[role]
         held, fixed, free = self.held(homes), self.fixed(homes), self.free(homes)
         rest = {node: table for node, table in free.items() if node not in tied}
         if mesh is None:
@@ -153,6 +156,20 @@ class _Exact:
             found[node] = tuple(table)
         self.tables = {homes: found}
         return found
+
+    def complete(self, parts: Parts, homes: Homes) -> None:
+        """A plan with these homes soon: the others where the packing behind the bound has them, if options fit there."""
+        free, fixed, meshes = self.free(homes), self.fixed(homes), dict[int, Mesh]()
+        for phase in self.phases:
+            mine = {node: fixed[node] for node in phase.nodes if node in fixed}
+            meshes |= phase.packed(mine, {node: free[node] for node in phase.nodes if node in free})
+        decided = dict(zip(self.roles, homes, strict=False))
+        where = {role: decided[role][0] if role in decided else meshes.get(self.problem.homes[role]) for role in self.roles}
+        placed = {role: mesh for role, mesh in where.items() if mesh and self.ways.homes(role, mesh.count)}
+        found = fill(self.ways, placed, {}, {role: option for role, (_, option) in decided.items()})
+        if found and len(placed) == len(self.roles):
+            chosen = [found[self.problem.homes[role]] for role in self.roles]
+            self.finish(parts, tuple((choice.mesh, choice.option) for choice in chosen))
 
     def finish(self, parts: Parts, homes: Homes) -> None:
         """All homes are decided: the best plan with them, phase by phase."""

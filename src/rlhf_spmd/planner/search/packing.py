@@ -56,7 +56,7 @@ class Phase:
         self.problem, self.nodes, self.meshes, self._effort = problem, nodes, meshes, effort
         self._known: dict[object, tuple[float, float]] = {}  # a lower bound, and a packing's seconds
         self._witnesses: dict[tuple[int, ...], list[dict[int, Mesh]]] = {}
-        self.patience = 0 if problem.ahead else 500  # schedules for a bound
+        self.patience = 0 if problem.ahead else 1000  # schedules for a bound
 
     def bound(self, fixed: Fixed, free: Mapping[int, Table], floor: float, budget: float) -> float:
         """The fewest seconds, from ``floor`` to ``budget``, where free calls may take any mesh for the seconds of its size.
@@ -86,6 +86,11 @@ class Phase:
                 upper = lower
         self._known[key] = lower, upper
         return min(max(lower, floor), budget)
+
+    def packed(self, fixed: Fixed, free: Mapping[int, Table]) -> Mapping[int, Mesh]:
+        """The best known packing of these calls, empty where there is none."""
+        packing = _Packing(self, fixed, free, math.inf, None, frozenset())
+        return min(self._witnesses.get(tuple(free), ()), key=packing.ends, default={})
 
     def pack(
         self,
