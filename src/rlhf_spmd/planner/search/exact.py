@@ -1,9 +1,9 @@
 """The best plan, proved: best first over the homes of roles, which alone hold memory between calls, then branch and bound for the rest.
 
 Given all homes, a call that is lent has in each mesh one fastest option that fits beside what is held there, so only times couple
-these calls, and phases of a step (:func:`~rlhf_spmd.planner.search.packing.phases`) are independent of one another. The bound of some homes is
-the sum over phases of the fewest seconds in which they can be packed if the roles that are not decided see only the memory that is
-left so far. Positions that differ by a symmetry of the cluster are tried once. Pure.
+these calls, and phases of a step (:func:`~rlhf_spmd.planner.search.packing.phases`) are independent of one another. The bound of
+some homes is the sum over phases of the fewest seconds in which they can be packed if the roles that are not decided see only the
+memory that is left so far. Positions that differ by a symmetry of the cluster are tried once. Pure.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _Exact:
 
     def run(self) -> Found:
         """Deepest first until there is a plan, then best first."""
-        parts = self.raised((0.0,) * len(self.phases), (), {}, self.free(()))
+        parts = self.raised((0.0,) * len(self.phases), {}, self.free(()))
         if parts:
             self.push(parts, (), None)
         bound = sum(parts or ())
@@ -98,17 +98,17 @@ class _Exact:
                 for place in self.meshes.places(size, taken):
                     room = self.ways.room(held, place)
                     best = {node: (place, self.ways.at_home(node, size).within(room)[0]) for node in tied}
-                    if raised := self.raised(parts, homes, fixed | best, rest):
+                    if raised := self.raised(parts, fixed | best, rest):
                         self.push(raised, homes, place)
             return
         for option in self.ways.homes(role, mesh.count):
             its = {node: (mesh, self.problem.calls[node].options[option].seconds) for node in tied}
             more: Homes = (*homes, (mesh, option))
-            if self.fits(more) and (raised := self.raised(parts, more, fixed | its, rest)):
-                if raised := self.raised(raised, more, fixed | its, self.free(more)):
-                    self.push(raised, more, None)
+            raised = self.raised(parts, fixed | its, rest) if self.fits(more) else None
+            if raised and (raised := self.raised(raised, fixed | its, self.free(more))):
+                self.push(raised, more, None)
 
-    def raised(self, parts: Parts, homes: Homes, fixed: Fixed, free: Mapping[int, Table]) -> Parts | None:
+    def raised(self, parts: Parts, fixed: Fixed, free: Mapping[int, Table]) -> Parts | None:
         """The bounds of phases for these calls, None where they reach the best plan's seconds."""
         found = list(parts)
         for number, phase in enumerate(self.phases):

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from rlhf_spmd.planner.meshes import Meshes
 from rlhf_spmd.planner.problem import Mesh, Problem
@@ -25,7 +26,7 @@ def phases(problem: Problem) -> list[range]:
     size = len(problem.calls)
     cuts = [cut for cut in range(1, size) if all(closure[node] >= set(range(cut)) for node in range(cut, size))]
     edges = [0, *([] if problem.ahead else cuts), size]
-    return [range(first, end) for first, end in zip(edges, edges[1:], strict=False)]
+    return [range(first, end) for first, end in pairwise(edges)]
 
 
 class OutOfTimeError(Exception):
@@ -117,8 +118,9 @@ class Phase:
 
 
 class _Packing:
-    """Depth first, the call with most work first, of its meshes the one with the earliest end first. A branch ends where its calls alone,
-    the others taking no ranks, or the ranks' seconds that all need together, reach the best found."""
+    """Depth first, the call with most work first, of its meshes the one with the earliest end first. A branch ends where its calls
+    alone, the others taking no ranks, the ranks' seconds that all need together, or the least load of the busiest rank reach the best
+    found."""
 
     def __init__(
         self,

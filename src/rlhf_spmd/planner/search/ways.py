@@ -1,4 +1,4 @@
-"""The fastest way to run a call in the memory that is left, as tables over that memory; and which options a best plan may need. Pure."""
+"""The fastest way to run a call in the memory that is left, as tables; and which options a best plan may need. Pure."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class Ways:
         return Steps(ways)
 
     def lent(self, node: int, home: tuple[Mesh, int], mesh: Mesh) -> Steps:
-        """Of a call on ``mesh`` whose role rests in an option on its home's mesh, the seconds and bytes of its weights' move included."""
+        """Of a call on ``mesh`` whose role rests in an option on its home's mesh, its weights' move included."""
         at, option = home[0], self.home_option(node, home[1])
         layout = (option.pp, option.tp) if at == mesh else None
         return self._tables(node, mesh.count, at.count, layout, self.problem.on_one_host(at, mesh))
