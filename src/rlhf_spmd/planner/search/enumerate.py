@@ -18,10 +18,10 @@ Group = tuple[str, ...]  # roles that share ranks
 
 
 def search(problem: Problem, limit: float = 60.0, seed: int = 0) -> Found:
-    """Every call runs on its role's ranks. For each partition of the roles, each set gets from the fewest ranks that hold it
-    upwards, so that none could grow; layouts come from a cache by (set, ranks), the latency from stages (phases of the step): the slowest set of
-    each, in which calls take turns. The best by that is simulated. Stops after ``limit`` seconds; ``seed`` is not read. Raises
-    NoPlanError where nothing fits."""
+    """Every call runs on its role's ranks. For each partition of the roles, each set gets from the fewest ranks that hold it upwards,
+    so that none could grow; layouts come from a cache by (set, ranks), the latency from stages (phases of the step): the slowest
+    set of each, in which calls take turns. The best by that is simulated. Stops after ``limit`` seconds; ``seed`` is not read.
+    Raises NoPlanError where nothing fits."""
     started, meshes, ways = time.perf_counter(), Meshes(problem), Ways(problem)
     stages, roles = phases(problem), list(problem.homes)
 
