@@ -20,8 +20,18 @@ from rlhf_spmd.planner.simulate import simulate, start_times
 
 
 def random_problem(seed: int, ahead: int = 0) -> Problem:
-    """4 to 8 ranks, 2 or 3 roles, up to 5 calls, of which some are lent; memory that binds. Whole numbers, so sums are exact."""
+    """3 to 8 ranks, 2 or 3 roles, up to 5 calls, of which some are lent; memory that binds. Whole numbers, so sums are exact. At most
+    8,000 plans."""
     rng = random.Random(seed)
+    while True:
+        problem = draw_problem(rng, ahead)
+        meshes = Meshes(problem)
+        counts = [sum(len(meshes.of.get(o.size, ())) for o in call.options) for call in problem.calls if not call.at_home]
+        if math.prod(counts) <= 8000:
+            return problem
+
+
+def draw_problem(rng: random.Random, ahead: int) -> Problem:
     size, local = rng.choice([(4, 4), (4, 2), (6, 2), (8, 4), (8, 8), (3, 4)])
     roles = [f"r{n}" for n in range(rng.choice([2, 2, 3]))]
     order = roles + rng.choices(roles, k=rng.choice([1, 2]))
@@ -49,9 +59,9 @@ def random_problem(seed: int, ahead: int = 0) -> Problem:
         style = rng.random()
         after = range(node) if style < 0.4 else [n for n in range(node) if rng.random() < 0.5]
         calls.append(Call(f"c{node}", role, frozenset(after), options, node == homes[role], node in at_home))
-    memory = [rng.randint(16, 34)] * size
+    memory = [rng.randint(12, 24)] * size
     if rng.random() < 0.3:
-        memory[size // 2 :] = [rng.randint(16, 34)] * (size - size // 2)
+        memory[size // 2 :] = [rng.randint(12, 24)] * (size - size // 2)
     weights = {role: float(rng.choice([0, 4, 8])) for role in roles}
     generating = frozenset({0}) if ahead else frozenset()
     return Problem(tuple(calls), local, tuple(map(float, memory)), weights, 4.0, 1.0, ahead, generating)

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from itertools import count
 
 from rlhf_spmd.planner.meshes import Meshes
-from rlhf_spmd.planner.problem import Choice, Mesh, Problem
+from rlhf_spmd.planner.problem import Choice, Mesh, Plan, Problem
 from rlhf_spmd.planner.search import Found, no_plan
 from rlhf_spmd.planner.search.filling import fill
 from rlhf_spmd.planner.search.packing import Effort, Fixed, OutOfTimeError, Phase, Table, phases
@@ -37,7 +37,8 @@ class _Exact:
         self.meshes, self.ways = Meshes(problem), Ways(problem)
         self.effort = Effort(INFINITE)
         self.phases = [Phase(problem, nodes, self.meshes, self.effort) for nodes in phases(problem)]
-        self.best, self.plan = INFINITE, None  # type: float, Plan | None
+        self.best = INFINITE
+        self.plan: Plan | None = None
         held = {
             role: min(option.held * option.size for option in problem.calls[node].options)
             for role, node in problem.homes.items()

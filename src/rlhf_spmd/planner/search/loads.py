@@ -62,7 +62,9 @@ def least_load(meshes: Meshes, fixed: Sequence[tuple[Mesh, float]], free: Sequen
 @cache
 def _splits(calls: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Of each set of calls, as bits, all subsets and what they leave, one set after the other; and where each set's begin."""
-    subsets, rests, starts = [], [], []
+    subsets: list[int] = []
+    rests: list[int] = []
+    starts: list[int] = []
     for whole in range(1 << calls):
         starts.append(len(subsets))
         subset = whole

@@ -141,7 +141,8 @@ class _Packing:
             self._seconds[node] = min((seconds for _, seconds in table), default=math.inf)
         self._area = sum(mesh.count * seconds for mesh, seconds in fixed.values())
         self._order = sorted(free, key=lambda node: -self._least(node, math.inf))
-        self._best, self._chosen = budget, None  # type: float, dict[int, Mesh] | None
+        self._best = budget
+        self._chosen: dict[int, Mesh] | None = None
 
     def _least(self, node: int, below: float) -> float:
         """Ranks times seconds that a call needs at least if it is to take less than so many seconds."""
