@@ -147,9 +147,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=10.0, help="seconds for each search")
     parser.add_argument("--ahead", type=int, default=0, help="steps that generation is ahead of training")
     args = parser.parse_args()
-    print(
-        f"{'algorithm':10} {'ranks':>5} {'models':10} {'search':10} {'step s':>9} {'bound s':>9} {'above':>7} {'evaluated':>9} {'took s':>7}"
-    )
+    print("algorithm  ranks models     search        step s   bound s   above evaluated  took s")
     for ranks in args.ranks:
         for (large, small, rows), algorithm in product(CASES[ranks], args.algorithms):
             table = problem(algorithm, ranks, large, small, rows, args.ahead)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import pairwise
 
 from rlhf_spmd.planner.problem import Mesh, Problem
 
@@ -37,7 +38,7 @@ class Meshes:
             *(rank for rank in range(1, problem.size) if problem.memory[rank] != problem.memory[rank - 1]),
             problem.size,
         ]
-        self._memory = [(Mesh(a, b - a), problem.memory[a]) for a, b in zip(starts, starts[1:], strict=False)]
+        self._memory = [(Mesh(a, b - a), problem.memory[a]) for a, b in pairwise(starts)]
         self.places = cache(self._places)
 
     def _places(self, size: int, taken: frozenset[Mesh]) -> tuple[Mesh, ...]:

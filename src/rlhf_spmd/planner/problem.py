@@ -18,6 +18,9 @@ class Mesh:
     first: int
     count: int
 
+    def __hash__(self) -> int:  # the searches look up little else
+        return self.first << 32 | self.count
+
     @property
     def ranks(self) -> range:
         return range(self.first, self.first + self.count)

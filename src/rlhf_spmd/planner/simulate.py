@@ -1,9 +1,10 @@
-"""When the calls of a plan run and what each rank holds: ReaL's algorithm 1 with the queue of this trainer, the script's order. Pure."""
+"""When the calls of a plan run and what each rank holds: ReaL's algorithm 1 with this trainer's queue, the script's order. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from rlhf_spmd.planner.problem import Mesh, Plan, Problem
 
@@ -50,7 +51,7 @@ def rank_peaks(size: int, held: Sequence[tuple[Mesh, float]], needs: Sequence[tu
     """Bytes on each rank: all that is held on it and the largest need."""
     cuts = sorted({0, size, *(edge for mesh, _ in (*held, *needs) for edge in (mesh.first, mesh.end))})
     peaks: list[float] = []
-    for first, end in zip(cuts, cuts[1:], strict=False):
+    for first, end in pairwise(cuts):
         kept = sum(amount for mesh, amount in held if mesh.first <= first < mesh.end)
         most = max((amount for mesh, amount in needs if mesh.first <= first < mesh.end), default=0.0)
         peaks += [kept + most] * (end - first)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rlhf_spmd.planner.machine import GIB
 from rlhf_spmd.planner.problem import Plan, Problem
-
-GIB = 1 << 30
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """The best plan, proved: best first over the homes of roles, which alone hold memory between calls, then branch and bound for the rest.
 
 Given all homes, a call that is lent has in each mesh one fastest option that fits beside what is held there, so only times couple
-these calls, and phases of a step (:func:`~rlhf_spmd.planner.search.packing.phases`) are independent of one another. The bound of some homes is
-the sum over phases of the fewest seconds in which they can be packed if the roles that are not decided see only the memory that is
-left so far. Positions that differ by a symmetry of the cluster are tried once. Pure.
+these calls, and phases of a step (:func:`~rlhf_spmd.planner.search.packing.phases`) are independent of one another. The bound of
+some homes is the sum over phases of the fewest seconds in which they can be packed if the roles that are not decided see only the
+memory that is left so far. Positions that differ by a symmetry of the cluster are tried once. Pure.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from itertools import count
 from rlhf_spmd.planner.meshes import Meshes
 from rlhf_spmd.planner.problem import Choice, Mesh, Plan, Problem
 from rlhf_spmd.planner.search import Found, no_plan
+from rlhf_spmd.planner.search.filling import fill
 from rlhf_spmd.planner.search.packing import Effort, Fixed, OutOfTimeError, Phase, Table, phases
 from rlhf_spmd.planner.search.ways import Held, Ways
 
@@ -36,18 +37,20 @@ class _Exact:
         self.meshes, self.ways = Meshes(problem), Ways(problem)
         self.effort = Effort(INFINITE)
         self.phases = [Phase(problem, nodes, self.meshes, self.effort) for nodes in phases(problem)]
-        self.best, self.plan = INFINITE, None  # type: float, Plan | None
+        self.best = INFINITE
+        self.plan: Plan | None = None
         held = {
             role: min(option.held * option.size for option in problem.calls[node].options)
             for role, node in problem.homes.items()
         }
         self.roles = sorted(held, key=lambda role: -held[role])
         self.numbers = count()
+        self.tables: dict[Homes, dict[int, Table]] = {}  # of the last homes
         self.open: list[tuple[tuple[float, float, int], Parts, Homes, Mesh | None]] = []
 
     def run(self) -> Found:
         """Deepest first until there is a plan, then best first."""
-        parts = self.raised((0.0,) * len(self.phases), (), {}, self.free(()))
+        parts = self.raised((0.0,) * len(self.phases), {}, self.free(()))
         if parts:
             self.push(parts, (), None)
         bound = sum(parts or ())
@@ -84,8 +87,10 @@ class _Exact:
         if len(homes) == len(self.roles):
             self.finish(parts, homes)
             return
+        if mesh is None:
+            self.complete(parts, homes)
         role = self.roles[len(homes)]
-        home, tied = self.problem.homes[role], self.problem.tied[role]
+        tied = self.problem.tied[role]
         held, fixed, free = self.held(homes), self.fixed(homes), self.free(homes)
         rest = {node: table for node, table in free.items() if node not in tied}
         if mesh is None:
@@ -94,17 +99,17 @@ class _Exact:
                 for place in self.meshes.places(size, taken):
                     room = self.ways.room(held, place)
                     best = {node: (place, self.ways.at_home(node, size).within(room)[0]) for node in tied}
-                    if raised := self.raised(parts, homes, fixed | best, rest):
+                    if raised := self.raised(parts, fixed | best, rest):
                         self.push(raised, homes, place)
             return
         for option in self.ways.homes(role, mesh.count):
             its = {node: (mesh, self.problem.calls[node].options[option].seconds) for node in tied}
             more: Homes = (*homes, (mesh, option))
-            if self.fits(more) and (raised := self.raised(parts, more, fixed | its, rest)):
-                if raised := self.raised(raised, more, fixed | its, self.free(more)):
-                    self.push(raised, more, None)
+            raised = self.raised(parts, fixed | its, rest) if self.fits(more) else None
+            if raised and (raised := self.raised(raised, fixed | its, self.free(more))):
+                self.push(raised, more, None)
 
-    def raised(self, parts: Parts, homes: Homes, fixed: Fixed, free: Mapping[int, Table]) -> Parts | None:
+    def raised(self, parts: Parts, fixed: Fixed, free: Mapping[int, Table]) -> Parts | None:
         """The bounds of phases for these calls, None where they reach the best plan's seconds."""
         found = list(parts)
         for number, phase in enumerate(self.phases):
@@ -135,8 +140,9 @@ class _Exact:
 
     def free(self, homes: Homes) -> dict[int, Table]:
         """Of the calls that are not decided: the fewest seconds on each size of mesh, wherever most memory is left."""
-        held, taken = self.held(homes), frozenset(mesh for mesh, _ in homes)
-        rooms = {size: max(self.ways.room(held, at) for at in self.meshes.places(size, taken)) for size in self.meshes.of}
+        if homes in self.tables:
+            return self.tables[homes]
+        rooms = self.ways.most_room(self.held(homes), self.meshes)
         decided = dict(zip(self.roles, homes, strict=False))
         found = {}
         for node, call in enumerate(self.problem.calls):
@@ -149,7 +155,22 @@ class _Exact:
                 if (seconds := min(one.within(rooms[size])[0] for one in steps)) < INFINITE:
                     table.append((size, seconds))
             found[node] = tuple(table)
+        self.tables = {homes: found}
         return found
+
+    def complete(self, parts: Parts, homes: Homes) -> None:
+        """A plan with these homes soon: the others where the packing behind the bound has them, if options fit there."""
+        free, fixed, meshes = self.free(homes), self.fixed(homes), dict[int, Mesh]()
+        for phase in self.phases:
+            mine = {node: fixed[node] for node in phase.nodes if node in fixed}
+            meshes |= phase.packed(mine, {node: free[node] for node in phase.nodes if node in free})
+        decided = dict(zip(self.roles, homes, strict=False))
+        where = {role: decided[role][0] if role in decided else meshes.get(self.problem.homes[role]) for role in self.roles}
+        placed = {role: mesh for role, mesh in where.items() if mesh and self.ways.homes(role, mesh.count)}
+        found = fill(self.ways, placed, {}, {role: option for role, (_, option) in decided.items()})
+        if found and len(placed) == len(self.roles):
+            chosen = [found[self.problem.homes[role]] for role in self.roles]
+            self.finish(parts, tuple((choice.mesh, choice.option) for choice in chosen))
 
     def finish(self, parts: Parts, homes: Homes) -> None:
         """All homes are decided: the best plan with them, phase by phase."""

@@ -6,9 +6,11 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from rlhf_spmd.planner.meshes import Meshes
 from rlhf_spmd.planner.problem import Mesh, Problem
+from rlhf_spmd.planner.search.loads import least_load
 from rlhf_spmd.planner.simulate import start_times
 
 Table = tuple[tuple[int, float], ...]  # (size, the fewest seconds on as many ranks)
@@ -24,7 +26,7 @@ def phases(problem: Problem) -> list[range]:
     size = len(problem.calls)
     cuts = [cut for cut in range(1, size) if all(closure[node] >= set(range(cut)) for node in range(cut, size))]
     edges = [0, *([] if problem.ahead else cuts), size]
-    return [range(first, end) for first, end in zip(edges, edges[1:], strict=False)]
+    return [range(first, end) for first, end in pairwise(edges)]
 
 
 class OutOfTimeError(Exception):
@@ -52,21 +54,25 @@ class Phase:
     """One of :func:`phases`."""
 
     def __init__(self, problem: Problem, nodes: range, meshes: Meshes, effort: Effort) -> None:
-        self.problem, self.nodes, self._meshes, self._effort = problem, nodes, meshes, effort
+        self.problem, self.nodes, self.meshes, self._effort = problem, nodes, meshes, effort
         self._known: dict[object, tuple[float, float]] = {}  # a lower bound, and a packing's seconds
         self._witnesses: dict[tuple[int, ...], list[dict[int, Mesh]]] = {}
-        self.patience = 0 if problem.ahead else 2000  # schedules for a bound
+        self.patience = 0 if problem.ahead else 1000  # schedules for a bound
 
     def bound(self, fixed: Fixed, free: Mapping[int, Table], floor: float, budget: float) -> float:
         """The fewest seconds, from ``floor`` to ``budget``, where free calls may take any mesh for the seconds of its size.
 
         Packings that were found earlier are tried first: one that ends by ``floor`` saves the search.
         """
-        key = (tuple(sorted(fixed.items())), tuple(sorted(free.items())))
+        key = (tuple(fixed.items()), tuple(free.items()))
         lower, upper = self._known.get(key, (-1.0, math.inf))
+        if lower >= 0 and max(lower, floor) >= min(budget, upper):
+            return min(max(lower, floor), budget)
         packing = _Packing(self, fixed, free, budget, None, frozenset())
         if lower < 0:
             lower = packing.least_area()
+            if free and max(lower, floor) < budget:
+                lower = max(lower, packing.least_load())
         witnesses = self._witnesses.setdefault(tuple(free), [])
         if max(lower, floor) < min(budget, upper):
             upper = min([upper, *(packing.ends(meshes) for meshes in witnesses)])
@@ -81,6 +87,11 @@ class Phase:
                 upper = lower
         self._known[key] = lower, upper
         return min(max(lower, floor), budget)
+
+    def packed(self, fixed: Fixed, free: Mapping[int, Table]) -> Mapping[int, Mesh]:
+        """The best known packing of these calls, empty where there is none."""
+        packing = _Packing(self, fixed, free, math.inf, None, frozenset())
+        return min(self._witnesses.get(tuple(free), ()), key=packing.ends, default={})
 
     def pack(
         self,
@@ -103,12 +114,13 @@ class Phase:
         return start_times(self.problem, self.nodes, meshes, seconds)[1]
 
     def places(self, size: int, taken: frozenset[Mesh]) -> tuple[Mesh, ...]:
-        return self._meshes.places(size, taken)
+        return self.meshes.places(size, taken)
 
 
 class _Packing:
-    """Depth first, the call with most work first, of its meshes the one with the earliest end first. A branch ends where its calls alone,
-    the others taking no ranks, or the ranks' seconds that all need together, reach the best found."""
+    """Depth first, the call with most work first, of its meshes the one with the earliest end first. A branch ends where its calls
+    alone, the others taking no ranks, the ranks' seconds that all need together, or the least load of the busiest rank reach the best
+    found."""
 
     def __init__(
         self,
@@ -129,7 +141,8 @@ class _Packing:
             self._seconds[node] = min((seconds for _, seconds in table), default=math.inf)
         self._area = sum(mesh.count * seconds for mesh, seconds in fixed.values())
         self._order = sorted(free, key=lambda node: -self._least(node, math.inf))
-        self._best, self._chosen = budget, None  # type: float, dict[int, Mesh] | None
+        self._best = budget
+        self._chosen: dict[int, Mesh] | None = None
 
     def _least(self, node: int, below: float) -> float:
         """Ranks times seconds that a call needs at least if it is to take less than so many seconds."""
@@ -149,6 +162,11 @@ class _Packing:
                 break
             value = min([need, *(seconds for seconds in steps if seconds > within)])
         return value
+
+    def least_load(self) -> float:
+        """Of the busiest rank, beside the calls that have a mesh."""
+        placed = [(mesh, seconds) for mesh, seconds in zip(self._meshes, self._seconds, strict=True) if mesh]
+        return least_load(self._phase.meshes, placed, [dict(t) for node, t in self._free.items() if self._meshes[node] is None])
 
     def ends(self, meshes: Mapping[int, Mesh]) -> float:
         """Of a packing of the free calls."""
@@ -171,6 +189,8 @@ class _Packing:
             self._best, self._chosen = value, {node: mesh for node in self._order if (mesh := self._meshes[node])}
             return
         node, alone = self._order[depth], self._seconds[self._order[depth]]
+        if 0 < depth <= len(self._order) - 3 and self.least_load() >= self._best:
+            return
         whole = len(self._phase.problem.memory)
         rest = area + sum(self._least(other, self._best) for other in self._order[depth + 1 :])
         taken = self._taken.union(mesh for mesh in self._meshes if mesh)

@@ -1,13 +1,15 @@
-"""The fastest way to run a call in the memory that is left, as tables over that memory; and which options a best plan may need. Pure."""
+"""The fastest way to run a call in the memory that is left, as tables; and which options a best plan may need. Pure."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from functools import cache
+from itertools import pairwise
 
 import numpy as np
 
+from rlhf_spmd.planner.meshes import Meshes
 from rlhf_spmd.planner.problem import Mesh, Option, Problem
 
 Held = tuple[tuple[Mesh, float], ...]  # bytes that homes keep on each rank of a mesh
@@ -41,18 +43,32 @@ class Ways:
             for number, option in enumerate(call.options):
                 self._by_size[-1].setdefault(option.size, []).append(number)
         memory = problem.memory
-        self._runs = [(r, memory[r]) for r in range(problem.size) if r == 0 or memory[r] != memory[r - 1]]
-        self.room = cache(self._room)
+        self._starts = [rank for rank in range(problem.size) if rank == 0 or memory[rank] != memory[rank - 1]]
         self.at_home = cache(self._at_home)
         self.homes = cache(self._homes)
         self._tables = cache(self._lent)
 
-    def _room(self, held: Held, mesh: Mesh) -> float:
-        """Bytes that are left on the fullest rank of ``mesh``; that is where some run of equal memory or some home begins."""
-        points = {mesh.first, *(home.first for home, _ in held), *(first for first, _ in self._runs)}
-        inside = [rank for rank in points if mesh.first <= rank < mesh.end]
-        memory = self.problem.memory
-        return min(memory[rank] - sum(b for home, b in held if home.first <= rank < home.end) for rank in inside)
+    def rooms(self, held: Held) -> list[tuple[Mesh, float]]:
+        """Bytes that are left on each rank, by runs of ranks that are alike."""
+        size, memory = self.problem.size, self.problem.memory
+        cuts = sorted({size, *self._starts, *(edge for home, _ in held for edge in (home.first, home.end))})
+        found = []
+        for first, end in pairwise(cuts):
+            found.append((Mesh(first, end - first), memory[first] - sum(b for at, b in held if at.first <= first < at.end)))
+        return found
+
+    def room(self, held: Held, mesh: Mesh) -> float:
+        """Bytes that are left on the fullest rank of ``mesh``."""
+        return min(left for run, left in self.rooms(held) if run.overlaps(mesh))
+
+    def most_room(self, held: Held, meshes: Meshes) -> dict[int, float]:
+        """Size -> bytes that are left in the mesh of this size that has most; of small ones, of which there are many, on any rank."""
+        runs, found = self.rooms(held), {}
+        most = max(left for _, left in runs)
+        for size, among in meshes.of.items():
+            few = len(among) <= 8
+            found[size] = max(min(left for run, left in runs if run.overlaps(at)) for at in among) if few else most
+        return found
 
     def needs(self, role: str, option: int) -> tuple[float, float]:
         """Bytes on each rank of the role's home: held, and active in the largest of the calls there."""
@@ -91,7 +107,7 @@ class Ways:
         return Steps(ways)
 
     def lent(self, node: int, home: tuple[Mesh, int], mesh: Mesh) -> Steps:
-        """Of a call on ``mesh`` whose role rests in an option on its home's mesh, the seconds and bytes of its weights' move included."""
+        """Of a call on ``mesh`` whose role rests in an option on its home's mesh, its weights' move included."""
         at, option = home[0], self.home_option(node, home[1])
         layout = (option.pp, option.tp) if at == mesh else None
         return self._tables(node, mesh.count, at.count, layout, self.problem.on_one_host(at, mesh))
