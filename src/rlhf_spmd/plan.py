@@ -84,6 +84,9 @@ def read_run(path: str | None, overrides: Sequence[str]) -> Run:
     config, module = read_config(path, overrides, more=SECTIONS)
     config, _ = check_duration(config)
     models = {role: without_exactness(one) for role, one in config.models.items()}
+    sized = [role for role, one in config.models.items() if one.spec is not None]  # type: ignore[attr-defined]
+    rewards = {role: replace(one, model=None) if role in sized else one for role, one in config.rewards.items()}
+    config = replace(config, rewards=rewards, reward=replace(config.reward, model=None) if "reward" in sized else config.reward)
     with outline.directories(models) as given:
         sections, rewards, described = describe_run(replace(config, models=given), given)
     training = {name: outline.stand_in(one) for name, one in sections.items() if isinstance(one, DatasetConfig)}

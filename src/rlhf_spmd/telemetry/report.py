@@ -112,7 +112,8 @@ def render(runs: Sequence[Run]) -> str:
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; "
         "script-src 'unsafe-inline'\">"
         f"<title>{escape(', '.join(run['name'] for run in told))}</title>"
-        f"<style>{_packaged('uplot/uPlot.min.css')}\n{_packaged('report.css')}</style></head>\n<body><main><noscript>The page is made by a script in it.</noscript></main>{''.join(timelines)}"
+        f"<style>{_packaged('uplot/uPlot.min.css')}\n{_packaged('report.css')}</style></head>\n<body>"
+        f"<main><noscript>The page is made by a script in it.</noscript></main>{''.join(timelines)}"
         f'<script type="application/json" id="data">{data}</script>\n'
         f"<script>{library}</script>\n<script>{_packaged('report.js')}</script></body></html>\n"
     )
