@@ -59,9 +59,9 @@ def draw_problem(rng: random.Random, ahead: int) -> Problem:
         style = rng.random()
         after = range(node) if style < 0.4 else [n for n in range(node) if rng.random() < 0.5]
         calls.append(Call(f"c{node}", role, frozenset(after), options, node == homes[role], node in at_home))
-    memory = [rng.randint(12, 24)] * size
+    memory = [rng.randint(14, 28)] * size
     if rng.random() < 0.3:
-        memory[size // 2 :] = [rng.randint(12, 24)] * (size - size // 2)
+        memory[size // 2 :] = [rng.randint(14, 28)] * (size - size // 2)
     weights = {role: float(rng.choice([0, 4, 8])) for role in roles}
     generating = frozenset({0}) if ahead else frozenset()
     return Problem(tuple(calls), local, tuple(map(float, memory)), weights, 4.0, 1.0, ahead, generating)
@@ -126,7 +126,7 @@ def test_other_searches_find_plans_that_fit_and_none_that_is_better(other: str) 
         assert schedule.seconds == pytest.approx(result.seconds)
         assert result.seconds >= searched(problem) - 1e-9
         found += 1
-    assert found >= 20
+    assert found >= 15
 
 
 def test_bounds_are_bounds() -> None:
@@ -160,14 +160,15 @@ def call(name: str, after: set[int], *options: Option, role: str = "", home: boo
 
 
 def test_calls_wait_for_their_ranks_and_for_calls_before_them() -> None:
-    calls = (call("a", set(), one(2, 3)), call("b", set(), one(2, 5)), call("c", {0}, one(1, 2)), call("d", {1}, one(4, 1)))
+    ends = one(4, 1), one(1, 1)
+    calls = (call("a", set(), one(2, 3)), call("b", set(), one(2, 5)), call("c", set(), one(1, 2)), call("d", {1}, *ends))
     problem = Problem(calls, 4, (10.0,) * 4, dict.fromkeys("abcd", 0.0), 1.0, 1.0)
     left, right, every = Mesh(0, 2), Mesh(2, 2), Mesh(0, 4)
     beside = simulate(problem, (Choice(left, 0), Choice(right, 0), Choice(Mesh(1, 1), 0), Choice(every, 0)))
-    assert beside.spans == ((0, 3), (0, 5), (3, 5), (5, 6))
+    assert beside.spans == ((0, 3), (0, 5), (3, 5), (5, 6))  # c has one of a's ranks
     assert beside.seconds == 6
-    in_turns = simulate(problem, (Choice(left, 0), Choice(left, 0), Choice(Mesh(3, 1), 0), Choice(every, 0)))
-    assert in_turns.spans == ((0, 3), (3, 8), (3, 5), (8, 9))  # c waits for a, not for b, which has other ranks
+    in_turns = simulate(problem, (Choice(left, 0), Choice(left, 0), Choice(Mesh(3, 1), 0), Choice(Mesh(2, 1), 1)))
+    assert in_turns.spans == ((0, 3), (3, 8), (0, 2), (8, 9))  # d, whose rank is free, waits for b
 
 
 def test_weights_that_move_take_time_before_the_call_and_bytes_while_it_runs() -> None:

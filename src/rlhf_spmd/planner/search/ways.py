@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from itertools import pairwise
 
 import numpy as np
@@ -44,11 +44,13 @@ class Ways:
                 self._by_size[-1].setdefault(option.size, []).append(number)
         memory = problem.memory
         self._starts = [rank for rank in range(problem.size) if rank == 0 or memory[rank] != memory[rank - 1]]
+        self.rooms = lru_cache(maxsize=256)(self._rooms)
+        self.needs = cache(self._needs)
         self.at_home = cache(self._at_home)
         self.homes = cache(self._homes)
         self._tables = cache(self._lent)
 
-    def rooms(self, held: Held) -> list[tuple[Mesh, float]]:
+    def _rooms(self, held: Held) -> list[tuple[Mesh, float]]:
         """Bytes that are left on each rank, by runs of ranks that are alike."""
         size, memory = self.problem.size, self.problem.memory
         cuts = sorted({size, *self._starts, *(edge for home, _ in held for edge in (home.first, home.end))})
@@ -70,7 +72,7 @@ class Ways:
             found[size] = max(min(left for run, left in runs if run.overlaps(at)) for at in among) if few else most
         return found
 
-    def needs(self, role: str, option: int) -> tuple[float, float]:
+    def _needs(self, role: str, option: int) -> tuple[float, float]:
         """Bytes on each rank of the role's home: held, and active in the largest of the calls there."""
         calls = [self.problem.calls[node] for node in self.problem.tied[role]]
         return self.problem.calls[self.problem.homes[role]].options[option].held, max(c.options[option].active for c in calls)
