@@ -263,9 +263,11 @@ def generate_seconds(
 
 
 def rows_in_flight(shape: ModelShape, work: Workload, choices: Choices, machine: Machine, kv_bytes: Numbers) -> np.ndarray:
-    """Rows of a replica that ``max_num_seqs`` and memory allow at once, [n]: a row of the average age, its part of a group's prompt."""
+    """Rows of a replica that ``max_num_seqs`` and memory allow at once, [n]: a row of the average age, with its part of a
+    group's prompt, whose last page each row has for itself."""
     lengths = np.array(work.responses)
-    tokens = work.prompt / work.group + (lengths**2).mean() / lengths.mean() / 2 + PAGE / 2
+    tail = min(work.prompt, PAGE / 2)
+    tokens = (work.prompt - tail) / work.group + tail + (lengths**2).mean() / lengths.mean() / 2 + PAGE / 2
     fitting = kv_bytes / kv_bytes_per_token(shape, choices, machine.device.itemsize) / tokens
     return np.maximum(np.floor(np.minimum(fitting, choices.max_num_seqs)), 1)
 
