@@ -64,6 +64,8 @@ def test_flops_are_those_of_the_utilisation(spec: ModelSpec) -> None:
         attention = 6400 * 2 * 100 * 8 * 256 if level == 1 else 0
         found = train_seconds(values, work, choices([(1, 1, 1)], checkpointing=[level]), machine(flops=1.0), IDEAL)
         assert found == pytest.approx(layers * passes + attention)
+        head = train_seconds(shape, work, choices([(1, 1, 1)], checkpointing=[level]), machine(flops=1.0), IDEAL) - found
+        assert head == pytest.approx(4 * 6400 * 2 * spec.vocab_size * spec.hidden_size)  # its logits are made again
 
 
 def test_a_pipeline_takes_its_way_and_then_its_slowest_stage() -> None:
@@ -89,6 +91,36 @@ def test_rings_between_hosts_take_all_devices_of_a_host() -> None:
         found = train_seconds(shape_of(LLAMA, "none"), rows(16, 10), how, machine(link=450.0, network=50.0), IDEAL)
         sums = 4 * 8 * 2 * (tp - 1) / tp * (16 / dp * 10 * 256 * 4) / 450.0
         assert found == pytest.approx(2 * (dp - 1) / dp * params / tp * 4 / rate + sums, rel=1e-6)
+
+
+def test_small_messages_take_their_latency_and_stages_what_they_hand_over() -> None:
+    shape = shape_of(LLAMA, "none")
+    for size, hops in ((8, 2), (16, 4)):  # 4 ranks of a host, or 16 of two, which take twice as long for a doubling
+        how = choices([(1, size // (1 if size == 16 else 2), 1)])
+        found = infer_seconds(shape, rows(16, 10), how, machine(latency=1.0), IDEAL)
+        assert found == pytest.approx(8 * 2 * hops * (2 if size == 16 else 1))
+    how, size = (
+        choices([(4, 1, 1), (4, 1, 4)], micro_tokens=[40]),
+        40 * 256 * 4,
+    )  # 4 and 1 micro-batches, in a host and between two
+    on = machine(link=450.0, network=50.0)
+    assert infer_seconds(shape, rows(16, 10), how, on, IDEAL) == pytest.approx([(3 + 3) * size / 450, 3 * size / 50])
+    sums = [0, 2 * 3 / 4 * 4 * (2 * shape.layer + shape.embed) / 450]  # replicas are neighbours
+    found = train_seconds(shape, rows(16, 10), how, on, IDEAL)
+    assert found == pytest.approx(np.array([(3 + 3) * 2 * size / 450, 3 * 2 * size / 50]) + sums, rel=0.01)
+
+
+def test_a_step_draws_from_the_whole_vocabulary() -> None:
+    work, how = Workload(32, 0, (10.0,)), choices([(1, 1, 1), (1, 4, 1)])
+    only = replace(IDEAL, reads=math.inf)
+    full, none = (
+        generate_seconds(shape_of(LLAMA, head), work, how, machine(bandwidth=1.0), math.inf, only) for head in ("lm", "none")
+    )
+    assert full - none == pytest.approx(10 * 32 * 1000 * 80)
+    full, none = (
+        generate_seconds(shape_of(LLAMA, head), work, how, machine(link=1.0), math.inf, IDEAL) for head in ("lm", "none")
+    )
+    assert full - none == pytest.approx([0, 10 * 32 * 1000 * 4 * 3 / 4])
 
 
 @pytest.fixture(scope="module")
