@@ -1,6 +1,6 @@
 """The planner's cost model against published measurements.
 
-    python scripts/bench/planner.py estimator --out estimator.json    about half a minute on one core
+    python scripts/bench/planner.py estimator --out estimator.json    half a minute on one core
 
 ``estimator``: the calls of ReaL's tables 4 to 6 (arXiv 2406.14088; LLaMA-3 7B actor and critic on 2 nodes of 8 H100, 512 rows of 1,024
 prompt and 1,024 response tokens, 8 mini-batches). Seconds of the paper, ours, and ours where the constants are fitted to all other
@@ -115,7 +115,7 @@ def fit(calls: Sequence[Call], fitted: Sequence[str], start: Calibration) -> Cal
     return calibration(simplex(loss, [first, *(first + step for step in 0.15 * np.eye(len(first)))]))
 
 
-def simplex(loss: Callable[[np.ndarray], float], points: list[np.ndarray], steps: int = 80) -> np.ndarray:
+def simplex(loss: Callable[[np.ndarray], float], points: list[np.ndarray], steps: int = 50) -> np.ndarray:
     """Nelder and Mead 1965: where ``loss`` is least, from ``points``, one more than dimensions."""
     scored = [(loss(point), point) for point in points]
     for _ in range(steps if len(points) > 1 else 0):

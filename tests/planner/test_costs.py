@@ -23,7 +23,15 @@ from rlhf_spmd.models.spec import Experts, ModelSpec, read_spec
 from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel.collectives import RECORDER
 from rlhf_spmd.parallel.layout import Layout
-from rlhf_spmd.planner.costs import PAGE, Calibration, generate_seconds, infer_seconds, kv_bytes_per_token, train_seconds
+from rlhf_spmd.planner.costs import (
+    PAGE,
+    Calibration,
+    generate_seconds,
+    infer_seconds,
+    kv_bytes_per_token,
+    offload_seconds,
+    train_seconds,
+)
 from rlhf_spmd.planner.machine import GPUS, Gpu, Machine
 from rlhf_spmd.planner.shape import CHECKPOINTING, Workload, choices, shape_of
 from rlhf_spmd.workers.engine import Packed
@@ -56,6 +64,8 @@ def test_flops_are_those_of_the_utilisation(spec: ModelSpec) -> None:
         attention = 6400 * 2 * 100 * 8 * 256 if level == 1 else 0
         found = train_seconds(values, work, choices([(1, 1, 1)], checkpointing=[level]), machine(flops=1.0), IDEAL)
         assert found == pytest.approx(layers * passes + attention)
+        head = train_seconds(shape, work, choices([(1, 1, 1)], checkpointing=[level]), machine(flops=1.0), IDEAL) - found
+        assert head == pytest.approx(4 * 6400 * 2 * spec.vocab_size * spec.hidden_size)  # its logits are made again
 
 
 def test_a_pipeline_takes_its_way_and_then_its_slowest_stage() -> None:
@@ -81,6 +91,36 @@ def test_rings_between_hosts_take_all_devices_of_a_host() -> None:
         found = train_seconds(shape_of(LLAMA, "none"), rows(16, 10), how, machine(link=450.0, network=50.0), IDEAL)
         sums = 4 * 8 * 2 * (tp - 1) / tp * (16 / dp * 10 * 256 * 4) / 450.0
         assert found == pytest.approx(2 * (dp - 1) / dp * params / tp * 4 / rate + sums, rel=1e-6)
+
+
+def test_small_messages_take_their_latency_and_stages_what_they_hand_over() -> None:
+    shape = shape_of(LLAMA, "none")
+    for size, hops in ((8, 2), (16, 4)):  # 4 ranks of a host, or 16 of two, which take twice as long for a doubling
+        how = choices([(1, size // (1 if size == 16 else 2), 1)])
+        found = infer_seconds(shape, rows(16, 10), how, machine(latency=1.0), IDEAL)
+        assert found == pytest.approx(8 * 2 * hops * (2 if size == 16 else 1))
+    how, size = (
+        choices([(4, 1, 1), (4, 1, 4)], micro_tokens=[40]),
+        40 * 256 * 4,
+    )  # 4 and 1 micro-batches, in a host and between two
+    on = machine(link=450.0, network=50.0)
+    assert infer_seconds(shape, rows(16, 10), how, on, IDEAL) == pytest.approx([(3 + 3) * size / 450, 3 * size / 50])
+    sums = [0, 2 * 3 / 4 * 4 * (2 * shape.layer + shape.embed) / 450]  # replicas are neighbours
+    found = train_seconds(shape, rows(16, 10), how, on, IDEAL)
+    assert found == pytest.approx(np.array([(3 + 3) * 2 * size / 450, 3 * 2 * size / 50]) + sums, rel=0.01)
+
+
+def test_a_step_draws_from_the_whole_vocabulary() -> None:
+    work, how = Workload(32, 0, (10.0,)), choices([(1, 1, 1), (1, 4, 1)])
+    only = replace(IDEAL, reads=math.inf)
+    full, none = (
+        generate_seconds(shape_of(LLAMA, head), work, how, machine(bandwidth=1.0), math.inf, only) for head in ("lm", "none")
+    )
+    assert full - none == pytest.approx(10 * 32 * 1000 * 80)
+    full, none = (
+        generate_seconds(shape_of(LLAMA, head), work, how, machine(link=1.0), math.inf, IDEAL) for head in ("lm", "none")
+    )
+    assert full - none == pytest.approx([0, 10 * 32 * 1000 * 4 * 3 / 4])
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +182,8 @@ def scheduled(work: Workload, flight: int, pages: int, layers: float, weights: f
     order = np.random.default_rng(0).permutation(np.resize(work.responses, work.rows))
     ends, interner = {}, Interner(PAGE)
     for index, length in enumerate(order):
-        row = row_of(index, range(index * 1000, index * 1000 + int(work.prompt)), int(max(work.responses)))
+        first = index // work.group * 1000
+        row = row_of(index, range(first, first + int(work.prompt)), int(max(work.responses)))
         row.contents = interner.contents(row.request.prompt_ids)
         ends[row] = int(length)
         scheduler.add(row)
@@ -162,10 +203,15 @@ EVEN, UNEVEN = (256.0,), tuple(32.0 * k for k in range(1, 16, 2))
 
 
 @pytest.mark.parametrize("lengths", [EVEN, UNEVEN], ids=["even", "uneven"])
-@pytest.mark.parametrize(("number", "flight", "pages"), [(32, 64, 4000), (96, 32, 4000), (256, 16, 4000), (96, 96, 150)])
-def test_generation_takes_the_steps_of_the_scheduler(number: int, flight: int, pages: int, lengths: tuple[float, ...]) -> None:
-    """Without a limit, in waves by number, and in waves by memory."""
-    shape, work = shape_of(LLAMA, "none"), Workload(number, 192, lengths)
+@pytest.mark.parametrize(
+    ("number", "flight", "pages", "group"),
+    [(32, 64, 4000, 1), (96, 32, 4000, 1), (256, 16, 4000, 1), (96, 96, 150, 1), (96, 96, 100, 8)],
+)
+def test_generation_takes_the_steps_of_the_scheduler(
+    number: int, flight: int, pages: int, group: int, lengths: tuple[float, ...]
+) -> None:
+    """Without a limit, in waves by number, and in waves by memory, where rows of a prompt share its pages."""
+    shape, work = shape_of(LLAMA, "none"), Workload(number, 224, lengths, group=group)
     how = choices([(1, 1, 1)], max_num_seqs=[flight])
     held = float(kv_bytes_per_token(shape, how, 4)[0])
     assert held == 8 * 2 * 4 * 32 * 4
@@ -175,6 +221,43 @@ def test_generation_takes_the_steps_of_the_scheduler(number: int, flight: int, p
     prefill = 8 * (2e-3 + shape.layer * 4 / 1e9)
     want = scheduled(work, flight, pages, 8 * 2e-3, shape.layer * 8 * 4 / 1e9, held / 1e9)
     assert got - prefill == pytest.approx(want, rel=0.1)
+
+
+def test_prompts_are_computed_once_for_a_group() -> None:
+    shape, how = shape_of(LLAMA, "none"), choices([(1, 1, 1), (1, 1, 4)], micro_tokens=[500])
+    prompts = forward_flops(LLAMA, 1000, 100) - 1000 * 2 * 1000 * 256
+    drawn = 40 * 10 * 8 * 2 * shape.active  # whose attention reads, and computes nothing that counts
+    for group in (1, 4):
+        found = generate_seconds(shape, Workload(40, 100, (10.0,), group=group), how, machine(flops=1.0), math.inf, IDEAL)
+        assert found == pytest.approx(np.array([1, 12 / 40 if group == 4 else 1 / 4]) * (prompts * 4 / group + drawn))
+
+
+def test_what_zero_sends_goes_on_beside_computing() -> None:
+    shape, work, how = shape_of(LLAMA, "none"), rows(64, 100), choices([(1, 1, 4)] * 2, zero=[1, 2, 3], micro_tokens=[400])
+    compute = (
+        4 * train_seconds(shape, rows(16, 100), choices([(1, 1, 1)], micro_tokens=[400]), machine(flops=1e9), IDEAL)[0] / 4
+    )
+    for link in (1e9, 1e6):
+        sent = train_seconds(shape, work, how, machine(link=link), IDEAL)
+        beside = compute * np.where(how.zero == 1, 1 / 4, 1)  # 1 sends beside the last micro-batch
+        found = train_seconds(shape, work, how, machine(flops=1e9, link=link, overlap=1.0), IDEAL)
+        assert found == pytest.approx(compute + np.maximum(sent - beside, 0))
+
+
+def test_bytes_over_the_memory() -> None:
+    """An optimizer step, which ZeRO divides; a head's logits; what is offloaded."""
+    shape, on = shape_of(LLAMA, "none"), machine(bandwidth=1.0, host_link=2.0)
+    only = replace(IDEAL, reads=math.inf)
+    how = choices([(1, 1, 1), (1, 1, 2)], zero=[0, 1])
+    one = train_seconds(shape, rows(16, 100), how, on, only)
+    two = train_seconds(shape, rows(16, 100, mini_batches=2), how, on, only)
+    sums = shape.layers * shape.layer * 10  # each mini-batch is a micro-batch of its own, with a sum of gradients
+    assert two - one == pytest.approx(shape.params * 50 / np.array([1, 1, 1, 2]) + sums)
+    head = infer_seconds(shape_of(LLAMA, "lm"), rows(16, 100), how, on, only) - infer_seconds(
+        shape, rows(16, 100), how, on, only
+    )
+    assert head == pytest.approx(1600 * 1000 * 28 / np.array([1, 1, 2, 2]))
+    assert offload_seconds(10.0, on) == 5.0
 
 
 def test_graphs_and_lanes() -> None:

@@ -36,6 +36,16 @@ def test_control_writes_a_figure_for_every_case(ran: Ran) -> None:
     assert "start to first call" in printed and printed.count("no --peer-python was given") == 2
 
 
+@pytest.mark.script("planner.py estimator")
+def test_planner_estimates_published_calls(ran: Ran) -> None:
+    report, printed = ran
+    assert len(report["calls"]) == 14 and len(report["steps"]) == 4 and "14 of 14 within 25 %" in printed
+    everything, *others = report["terms"]
+    assert everything["terms"] == "all terms" and everything["mean"] <= everything["left_out"] < 0.1
+    fewer = [term for term in others if term["terms"].startswith("without")]
+    assert len(fewer) == 5 and all(term["left_out"] > everything["left_out"] for term in fewer), "a term that does nothing"
+
+
 @pytest.mark.script("step.py --model tiny --ranks 1 --steps 2 --programs ppo")
 def test_step_writes_phases_and_tokens_per_second(ran: Ran) -> None:
     report, printed = ran

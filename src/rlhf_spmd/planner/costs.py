@@ -21,9 +21,7 @@ Numbers = Any  # float array [n], or one that broadcasts to it
 # Numbers that a layer's elementwise operations read and write, of each token: per element of the residual stream (two norms, two sums),
 # of queries and keys (rotation), and of a column of the MLP (gated activation); counted in ``kernels.Ops``.
 STREAM, HEADS, COLUMNS = 42, 10, 5
-LOGIT_BYTES = (
-    28  # read and written for a logit on the way to its log-prob (``Ops.logit_statistics``); with gradients three times that
-)
+LOGIT_BYTES = 28  # read and written for a logit on the way to its log-prob (``Ops``); with gradients three times that
 SAMPLE_BYTES = 80  # for a logit on the way to a drawn token and its log-prob
 OPTIMIZER_BYTES = 50  # for a parameter in an optimizer step: norm, clipping, AdamW in fp32, the copy in half precision
 SUM_BYTES = 10  # to add a micro-batch's gradient of a parameter to the sum
@@ -263,9 +261,11 @@ def generate_seconds(
 
 
 def rows_in_flight(shape: ModelShape, work: Workload, choices: Choices, machine: Machine, kv_bytes: Numbers) -> np.ndarray:
-    """Rows of a replica that ``max_num_seqs`` and memory allow at once, [n]: a row of the average age, its part of a group's prompt."""
+    """Rows of a replica that ``max_num_seqs`` and memory allow at once, [n]: a row of the average age, with its part of a
+    group's prompt, whose last page each row has for itself."""
     lengths = np.array(work.responses)
-    tokens = work.prompt / work.group + (lengths**2).mean() / lengths.mean() / 2 + PAGE / 2
+    tail = min(work.prompt, PAGE / 2)
+    tokens = (work.prompt - tail) / work.group + tail + (lengths**2).mean() / lengths.mean() / 2 + PAGE / 2
     fitting = kv_bytes / kv_bytes_per_token(shape, choices, machine.device.itemsize) / tokens
     return np.maximum(np.floor(np.minimum(fitting, choices.max_num_seqs)), 1)
 
