@@ -103,9 +103,7 @@ def test_a_forward_pass_takes_at_most_what_is_predicted() -> None:
 
 
 def role(dtype: str) -> model.RoleSettings:
-    return model.RoleSettings(
-        trained=True, itemsize=getattr(torch, dtype).itemsize, on_host=True, chunk=ExactOps.chunk_logits, entropy=True
-    )
+    return model.RoleSettings(trained=True, itemsize=getattr(torch, dtype).itemsize, chunk=ExactOps.chunk_logits, entropy=True)
 
 
 SEVEN = shape_of(
