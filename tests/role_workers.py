@@ -18,11 +18,12 @@ from rlhf_spmd.workers.config import BatchLimits
 from rlhf_spmd.workers.model_worker import Build
 
 
-def build(world: World, *overrides: str) -> tuple[Controller, Any]:
-    """A controller of all of ``world`` and the roles that PPO has with these overrides."""
+def build(world: World, *overrides: str, checkpointing: str = "none") -> tuple[Controller, Any]:
+    """A controller of all of ``world`` and the roles that PPO has with these overrides; ``checkpointing``: what auto comes to here."""
     ready = prepare(str(tasks.task() / "ppo.json"), tasks.settings(Path("unused"), 1, *overrides), world.size)
     controller = Controller(world.all)
-    settings = Build(controller, world, BatchLimits(), seed=0, rewards={"reward": RewardConfig()}, tokenizer=ready.tokenizer)
+    more = {"rewards": {"reward": RewardConfig()}, "tokenizer": ready.tokenizer, "checkpointing": checkpointing}
+    settings = Build(controller, world, BatchLimits(), seed=0, **more)
     return controller, build_models(ready.plans, settings)
 
 

@@ -216,22 +216,22 @@ def start_program(ranks: int, run_dir: Path, overrides: Sequence[str], delay_s: 
 
     run_dir.mkdir(parents=True, exist_ok=True)
     arguments = ["--config", str(task() / "ppo.json"), *overrides]
-    return Program(ranks, arguments, run_dir / "output.txt", _environment(delay_s))
+    return Program(ranks, arguments, run_dir / "output.txt", environment(delay_s))
 
 
-def _environment(delay_s: float) -> dict[str, str]:
+def environment(delay_s: float = 0.0) -> dict[str, str]:
     paths = os.pathsep.join((str(ROOT / "src"), str(ROOT / "tests")))
     return os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "REWARD_DELAY": str(delay_s)}
 
 
 def start_torchrun(run_dir: Path, overrides: Sequence[str], *torchrun: str, delay_s: float = 0.0) -> subprocess.Popen[str]:
     """``torchrun <torchrun> -m rlhf_spmd.train`` in a process group of its own; ``delay_s`` for each reward."""
-    environment = _environment(delay_s)
+    variables = environment(delay_s)
     command = [sys.executable, "-m", "torch.distributed.run", *torchrun, "-m", "rlhf_spmd.train"]
     command += ["--config", str(task() / "ppo.json"), *overrides]
     run_dir.mkdir(parents=True, exist_ok=True)
     with (run_dir / "output.txt").open("a") as output:
-        return subprocess.Popen(command, env=environment, stdout=output, stderr=output, text=True, start_new_session=True)
+        return subprocess.Popen(command, env=variables, stdout=output, stderr=output, text=True, start_new_session=True)
 
 
 def one_node(ranks: int) -> tuple[str, ...]:

@@ -76,7 +76,7 @@ def write_inputs(root: Path) -> None:
         )
     rng = random.Random(0)
     texts = [
-        {key: "".join(rng.choices("0123456789", k=n)) for key, n in (("prompt", PROMPT), ("response", RESPONSE - 1))}
+        {key: "".join(rng.choices("0123456789", k=n)) for key, n in (("prompt", PROMPT - 1), ("response", RESPONSE - 1))}
         for _ in range(32)
     ]
     (root / "rows.jsonl").write_text("".join(json.dumps({**text, "answer": "1"}) + "\n" for text in texts))
@@ -110,11 +110,11 @@ def overrides(case: Case, root: Path, model: str) -> list[str]:
 def run(case: Case, root: Path, model: str) -> float:
     """GiB of the rank that had most."""
     shutil.rmtree(root / "run", ignore_errors=True)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(case.ranks), "--master-port", "0"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(case.ranks)]
     command = [*command, "-m", "rlhf_spmd.train", *overrides(case, root, model)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
     if done.returncode:
-        raise SystemExit(f"{case.name}: {done.stderr[-2000:]}")
+        raise SystemExit(f"{case.name}: {done.stderr[:2000]}")
     lines = (root / "run/metrics.jsonl").read_text().splitlines()
     return max(float(json.loads(line)["memory/peak_gb"]) for line in lines)
 

@@ -129,10 +129,11 @@ def train(shape: ModelShape, work: Workload, choices: Choices, role: RoleSetting
         role.optim_offload and not role.on_host
     )
     behind = np.maximum(reducing, passing - a * part.first * part.ends / part.shards)  # the embedding's is the last gradient
+    left = activations * role.on_host  # there what was freed in small blocks stays in the process's heap
     moments = [
         {"gathered weights": gathered, "gradients": before, "activations": activations, "work": np.maximum(loss, passing)},
-        {"gathered weights": gathered, "gradients": np.maximum(before, shard), "activations": 0 * kept, "work": behind},
-        {"gathered weights": 0 * kept, "gradients": shard, "activations": 0 * kept, "work": step},
+        {"gathered weights": gathered, "gradients": np.maximum(before, shard), "activations": left, "work": behind},
+        {"gathered weights": 0 * kept, "gradients": shard, "activations": left, "work": step},
     ]
     sums = np.array([np.broadcast_to(total(moment), pp.shape) for moment in moments])
     worst = sums.argmax(0)

@@ -55,6 +55,8 @@ def check_memory(
     """
     report = measure(plans, step)
     judged = report.judged(memory, rank)
+    if not judged:  # a rank that no role is on
+        return None
     kind = max(judged, key=lambda k: float(report.peaks[k]) / judged[k])
     peak, has, ranks = float(report.peaks[kind]), judged[kind], report.ranks[kind]
     if peak <= has:
@@ -74,7 +76,7 @@ def _gib(size: float) -> str:
 def _remedy(plans: Plans, step: StepFacts, memory: Sequence[float] | float, local_size: int) -> str:
     """The mildest settings by which all ranks fit, or what is missing with all of them."""
     ladders = _ladders(plans, step, local_size)
-    tops, missing = [len(ladder) for ladder in ladders], dict[float, float]()
+    tops, tried = [len(ladder) for ladder in ladders], list[tuple[float, float]]()
 
     def settings(at: Sequence[int]) -> list[Setting]:
         return [one for ladder, up in zip(ladders, at, strict=True) if up for one in ladder[up - 1]]
@@ -84,18 +86,15 @@ def _remedy(plans: Plans, step: StepFacts, memory: Sequence[float] | float, loca
             report = measure(*_changed(plans, step, settings(at)))
         except ValueError:  # that cannot be
             return False
-        over = max(float(report.peaks[k]) - least for k, least in report.judged(memory, None).items())
-        missing[over] = float(model.total(report.held).max())
-        return over <= 0
+        tried.append(max((float(report.peaks[k]) - least, least) for k, least in report.judged(memory, None).items()))
+        return tried[-1][0] <= 0
 
     found = next((at for at in _upwards(tops) if fits(at)), None)
     if found is None:
-        over, size = min(missing), max(ranks[-1] for ranks in measure(plans, step).ranks) + 1
-        more = ceil(size * missing[over] / (missing[over] - over)) if over < missing[over] else 0
+        (over, room), size = min(tried), max(ranks[-1] for ranks in measure(plans, step).ranks) + 1
         return (
-            f"also with checkpointing, small micro-batches, zero, offload, tp and pp {_gib(over)} GiB per rank are missing: "
-            + (f"start about {more} ranks, or " if more else "")
-            + "use devices with more memory"
+            f"also with checkpointing, small micro-batches, zero, offload, tp and pp {_gib(over)} GiB per rank are missing: start "
+            f"about {ceil(size * (1 + over / (room - step.reserve)))} ranks, or use devices with more memory"
         )
     for number in reversed(range(len(tops))):  # all before the last one were raised to their tops
         found = next(at for up in range(found[number] + 1) if fits(at := (*found[:number], up, *found[number + 1 :])))
@@ -131,12 +130,13 @@ def _ladders(plans: Plans, step: StepFacts, local_size: int) -> list[list[list[S
     zero = [rung([role for role in split if role in trained], "layout.zero", stage) for stage in (1, 2, 3)]
     states, powers = rung(trained, "optim.offload", True), [2**n for n in range(1, 11)]
     largest = max(len(plan.pool.ranks) for plan in models.values())
+    here = [role for role in models if models[role].shape.generation is not None]  # they generate on their own ranks
     return [
         [rung(trained, "activation_checkpointing", level) for level in CHECKPOINTING[1:]],
         [[(None, step.limits.where, tokens)] for tokens in budgets] if step.limits.rows is None else [],
         [*zero, rung(split, "layout.zero", 3)],
         [[*states, *rung(roles, "offload", True)] for roles in ([], others, list(models))] if can(step.device).streams else [],
-        [rung(list(models), "layout.tp", n) for n in powers if n <= local_size],
+        [[*rung(list(models), "layout.tp", n), *rung(here, "generation.tp", n)] for n in powers if n <= local_size],
         [rung(list(models), "layout.pp", n) for n in powers if n <= largest],
     ]
 
