@@ -80,7 +80,7 @@ def planning(
     run = plan.read_run(str(CONFIGS / f"quickstart_{algorithm}.yaml"), [*sizes, *lengths, *batch, "reward.function=null"])
     cluster = replace(run.config.cluster, nodes=max(gpus // 8, 1), gpus_per_node=min(gpus, 8), gpu=gpu, network_gb_s=network)  # type: ignore[attr-defined]
     machine, _ = plan.machine_of(cluster)
-    return Planning(run.nodes, machine, Formulas(machine), 16384, ahead)
+    return Planning(run.nodes, machine, Formulas(machine, Calibration()), 16384, ahead)
 
 
 def search_part(args: argparse.Namespace) -> list[dict[str, Any]]:

@@ -27,6 +27,7 @@ from rlhf_spmd.workers.config import BatchLimits
 
 BUDGETS = (2.0, 1.0, 0.5, 0.25)  # of the configuration's token budget, those that are tried
 FLYING = (16, 64, 256, 1024)  # rows in flight that are tried
+CALL_SECONDS = 0.05  # of a call beside its work; of this trainer's controller it is less than a hundredth, the rest is rows
 SPARE = 1.02  # of the cache that a plan counts on, in what the generator is told to take
 
 
@@ -42,10 +43,10 @@ class Times(Protocol):
 
 @dataclass(frozen=True)
 class Formulas:
-    """Times by the cost model's formulas."""
+    """Times by the cost model's formulas, with what a call of this trainer costs by itself."""
 
     machine: Machine
-    calibration: costs.Calibration = field(default_factory=costs.Calibration)
+    calibration: costs.Calibration = field(default_factory=lambda: costs.Calibration(call=CALL_SECONDS))
 
     def slices(self, shape: ModelShape) -> list[int]:
         return divisors(self.machine.local_size)
@@ -219,7 +220,7 @@ class Planning:
         made = choices(given, **more)
         if not planned:
             made = made.take(((made.zero == 0) | (made.dp > 1)) & ((made.sequence_parallel == 0) | (made.tp > 1)))
-        graphs = (made.tp == 1) & (node.spec.experts is None) & (not self.machine.device.on_host)
+        graphs = (made.tp == 1) & (made.pp == 1) & (node.spec.experts is None) & (not self.machine.device.on_host)
         return made.set(graphs=graphs) if node.kind == "generate" else made
 
     def _estimate(self, node: PlannedNode, given: Choices, role: RoleSettings) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
