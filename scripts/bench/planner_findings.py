@@ -29,6 +29,7 @@ from measure import machine_facts, save, table
 
 from rlhf_spmd import plan
 from rlhf_spmd.config.registry import find
+from rlhf_spmd.planner.costs import Calibration
 from rlhf_spmd.planner.meshes import Meshes
 from rlhf_spmd.planner.problem import Mesh, Problem
 from rlhf_spmd.planner.search import NoPlanError

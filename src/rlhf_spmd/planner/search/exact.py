@@ -11,6 +11,7 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import count
 
 from rlhf_spmd.planner.meshes import Meshes
@@ -19,6 +20,7 @@ from rlhf_spmd.planner.search import Found, no_plan
 from rlhf_spmd.planner.search.filling import fill
 from rlhf_spmd.planner.search.packing import Effort, Fixed, OutOfTimeError, Phase, Table, phases
 from rlhf_spmd.planner.search.ways import Held, Ways
+from rlhf_spmd.planner.simulate import simulate
 
 Homes = tuple[tuple[Mesh, int], ...]  # mesh and option of the first roles, in the order of the search
 Parts = tuple[float, ...]  # seconds, a lower bound for each phase
@@ -28,7 +30,11 @@ INFINITE = float("inf")
 def search(problem: Problem, limit: float = 60.0, seed: int = 0) -> Found:
     """``limit``: seconds after which the best plan so far is returned with the bound that is proved by then; not before there is one.
     ``seed`` is not read. Raises NoPlanError where no plan fits."""
-    return _Exact(problem, limit).run()
+    found = _Exact(problem, limit)
+    if problem.ahead:  # steps that do not overlap fall into phases, and their best plan takes no longer where they do
+        apart = search(replace(problem, ahead=0, generating=frozenset()), limit / 2)
+        found.start_from(apart.plan, apart.evaluations)
+    return found.run()
 
 
 class _Exact:
@@ -48,12 +54,18 @@ class _Exact:
         self.tables: dict[Homes, dict[int, Table]] = {}  # of the last homes
         self.open: list[tuple[tuple[float, float, int], Parts, Homes, Mesh | None]] = []
 
+    def start_from(self, plan: Plan, evaluations: int) -> None:
+        self.plan, self.best = plan, simulate(self.problem, plan).seconds
+        self.effort.evaluations = evaluations
+
     def run(self) -> Found:
         """Deepest first until there is a plan, then best first."""
         parts = self.raised((0.0,) * len(self.phases), {}, self.free(()))
         if parts:
             self.push(parts, (), None)
         bound = sum(parts or ())
+        if self.plan:
+            self.effort.until = self.started + self.limit
         try:
             while self.open:
                 _, parts, homes, mesh = heapq.heappop(self.open)

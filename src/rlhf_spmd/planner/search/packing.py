@@ -70,14 +70,12 @@ class Phase:
             return min(max(lower, floor), budget)
         packing = _Packing(self, fixed, free, budget, None, frozenset())
         witnesses = self._witnesses.setdefault(tuple(free), [])
-        for meshes in witnesses:
-            upper = min(upper, packing.ends(meshes))
-            if upper <= floor:
-                return floor
         if lower < 0:
             lower = packing.least_area()
             if free and max(lower, floor) < budget:
                 lower = max(lower, packing.least_load())
+        if max(lower, floor) < min(budget, upper):
+            upper = min([upper, *(packing.ends(meshes) for meshes in witnesses)])
         if max(lower, floor) < min(budget, upper):
             try:
                 found, chosen = packing.run(max(lower, floor), self._effort.evaluations + self.patience)
