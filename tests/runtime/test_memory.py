@@ -67,6 +67,13 @@ def test_no_milder_remedy_of_the_same_kind_would_do(root: Path) -> None:
     assert check_memory(*judged(case, root, "models.actor.layout.zero=1"), case.memory, 8) is not None  # a warning
     with pytest.raises(ValueError, match=r"fit with models\.actor\.layout\.zero=2$"):
         check_memory(*judged(case, root), case.memory, 8)
+    words = [
+        f"models.{role}.{key}" for key in ("activation_checkpointing=full", "layout.zero=2") for role in ("actor", "critic")
+    ]
+    with pytest.raises(
+        ValueError, match=f"fit with {re.escape(' '.join(words))}$"
+    ):  # the token budget, tried before, is not named
+        check_memory(*judged(FITS[5], root), FITS[5].memory, 8)
 
 
 def test_what_cannot_fit_is_told_how_much_is_missing(root: Path) -> None:
