@@ -211,7 +211,7 @@ def table(planned: planning.Planned) -> str:
 def measure(context: ProgramContext[Run]) -> None:
     """Collective over the world: every rank of it must call."""
     run, world = context.prepared, context.world
-    models = dict.fromkeys((node.spec, node.plan.worker.head) for node in run.nodes)  # type: ignore[union-attr]
+    models = list(dict.fromkeys((node.spec, node.plan.worker.head) for node in run.nodes))  # type: ignore[union-attr]
     dtype = run.nodes[0].plan.config.torch_dtype(world.device)
     work = replace(run.work, rows=max(node.work.rows for node in run.nodes))
     found = profile(world, models, work, run.config.algorithm.limits.max_tokens, dtype)

@@ -68,7 +68,7 @@ def host_profile(directory: Path, size: int = 4) -> str:
             layers.append(LayerTimes(sizes_of(shape), tp, sizes, *times, sizes, seconds, [1e-4] * 4, 16.0))
     device = Gpu(1e11, 8 * GIB, 1e10, 1e9, 1e10, itemsize=8, overlap=0.0, on_host=True)
     path = directory / "host.json"
-    write_profile(Profile(device, size, 1e-4, 1e-9, 1e-3, tuple(layers)), path)
+    write_profile(Profile(device, size, 1e-4, 1e-9, [0.0, 1e-9, 2e-9, 3e-9], 1e-9, tuple(layers)), path)
     return str(path)
 
 

@@ -14,7 +14,13 @@ from typing import Any
 import numpy as np
 
 from rlhf_spmd.planner.machine import Gpu
-from rlhf_spmd.planner.shape import CHECKPOINTING, Choices, ModelShape, Workload
+from rlhf_spmd.planner.shape import Choices, ModelShape, Workload
+
+AGAIN = (
+    0.0,
+    0.4,
+    1.0,
+)  # of a layer's forward pass, what is computed again by CHECKPOINTING: selective keeps the large products
 
 
 @dataclass(frozen=True)
@@ -50,13 +56,15 @@ def sizes_of(shape: ModelShape) -> str:
 @dataclass(frozen=True)
 class Profile:
     """``device``: memory as it is, rates as measured. ``latency``: seconds of a small exchange of all ranks. ``update``: seconds per
-    parameter of an optimizer step. ``call``: seconds that a call of a role takes besides. ``size``: ranks that measured."""
+    parameter of an optimizer step. ``zero``: of ZeRO 0 to 3 seconds per parameter that a micro-batch takes longer, forward and
+    backward; ``zero_forward``: with 3, forward only. ``size``: ranks that measured."""
 
     device: Gpu
     size: int
     latency: float
     update: float
-    call: float
+    zero: list[float]
+    zero_forward: float
     layers: tuple[LayerTimes, ...]
 
     def find(self, shape: ModelShape, tp: int) -> LayerTimes:
@@ -73,22 +81,24 @@ class Profile:
 
     def infer_seconds(self, shape: ModelShape, work: Workload, choices: Choices) -> np.ndarray:
         """[n] of a forward pass over all rows."""
-        return self.call + self._by_tp(shape, work, choices, partial(self._passes, "forward", work.rows))
+        took = self._by_tp(shape, work, choices, partial(self._passes, "forward", work.rows))
+        count = micro_batches(np.ceil(work.rows / choices.dp), work, choices)
+        return took + (choices.zero == 3) * count * self.zero_forward * shape.stage_params(choices.pp, choices.tp)
 
     def train_seconds(self, shape: ModelShape, work: Workload, choices: Choices) -> np.ndarray:
         """[n] of all mini-batches and epochs: passes, the sum of gradients over dp, the update."""
         steps = work.mini_batches * work.epochs
         passes = self._by_tp(shape, work, choices, partial(self._passes, "both", work.rows / work.mini_batches))
         params = shape.stage_params(choices.pp, choices.tp)
-        sums = (2 + (choices.zero == 3)) * 4 * params * (choices.dp - 1) / choices.dp / self.device.link + self.latency * (
-            choices.dp > 1
-        )
-        own = np.where(choices.zero > 0, params / choices.dp, params)
-        return self.call + steps * (passes + sums + self.update * own)
+        summed = 2 * 4 * params * (choices.dp - 1) / choices.dp / self.device.link + self.latency
+        count = micro_batches(np.ceil(work.rows / work.mini_batches / choices.dp), work, choices)
+        sliced = np.asarray(self.zero)[choices.zero] * params * np.where(choices.zero >= 2, count, 1)
+        over_dp = np.where(choices.dp == 1, 0.0, np.where(choices.zero > 0, sliced, summed))
+        return steps * (passes + over_dp + self.update * np.where(choices.zero > 0, params / choices.dp, params))
 
     def generate_seconds(self, shape: ModelShape, work: Workload, choices: Choices) -> np.ndarray:
         """[n] of prefill, shared by a group, and of decoding in waves of ``max_num_seqs`` rows on each replica."""
-        return self.call + self._by_tp(shape, work, choices, self._generate)
+        return self._by_tp(shape, work, choices, self._generate)
 
     def _by_tp(self, shape: ModelShape, work: Workload, choices: Choices, seconds: Any) -> np.ndarray:
         found = np.zeros(len(choices))
@@ -105,7 +115,7 @@ class Profile:
         tokens = own * work.length / count
         layer, ends = times.at(name, tokens), times.at(f"{name}_ends", tokens)
         if name == "both":
-            layer = layer + (choices.checkpointing == CHECKPOINTING.index("full")) * times.at("forward", tokens)
+            layer = layer + np.asarray(AGAIN)[choices.checkpointing] * times.at("forward", tokens)
         stage = np.ceil(shape.layers / choices.pp) * layer
         sent = (choices.pp > 1) * (self.latency + 4 * tokens * shape.hidden / self.device.link)
         return (count + choices.pp - 1) * (stage + sent) + count * ends

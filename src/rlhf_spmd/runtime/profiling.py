@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -36,7 +36,7 @@ MESSAGE = 1 << 22  # elements
 
 
 def profile(
-    world: World, models: Iterable[tuple[ModelSpec, str]], work: Workload, max_tokens: int, dtype: torch.dtype
+    world: World, models: Sequence[tuple[ModelSpec, str]], work: Workload, max_tokens: int, dtype: torch.dtype
 ) -> Profile:
     """Of models with their heads, for rows as ``work`` has them and micro-batches of up to ``max_tokens`` tokens, in all tp up to the
     ranks of a host.
@@ -70,7 +70,8 @@ def profile(
     device = Gpu(
         rate, memory, bandwidth, link, bandwidth, latency, dtype.itemsize, 1.0 if has_streams else 0.0, on_host=not has_streams
     )
-    return Profile(device, world.size, latency, sum(updates) / len(updates), 0.0, tuple(layers))
+    zero = _zero(world, *models[0], work, dtype) if world.size > 1 else ([0.0] * 4, 0.0)
+    return Profile(device, world.size, latency, sum(updates) / len(updates), *zero, tuple(layers))
 
 
 def fits(spec: ModelSpec, tp: int) -> bool:
@@ -130,6 +131,21 @@ def _measure(
         work.prompt + work.response / 2,
     )
     return found, update
+
+
+def _zero(world: World, spec: ModelSpec, head: str, work: Workload, dtype: torch.dtype) -> tuple[list[float], float]:
+    """Seconds per parameter that ZeRO 0 to 3 takes longer in a micro-batch over all ranks: forward and backward, and of 3 forward."""
+    cut = replace(spec, num_hidden_layers=MORE, windows=spec.windows[:MORE])
+    length, share = round(work.length), work.response / work.length
+    batch = Packed(_tokens(spec, length).to(world.device), torch.full((1,), length))
+    forward, both = [], []
+    for stage in range(4):
+        mesh = build_mesh(world, range(world.size), Layout(dp=world.size, zero=stage))
+        engine = TrainEngine(cut, None, head, mesh, OptimConfig(), dtype=dtype, device=world.device)
+        forward.append(_seconds(world, partial(engine.forward, [batch], partial(_outputs, head, share))))
+        both.append(_seconds(world, partial(engine.forward_backward, [batch], partial(_loss, head, share))))
+    params = shape_of(cut, head).params
+    return [max(seconds - both[0], 0.0) / params for seconds in both], max(forward[3] - forward[0], 0.0) / params
 
 
 def _powers(most: int) -> list[int]:
