@@ -142,7 +142,7 @@ def evaluate(run: Run, machine: Machine, times: planning.Times) -> planning.Plan
     problem = made.problem()
     chosen = planning.fixed_plan(problem, file)
     schedule = simulate(problem, chosen)
-    if not schedule.fits and verdict is None:
+    if not schedule.fits and path != "config":
         verdict = f"it needs {schedule.excess:.0%} more memory than a rank has"
     found = Found(chosen, schedule.seconds, 0.0, False, 1, 0.0)
     return planning.Planned(planning.to_file(made, problem, chosen, schedule, file.algorithm), found, verdict)

@@ -33,13 +33,18 @@ class Mesh:
         return self.first < other.first + other.count and other.first < self.first + self.count
 
 
+IMPOSSIBLE = 1e6, 1e15  # seconds and bytes; finite, so that a search that walks finds its way out
+
+
 @dataclass(frozen=True)
 class Option:
     """A way to run a call on ``size`` ranks, in a layout of ``pp`` stages and ``tp`` slices.
 
     ``held``: bytes on each of its ranks during the whole step, what the role keeps; only of a role's home. ``active``: bytes more
     while the call runs. Weights that come from the home for the call are not in it: :meth:`Problem.move` counts them. ``choice``: what
-    it stands for."""
+    it stands for. ``zero``: weights lie in rows over the ranks, gathered for a call together (1; ZeRO 1 and 2) or layer by layer (3);
+    0: they lie whole. ``in_place``: on the home's ranks in its layout the call takes the weights as they lie there, so ``zero`` must
+    be the home's."""
 
     size: int
     pp: int
@@ -48,6 +53,13 @@ class Option:
     held: float
     active: float
     choice: Any = None
+    zero: int = 0
+    in_place: bool = False
+
+    @property
+    def layout(self) -> tuple[int, int, int]:
+        """How weights lie."""
+        return self.pp, self.tp, self.zero
 
 
 @dataclass(frozen=True)
@@ -139,17 +151,18 @@ class Problem:
         On the same ranks in the same layout nothing moves; where the call's layout is a part of the home's, each rank keeps what it
         has and gets the rest of its shard (HybridFlow, table 2: (tp - t_g p_g) / (t_g p_g t p) of the weights). Everywhere else a
         whole shard comes beside what is there (ReaL, section 6). The slower of receiving and of sending, which the holders share,
-        counts.
+        counts. ``IMPOSSIBLE`` where the trainer cannot do it: a call with ``zero`` runs only as its home lies.
         """
         return self.moved(role, home, at.count, option, self.on_one_host(at, mesh), at == mesh)
 
     def moved(self, role: str, home: Option, holders: int, option: Option, near: bool, same: bool) -> tuple[float, float]:
         """:meth:`move` as it depends on where the meshes lie: whether both are on one host, and whether they are the ``same``. Between
         different ones the home's layout does not matter, only the number of its ranks: the search relies on it."""
-        here, there = home.pp * home.tp, option.pp * option.tp
-        if same and (home.pp, home.tp) == (option.pp, option.tp):
+        if same and home.layout == option.layout:
             return 0.0, 0.0
-        shard = self.weights[role] / there
+        if option.zero or (same and option.in_place and (home.pp, home.tp) == (option.pp, option.tp)):
+            return IMPOSSIBLE
+        shard, here = self.weights[role] / (option.pp * option.tp), holders if home.zero else home.pp * home.tp
         if same and home.pp % option.pp == 0 and home.tp % option.tp == 0:
             shard -= self.weights[role] / here
         sent = shard * option.size / holders

@@ -27,6 +27,7 @@ from rlhf_spmd.workers.config import BatchLimits
 
 BUDGETS = (2.0, 1.0, 0.5, 0.25)  # of the configuration's token budget, those that are tried
 FLYING = (16, 64, 256, 1024)  # rows in flight that are tried
+ROWS_OF = (0, 1, 1, 3)  # how weights lie under ZeRO 0 to 3, see ``Option.zero``
 CALL_SECONDS = 0.05  # of a call beside its work; of this trainer's controller it is less than a hundredth, the rest is rows
 SPARE = 1.02  # of the cache that a plan counts on, in what the generator is told to take
 
@@ -145,6 +146,8 @@ class Planning:
                         way.held,
                         way.active[place],
                         way,
+                        ROWS_OF[way.chosen["zero"]],
+                        one.kind == "infer",
                     )
                     for way in found
                 )
@@ -217,6 +220,8 @@ class Planning:
             more |= {"max_num_seqs": sorted({min(flying, rows) for flying in FLYING})}
         elif node.home:
             more |= {"zero": (0, 3)}
+        elif node.trained:
+            more |= {"zero": (0, 1, 3)}
         made = choices(given, **more)
         if not planned:
             made = made.take(((made.zero == 0) | (made.dp > 1)) & ((made.sequence_parallel == 0) | (made.tp > 1)))
@@ -233,8 +238,10 @@ class Planning:
             def needs_of(stage: Any) -> tuple[memory.Parts, memory.Parts]:
                 return NOTHING, {"work": memory.generate(shape, work, given, role, config, stage)[0]["work"]}
 
-            cache = memory.generate(shape, work, given, role, config, 0 * given.pp)[2] + none
-            return self.times.generate_seconds(shape, work, given, cache), memory.fullest(given, needs_of)[1] + cache, cache
+            cache, needs = memory.generate(shape, work, given, role, config, 0 * given.pp)[2], memory.fullest(given, needs_of)[1]
+            if self.fixed is not None and self.fixed.calls[node.name].gpu_memory_utilization is None:  # the configuration's own
+                cache = np.minimum(cache, config.gpu_memory_utilization * (min(self.machine.memory) - needs))
+            return self.times.generate_seconds(shape, work, given, cache), needs + cache, cache + none
         needs = memory.train if node.kind == "train" else memory.infer
         _, active = memory.fullest(given, lambda stage: (NOTHING, needs(shape, work, given, role, stage)))
         seconds = self.times.train_seconds if node.kind == "train" else self.times.infer_seconds
@@ -261,7 +268,7 @@ def sizes(size: int, local_size: int) -> list[int]:
 def dominated(given: Choices, seconds: np.ndarray, held: np.ndarray, active: np.ndarray) -> np.ndarray:
     """bool [n]: whether another one in the same layout is as good in all three."""
     beaten = np.ones(len(given), dtype=bool)
-    layout = given.pp * (1 + given.tp.max()) + given.tp
+    layout = (given.pp * (1 + given.tp.max()) + given.tp) * 4 + np.asarray(ROWS_OF)[given.zero]
     for one in np.unique(layout):
         at = np.flatnonzero(layout == one)
         kept: list[int] = []

@@ -91,19 +91,20 @@ class Ways:
         rows = [[*(problem.calls[node].options[o].seconds for node in tied), *self.needs(role, o)] for o in numbers]
         lent = any(problem.calls[node].role == role for node in problem.lent)
         options = [problem.calls[problem.homes[role]].options[o] for o in numbers]
-        return [numbers[i] for i in best_of(rows, [(o.pp, o.tp) if lent else (0, 0) for o in options])]
+        return [numbers[i] for i in best_of(rows, [o.layout if lent else (0, 0, 0) for o in options])]
 
-    def _lent(self, node: int, size: int, holders: int, layout: tuple[int, int] | None, near: bool) -> Steps:
+    def _lent(self, node: int, size: int, holders: int, layout: tuple[int, int, int] | None, near: bool) -> Steps:
         """Of a call on ``size`` ranks that are not its home's, or with ``layout``, the home's, on the same; ``holders`` 0: weights
         that come for nothing. Of two options in one layout moves are equal, so the better one is as good in every plan."""
         call, problem = self.problem.calls[node], self.problem
         numbers = self._by_size[node].get(size, [])
         options = [call.options[number] for number in numbers]
         ways = []
-        for i in best_of([[o.seconds, o.active] for o in options], [(o.pp, o.tp) for o in options]):
+        for i in best_of([[o.seconds, o.active] for o in options], [o.layout for o in options]):
             one, (more, moved) = options[i], (0.0, 0.0)
             if holders:
-                home = Option(holders, *(layout or (1, 1)), 0.0, 0.0, 0.0)
+                pp, tp, zero = layout or (1, 1, 0)
+                home = Option(holders, pp, tp, 0.0, 0.0, 0.0, zero=zero)
                 more, moved = problem.moved(call.role, home, holders, one, near, layout is not None)
             ways.append((one.active + moved, one.seconds + more, numbers[i]))
         return Steps(ways)
@@ -111,7 +112,7 @@ class Ways:
     def lent(self, node: int, home: tuple[Mesh, int], mesh: Mesh) -> Steps:
         """Of a call on ``mesh`` whose role rests in an option on its home's mesh, its weights' move included."""
         at, option = home[0], self.home_option(node, home[1])
-        layout = (option.pp, option.tp) if at == mesh else None
+        layout = option.layout if at == mesh else None
         return self._tables(node, mesh.count, at.count, layout, self.problem.on_one_host(at, mesh))
 
     def lent_anywhere(self, node: int, home: tuple[Mesh, int] | None, size: int) -> Sequence[Steps]:
@@ -122,14 +123,14 @@ class Ways:
         near = at.count <= local and size <= local and self.problem.on_one_host(at)
         found = [self._tables(node, size, at.count, None, near)]
         if size == at.count:
-            found.append(self._tables(node, size, at.count, (option.pp, option.tp), self.problem.on_one_host(at)))
+            found.append(self._tables(node, size, at.count, option.layout, self.problem.on_one_host(at)))
         return found
 
     def home_option(self, node: int, number: int) -> Option:
         return self.problem.calls[self.problem.homes[self.problem.calls[node].role]].options[number]
 
 
-def best_of(rows: list[list[float]], kinds: list[tuple[int, int]]) -> list[int]:
+def best_of(rows: list[list[float]], kinds: list[tuple[int, int, int]]) -> list[int]:
     """Numbers of the rows that no other of the same kind is at least as good as in all columns (of equal ones the first), by the first
     column."""
     if not rows:
