@@ -25,11 +25,13 @@ from rlhf_spmd.data.files import DataError
 from rlhf_spmd.parallel.program import ProgramContext, read_command_line, run_program
 from rlhf_spmd.parallel.world import read_launch
 from rlhf_spmd.planner.machine import ClusterConfig, Machine, is_file
+from rlhf_spmd.planner.placement import AUTO
 from rlhf_spmd.planner.profile import Profile, read_profile, write_profile
 from rlhf_spmd.planner.search import Found
 from rlhf_spmd.planner.shape import Workload
 from rlhf_spmd.planner.simulate import simulate
 from rlhf_spmd.runtime import outline, planning
+from rlhf_spmd.runtime.checked_plan import checked_plan
 from rlhf_spmd.runtime.fitting import check_memory, decide_checkpointing, with_checkpointing
 from rlhf_spmd.runtime.memory import StepFacts
 from rlhf_spmd.runtime.placing import place
@@ -57,6 +59,11 @@ class SearchConfig:
 
     def check(self, where: str) -> None:
         check_bounds(self, where, "time_limit_s", above=0)
+        out = Path(self.out)
+        if out.suffix == ".html" or out.is_dir() or not out.absolute().parent.is_dir():
+            raise ValueError(
+                f"{where}.out={self.out}: must be a file in a directory that exists, and not .html, which its picture is"
+            )
         find(f"{where}.search", "rlhf_spmd.planner.search", self.search, exports="search")
 
 
@@ -105,6 +112,8 @@ def without_exactness(config: Any) -> Any:
 def machine_of(cluster: ClusterConfig) -> tuple[Machine, Profile | None]:
     """Raises ValueError for a profile that cannot be read."""
     measured = read_profile(cluster.hosts[0][2]) if is_file(cluster.hosts[0][2]) else None
+    if measured:
+        measured.check_ranks(sum(hosts * each for hosts, each, _ in cluster.hosts), "cluster.gpu")
     return cluster.machine(measured.device if measured else None), measured
 
 
@@ -113,10 +122,21 @@ def plan(run: Run) -> planning.Planned:
     settings: SearchConfig = run.config.plan
     machine, measured = machine_of(run.config.cluster)  # type: ignore[attr-defined]
     times: planning.Times = planning.Measured(measured) if measured else planning.Formulas(machine)
-    limits, ahead = run.config.algorithm.limits, run.config.placement.max_staleness
     if settings.fixed is not None:
         return evaluate(run, machine, times)
-    return planning.best_plan(run.nodes, machine, times, limits, ahead, settings.search, settings.time_limit_s, settings.seed)
+    search: dict[str, Any] = {"name": settings.search, "time_limit_s": settings.time_limit_s, "seed": settings.seed}
+    return checked_plan(run.config, run.nodes, run.described, step_of(run, machine), machine, times, **search)
+
+
+def step_of(run: Run, machine: Machine) -> StepFacts:
+    """Its rows at their limits."""
+    sections = [getattr(run.config, section.key) for section in run.config.algorithm.streams.values()]
+    prompt = max(
+        (section.max_prompt_length for section in sections if hasattr(section, "max_prompt_length")), default=run.work.prompt
+    )
+    device = torch.device("cpu" if machine.device.on_host else "cuda")
+    limits, ahead = run.config.algorithm.limits, run.config.placement.max_staleness
+    return StepFacts(run.graph, float(prompt), run.work.responses, limits, device, ahead)
 
 
 def evaluate(run: Run, machine: Machine, times: planning.Times) -> planning.Planned:
@@ -124,10 +144,12 @@ def evaluate(run: Run, machine: Machine, times: planning.Times) -> planning.Plan
     config, path = run.config, str(run.config.plan.fixed)
     verdict, budget = None, config.algorithm.limits.max_tokens
     if path == "config":
+        if config.placement.strategy == AUTO:
+            raise ConfigError(
+                "plan.fixed=config evaluates a placement, and placement.strategy=auto is none; leave plan.fixed out"
+            )
         plans = place(run.described, config.placement, machine.size, machine.local_size, lambda: run.graph)
-        device = torch.device("cpu" if machine.device.on_host else "cuda")
-        limits, ahead = config.algorithm.limits, config.placement.max_staleness
-        step = StepFacts(run.graph, run.work.prompt, run.work.responses, limits, device, ahead)
+        step = step_of(run, machine)
         plans = with_checkpointing(plans, decide_checkpointing(plans, step, machine.memory))
         try:
             verdict = check_memory(plans, step, machine.memory, machine.local_size)
@@ -172,6 +194,7 @@ def to_json(planned: planning.Planned) -> dict[str, Any]:
         "optimal": found.optimal,
         "search_seconds": found.search_seconds,
         "fits": planned.verdict is None,
+        "refusal": planned.verdict,
         "algorithm": dict(planned.file.algorithm),
     }
 
@@ -235,7 +258,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         run = read_run(config, overrides)
         planned, settings = plan(run), run.config.plan
         out = Path(settings.out)
-        if settings.fixed in (None, "config"):
+        if settings.fixed in (None, "config") and planned.verdict is None:
             out.write_text(planned.file.to_yaml(), encoding="utf-8")
         out.with_suffix(".html").write_text(page(planned.file, settings.measured), encoding="utf-8")
     except (DataError, ValueError, OSError) as error:

@@ -29,6 +29,7 @@ from rlhf_spmd.data.stored import load_dataset
 from rlhf_spmd.data.tokenizer import load_tokenizer
 from rlhf_spmd.environments.config import EnvironmentConfig
 from rlhf_spmd.generation.config import SamplingConfig
+from rlhf_spmd.kernels import model_device
 from rlhf_spmd.parallel.program import ProgramContext, ProgramSettings, read_command_line, run_program
 from rlhf_spmd.parallel.world import Launch, World, read_launch
 from rlhf_spmd.planner.placement import AUTO, PlacementConfig
@@ -36,6 +37,7 @@ from rlhf_spmd.rewards.config import RewardConfig, named_rewards, reward_key
 from rlhf_spmd.runtime import checks, outline, roles
 from rlhf_spmd.runtime.auto import plan_run
 from rlhf_spmd.runtime.fitting import check_launch
+from rlhf_spmd.runtime.memory import step_facts
 from rlhf_spmd.runtime.overview import describe
 from rlhf_spmd.runtime.placing import place
 from rlhf_spmd.runtime.plan_file import PlanFile, apply_plan, check_ranks, read_plan
@@ -106,7 +108,7 @@ def read_config(
     planned: PlanFile | None = None,
 ) -> tuple[TrainConfig, ModuleType]:
     """The checked configuration and the algorithm's module. ``more``: sections besides, or of other types. ``planned``: a plan, which
-    goes over the file. Raises ConfigError, one line."""
+    goes over everything. Raises ConfigError, one line."""
     chosen: list[ModuleType] = []
 
     def sections(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -131,9 +133,10 @@ def read_config(
         data = {s.key: None if s.optional and raw.get(s.key) is None else s.config for s in streams}
         return {"algorithm": config, **data, **more}
 
-    def revise(file: dict[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
-        plan = planned or (read_plan(str(whole["plan"])) if not more and whole.get("plan") is not None else None)
-        return file if plan is None else apply_plan(file, plan)
+    def revise(file: dict[str, Any], whole: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
+        if planned is not None:
+            return apply_plan(dict(whole), planned), False
+        return (file if more or whole.get("plan") is None else apply_plan(file, read_plan(str(whole["plan"])))), True
 
     config = load(TrainConfig, path, overrides, sections, revise)
     check_tree(config)
@@ -165,9 +168,9 @@ def prepare(
     traced = cache(lambda: trace(Prepared(config, module, described, rewards, tokenizer, *read())))
     if config.placement.strategy == AUTO:
         work = outline.usual_rows(next(iter(sections.values())), config.sampling.n, read()[0])
-        planned = plan_run(config, traced(), described, work, world_size, local_size or world_size)
-        rest = [one for one in overrides if not one.startswith(("placement.strategy=", "placement.profile="))]
-        return prepare(path, rest, world_size, default, local_size, launch, planned)
+        step = step_facts(Prepared(config, module, described, rewards, tokenizer, *read()), traced(), model_device())
+        planned = plan_run(config, described, step, work, world_size, local_size or world_size)
+        return prepare(path, overrides, world_size, default, local_size, launch, planned)
     plans = place(described, config.placement, world_size, local_size or world_size, traced)
     ahead = checks.in_flight(config) is not None
     for plan in plans.values():

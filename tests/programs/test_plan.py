@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ from rlhf_spmd.models.spec import read_spec
 from rlhf_spmd.planner.machine import GIB, Gpu
 from rlhf_spmd.planner.profile import LayerTimes, Profile, read_profile, sizes_of, write_profile
 from rlhf_spmd.planner.shape import shape_of
+from rlhf_spmd.runtime import checks
+from rlhf_spmd.runtime.checked_plan import planned_roles
+from rlhf_spmd.runtime.fitting import check_memory
 from rlhf_spmd.runtime.plan_page import compare, measured_seconds
 
 STEPS = 2
@@ -131,11 +135,89 @@ def test_a_configuration_that_does_not_fit(capsys: pytest.CaptureFixture[str], t
         (["plan.search=exakt"], "did you mean 'exact'"),
         (["plan.fixed=none.yaml"], "plan=none.yaml cannot be read"),
         (["workload.response_lengths=[30, 20]"], "workload.response_lengths=[30.0, 20.0]: must be numbers above 0, ascending"),
+        (["cluster.groups=[{nodes: 0, gpu: h200}]"], "cluster.groups[0].nodes=0"),
+        (["cluster.memory_gb=1"], "cluster.memory_gb=1.0: must be above 2.5"),
+        (["plan.out=plan.html"], "plan.out=plan.html: must be a file in a directory that exists"),
+        (["plan.fixed=config", "placement.strategy=auto"], "placement.strategy=auto is none"),
         (["models.actor.spec.hidden_sizes=3"], "did you mean 'models.actor.spec.hidden_size'"),
     ],
 )
 def test_bad_input(capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:
     assert said in refused(capsys, *large("actor", "reward"), *arguments)
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        ("{ranks: 0-3, dp: 4, home: 'maybe'}", "calls.actor.update_actor"),
+        ("{ranks: x, home: true}", "ranks='x' must be the first and the last rank"),
+        ("{ranks: 0-3, dp: 2, home: true}", "is not the number of ranks"),
+        ("{ranks: 0-3, dp: 4}", "one call of role 'actor' must have home: true"),
+        ("{ranks: 0-3, dp: 4, home: true, gpu_memory_utilization: 7}", "must be in (0, 1]"),
+    ],
+)
+def test_edited_plans_are_checked(tmp_path: Path, call: str, said: str) -> None:
+    path = tmp_path / "edited.yaml"
+    path.write_text(f"calls:\n  actor.update_actor: {call}\n")
+    with pytest.raises(ValueError, match=re.escape(said)) as refusal:
+        plan.read_plan(str(path))
+    assert "\n" not in str(refusal.value) and "edited.yaml" in str(refusal.value)
+
+
+@pytest.mark.parametrize(("algorithm", "gpus"), [("grpo", 32), ("remax", 24), ("dapo", 8), ("dpo", 16), ("sft", 8)])
+def test_plans_are_those_that_training_accepts(tmp_path: Path, algorithm: str, gpus: int) -> None:
+    """Of 8B models: what is found is placed, its batches are checked, and its memory is measured as training does it."""
+    roles = [one for one in large("actor") if one.startswith("models.")]
+    sized = ["cluster.nodes=1", f"cluster.gpus_per_node={gpus}", f"plan.out={tmp_path / 'plan.yaml'}", *roles]
+    run = plan.read_run(str(CONFIGS / f"quickstart_{algorithm}.yaml"), sized)
+    found = plan.plan(run)
+    machine, _ = plan.machine_of(run.config.cluster)
+    plans = planned_roles(run.described, found.file, lambda: run.graph, 0)
+    checks.check_batches(run.config, plans)
+    assert check_memory(plans, plan.step_of(run, machine), machine.memory, machine.local_size) is None
+
+
+def test_a_home_in_rows_is_gathered_for_its_calls(tmp_path: Path) -> None:
+    """70B on 32 GPUs: only a home in ZeRO's rows fits, and each call's gathered weights count."""
+    sizes = (
+        SIZES.replace("=4096", "=8192")
+        .replace("=14336", "=28672")
+        .replace("layers=32", "layers=80")
+        .replace("heads=32", "heads=64")
+    )
+    rows = [one for one in large() if not one.startswith("models.")]
+    arguments = [
+        *(f"models.actor.spec.{one}" for one in sizes.split()),
+        *rows,
+        "cluster.nodes=4",
+        f"plan.out={tmp_path / 'p.yaml'}",
+    ]
+    run = plan.read_run(str(CONFIGS / "quickstart_grpo.yaml"), [*arguments, "sampling.n=8", "reward.function=exact_match"])
+    found = plan.plan(run).file.calls["actor.generate_sequences"]
+    assert found.memory_gb > 2 * 70.5e9 / (found.pp * found.tp) / GIB, "a generating rank holds its whole shard"
+
+
+def plan_and_train(world: Any, overrides: list[str]) -> None:
+    tasks.train_here(world, PPO, overrides)
+
+
+def test_a_run_plans_itself(directory: Path) -> None:
+    run_dir = directory / "auto"
+    own = ["models.actor.generation.exact=false", f"placement={{strategy: auto, profile: {host_profile(directory)}}}"]
+    overrides = tasks.settings(run_dir, STEPS, *CASES["ppo"].overrides(), *own)
+    run_ranks(4, plan_and_train, overrides)
+    one, other = train(directory, ""), tasks.read_run(run_dir)
+    assert other.responses == one.responses
+    assert tasks.worst_metric(one, other, floor=1e-2)[0] < 1e-10 and tasks.worst_tensor(one, other)[0] < 1e-9
+    config = yaml.safe_load((run_dir / "config.yaml").read_text())
+    assert config["placement"]["pools"] and config["models"]["actor"]["pool"], (
+        "the plan's placement is in the run's configuration"
+    )
+
+
+def test_profiles_of_one_rank_are_refused_for_several(directory: Path) -> None:
+    with pytest.raises(ValueError, match="the profile is of one rank"):
+        read_profile(host_profile(directory, size=1)).check_ranks(2, "cluster.gpu")
 
 
 @functools.cache

@@ -27,20 +27,23 @@ def load(
     path: str | Path | None = None,
     overrides: Sequence[str] = (),
     sections: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda raw: {},
-    revise: Callable[[dict[str, Any], Mapping[str, Any]], dict[str, Any]] = lambda file, whole: file,
+    revise: Callable[[dict[str, Any], Mapping[str, Any]], tuple[dict[str, Any], bool]] = lambda file, whole: (file, True),
 ) -> T:
     """A ``schema`` instance from a YAML file (or none) and overrides such as ``data.train_batch_size=64``.
 
     ``sections`` takes what was read, before interpolation, and returns for top-level keys, which ``schema`` may have as ``Any``, the
     dataclass that describes them, so that the result's ``.algorithm`` is an instance of it; None: there may be such a section, and
-    there is none. ``revise`` takes what the file says and what it says with the overrides, and returns what goes in the file's place.
+    there is none.
+    ``revise`` takes what the file says and what it says with the overrides, and returns what goes in the file's place, and whether the
+    overrides go over that.
     Raises ConfigError, one line, for a file that cannot be read, an unknown key, a wrong type or a missing required key.
     """
     file = _read_file(path)
     plain = cast(dict[str, Any], OmegaConf.to_container(_merge_overrides(file, overrides)))
     try:
-        revised = revise(cast(dict[str, Any], OmegaConf.to_container(file)), plain)
-        plain = cast(dict[str, Any], OmegaConf.to_container(_merge_overrides(OmegaConf.create(revised), overrides)))
+        revised, goes_over = revise(cast(dict[str, Any], OmegaConf.to_container(file)), plain)
+        merged = _merge_overrides(OmegaConf.create(revised), overrides if goes_over else ())
+        plain = cast(dict[str, Any], OmegaConf.to_container(merged))
         replaced = sections(plain)
     except ValueError as error:
         raise ConfigError(str(error)) from error

@@ -8,6 +8,7 @@ from rlhf_spmd.config.bounds import check_bounds
 from rlhf_spmd.config.schema import nearest
 
 GIB = 1 << 30
+LEAST = {"network_gb_s": 0.0, "memory_gb": 2.5}  # of a GPU's memory what the driver and nccl take
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class HostsConfig:
 @dataclass(frozen=True)
 class ClusterConfig:
     """``cluster``: what a plan is made for. ``gpu``: a name of the table, or a file that ``plan profile`` wrote. ``network_gb_s``:
-    gigabytes per second between hosts, per device, in one direction. ``memory_gb``: of a device, in GiB; null: the device's.
+    gigabytes per second between hosts, per device, in one direction. ``memory_gb``: of a device that is to be used, in GiB; null: all.
     ``groups``: hosts of several kinds, in order of their ranks; then ``nodes`` is not read."""
 
     nodes: int = 1
@@ -71,6 +72,8 @@ class ClusterConfig:
 
     def check(self, where: str) -> None:
         check_bounds(self, where, "nodes", "gpus_per_node", least=1)
+        for number, group in enumerate(self.groups):
+            check_bounds(group, f"{where}.groups[{number}]", "nodes", "gpus_per_node", least=1)
         kinds = {kind for _, _, kind in self.hosts}
         for name in kinds:
             if name not in GPUS and not is_file(name):
@@ -84,8 +87,8 @@ class ClusterConfig:
             raise ValueError(f"{where}.groups: hosts of different numbers of devices; training refuses them, too")
         for key in ("network_gb_s", "memory_gb"):
             value = getattr(self, key)
-            if value is not None and not value > 0:
-                raise ValueError(f"{where}.{key}={value}: must be above 0")
+            if value is not None and not value > LEAST[key]:
+                raise ValueError(f"{where}.{key}={value}: must be above {LEAST[key]:g}")
 
     def machine(self, measured: Gpu | None = None) -> Machine:
         """``measured``: the device of the profile that ``gpu`` names."""
@@ -93,7 +96,7 @@ class ClusterConfig:
         devices = []
         for hosts, each, kind in self.hosts:
             device = measured or GPUS[kind]
-            amount = device.memory if self.memory_gb is None else self.memory_gb * GIB
+            amount = device.memory if self.memory_gb is None else min(self.memory_gb * GIB, device.memory)
             memory += [amount] * hosts * each
             devices.append(device)
         slowest = replace(

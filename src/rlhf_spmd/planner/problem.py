@@ -148,7 +148,7 @@ class Problem:
         """What a call on ``mesh`` costs more because its role's weights rest in ``home`` on the ranks ``at``: seconds, and bytes on
         each of the ranks of ``mesh``.
 
-        On the same ranks in the same layout nothing moves; where the call's layout is a part of the home's, each rank keeps what it
+        On the same ranks in the same layout nothing moves; where generation's layout is a part of the home's, each rank keeps what it
         has and gets the rest of its shard (HybridFlow, table 2: (tp - t_g p_g) / (t_g p_g t p) of the weights). Everywhere else a
         whole shard comes beside what is there (ReaL, section 6). The slower of receiving and of sending, which the holders share,
         counts. ``IMPOSSIBLE`` where the trainer cannot do it: a call with ``zero`` runs only as its home lies.
@@ -163,7 +163,7 @@ class Problem:
         if option.zero or (same and option.in_place and (home.pp, home.tp) == (option.pp, option.tp)):
             return IMPOSSIBLE
         shard, here = self.weights[role] / (option.pp * option.tp), holders if home.zero else home.pp * home.tp
-        if same and home.pp % option.pp == 0 and home.tp % option.tp == 0:
+        if same and not option.in_place and home.pp % option.pp == 0 and home.tp % option.tp == 0:
             shard -= self.weights[role] / here
         sent = shard * option.size / holders
         near = near or (same and here <= self.local_size)

@@ -67,6 +67,13 @@ class Profile:
     zero_forward: float
     layers: tuple[LayerTimes, ...]
 
+    def check_ranks(self, size: int, key: str) -> None:
+        """Raises ValueError for a plan of several ranks where one measured, which knows no links."""
+        if self.size == 1 < size:
+            raise ValueError(
+                f"{key}: the profile is of one rank, and links are not in it; profile with as many ranks as a host has"
+            )
+
     def find(self, shape: ModelShape, tp: int) -> LayerTimes:
         """Raises ValueError where this model was not measured."""
         found = next((one for one in self.layers if (one.sizes, one.tp) == (sizes_of(shape), tp)), None)

@@ -37,12 +37,17 @@ def with_checkpointing(plans: Plans, chosen: str) -> dict[str, RolePlan]:
 
 
 def decide_checkpointing(plans: Plans, step: StepFacts, memory: Sequence[float] | float, rank: int | None = None) -> str:
-    """The least that ``auto`` may come to so that the ranks fit, or ``rank`` does; arguments of :func:`check_memory`."""
-    for chosen in CHECKPOINTING[:-1]:
+    """The least that ``auto`` may come to so that the ranks fit, or ``rank`` does, or else that needs least; arguments of
+    :func:`check_memory`."""
+    if all(plan.config.activation_checkpointing != "auto" for plan in plans.values()):
+        return CHECKPOINTING[0]
+    needed: dict[str, float] = {}
+    for chosen in CHECKPOINTING:
         report = measure(with_checkpointing(plans, chosen), step)
-        if all(report.peaks[k] <= least for k, least in report.judged(memory, rank).items()):
+        needed[chosen] = max((float(report.peaks[k]) / least for k, least in report.judged(memory, rank).items()), default=0.0)
+        if needed[chosen] <= 1:
             return chosen
-    return CHECKPOINTING[-1]
+    return min(needed, key=lambda chosen: needed[chosen])
 
 
 def check_memory(

@@ -73,7 +73,8 @@ class MemoryReport:
 
     def judged(self, memory: Sequence[float] | float, rank: int | None) -> dict[int, float]:
         """Kinds of ranks, or that of ``rank``, with the least bytes that ``memory`` says their devices have."""
-        there = np.broadcast_to(np.asarray(memory, dtype=float), 1 + max(ranks[-1] for ranks in self.ranks))
+        size = 1 + max(ranks[-1] for ranks in self.ranks)
+        there = np.broadcast_to(np.asarray(memory, dtype=float)[:size] if np.ndim(memory) else np.asarray(memory), size)
         return {k: float(there[ranks].min()) for k, ranks in enumerate(self.ranks) if rank is None or rank in ranks}
 
     def largest(self, kind: int, most: int = 4) -> list[tuple[str, float]]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from rlhf_spmd.config.schema import ConfigError, nearest
+from rlhf_spmd.config.schema import ConfigError, Reader
 from rlhf_spmd.planner.problem import Mesh
 from rlhf_spmd.planner.shape import CHECKPOINTING
 
@@ -55,6 +55,9 @@ class PlannedCall:
             raise ConfigError(
                 f"{where}: pp({self.pp}) * tp({self.tp}) * dp({self.dp}) is not the number of ranks in {self.ranks} ({self.mesh.count})"
             )
+        share, flying = self.gpu_memory_utilization, self.max_num_seqs
+        if (share is not None and not 0 < share <= 1) or (flying is not None and flying < 1):
+            raise ConfigError(f"{where}: gpu_memory_utilization={share} must be in (0, 1] and max_num_seqs={flying} at least 1")
         if self.zero not in (0, 1, 2, 3):
             raise ConfigError(f"{where}.zero={self.zero!r}: allowed are 0, 1, 2, 3")
         if self.activation_checkpointing not in CHECKPOINTING:
@@ -143,25 +146,35 @@ def read_plan(path: str) -> PlanFile:
         raise ConfigError(f"plan={path} cannot be read: {str(error).splitlines()[0]}") from error
     if not isinstance(raw, dict) or not isinstance(raw.get("calls"), dict):
         raise ConfigError(f"plan={path} is no plan: it must have 'calls', as `python -m rlhf_spmd.plan` writes them")
-    known = [f.name for f in fields(PlannedCall)]
     calls = {}
     for name, given in raw["calls"].items():
         where = f"plan={path}: calls.{name}"
         if str(name).count(".") != 1 or not isinstance(given, dict) or "ranks" not in given:
             raise ConfigError(f"{where} must be a call as role.method, with its ranks")
-        wrong = next((str(key) for key in given if key not in known), None)
-        if wrong is not None:
-            raise ConfigError(f"{where}.{wrong}: no such key{nearest(wrong, known) or ';'} there are {', '.join(known)}")
-        calls[str(name)] = PlannedCall(**{**given, "ranks": str(given["ranks"])})
+        try:
+            calls[str(name)] = Reader(PlannedCall, {}, given, interpolated=False).read()
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from error
         calls[str(name)].check(where)
+    if not calls:
+        raise ConfigError(f"plan={path} has no calls")
     for role in {name.split(".")[0] for name in calls}:
         homes = [name for name, call in calls.items() if call.home and name.split(".")[0] == role]
         if len(homes) != 1:
             raise ConfigError(f"plan={path}: one call of role '{role}' must have home: true, and {len(homes)} have")
     last = max(call.mesh.first + call.mesh.count for call in calls.values())
     told = {key: value for key, value in raw.items() if key not in ("ranks", "local_size", "algorithm", "calls")}
-    size = int(raw.get("ranks", last))
-    return PlanFile(size, int(raw.get("local_size", size)), raw.get("algorithm") or {}, calls, told)
+    size, algorithm = raw.get("ranks", last), raw.get("algorithm") or {}
+    local_size = raw.get("local_size", size)
+    if type(size) is not int or type(local_size) is not int or not _is_budget(algorithm):
+        raise ConfigError(
+            f"plan={path}: ranks and local_size must be integers, and algorithm a mapping to integers of at least 1"
+        )
+    return PlanFile(size, local_size, algorithm, calls, told)
+
+
+def _is_budget(value: Any) -> bool:
+    return isinstance(value, dict) and all(type(one) is int and one > 0 for one in value.values())
 
 
 def apply_plan(file: dict[str, Any], plan: PlanFile) -> dict[str, Any]:
@@ -170,15 +183,30 @@ def apply_plan(file: dict[str, Any], plan: PlanFile) -> dict[str, Any]:
     settings = plan.settings()
     models = dict(file.get("models") or {})
     for role, planned in settings["models"].items():
-        own = dict(models.get(role) or {})
+        own = models.get(role) or {}
+        if not isinstance(own, Mapping):
+            raise ConfigError(
+                f"models.{role}={own!r}: with a plan a role's settings must stand by themselves, not as an interpolation"
+            )
         merged = {**own, **{key: value for key, value in planned.items() if key not in ("optim", "generation")}}
         for key in ("optim", "generation"):
             merged[key] = {**(own.get(key) or {}), **planned.get(key, {})}
         if "generation" in planned and "pp" not in planned["generation"]:
             merged["generation"] = {key: value for key, value in merged["generation"].items() if key not in ("pp", "tp")}
+        if not merged["offload"]:
+            merged.pop("prefetch", None)
+        if "generate_sequences" in merged["calls"]:  # weights come whole there
+            merged["generation"] = {
+                key: value for key, value in merged["generation"].items() if key not in ("overlap", "engine")
+            }
         models[role] = merged
+    for role in set(models) - set(settings["models"]):  # without a model: they go where the strategy puts them
+        if isinstance(models[role], Mapping):
+            models[role] = {key: value for key, value in models[role].items() if key != "pool"}
     placement = {
-        key: value for key, value in (file.get("placement") or {}).items() if key not in ("pools", "ratios", "strategy")
+        key: value
+        for key, value in (file.get("placement") or {}).items()
+        if key not in ("pools", "ratios", "strategy", "profile")
     }
     algorithm = file.get("algorithm") or {}
     algorithm = algorithm if isinstance(algorithm, Mapping) else {"name": algorithm}

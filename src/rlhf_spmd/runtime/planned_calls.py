@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from rlhf_spmd.controller import Graph
+from rlhf_spmd.controller import Graph, Production
 from rlhf_spmd.models.sharding import check_layout
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.planner.cluster import waits
@@ -22,7 +22,8 @@ MOST_STAGES = 16
 @dataclass(frozen=True)
 class PlannedNode:
     """A call of the graph that a plan places. ``name``: as ``role.call``; ``method``: as the configuration names it. ``linked``: it
-    trains, too, or another call is of the same method, so that it runs where the role is at home."""
+    trains, too, or another call is of the same method, so that it runs where the role is at home. ``dealt``: groups or rows that go
+    to its replicas."""
 
     name: str
     role: str
@@ -33,6 +34,7 @@ class PlannedNode:
     shape: ModelShape
     work: Workload
     plan: RolePlan
+    dealt: int
     home: bool = False
     linked: bool = False
 
@@ -74,8 +76,9 @@ def planned_nodes(graph: Graph, plans: Mapping[str, RolePlan], work: Workload) -
                 frozenset(number[i] for i in waited[place] if i in number),
                 plan.spec,
                 shape_of(plan.spec, head),
-                replace(work, rows=call.num_rows, mini_batches=call.num_chunks, epochs=call.epochs),
+                replace(work, rows=call.num_rows, mini_batches=call.num_chunks, epochs=call.epochs, group=_group(call)),
                 plan,
+                _dealt(call),
                 linked=twins > 1 or call.spec.kind == "train",
             )
         )
@@ -86,6 +89,18 @@ def planned_nodes(graph: Graph, plans: Mapping[str, RolePlan], work: Workload) -
     return found
 
 
+def _group(call: Production) -> int:
+    """Rows of a group, on average."""
+    groups = call.rows.num_groups if call.rows is not None else 1
+    return max(round(call.num_rows / max(groups, 1)), 1)
+
+
+def _dealt(call: Production) -> int:
+    """Things that go whole to a replica: groups where they stay together, else rows."""
+    together = call.spec.kind == "generate" or (bool(call.intakes) and call.intakes[0].cut.keep_groups)
+    return call.rows.num_groups if together and call.rows is not None else call.num_rows
+
+
 def layouts(node: PlannedNode, size: int, slices: Sequence[int]) -> list[tuple[int, int, int]]:
     """(pp, tp, dp) of ``size`` ranks that the model and its rows allow, tp one of ``slices``: stages of equally many layers."""
     found = []
@@ -93,8 +108,8 @@ def layouts(node: PlannedNode, size: int, slices: Sequence[int]) -> list[tuple[i
     for tp in (n for n in slices if size % n == 0):
         for pp in (n for n in divisors(size // tp) if n <= MOST_STAGES and node.spec.num_hidden_layers % n == 0):
             dp = size // tp // pp
-            rows = work.rows // work.group if generates else work.rows // work.mini_batches
-            if dp > rows or (generates and rows % dp):
+            least = node.dealt if generates else node.dealt // work.mini_batches
+            if dp > least or (generates and least % dp):
                 continue
             try:
                 check_layout(node.spec, pp, tp, "")

@@ -21,12 +21,13 @@ from rlhf_spmd.planner.profile import Profile, micro_batches
 from rlhf_spmd.planner.search import Found, NoPlanError
 from rlhf_spmd.planner.shape import CHECKPOINTING, Choices, ModelShape, Workload, choices
 from rlhf_spmd.planner.simulate import Schedule, simulate
+from rlhf_spmd.runtime.memory import HOST_RESERVE
 from rlhf_spmd.runtime.plan_file import PlanFile, PlannedCall, span_of
 from rlhf_spmd.runtime.planned_calls import PlannedNode, divisors, layouts
 from rlhf_spmd.workers.config import BatchLimits
 
 BUDGETS = (2.0, 1.0, 0.5, 0.25)  # of the configuration's token budget, those that are tried
-FLYING = (16, 64, 256, 1024)  # rows in flight that are tried
+FLYING = (1, 4, 16, 64, 256, 1024)  # rows in flight that are tried
 ROWS_OF = (0, 1, 1, 3)  # how weights lie under ZeRO 0 to 3, see ``Option.zero``
 CALL_SECONDS = 0.05  # of a call beside its work; of this trainer's controller it is less than a hundredth, the rest is rows
 SPARE = 1.02  # of the cache that a plan counts on, in what the generator is told to take
@@ -155,7 +156,7 @@ class Planning:
         return Problem(
             tuple(calls[i] for i in range(len(self.nodes))),
             machine.local_size,
-            tuple(amount - memory.RESERVE * (not machine.device.on_host) for amount in machine.memory),
+            tuple(amount - (HOST_RESERVE if machine.device.on_host else memory.RESERVE) for amount in machine.memory),
             {node.role: node.shape.params * machine.device.itemsize for node in self.nodes},
             machine.device.link,
             machine.network,
@@ -179,7 +180,12 @@ class Planning:
     def _ways(self, tied: Sequence[PlannedNode], size: int) -> list[Way]:
         """Of calls that run together on ``size`` ranks, at home if the first one's role is: those that no other one beats."""
         first, found = tied[0], list[Way]()
-        given = layouts(first, size, self.times.slices(first.shape))
+        slices = self.times.slices(first.shape)
+        if not slices:
+            raise ValueError(
+                f"cluster.gpu: the profile has no times of {first.role}'s model; profile again with this configuration"
+            )
+        given = layouts(first, size, slices)
         if self.fixed is not None:
             planned = self.fixed.calls[first.name]
             check_layout(first.spec, planned.pp, planned.tp, f"the plan's calls.{first.name}")
@@ -217,7 +223,8 @@ class Planning:
             more |= {"zero": (0, 1, 2, 3), "checkpointing": (0, 1, 2), "sequence_parallel": (0, 1)}
         elif node.kind == "generate":
             rows = max(node.work.rows // min(layout[2] for layout in given), 1)
-            more |= {"max_num_seqs": sorted({min(flying, rows) for flying in FLYING})}
+            most = min(rows, node.plan.config.generation.max_num_batched_tokens)
+            more |= {"max_num_seqs": sorted({min(flying, most) for flying in FLYING})}
         elif node.home:
             more |= {"zero": (0, 3)}
         elif node.trained:
@@ -238,7 +245,10 @@ class Planning:
             def needs_of(stage: Any) -> tuple[memory.Parts, memory.Parts]:
                 return NOTHING, {"work": memory.generate(shape, work, given, role, config, stage)[0]["work"]}
 
-            cache, needs = memory.generate(shape, work, given, role, config, 0 * given.pp)[2], memory.fullest(given, needs_of)[1]
+            cache, needs = (
+                memory.generate(shape, work, given, role, config, 0 * given.pp)[2],
+                memory.fullest(given, needs_of)[1],
+            )
             if self.fixed is not None and self.fixed.calls[node.name].gpu_memory_utilization is None:  # the configuration's own
                 cache = np.minimum(cache, config.gpu_memory_utilization * (min(self.machine.memory) - needs))
             return self.times.generate_seconds(shape, work, given, cache), needs + cache, cache + none
@@ -301,7 +311,9 @@ def best_plan(
     """By the search of this name, with the best of several token budgets. Raises ValueError where no plan fits."""
     longest = max(node.work.longest for node in nodes)
     budgets = [round(limits.max_tokens * share) for share in BUDGETS] if limits.rows is None else []
-    budgets = [one for one in budgets if one >= longest] or [limits.max_tokens]
+    budgets = [one for one in budgets if one >= longest] or [
+        limits.max_tokens if limits.rows is None else round(limits.rows * longest)
+    ]
     search = find("plan.search", "rlhf_spmd.planner.search", name, exports="search").search
     started, plans, refused = time.perf_counter(), list[Planned](), list[str]()
     for budget in budgets:

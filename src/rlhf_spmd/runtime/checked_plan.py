@@ -1,0 +1,85 @@
+"""The best plan that training accepts: what a search found is placed and measured as training does it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from rlhf_spmd.controller import Graph
+from rlhf_spmd.parallel.layout import LayoutConfig
+from rlhf_spmd.planner.machine import Machine
+from rlhf_spmd.planner.placement import PlacementConfig
+from rlhf_spmd.runtime import checks
+from rlhf_spmd.runtime.memory import StepFacts, measure
+from rlhf_spmd.runtime.placing import place
+from rlhf_spmd.runtime.plan_file import PlanFile
+from rlhf_spmd.runtime.planned_calls import PlannedNode
+from rlhf_spmd.runtime.planning import Planned, Times, best_plan
+from rlhf_spmd.runtime.roles import RolePlan
+from rlhf_spmd.workers.config import CallConfig
+
+ATTEMPTS = 8  # each with as much less memory as the last plan took too much
+SLACK = 1.01
+
+
+def checked_plan(
+    config: Any,
+    nodes: Sequence[PlannedNode],
+    described: Mapping[str, RolePlan],
+    step: StepFacts,
+    machine: Machine,
+    times: Times,
+    proved: bool = False,
+    **search: Any,
+) -> Planned:
+    """``search``: see :func:`best_plan`. The planner's model of memory is coarser than training's (a version that is kept, a bucket):
+    where training would refuse a plan, the search gets less memory and is asked again; then the plan is not proved to be the best.
+    Raises ValueError where no plan is accepted, and with ``proved`` where a search did not end by itself."""
+    ahead, room, least = config.placement.max_staleness, machine, 0.0
+    for _ in range(ATTEMPTS):
+        planned = best_plan(nodes, room, times, step.limits, ahead, **search)
+        if proved and not planned.found.optimal:
+            raise ValueError(
+                "no plan was proved to be the best in time; search by `python -m rlhf_spmd.plan` and give plan=FILE"
+            )
+        plans = planned_roles(described, planned.file, lambda: step.graph, ahead)
+        checks.check_batches(config, plans)
+        budget = next(iter(planned.file.algorithm.values()), step.limits.max_tokens)
+        report = measure(plans, replace(step, limits=replace(step.limits, max_tokens=budget)))
+        over = [float(report.peaks[k]) - least for k, least in report.judged(machine.memory, None).items()]
+        if max(over) <= 0:
+            found = planned.found if least == 0 else replace(planned.found, optimal=False, lower_bound=0.0)
+            return replace(planned, found=found)
+        least = max(over) * SLACK
+        room = replace(room, memory=tuple(size - least for size in room.memory))
+    raise ValueError(f"no plan was found that fits: the last one takes {max(over) / 2**30:.1f} GiB more than a rank has")
+
+
+def planned_roles(
+    described: Mapping[str, RolePlan], file: PlanFile, graph: Callable[[], Graph], ahead: int
+) -> dict[str, RolePlan]:
+    """``described`` roles where and how a plan has them. Raises ValueError as :func:`place`."""
+    settings, roles = file.settings(), dict(described)
+    for role, plan in described.items():
+        given, config = settings["models"].get(role), plan.config
+        if given is None:
+            roles[role] = replace(plan, config=replace(config, pool=None))
+            continue
+        calls = {name: CallConfig(call["pool"], LayoutConfig(**call["layout"])) for name, call in given["calls"].items()}
+        config = replace(
+            config,
+            pool=given["pool"],
+            layout=LayoutConfig(**given["layout"]),
+            activation_checkpointing=given["activation_checkpointing"],
+            offload=given["offload"],
+            prefetch=config.prefetch and given["offload"],
+            optim=replace(config.optim, **given["optim"]),
+            calls=calls,
+            generation=replace(config.generation, **{"pp": 1, "tp": 1, **given.get("generation", {})}),
+        )
+        if "generate_sequences" in calls:
+            config = replace(config, generation=replace(config.generation, overlap=False, engine="zero_redundancy"))
+        roles[role] = replace(plan, config=config)
+    placement = PlacementConfig(pools=settings["placement"]["pools"], max_staleness=ahead)
+    return place(roles, placement, file.ranks, file.local_size, graph)
