@@ -88,7 +88,8 @@ class Job:
 def start(directory: Path, name: str) -> Job:
     ranks, overrides = JOBS[name]
     run_dir = directory / name
-    overrides = tuple(tasks.settings(run_dir, 3, "run.save_freq=1", *overrides))
+    steps = 4  # those that are traced before a run, its last two, must not be the one that fails
+    overrides = tuple(tasks.settings(run_dir, steps, "run.save_freq=1", *overrides))
     return Job(
         name,
         run_dir,
