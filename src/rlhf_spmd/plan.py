@@ -26,7 +26,7 @@ from rlhf_spmd.parallel.program import ProgramContext, read_command_line, run_pr
 from rlhf_spmd.parallel.world import read_launch
 from rlhf_spmd.planner.machine import ClusterConfig, Machine, is_file
 from rlhf_spmd.planner.placement import AUTO
-from rlhf_spmd.planner.profile import Profile, read_profile, write_profile
+from rlhf_spmd.planner.profile import Measured, Profile, read_profile, write_profile
 from rlhf_spmd.planner.search import Found
 from rlhf_spmd.planner.shape import Workload
 from rlhf_spmd.planner.simulate import simulate
@@ -95,12 +95,12 @@ def read_run(path: str | None, overrides: Sequence[str]) -> Run:
     rewards = {role: replace(one, model=None) if role in sized else one for role, one in config.rewards.items()}
     config = replace(config, rewards=rewards, reward=replace(config.reward, model=None) if "reward" in sized else config.reward)
     with outline.directories(models) as given:
-        sections, rewards, described = describe_run(replace(config, models=given), given)
+        sections, rewards, described = describe_run(replace(config, models=given), given, weights=False)
     training = {name: outline.stand_in(one) for name, one in sections.items() if isinstance(one, DatasetConfig)}
     described = {role: replace(one, config=without_exactness(one.config)) for role, one in described.items()}
     graph = trace(Prepared(config, module, described, rewards, outline.CharacterTokenizer(), training, {}))
     work = config.workload.of(next(iter(sections.values())), config.sampling.n)  # type: ignore[attr-defined]
-    return Run(config, planned_nodes(graph, described, work), work, graph, described)
+    return Run(config, planned_nodes(graph, described, work, config.sampling), work, graph, described)
 
 
 def without_exactness(config: Any) -> Any:
@@ -121,7 +121,7 @@ def plan(run: Run) -> planning.Planned:
     """Raises ValueError, one line."""
     settings: SearchConfig = run.config.plan
     machine, measured = machine_of(run.config.cluster)  # type: ignore[attr-defined]
-    times: planning.Times = planning.Measured(measured) if measured else planning.Formulas(machine)
+    times: planning.Times = Measured(measured, machine) if measured else planning.Formulas(machine)
     if settings.fixed is not None:
         return evaluate(run, machine, times)
     search: dict[str, Any] = {"name": settings.search, "time_limit_s": settings.time_limit_s, "seed": settings.seed}
@@ -234,7 +234,8 @@ def table(planned: planning.Planned) -> str:
 def measure(context: ProgramContext[Run]) -> None:
     """Collective over the world: every rank of it must call."""
     run, world = context.prepared, context.world
-    models = list(dict.fromkeys((node.spec, node.plan.worker.head) for node in run.nodes))  # type: ignore[union-attr]
+    nodes = sorted(run.nodes, key=lambda node: node.kind == "generate")  # those count whose role generates
+    models = {(node.spec, node.plan.worker.head): node.plan.config.generation for node in nodes}  # type: ignore[union-attr]
     dtype = run.nodes[0].plan.config.torch_dtype(world.device)
     work = replace(run.work, rows=max(node.work.rows for node in run.nodes))
     found = profile(world, models, work, run.config.algorithm.limits.max_tokens, dtype)
@@ -273,7 +274,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def comparison(file: PlanFile, run: str) -> str:
     """Each call's planned and measured seconds."""
-    rows = compare(file, measured_seconds(read_trace(run)))
+    rows = compare(file, measured_seconds(read_trace(file, run)))
     return "\n".join(
         f"{name}: planned {planned:.3g} s, {'not measured' if error is None else f'measured {seconds:.3g} s, {error:+.0%}'}"
         for name, planned, seconds, error in rows

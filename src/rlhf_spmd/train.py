@@ -161,6 +161,8 @@ def prepare(
     check_ranks(config.plan, world_size)
     config, epochs = check_duration(config)
     algorithm: AlgorithmConfig = config.algorithm
+    for role, model in config.models.items():
+        model.generation.check_device(f"models.{role}.generation")
     sections, rewards, described = describe_run(config, config.models)
     tokenizer = load_tokenizer(roles.model_directory(described, algorithm.exported))
     described = roles.find_text_readers(described, rewards, algorithm.exported, tokenizer)
@@ -202,9 +204,10 @@ def prepare(
 
 
 def describe_run(
-    config: TrainConfig, models: Mapping[str, RoleConfig]
+    config: TrainConfig, models: Mapping[str, RoleConfig], weights: bool = True
 ) -> tuple[dict[str, Any], dict[str, RewardConfig], dict[str, roles.RolePlan]]:
-    """Sections of data by stream, rewards by role, and the roles of ``models`` before they are placed. Raises ValueError."""
+    """Sections of data by stream, rewards by role, and the roles of ``models`` before they are placed; ``weights``: see
+    :func:`~rlhf_spmd.runtime.roles.describe_roles`. Raises ValueError."""
     algorithm: AlgorithmConfig = config.algorithm
     sections = {name: getattr(config, section.key) for name, section in algorithm.streams.items()}
     sections = {name: data for name, data in sections.items() if data is not None}
@@ -212,7 +215,7 @@ def describe_run(
     rewards = named_rewards(config.reward, config.rewards)
     has_environment = config.environment.cls is not None
     classes = rewarded_roles(algorithm, sections, rewards, bool(rewards) or has_environment or "reward" in models)
-    described = roles.describe_roles(models, classes, algorithm.exported, rewards, has_environment)
+    described = roles.describe_roles(models, classes, algorithm.exported, rewards, has_environment, weights)
     return sections, with_templates(described, rewards, sections), described
 
 

@@ -17,14 +17,15 @@ import tasks
 from algorithm_cases import CASES, CONFIGS
 from ranks import run_ranks
 from rlhf_spmd import plan
+from rlhf_spmd.generation.config import GenerationConfig
 from rlhf_spmd.models.spec import read_spec
-from rlhf_spmd.planner.machine import GIB, Gpu
-from rlhf_spmd.planner.profile import LayerTimes, Profile, read_profile, sizes_of, write_profile
-from rlhf_spmd.planner.shape import shape_of
+from rlhf_spmd.planner.machine import GIB, Gpu, Machine
+from rlhf_spmd.planner.profile import LayerTimes, Measured, Profile, read_profile, sizes_of, write_profile
+from rlhf_spmd.planner.shape import Workload, choices, shape_of
 from rlhf_spmd.runtime import checks
 from rlhf_spmd.runtime.checked_plan import planned_roles
 from rlhf_spmd.runtime.fitting import check_memory
-from rlhf_spmd.runtime.plan_page import compare, measured_seconds
+from rlhf_spmd.runtime.plan_page import compare, measured_seconds, read_trace
 
 STEPS = 2
 STRATEGIES = ("colocate", "split", "standalone", "interleave", "separate")
@@ -248,8 +249,8 @@ def test_train_follows_a_plan(capsys: pytest.CaptureFixture[str], directory: Pat
     weights, tensor = tasks.worst_tensor(one, other)
     assert difference < 1e-10, what
     assert weights < 1e-9, tensor
-    ran = measured_seconds(json.loads((directory / f"run_{strategy}" / "trace.json").read_text()))
     file = plan.read_plan(str(out))
+    ran = measured_seconds(read_trace(file, str(directory / f"run_{strategy}")))
     assert all(seconds is not None and seconds > 0 for _, _, seconds, _ in compare(file, ran)), "the run made the plan's calls"
     events = json.loads((directory / f"run_{strategy}" / "trace.json").read_text())["traceEvents"]
     for name, call in planned["calls"].items():
@@ -265,8 +266,39 @@ def test_a_plan_for_other_ranks_is_refused(directory: Path, capsys: pytest.Captu
     made(capsys, *tasks.settings(directory / "none", STEPS, *CASES["ppo"].overrides(), *cluster, "plan.fixed=config"))
     from rlhf_spmd.train import prepare
 
+    for name, why in (
+        ("actor.update_actor", "ran on 4 ranks, not on 0-1; it followed another plan"),
+        ("x", "has none of the plan's"),
+    ):
+        events = [{"ph": "X", "cat": "compute", "name": name, "pid": rank, "dur": 1, "args": {"step": 1}} for rank in range(4)]
+        (directory / "trace.json").write_text(json.dumps({"traceEvents": events}))
+        with pytest.raises(ValueError, match=why):
+            read_trace(plan.read_plan(str(out)), str(directory))
     with pytest.raises(ValueError, match="is for 2 ranks, this job has 4"):
         prepare(PPO, tasks.settings(directory / "none", STEPS, *CASES["ppo"].overrides(), f"plan={out}"), 4)
+
+
+def test_settings_of_gpus_are_planned_where_there_are_none(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A graph is planned where the generator can capture one."""
+    own = "models={actor: {generation: {attention: triton, enforce_eager: false, steps_per_sync: 8}}}"
+    cluster = ("cluster.nodes=1", "cluster.gpus_per_node=8", "cluster.gpu=h200", f"plan.out={tmp_path / 'plan.yaml'}")
+    for more, captured in ((), True), (("sampling.top_p=0.9",), False), (("models.actor.generation.attention=torch",), False):
+        found = made(capsys, *large("actor", "reward"), *cluster, own, *more)
+        call = found["calls"]["actor.generate_sequences"]
+        assert call["graphs"] is (captured and call["pp"] * call["tp"] == 1), more
+
+
+def test_between_hosts_a_profile_takes_the_network(tmp_path: Path) -> None:
+    profile = read_profile(host_profile(tmp_path, size=2))
+    shape = shape_of(read_spec(tasks.task() / "actor"), "lm")
+    far = Machine(4, 2, profile.device, (8.0 * GIB,) * 4, profile.device.link / 10)
+    near = replace(far, local_size=4)
+    how = choices([(1, 1, 4), (1, 2, 2), (2, 1, 2), (1, 1, 2)], zero=[0, 3])
+    work = Workload(64, 12, (12.0,))
+    for call in ("train_seconds", "infer_seconds"):
+        slow, fast = (getattr(Measured(profile, machine), call)(shape, work, how) for machine in (far, near))
+        crosses = (how.dp * how.tp > 2) & ((how.zero == 3) | (call == "train_seconds")) | (how.pp > 1)
+        assert ((slow > fast) == (crosses & (how.size > 2))).all()
 
 
 def test_profiles_are_read_as_they_were_written(tmp_path: Path) -> None:
@@ -277,11 +309,10 @@ def test_profiles_are_read_as_they_were_written(tmp_path: Path) -> None:
 
 
 def measured_profile(world: Any, directory: str) -> float:
-    from rlhf_spmd.planner.shape import Workload
     from rlhf_spmd.runtime.profiling import profile
 
     spec = read_spec(tasks.task() / "actor")
-    found = profile(world, [(spec, "lm")], Workload(4, 12, (12.0,), group=2), 64, torch.float32)
+    found = profile(world, {(spec, "lm"): GenerationConfig()}, Workload(4, 12, (12.0,), group=2), 64, torch.float32)
     if world.rank == 0:
         write_profile(found, Path(directory) / "measured.json")
     return found.layers[-1].forward[-1]

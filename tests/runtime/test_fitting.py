@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
 from dataclasses import replace
@@ -17,7 +18,7 @@ import tasks
 from planner_cases import FITS, GIB, H100, Fit, everyone, overrides
 from ranks import Program, run_ranks
 from rlhf_spmd import train
-from rlhf_spmd.kernels.devices import total_bytes
+from rlhf_spmd.kernels.devices import container_bytes, total_bytes
 from rlhf_spmd.models.activations import run, run_again, run_part_again
 from rlhf_spmd.parallel.board import Board
 from rlhf_spmd.parallel.program import ProgramContext
@@ -135,6 +136,25 @@ def test_roles_on_pools_of_their_own(root: Path) -> None:
     kept = measure(*judged(replace(case, more=(*pools, *elsewhere, "models.actor.calls.generate_sequences.delta=true")), root))
     assert kept.held["actor.generate_sequences weights"].max() == kept.held["actor as sent to generate_sequences"].max() > 0
     assert "weights" not in kept.active["actor.generate_sequences"]
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
+    ],
+)
+def test_what_a_container_leaves(files: tuple[str, str, str], tmp_path: Path) -> None:
+    limit, used, cached = files
+    assert container_bytes(tmp_path) == math.inf
+    (tmp_path / limit).parent.mkdir(exist_ok=True)
+    (tmp_path / limit).write_text("1000\n")
+    (tmp_path / used).write_text("700\n")
+    (tmp_path / limit).with_name("memory.stat").write_text(f"anon 500\n{cached} 150\n")
+    assert container_bytes(tmp_path) == 450
+    (tmp_path / limit).write_text("max\n")
+    assert container_bytes(tmp_path) == math.inf
 
 
 @pytest.mark.parametrize("model", ["qwen2.5_7b", "llama3.1_70b"])

@@ -309,8 +309,8 @@ def test_paths_of_models_may_begin_with_the_home_directory(monkeypatch: pytest.M
         (["val_prompts.path=@", "val_prompts.val_path=x"], r"^unknown key 'val_prompts\.val_path'"),
         (["val_prompts.max_prompt_length=9"], r"^val_prompts\.path must be given"),
         (
-            ["models.actor.path=Qwen/Qwen2.5-0.5B"],
-            r"^models\.actor\.path=Qwen/Qwen2\.5-0\.5B is not a directory; .* `hf download NAME",
+            ["models.actor.path=Qwen2.5-0.5B"],
+            r"^models\.actor\.path=Qwen2\.5-0\.5B is not a directory, nor the name of a model",
         ),
         (
             ["val_prompts.path=@", "val_prompts.max_prompt_length=60", "reward.function=gsm8k", "run.test_freq=1"],

@@ -93,7 +93,6 @@ class GenerationConfig:
         for key, allowed in (("buffers", BUFFERS), ("kv_cache", KV_CACHES), ("attention", BACKENDS)):
             if getattr(self, key) not in allowed:
                 raise ValueError(f"{where}.{key}={getattr(self, key)!r}: allowed are {', '.join(allowed)}")
-        check_backend(self.attention, model_device(), f"{where}.attention")
         if self.attention == "flash_attn" and self.page_size % FLASH_PAGE:
             raise ValueError(
                 f"{where}.page_size={self.page_size}: flash_attn's pages are multiples of {FLASH_PAGE} tokens; set it to {FLASH_PAGE}"
@@ -105,6 +104,10 @@ class GenerationConfig:
                 f"{where}.max_num_batched_tokens={self.max_num_batched_tokens} is less than max_num_seqs={self.max_num_seqs}: "
                 "every row in flight computes at least one token in a step; raise the first or lower the second"
             )
+
+    def check_device(self, where: str) -> None:
+        """Raises ValueError for what this process's device cannot; a plan may be for others."""
+        check_backend(self.attention, model_device(), f"{where}.attention")
         if not self.enforce_eager and not can(model_device()).graphs:
             raise ValueError(f"{where}.enforce_eager=false: CUDA graphs need a CUDA device; allowed here is true")
 
@@ -179,6 +182,14 @@ class SamplingConfig:
     def drawn_by(self, drawing: Drawing) -> SamplingConfig:
         """The same but for ``drawing``."""
         return replace(self, **drawing._asdict())
+
+    @property
+    def plain(self) -> bool:
+        """Draws every token by the same steps on tensors of the same shapes, as a CUDA graph needs it; of a row's own settings it
+        knows nothing."""
+        changed = self.logit_bias or self.forbidden_token_ids or self.allowed_token_ids is not None or self.min_response_length
+        penalised = self.repetition_penalty != 1.0 or self.frequency_penalty or self.presence_penalty
+        return self.top_p == 1.0 and not (self.logprobs or changed or penalised)
 
     @property
     def log_prob_temperature(self) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 import shutil
@@ -75,11 +76,20 @@ def total_bytes(device: torch.device, local_rank: int, local_size: int) -> float
     the container leave it."""
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(local_rank).total_memory)
-    free = float(free_bytes(device))
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.exists() and (most := limit.read_text().strip()) != "max":
-        free = min(free, float(most) - float(used.read_text()))
-    return free / local_size
+    return min(float(free_bytes(device)), container_bytes(Path("/sys/fs/cgroup"))) / local_size
+
+
+def container_bytes(root: Path) -> float:
+    """What the control group whose files are in ``root`` (version 2, or ``memory`` of version 1) leaves of its limit; files that are
+    only cached give way. Infinite without a limit."""
+    for limit, used, cached in (
+        (root / "memory.max", root / "memory.current", "inactive_file"),
+        (root / "memory/memory.limit_in_bytes", root / "memory/memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        if limit.exists() and (most := limit.read_text().strip()) != "max":
+            stat = dict(line.split() for line in (limit.parent / "memory.stat").read_text().splitlines())
+            return float(most) - float(used.read_text()) + float(stat.get(cached, 0))
+    return math.inf
 
 
 def peak_bytes(device: torch.device) -> int:

@@ -112,16 +112,6 @@ class ModelSpec:
         return None if self.experts is None or layer in self.experts.dense_layers else self.experts
 
 
-def local_directory(path: str, key: str) -> str:
-    """``path`` of a model, with ``~`` expanded; ``key``: the setting that names it. Raises ValueError if it is no directory."""
-    directory = Path(path).expanduser()
-    if not directory.is_dir():
-        raise ValueError(
-            f"{key}={path} is not a directory; models are not downloaded: run `hf download NAME --local-dir DIR` and set {key}=DIR"
-        )
-    return str(directory)
-
-
 def read_spec(path: str | Path) -> ModelSpec:
     """The architecture of a Hugging Face directory. Raises ValueError naming the file, the key and the value."""
     source = Path(path) / "config.json"

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_spmd.planner.machine import Gpu
+from rlhf_spmd.generation.config import GenerationConfig
+from rlhf_spmd.planner.machine import Gpu, Machine
 from rlhf_spmd.planner.shape import Choices, ModelShape, Workload
 
 AGAIN = (
@@ -74,38 +75,60 @@ class Profile:
                 f"{key}: the profile is of one rank, and links are not in it; profile with as many ranks as a host has"
             )
 
+
+@dataclass(frozen=True)
+class Measured:
+    """Seconds of calls on a machine of whose devices there is a profile."""
+
+    profile: Profile
+    machine: Machine
+
     def find(self, shape: ModelShape, tp: int) -> LayerTimes:
         """Raises ValueError where this model was not measured."""
-        found = next((one for one in self.layers if (one.sizes, one.tp) == (sizes_of(shape), tp)), None)
+        found = next((one for one in self.profile.layers if (one.sizes, one.tp) == (sizes_of(shape), tp)), None)
         if found is None:
-            there = sorted({(one.sizes, one.tp) for one in self.layers})
+            there = sorted({(one.sizes, one.tp) for one in self.profile.layers})
             raise ValueError(f"the profile has no times of a model {sizes_of(shape)} at tp={tp}; it has {there}; profile again")
         return found
 
-    def measured(self, shape: ModelShape) -> list[int]:
+    def captured(self, config: GenerationConfig) -> bool:
+        return not config.enforce_eager  # as it was measured
+
+    def slices(self, shape: ModelShape) -> list[int]:
         """The tp of which there are times."""
-        return sorted(one.tp for one in self.layers if one.sizes == sizes_of(shape))
+        return sorted(one.tp for one in self.profile.layers if one.sizes == sizes_of(shape))
 
     def infer_seconds(self, shape: ModelShape, work: Workload, choices: Choices) -> np.ndarray:
         """[n] of a forward pass over all rows."""
         took = self._by_tp(shape, work, choices, partial(self._passes, "forward", work.rows))
         count = micro_batches(np.ceil(work.rows / choices.dp), work, choices)
-        return took + (choices.zero == 3) * count * self.zero_forward * shape.stage_params(choices.pp, choices.tp)
+        gathered = self.profile.zero_forward * shape.stage_params(choices.pp, choices.tp) * self._slower(choices)
+        return took + (choices.zero == 3) * count * gathered
 
     def train_seconds(self, shape: ModelShape, work: Workload, choices: Choices) -> np.ndarray:
         """[n] of all mini-batches and epochs: passes, the sum of gradients over dp, the update."""
         steps = work.mini_batches * work.epochs
         passes = self._by_tp(shape, work, choices, partial(self._passes, "both", work.rows / work.mini_batches))
         params = shape.stage_params(choices.pp, choices.tp)
-        summed = 2 * 4 * params * (choices.dp - 1) / choices.dp / self.device.link + self.latency
+        link = self.profile.device.link / self._slower(choices)
+        summed = 2 * 4 * params * (choices.dp - 1) / choices.dp / link + self.profile.latency
         count = micro_batches(np.ceil(work.rows / work.mini_batches / choices.dp), work, choices)
-        sliced = np.asarray(self.zero)[choices.zero] * params * np.where(choices.zero >= 2, count, 1)
+        sliced = (
+            np.asarray(self.profile.zero)[choices.zero] * params * self._slower(choices) * np.where(choices.zero >= 2, count, 1)
+        )
         over_dp = np.where(choices.dp == 1, 0.0, np.where(choices.zero > 0, sliced, summed))
-        return steps * (passes + over_dp + self.update * np.where(choices.zero > 0, params / choices.dp, params))
+        return steps * (passes + over_dp + self.profile.update * np.where(choices.zero > 0, params / choices.dp, params))
 
-    def generate_seconds(self, shape: ModelShape, work: Workload, choices: Choices) -> np.ndarray:
+    def generate_seconds(self, shape: ModelShape, work: Workload, choices: Choices, kv_bytes: Any = None) -> np.ndarray:
         """[n] of prefill, shared by a group, and of decoding in waves of ``max_num_seqs`` rows on each replica."""
         return self._by_tp(shape, work, choices, self._generate)
+
+    def _slower(self, choices: Choices) -> np.ndarray:
+        """[n]: of a ring over dp, how many times as long it takes as over what was measured; between hosts it crosses the network on
+        all devices of a host that are in it."""
+        host, link = self.machine.local_size, self.profile.device.link
+        inside = (self.profile.size > host) | (choices.tp * choices.dp <= host)
+        return np.where(inside, 1.0, np.maximum(link / (self.machine.network * np.maximum(host // choices.tp, 1)), 1.0))
 
     def _by_tp(self, shape: ModelShape, work: Workload, choices: Choices, seconds: Any) -> np.ndarray:
         found = np.zeros(len(choices))
@@ -124,7 +147,9 @@ class Profile:
         if name == "both":
             layer = layer + np.asarray(AGAIN)[choices.checkpointing] * times.at("forward", tokens)
         stage = np.ceil(shape.layers / choices.pp) * layer
-        sent = (choices.pp > 1) * (self.latency + 4 * tokens * shape.hidden / self.device.link)
+        near = choices.size <= self.machine.local_size
+        link = np.where(near, self.machine.device.link, self.machine.network)
+        sent = (choices.pp > 1) * (self.profile.latency + 4 * tokens * shape.hidden / link)
         return (count + choices.pp - 1) * (stage + sent) + count * ends
 
     def _generate(self, shape: ModelShape, work: Workload, choices: Choices, times: LayerTimes) -> np.ndarray:

@@ -10,13 +10,13 @@ import torch
 from rlhf_spmd.kernels import can, model_device
 from rlhf_spmd.kernels.devices import total_bytes
 from rlhf_spmd.planner.machine import GPUS, ClusterConfig, Gpu, Machine
-from rlhf_spmd.planner.profile import read_profile
+from rlhf_spmd.planner.profile import Measured, read_profile
 from rlhf_spmd.planner.shape import Workload
 from rlhf_spmd.runtime.checked_plan import checked_plan
 from rlhf_spmd.runtime.memory import StepFacts
 from rlhf_spmd.runtime.plan_file import PlanFile
 from rlhf_spmd.runtime.planned_calls import planned_nodes
-from rlhf_spmd.runtime.planning import Formulas, Measured
+from rlhf_spmd.runtime.planning import Formulas
 from rlhf_spmd.runtime.roles import RolePlan
 
 
@@ -37,8 +37,8 @@ def plan_run(
     device = measured.device if measured else known_gpu(torch.cuda.get_device_name(), where)
     memory = device.memory if device.on_host else total_bytes(model_device(), 0, local_size)  # the same on all ranks
     machine = Machine(size, local_size, device, (memory,) * size, ClusterConfig().network_gb_s * 1e9)
-    times = Measured(measured) if measured else Formulas(machine)
-    nodes = planned_nodes(step.graph, described, work)
+    times = Measured(measured, machine) if measured else Formulas(machine)
+    nodes = planned_nodes(step.graph, described, work, config.sampling)
     return checked_plan(config, nodes, described, step, machine, times, proved=True).file
 
 

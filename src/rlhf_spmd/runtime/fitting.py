@@ -11,7 +11,7 @@ from rlhf_spmd.controller import Graph
 from rlhf_spmd.kernels import can, model_device
 from rlhf_spmd.kernels.devices import total_bytes
 from rlhf_spmd.models.activations import CHECKPOINTING
-from rlhf_spmd.parallel.world import Launch
+from rlhf_spmd.parallel.world import Launch, choose_device
 from rlhf_spmd.planner import memory as model
 from rlhf_spmd.planner.machine import GIB
 from rlhf_spmd.runtime.memory import StepFacts, measure, step_facts
@@ -23,7 +23,9 @@ Setting = tuple[str | None, str, Any]  # role, or None: of the algorithm; key; v
 
 
 def check_launch(ready: Any, graph: Graph, launch: Launch) -> tuple[str, str | None]:
-    """:func:`decide_checkpointing` and :func:`check_memory` of a checked run on this rank's device."""
+    """:func:`decide_checkpointing` and :func:`check_memory` of a checked run on this rank's device. Raises ValueError, also where
+    there is none for it."""
+    choose_device(launch)
     facts = step_facts(ready, graph, model_device())
     room = total_bytes(facts.device, launch.local_rank, launch.local_size)
     chosen = decide_checkpointing(ready.plans, facts, room, launch.rank)

@@ -22,8 +22,9 @@ from rlhf_spmd.config.keys import list_keys
 from rlhf_spmd.config.load import check_tree, flatten_yaml, load
 from rlhf_spmd.data.dataset import RowsConfig
 from rlhf_spmd.models.decoder import Decoder
+from rlhf_spmd.models.hub import local_directory
 from rlhf_spmd.models.sharding import check_layout
-from rlhf_spmd.models.spec import ModelSpec, local_directory, read_spec
+from rlhf_spmd.models.spec import ModelSpec, read_spec
 from rlhf_spmd.models.weights import check_pretrained, load_pretrained
 from rlhf_spmd.parallel.layout import Layout, LayoutConfig, resolve_layout
 from rlhf_spmd.parallel.program import ProgramSettings, read_command_line, run_program

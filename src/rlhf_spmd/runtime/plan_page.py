@@ -48,13 +48,23 @@ def measured_seconds(trace: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def read_trace(run: str) -> dict[str, Any]:
-    """Raises ValueError that names the file."""
+def read_trace(plan: PlanFile, run: str) -> dict[str, Any]:
+    """Of a run that followed ``plan``. Raises ValueError that names the file, and where the run was another one."""
     path = Path(run) / "trace.json"
     try:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"plan.measured={run}: {path} cannot be read: {error}") from error
+    ran: dict[str, set[int]] = defaultdict(set)
+    for event in found.get("traceEvents", ()):
+        if event.get("ph") == "X" and event.get("cat") == "compute":
+            ran[str(event["name"])].add(event["pid"])
+    if not any(name in ran for name in plan.calls):
+        raise ValueError(f"plan.measured={run}: the run has none of the plan's calls ({', '.join(plan.calls)})")
+    for name, call in plan.calls.items():
+        if name in ran and ran[name] != set(call.mesh.ranks):
+            where = f"{name} ran on {len(ran[name])} ranks, not on {call.ranks}"
+            raise ValueError(f"plan.measured={run}: {where}; it followed another plan")
     return found
 
 
@@ -74,7 +84,7 @@ def page(plan: PlanFile, run: str | None) -> str:
     parts = [f"<h1>Plan for {plan.ranks} ranks</h1><p>{float(plan.told.get('step_seconds', 0.0)):.4g} s a step</p>"]
     parts.append(draw(planned_chart(plan), colors))
     if run is not None:
-        trace = read_trace(run)
+        trace = read_trace(plan, run)
         chart, _ = from_trace(trace)
         parts.append(f"<h2>Measured: {escape(run)}</h2>{draw(chart, colors)}<p>{escape(chart.note)}</p>")
         cells = "".join(

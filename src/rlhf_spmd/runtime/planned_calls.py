@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rlhf_spmd.controller import Graph, Production
+from rlhf_spmd.generation.config import GenerationConfig, SamplingConfig
 from rlhf_spmd.models.sharding import check_layout
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.planner.cluster import waits
@@ -23,7 +24,7 @@ MOST_STAGES = 16
 class PlannedNode:
     """A call of the graph that a plan places. ``name``: as ``role.call``; ``method``: as the configuration names it. ``linked``: it
     trains, too, or another call is of the same method, so that it runs where the role is at home. ``dealt``: groups or rows that go
-    to its replicas."""
+    to its replicas. ``captures``: on replicas of one rank its steps can be CUDA graphs."""
 
     name: str
     role: str
@@ -35,6 +36,7 @@ class PlannedNode:
     work: Workload
     plan: RolePlan
     dealt: int
+    captures: bool = False
     home: bool = False
     linked: bool = False
 
@@ -55,7 +57,7 @@ class PlannedNode:
         )
 
 
-def planned_nodes(graph: Graph, plans: Mapping[str, RolePlan], work: Workload) -> list[PlannedNode]:
+def planned_nodes(graph: Graph, plans: Mapping[str, RolePlan], work: Workload, sampling: SamplingConfig) -> list[PlannedNode]:
     """The calls of roles with a model, in program order. ``work``: lengths of rows, and how many there are of a prompt."""
     waited = waits(graph)
     places = [i for i, call in enumerate(graph.nodes) if call.spec.kind in KINDS and plans[call.role.name].spec is not None]
@@ -79,6 +81,7 @@ def planned_nodes(graph: Graph, plans: Mapping[str, RolePlan], work: Workload) -
                 replace(work, rows=call.num_rows, mini_batches=call.num_chunks, epochs=call.epochs, group=_group(call)),
                 plan,
                 _dealt(call),
+                sampling.plain and plan.spec.experts is None and _may_capture(plan.config.generation),
                 linked=twins > 1 or call.spec.kind == "train",
             )
         )
@@ -87,6 +90,10 @@ def planned_nodes(graph: Graph, plans: Mapping[str, RolePlan], work: Workload) -
         first = next((i for i in own if found[i].kind == "train"), own[0])
         found[first] = replace(found[first], home=True, linked=False)
     return found
+
+
+def _may_capture(config: GenerationConfig) -> bool:
+    return config.attention not in ("torch", "cpp") and not config.speculative_tokens
 
 
 def _group(call: Production) -> int:

@@ -11,13 +11,14 @@ from typing import Any, Protocol
 import numpy as np
 
 from rlhf_spmd.config.registry import find
+from rlhf_spmd.generation.config import GenerationConfig
 from rlhf_spmd.models.sharding import check_layout
 from rlhf_spmd.planner import costs, memory
 from rlhf_spmd.planner.machine import GIB, Machine
 from rlhf_spmd.planner.memory import RoleSettings
 from rlhf_spmd.planner.meshes import Meshes
 from rlhf_spmd.planner.problem import Call, Choice, Mesh, Option, Plan, Problem
-from rlhf_spmd.planner.profile import Profile, micro_batches
+from rlhf_spmd.planner.profile import micro_batches
 from rlhf_spmd.planner.search import Found, NoPlanError
 from rlhf_spmd.planner.shape import CHECKPOINTING, Choices, ModelShape, Workload, choices
 from rlhf_spmd.planner.simulate import Schedule, simulate
@@ -34,8 +35,10 @@ SPARE = 1.02  # of the cache that a plan counts on, in what the generator is tol
 
 
 class Times(Protocol):
-    """Seconds [n] of calls: by formulas or from a profile. ``slices``: the tp that there are times for."""
+    """Seconds [n] of calls: by formulas or from a profile. ``slices``: the tp that there are times for. ``captured``: whether steps
+    that a CUDA graph can be made of are taken to be one."""
 
+    def captured(self, config: GenerationConfig) -> bool: ...
     def slices(self, shape: ModelShape) -> list[int]: ...
 
     def infer_seconds(self, shape: ModelShape, work: Workload, choices: Choices) -> np.ndarray: ...
@@ -50,6 +53,9 @@ class Formulas:
     machine: Machine
     calibration: costs.Calibration = field(default_factory=lambda: costs.Calibration(call=CALL_SECONDS))
 
+    def captured(self, config: GenerationConfig) -> bool:
+        return not self.machine.device.on_host
+
     def slices(self, shape: ModelShape) -> list[int]:
         return divisors(self.machine.local_size)
 
@@ -61,25 +67,6 @@ class Formulas:
 
     def generate_seconds(self, shape: ModelShape, work: Workload, choices: Choices, kv_bytes: Any) -> np.ndarray:
         return costs.generate_seconds(shape, work, choices, self.machine, kv_bytes, self.calibration)
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Times by a profile."""
-
-    profile: Profile
-
-    def slices(self, shape: ModelShape) -> list[int]:
-        return self.profile.measured(shape)
-
-    def infer_seconds(self, shape: ModelShape, work: Workload, choices: Choices) -> np.ndarray:
-        return self.profile.infer_seconds(shape, work, choices)
-
-    def train_seconds(self, shape: ModelShape, work: Workload, choices: Choices) -> np.ndarray:
-        return self.profile.train_seconds(shape, work, choices)
-
-    def generate_seconds(self, shape: ModelShape, work: Workload, choices: Choices, kv_bytes: Any) -> np.ndarray:
-        return self.profile.generate_seconds(shape, work, choices)
 
 
 @dataclass(frozen=True)
@@ -232,8 +219,9 @@ class Planning:
         made = choices(given, **more)
         if not planned:
             made = made.take(((made.zero == 0) | (made.dp > 1)) & ((made.sequence_parallel == 0) | (made.tp > 1)))
-        graphs = (made.tp == 1) & (made.pp == 1) & (node.spec.experts is None) & (not self.machine.device.on_host)
-        return made.set(graphs=graphs) if node.kind == "generate" else made
+        if node.kind == "generate" and node.captures and self.times.captured(node.plan.config.generation):
+            return made.set(graphs=(made.tp == 1) & (made.pp == 1))
+        return made
 
     def _estimate(self, node: PlannedNode, given: Choices, role: RoleSettings) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Seconds, bytes beside what is held, and of them those of a cache; [n] each."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -36,21 +36,21 @@ MESSAGE = 1 << 22  # elements
 
 
 def profile(
-    world: World, models: Sequence[tuple[ModelSpec, str]], work: Workload, max_tokens: int, dtype: torch.dtype
+    world: World, models: Mapping[tuple[ModelSpec, str], GenerationConfig], work: Workload, max_tokens: int, dtype: torch.dtype
 ) -> Profile:
-    """Of models with their heads, for rows as ``work`` has them and micro-batches of up to ``max_tokens`` tokens, in all tp up to the
-    ranks of a host.
+    """Of models with their heads and settings of generation, for rows as ``work`` has them and micro-batches of up to ``max_tokens``
+    tokens, in all tp up to the ranks of a host.
 
     Collective over the world: every rank of it must call. All ranks compute at the same time, as they will.
     """
     layers: list[LayerTimes] = []
     updates: list[float] = []
-    for spec, head in models:
+    for (spec, head), generation in models.items():
         sizes = sizes_of(shape_of(spec, head))
         tp = 1
         while tp <= world.launch.local_size:
             if world.size % tp == 0 and fits(spec, tp) and not any((one.sizes, one.tp) == (sizes, tp) for one in layers):
-                found, update = _measure(world, spec, head, tp, work, max_tokens, dtype)
+                found, update = _measure(world, spec, head, tp, work, max_tokens, dtype, generation)
                 layers.append(found)
                 updates.append(update)
             tp *= 2
@@ -67,10 +67,12 @@ def profile(
     else:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / world.launch.local_size
     has_streams = can(world.device).streams
+    on_host = torch.empty(MESSAGE, pin_memory=can(world.device).pinned)
+    host_link = 4 * MESSAGE / _seconds(world, lambda: message.copy_(on_host, non_blocking=True))
     device = Gpu(
-        rate, memory, bandwidth, link, bandwidth, latency, dtype.itemsize, 1.0 if has_streams else 0.0, on_host=not has_streams
+        rate, memory, bandwidth, link, host_link, latency, dtype.itemsize, 1.0 if has_streams else 0.0, on_host=not has_streams
     )
-    zero = _zero(world, *models[0], work, dtype) if world.size > 1 else ([0.0] * 4, 0.0)
+    zero = _zero(world, *next(iter(models)), work, dtype) if world.size > 1 else ([0.0] * 4, 0.0)
     return Profile(device, world.size, latency, sum(updates) / len(updates), *zero, tuple(layers))
 
 
@@ -83,33 +85,41 @@ def fits(spec: ModelSpec, tp: int) -> bool:
 
 
 def _measure(
-    world: World, spec: ModelSpec, head: str, tp: int, work: Workload, max_tokens: int, dtype: torch.dtype
+    world: World,
+    spec: ModelSpec,
+    head: str,
+    tp: int,
+    work: Workload,
+    max_tokens: int,
+    dtype: torch.dtype,
+    generation: GenerationConfig,
 ) -> tuple[LayerTimes, float]:
     """Times of a layer, and seconds of the update per parameter."""
     first = world.rank // tp * tp  # each tp group by itself: no sums over dp in what is measured
     mesh = build_mesh(world, range(first, first + tp), Layout(tp=tp))
     length, share = round(work.length), work.response / work.length
     counts = _powers(max(min(max_tokens // length, work.rows), 1))
-    rows = _powers(min(max(work.rows * tp // world.size, 1), GenerationConfig().max_num_seqs))
-    taken: dict[int, dict[str, list[float]]] = {}
-    update = 0.0
-    for layers in (FEW, MORE):
+    rows = _powers(min(max(work.rows * tp // world.size, 1), generation.max_num_seqs))
+
+    def times(layers: int) -> tuple[dict[str, list[float]], float]:
+        """Of a model of so many layers, of which nothing is left afterwards."""
         cut = replace(spec, num_hidden_layers=layers, windows=spec.windows[:layers])
         engine = TrainEngine(cut, None, head, mesh, OptimConfig(), dtype=dtype, device=world.device)
-        times = taken[layers] = {"forward": [], "both": [], "decode": []}
+        taken: dict[str, list[float]] = {"forward": [], "both": [], "decode": []}
         for count in counts:
             batch = Packed(_tokens(spec, count * length).to(world.device), torch.full((count,), length))
-            times["forward"].append(_seconds(world, partial(engine.forward, [batch], partial(_outputs, head, share))))
-            times["both"].append(_seconds(world, partial(engine.forward_backward, [batch], partial(_loss, head, share))))
+            taken["forward"].append(_seconds(world, partial(engine.forward, [batch], partial(_outputs, head, share))))
+            taken["both"].append(_seconds(world, partial(engine.forward_backward, [batch], partial(_loss, head, share))))
         own = sum(tensor.numel() for tensor in engine.local_tensors().values())
         update = _seconds(world, engine.optimizer_step, repeats=1) / own
         if head == "lm":
-            config = GenerationConfig()
-            backend = choose_backend(config.attention, engine.attention.name, dtype, world.device, "models")
-            decoder = engine.chunks[0].requires_grad_(False)
-            generator = Generator(decoder, mesh, replace(config, attention=backend), ())
-            times["decode"] = [_decoding(world, generator, spec, work, count) for count in rows]
-    few, more = taken[FEW], taken[MORE]
+            backend = choose_backend(generation.attention, engine.attention.name, dtype, world.device, "models")
+            config = replace(generation, attention=backend, pp=1, tp=tp, num_pages=None)
+            generator = Generator(engine.chunks[0].requires_grad_(False), mesh, config, ())
+            taken["decode"] = [_decoding(world, generator, spec, work, count) for count in rows]
+        return taken, update
+
+    (few, _), (more, update) = times(FEW), times(MORE)
 
     def layer(name: str) -> list[float]:
         return [max(b - a, 1e-9) / (MORE - FEW) for a, b in zip(few[name], more[name], strict=True)]

@@ -70,6 +70,7 @@ class AnswerConfig(InferenceConfig):
             raise ValueError(f"layout.vpp={self.layout.vpp}: generation does not interleave stages; allowed is 1")
         if self.layout.sequence_parallel:
             raise ValueError("layout.sequence_parallel=true: generation runs without it; allowed is false")
+        self.generation.check_device("generation")
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from rlhf_spmd.data.prompts import PromptDataset, PromptsConfig
 from rlhf_spmd.data.tokenizer import decoding
 from rlhf_spmd.generation.config import GenerationConfig, SamplingConfig
 from rlhf_spmd.generation.stopping import build_ends
-from rlhf_spmd.models.spec import ModelSpec, local_directory, read_spec
+from rlhf_spmd.models.hub import local_directory
+from rlhf_spmd.models.spec import ModelSpec, read_spec
 from rlhf_spmd.models.weights import check_pretrained
 from rlhf_spmd.parallel.layout import GenerationLayout, Layout, resolve_layout
 from rlhf_spmd.reshard import METHODS
@@ -65,10 +66,12 @@ def describe_roles(
     exported: str,
     rewards: Mapping[str, RewardConfig],
     rewarded: bool = False,
+    weights: bool = True,
 ) -> dict[str, RolePlan]:
     """Every role with its model, on as many ranks as its layout has at least: what is known before :func:`place`. ``roles``: name ->
     class. ``exported``: the role whose model those take that name none. ``rewards``: role -> settings; names that are no role of
     ``roles`` become rewards that add to the role "reward". ``rewarded``: an environment gives rewards too, in the first reward role.
+    ``weights``: they are needed, and checked.
 
     Reads config.json files and the headers of weights. Raises ValueError that names the role, the value and what is allowed.
     """
@@ -96,7 +99,8 @@ def describe_roles(
         elif configs[role].path is None:
             configs[role] = replace(configs[role], path=own.path, random_init=configs[role].random_init or own.random_init)
     plans = {
-        role: replace(_describe_role(role, known[role], config), is_added=role not in roles) for role, config in configs.items()
+        role: replace(_describe_role(role, known[role], config, weights), is_added=role not in roles)
+        for role, config in configs.items()
     }
     for role, role_class in {**roles, ARITHMETIC: ArithmeticWorker}.items():
         if issubclass(role_class, ArithmeticWorker):
@@ -118,15 +122,15 @@ def _reward_model(role: str, config: RoleConfig, reward: RewardConfig, rewarded:
     return replace(config, path=path)
 
 
-def _describe_role(role: str, worker: type[ModelWorker], config: RoleConfig) -> RolePlan:
+def _describe_role(role: str, worker: type[ModelWorker], config: RoleConfig, weights: bool) -> RolePlan:
     where = f"models.{role}"
     least = max(config.layout.pp * config.layout.tp * (config.layout.dp or 1), 1)
     layout, pool = resolve_layout(config.layout, least, f"{where}.layout"), ResourcePool("unplaced", tuple(range(least)))
     if config.path is None:
         return RolePlan(worker, config, pool, GroupShape(layout), None)
-    path = local_directory(config.path, f"{where}.path")
+    path = local_directory(config.path, f"{where}.path", weights and not config.random_init)
     config, spec = replace(config, path=path), read_spec(path)
-    if not config.random_init:
+    if weights and not config.random_init:
         check_pretrained(spec, path, worker.head, missing_head_ok=worker.new_head)
     if issubclass(worker, JudgeWorker):
         _check_judge(where, config, layout)

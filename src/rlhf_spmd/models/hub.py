@@ -1,0 +1,70 @@
+"""Models by name: a directory here, or one of the Hugging Face hub, through its client's cache, offline mode and token."""
+
+from __future__ import annotations
+
+import json
+import re
+from contextlib import suppress
+from pathlib import Path
+
+NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+SMALL = ["*.json", "*.jinja", "*.txt", "*.model"]  # configuration and tokenizer
+WEIGHTS = ["*.safetensors"]
+FOLDERS = ["*/*"]  # below the model's own: copies in other formats
+
+
+def local_directory(path: str, key: str, weights: bool = True) -> str:
+    """Where the model ``path`` is, with ``~`` expanded; one of the hub's that is not there yet is downloaded, without ``weights``
+    configuration and tokenizer alone. ``key``: the setting that names it. One process of a host downloads, the others wait for it.
+
+    Raises ValueError if it is neither a directory nor to be had.
+    """
+    directory = Path(path).expanduser()
+    if directory.is_dir():
+        return str(directory)
+    if not NAME.fullmatch(path):
+        raise ValueError(
+            f"{key}={path} is not a directory, nor the name of a model on the Hugging Face hub (ORGANISATION/NAME)"
+        )
+    from filelock import FileLock
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
+
+    if found := _cached(path, weights):
+        return found
+    cache = Path(constants.HF_HUB_CACHE)
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with FileLock(cache / f".{path.replace('/', '--')}.lock"):
+            if found := _cached(path, weights):
+                return found
+            patterns = SMALL + WEIGHTS * weights
+            return str(snapshot_download(path, allow_patterns=patterns, ignore_patterns=FOLDERS))
+    except GatedRepoError as error:
+        raise ValueError(f"{key}={path}: its owners let in only who has asked; ask on the hub, then `hf auth login`") from error
+    except RepositoryNotFoundError as error:
+        raise ValueError(
+            f"{key}={path} is neither a directory nor a model on the hub (a private one needs `hf auth login`)"
+        ) from error
+    except (HfHubHTTPError, OSError) as error:
+        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else str(error.__cause__ or error).splitlines()[0]
+        raise ValueError(
+            f"{key}={path} is not a directory, is not in the cache {cache}, and cannot be downloaded ({why}); where there is a network "
+            f"run `hf download {path} --local-dir DIR` and set {key}=DIR"
+        ) from error
+
+
+def _cached(name: str, weights: bool) -> str | None:
+    """The snapshot of a model in the cache if all that is needed of it is there."""
+    from huggingface_hub import snapshot_download
+
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        found = Path(snapshot_download(name, local_files_only=True))
+        index = found / "model.safetensors.index.json"
+        needed = ["config.json"]
+        if weights:
+            several = not (found / "model.safetensors").is_file()
+            needed += json.loads(index.read_bytes())["weight_map"].values() if several else ["model.safetensors"]
+        if all((found / file).is_file() for file in needed):
+            return str(found)
+    return None
