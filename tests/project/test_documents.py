@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -21,6 +22,7 @@ from ranks import run_ranks
 from rlhf_spmd.data import sort_digits
 from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel.world import World
+from rlhf_spmd.telemetry.run_dir import EXIT_CODES
 
 SOURCE = ROOT / "src" / "rlhf_spmd"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -61,6 +63,61 @@ def test_the_readme_s_table_of_files_tells_their_lengths() -> None:
     assert len(rows) > 10
     for file, told in rows:
         assert len((SOURCE / file).read_text().splitlines()) == pytest.approx(int(told), rel=0.1), file
+
+
+STEMS = (
+    "call order differs",
+    "stopped answering",
+    "no rank went on for",
+    "lost the store that all ranks share",
+    "did not finish checking",
+)
+STEMS += (
+    "cannot reach the store",
+    "preempted at step",
+    "interrupted in",
+    "failed in",
+    "would need",
+    "is in use by",
+    "is of another experiment",
+)
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_what_ends_a_run_has_a_row_in_troubleshooting(stem: str) -> None:
+    assert any(stem in path.read_text() for path in SOURCE.rglob("*.py")), "it is said"
+    assert stem in (ROOT / "docs" / "troubleshooting.md").read_text(), "and explained"
+
+
+def test_the_site_has_every_page() -> None:
+    listed = yaml.safe_load((ROOT / "scripts" / "mkdocs.yml").read_text())["nav"]
+    pages = [page for section in listed for group in section.values() for page in group]
+    assert sorted(pages) == [page.name for page in PAGES if page.name != "README.md"]
+
+
+def test_the_site_is_built(tmp_path: Path) -> None:
+    pytest.importorskip("material", reason="pip install mkdocs-material")
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "-q",
+        "-f",
+        "scripts/mkdocs.yml",
+        "-d",
+        str(tmp_path / "site"),
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "site" / "planner" / "index.html").exists()
+
+
+def test_every_class_of_an_ending_is_explained() -> None:
+    page = (ROOT / "docs" / "clusters.md").read_text()
+    for name, code in EXIT_CODES.items():
+        assert f"| `{name}` | {code} |" in page
 
 
 def test_links_lead_to_files_and_headings() -> None:

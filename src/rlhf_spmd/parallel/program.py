@@ -156,6 +156,8 @@ def classify(error: BaseException) -> str:
         return "config"
     if isinstance(error, FloatingPointError):
         return "numerics"
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return "memory"
     return "error"
 
 
@@ -368,6 +370,7 @@ def _post(board: Board, error: BaseException, error_class: str, text: str, call:
         line = f"config error: {told}"
     else:
         line = f"rank {board.launch.rank} failed in {where}: {type(error).__name__}: {told}"
+        line += "; docs/troubleshooting.md says what needs less memory" * (error_class == "memory")
     defect = error_class == "error" and not isinstance(error, KeyboardInterrupt)
     board.post_error(error_class, line, details=text if defect else "", call=name)
 

@@ -32,6 +32,7 @@ EXIT_CODES = {
     "hang": 5,
     "numerics": 6,
     "reward": 7,
+    "memory": 8,
     "preempted": 75,
 }
 
