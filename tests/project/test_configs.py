@@ -6,6 +6,8 @@ import dataclasses
 import importlib
 import json
 import re
+import subprocess
+import sys
 import typing
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,6 +55,12 @@ def test_config_loads(path: Path) -> None:
 
 def test_there_are_configs() -> None:
     assert len(CONFIGS) >= 4 and len(PLACEMENTS) >= 8
+
+
+def test_presets_fit_and_are_as_their_script_writes_them() -> None:
+    """GPUs of 80 GB; the page has each one's memory and seconds."""
+    done = subprocess.run([sys.executable, "scripts/presets.py", "--check"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("path", PLACEMENTS, ids=lambda path: path.stem)

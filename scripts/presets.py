@@ -1,0 +1,287 @@
+"""Writes configs/presets/*.yaml and the table of docs/presets.md: models, algorithms and GPUs that go together, each judged by `plan`.
+
+    python scripts/presets.py            # write
+    python scripts/presets.py --check    # exit status 1 where a file differs or a preset does not fit
+
+Needs neither network nor GPU: the models' published sizes stand below.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+PRESETS, PAGE = ROOT / "configs" / "presets", ROOT / "docs" / "presets.md"
+COMMIT = "0" * 40  # of a cache that holds configurations only
+
+QWEN2 = {"model_type": "qwen2", "max_position_embeddings": 32768, "rope_theta": 1e6, "rms_norm_eps": 1e-6}
+QWEN3 = {"model_type": "qwen3", "max_position_embeddings": 40960, "rope_theta": 1e6, "rms_norm_eps": 1e-6, "head_dim": 128}
+LLAMA = {
+    "model_type": "llama",
+    "max_position_embeddings": 131072,
+    "rope_theta": 5e5,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": 128256,
+}
+LLAMA["rope_scaling"] = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def sizes(hidden: int, mlp: int, layers: int, heads: int, kv: int, **more: Any) -> dict[str, Any]:
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": mlp,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        **more,
+    }
+
+
+TIED = {"vocab_size": 151936, "tie_word_embeddings": True}
+MIXTURE = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}
+# preset's name of a model -> (its name on the hub, what its config.json says)
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2.5_0.5b": ("Qwen/Qwen2.5-0.5B-Instruct", QWEN2 | sizes(896, 4864, 24, 14, 2, **TIED)),
+    "qwen2.5_1.5b": ("Qwen/Qwen2.5-1.5B-Instruct", QWEN2 | sizes(1536, 8960, 28, 12, 2, **TIED)),
+    "qwen2.5_7b": ("Qwen/Qwen2.5-7B-Instruct", QWEN2 | sizes(3584, 18944, 28, 28, 4, vocab_size=152064)),
+    "qwen2.5_32b": ("Qwen/Qwen2.5-32B-Instruct", QWEN2 | sizes(5120, 27648, 64, 40, 8, vocab_size=152064)),
+    "qwen3_0.6b": ("Qwen/Qwen3-0.6B", QWEN3 | sizes(1024, 3072, 28, 16, 8, **TIED)),
+    "qwen3_1.7b": ("Qwen/Qwen3-1.7B", QWEN3 | sizes(2048, 6144, 28, 16, 8, **TIED)),
+    "qwen3_4b": ("Qwen/Qwen3-4B", QWEN3 | sizes(2560, 9728, 36, 32, 8, **TIED)),
+    "qwen3_8b": ("Qwen/Qwen3-8B", QWEN3 | sizes(4096, 12288, 36, 32, 8, vocab_size=151936)),
+    "qwen3_30b_a3b": (
+        "Qwen/Qwen3-30B-A3B",
+        QWEN3 | sizes(2048, 6144, 48, 32, 4, vocab_size=151936) | {"model_type": "qwen3_moe"} | MIXTURE,
+    ),
+    "llama3.1_8b": ("meta-llama/Llama-3.1-8B-Instruct", LLAMA | sizes(4096, 14336, 32, 32, 8)),
+    "llama3.1_70b": ("meta-llama/Llama-3.1-70B-Instruct", LLAMA | sizes(8192, 28672, 80, 64, 8)),
+}
+
+MATH = """\
+data:
+  path: openai/gsm8k
+  subset: main
+  val_path: openai/gsm8k
+  prompt_key: question
+  answer_key: answer
+  apply_chat_template: true
+  system_prompt: Think step by step, and end with the answer, a number, after "####".
+  train_batch_size: {batch}
+  max_prompt_length: 512
+  max_response_length: 1024
+"""
+PAIRS = """\
+data:
+  path: trl-lib/ultrafeedback_binarized
+  val_path: trl-lib/ultrafeedback_binarized
+  val_max_samples: 512
+  train_batch_size: {batch}
+  max_length: 2048
+  epochs: 1
+"""
+CONVERSATIONS = """\
+data:
+  path: trl-lib/Capybara
+  val_path: trl-lib/Capybara
+  train_batch_size: {batch}
+  max_length: 2048
+  epochs: 2
+"""
+# algorithm -> (section of data, rows per step, run, what follows, learning rate of the actor)
+RECIPES = {
+    "grpo": (
+        MATH,
+        256,
+        "steps: 200\n  test_freq: 10\n  save_freq: 50",
+        "sampling: {n: 8}\nalgorithm: {name: grpo, ppo_mini_batch_size: 128, kl_loss_coef: 0.001}\nreward: {function: gsm8k}\n",
+        "1.0e-6",
+    ),
+    "ppo": (
+        MATH,
+        512,
+        "steps: 200\n  test_freq: 10\n  save_freq: 50",
+        "algorithm: {name: ppo, ppo_mini_batch_size: 128, kl_ctrl: {kl_coef: 0.001}}\nreward: {function: gsm8k}\n",
+        "1.0e-6",
+    ),
+    "dpo": (PAIRS, 128, "steps: null\n  test_freq: 100\n  save_freq: 200", "algorithm: {name: dpo, beta: 0.1}\n", "5.0e-7"),
+    "sft": (CONVERSATIONS, 128, "steps: null\n  test_freq: 100\n  save_freq: 200", "algorithm: {name: sft}\n", "1.0e-5"),
+}
+
+
+@dataclass(frozen=True)
+class Preset:
+    """``layout``: of every role that trains or is frozen; ``generation``: of the actor. ``more``: settings of the actor and critic."""
+
+    algorithm: str
+    model: str
+    gpus: int
+    layout: str = ""
+    generation: str = ""
+    more: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.algorithm}_{self.model}_{self.gpus}gpu"
+
+    @property
+    def nodes(self) -> int:
+        return max(self.gpus // 8, 1)
+
+    @property
+    def command(self) -> str:
+        path = f"configs/presets/{self.name}.yaml"
+        if self.gpus < 8:
+            return f"torchrun --nproc-per-node {self.gpus} -m rlhf_spmd.train --config {path}"
+        return f"sbatch --nodes={self.nodes} launch/slurm_{'one' if self.nodes == 1 else 'multi'}_node.sbatch {path}"
+
+    def text(self) -> str:
+        data, batch, run, rest, rate = RECIPES[self.algorithm]
+        generates = self.algorithm in ("grpo", "ppo")
+        role = "".join(f"    {line}\n" for line in (self.layout and f"layout: {{{self.layout}}}", self.more) if line)
+        own = "attention: auto, max_num_seqs: 256" + (f", {self.generation}" if self.generation else "")
+        actor = f"    path: {MODELS[self.model][0]}\n    optim: {{lr: {rate}}}\n{role}"
+        models = f"models:\n  actor:\n{actor}" + (f"    generation: {{{own}}}\n" if generates else "")
+        if self.algorithm == "ppo":
+            models += f"  critic:\n    optim: {{lr: 1.0e-5}}\n{role}"
+        if self.algorithm != "sft" and self.layout:
+            models += f"  reference:\n    layout: {{{self.layout}}}\n"
+        head = f"# {MODELS[self.model][0]} by {self.algorithm.upper()} on {self.gpus} GPU{'s' * (self.gpus > 1)} of 80 GB"
+        return (
+            f"{head}; written by scripts/presets.py, figures in docs/presets.md.\n#   {self.command}\n"
+            f"run:\n  name: {self.name}\n  {run}\n{data.format(batch=batch)}{models}{rest}"
+        )
+
+
+Z3, T8 = "zero: 3", "tp: 8, zero: 3"
+TABLE = [
+    Preset("grpo", "qwen2.5_0.5b", 1),
+    Preset("grpo", "qwen2.5_0.5b", 8),
+    Preset("grpo", "qwen2.5_1.5b", 1),
+    Preset("grpo", "qwen2.5_1.5b", 8),
+    Preset("grpo", "qwen2.5_7b", 8, Z3),
+    Preset("grpo", "qwen2.5_7b", 16, Z3),
+    Preset("grpo", "qwen2.5_32b", 16, Z3, "tp: 4"),
+    Preset("grpo", "qwen2.5_32b", 64, Z3, "tp: 4"),
+    Preset("grpo", "qwen3_0.6b", 1),
+    Preset("grpo", "qwen3_1.7b", 8),
+    Preset("grpo", "qwen3_4b", 8, Z3),
+    Preset("grpo", "qwen3_8b", 8, Z3),
+    Preset("grpo", "qwen3_8b", 16, Z3),
+    Preset("grpo", "qwen3_30b_a3b", 16, Z3, "tp: 4"),
+    Preset("grpo", "qwen3_30b_a3b", 64, Z3, "tp: 4"),
+    Preset("grpo", "llama3.1_8b", 8, Z3),
+    Preset("grpo", "llama3.1_70b", 64, T8, "tp: 8"),
+    Preset("ppo", "qwen2.5_0.5b", 1),
+    Preset("ppo", "qwen2.5_1.5b", 8),
+    Preset("ppo", "qwen2.5_7b", 8, Z3),
+    Preset("ppo", "qwen2.5_32b", 64, Z3, "tp: 4"),
+    Preset("ppo", "qwen3_8b", 16, Z3),
+    Preset("ppo", "llama3.1_8b", 8, Z3),
+    Preset("ppo", "llama3.1_70b", 64, T8, "tp: 8"),
+    Preset("dpo", "qwen2.5_0.5b", 1),
+    Preset("dpo", "qwen2.5_7b", 8, Z3),
+    Preset("dpo", "qwen2.5_32b", 16, Z3),
+    Preset("dpo", "qwen3_8b", 8, Z3),
+    Preset("dpo", "llama3.1_8b", 8, Z3),
+    Preset("dpo", "llama3.1_70b", 64, T8),
+    Preset("sft", "qwen2.5_0.5b", 1),
+    Preset("sft", "qwen2.5_7b", 8, Z3),
+    Preset("sft", "qwen2.5_32b", 16, Z3),
+    Preset("sft", "qwen3_4b", 8, Z3),
+    Preset("sft", "qwen3_30b_a3b", 16, Z3),
+    Preset("sft", "llama3.1_8b", 8, Z3),
+    Preset("sft", "llama3.1_70b", 64, T8),
+]
+
+
+def fill_cache(cache: Path) -> None:
+    """What the hub's client would have downloaded of the models' configurations."""
+    for name, config in MODELS.values():
+        folder = cache / f"models--{name.replace('/', '--')}"
+        (folder / "refs").mkdir(parents=True)
+        (folder / "refs" / "main").write_text(COMMIT)
+        (folder / "snapshots" / COMMIT).mkdir(parents=True)
+        (folder / "snapshots" / COMMIT / "config.json").write_text(json.dumps(config))
+
+
+def judge(preset: Preset, folder: Path) -> tuple[float, float, str | None]:
+    """GiB of the fullest GPU, seconds of a step on H100, and why it does not fit. ``HF_HUB_CACHE`` must have been filled."""
+    from rlhf_spmd import plan
+
+    path = folder / "preset.yaml"
+    path.write_text(preset.text())
+    cluster = (f"cluster.nodes={preset.nodes}", f"cluster.gpus_per_node={min(preset.gpus, 8)}", "cluster.gpu=h100")
+    steps = ["run.steps=100", "data.epochs=null"] if preset.algorithm in ("dpo", "sft") else []
+    run = plan.read_run(str(path), [*cluster, *steps, "plan.fixed=config", f"plan.out={folder / 'plan.yaml'}"])
+    planned = plan.plan(run)
+    calls = planned.file.calls.values()
+    return max(call.memory_gb for call in calls), float(planned.file.told["step_seconds"]), planned.verdict
+
+
+def page(found: Sequence[tuple[Preset, float, float, str | None]]) -> str:
+    rows = "".join(
+        f"| [`{preset.name}`](../configs/presets/{preset.name}.yaml) | {preset.gpus} | {memory:.0f} | {seconds:.0f} |\n"
+        for preset, memory, seconds, _ in found
+    )
+    return HEAD + "| preset | GPUs | GiB of 79.2 | s per step |\n|---|--:|--:|--:|\n" + rows + TAIL
+
+
+HEAD = """# Presets
+
+Settings to start from: one file for a model, an algorithm and a number of GPUs. Written by `scripts/presets.py` and judged by
+[`plan`](planner.md), which a test repeats: each fits into GPUs of 80 GB. The first lines of a file say how to start it.
+
+    sbatch --nodes=1 launch/slurm_one_node.sbatch configs/presets/grpo_qwen2.5_7b_8gpu.yaml run.steps=50
+
+GRPO and PPO learn GSM8K by rule (256 prompts * 8 responses, or 512 prompts, of up to 1,024 tokens); DPO takes UltraFeedback's pairs,
+SFT Capybara's conversations (128 rows of up to 2,048 tokens). Models and data come from the Hugging Face hub by name; where ranks
+have no network, fetch them before (`hf download NAME`, `hf download NAME --repo-type dataset`) and set `HF_HUB_OFFLINE=1`. Another
+model of the same size needs only `models.actor.path`.
+
+Memory and seconds are predictions for H100, rows at their limits; they were not measured. For rows as long as yours
+
+    python -m rlhf_spmd.plan --config FILE plan.fixed=config cluster.nodes=N 'workload.response_lengths=[200,300,500]'
+
+says what a step takes; without `plan.fixed` it looks for a faster layout.
+
+"""
+TAIL = """
+GiB: the fullest GPU in the largest call, keys and values included as far as `gpu_memory_utilization` lets them grow.
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ |= {"HF_HUB_CACHE": str(Path(folder, "hub")), "HF_HUB_OFFLINE": "1"}  # before the client is imported
+        fill_cache(Path(folder, "hub"))
+        found = [(preset, *judge(preset, Path(folder))) for preset in TABLE]
+    wrong = [f"{preset.name} does not fit: {why}" for preset, _, _, why in found if why is not None]
+    files = {PRESETS / f"{preset.name}.yaml": preset.text() for preset in TABLE} | {PAGE: page(found)}
+    if args.check:
+        wrong += [f"{path} differs" for path, text in files.items() if not path.exists() or path.read_text() != text]
+    else:
+        PRESETS.mkdir(exist_ok=True)
+        for path, text in files.items():
+            path.write_text(text)
+    sys.exit("\n".join(wrong) or None)
+
+
+if __name__ == "__main__":
+    main()
