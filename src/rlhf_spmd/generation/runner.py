@@ -148,7 +148,7 @@ class Runner:
             if not rows:
                 return
             if self.decoder.is_last:
-                draws = self._host_draws(lines, ends)
+                draws = None if all(sampling.greedy for sampling in self.samplings) else self._host_draws(lines, ends)
                 self._draw(self._last_tokens(hidden, step.work), state, self._alike(lines), history, draws)
         if self.decoder.is_last:
             finite = self.log_probs[-1].index_select(0, state[3] + state[1]).isfinite()
