@@ -166,3 +166,5 @@ def test_chunks_of_rows_do_not_change_draws(monkeypatch: pytest.MonkeyPatch) -> 
 def test_bad_settings_are_named(config: SamplingConfig | GenerationConfig, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         config.check("sampling")
+        if isinstance(config, GenerationConfig):
+            config.check_device("sampling")

@@ -207,14 +207,14 @@ def test_a_backend_that_cannot_serve_is_refused_with_those_that_can(monkeypatch:
     with pytest.raises(
         ValueError, match=rf"^here\.attention=flash_attn: flash_attn is not installed: pip .*; {allowed}, triton$"
     ):
-        GenerationConfig(attention="flash_attn", page_size=256).check("here")
+        GenerationConfig(attention="flash_attn", page_size=256).check_device("here")
     with pytest.raises(ValueError, match=r"attention=triton: it does not compute torch\.float64"):
         choose_backend("triton", "auto", torch.float64, cpu, "attention")
     assert choose_backend("triton", "torch", torch.float32, cpu, "attention") == "triton"
     assert choose_backend("auto", "torch", torch.float32, cpu, "attention") == "torch"
     monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(ValueError, match=rf"^here\.attention=triton: it needs a CUDA device, here is cpu; {allowed}$"):
-        GenerationConfig(attention="triton").check("here")
+        GenerationConfig(attention="triton").check_device("here")
     monkeypatch.setattr(backends, "unavailable", lambda *arguments: None)
     with pytest.raises(ValueError, match=r"^here\.page_size=64: flash_attn's pages are multiples of 256 tokens"):
         GenerationConfig(attention="flash_attn").check("here")
