@@ -137,6 +137,12 @@ def test_chunks_of_rows_do_not_change_draws(monkeypatch: pytest.MonkeyPatch) -> 
     assert torch.equal(sample(logits, options, draws(33)), whole)
 
 
+def check(config: SamplingConfig | GenerationConfig) -> None:
+    config.check("sampling")
+    if isinstance(config, GenerationConfig):
+        config.check_device("sampling")
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -165,6 +171,4 @@ def test_chunks_of_rows_do_not_change_draws(monkeypatch: pytest.MonkeyPatch) -> 
 )
 def test_bad_settings_are_named(config: SamplingConfig | GenerationConfig, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        config.check("sampling")
-        if isinstance(config, GenerationConfig):
-            config.check_device("sampling")
+        check(config)
