@@ -101,24 +101,26 @@ data:
   max_length: 2048
   epochs: 2
 """
+BY_STEPS = "steps: 200\n  test_freq: 10\n  save_freq: 50"
+BY_EPOCHS = "steps: null\n  test_freq: 100\n  save_freq: 200"
 # algorithm -> (section of data, rows per step, run, what follows, learning rate of the actor)
 RECIPES = {
     "grpo": (
         MATH,
         256,
-        "steps: 200\n  test_freq: 10\n  save_freq: 50",
+        BY_STEPS,
         "sampling: {n: 8}\nalgorithm: {name: grpo, ppo_mini_batch_size: 128, kl_loss_coef: 0.001}\nreward: {function: gsm8k}\n",
         "1.0e-6",
     ),
     "ppo": (
         MATH,
         512,
-        "steps: 200\n  test_freq: 10\n  save_freq: 50",
+        BY_STEPS,
         "algorithm: {name: ppo, ppo_mini_batch_size: 128, kl_ctrl: {kl_coef: 0.001}}\nreward: {function: gsm8k}\n",
         "1.0e-6",
     ),
-    "dpo": (PAIRS, 128, "steps: null\n  test_freq: 100\n  save_freq: 200", "algorithm: {name: dpo, beta: 0.1}\n", "5.0e-7"),
-    "sft": (CONVERSATIONS, 128, "steps: null\n  test_freq: 100\n  save_freq: 200", "algorithm: {name: sft}\n", "1.0e-5"),
+    "dpo": (PAIRS, 128, BY_EPOCHS, "algorithm: {name: dpo, beta: 0.1}\n", "5.0e-7"),
+    "sft": (CONVERSATIONS, 128, BY_EPOCHS, "algorithm: {name: sft}\n", "1.0e-5"),
 }
 
 

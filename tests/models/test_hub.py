@@ -118,7 +118,8 @@ def test_processes_of_a_host_download_together_once(files: Path, tmp_path: Path)
     assert 1 <= asked.count("model.safetensors") <= 2, "a question for its size, and the file"
 
 
-def test_what_cannot_be_had_is_said_in_one_line(files: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_had_is_said_in_one_line(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     with hub(files, []) as endpoint:
         status, line = look_up(tmp_path / "cache", endpoint, name="someone/else")
     assert status == 1 and "models.actor.path=someone/else is neither a directory nor a model on the hub" in line
@@ -126,5 +127,8 @@ def test_what_cannot_be_had_is_said_in_one_line(files: Path, tmp_path: Path) -> 
     assert status == 1 and f"hf download {NAME} --local-dir DIR" in line and "cannot be downloaded" in line
     status, line = look_up(tmp_path / "cache", "http://127.0.0.1:9", HF_HUB_OFFLINE="1")
     assert status == 1 and "HF_HUB_OFFLINE is set" in line
+    (Path(NAME).parent).mkdir()
+    status, line = look_up(tmp_path / "cache", endpoint)
+    assert status == 1 and "where no directory ORGANISATION is here" in line, "a slip in a path is no name"
     status, line = look_up(tmp_path / "cache", endpoint, name="/nowhere/at/all")
     assert status == 1 and "is not a directory, nor the name of a model" in line

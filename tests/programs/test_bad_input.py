@@ -171,7 +171,11 @@ CONFIG = [
     ),
     (["algorithm.ppo_max_token_len_per_gpu=9"], 1, ["= 24 tokens", "algorithm.ppo_max_token_len_per_gpu=9"]),
     # models
-    (["models.actor.path=/nowhere/model"], 1, ["models.actor.path=/nowhere/model is not a directory", "(ORGANISATION/NAME)"]),
+    (
+        ["models.actor.path=/nowhere/model"],
+        1,
+        ["models.actor.path=/nowhere/model is not a directory", "(ORGANISATION/NAME, where"],
+    ),
     (["models.critic.path=@no_weights"], 1, ["@no_weights", "model.safetensors", "is there"]),
     (["models.actor.path=@cut_weights"], 1, ["@cut_weights/model.safetensors", "cannot be read as safetensors"]),
     (["models.actor.path=@other_shapes"], 1, ["@other_shapes/model.safetensors", "[96, 64]", "[128, 64]"]),

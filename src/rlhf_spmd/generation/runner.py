@@ -341,9 +341,9 @@ class Runner:
 
     def _can_capture(self) -> bool:
         """top_p and experts look at numbers on the host; collectives and torch's paged attention take other memory each time; which
-        rows draw alike, and how long histories are, changes from step to step."""
-        plain = len(self.samplings) == 1 and self.samplings[0].top_p == 1.0 and self.decoder.spec.experts is None
-        varies = self.rules is not None or self.top_ids.numel() > 0 or self.decoder.tp.size > 1
+        rows draw alike, and how long histories are, changes from step to step. A row's own minimum is a rule too."""
+        plain = len(self.samplings) == 1 and self.samplings[0].plain and self.decoder.spec.experts is None
+        varies = self.rules is not None or self.decoder.tp.size > 1
         return plain and not varies and can(self.device).graphs and self.cache.backend.capturable
 
     def _capture(self, state: Tensor, table: Tensor, alike: Alike, history: Tensor) -> _Captured:

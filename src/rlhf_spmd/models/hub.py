@@ -22,9 +22,10 @@ def local_directory(path: str, key: str, weights: bool = True) -> str:
     directory = Path(path).expanduser()
     if directory.is_dir():
         return str(directory)
-    if not NAME.fullmatch(path):
+    if not NAME.fullmatch(path) or directory.parent.is_dir():  # a slip in a path must not fetch a stranger's model
         raise ValueError(
-            f"{key}={path} is not a directory, nor the name of a model on the Hugging Face hub (ORGANISATION/NAME)"
+            f"{key}={path} is not a directory, nor the name of a model on the Hugging Face hub (ORGANISATION/NAME, where no directory "
+            "ORGANISATION is here)"
         )
     from filelock import FileLock
     from huggingface_hub import constants, snapshot_download
