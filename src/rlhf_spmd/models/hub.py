@@ -28,7 +28,7 @@ def local_directory(path: str, key: str, weights: bool = True) -> str:
             "ORGANISATION is here)"
         )
     from filelock import FileLock
-    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub import constants
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
 
     if found := _cached(path, weights):
@@ -39,8 +39,7 @@ def local_directory(path: str, key: str, weights: bool = True) -> str:
         with FileLock(cache / f".{path.replace('/', '--')}.lock"):
             if found := _cached(path, weights):
                 return found
-            patterns = SMALL + WEIGHTS * weights
-            return str(snapshot_download(path, allow_patterns=patterns, ignore_patterns=FOLDERS))
+            return str(_snapshot(path, weights, only_cached=False))
     except GatedRepoError as error:
         raise ValueError(f"{key}={path}: its owners let in only who has asked; ask on the hub, then `hf auth login`") from error
     except RepositoryNotFoundError as error:
@@ -55,12 +54,18 @@ def local_directory(path: str, key: str, weights: bool = True) -> str:
         ) from error
 
 
-def _cached(name: str, weights: bool) -> str | None:
-    """The snapshot of a model in the cache if all that is needed of it is there."""
+def _snapshot(name: str, weights: bool, only_cached: bool) -> Path:
+    """The client asks for the same files here and there: in its cache it misses what was never chosen."""
     from huggingface_hub import snapshot_download
 
+    patterns = SMALL + WEIGHTS * weights
+    return Path(snapshot_download(name, local_files_only=only_cached, allow_patterns=patterns, ignore_patterns=FOLDERS))
+
+
+def _cached(name: str, weights: bool) -> str | None:
+    """The snapshot of a model in the cache if all that is needed of it is there."""
     with suppress(OSError, ValueError, KeyError, TypeError):
-        found = Path(snapshot_download(name, local_files_only=True))
+        found = _snapshot(name, weights, only_cached=True)
         index = found / "model.safetensors.index.json"
         needed = ["config.json"]
         if weights:
