@@ -3,11 +3,12 @@
     python scripts/convert_verl.py run_qwen2-7b.sh > mine.yaml
     python scripts/convert_verl.py my_ppo_trainer.yaml data.train_batch_size=512 > mine.yaml
 
-Standard output is the configuration, with the torchrun line at its head. Standard error says, key by key, what has no counterpart:
+Standard output is the configuration, with the command at its head. Standard error says, key by key, what has no counterpart:
 either it is not needed here, and why, or it is not known. verl's own defaults are written out where they differ from this project's.
 Of a script, bash expands the assignments that stand outside of conditions and loops, and the last command that starts verl; nothing
 else of it is run. What cannot be converted ends with one line and status 2.
-Source of names and defaults: verl's ppo_trainer.yaml (0.8 development version, January 2026).
+What stands for verl's names is in src/rlhf_spmd/config/foreign.yaml. Source of names and defaults: verl's ppo_trainer.yaml (0.8
+development version, January 2026).
 """
 
 from __future__ import annotations
@@ -26,9 +27,11 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from rlhf_spmd.config.foreign import foreign_names
 from rlhf_spmd.config.registry import find
+from rlhf_spmd.telemetry.logger import PACKAGES
 
-ROLLOUT, ACTOR, REF, CRITIC = "actor_rollout_ref.rollout.", "actor_rollout_ref.actor.", "actor_rollout_ref.ref.", "critic."
+ROLLOUT, ACTOR = "actor_rollout_ref.rollout.", "actor_rollout_ref.actor."
 VALIDATION, FILTER = ROLLOUT + "val_kwargs.", "algorithm.filter_groups."
 DEFAULTS: dict[str, Any] = {  # verl's; those that this project has too are not written
     "algorithm.adv_estimator": "gae",
@@ -52,101 +55,6 @@ DEFAULTS: dict[str, Any] = {  # verl's; those that this project has too are not 
     "actor_rollout_ref.model.enable_gradient_checkpointing": True,
     "critic.model.enable_gradient_checkpointing": True,
     "trainer.total_epochs": 30,
-}
-OPTIM = (
-    "lr",
-    "lr_warmup_steps",
-    "lr_warmup_steps_ratio",
-    "weight_decay",
-    "betas",
-    "clip_grad",
-    "min_lr_ratio",
-    "lr_scheduler_type",
-)
-DATA = (
-    *("train_batch_size", "gen_batch_size", "val_batch_size", "max_prompt_length", "max_response_length"),
-    *("shuffle", "seed", "prompt_key", "filter_overlong_prompts", "train_max_samples", "val_max_samples"),
-)
-POLICY = (
-    *("ppo_mini_batch_size", "ppo_epochs", "use_dynamic_bsz", "ppo_max_token_len_per_gpu", "ppo_micro_batch_size_per_gpu"),
-    *(
-        "clip_ratio",
-        "clip_ratio_low",
-        "clip_ratio_high",
-        "clip_ratio_c",
-        "entropy_coeff",
-        "loss_agg_mode",
-        "tau_pos",
-        "tau_neg",
-    ),
-    *("use_kl_loss", "kl_loss_coef", "kl_loss_type"),
-)
-GENERATION = ("gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens", "enable_chunked_prefill", "enforce_eager")
-SAME = {  # verl's prefix -> ours, and the keys that keep their names
-    "algorithm.": ("algorithm.", ("gamma", "lam", "kl_penalty", "use_kl_in_reward", "norm_adv_by_std_in_grpo")),
-    "algorithm.kl_ctrl.": ("algorithm.kl_ctrl.", ("type", "kl_coef", "horizon", "target_kl")),
-    "algorithm.rollout_correction.": (
-        "algorithm.rollout_correction.",
-        ("rollout_is", "rollout_is_threshold", "rollout_rs", "rollout_rs_threshold", "bypass_mode"),
-    ),
-    FILTER: (FILTER, ("enable", "max_num_gen_batches")),
-    "data.": ("data.", DATA),
-    ACTOR: ("algorithm.", POLICY),
-    ACTOR + "optim.": ("models.actor.optim.", OPTIM),
-    CRITIC + "optim.": ("models.critic.optim.", OPTIM),
-    CRITIC: ("algorithm.", ("cliprange_value",)),
-    ROLLOUT: ("sampling.", ("n", "temperature", "top_p", "top_k", "ignore_eos")),
-    VALIDATION: ("val_sampling.", ("n", "temperature", "top_p", "top_k")),
-    "trainer.": ("run.", ("test_freq", "save_freq")),
-}
-OVERLONG = {key: f"algorithm.overlong_buffer.{key}" for key in ("enable", "len", "penalty_factor")}
-RENAMED = {
-    "actor_rollout_ref.model.path": "models.actor.path",
-    "critic.model.path": "models.critic.path",
-    "reward_model.model.path": "reward.model",
-    "data.train_files": "data.path",
-    "data.val_files": "data.val_path",
-    ACTOR + "grad_clip": "models.actor.optim.clip_grad",
-    "critic.grad_clip": "models.critic.optim.clip_grad",
-    ROLLOUT + "tensor_model_parallel_size": "models.actor.generation.tp",
-    ROLLOUT + "pipeline_model_parallel_size": "models.actor.generation.pp",
-    ROLLOUT + "enable_prefix_caching": "models.actor.generation.enable_prefix_caching",
-    "actor_rollout_ref.model.enable_activation_offload": "models.actor.activation_offload",
-    "trainer.total_training_steps": "run.steps",
-    "trainer.critic_warmup": "algorithm.critic_warmup",
-    "trainer.project_name": "logger.project",
-    "trainer.experiment_name": "run.name",
-    "trainer.default_local_dir": "run.dir",
-    "trainer.max_actor_ckpt_to_keep": "run.keep_checkpoints",
-    **{ROLLOUT + key: f"models.actor.generation.{key}" for key in GENERATION},
-    **{f"reward_model.overlong_buffer.{key}": ours for key, ours in OVERLONG.items()},
-    **{f"reward_model.reward_kwargs.overlong_buffer_cfg.{key}": ours for key, ours in OVERLONG.items()},
-}
-for _role, _section, _model in (("actor", ACTOR, ACTOR), ("reference", REF, REF), ("critic", CRITIC, "critic.model.")):
-    RENAMED[_section + "megatron.tensor_model_parallel_size"] = f"models.{_role}.layout.tp"
-    RENAMED[_section + "megatron.pipeline_model_parallel_size"] = f"models.{_role}.layout.pp"
-    RENAMED[_section + "megatron.virtual_pipeline_model_parallel_size"] = f"models.{_role}.layout.vpp"
-    RENAMED[_section + "optim.warmup_style"] = f"models.{_role}.optim.lr_scheduler_type"  # verl's name until 2025
-    for _engine in (_model + "fsdp_config.", _section + "megatron."):
-        RENAMED[_engine + "param_offload"] = f"models.{_role}.offload"
-        RENAMED[_engine + "optimizer_offload"] = f"models.{_role}.optim.offload"
-ELSEWHERE = (  # taken into account below
-    r"adv_estimator|loss_mode|custom_reward_function|enable_gradient_checkpointing|do_sample|filter_groups\.metric|resume_",
-    r"trainer\.(logger|nnodes|n_gpus_per_node|total_epochs)|reward_model\.(enable|reward_manager)$",
-)
-NOT_NEEDED = {  # a pattern of verl's key -> why there is nothing to set
-    r"use_remove_padding": "rows are always packed",
-    r"log_prob_(micro_batch|use_dynamic|max_token)|forward_(micro_batch|max_token)": "forward passes are cut like updates",
-    r"critic\.(ppo_micro|ppo_max_token|ppo_mini|use_dynamic|ppo_epochs|loss_agg)": "the critic's rows are cut like the actor's",
-    r"rollout\.(name|mode|load_format|free_cache|layered_sum|dtype|max_model_len|disable)": "one generator, of the training weights",
-    r"fsdp_config\.|\.strategy$|hybrid_engine": "layout.zero says how weights are sharded",
-    r"reward_model\.(micro|num_workers|use_reward_loop|rollout\.|use_dynamic|model\.)": "a reward model is a role like others",
-    r"data\.(return_|reward_fn_key|image_key|video_key)|trainer\.(use_legacy|balance|device)": "there is no such choice",
-    r"data\.truncation": "prompts that are too long are dropped or refused (data.filter_overlong_prompts), never cut",
-    r"val_before_train": "with run.test_freq above 0 the first validation is before training",
-    r"ulysses_sequence_parallel_size": "layout.sequence_parallel shares a sequence among tp ranks",
-    r"lora": "THERE IS NO LORA: this run trains all weights",
-    r"profiler|^ray_kwargs|^transfer_queue|trainer\.ray": "there is no such part",
 }
 
 
@@ -268,7 +176,11 @@ def run_of(verl: dict[str, Any], roles: Sequence[str]) -> dict[str, Any]:
     if "trainer.total_training_steps" not in verl:
         found |= {"data.epochs": verl["trainer.total_epochs"], "run.steps": None}
     found["run.dir"] = f"runs/{verl.get('trainer.experiment_name', 'verl')}"
-    found["logger.wandb"] = "online" if "wandb" in str(verl.get("trainer.logger", "wandb")) else "disabled"
+    asked = str(verl.get("trainer.logger", "wandb"))
+    found |= {
+        "logger.wandb": "online" if "wandb" in asked else "disabled",
+        "logger.trackers": [p for p in PACKAGES if p in asked],
+    }
     resume = {"auto": "auto", "disable": "never", "resume_path": verl.get("trainer.resume_from_path")}
     if verl.get("trainer.resume_mode", "auto") != "auto":
         found["run.resume"] = resume.get(verl["trainer.resume_mode"], "auto")
@@ -281,14 +193,17 @@ def convert(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     chosen = algorithm_of(verl)
     name = chosen["algorithm.name"]
     config = find("algorithm", "rlhf_spmd.algorithms", name, exports="step").Config
-    names = {f"{theirs}{key}": f"{ours}{key}" for theirs, (ours, keys) in SAME.items() for key in keys} | RENAMED
+    table = foreign_names()["verl"]
+    names = table["keys"]
     found: dict[str, Any] = dict(chosen)
     left: dict[str, str] = {}
     for key, value in verl.items():
         ours = names.get(key)
         if ours is None:
-            handled = any(re.search(pattern, key) for pattern in ELSEWHERE)
-            why = next((why for pattern, why in NOT_NEEDED.items() if re.search(pattern, key)), "not known: look it up")
+            handled = key in table["said"] or key.startswith("custom_reward_function.") or key == FILTER + "metric"
+            why = next(
+                (why for pattern, why in table["not_needed"].items() if re.search(pattern, key)), "not known: look it up"
+            )
             left |= {} if handled or key not in given else {key: why}
         elif ours.startswith("algorithm.") and default_of(config, ours) is MISSING:
             left |= {key: f"{name} has no such setting"} if key in given else {}
@@ -383,7 +298,8 @@ def main(arguments: Sequence[str]) -> None:
     for key in sorted(found):
         OmegaConf.update(tree, key, found[key])
     gpus, nodes = verl.get("trainer.n_gpus_per_node", 8), verl.get("trainer.nnodes", 1)
-    print(f"# torchrun --nnodes {nodes} --nproc-per-node {gpus} -m rlhf_spmd.train --config THIS_FILE")
+    several = f"torchrun --nnodes {nodes} --nproc-per-node {gpus} -m rlhf_spmd.train"
+    print(f"# {several if nodes > 1 else f'rlhf-spmd train --nproc-per-node {gpus}'} --config THIS_FILE")
     print(OmegaConf.to_yaml(tree), end="")
     for key, why in left.items():
         print(f"{key}: left out, {why}", file=sys.stderr)

@@ -126,7 +126,8 @@ RECIPES = {
 
 @dataclass(frozen=True)
 class Preset:
-    """``layout``: of every role that trains or is frozen; ``generation``: of the actor. ``more``: settings of the actor and critic."""
+    """``layout``: of every role that trains or is frozen; ``generation``: of the actor. ``more``: settings of the actor and critic.
+    ``lora``: rank of adapters, which learn ten times as fast and bring their reference along."""
 
     algorithm: str
     model: str
@@ -134,10 +135,11 @@ class Preset:
     layout: str = ""
     generation: str = ""
     more: str = ""
+    lora: int = 0
 
     @property
     def name(self) -> str:
-        return f"{self.algorithm}_{self.model}_{self.gpus}gpu"
+        return f"{self.algorithm}_{self.model}_{'lora_' * bool(self.lora)}{self.gpus}gpu"
 
     @property
     def nodes(self) -> int:
@@ -155,11 +157,13 @@ class Preset:
         generates = self.algorithm in ("grpo", "ppo")
         role = "".join(f"    {line}\n" for line in (self.layout and f"layout: {{{self.layout}}}", self.more) if line)
         own = "attention: auto, max_num_seqs: 256" + (f", {self.generation}" if self.generation else "")
+        if self.lora:
+            rate, role = f"{10 * float(rate):.1e}", f"    lora: {{rank: {self.lora}, alpha: {2 * self.lora}}}\n{role}"
         actor = f"    path: {MODELS[self.model][0]}\n    optim: {{lr: {rate}}}\n{role}"
         models = f"models:\n  actor:\n{actor}" + (f"    generation: {{{own}}}\n" if generates else "")
         if self.algorithm == "ppo":
             models += f"  critic:\n    optim: {{lr: 1.0e-5}}\n{role}"
-        if self.algorithm != "sft" and self.layout:
+        if self.algorithm != "sft" and self.layout and not self.lora:
             models += f"  reference:\n    layout: {{{self.layout}}}\n"
         head = f"# {MODELS[self.model][0]} by {self.algorithm.upper()} on {self.gpus} GPU{'s' * (self.gpus > 1)} of 80 GB"
         return (
@@ -207,6 +211,10 @@ TABLE = [
     Preset("sft", "qwen3_30b_a3b", 16, Z3),
     Preset("sft", "llama3.1_8b", 8, Z3),
     Preset("sft", "llama3.1_70b", 64, T8),
+    Preset("grpo", "qwen2.5_7b", 1, lora=32),
+    Preset("grpo", "qwen2.5_32b", 8, Z3, "tp: 4", lora=32),
+    Preset("dpo", "llama3.1_8b", 1, lora=32),
+    Preset("sft", "llama3.1_70b", 8, Z3, lora=32),
 ]
 
 
@@ -250,9 +258,9 @@ Settings to start from: one file for a model, an algorithm and a number of GPUs.
     sbatch --nodes=1 launch/slurm_one_node.sbatch configs/presets/grpo_qwen2.5_7b_8gpu.yaml run.steps=50
 
 GRPO and PPO learn GSM8K by rule (256 prompts * 8 responses, or 512 prompts, of up to 1,024 tokens); DPO takes UltraFeedback's pairs,
-SFT Capybara's conversations (128 rows of up to 2,048 tokens). Models and data come from the Hugging Face hub by name; where ranks
-have no network, fetch them before (`hf download NAME`, `hf download NAME --repo-type dataset`) and set `HF_HUB_OFFLINE=1`. Another
-model of the same size needs only `models.actor.path`.
+SFT Capybara's conversations (128 rows of up to 2,048 tokens). `lora` trains [adapters](training.md#adapters-lora). Models and data come
+from the Hugging Face hub by name; where ranks have no network, fetch them before (`hf download NAME`, `hf download NAME --repo-type
+dataset`) and set `HF_HUB_OFFLINE=1`. Another model of the same size needs only `models.actor.path`.
 
 Memory and seconds are predictions for H100, rows at their limits; they were not measured. For rows as long as yours
 

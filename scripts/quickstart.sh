@@ -6,12 +6,11 @@ source "$(dirname "$0")/environment.sh"
 seed=${SEED:-0}
 export CUDA_VISIBLE_DEVICES=  # two CPU ranks, also where there are GPUs
 rm -rf runs/quickstart
-launch() { torchrun --standalone --nproc-per-node 2 -m "$@"; }
 
 echo "1/3  task: sort 4 to 14 digits; data and an untrained 1.6 M parameter Llama"
 python -m rlhf_spmd.data.sort_digits --out runs/quickstart/task --seed "$seed"
 echo "2/3  SFT until about a quarter of the answers are right"
-launch rlhf_spmd.sft --config configs/quickstart_sft.yaml run.seed="$seed"
+rlhf-spmd sft --nproc-per-node 2 --config configs/quickstart_sft.yaml run.seed="$seed"
 echo "3/3  PPO with actor, critic and reference on two ranks, rewarded for right answers only"
-launch rlhf_spmd.train --config configs/quickstart_ppo.yaml run.seed="$seed"
+rlhf-spmd train --nproc-per-node 2 --config configs/quickstart_ppo.yaml run.seed="$seed"
 python -m rlhf_spmd.telemetry.summary runs/quickstart/ppo

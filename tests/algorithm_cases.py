@@ -74,6 +74,11 @@ def of_pairs(name: str, *more: str, roles: tuple[str, ...] = ("actor",), frozen:
 CASES: dict[str, Case] = {
     "ppo, one model": Case("quickstart_ppo_shared", more=(*ROLLOUTS, "algorithm.kl_ctrl.kl_coef=0.05")),
     "grpo": Case("quickstart_grpo", more=(*ROLLOUTS, "algorithm.ppo_epochs=2", "algorithm.kl_loss_coef=0.05")),
+    "grpo with adapters": Case(
+        "quickstart_grpo",
+        frozen=(),
+        more=(*ROLLOUTS, "algorithm.ppo_epochs=2", "algorithm.kl_loss_coef=0.05", "models.actor.lora={rank: 4, alpha: 8}"),
+    ),
     "dr_grpo": Case("quickstart_dr_grpo", frozen=(), more=(*ROLLOUTS, "algorithm.ppo_epochs=2")),
     "rloo": Case("quickstart_rloo", more=(*ROLLOUTS, "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.horizon=100")),
     "reinforce_plus_plus": Case("quickstart_reinforce_plus_plus", more=(*ROLLOUTS, "algorithm.gamma=0.97")),

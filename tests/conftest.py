@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -16,6 +17,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that wait leave the cores to other ranks
 if not os.path.exists("/dev/nvidiactl") or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton: its kernels on CPU tensors
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # of a shell's background job, and of all its children
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.path.insert(0, str(Path(__file__).parent))
 
 

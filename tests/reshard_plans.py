@@ -6,7 +6,7 @@ import torch
 
 from reshard_cases import Simulated, filled
 from rlhf_spmd.reshard import missing_elements
-from rlhf_spmd.reshard.hybrid import single_slice
+from rlhf_spmd.reshard.plan import single_slice
 
 
 def check_plans(run: Simulated) -> None:

@@ -69,7 +69,6 @@ _CONFIG: dict[str, Any] = {
     "data": {"max_prompt_length": 12, "max_response_length": MAX_RESPONSE, "train_batch_size": PROMPTS},
     "sampling": {"n": SAMPLES},
     "reward": {"function": "tasks:even_share"},
-    "logger": {"wandb": "disabled"},
 }
 _OPTIM = {"lr": 1e-3, "lr_scheduler_type": "cosine", "lr_warmup_steps": 5, "min_lr_ratio": 0.1}
 
@@ -178,6 +177,19 @@ def _write_tokenizer(directory: Path) -> None:
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
+def quickstart(root: Path) -> None:
+    """In ``root`` what scripts/quickstart.sh makes, with random weights."""
+    from rlhf_spmd.data import sort_digits
+    from rlhf_spmd.models.weights import write_random_model
+
+    task = root / "runs" / "quickstart" / "task"
+    sort_digits.main(["--out", str(task), "--sft", "200", "--train", "100", "--val", "10"])
+    for part in ("sft", "ppo"):
+        export = root / "runs" / "quickstart" / part / "export"
+        write_random_model(export, json.loads((task / "model" / "config.json").read_text()), seed=1)
+        shutil.copytree(task / "model", export, dirs_exist_ok=True)
+
+
 # -- running
 
 
@@ -197,6 +209,16 @@ def train_here(world: World, config: str, overrides: Sequence[str]) -> None:
     prepared = prepare(config, overrides, world.size)
     create_run_dir(prepared.config.run.dir)
     train(ProgramContext(world, Board(world.launch, world.store), prepared))
+
+
+def leave_world() -> None:
+    """After ``LLM`` in the test process itself, which a script would leave at its end."""
+    import torch
+
+    from rlhf_spmd.parallel.world import join_world
+
+    join_world.cache_clear()
+    torch.distributed.destroy_process_group()
 
 
 def train_alone(run_dir: Path, steps: int, *more: str, config: Path | None = None) -> None:

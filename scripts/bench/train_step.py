@@ -12,6 +12,8 @@ number), same gradient clipping and fused AdamW. Every variant runs in a process
   with their padding. packed: rows concatenated with position_ids, of which transformers makes a block mask (sdpa, eager),
   compiles one (flex) or the bounds of its sequences (flash, where flash-attn is installed). On CPUs the sizes of the small models'
   micro-batches are those at which each is fastest, unless ``--peer-tokens`` is given.
+- lora: with ``--lora 16``, adapters of all matrices of the layers (rank 16, alpha 32) in place of the weights, peers by PEFT, which
+  also makes those that all begin with.
 - compiled_...: the same under ``torch.compile``; it compiles in the two steps that warm up.
 
 "tuned" gives peers what ours sets for itself on CPUs: float32 products through oneDNN, and freed memory kept. Losses of the first
@@ -38,7 +40,7 @@ from typing import Any
 import torch
 from measure import add_device, device_facts, line, machine_facts, machine_rates, rounded, run_case, save, table
 from shapes import MODELS_HELP, is_large, model_name, write_model
-from train_variants import OPTIMIZERS
+from train_variants import OPTIMIZERS, write_adapter
 
 from rlhf_spmd.parallel.layout import Layout
 
@@ -61,7 +63,7 @@ def plan_cases(args: argparse.Namespace, model: str) -> list[dict[str, Any]]:
     large = is_large(model)
     common = {"model": model, "device": args.device, "seconds": args.seconds, "least": args.least, "layout": {}, "tuned": True}
     common |= {"rows": args.rows or ([32, 512, 4096] if large else None), "compile_backend": args.compile_backend}
-    common |= {"micro_rows": args.micro_rows or (2 if large else 8), "optimizer": args.optimizer[0]}
+    common |= {"lora": 0, "micro_rows": args.micro_rows or (2 if large else 8), "optimizer": args.optimizer[0]}
     ours_tokens = args.micro_tokens or (8192 if large else 768)
     tokens = {name: args.peer_tokens or (ours_tokens if large else best) for name, best in PEERS.items()}
     cases: list[dict[str, Any]] = []
@@ -76,6 +78,11 @@ def plan_cases(args: argparse.Namespace, model: str) -> list[dict[str, Any]]:
             for variant in args.peers if kept != "selective" else ():
                 name = variant + suffix + ("" if tuned else ", untuned")
                 cases.append({**shared, "variant": variant, "tuned": tuned, "name": name, "micro_tokens": tokens[variant]})
+        for rank in args.lora if kept == "none" else ():
+            for case in [
+                case for case in cases if case["dtype"] == dtype and not case["lora"] and case["checkpointing"] == kept
+            ]:
+                cases.append({**case, "lora": rank, "name": f"{case['name']}, lora {rank}"})
         if dtype == "float32":
             for name in args.layouts:
                 cases.append({**ours, "layout": LAYOUTS[name], "name": f"ours{suffix}, {name}"})
@@ -94,11 +101,11 @@ def run(case: dict[str, Any], root: Path, timeout_s: float) -> dict[str, Any]:
 
 
 def compare(model: str, cases: list[dict[str, Any]], device: str) -> dict[str, Any]:
-    """What the figures come to, per dtype: ours over the peers, the best of each, and two ranks over one."""
+    """What the figures come to, per dtype and rank of adapters: ours over the peers, the best of each, and two ranks over one."""
     ratios: dict[str, Any] = {"model": model}
     speed = "tokens_per_cpu_s" if device == "cpu" else "tokens_per_s"
-    for dtype in dict.fromkeys(case["dtype"] for case in cases):
-        done = {case["name"]: case for case in cases if case["dtype"] == dtype and "error" not in case}
+    for dtype, rank in dict.fromkeys((case["dtype"], case["lora"]) for case in cases):
+        done = {case["name"]: case for case in cases if (case["dtype"], case["lora"]) == (dtype, rank) and "error" not in case}
         single = [case for case in done.values() if case["variant"] == "ours" and not case["layout"]]
         if not single:
             continue
@@ -121,7 +128,7 @@ def compare(model: str, cases: list[dict[str, Any]], device: str) -> dict[str, A
         entry["two_ranks_over_one"] = {
             name: round(case["tokens_per_s"] / ours["tokens_per_s"], 2) for name, case in done.items() if case["layout"]
         }
-        ratios[dtype] = entry
+        ratios[f"{dtype}, lora {rank}" if rank else dtype] = entry
     return ratios
 
 
@@ -155,6 +162,7 @@ def parse() -> argparse.Namespace:
         "--checkpointing", choices=("none", "selective", "full"), nargs="+", default=["none"], help="peers: no selective"
     )
     parser.add_argument("--optimizer", choices=OPTIMIZERS, nargs="+", default=["masters"], help="states of ours, see above")
+    parser.add_argument("--lora", type=int, nargs="*", default=[], metavar="RANK", help="also with adapters; small models")
     parser.add_argument("--untuned", action="store_true", help="peers also without the matmul switch, for information")
     parser.add_argument("--compile-backend", default="inductor", help="of torch.compile")
     parser.add_argument(
@@ -197,6 +205,8 @@ def main() -> None:
         root = Path(name)
         for model in args.models:
             write_model(root / model, model, with_weights=not (args.no_files or is_large(model)))
+            for rank in args.lora:
+                write_adapter(root / model, rank)
             done: list[dict[str, Any]] = []
             print(table(HEADS, [], 3), flush=True)
             for case in plan_cases(args, model):

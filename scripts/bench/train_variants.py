@@ -57,6 +57,20 @@ class Step:
     ranks: int = 1
 
 
+def adapter_of(path: Path, rank: int) -> Path:
+    """Where PEFT's adapters lie that a case begins with."""
+    return path.with_name(f"{path.name}_lora_{rank}")
+
+
+def write_adapter(path: Path, rank: int) -> None:
+    """Of all matrices of the layers, as PEFT makes them: B is zero."""
+    from peft import LoraConfig, get_peft_model
+
+    settings = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    torch.manual_seed(5)
+    get_peft_model(peer_model(str(path), "float32", "cpu"), settings).save_pretrained(adapter_of(path, rank))
+
+
 def peer_batches(case: dict[str, Any], rows: list[list[int]]) -> Iterator[dict[str, Tensor]]:
     """Keyword arguments of a transformers model for each micro-batch."""
     variant, lengths = case["variant"].removeprefix("compiled_"), [len(row) for row in rows]
@@ -91,11 +105,16 @@ def build_peer(case: dict[str, Any], rows: list[list[int]]) -> Step:
         keep_freed_memory()
     names = {"flex": "flex_attention", "flash": "flash_attention_2", "eager": "eager"}
     model = peer_model(case["path"], case["dtype"], device, attn_implementation=names.get(attention, "sdpa")).train()
+    if case["lora"]:
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, adapter_of(Path(case["path"]), case["lora"]), is_trainable=True)
     if case["checkpointing"] == "full":
         model.gradient_checkpointing_enable()
     if case["variant"].startswith("compiled_"):
         model.compile(backend=case["compile_backend"])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate(case), weight_decay=0.01, fused=True)
+    trained = [param for param in model.parameters() if param.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=learning_rate(case), weight_decay=0.01, fused=True)
     batches = [{key: x.to(device) for key, x in batch.items()} for batch in peer_batches(case, rows)]
     count = torch.tensor(sum(len(row) - 1 for row in rows), device=device)
 
@@ -105,7 +124,7 @@ def build_peer(case: dict[str, Any], rows: list[list[int]]) -> Step:
             loss = model(**batch, num_items_in_batch=count, use_cache=False).loss
             loss.backward()
             total += loss.detach()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return float(total)
@@ -116,6 +135,7 @@ def build_peer(case: dict[str, Any], rows: list[list[int]]) -> Step:
 def build_ours(case: dict[str, Any], rows: list[list[int]]) -> Step:
     from rlhf_spmd.models.decoder import Decoder
     from rlhf_spmd.models.heads import token_log_probs
+    from rlhf_spmd.models.lora import LoraConfig
     from rlhf_spmd.parallel.mesh import build_mesh
     from rlhf_spmd.parallel.world import connect_store, init_world, read_launch
     from rlhf_spmd.workers.engine import Packed, TrainEngine
@@ -125,6 +145,8 @@ def build_ours(case: dict[str, Any], rows: list[list[int]]) -> Step:
     world = init_world(launch, connect_store(launch), device=torch.device("cpu") if case["device"] == "cpu" else None)
     layout = Layout(**case["layout"])
     mesh = build_mesh(world, range(world.size), layout)
+    rank = case["lora"]
+    lora = LoraConfig(rank, alpha=2.0 * rank, path=str(adapter_of(Path(case["path"]), rank))) if rank else None
     engine = TrainEngine(
         read_spec(case["path"]),
         case["path"] if has_weights(case["path"]) else None,
@@ -134,6 +156,7 @@ def build_ours(case: dict[str, Any], rows: list[list[int]]) -> Step:
         dtype=getattr(torch, case["dtype"]),
         device=world.device,
         activation_checkpointing=case["checkpointing"],
+        lora=lora,
     )
     if not has_weights(case["path"]):
         assert engine.optimizer is not None and layout.size == 1, "drawn weights are those of one rank"

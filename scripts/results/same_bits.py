@@ -78,7 +78,7 @@ def overrides(prefix: str, axes: Axes) -> list[str]:
 def training(name: str, root: Path, ranks: int, train: Axes, generation: Axes, more: list[str]) -> list[str]:
     roles = ["actor", "reference", *["critic"] * (name == "ppo")]
     given = [f"models.{role}.path={root / role}" for role in roles]
-    given += ["run.seed=3", f"run.dir={root / 'run'}", "run.steps=3", "run.log_samples=32", "logger.wandb=disabled"]
+    given += ["run.seed=3", f"run.dir={root / 'run'}", "run.steps=3", "run.log_samples=32"]
     given += [f"algorithm.name={name}", "algorithm.ppo_mini_batch_size=4", f"reward.function={root / 'reward.py'}:even"]
     given += [f"data.path={root / 'rows.jsonl'}", "data.train_batch_size=8", "data.max_prompt_length=12"]
     given += ["data.max_response_length=12", "sampling.n=4", *overrides("models.actor.generation", generation)]

@@ -1,6 +1,6 @@
 """How good a model's responses are, on one set of prompts or several. After ``scripts/quickstart.sh``, which makes both:
 
-torchrun --nproc-per-node 2 -m rlhf_spmd.evaluate model.path=runs/quickstart/ppo/export \\
+rlhf-spmd evaluate --nproc-per-node 2 model.path=runs/quickstart/ppo/export \\
     data.path=[runs/quickstart/task/val.jsonl] reward.function=exact_match sampling.n=4 out=runs/quickstart/evaluation
 
 ``model.path`` is a Hugging Face directory, a run's directory or one of its checkpoints. Each file of ``data.path`` is a set with
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from rlhf_spmd.config.bounds import check_bounds
+from rlhf_spmd.config.keys import Key, list_keys
 from rlhf_spmd.config.load import check_tree, to_dict
 from rlhf_spmd.config.schema import ConfigError, Reader
 from rlhf_spmd.data.files import list_paths, names_of, read_rows
@@ -41,8 +42,15 @@ RESULTS_FILE, ROWS_FILE = "results.json", "rows.jsonl"
 
 @dataclass(frozen=True)
 class SetConfig:
-    """``path``, ``split``, ``subset``: as in ``data``. ``max_samples``: only so many rows are read. ``reward`` and ``sampling``: keys
-    that differ from the common ones."""
+    """``sets.<name>``.
+
+    - path: file or data set
+    - split: null: `data.split`
+    - subset: null: `data.subset`
+    - max_samples: read only the first rows
+    - reward: keys of `reward` that differ from the common ones
+    - sampling: keys of `sampling` that differ from the common ones
+    """
 
     path: str
     split: str | None = None
@@ -57,7 +65,11 @@ class SetConfig:
 
 @dataclass(frozen=True)
 class EvaluationDataConfig(QuestionsConfig):
-    """``path``: a file, or a list of them."""
+    """``data`` of ``evaluate``.
+
+    - path: a file of prompts, or a list of files, each a set with the file's name
+    - split: of `datasets` names
+    """
 
     def check_path(self, where: str) -> None:
         if isinstance(self.path, dict):
@@ -66,8 +78,12 @@ class EvaluationDataConfig(QuestionsConfig):
 
 @dataclass(frozen=True)
 class EvaluateConfig(AnswerConfig):
-    """Everything that ``evaluate`` takes. ``out``: a directory. ``sets``: by name. ``pass_score``: the least score that passes, for
-    pass@k."""
+    """Everything that ``evaluate`` takes.
+
+    - out: directory for `results.json` and `rows.jsonl`
+    - sets: more sets by name
+    - pass_score: the least score that passes, for pass@k
+    """
 
     data: EvaluationDataConfig = field(default_factory=EvaluationDataConfig)
     sets: dict[str, SetConfig] = field(default_factory=dict)
@@ -232,9 +248,14 @@ def _cell(value: Any) -> str:
     return "-" if value is None else f"{value:.4f}" if isinstance(value, float) else json.dumps(value)
 
 
+def keys(overrides: Sequence[str] = ()) -> Iterator[Key]:
+    """They are the same whatever the overrides."""
+    return list_keys(EvaluateConfig, {})
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line: overrides, and ``--config FILE`` if there are many."""
-    run_inference_program("evaluate", __doc__, EvaluateConfig, prepare, evaluate, argv)
+    run_inference_program("evaluate", __doc__, EvaluateConfig, keys, prepare, evaluate, argv)
 
 
 if __name__ == "__main__":

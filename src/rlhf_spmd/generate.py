@@ -1,6 +1,6 @@
 """Responses to prompts, ``sampling.n`` to each. After ``scripts/quickstart.sh``, which makes a model and prompts:
 
-torchrun --nproc-per-node 2 -m rlhf_spmd.generate model.path=runs/quickstart/ppo/export \\
+rlhf-spmd generate --nproc-per-node 2 model.path=runs/quickstart/ppo/export \\
     data.path=runs/quickstart/task/val.jsonl out=answers.jsonl
 
 In: one row per prompt with ``prompt`` (text or chat messages) or ``prompt_ids``, optional ``id`` (else the row's number), ``answer``,
@@ -17,14 +17,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from rlhf_spmd.config.keys import Key, list_keys
 from rlhf_spmd.data.files import list_paths
 from rlhf_spmd.data.prompts import has_ids
 from rlhf_spmd.data.tokenizer import decoding, load_tokenizer
-from rlhf_spmd.environments.config import EnvironmentConfig
+from rlhf_spmd.environments.config import EnvironmentConfig, check_rows, environment_key, named_environments, tools_of
 from rlhf_spmd.generation import StopStrings
 from rlhf_spmd.generation.stopping import special_stops
 from rlhf_spmd.parallel.world import Launch, World
@@ -37,15 +38,23 @@ KEEP = ("all", "best", "pairs")
 
 @dataclass(frozen=True)
 class GenerateConfig(AnswerConfig):
-    """Everything that ``generate`` takes. ``keep``: of a prompt's responses ``all``; ``best``, or a number of the best, as rows for
-    SFT; ``pairs``: the best and the worst, as rows for preference learning."""
+    """Everything that ``generate`` takes.
+
+    - out: jsonl file to write; while the job goes on, rows that have ended lie in `<out>.part`, with which it goes on after a
+      kill
+    - environments: environments by name, each with the keys of `environment`; a row's column `environment` names its own
+    - keep: of a prompt's responses: `all`; `best`, or a number of the best, as rows for SFT; `pairs`: the best and the worst,
+      as `chosen` and `rejected`. All but `all` need `reward.function`
+    """
 
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
+    environments: dict[str, EnvironmentConfig] = field(default_factory=dict)
     keep: str | int = "all"
 
     def check(self, where: str) -> None:
         super().check(where)
-        self.environment.check_together("environment", self.timeout_s, self.generation.rebalance_steps)
+        for name, one in named_environments(self.environment, self.environments).items():
+            one.check_together(environment_key(name), self.timeout_s, self.generation.rebalance_steps)
         if self.keep not in KEEP and not (isinstance(self.keep, int) and 1 <= self.keep <= self.sampling.n):
             raise ValueError(
                 f"keep={self.keep!r} must be {', '.join(KEEP)}, or a number from 1 to sampling.n={self.sampling.n}"
@@ -64,11 +73,14 @@ def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> Prepa
     config, spec, layout, checkpoint = read_weights(config, launch)
     rows = config.data.read()
     has_text = not all(has_ids(row, config.data) for row in rows)
-    needed = has_text or bool(config.sampling.stop) or config.environment.cls is not None or config.reward.function is not None
+    environments = named_environments(config.environment, config.environments)
+    config = replace(config, data=replace(config.data, tools=tools_of(environments, config.data.tools)))
+    needed = has_text or bool(config.sampling.stop or environments) or config.reward.function is not None
     tokenizer = load_tokenizer(config.model.path, required=needed)
     asked = check_set("", "reward", rows, config, config.sampling, config.reward, (spec, tokenizer))
+    check_rows(environments, asked.rows, [row.where for row in rows], scored=True)
     journal = Journal(Path(f"{config.out}.part"), job_of(config, checkpoint, [asked]), config.out, checks=launch.rank == 0)
-    return Prepared(config, spec, layout, checkpoint, tokenizer, [asked], journal, config.environment)
+    return Prepared(config, spec, layout, checkpoint, tokenizer, [asked], journal, environments)
 
 
 def generate(ready: Prepared, world: World, tick: Callable[[], None] = lambda: None) -> None:
@@ -141,14 +153,19 @@ def response_text(ready: Prepared, token_ids: Sequence[int], finish_reason: str)
     if finish_reason != "stop" or not sampling.stop:
         return decode(token_ids)
     if not sampling.include_stop_str_in_output:
-        return StopStrings(sampling.stop, decode).cut(token_ids)
+        return StopStrings(sampling.stop, decode).cut(token_ids)[0]
     special = special_stops(sampling.stop, decode.special_ids, "sampling")
     return decode(token_ids) + "".join(stop for stop, token in special.items() if token == token_ids[-1])
 
 
+def keys(overrides: Sequence[str] = ()) -> Iterator[Key]:
+    """They are the same whatever the overrides."""
+    return list_keys(GenerateConfig, {})
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line: overrides, and ``--config FILE`` if there are many."""
-    run_inference_program("generate", __doc__, GenerateConfig, prepare, generate, argv)
+    run_inference_program("generate", __doc__, GenerateConfig, keys, prepare, generate, argv)
 
 
 if __name__ == "__main__":

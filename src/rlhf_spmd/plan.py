@@ -1,36 +1,37 @@
 """Where and how every call of a training run should run on a cluster: the fastest plan that fits, for `train plan=FILE`.
 
-python -m rlhf_spmd.plan --config configs/quickstart_ppo.yaml cluster.nodes=2 cluster.gpus_per_node=8 cluster.gpu=h100
-torchrun --nproc-per-node 8 -m rlhf_spmd.plan profile --config FILE plan.out=profile.json
+rlhf-spmd plan --config configs/quickstart_ppo.yaml cluster.nodes=2 cluster.gpus_per_node=8 cluster.gpu=h100
+rlhf-spmd plan profile --nproc-per-node 8 --config FILE plan.out=profile.json
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from rlhf_spmd import train
 from rlhf_spmd.config.bounds import check_bounds
-from rlhf_spmd.config.keys import list_keys
+from rlhf_spmd.config.keys import Key
 from rlhf_spmd.config.registry import find
 from rlhf_spmd.config.schema import ConfigError
 from rlhf_spmd.controller import Graph
 from rlhf_spmd.data.dataset import DatasetConfig
 from rlhf_spmd.data.files import DataError
-from rlhf_spmd.parallel.program import ProgramContext, read_command_line, run_program
-from rlhf_spmd.parallel.world import read_launch
+from rlhf_spmd.parallel.command_line import read_command_line, refuse
+from rlhf_spmd.parallel.program import ProgramContext, run_program
 from rlhf_spmd.planner.machine import ClusterConfig, Machine, is_file
 from rlhf_spmd.planner.placement import AUTO
 from rlhf_spmd.planner.profile import Measured, Profile, read_profile, write_profile
 from rlhf_spmd.planner.search import Found
 from rlhf_spmd.planner.shape import Workload
 from rlhf_spmd.planner.simulate import simulate
-from rlhf_spmd.runtime import outline, planning
+from rlhf_spmd.runtime import checks, outline, planning
 from rlhf_spmd.runtime.checked_plan import checked_plan
 from rlhf_spmd.runtime.fitting import check_memory, decide_checkpointing, with_checkpointing
 from rlhf_spmd.runtime.memory import StepFacts
@@ -40,15 +41,20 @@ from rlhf_spmd.runtime.plan_page import compare, measured_seconds, page, read_tr
 from rlhf_spmd.runtime.planned_calls import PlannedNode, placed_calls, planned_nodes
 from rlhf_spmd.runtime.profiling import profile
 from rlhf_spmd.runtime.roles import RolePlan
-from rlhf_spmd.train import Prepared, TrainConfig, check_duration, describe_run, read_config, trace
+from rlhf_spmd.train import Prepared, TrainConfig, describe_run, read_config, trace
 
 
 @dataclass(frozen=True)
 class SearchConfig:
-    """``plan``. ``search``: a module of ``planner.search``, or the dotted name of one's own. ``fixed``: a plan, which is evaluated
-    instead; "config": the configuration's own placement. ``time_limit_s`` and ``seed``: of the search. ``out``: where the plan goes,
-    and beside it its picture as HTML; of ``plan profile`` the profile. ``measured``: directory of a run that followed the plan, for
-    the picture."""
+    """``plan``.
+
+    - search: how plans are searched for: `exact`, `mcmc`, `enumerate`, `grid`, or the dotted name of your own
+    - fixed: a plan, which is evaluated instead; `config`: the configuration's own placement and layouts
+    - time_limit_s: of the search, seconds
+    - seed: of `mcmc`
+    - out: where the plan goes, and beside it its picture as HTML; of `plan profile` the profile
+    - measured: directory of a run that followed the plan: compared with it, call by call
+    """
 
     search: str = "exact"
     fixed: str | None = None
@@ -89,9 +95,9 @@ class Run:
 def read_run(path: str | None, overrides: Sequence[str]) -> Run:
     """Local; needs neither data nor tokenizers nor weights. Raises ConfigError, ValueError or DataError, one line each."""
     config, module = read_config(path, overrides, more=SECTIONS)
-    config, _ = check_duration(config)
+    config, _ = checks.check_duration(config)
     models = {role: without_exactness(one) for role, one in config.models.items()}
-    sized = [role for role, one in config.models.items() if one.spec is not None]  # type: ignore[attr-defined]
+    sized = [role for role, one in config.models.items() if one.spec is not None]
     rewards = {role: replace(one, model=None) if role in sized else one for role, one in config.rewards.items()}
     config = replace(config, rewards=rewards, reward=replace(config.reward, model=None) if "reward" in sized else config.reward)
     with outline.directories(models) as given:
@@ -99,7 +105,7 @@ def read_run(path: str | None, overrides: Sequence[str]) -> Run:
     training = {name: outline.stand_in(one) for name, one in sections.items() if isinstance(one, DatasetConfig)}
     described = {role: replace(one, config=without_exactness(one.config)) for role, one in described.items()}
     graph = trace(Prepared(config, module, described, rewards, outline.CharacterTokenizer(), training, {}))
-    work = config.workload.of(next(iter(sections.values())), config.sampling.n)  # type: ignore[attr-defined]
+    work = config.workload.of(next(iter(sections.values())), config.sampling.n)
     return Run(config, planned_nodes(graph, described, work, config.sampling), work, graph, described)
 
 
@@ -244,17 +250,29 @@ def measure(context: ProgramContext[Run]) -> None:
         print(f"profile written: plan with cluster.gpu={run.config.plan.out}", file=sys.stderr)
 
 
+def keys(overrides: Sequence[str] = ()) -> Iterator[Key]:
+    """Of a run of the algorithm that the overrides name, and of the plan."""
+    return train.keys(overrides, more=SECTIONS)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line. ``profile`` before the other arguments measures instead; ``--json`` prints JSON."""
     given = list(sys.argv[1:] if argv is None else argv)
     profiles, as_json = "profile" in given[:1], "--json" in given
-    rest = [one for one in given[profiles:] if one != "--json"]
-    config, overrides = read_command_line("plan", __doc__, lambda: list_keys(TrainConfig, SECTIONS), rest)
+
+    def read(path: str | None, overrides: Sequence[str]) -> TrainConfig:
+        return read_config(path, overrides[profiles:], more=SECTIONS)[0]
+
+    rest = [one for one in given if one != "--json"]
+    command = read_command_line("plan", __doc__, keys, read, rest, has_ranks=profiles)
+    config, overrides = command.config, command.overrides[profiles:]
+    if command.dry_run:
+        refuse("--dry-run: plan trains nothing; leave it out")
     if profiles:
         run_program(lambda: read_run(config, overrides), measure)
         return
     try:
-        if read_launch().size > 1:
+        if command.launch.size > 1:
             raise ConfigError("plan is one process: start it without torchrun, which only `plan profile` needs")
         run = read_run(config, overrides)
         planned, settings = plan(run), run.config.plan

@@ -1,41 +1,76 @@
 """One page about a run, or about several beside each other: curves, phases, timelines, samples.
 
-python -m rlhf_spmd.report runs/quickstart/ppo                                        writes runs/quickstart/ppo/report.html
-python -m rlhf_spmd.report runs/quickstart/ppo runs/quickstart/grpo out=both.html     compares the two
+rlhf-spmd report runs/quickstart/ppo                                        writes runs/quickstart/ppo/report.html
+rlhf-spmd report runs/quickstart/ppo runs/quickstart/grpo out=both.html     compares the two
+rlhf-spmd report --serve runs/quickstart/ppo                                follows it in the browser, until Ctrl-C
 """
 
 from __future__ import annotations
 
-import argparse
+import contextlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from rlhf_spmd.parallel.command_line import Parser, refuse
 from rlhf_spmd.telemetry.report import read_run, render
-from rlhf_spmd.telemetry.run_dir import REPORT_FILE, atomic_write_text
+from rlhf_spmd.telemetry.report_server import open_server
+from rlhf_spmd.telemetry.run_dir import CONFIG_FILE, EXIT_STATUS_FILE, METRICS_FILE, REPORT_FILE, atomic_write_text
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code: 2 with one line for a directory that is not there, or an ``out`` that cannot be written."""
-    parser = argparse.ArgumentParser(
-        prog="python -m rlhf_spmd.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    """The exit code. Ends the process with 2 and one line for a directory that is no run, an ``out`` that cannot be written, or a port
+    that is taken."""
+    parser = Parser("report", __doc__)
+    parser.add_argument("run", nargs="*", help="the run.dir of a run, finished or not; out=FILE: where the page is written")
+    parser.add_argument(
+        "--serve", action="store_true", help="write nothing: show the page on this machine and keep it up to date"
     )
-    parser.add_argument("run", nargs="+", help="the run.dir of a run, finished or not; out=FILE: where the page is written")
-    given = parser.parse_args(argv).run
-    outs = [value.removeprefix("out=") for value in given if value.startswith("out=")]
-    runs = [value for value in given if not value.startswith("out=")]
+    parser.add_argument("--port", type=int, default=8421, help="of --serve (default: %(default)s; 0: a free one)")
+    given = parser.parse_intermixed_args(argv)
+    outs = [value.removeprefix("out=") for value in given.run if value.startswith("out=")]
+    runs = [value for value in given.run if not value.startswith("out=")]
     try:
-        if not runs or (len(runs) > 1 and not outs):
-            raise ValueError(
-                f"{len(runs)} runs and no out=FILE; give out=FILE for a page of several runs" if runs else "no run directory"
-            )
-        page = render([read_run(run) for run in runs])
+        if not runs:
+            raise ValueError("no run directory; give the run.dir of a run, as in rlhf-spmd report runs/quickstart/ppo")
+        if given.serve and outs:
+            raise ValueError(f"out={outs[-1]}: --serve writes nothing; leave one of the two out")
+        if len(runs) > 1 and not outs and not given.serve:
+            raise ValueError(f"{len(runs)} runs and no out=FILE; give out=FILE for a page of several runs")
+        found = [read_run(run) for run in runs]
+        for run in found:
+            check_run(run.directory)
+        if given.serve:
+            return serve(runs, given.port)
+        page = render(found)
         path = Path(outs[-1] if outs else Path(runs[0]) / REPORT_FILE)
         atomic_write_text(path, page)
     except (ValueError, OSError) as error:
-        print(error, file=sys.stderr)
-        return 2
+        refuse(error)
     print(path)
+    return 0
+
+
+def check_run(directory: Path) -> None:
+    """Raises ValueError for a directory that no run has written to, with runs below it."""
+    marks = CONFIG_FILE, METRICS_FILE, EXIT_STATUS_FILE
+    if not any((directory / mark).is_file() for mark in marks):
+        below = sorted(
+            {str(file.parent) for depth in ("*", "*/*") for mark in marks for file in directory.glob(f"{depth}/{mark}")}
+        )
+        hint = f"runs below it: {', '.join(below)}" if below else "give the run.dir of a run"
+        raise ValueError(f"{directory} is no run's directory: it has none of {', '.join(marks)}; {hint}")
+
+
+def serve(runs: Sequence[str], port: int) -> int:
+    """Until it is interrupted."""
+    try:
+        server = open_server(runs, port)
+    except (OSError, OverflowError) as error:
+        raise ValueError(f"--port {port}: {error}; give another one, or 0 for a free one") from error
+    with server, contextlib.suppress(KeyboardInterrupt):
+        print(f"http://127.0.0.1:{server.server_port}  (Ctrl-C ends it)", flush=True)
+        server.serve_forever()
     return 0
 
 

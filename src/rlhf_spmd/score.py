@@ -1,6 +1,6 @@
 """Log-probs of responses. After ``scripts/quickstart.sh``, which makes a model and pairs:
 
-torchrun --nproc-per-node 2 -m rlhf_spmd.score model.path=runs/quickstart/ppo/export \\
+rlhf-spmd score --nproc-per-node 2 model.path=runs/quickstart/ppo/export \\
     data.path=runs/quickstart/task/sft.jsonl out=scores.jsonl
 
 In: one row per response with ``prompt_ids`` and ``response_ids``, or with ``prompt`` (text or chat messages) and ``response``
@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from rlhf_spmd.config.bounds import check_bounds
+from rlhf_spmd.config.keys import Key, list_keys
 from rlhf_spmd.data.balance import micro_batches_by_tokens, partition_by_tokens
 from rlhf_spmd.data.batch import Batch, ragged
 from rlhf_spmd.data.encoding import check_ids
@@ -43,7 +44,10 @@ from rlhf_spmd.workers.objective import pack_rows, response_log_probs, sequence_
 
 @dataclass(frozen=True)
 class ScoreConfig(inference.InferenceConfig):
-    """Everything that ``score`` takes. ``max_token_len_per_gpu``: tokens of a micro-batch on one rank."""
+    """Everything that ``score`` takes.
+
+    - max_token_len_per_gpu: tokens of a micro-batch on one rank
+    """
 
     data: PairsConfig = field(default_factory=PairsConfig)
     max_token_len_per_gpu: int = 16384
@@ -160,10 +164,15 @@ def check_finite(ready: Prepared, scored: Sequence[tuple[int, list[float]]]) -> 
             raise inference.not_finite(row, ready.ids[row], ready.config.model)
 
 
+def keys(overrides: Sequence[str] = ()) -> Iterator[Key]:
+    """They are the same whatever the overrides."""
+    return list_keys(ScoreConfig, {})
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line: overrides, and ``--config FILE`` if there are many."""
     inference.run_inference_program(
-        "score", __doc__, ScoreConfig, prepare, lambda ready, world, tick: score(ready, world), argv
+        "score", __doc__, ScoreConfig, keys, prepare, lambda ready, world, tick: score(ready, world), argv
     )
 
 

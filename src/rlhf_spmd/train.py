@@ -1,6 +1,6 @@
 """Training, from configuration to export. After ``scripts/quickstart.sh``, which makes data and a model:
 
-torchrun --nproc-per-node 2 -m rlhf_spmd.train --config configs/quickstart_ppo.yaml run.dir=runs/mine sampling.n=8
+rlhf-spmd train --nproc-per-node 2 --config configs/quickstart_ppo.yaml run.dir=runs/mine sampling.n=8
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
 
+from rlhf_spmd import notebook
 from rlhf_spmd.algorithms.base import AlgorithmConfig, move_reference
-from rlhf_spmd.config.keys import list_keys
+from rlhf_spmd.config.keys import Key, list_keys
 from rlhf_spmd.config.load import check_tree, load
 from rlhf_spmd.config.registry import find
-from rlhf_spmd.config.schema import ConfigError
 from rlhf_spmd.controller import MICRO_DP, Controller, Graph, Reference
 from rlhf_spmd.controller.protocols import Members
 from rlhf_spmd.data.batch import Batch
@@ -27,11 +27,12 @@ from rlhf_spmd.data.loader import build_loader
 from rlhf_spmd.data.prompts import DataConfig, PromptDataset, PromptsConfig
 from rlhf_spmd.data.stored import load_dataset
 from rlhf_spmd.data.tokenizer import load_tokenizer
-from rlhf_spmd.environments.config import EnvironmentConfig
+from rlhf_spmd.environments.config import EnvironmentConfig, check_rows, environment_key, named_environments
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.kernels import model_device
-from rlhf_spmd.parallel.program import ProgramContext, ProgramSettings, read_command_line, run_program
-from rlhf_spmd.parallel.world import Launch, World, read_launch
+from rlhf_spmd.parallel.command_line import read_command_line
+from rlhf_spmd.parallel.program import ProgramContext, ProgramSettings, run_program
+from rlhf_spmd.parallel.world import Launch, World, connect_store
 from rlhf_spmd.planner.placement import AUTO, PlacementConfig
 from rlhf_spmd.rewards.config import RewardConfig, named_rewards, reward_key
 from rlhf_spmd.runtime import checks, outline, roles
@@ -55,8 +56,15 @@ VALIDATION_SEED = 1_000_003  # validation draws other numbers than training
 @dataclass(frozen=True)
 class TrainConfig:
     """The whole configuration of ``train``. ``algorithm`` is the Config of the module that ``algorithm.name`` names; ``data``, and
-    what other sections of data the algorithm has, are what its ``streams`` say. ``rewards``: by role; ``reward`` is the one of that
-    name. ``plan``: a file that ``plan`` wrote, which says where and how every call runs."""
+    what other sections of data the algorithm has, are what its ``streams`` say.
+
+    - rewards: rewards by name, each with the keys of `reward` (`rewards.cost.function`). Names of the algorithm's reward roles are
+      for these; any other name is one more reward, whose scores are added. `reward` is `rewards.reward`: give one of the two
+    - environments: environments by name, each with the keys of `environment` (`environments.search.cls`); a row's column
+      `environment` names its own, and a row that names none has `environment`
+    - plan: a file that `plan` wrote ([planner.md](planner.md)): it decides placement and layouts; the command line goes before
+      it, and it before the file
+    """
 
     run: RunConfig = field(default_factory=RunConfig)
     algorithm: Any = None  # the type of a field that is replaced must be Any
@@ -68,6 +76,7 @@ class TrainConfig:
     reward: RewardConfig = field(default_factory=RewardConfig)
     rewards: dict[str, RewardConfig] = field(default_factory=dict)
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
+    environments: dict[str, EnvironmentConfig] = field(default_factory=dict)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     plan: Any = None
 
@@ -75,7 +84,8 @@ class TrainConfig:
 @dataclass(frozen=True)
 class Prepared:
     """A run that was checked: everything that is known before a process group exists. ``training`` and ``validation``: data sets
-    by stream. ``checkpointing``: see :class:`Build`. ``warnings``: lines that the run begins with."""
+    by stream. ``checkpointing``: see :class:`Build`. ``memory``: what the fullest rank needs, in words. ``warnings``: lines that the
+    run begins with."""
 
     config: TrainConfig
     algorithm: ModuleType
@@ -85,6 +95,7 @@ class Prepared:
     training: dict[str, TokenDataset]
     validation: dict[str, TokenDataset]
     checkpointing: str = "none"
+    memory: str = ""
     warnings: tuple[str, ...] = ()
 
     @property
@@ -101,7 +112,7 @@ class Prepared:
 
 
 def read_config(
-    path: str | None,
+    path: str | Mapping[str, Any] | None,
     overrides: Sequence[str],
     default: str = "ppo",
     more: Mapping[str, Any] = MappingProxyType({}),
@@ -144,7 +155,7 @@ def read_config(
 
 
 def prepare(
-    path: str | None,
+    path: str | Mapping[str, Any] | None,
     overrides: Sequence[str],
     world_size: int,
     default: str = "ppo",
@@ -159,11 +170,13 @@ def prepare(
     """
     config, module = read_config(path, overrides, default, planned=planned)
     check_ranks(config.plan, world_size)
-    config, epochs = check_duration(config)
+    config, epochs = checks.check_duration(config)
     algorithm: AlgorithmConfig = config.algorithm
     for role, model in config.models.items():
         model.generation.check_device(f"models.{role}.generation")
     sections, rewards, described = describe_run(config, config.models)
+    environments = named_environments(config.environment, config.environments)
+    sections = checks.with_tools(sections, environments)
     tokenizer = load_tokenizer(roles.model_directory(described, algorithm.exported))
     described = roles.find_text_readers(described, rewards, algorithm.exported, tokenizer)
     read = cache(lambda: read_data(config, sections, tokenizer, described))
@@ -178,7 +191,8 @@ def prepare(
     for plan in plans.values():
         if plan.generation is not None:
             steps = plan.config.generation.rebalance_steps
-            config.environment.check_together("environment", config.run.timeout_s, steps, ahead)
+            for name, one in environments.items():
+                one.check_together(environment_key(name), config.run.timeout_s, steps, ahead)
     checks.check_validation(config, algorithm, hasattr(module, "validate"))
     checks.check_batches(config, plans)
     checks.check_staleness(config, plans, traced)
@@ -188,19 +202,21 @@ def prepare(
     training, validation = read()
     if epochs is not None:
         rows = next(len(training[name]) for name, section in algorithm.streams.items() if section.key == "data")
-        config = with_steps(config, math.ceil(epochs * rows / config.data.train_batch_size))
+        config = checks.with_steps(config, math.ceil(epochs * rows / config.data.train_batch_size))
         checks.check_batches(config, plans)
         algorithm.check_together(config, plans, tokenizer)
     places, scored = checks.scored_rows(algorithm, sections, training, validation)
     for name, reward in rewards.items():
         reward.check_together(reward_key(name), config.run.timeout_s)
         reward.check_rows(reward_key(name), scored, places)
+    without = [name for name, reward in rewards.items() if reward.function is None and described[name].spec is None]
+    check_rows(environments, scored, places, not rewards or len(without) < len(rewards))
     roles.check_templates(plans, rewards, tokenizer, scored)
     ready = Prepared(config, module, plans, rewards, tokenizer, training, validation)
     if launch is None:
         return ready
-    checkpointing, warning = check_launch(ready, traced(), launch)
-    return replace(ready, checkpointing=checkpointing, warnings=() if warning is None else (warning,))
+    checkpointing, memory, warning = check_launch(ready, traced(), launch)
+    return replace(ready, checkpointing=checkpointing, memory=memory, warnings=() if warning is None else (warning,))
 
 
 def describe_run(
@@ -213,27 +229,10 @@ def describe_run(
     sections = {name: data for name, data in sections.items() if data is not None}
     algorithm.check_streams(sections, "algorithm")
     rewards = named_rewards(config.reward, config.rewards)
-    has_environment = config.environment.cls is not None
+    has_environment = any(one.gives_reward for one in named_environments(config.environment, config.environments).values())
     classes = rewarded_roles(algorithm, sections, rewards, bool(rewards) or has_environment or "reward" in models)
     described = roles.describe_roles(models, classes, algorithm.exported, rewards, has_environment, weights)
     return sections, with_templates(described, rewards, sections), described
-
-
-def check_duration(config: TrainConfig) -> tuple[TrainConfig, float | None]:
-    """``data.epochs``, and then the configuration with more steps than any run has, until the data are known. Raises ConfigError."""
-    steps, epochs = config.run.steps, getattr(config.data, "epochs", None)
-    if steps is not None and epochs is not None:
-        raise ConfigError(
-            f"run.steps={steps} and data.epochs={epochs} both say how long the run is; set run.steps=null, or leave data.epochs out"
-        )
-    if steps is None and epochs is None:
-        raise ConfigError("run.steps=null needs data.epochs, which then says how long the run is")
-    return (config if epochs is None else with_steps(config, sys.maxsize)), epochs
-
-
-def with_steps(config: TrainConfig, steps: int) -> TrainConfig:
-    """As if ``run.steps`` had been given in place of ``data.epochs``, which ``config.yaml`` could not have both."""
-    return replace(config, run=replace(config.run, steps=steps), data=replace(config.data, epochs=None))
 
 
 def read_data(
@@ -274,7 +273,8 @@ def build_settings(ready: Prepared, controller: Controller, world: World) -> Bui
         rewards=ready.rewards,
         max_prompt_length=max_prompt_length,
         max_response_length=ready.sampling().max_response_length or 0,
-        environment=config.environment,
+        environments=named_environments(config.environment, config.environments),
+        chat_template=getattr(config.data, "chat_template", None),
         tokenizer=ready.tokenizer,
         num_samples=config.run.log_samples,
         exact_rollouts=checks.exact_rollouts(config, ready.plans),
@@ -295,7 +295,7 @@ def script_of(ready: Prepared, models: Any, data: Data, number: int) -> list[Ref
 def trace(ready: Prepared) -> Graph:
     """The calls of the run's last step, which trains all that any trains; ``ready.plans`` may be any. Local: no communication."""
     steps = ready.config.run.steps
-    assert steps is not None, "check_duration has seen to it"
+    assert steps is not None, "checks.check_duration has seen to it"
     return trace_step(partial(script_of, ready), ready.plans, partial(build_settings, ready), partial(build_data, ready), steps)
 
 
@@ -355,30 +355,44 @@ def build_data(ready: Prepared, controller: Controller) -> Data:
     return Data(controller, streams, validation, *sampling, ready.tokenizer, config.run.log_samples)
 
 
+def keys(overrides: Sequence[str] = (), default: str = "ppo", more: Mapping[str, Any] = MappingProxyType({})) -> Iterator[Key]:
+    """Of the algorithm that the overrides name, or the default one. ``more``: see :func:`read_config`. Raises ValueError."""
+    given = [value.removeprefix("algorithm.name=") for value in overrides if value.startswith("algorithm.name=")]
+    algorithm = find("algorithm", "rlhf_spmd.algorithms", (given or [default])[-1], exports="step").Config
+    return list_keys(TrainConfig, {"algorithm": algorithm, **{s.key: s.config for s in algorithm.streams.values()}, **more})
+
+
 def main(argv: Sequence[str] | None = None, name: str = "train", about: str | None = __doc__, default: str = "ppo") -> None:
     """The command line: ``--config FILE`` and overrides such as ``sampling.n=4``. ``default``: the algorithm where none is named."""
-
-    def keys() -> Iterator[str]:
-        """Of the algorithm that the command line names, or the default one."""
-        given = [value.removeprefix("algorithm.name=") for value in argv or sys.argv if value.startswith("algorithm.name=")]
-        algorithm = find("algorithm", "rlhf_spmd.algorithms", (given or [default])[-1], exports="step").Config
-        return list_keys(TrainConfig, {"algorithm": algorithm, **{s.key: s.config for s in algorithm.streams.values()}})
-
-    config, overrides = read_command_line(name, about, keys, argv)
-    launch = read_launch()
+    command = read_command_line(
+        name, about, partial(keys, default=default), lambda path, given: read_config(path, given, default)[0], argv
+    )
+    path, overrides, launch = command.config, command.overrides, command.launch
     run_program(
-        lambda: prepare(config, overrides, launch.size, default, launch.local_size, launch),
+        lambda: prepare(path, overrides, launch.size, default, launch.local_size, launch),
         train,
-        lambda ready: ProgramSettings(
-            Path(ready.config.run.dir),
-            ready.config.run.timeout_s,
-            ready.config.run.threads,
-            calls_apart=1 + ready.config.placement.max_staleness,
-        ),
-        run_dir_hint(config, overrides),
+        settings_of,
+        run_dir_hint(path, overrides),
         saves_on_signal=True,
+        dry_run=(lambda ready: describe(ready, World(launch, model_device(), connect_store(Launch()), 0.0)))
+        if command.dry_run
+        else None,
     )
 
+
+def settings_of(ready: Prepared) -> ProgramSettings:
+    run, apart = ready.config.run, 1 + ready.config.placement.max_staleness
+    return ProgramSettings(Path(run.dir), run.timeout_s, run.threads, calls_apart=apart)
+
+
+class _Program(ModuleType):
+    """``rlhf_spmd.train(config)``: a package's attribute ``train`` is this module as soon as anybody has imported it."""
+
+    def __call__(self, config: Mapping[str, Any]) -> Path:
+        return notebook.train(config)
+
+
+sys.modules[__name__].__class__ = _Program
 
 if __name__ == "__main__":
     main()

@@ -114,7 +114,7 @@ def requests() -> tuple[list[Request], dict[int, dict[str, Any]]]:
 
 def environments(**settings: Any) -> Environments:
     config = EnvironmentConfig(**{"cls": "test_environments:Parrot", "num_workers": 4, **settings})
-    return Environments(config, requests()[1], load_tokenizer(tasks.task() / "actor"))
+    return Environments({"environment": config}, requests()[1], load_tokenizer(tasks.task() / "actor"))
 
 
 def generate(
@@ -254,7 +254,8 @@ def test_a_rows_next_call_may_begin_before_the_last_ones_thread_goes_on(monkeypa
     failures: list[Any] = []
     monkeypatch.setattr(threading, "excepthook", failures.append)
     others = set(threading.enumerate())
-    runner = EnvironmentRunner(EnvironmentConfig(cls="test_environments:Parrot", num_workers=2), {0: {"prompt": "a"}, 1: {}})
+    configs = {"some": EnvironmentConfig(cls="test_environments:Parrot", num_workers=2)}
+    runner = EnvironmentRunner(configs, {0: "some", 1: "some"}, {0: {"prompt": "a"}, 1: {}})
     runner._answers = Answers()
     runner.reset(0)
     found: list[Answer] = []
@@ -334,7 +335,7 @@ def one_step(world: World, overrides: tuple[str, ...]) -> tuple[dict[str, Any], 
         BatchLimits(max_tokens=100),
         seed=0,
         rewards={"reward": ready.config.reward},
-        environment=ready.config.environment,
+        environments={"environment": ready.config.environment} if ready.config.environment.cls else {},
         tokenizer=ready.tokenizer,
     )
     models = build_models(ready.plans, build)

@@ -198,7 +198,7 @@ def test_each_rank_keeps_its_part(checkpointing: str) -> None:
 
 def test_generation_refuses_it() -> None:
     with pytest.raises(ValueError, match=r"layout\.sequence_parallel=true: generation runs without it"):
-        GenerateConfig(ModelConfig(path="m"), "out", layout=LayoutConfig(tp=2, sequence_parallel=True)).check("")
+        GenerateConfig(ModelConfig(path="m"), out="out", layout=LayoutConfig(tp=2, sequence_parallel=True)).check("")
 
 
 @pytest.mark.parametrize("overrides", [(), ("models.actor.layout.pp=2", "models.critic.layout.pp=2")], ids=str)

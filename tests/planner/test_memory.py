@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,12 +18,13 @@ from rlhf_spmd.generation.config import GenerationConfig
 from rlhf_spmd.kernels.exact import ExactOps
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import token_log_probs
+from rlhf_spmd.models.lora import LoraConfig
 from rlhf_spmd.models.spec import spec_from_config
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.planner import memory as model
-from rlhf_spmd.planner.shape import CHECKPOINTING, ModelShape, Workload, choices, shape_of
+from rlhf_spmd.planner.shape import CHECKPOINTING, ModelShape, Workload, adapter_numel, choices, shape_of
 from rlhf_spmd.workers.engine import Packed, TrainEngine
 from rlhf_spmd.workers.optimizer import OptimConfig
 
@@ -36,6 +38,13 @@ CONFIG = {
     "num_key_value_heads": 4,
     "max_position_embeddings": 512,
 }
+ADAPTED = [  # as CASES
+    (Layout(), "float32", "none", 2),
+    (Layout(), "bfloat16", "full", 1),
+    (Layout(tp=2), "float32", "selective", 2),
+    (Layout(pp=2), "float32", "none", 4),
+    (Layout(dp=2, zero=1), "bfloat16", "none", 2),
+]
 ROWS, LENGTH = 8, 160  # of a micro-batch
 CASES = [  # layout, dtype, checkpointing, micro-batches
     *((Layout(), dtype, mode, number) for dtype in ("float32", "bfloat16") for mode in CHECKPOINTING for number in (1, 2)),
@@ -55,11 +64,14 @@ def loss(decoder: Decoder, hidden: Tensor, batch: Packed) -> tuple[Tensor, dict[
     return -log_probs.mean() + 0.1 * entropy.mean(), {}
 
 
-def measured(world: World, layout: Layout, dtype: str, mode: str, number: int) -> tuple[float, float, float]:
-    """Bytes of this rank that live at most, besides what the engine holds: in a mini-batch, its step, and a forward pass."""
+def measured(
+    world: World, layout: Layout, dtype: str, mode: str, number: int, rank: int = 0
+) -> tuple[float, float, float, int]:
+    """Bytes of this rank that live at most, besides what the engine holds: in a mini-batch, its step, and a forward pass; and what it
+    holds. ``rank``: of adapters."""
     spec, mesh = spec_from_config(CONFIG, "test"), build_mesh(world, range(layout.size), layout)
     options: dict[str, Any] = {"dtype": getattr(torch, dtype), "device": world.device, "activation_checkpointing": mode}
-    engine = TrainEngine(spec, None, "lm", mesh, OptimConfig(), **options)
+    engine = TrainEngine(spec, None, "lm", mesh, OptimConfig(), lora=LoraConfig(rank=rank), **options)
     rows = [Packed(torch.randint(12000, (ROWS * LENGTH,)), torch.tensor([LENGTH] * ROWS)) for _ in range(number)]
     with LiveMemory() as memory:
         engine.forward_backward(rows, loss)
@@ -67,7 +79,12 @@ def measured(world: World, layout: Layout, dtype: str, mode: str, number: int) -
         engine.optimizer_step()
     with LiveMemory() as forward:
         engine.forward(rows[:1], lambda decoder, hidden, batch: token_log_probs(decoder, hidden, batch.tokens.roll(-1))[0])
-    return peak, memory.peak, forward.peak
+    assert engine.optimizer is not None
+    held = [
+        *engine.local_tensors().values(),
+        *(x for state in engine.optimizer.state_tensors().values() for x in state.values()),
+    ]
+    return peak, memory.peak, forward.peak, sum(tensor.nbytes for tensor in held)
 
 
 @pytest.mark.parametrize(("layout", "dtype", "mode", "number"), CASES, ids=str)
@@ -83,7 +100,7 @@ def test_training_takes_what_is_predicted(layout: Layout, dtype: str, mode: str,
         sequence_parallel=(int(layout.sequence_parallel),),
     )
     work = Workload(ROWS * number * layout.dp, 1.0, (LENGTH - 1.0,))
-    for rank, (_, peak, _) in enumerate(found):
+    for rank, (_, peak, *_) in enumerate(found):
         stage = layout.coordinate(rank).pp
         parts = model.train(shape, work, one, settings_, stage)
         predicted = float(model.total(parts)[0])
@@ -96,10 +113,30 @@ def test_training_takes_what_is_predicted(layout: Layout, dtype: str, mode: str,
 
 def test_a_forward_pass_takes_at_most_what_is_predicted() -> None:
     """In a layer's kernels of C++ less than the operations of torch take one by one."""
-    ((_, _, peak),) = run_ranks(1, measured, Layout(), "float32", "none", 1)
+    ((_, _, peak, _),) = run_ranks(1, measured, Layout(), "float32", "none", 1)
     shape, work = shape_of(spec_from_config(CONFIG, "test"), "lm"), Workload(ROWS, 1.0, (LENGTH - 1.0,))
     parts = model.infer(shape, work, choices([(1, 1, 1)], micro_tokens=(ROWS * LENGTH,)), role("float32"), 0)
     assert 0.4 * float(model.total(parts)[0]) < peak < 1.05 * float(model.total(parts)[0])
+
+
+@pytest.mark.parametrize(("layout", "dtype", "mode", "number"), ADAPTED, ids=str)
+def test_training_of_adapters_takes_what_is_predicted(layout: Layout, dtype: str, mode: str, number: int) -> None:
+    found = run_ranks(layout.size, measured, layout, dtype, mode, number, 16)
+    spec = spec_from_config(CONFIG, "test")
+    shape, settings_ = shape_of(spec, "lm"), replace(role(dtype), adapters=adapter_numel(spec, LoraConfig(rank=16)))
+    one = choices(
+        [(layout.pp, layout.tp, layout.dp)],
+        zero=(layout.zero,),
+        micro_tokens=(ROWS * LENGTH,),
+        checkpointing=(CHECKPOINTING.index(mode),),
+    )
+    work = Workload(ROWS * number * layout.dp, 1.0, (LENGTH - 1.0,))
+    for rank, (_, peak, _, held) in enumerate(found):
+        stage = layout.coordinate(rank).pp
+        parts = model.train(shape, work, one, settings_, stage)
+        assert float(model.total(parts)[0]) == pytest.approx(peak, rel=0.12)
+        predicted = float(model.total(model.held(shape, one, settings_, stage))[0])
+        assert 0.99 * held < predicted < 1.08 * held  # with tp a rank has slices of half of the adapters
 
 
 def role(dtype: str) -> model.RoleSettings:
@@ -138,6 +175,34 @@ def test_what_a_role_holds_by_hand() -> None:
     assert float(model.total(model.held(SEVEN, ways, offloaded, 0))[0]) == 0
     on_cpu = model.RoleSettings(trained=True, optim_offload=True, offload=True, on_host=True)
     assert float(model.total(model.held(SEVEN, ways, on_cpu, 0))[0]) == pytest.approx(14 * 7.6156e9, rel=1e-4)
+
+
+def test_what_other_optimizers_hold_by_hand() -> None:
+    """Two moments of a byte and a 64th of a float32 scale; Muon has one moment of a matrix, and AdamW's two of embedding and head."""
+    ways = choices([(1, 1, 8)], zero=(0, 3))
+    eight = model.held(SEVEN, ways, model.RoleSettings(trained=True, optim="adamw_8bit"), 0)["optimizer"]
+    np.testing.assert_allclose(eight, (4 + 2 * (1 + 4 / 256)) * 7.6156e9 / np.array([1, 8]), rtol=1e-4)
+    muon = model.held(SEVEN, ways, model.RoleSettings(trained=True, optim="muon"), 0)["optimizer"]
+    np.testing.assert_allclose(muon, (8 * 7.6156e9 + 4 * 2 * 152064 * 3584) / np.array([1, 8]), rtol=1e-4)
+
+
+def held_by(world: World, layout: Layout, dtype: str, name: str) -> int:
+    spec, mesh = spec_from_config(CONFIG, "test"), build_mesh(world, range(layout.size), layout)
+    engine = TrainEngine(spec, None, "lm", mesh, OptimConfig(name=name), dtype=getattr(torch, dtype), device=world.device)
+    assert engine.optimizer is not None
+    return sum(x.nbytes for state in engine.optimizer._states.values() for x in state.values())
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2, dp=2, zero=3)], ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "muon"])
+def test_an_optimizer_holds_what_is_predicted(name: str, dtype: str, layout: Layout) -> None:
+    if name == "adamw_8bit":
+        pytest.importorskip("bitsandbytes")
+    shape, settings_ = shape_of(spec_from_config(CONFIG, "test"), "lm"), replace(role(dtype), optim=name)
+    predicted = model.held(shape, choices([(layout.pp, layout.tp, layout.dp)], zero=(layout.zero,)), settings_, 0)["optimizer"]
+    for held in run_ranks(layout.size, held_by, layout, dtype, name):
+        assert held == pytest.approx(float(predicted[0]), rel=0.01)
 
 
 def test_activations_of_7b_by_hand() -> None:

@@ -26,6 +26,17 @@ BUSY_LIMIT_S = 150.0  # of the clock, imports on a busy machine included: ranks 
 # overrides, number of ranks, parts of the line. Paths that start with ``@`` are made by MADE below.
 CONFIG = [
     (["run.stepz=3"], 1, ["unknown key 'run.stepz'", "did you mean 'run.steps'?", "save_freq"]),
+    (["models.reward.lora.rank=8"], 1, ["models.reward.lora.rank=8: this role has no model; leave it out"]),
+    (["models.reward.optim.lr=1"], 1, ["models.reward.optim.lr=1.0: this role has no model"]),
+    (["models.actor.lora.r=8"], 1, ["'models.actor.lora.r'; it is PEFT's; here: models.actor.lora.rank"]),
+    (["peft_config.use_rslora=true"], 1, ["it is PEFT's; here: models.actor.lora.use_rslora"]),
+    (["models.actor.load_in_4bit=true"], 1, ["load_in_4bit", "there are no weights in 4 bits"]),
+    (["optim=adamw_torch"], 1, ["it is TRL's; here: models.<role>.optim.name"]),
+    (["actor_rollout_ref.model.lora.rank=8"], 1, ["it is verl's; here: models.actor.lora.rank"]),
+    (["--learning_rate", "1e-5"], 1, ["no option 'learning_rate'; it is TRL's; here: models.actor.optim.lr", "key=value"]),
+    (["--node-rank=1"], 1, ["no option 'node_rank'; it is torchrun's", "docs/clusters.md"]),
+    (["--run.steps", "run.seed=1", "3"], 1, ["no option '--run.steps'", "write run.steps=3"]),
+    (["configs/x.yaml"], 1, ["'configs/x.yaml' is a file; give it as --config configs/x.yaml"]),
     (["model.actor.path=x"], 1, ["unknown key 'model'", "did you mean 'models'?"]),
     (["models.actor.optim.learning_rate=1"], 1, ["models.actor.optim.learning_rate", "lr"]),
     (["models.crtic.dtype=float32"], 1, ["models.crtic", "did you mean 'critic'?", "actor, critic, reference, reward"]),
@@ -69,6 +80,7 @@ CONFIG = [
     (["rewards.reward.function=gsm8k"], 1, ["reward and rewards.reward", "give one"]),
     (["reward.max_failure_rate=2"], 1, ["reward.max_failure_rate=2.0", "at least 0 and at most 1"]),
     (["logger.wandb=sometimes"], 1, ["logger.wandb='sometimes'", "online, offline, disabled"]),
+    (["logger.trackers=[mlfow]"], 1, ["logger.trackers=['mlfow']", "did you mean 'mlflow'"]),
     # layouts and pools
     (["models.actor.layout.dp=4"], 2, ["models.actor.layout", "= 4 ranks", "has 2"]),
     (["models.critic.layout.tp=3"], 4, ["models.critic.layout", "tp(3)", "= 3 ranks", "has 4"]),
@@ -292,7 +304,7 @@ def test_a_configuration_file_that_cannot_be_read(content: str | None, message: 
 
 COMMANDS = {  # code of exit_status.json, override, the line; the process exits with 2 for each
     "config": (2, "run.stepz=3", r"config error: unknown key 'run\.stepz'; did you mean 'run\.steps'\?.*"),
-    "flag": (2, "--stepz", r"config error: override '--stepz' is not of the form key\.subkey=value"),
+    "flag": (2, "--stepz", r"config error: there is no option '--stepz', and keys are given as key=value: --help lists .*"),
     "data": (3, "data.path=@broken.jsonl", r"data error: \S*/broken\.jsonl:2: not valid JSON.*"),
     "weights": (2, "models.actor.path=@cut_weights", r"config error: \S*/cut_weights/model\.safetensors: cannot be read .*"),
 }

@@ -238,6 +238,9 @@ def test_training_validates_by_the_same_measures(tmp_path: Path) -> None:
     prompts = [("short", "ab0"), ("short", "ab1"), ("other", "abcdef0"), ("other", "abcdef1")]
     assert [(row["step"], row["set"], row["prompt"]) for row in kept] == [(step, *its) for step in range(3) for its in prompts]
     assert kept[0]["response"] != kept[8]["response"] and {"answer", "score", "row_id", "length"} <= set(kept[0])
+    assert [row["finish_reason"] for row in kept] == [
+        "stop" if len(row["response"]) < row["length"] else "length" for row in kept
+    ]
     page = (tmp_path / "one" / "report.html").read_text()
     (told,) = json.loads(page.partition('id="data">')[2].partition("</script>")[0])["runs"]
     assert (

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
+import re
 import shlex
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,13 +15,11 @@ import yaml
 
 import tasks
 from places import ROOT
-from rlhf_spmd import evaluate, generate, score, sft, train
+from rlhf_spmd import evaluate, generate, score, serve, sft, train
 from rlhf_spmd.config.load import flatten_yaml, to_yaml
-from rlhf_spmd.data import sort_digits
-from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel.world import Launch
 
-PROGRAMS = {"train": train, "sft": sft, "generate": generate, "evaluate": evaluate, "score": score}
+PROGRAMS = {"train": train, "sft": sft, "generate": generate, "evaluate": evaluate, "score": score, "serve": serve}
 
 
 def help_of(program: Any, capsys: pytest.CaptureFixture[str]) -> str:
@@ -37,12 +34,7 @@ def quickstart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In an empty directory, what scripts/quickstart.sh makes, with random weights."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "configs").symlink_to(ROOT / "configs")
-    task = tmp_path / "runs" / "quickstart" / "task"
-    sort_digits.main(["--out", str(task), "--sft", "200", "--train", "100", "--val", "10"])
-    for part in ("sft", "ppo"):
-        export = tmp_path / "runs" / "quickstart" / part / "export"
-        write_random_model(export, json.loads((task / "model" / "config.json").read_text()), seed=1)
-        shutil.copytree(task / "model", export, dirs_exist_ok=True)
+    tasks.quickstart(tmp_path)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -50,9 +42,10 @@ def test_the_example_works_and_every_key_of_it_is_listed(
     name: str, quickstart: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = help_of(PROGRAMS[name], capsys)
-    command = next(part for part in text.replace("\\\n", "").split("\n") if part.startswith("torchrun"))
-    module, *arguments = shlex.split(command.partition(" -m ")[2])
-    assert module == f"rlhf_spmd.{name}"
+    command = next(part for part in text.replace("\\\n", "").split("\n") if part.startswith("rlhf-spmd"))
+    said = shlex.split(command)
+    assert said[:4] == ["rlhf-spmd", name, "--nproc-per-node", "2"]
+    arguments = said[4:]
     config = arguments[1] if arguments[0] == "--config" else None
     overrides = arguments[2 * (config is not None) :]
     if name in ("train", "sft"):
@@ -60,13 +53,16 @@ def test_the_example_works_and_every_key_of_it_is_listed(
     else:
         ready = PROGRAMS[name].prepare(config, overrides, Launch(size=2))
 
-    keys = [line.split()[0] for line in text.partition("keys, their defaults and types:\n")[2].splitlines()]
+    keys = re.findall(r"^  ([\w.<>]+) ", text.partition("keys, their defaults and types:\n")[2], flags=re.MULTILINE)
     assert len(keys) == len(set(keys)) > 20
     tree = yaml.safe_load(to_yaml(ready.config))
     if "models" in tree:
-        tree["models"] = {"<name>": next(iter(tree["models"].values()))}
-    empty = {"models.<name>.calls", "rewards", "reward.judge", "sets"}  # sections and mappings to sections
-    assert set(flatten_yaml(yaml.safe_dump(tree))) - empty <= set(keys)
+        tree["models"] = {"<role>": next(iter(tree["models"].values()))}
+    assert set(flatten_yaml(yaml.safe_dump(tree))) <= set(keys)
+
+    with pytest.raises(SystemExit) as ending:
+        PROGRAMS[name].main([*said[2:], "--dry-run"])
+    assert ending.value.code == 0 and "2 rank(s)" in capsys.readouterr().out
 
 
 def test_types_and_defaults_are_told(capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,12 +71,19 @@ def test_types_and_defaults_are_told(capsys: pytest.CaptureFixture[str]) -> None
         "run.steps = 100 (an integer or null)",
         'data.answer_key = "answer" (text)',
         "algorithm.gamma = 1.0 (a number)",
-        "models.<name>.layout.zero = 0 (an integer)",
-        "models.<name>.optim.betas = [0.9, 0.999] (a list, each entry a number)",
+        "models.<role>.layout.zero = 0 (an integer)",
+        "models.<role>.optim.betas = [0.9, 0.999] (a list, each entry a number)",
         "placement.pools = {} (a mapping, each value a list, each entry an integer)",
     ):
         assert f"  {line}" in lines
     assert "  model.path must be given (text)" in help_of(generate, capsys).splitlines()
+
+
+def test_each_key_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = help_of(train, capsys).splitlines()
+    at = lines.index("  models.<role>.layout.vpp = 1 (an integer)")
+    assert lines[at + 1] == "      chunks of layers per pipeline rank (interleaved 1F1B), see docs/training.md"
+    assert "| keys" not in lines and max(map(len, lines[at:])) < 200
 
 
 def test_two_ranks_say_it_once() -> None:
@@ -88,7 +91,7 @@ def test_two_ranks_say_it_once() -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.count("usage: python -m rlhf_spmd.sft") == ended.stdout.count("  run.steps = 100") == 1
+    assert ended.stdout.count("usage: rlhf-spmd sft") == ended.stdout.count("  run.steps = 100") == 1
 
 
 def test_an_algorithm_s_own_defaults_are_told_also_in_sections(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,43 +1,27 @@
-"""Every configuration in the repository loads and passes its checks; every key has a row in the documents."""
+"""Every configuration in the repository loads and passes its checks; the page of keys is made of the dataclasses."""
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import importlib
-import json
 import re
+import runpy
 import subprocess
 import sys
-import typing
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 
 from places import ROOT
-from rlhf_spmd import evaluate, generate, score, sft, train
-from rlhf_spmd.algorithms.sft import Config as SftConfig
 from rlhf_spmd.config.registry import available
-from rlhf_spmd.data.preferences import SafetyPreferencesConfig, UnpairedConfig
-from rlhf_spmd.data.prompts import DataConfig, PromptsConfig, ValidationPromptsConfig
-from rlhf_spmd.data.sft import SftConfig as SftDataConfig
-from rlhf_spmd.evaluate import EvaluateConfig
-from rlhf_spmd.generate import GenerateConfig
-from rlhf_spmd.score import ScoreConfig
-from rlhf_spmd.train import TrainConfig, read_config
-from rlhf_spmd.workers.config import RoleConfig
+from rlhf_spmd.train import read_config
 
-PROGRAMS = {"train": train, "sft": sft, "generate": generate, "evaluate": evaluate, "score": score}
+generator = SimpleNamespace(**runpy.run_path(str(ROOT / "scripts" / "configuration_page.py")))
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 PLACEMENTS = sorted((ROOT / "configs" / "placements").glob("*.yaml"))
-PREFERENCES = ("reward_model", "cost_model", "dpo", "kto", "orpo", "simpo", "online_dpo", "safe_rlhf")
 ALGORITHMS = available("rlhf_spmd.algorithms", exports="step")
-
-
-def config_of(name: str) -> type:
-    found: type = importlib.import_module(f"rlhf_spmd.algorithms.{name}").Config
-    return found
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -78,78 +62,35 @@ def test_every_strategy_has_a_placement() -> None:
     assert used == set(available("rlhf_spmd.planner.strategies", exports="place"))
 
 
-def keys(section: type, prefix: str = "") -> Iterator[str]:
-    hints = typing.get_type_hints(section)
-    for field in dataclasses.fields(section):
-        kinds = (hints[field.name], *typing.get_args(hints[field.name]))  # also of one that may be null
-        section = next((kind for kind in kinds[:2] if dataclasses.is_dataclass(kind)), None)
-        if isinstance(section, type):
-            yield from keys(section, f"{prefix}{field.name}.")
-        else:
-            yield f"{prefix}{field.name}"
+def test_the_page_of_keys_is_made_of_the_dataclasses() -> None:
+    """``python scripts/configuration_page.py`` writes it."""
+    text = generator.PAGE.read_text()
+    assert generator.written(text) == text
+    other = text.replace("| `run.steps` | `100` |", "| `run.steps` | `99` |")
+    assert other != text and generator.written(other) == text
 
 
-def expected(program: str) -> set[str]:
-    """The keys that must have a row; sections that the text says to be another program's have none."""
-    if program == "train":
-        roles = {key.replace("<role>.generation", "actor.generation") for key in keys(RoleConfig, "models.<role>.")}
-        of_algorithms = {key for name in set(ALGORITHMS) - {"sft", *PREFERENCES} for key in keys(config_of(name), "algorithm.")}
-        calls = {f"models.<role>.calls.<method>.{key}" for key in ("pool", "delta")}
-        whole = {*keys(TrainConfig), *of_algorithms, *keys(DataConfig, "data."), *roles, *calls}
-        return whole - {"models", "data", "models.<role>.calls"}
-    if program == "preferences":
-        own = {key for name in PREFERENCES for key in keys(config_of(name), "algorithm.")}
-        data = {key for config in (SafetyPreferencesConfig, UnpairedConfig) for key in keys(config, "data.")}
-        return {*own, *data} - {*keys(config_of("ppo"), "algorithm.")}
-    if program == "sft":
-        own = {f"val_prompts.{key}" for key in set(keys(ValidationPromptsConfig)) - set(keys(PromptsConfig))}
-        return {*keys(SftConfig, "algorithm."), *keys(SftDataConfig, "data."), *own} - {"algorithm.name"}
-    if program == "score":
-        return set(keys(ScoreConfig))
-    refused = {"layout.zero", "layout.vpp", "layout.sequence_parallel"}  # which allow the defaults only
-    return set(keys(GenerateConfig if program == "generate" else EvaluateConfig)) - refused
+def test_every_key_has_a_row_or_is_said_where_its_section_is_used_again() -> None:
+    """``val_sampling.n`` is ``sampling.n``: the same name and the same words."""
+    rows = re.findall(r"^\| `([\w.<>]+)` \| .*? \| (.*) \|$", generator.PAGE.read_text(), flags=re.MULTILINE)
+    told = {(name.rpartition(".")[2], text.replace("\\|", "|")) for name, text in rows}
+    for name in generator.names():
+        for key in generator.keys_of(name):
+            assert key.text, f"{name}: the docstring of a dataclass says nothing of {key.name}"
+            assert (key.name.rpartition(".")[2], key.text) in told, f"{name}: {key.name} has no row in docs/configuration.md"
 
 
-SHARED = {
-    "train": ("val_sampling.",),
-    "preferences": (),
-    "sft": (),
-    "generate": ("sampling.", "generation.", "environment.", "reward."),
-    "evaluate": ("sampling.", "generation.", "reward."),
-    "score": (),
-}
+def test_what_a_docstring_says_is_a_key_s() -> None:
+    """A line of another name would be about nothing."""
+    for path in sorted((ROOT / "src" / "rlhf_spmd").rglob("*.py")):
+        for section in ast.walk(ast.parse(path.read_text())):
+            if isinstance(section, ast.ClassDef) and re.search("Config$", section.name):
+                said = re.findall(r"^- (\w+(?:, \w+)*): ", ast.get_docstring(section) or "", flags=re.MULTILINE)
+                assert said == [] or {*", ".join(said).split(", ")} <= fields_of(path, section.name), (
+                    f"{path.name} {section.name}"
+                )
 
 
-def page_of(program: str) -> str:
-    pages = re.split(r"^# (\w+)$", (ROOT / "docs/configuration.md").read_text(), flags=re.MULTILINE)
-    return pages[pages.index(program) + 1]
-
-
-@pytest.mark.parametrize("program", SHARED)
-def test_every_key_is_documented_and_nothing_else(program: str) -> None:
-    page = page_of(program)
-    rows = set(re.findall(r"^\| `([\w.<>]+)` \|", page, flags=re.MULTILINE))
-    assert rows == {key for key in expected(program) if not key.startswith(SHARED[program]) and key != "algorithm"}
-
-
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_the_documented_defaults_are_those_of_help(program: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        PROGRAMS[program].main(["--help"])
-    told = capsys.readouterr().out.replace("models.<name>", "models.<role>")
-    defaults = dict(re.findall(r"^  ([\w.<>]+) = (.*) \([^()]*\)$", told, flags=re.MULTILINE))
-    checked = 0
-    for key, default in re.findall(r"^\| `([\w.<>]+)` \| `([^`]*)` \|", page_of(program), flags=re.MULTILINE):
-        key = key.replace("models.actor.generation", "models.<role>.generation")
-        if key in defaults:
-            assert as_value(default) == as_value(defaults[key]), key
-            checked += 1
-    assert checked > 10
-
-
-def as_value(text: str) -> Any:
-    """A number by its value: 1e-6 is 1e-06."""
-    try:
-        return float(text)
-    except ValueError:
-        return json.loads(text) if text[:1] in '"[{' else text
+def fields_of(path: Path, name: str) -> set[str]:
+    module = ".".join(path.relative_to(ROOT / "src").with_suffix("").parts)
+    return {field.name for field in dataclasses.fields(getattr(importlib.import_module(module), name))}

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from places import ROOT
+from rlhf_spmd.models.lora import LoraConfig
 from rlhf_spmd.train import TrainConfig, read_config
 
 SCRIPT = r"""
@@ -64,7 +65,7 @@ def test_a_script_with_a_critic(tmp_path: Path) -> None:
     assert config.algorithm.name == "ppo" and not config.algorithm.use_kl_in_reward, "verl's default, not this project's"
     assert config.data.path == ["/data/gsm8k/train.parquet", "/data/math/train.parquet"]
     assert (config.data.val_path, config.data.epochs, config.run.steps) == ("/data/gsm8k/test.parquet", 3, None)
-    assert (config.run.save_freq, config.run.test_freq, config.logger.wandb) == (0, 5, "disabled")
+    assert (config.run.save_freq, config.run.test_freq, config.logger.wandb, config.logger.trackers) == (0, 5, "disabled", [])
     actor, critic = config.models["actor"], config.models["critic"]
     assert (actor.path, actor.optim.lr, actor.optim.offload, actor.layout.zero) == ("/models/small", 2e-6, True, 3)
     assert (actor.generation.tp, actor.activation_checkpointing) == (2, "full")
@@ -90,8 +91,9 @@ def test_a_loss_and_a_reward_of_ones_own(tmp_path: Path) -> None:
 
 
 def test_what_is_left_out_is_said(tmp_path: Path) -> None:
-    _, _, said = convert(tmp_path, "grpo", "actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.actor.no_such_key=1")
-    assert "actor_rollout_ref.model.lora_rank: left out, THERE IS NO LORA: this run trains all weights" in said
+    lora = "actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.target_modules=all-linear"
+    config, _, said = convert(tmp_path, "grpo", *lora, "actor_rollout_ref.actor.no_such_key=1")
+    assert config.models["actor"].lora == LoraConfig(rank=8)
     assert "actor_rollout_ref.actor.no_such_key: left out, not known" in said
     assert "use_remove_padding: left out, rows are always packed" in said and "trainer.nnodes" not in said
 

@@ -26,6 +26,7 @@ from rlhf_spmd.telemetry.run_dir import EXIT_CODES
 
 SOURCE = ROOT / "src" / "rlhf_spmd"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+APART = ("README.md", "tasks.md")  # the first's code is an excerpt; the second's belongs together: tests/project/test_tasks.py
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -38,8 +39,14 @@ def own_algorithm(language: str, first: str) -> str:
     return found
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "README.md"], ids=lambda page: page.stem)
-def test_every_block_of_python_runs_and_every_block_of_yaml_can_be_read(page: Path) -> None:
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name not in APART], ids=lambda page: page.stem)
+def test_every_block_of_python_runs_and_every_block_of_yaml_can_be_read(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    if page.stem == "python":  # which says that it runs after the quickstart
+        tasks.quickstart(tmp_path)
+        monkeypatch.chdir(tmp_path)
+        request.addfinalizer(tasks.leave_world)
     for block in blocks(page, "python"):
         module = sys.modules["a_document"] = ModuleType("a_document")  # dataclasses look theirs up
         names = vars(module)

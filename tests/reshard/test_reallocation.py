@@ -482,6 +482,12 @@ def test_storages_are_given_up_and_come_back() -> None:
         assert storages.nbytes == 0 and whole.untyped_storage().nbytes() == 0
         storages.reload()
         assert all(torch.equal(tensor, copy) for tensor, copy in zip(tensors, copies, strict=True))
+    tensors[1].fill_(5.0)
+    tensors[2].fill_(3.0)
+    storages.rest(tensors, tensors[2:])
+    assert storages.nbytes == 0
+    storages.reload()
+    assert torch.equal(tensors[1], copies[1]) and bool((tensors[2] == 3).all()), "only what has changed goes to the host"
     storages.free()
     assert storages.nbytes == 0
     storages.allocate()

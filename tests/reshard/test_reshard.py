@@ -20,10 +20,9 @@ from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.parallel.boxes import Box, ParamShard, zero_rows
 from rlhf_spmd.parallel.layout import GenerationLayout, Layout, generation_layout
 from rlhf_spmd.reshard import METHODS, Holding, missing_elements, plan_transfer
-from rlhf_spmd.reshard.hybrid import single_slice
 from rlhf_spmd.reshard.messages import Ends, Message, Step, plan_bucket
 from rlhf_spmd.reshard.methods import num_shards
-from rlhf_spmd.reshard.plan import Part
+from rlhf_spmd.reshard.plan import Part, single_slice
 from rlhf_spmd.reshard.transfer import IN_FLIGHT, Transfer
 
 CASES = list(cases())

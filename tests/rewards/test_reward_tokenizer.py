@@ -107,7 +107,8 @@ def test_what_the_reward_model_cannot_read_is_refused_before_the_run(tmp_path: P
     config = str(task() / "ppo.json")
     chat = [chat_data(tmp_path), CHAT]
     line = (
-        rf"\Areward.model, row 0: the prompt needs a chat template, and tokenizer '{bare}' has none; set reward.chat_template"
+        rf"\Areward.model, row 0: the prompt needs a chat template, and tokenizer '{bare}' has none; "
+        "put chat_template.jinja beside it, set reward.chat_template"
     )
     with pytest.raises(DataError, match=line):
         prepare(config, settings(tmp_path, 1, "reward.function=null", f"reward.model={bare}", *chat), 1)

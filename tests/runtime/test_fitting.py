@@ -62,6 +62,17 @@ def test_ten_configurations_are_judged_right(case: Fit, root: Path) -> None:
     assert check_memory(again, facts, case.memory, 8) is None
 
 
+def test_moments_in_8_bits_fit_where_others_do_not(root: Path) -> None:
+    case = Fit("sft", "qwen2.5_7b", 1, 110 * GIB, (), 137.4)
+    before, facts = judged(case, root)
+    with pytest.raises(ValueError, match=r"it would fit with"):
+        check_memory(before, facts, case.memory, 8)
+    plans, facts = judged(case, root, "models.actor.optim.name=adamw_8bit")
+    assert check_memory(plans, facts, case.memory, 8) is None
+    held, full = measure(plans, facts).held, measure(before, facts).held
+    np.testing.assert_allclose(held["actor optimizer"] / full["actor optimizer"], (4 + 2 * (1 + 4 / 256)) / 12)
+
+
 def test_no_milder_remedy_of_the_same_kind_would_do(root: Path) -> None:
     """zero=2 is named since zero=1 is not enough; and less of what else is named with it."""
     case = FITS[3]

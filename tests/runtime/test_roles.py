@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+import planner_cases
 import ranks
 from outside.rewards import share_of_even_digits
 from ranks import run_ranks
@@ -49,6 +50,18 @@ def test_a_reward_model_without_a_head_is_refused(tmp_path: Path) -> None:
     twice = [f"reward.model={task() / 'actor'}", f"models.reward.path={task() / 'critic'}"]
     with pytest.raises(ValueError, match="name different models"):
         prepare(str(task() / "ppo.json"), settings(tmp_path, 1, *twice), 1)
+
+
+def test_a_head_that_is_the_embedding_has_no_rate_of_its_own(tmp_path: Path) -> None:
+    given = planner_cases.overrides(tmp_path, "sft", "qwen2.5_0.5b", "models.actor.optim.head_lr=0.001")
+    with pytest.raises(ValueError, match=r"^models\.actor\.optim\.head_lr=0\.001: the model's output matrix is its embedding"):
+        prepare(None, given, 1)
+
+
+def test_short_names_of_dtypes(tmp_path: Path) -> None:
+    ready = prepare(str(task() / "ppo.json"), settings(tmp_path, 1, "models.actor.dtype=bf16", "models.critic.dtype=fp32"), 1)
+    found = [ready.plans[role].config.torch_dtype(torch.device("cpu")) for role in ("actor", "critic")]
+    assert found == [torch.bfloat16, torch.float32]
 
 
 def spans(run_dir: Path, *names: str) -> list[tuple[int, float, float]]:

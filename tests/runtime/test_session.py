@@ -7,7 +7,6 @@ import re
 import shutil
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +22,6 @@ from rlhf_spmd.data.files import DataError
 from rlhf_spmd.models.spec import read_spec
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.runtime import session
-from rlhf_spmd.runtime.session import Session
 from rlhf_spmd.runtime.streams import merge_values
 from rlhf_spmd.train import main, prepare
 from rlhf_spmd.workers.flops import forward_flops
@@ -132,7 +130,8 @@ def test_a_log_tells_steps_validations_and_where_things_lie(tmp_path: Path, caps
     train(tmp_path, 2, *validation)
     said = capsys.readouterr().err
     for number in (1, 2):
-        line = rf"^step {number}/2  reward -?\d\.\d+  KL -?\d\.\d+  [\d,]+ tokens/s  \d+\.\d\d s/step  \d\d:\d\d left$"
+        line = rf"^step {number}/2  reward -?\d\.\d+  KL -?\d\.\d+  [\d,]+ tokens/s  \d+\.\d\d s/step"
+        line += r"  \d\d:\d\d elapsed  \d\d:\d\d left$"
         assert len(re.findall(line, said, flags=re.M)) == 1, said
     assert re.findall(
         r"^validation after step (\d): val/reward_mean -?\d\.\d{4}, val/train/mean@1 -?\d\.\d{4}, .*$", said, flags=re.M
@@ -150,7 +149,7 @@ def test_while_only_the_critic_learns_nothing_of_the_actor_s_update_is_reported(
     """The rollout is compared by the first forward pass of an update: it takes one to compare."""
     train(tmp_path, 2, "algorithm.critic_warmup=1")
     warm, whole = tasks.read_run(tmp_path).raw
-    assert "critic/vf_loss" in warm and "actor/kl" in warm
+    assert "critic/vf_loss" in warm and "actor/kl" in warm and "critic/loss" not in warm, "one name of one number"
     assert not {"actor/pg_loss", "timing_s/update_actor", "rollout/log_prob_diff_max"} & warm.keys()
     assert {"actor/pg_loss", "timing_s/update_actor"} <= whole.keys() and whole["rollout/log_prob_diff_max"] == 0.0
 
@@ -234,46 +233,9 @@ def test_metrics_from_another_rank_are_those_of_their_step(tmp_path: Path) -> No
     for row in rows:
         scores = [sample["score"] for sample in samples if sample["step"] == row["step"]]
         assert len(scores) == 16 and row["reward/mean"] == pytest.approx(sum(scores) / 16, abs=1e-6)
-
-
-def export_slowly(world: World, run_dir: Path, fails: bool) -> int:
-    """How often a rank asks while rank 0 writes."""
-
-    def write(checkpoint: Path, role: str, source: str, directory: Path) -> None:
-        for _ in range(1000):  # until it was asked for often enough
-            if len(asked) > 3 or fails:
-                break
-            time.sleep(0.01)
-        if fails:
-            raise OSError("disk full")
-        directory.mkdir()
-
-    controller, asked = Controller(world.all), []
-    decide = controller.decide
-    controller.decide = lambda wish: asked.append(wish) or decide(wish)  # type: ignore[method-assign,func-returns-value]
-    board, prepared = (
-        SimpleNamespace(last_checkpoint="x"),
-        SimpleNamespace(plans={}, config=SimpleNamespace(algorithm=SimpleNamespace(exported="actor"))),
-    )
-    here = SimpleNamespace(controller=controller, world=world, board=board, context=SimpleNamespace(prepared=prepared))
-    here.is_first, here.run_dir = world.rank == 0, run_dir
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(session, "export_hugging_face", write)
-        patch.setattr(session, "model_directory", lambda plans, role: "")
-        Session._export(here)  # type: ignore[arg-type]
-    return len(asked)
-
-
-def test_nobody_waits_for_an_export_in_one_collective(tmp_path: Path) -> None:
-    """It may take longer than a collective may: the others ask again and again."""
-    assert all(asked > 3 for asked in run_ranks(2, export_slowly, tmp_path, False))
-    assert (tmp_path / "export" / session.run_dir.EXPORTED_FILE).read_text() == "x"
-
-
-def test_an_export_that_fails_raises(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="disk full"):
-        run_ranks(1, export_slowly, tmp_path, True)
-    assert not (tmp_path / "export").exists()
+    for sample in samples:  # every token is a character, but the stop token
+        assert sample["finish_reason"] == ("stop" if len(sample["response"]) < sample["length"] else "length")
+    assert {sample["finish_reason"] for sample in samples} == {"stop", "length"}
 
 
 def test_an_algorithm_need_not_return_the_call_that_counts_tokens(tmp_path: Path) -> None:
@@ -401,6 +363,52 @@ def test_a_rollout_that_is_not_finite_names_its_row(tmp_path: Path) -> None:
     save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(FloatingPointError, match=r"^row \d+: the log-prob of a drawn token is not finite"):
         train(tmp_path / "run", 1, f"models.actor.path={broken}")
+
+
+def break_weights(role: str, copy: Path, tensor: str) -> Path:
+    shutil.copytree(tasks.task() / role, copy)
+    tensors = load_file(copy / "model.safetensors")
+    tensors[tensor].fill_(torch.nan)
+    save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
+    return copy
+
+
+def test_the_role_whose_numbers_are_not_finite_first_is_named(tmp_path: Path) -> None:
+    """And not the critic, whose update is the first that such numbers reach."""
+    broken = break_weights("reference", tmp_path / "reference", "model.norm.weight")
+    with pytest.raises(
+        FloatingPointError, match=r"^row \d+: what reference makes of it is not finite; look at the weights that"
+    ):
+        train(tmp_path / "run", 1, f"models.reference.path={broken}")
+    broken = break_weights("critic", tmp_path / "critic", "model.norm.weight")
+    with pytest.raises(
+        FloatingPointError, match=r"critic makes of it is not finite; lower models\.critic\.optim\.lr=0\.001, look"
+    ):
+        train(tmp_path / "other", 1, f"models.critic.path={broken}")
+
+
+def test_an_actor_that_learns_too_fast_is_named(tmp_path: Path) -> None:
+    """At its update, or where its weights first give numbers that are none: ahead of training, generation has older weights, and
+    the critic would be the first whose gradients are not finite."""
+    one_update = ["algorithm.ppo_mini_batch_size=8", "algorithm.ppo_epochs=1"]
+    with pytest.raises(
+        FloatingPointError, match=r"^the weights of actor are not finite after .* lower models\.actor\.optim\.lr=1e\+38"
+    ):
+        train(tmp_path / "alone", 1, "models.actor.optim.lr=1e38", "models.actor.optim.lr_warmup_steps=0", *one_update)
+    apart = ["placement.pools={train: [0], generate: [1]}", "models.actor.calls.generate_sequences.pool=generate"]
+    apart += [f"models.{role}.pool=train" for role in ("actor", "critic", "reference", "reward")]
+    more = [
+        "placement.max_staleness=1",
+        "algorithm.kl_ctrl.type=fixed",
+        "algorithm.ppo_mini_batch_size=8",
+        "algorithm.ppo_epochs=1",
+    ]
+    more += ["models.actor.optim.lr=1e20", "models.actor.optim.lr_warmup_steps=0"]
+    run_dir = tmp_path / "ahead"
+    program = tasks.start_program(2, run_dir, tasks.settings(run_dir, 4, *apart, *more))
+    assert tasks.finish(program, run_dir) == 6
+    status = json.loads((run_dir / "exit_status.json").read_text())
+    assert status["call"] == "actor.compute_log_prob" and "lower models.actor.optim.lr=1e+20" in status["message"], status
 
 
 def test_a_step_that_does_nothing_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,6 @@ import pytest
 
 from rlhf_spmd.telemetry import run_lock
 from rlhf_spmd.telemetry.jsonl import JsonlLog, read_jsonl
-from rlhf_spmd.telemetry.logger import LoggerConfig, MetricLogger
 from rlhf_spmd.telemetry.progress import Progress
 from rlhf_spmd.telemetry.run_dir import (
     EXIT_CODES,
@@ -31,14 +30,10 @@ from rlhf_spmd.telemetry.run_dir import (
 )
 
 
-def logger_at(run_dir: Path, resume_step: int | None = None) -> MetricLogger:
-    return MetricLogger(run_dir, LoggerConfig(), "run", {}, resume_step)
-
-
 def test_metrics_are_strict_json_one_object_per_step(tmp_path: Path) -> None:
-    logger = logger_at(tmp_path)
-    logger.log(1, {"a": 1.5, "b": float("nan"), "c": float("inf"), "d": np.float32(0.25), "e": 7, "f": np.array([1, 2])})
-    logger.log(2, {"a": 2.5})
+    logger, odd = JsonlLog(tmp_path / "metrics.jsonl", None), {"b": float("nan"), "c": float("inf"), "d": np.float32(0.25)}
+    logger.append([{"step": 1, "a": 1.5, **odd, "e": 7, "f": np.array([1, 2])}])
+    logger.append([{"step": 2, "a": 2.5}])
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()  # before close: each step is flushed
     logger.close()
 
@@ -50,35 +45,25 @@ def test_metrics_are_strict_json_one_object_per_step(tmp_path: Path) -> None:
     assert second == {"step": 2, "a": 2.5}
 
 
-def test_a_step_is_logged_once(tmp_path: Path) -> None:
-    logger = logger_at(tmp_path)
-    logger.log(3, {})
-    with pytest.raises(AssertionError, match="step 3 after step 3"):
-        logger.log(3, {})
-    logger.close()
-
-
 @pytest.mark.parametrize("torn", [b"", b'{"step": 5, "rew'])
 def test_resume_drops_later_and_torn_lines_and_keeps_the_others_byte_for_byte(tmp_path: Path, torn: bytes) -> None:
-    logger = logger_at(tmp_path)
-    for step in (1, 2, 3, 4):
-        logger.log(step, {"reward/mean": step / 3})
-    logger.close()
     path = tmp_path / "metrics.jsonl"
+    logger = JsonlLog(path, None)
+    logger.append({"step": step, "reward/mean": step / 3} for step in (1, 2, 3, 4))
+    logger.close()
     before = path.read_bytes()
     path.write_bytes(before + torn)
-    resumed = logger_at(tmp_path, resume_step=2)
+    resumed = JsonlLog(path, resume_step=2)
     assert path.read_bytes() == b"".join(before.splitlines(keepends=True)[:2])
-    for step in (3, 4):
-        resumed.log(step, {"reward/mean": step / 3})
+    resumed.append({"step": step, "reward/mean": step / 3} for step in (3, 4))
     resumed.close()
     assert path.read_bytes() == before
 
 
 def test_a_new_run_puts_old_metrics_aside(tmp_path: Path) -> None:
     for value in (1.0, 2.0):
-        logger = logger_at(tmp_path)
-        logger.log(1, {"a": value})
+        logger = JsonlLog(tmp_path / "metrics.jsonl", None)
+        logger.append([{"step": 1, "a": value}])
         logger.close()
     assert read_jsonl(tmp_path / "metrics.jsonl") == [{"step": 1, "a": 2.0}]
     assert read_jsonl(tmp_path / "metrics.jsonl.before") == [{"step": 1, "a": 1.0}]
@@ -158,10 +143,10 @@ def test_a_log_has_one_line_per_step_and_per_validation() -> None:
     progress.close()
     first, *steps = log.getvalue().splitlines()
     assert first == "validation after step 0: val/reward_mean 0.2500"
-    assert steps[0] == "step 1/4  reward 0.500  KL 0.0123  12,346 tokens/s  2.00 s/step  00:00 left"
+    assert steps[0] == "step 1/4  reward 0.500  KL 0.0123  12,346 tokens/s  2.00 s/step  00:00 elapsed  00:00 left"
     assert steps[1:] == [
         "validation after step 2: val/loss 1.5000, val/reward_mean 0.7500",
-        "step 2/4  loss nan  00:00 left",
+        "step 2/4  loss nan  00:00 elapsed  00:00 left",
     ]
 
 
@@ -169,11 +154,15 @@ def test_a_terminal_has_a_bar_and_a_line_per_validation(monkeypatch: pytest.Monk
     terminal = Terminal()
     progress = Progress(4, terminal)
     monkeypatch.setattr(progress._bar, "mininterval", 0.0)
+    progress.phase("actor.generate_sequences")
     progress.update(1, STEP)
+    progress.phase("save_checkpoint")
     progress.update(2, {"actor/loss": 1.25, "val/loss": 1.5})
     progress.close()
     shown = terminal.getvalue().split("\r")
     assert any("1/4" in part and "reward 0.500, KL 0.0123, 12,346 tokens/s" in part for part in shown)
+    assert any("actor.generate_sequences: " in part and "0/4 [00:00<?" in part for part in shown)
+    assert any(part.startswith("save_checkpoint: ") and "1/4" in part for part in shown)
     assert any("2/4" in part and "loss 1.2500" in part for part in shown)
     assert "validation after step 2: val/loss 1.5000\n" in terminal.getvalue()
     assert terminal.getvalue().count("\n") == 2
@@ -185,7 +174,7 @@ def test_time_left_follows_the_pace_since_the_start(monkeypatch: pytest.MonkeyPa
     progress = Progress(1000, log, start_step=4)  # resumed at step 4
     now[0] += 6.0
     progress.update(6, {})
-    assert log.getvalue() == "step 6/1000  49:42 left\n"
+    assert log.getvalue() == "step 6/1000  00:06 elapsed  49:42 left\n"
 
 
 # -- who owns a run directory

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import json
 import math
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import threading
+import urllib.parse
+from collections.abc import Iterator, Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -17,11 +23,11 @@ import pytest
 
 from places import ROOT
 from rlhf_spmd import report
-from rlhf_spmd.telemetry import timeline_chart
+from rlhf_spmd.telemetry import report_server, timeline_chart
 from rlhf_spmd.telemetry.jsonl import JsonlLog
-from rlhf_spmd.telemetry.logger import LoggerConfig, MetricLogger
-from rlhf_spmd.telemetry.report import MAX_ROWS, read_run, render, write_report
+from rlhf_spmd.telemetry.report import MAX_ROWS, Run, read_run, render, write_report
 from rlhf_spmd.telemetry.run_dir import (
+    METRICS_FILE,
     ROLLOUTS_FILE,
     STARTS_FILE,
     VALIDATION_FILE,
@@ -80,8 +86,8 @@ class Page(HTMLParser):
 
 def fill(run_dir: Path, steps: int = 50) -> None:
     atomic_write_text(run_dir / "config.yaml", CONFIG)
-    logger = MetricLogger(run_dir, LoggerConfig())
-    rollouts, validations = JsonlLog(run_dir / ROLLOUTS_FILE, None), JsonlLog(run_dir / VALIDATION_FILE, None)
+    files = (METRICS_FILE, ROLLOUTS_FILE, VALIDATION_FILE)
+    logger, rollouts, validations = (JsonlLog(run_dir / file, None) for file in files)
     timelines = [Timeline(rank, ("main",)) for rank in range(3)]
     for step in range(1, steps + 1):
         metrics = {
@@ -100,7 +106,7 @@ def fill(run_dir: Path, steps: int = 50) -> None:
             "timing_s/step": 1.0,
             "unix_s": 1.8e9 + 36 * step,
         }
-        logger.log(step, metrics | ({"val/sort/accuracy": step / 60} if step % 10 == 0 else {}))
+        logger.append([{"step": step, **metrics} | ({"val/sort/accuracy": step / 60} if step % 10 == 0 else {})])
         rollouts.append([{"step": step, "row_id": step, "prompt": HOSTILE, "response": HOSTILE, "score": 0.5, "note": HOSTILE}])
         for timeline in timelines:
             start = step * 1000 * MS
@@ -189,12 +195,23 @@ def test_the_command_compares_runs_on_one_page(tmp_path: Path, capsys: pytest.Ca
     assert report.main([first, second, f"out={tmp_path / 'both.html'}"]) == 0
     page = Page((tmp_path / "both.html").read_text())
     assert [run["name"] for run in page.runs] == ["a/run", "b/run"] and page.tags.count("template") == 2
-    assert report.main([first, second]) == 2 and report.main([first, str(tmp_path / "none")]) == 2
-    assert report.main([first, f"out={tmp_path / 'none' / 'x.html'}"]) == 2
-    said = capsys.readouterr().err.splitlines()
-    assert "out=FILE" in said[0] and "out=FILE" in said[1] and "none" in said[2] and len(said) == 3
-    assert report.main([str(tmp_path / "none")]) == 2
-    assert "does not exist" in capsys.readouterr().err
+    for arguments, line in (
+        ([first, second], "2 runs and no out=FILE; give out=FILE for a page of several runs"),
+        ([first, str(tmp_path / "none")], "2 runs and no out=FILE; give out=FILE for a page of several runs"),
+        ([str(tmp_path / "none")], f"run directory {tmp_path / 'none'} does not exist; give the run.dir of a run"),
+        ([str(tmp_path)], f"{tmp_path} is no run's directory: it has none of .*; runs below it: {first}, {second}"),
+        ([str(ROOT / "docs")], ".*/docs is no run's directory: .*; give the run.dir of a run"),
+        ([first, f"out={tmp_path / 'none' / 'x.html'}"], ".*none.*"),
+    ):
+        assert re.fullmatch(f"config error: {line}\n", refusal(arguments, capsys)), line
+
+
+def refusal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """What the command says of them, which it ends with."""
+    with pytest.raises(SystemExit) as ending:
+        report.main(arguments)
+    assert ending.value.code == 2
+    return capsys.readouterr().err
 
 
 def test_long_curves_keep_their_spikes(tmp_path: Path) -> None:
@@ -206,10 +223,49 @@ def test_long_curves_keep_their_spikes(tmp_path: Path) -> None:
     assert run["steps"][-1] == 9999 and run["hours"][-1] == pytest.approx(9.999, rel=1e-3)  # without times the seconds of steps
 
 
-def browse(page: Path) -> str:
+@contextlib.contextmanager
+def served(*arguments: str) -> Iterator[str]:
+    """The address of ``report --serve``, which ends as by Ctrl-C."""
+    command = [sys.executable, "-m", "rlhf_spmd.report", "--serve", "--port", "0", *arguments]
+    with subprocess.Popen(
+        command, env=os.environ | {"PYTHONPATH": str(ROOT / "src")}, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        try:
+            yield process.stdout.readline().split()[0]
+        finally:
+            process.send_signal(signal.SIGINT)
+            assert process.wait(timeout=60) == 0
+
+
+def test_served_data_change_with_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fill(tmp_path, steps=2)
+    with served(str(tmp_path)) as address:
+        url = urllib.parse.urlsplit(address)
+        assert url.hostname == "127.0.0.1"
+
+        def ask(path: str, **headers: str) -> tuple[int, str]:
+            connection = http.client.HTTPConnection(url.hostname or "", url.port or 0, timeout=60)
+            connection.request("GET", path, headers=headers)
+            answer = connection.getresponse()
+            return answer.status, answer.read().decode()
+
+        page = Page(ask("/")[1])
+        assert json.loads(page.data)["live"] and page.runs[0]["steps"] == [1, 2]
+        assert any("connect-src 'self'" in value for _, value in page.attributes)
+        assert json.loads(ask("/data")[1])["runs"] == page.runs
+        with (tmp_path / "metrics.jsonl").open("a") as file:
+            file.write('{"step": 3, "reward/mean": 0.5}\n')
+        assert json.loads(ask("/data")[1])["runs"][0]["steps"] == [1, 2, 3]
+        assert ask("/config.yaml")[0] == 404
+        assert ask("/data", Host=f"evil.example:{url.port}")[0] == 403, "a name of elsewhere that leads here"
+        assert f"--port {url.port}: " in refusal(["--serve", "--port", str(url.port), str(tmp_path)], capsys)
+
+
+def browse(address: str, budget_ms: int = 4000) -> str:
     """What a browser makes of it, inside <main>."""
-    options = "--headless --no-sandbox --disable-gpu --virtual-time-budget=4000 --enable-logging=stderr --dump-dom"
-    command = ["chromium", *options.split(), page.resolve().as_uri()]
+    options = f"--headless --no-sandbox --disable-gpu --virtual-time-budget={budget_ms} --enable-logging=stderr --dump-dom"
+    command = ["chromium", *options.split(), address]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert "CONSOLE" not in ended.stderr, ended.stderr
     return ended.stdout.partition("<main>")[2].partition("</main>")[0]
@@ -218,7 +274,7 @@ def browse(page: Path) -> str:
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="no browser")
 def test_a_browser_makes_panels_of_it(tmp_path: Path) -> None:
     fill(tmp_path)
-    made = browse(write_report(tmp_path))
+    made = browse(write_report(tmp_path).resolve().as_uri())
     titles = re.findall(r'<span class="title">(.*?)</span>', made)
     assert titles[:4] == ["Reward", "Validation sort/accuracy", "KL to the reference", "Response length"]
     assert "custom/&lt;metric&gt;" in titles and made.count("<canvas") >= 7
@@ -236,18 +292,38 @@ def test_a_browser_makes_panels_of_it(tmp_path: Path) -> None:
 
     (tmp_path / "other").mkdir()
     atomic_write_text(tmp_path / "other" / "metrics.jsonl", '{"step": 1, "mine": 2.5}\n')
-    made = browse(write_report(tmp_path / "other"))
+    made = browse(write_report(tmp_path / "other").resolve().as_uri())
     assert "not finished" in made and '<details open="">' in made and ">2.5<" in made, (
         "metrics that nothing is known of are open"
     )
     fill(tmp_path / "other", steps=3)
     atomic_write_text(tmp_path / "other" / "config.yaml", CONFIG.replace("tp: 2", "tp: 4").replace("seed: 1", "more: 1"))
     atomic_write_text(tmp_path / "both.html", render([read_run(tmp_path), read_run(tmp_path / "other")]))
-    made = browse(tmp_path / "both.html")
+    made = browse((tmp_path / "both.html").resolve().as_uri())
     marks = re.findall(r'class="key" style="--k: ?[^"]+">(.*?)</span>', made)
     # in the summary, over sections (the shorter run has no validation) and over the tables of settings
     assert (marks.count(tmp_path.name), marks.count(f"{tmp_path.name}/other")) == (1 + 5 + 4, 1 + 4 + 4)
     assert "models.actor.layout.tp</td><td>2</td><td>4" in made and "in some of the runs, 2 values" in made
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="no browser")
+def test_a_browser_takes_over_what_is_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(tmp_path, steps=2)
+    (tmp_path / "exit_status.json").unlink()
+
+    def render_then_go_on(runs: Sequence[Run], is_live: bool) -> str:
+        page = render(runs, is_live)
+        with (tmp_path / "metrics.jsonl").open("a") as file:
+            file.write('{"step": 3, "reward/mean": 0.5, "late/metric": 7.25}\n')
+        return page
+
+    monkeypatch.setattr(report_server, "render", render_then_go_on)
+    with report_server.open_server([str(tmp_path)], 0) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        made = browse(f"http://127.0.0.1:{server.server_port}/", budget_ms=15_000)
+        server.shutdown()
+    assert "3 of 50" in made and "late (1)" in made and made.count("<h1>") == 1
+    assert "<svg" in made, "the timeline is still there"
 
 
 def test_a_planned_schedule_is_drawn_in_the_same_form() -> None:

@@ -48,8 +48,8 @@ def building(world: Any, path: str, layout: Layout, source: str) -> tuple[int, i
     """Peak and final bytes of building an engine, those of its shards, and the elements read from the file. ``source``: what gives
     the weights."""
     read: list[int] = []
-    original = weights._Checkpoint.slices
-    weights._Checkpoint.slices = lambda *args: CountedSlice(original(*args), read.append)  # type: ignore[method-assign]
+    original = weights.StoredModel.slices
+    weights.StoredModel.slices = lambda *args: CountedSlice(original(*args), read.append)  # type: ignore[method-assign]
     try:
         options = {
             "dtype": torch.float32,
@@ -59,7 +59,7 @@ def building(world: Any, path: str, layout: Layout, source: str) -> tuple[int, i
         with LiveMemory() as memory:
             engine = TrainEngine(spec, path if source == "file" else None, "lm", mesh, None, **options)
     finally:
-        weights._Checkpoint.slices = original  # type: ignore[method-assign]
+        weights.StoredModel.slices = original  # type: ignore[method-assign]
     held = sum(tensor.untyped_storage().nbytes() for tensor in engine.local_tensors().values())
     return memory.peak, memory.live, held, sum(read)
 

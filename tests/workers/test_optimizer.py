@@ -50,6 +50,31 @@ def test_cosine_is_the_formula() -> None:
 
 
 @pytest.mark.parametrize(
+    ("ours", "theirs", "least"),
+    [
+        ("constant", "constant_with_warmup", 0.0),
+        ("linear", "linear", 0.0),
+        ("cosine", "cosine", 0.0),
+        ("cosine", "cosine_with_min_lr", 0.1),
+    ],
+)
+def test_schedules_are_those_of_transformers(ours: str, theirs: str, least: float) -> None:
+    """Warm-up is a step ahead: theirs begins with a step of rate 0, which would do nothing."""
+    from transformers import get_scheduler
+
+    config = OptimConfig(lr=3.0, lr_scheduler_type=ours, lr_warmup_steps_ratio=0.25, min_lr_ratio=least)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=3.0)
+    schedule = get_scheduler(theirs, optimizer, 5, 20, {"min_lr_rate": least} if least else None)
+    rates = []
+    for _ in range(21):
+        rates.append(schedule.get_last_lr()[0])
+        optimizer.step()
+        schedule.step()
+    assert [learning_rate(config, step, 20) for step in range(5)] == pytest.approx(rates[1:6])
+    assert [learning_rate(config, step, 20) for step in range(5, 21)] == pytest.approx(rates[5:], abs=1e-12)
+
+
+@pytest.mark.parametrize(
     ("key", "value"),
     [
         ("lr_scheduler_type", "cosinus"),

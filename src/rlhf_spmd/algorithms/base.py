@@ -34,9 +34,13 @@ class Section:
 class AlgorithmConfig:
     """``algorithm``. An algorithm derives from it and adds its own knobs.
 
-    ``streams``: what the step finds in ``data``, by name. ``exported``: the role that the run is for; its directory has the tokenizer,
-    and roles that need a model and name none take its. ``min_samples``: the least ``sampling.n`` that makes sense.
-    ``needs_reward``: a run without a reward is refused. ``rows_in_flight``: the step can take prompts in flight, by :func:`sample`.
+    ``streams``: what the step finds in ``data``, by name. ``exported``: the role that the run is for; its directory has the
+    tokenizer, and roles that need a model and name none take its. ``min_samples``: the least ``sampling.n`` that makes sense.
+    ``needs_reward``: a run without a reward is refused. ``rows_in_flight``: the step can take prompts in flight, by
+    :func:`sample`.
+
+    - name: one of [algorithms.md](algorithms.md), or the dotted name of your own module; program `sft` takes `sft` where it is
+      not given
     """
 
     name: str = ""
@@ -94,8 +98,12 @@ class AlgorithmConfig:
 class MovingReferenceConfig(AlgorithmConfig):
     """A reference that follows the actor (TR-DPO, Gorbatovski et al. 2024, arXiv 2404.09656); the names are TRL's.
 
-    With ``sync_ref_model``, after every ``ref_model_sync_steps`` steps: reference = ``ref_model_mixup_alpha`` * actor + the rest *
-    reference. 1 replaces it.
+    With ``sync_ref_model``, after every ``ref_model_sync_steps`` steps: reference = ``ref_model_mixup_alpha`` * actor + the
+    rest * reference.
+
+    - sync_ref_model: the reference follows the actor, see [algorithms.md](algorithms.md#a-reference-that-follows)
+    - ref_model_mixup_alpha: the actor's share in the new reference, above 0; 1 replaces it
+    - ref_model_sync_steps: steps between two times that it follows
     """
 
     sync_ref_model: bool = False
@@ -112,6 +120,10 @@ class MovingReferenceConfig(AlgorithmConfig):
         super().check_together(config, plans, tokenizer)
         if not self.sync_ref_model:
             return
+        if rank := plans["actor"].config.lora.rank:
+            raise ValueError(
+                f"algorithm.sync_ref_model=true: a reference cannot follow adapters, models.actor.lora.rank={rank}; leave one out"
+            )
         if plans["reference"].spec != plans["actor"].spec:
             raise ValueError(
                 f"algorithm.sync_ref_model=true: models.reference.path={plans['reference'].config.path!r} is another architecture than "
@@ -143,7 +155,15 @@ def move_reference(models: Any, config: AlgorithmConfig, number: int) -> list[Re
 
 @dataclass(frozen=True)
 class RolloutConfig(MovingReferenceConfig):
-    """Of algorithms that train on what the model samples; the names are verl's. Batch sizes count prompts."""
+    """Of algorithms that train on what the model samples; the names are verl's. Batch sizes count prompts.
+
+    - ppo_mini_batch_size: prompts per optimizer step; must divide `data.train_batch_size`, or exceed it (then one mini-batch).
+      See [training.md](training.md#mini-batches)
+    - ppo_epochs: passes over the rollout, each with mini-batches of its own
+    - use_dynamic_bsz: micro-batches by tokens; `false`: by rows
+    - ppo_max_token_len_per_gpu: tokens of a micro-batch on one rank; at least the longest prompt and response together
+    - ppo_micro_batch_size_per_gpu: rows of a micro-batch on one rank, for `use_dynamic_bsz=false`
+    """
 
     ppo_mini_batch_size: int = 256
     ppo_epochs: int = 1
@@ -231,5 +251,5 @@ def _answer_and_score(
     answered = rows.union(models.actor.generate_sequences(rows, sampling, number))
     scores, calls = score(models, answered)
     answered = answered.union(scores)
-    read = models.arithmetic.apply(answered, read_answers, ("response_ids", "scores"), gives=("answer_codes",))
+    read = models.arithmetic.apply(answered, read_answers, ("response_ids", "scores", "stopped"), gives=("answer_codes",))
     return scores.union(read), [*calls, read]

@@ -20,7 +20,12 @@ from rlhf_spmd.workers import Computed, Function, Rows, Whole
 
 @dataclass(frozen=True)
 class OverlongConfig:
-    """``overlong_buffer``: the last ``len`` tokens before the limit cost up to ``penalty_factor``; null: a fifth of the limit."""
+    """``overlong_buffer``.
+
+    - enable: responses near the limit lose score
+    - len: tokens before the limit in which they do; null: a fifth of `max_response_length`
+    - penalty_factor: what a response of full length loses
+    """
 
     enable: bool = True
     len: int | None = None
@@ -33,7 +38,12 @@ class OverlongConfig:
 
 @dataclass(frozen=True)
 class FilterGroupsConfig:
-    """``filter_groups``: groups are kept whose ``metric`` differs between rows. "seq_reward": with the over-long penalty."""
+    """``filter_groups``.
+
+    - enable: groups that teach nothing are replaced by further prompts
+    - metric: a group is kept if this differs among its rows: `score`, or with the penalty `seq_reward`
+    - max_num_gen_batches: batches of prompts that one step may take
+    """
 
     enable: bool = True
     metric: str = "score"

@@ -24,7 +24,10 @@ from rlhf_spmd.workers import ActorWorker, Computed, Function, ReferenceWorker, 
 
 @dataclass(frozen=True)
 class Config(PolicyConfig):
-    """``gamma``: what a token's KL counts for the token before it. A reward is for metrics and validation only, and may be left out."""
+    """A reward is for metrics and validation only, and may be left out.
+
+    - gamma: what a token's KL to the teacher counts for the token before it
+    """
 
     name: str = "distill"
     gamma: float = 0.0

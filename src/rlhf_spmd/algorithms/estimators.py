@@ -37,7 +37,13 @@ WHITENED = (BY_TOKEN, "reinforce_plus_plus_baseline")
 
 @dataclass(frozen=True)
 class CriticFreeConfig(KLRewardConfig):
-    """The names are verl's. ``norm_adv_by_std_in_grpo``: divide by the standard deviation of the group's scores too."""
+    """The names are verl's.
+
+    - adv_estimator: the advantages: `grpo`, `rloo`, `opo`, `reinforce_plus_plus`, `reinforce_plus_plus_baseline`; of `ppo`
+      `gae`: see [algorithms.md](algorithms.md#estimators)
+    - norm_adv_by_std_in_grpo: of the estimator `grpo`: divide a response's advantage by the standard deviation of its prompt's
+      scores; `false`: only subtract their mean (Dr. GRPO)
+    """
 
     adv_estimator: str = "grpo"
     norm_adv_by_std_in_grpo: bool = True

@@ -17,7 +17,12 @@ from rlhf_spmd.workers.objective import Rows
 
 @dataclass(frozen=True)
 class KLRewardConfig(PolicyConfig):
-    """The names are verl's."""
+    """The names are verl's.
+
+    - gamma: discount per token
+    - use_kl_in_reward: subtract the KL to the reference from the reward of each token
+    - kl_penalty: estimate in the reward: `kl` or `k1`, `abs`, `mse` or `k2`, `low_var_kl` or `k3`
+    """
 
     gamma: float = 1.0
     use_kl_in_reward: bool = True

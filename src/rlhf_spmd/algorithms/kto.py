@@ -21,7 +21,12 @@ from rlhf_spmd.workers import Computed, Objective, ReferenceWorker, RoleClass, R
 
 @dataclass(frozen=True)
 class Config(PairsConfig):
-    """``desirable_weight``, ``undesirable_weight``: of the losses; the paper has them make up for unequal numbers of the two kinds."""
+    """The names are TRL's.
+
+    - beta: how far the policy may go from the reference
+    - desirable_weight: weight of desirable responses; the paper has it make up for unequal numbers of the two kinds
+    - undesirable_weight: and of undesirable ones
+    """
 
     name: str = "kto"
     beta: float = 0.1

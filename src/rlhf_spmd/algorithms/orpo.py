@@ -17,7 +17,10 @@ from rlhf_spmd.workers.objective import Objective
 
 @dataclass(frozen=True)
 class Config(PairsConfig):
-    """``beta``: of the odds ratio's loss, the paper's lambda (TRL's name)."""
+    """The name is TRL's.
+
+    - beta: weight of the odds ratio's loss, the paper's lambda
+    """
 
     name: str = "orpo"
     beta: float = 0.1

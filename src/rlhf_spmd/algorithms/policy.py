@@ -20,8 +20,24 @@ from rlhf_spmd.workers.objective import Objective, Rows, Totals
 
 @dataclass(frozen=True)
 class PolicyConfig(RolloutConfig):
-    """``clip_ratio_low/high`` default to ``clip_ratio``. ``entropy_coeff`` moves to ``entropy_coeff_end`` in
-    ``entropy_coeff_steps`` steps."""
+    """A policy gradient whose ratio is bounded; the names are verl's.
+
+    - use_kl_loss: add the KL to the reference to the policy loss
+    - kl_loss_coef: coefficient of that KL
+    - kl_loss_type: estimate of that KL, as `kl_penalty`; a final `+` (`k3+`) keeps the value and takes the gradient of k2
+    - loss_mode: how the policy ratio is bounded: `vanilla` (PPO's clip), `gspo`, `geo_mean`, `cispo`, `sapo`: see
+      [algorithms.md](algorithms.md#losses)
+    - clip_ratio: the policy ratio is clipped to 1 - this and 1 + this
+    - clip_ratio_low: the ratio's lower bound is 1 - this; null: `clip_ratio`
+    - clip_ratio_high: the ratio's upper bound is 1 + this; null: `clip_ratio`
+    - clip_ratio_c: dual clip: bound of the ratio for negative advantages, above 1
+    - tau_pos: `sapo` only: temperature of the gate for advantages above 0
+    - tau_neg: `sapo` only: temperature of the gate for the other advantages
+    - entropy_coeff: entropy bonus
+    - entropy_coeff_end: the bonus moves to this on a line, within `entropy_coeff_steps`
+    - entropy_coeff_steps: so many steps, such as `${run.steps}`; later the bonus stays
+    - loss_agg_mode: `token-mean`, `seq-mean-token-sum`, `seq-mean-token-mean`, `seq-mean-token-sum-norm`; of the policy loss
+    """
 
     use_kl_loss: bool = False
     kl_loss_coef: float = 0.001

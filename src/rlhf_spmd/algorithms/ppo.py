@@ -16,8 +16,14 @@ from rlhf_spmd.workers import ActorCriticWorker, ActorWorker, CriticWorker, Refe
 
 @dataclass(frozen=True)
 class Config(CriticConfig):
-    """``algorithm.*``; the names are verl's. ``share_actor_critic``: actor and critic are one model with two heads and one update
-    (APP's AC-share), in which the value loss weighs ``vf_coef`` (TRL's name)."""
+    """The names are verl's; one model for actor and critic is APP's AC-share, and ``vf_coef`` TRL's name.
+
+    - adv_estimator: the advantages: `gae`; without a critic `grpo`, `rloo`, `opo`, `reinforce_plus_plus`,
+      `reinforce_plus_plus_baseline`: see [algorithms.md](algorithms.md#estimators)
+    - critic_warmup: steps in which only the critic learns
+    - share_actor_critic: actor and critic are one model with two heads and one update; there is no `models.critic` then
+    - vf_coef: weight of the value loss in that update
+    """
 
     name: str = "ppo"
     adv_estimator: str = "gae"

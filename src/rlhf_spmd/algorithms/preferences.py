@@ -23,7 +23,10 @@ PairLoss = Callable[[dict[str, Tensor], dict[str, Tensor]], tuple[Tensor, dict[s
 
 @dataclass(frozen=True)
 class PairsConfig(AlgorithmConfig):
-    """A step is one optimizer step on ``data.train_batch_size`` pairs."""
+    """A step is one optimizer step on ``data.train_batch_size`` pairs.
+
+    - max_token_len_per_gpu: tokens of a micro-batch on one rank; at least the longest pair
+    """
 
     max_token_len_per_gpu: int = 16384
     streams: ClassVar[Mapping[str, Section]] = {"pairs": Section("data", PreferencesConfig)}
@@ -53,8 +56,14 @@ class ScoresConfig(PairsConfig):
 
 @dataclass(frozen=True)
 class DirectConfig(AlgorithmConfig):
-    """The knobs of DPO's losses, and the reference that they need. ``label_smoothing``: the share of pairs that are taken to be the
-    wrong way round; ``length_normalized``: means of log-probs per token in place of sums."""
+    """The knobs of DPO's losses, and the reference that they need.
+
+    - beta: how far the policy may go from the reference
+    - loss_type: `sigmoid`, `ipo`, `hinge` or `robust`
+    - label_smoothing: the share of pairs that are taken to be the wrong way round, less than 0.5; for `sigmoid` (conservative
+      DPO) and `robust`
+    - length_normalized: log-ratios as means per token in place of sums (TRL's `ipo` has that)
+    """
 
     beta: float = 0.1
     loss_type: str = "sigmoid"

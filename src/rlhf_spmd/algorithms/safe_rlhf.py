@@ -29,8 +29,16 @@ LEAST_LOGARITHM = -20.0  # of the multiplier, whose own size is in its step: fro
 
 @dataclass(frozen=True)
 class Config(PPOConfig):
-    """PPO's knobs, and the multiplier's: ``lambda_init`` above 0, ``lambda_lr`` of its logarithm, ``lambda_max``, ``threshold`` of the
-    mean cost, and the steps before it moves. ``ptx_coeff``: of the likelihood of the texts in section ``ptx``."""
+    """PPO's knobs, and the multiplier's.
+
+    - lambda_init: the multiplier at the start, above 0
+    - lambda_lr: step of the multiplier's logarithm, times itself and the cost's excess
+    - lambda_max: bound of the multiplier
+    - lambda_update_delay_steps: steps before the multiplier moves
+    - threshold: the mean cost that responses may have
+    - ptx_coeff: weight of the likelihood of the texts in section `ptx`, which has the keys of `sft`'s `data`; both are given or
+      neither
+    """
 
     name: str = "safe_rlhf"
     lambda_init: float = 1.0

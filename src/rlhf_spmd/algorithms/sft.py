@@ -20,7 +20,12 @@ from rlhf_spmd.workers import BatchLimits, Objective, Rows, Totals
 
 @dataclass(frozen=True)
 class Config(AlgorithmConfig):
-    """``stop_at_reward``: end when ``val/reward_mean`` has reached this (needs ``val_prompts`` and a reward)."""
+    """The likelihood of responses.
+
+    - loss_agg_mode: `token-mean`, `seq-mean-token-sum` or `seq-mean-token-mean`
+    - max_token_len_per_gpu: tokens of a micro-batch on one rank
+    - stop_at_reward: end when `val/reward_mean` reaches this; needs `val_prompts`, a reward and `run.test_freq`
+    """
 
     name: str = "sft"
     loss_agg_mode: str = "token-mean"

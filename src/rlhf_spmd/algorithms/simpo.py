@@ -16,7 +16,11 @@ from rlhf_spmd.workers.objective import Objective
 
 @dataclass(frozen=True)
 class Config(PairsConfig):
-    """``simpo_gamma``: the margin by which the chosen response's reward shall be above the other's, in units of the reward."""
+    """The names are TRL's.
+
+    - beta: scale of rewards
+    - simpo_gamma: the margin by which the chosen response's reward shall be above the other's, in units of the reward
+    """
 
     name: str = "simpo"
     beta: float = 2.0

@@ -18,8 +18,14 @@ REWARD_NORMS = ("none", "mean_std", "std")
 
 @dataclass(frozen=True)
 class CriticConfig(KLRewardConfig):
-    """The names are verl's where it has them. ``norm_reward``: scores by the mean and standard deviation, or the latter alone, of all
-    scores of the run so far. ``norm_value``: the critic learns returns in units of theirs."""
+    """The names are verl's where it has them.
+
+    - lam: lambda of generalized advantage estimation
+    - cliprange_value: values are clipped to this distance from the old ones
+    - norm_reward: scores by mean and standard deviation of all scores of the run so far: `mean_std`, or `std` alone
+    - norm_value: the critic learns returns in units of all returns of the run so far, and its values are translated back for
+      the advantages
+    """
 
     lam: float = 1.0
     cliprange_value: float = 0.5
@@ -91,4 +97,4 @@ def clipped_value(config: CriticConfig) -> Objective:
         report["critic/values_mean"] = fields["values"].detach().double().sum() / totals.tokens
         return result, report
 
-    return Objective(loss, ("old_values", "returns"), ("values",))
+    return Objective(loss, ("old_values", "returns"), ("values",), names_loss=True)

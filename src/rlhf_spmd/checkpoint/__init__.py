@@ -6,5 +6,5 @@ ever read or written.
 
 Public: ``save.save_checkpoint``, ``load.load_checkpoint`` with ``save.RoleState``; ``load.find_resumable``,
 ``load.verify_checkpoint``, ``directory.read_manifest`` (its ``state``); ``export.export_hugging_face``; ``manifest.CheckpointError``.
-It does not know models, engines or roles: it takes shards (boxes) and tensors by name.
+It does not know engines or roles: it takes shards (boxes) and tensors by name; ``adapters`` alone knows models, with which it merges.
 """

@@ -39,6 +39,12 @@ def step_directory(run_dir: Path, step: int) -> Path:
     return checkpoints_of(run_dir) / f"step_{step}"
 
 
+def named_checkpoint(path: Path) -> Path:
+    """``path``, or the checkpoint that the file ``latest`` there names."""
+    path = path.expanduser()
+    return path.parent / path.read_text(encoding="utf-8").strip() if path.name == LATEST and path.is_file() else path
+
+
 def draft_directory(run_dir: Path, step: int) -> Path:
     """Where the checkpoint of a step is prepared."""
     return checkpoints_of(run_dir) / f"step_{step}.tmp"
@@ -104,9 +110,9 @@ def prepare_draft(run_dir: Path, step: int) -> Path:
 
 
 def commit(run_dir: Path, manifest: Manifest, keep: int) -> Path:
-    """Make a written draft the newest checkpoint, then delete the ones beyond ``keep``. Raises OSError, CheckpointError.
+    """Make a written draft the newest checkpoint, then delete the ones beyond ``keep`` but that of the step ``state["best"]["step"]``.
 
-    Every rank must have written and synced its files before.
+    Raises OSError, CheckpointError. Every rank must have written and synced its files before.
     """
     draft, final = draft_directory(run_dir, manifest.step), step_directory(run_dir, manifest.step)
     for name, size in manifest.files.items():
@@ -129,8 +135,10 @@ def commit(run_dir: Path, manifest: Manifest, keep: int) -> Path:
     atomic_write_text(checkpoints_of(run_dir) / LATEST, final.name)
     if old.exists():
         _remove(old)
+    best = manifest.state.get("best") or {}
     for expired in committed(run_dir)[max(keep, 1) :]:
-        _remove(expired.path)
+        if expired.step != best.get("step"):
+            _remove(expired.path)
     return final
 
 

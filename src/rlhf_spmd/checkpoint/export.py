@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from rlhf_spmd.checkpoint.adapters import find_adapters
 from rlhf_spmd.checkpoint.directory import read_manifest
 from rlhf_spmd.checkpoint.files import Spec, write_safetensors
-from rlhf_spmd.checkpoint.load import read_pieces
-from rlhf_spmd.checkpoint.manifest import DTYPES, PARAM, CheckpointError, Piece
-from rlhf_spmd.parallel.boxes import Box, cover
+from rlhf_spmd.checkpoint.load import read_whole
+from rlhf_spmd.checkpoint.manifest import DTYPES, PARAM, CheckpointError
 from rlhf_spmd.telemetry.run_dir import atomic_write_text
 
 # copied as they are, where the source directory has them
@@ -32,6 +35,7 @@ COMPANIONS = (
     "chat_template.jinja",
     "chat_template.json",
 )
+ADAPTER_DIR = "adapter"  # in an export: PEFT's directory
 VALUE_HEAD = "score.weight"
 SECOND_HEAD = "v_head.weight"  # of a policy that is its own critic; transformers' class has no place for it
 
@@ -43,34 +47,42 @@ def export_hugging_face(
     out_dir: Path,
     max_shard_bytes: int = 4 << 30,
     dtype: torch.dtype | None = None,
+    card: str | None = None,
+    merged: bool = True,
 ) -> Path:
     """Write ``out_dir`` so that ``transformers`` loads it; returns it.
 
     The configuration and tokenizer come from ``source_model_dir`` (the role's ``path``). ``dtype`` None keeps the stored one.
     A model with a value head becomes ``<Family>ForSequenceClassification`` with one label; one that has both heads leaves the value
-    head out. An earlier export at ``out_dir`` is replaced only when the new one is complete. Raises CheckpointError (damaged piece,
+    head out. Of a role with adapters these go to ``adapter`` there, and the model with them only if ``merged``. ``card``: the text of
+    README.md. An earlier export at ``out_dir`` is replaced only when the new one is complete. Raises CheckpointError (damaged piece,
     no such role) and ValueError (paths).
     """
     checkpoint_dir, out_dir, source = Path(checkpoint_dir), Path(out_dir), Path(source_model_dir)
     if not (source / "config.json").is_file():
         raise ValueError(f"export: {source} has no config.json; name the directory that role '{role}' was loaded from")
-    if out_dir.exists() and any(out_dir.iterdir()) and not (out_dir / "config.json").is_file():
+    is_export = (out_dir / "config.json").is_file() or (out_dir / ADAPTER_DIR).is_dir()
+    if out_dir.exists() and any(out_dir.iterdir()) and not is_export:
         raise ValueError(f"export: {out_dir} is not empty and not a model directory; choose another one")
-    pieces = read_manifest(checkpoint_dir).pieces_of(role, PARAM)
-    exported = sorted((name, parts) for name, parts in pieces.items() if name != SECOND_HEAD)
-    specs = [Spec(name, dtype or DTYPES[parts[0].dtype], parts[0].shape) for name, parts in exported]
-
     draft = out_dir.with_name(f".{out_dir.name}.tmp")
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(parents=True)
     try:
-        files = plan_files(specs, max_shard_bytes)
-        _write_weights(draft, files, lambda spec: _assemble(checkpoint_dir, pieces[spec.key], spec))
-        config = export_config(json.loads((source / "config.json").read_text(encoding="utf-8")), specs)
-        atomic_write_text(draft / "config.json", json.dumps(config, indent=2) + "\n")
+        adapters = find_adapters(checkpoint_dir, role)
+        if adapters is not None:
+            adapters.write(draft / ADAPTER_DIR, source)
+        if adapters is None or merged:
+            with ExitStack() as stack:
+                found, get = _whole_tensors(checkpoint_dir, role) if adapters is None else adapters.merged(source, stack)
+                specs = [replace(spec, dtype=dtype or spec.dtype) for spec in found]
+                _write_weights(draft, plan_files(specs, max_shard_bytes), lambda spec: get(spec).to(spec.dtype))
+            config = export_config(json.loads((source / "config.json").read_text(encoding="utf-8")), specs)
+            atomic_write_text(draft / "config.json", json.dumps(config, indent=2) + "\n")
         for name in COMPANIONS:
             if (source / name).is_file():
                 shutil.copyfile(source / name, draft / name)
+        if card is not None:
+            atomic_write_text(draft / "README.md", card)
         old = out_dir.with_name(f".{out_dir.name}.old")
         shutil.rmtree(old, ignore_errors=True)
         if out_dir.exists():
@@ -82,6 +94,14 @@ def export_hugging_face(
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     return out_dir
+
+
+def _whole_tensors(checkpoint_dir: Path, role: str) -> tuple[list[Spec], Callable[[Spec], Tensor]]:
+    """Of a role whose weights are in the checkpoint."""
+    pieces = read_manifest(checkpoint_dir).pieces_of(role, PARAM)
+    exported = sorted((name, parts) for name, parts in pieces.items() if name != SECOND_HEAD)
+    specs = [Spec(name, DTYPES[parts[0].dtype], parts[0].shape) for name, parts in exported]
+    return specs, lambda spec: read_whole(checkpoint_dir, pieces[spec.key], spec)
 
 
 def plan_files(specs: Sequence[Spec], max_shard_bytes: int) -> dict[str, list[Spec]]:
@@ -124,23 +144,8 @@ def _write_weights(out: Path, files: dict[str, list[Spec]], get: Callable[[Spec]
     for name, specs in files.items():
         write_safetensors(out / name, specs, get, {"format": "pt"})
     if len(files) > 1:
+        numbers = sum(math.prod(spec.shape) for specs in files.values() for spec in specs)
         total = sum(spec.num_bytes for specs in files.values() for spec in specs)
         where = {spec.key: name for name, specs in files.items() for spec in specs}
-        index = {"metadata": {"total_size": total}, "weight_map": where}
-        atomic_write_text(out / "model.safetensors.index.json", json.dumps(index, indent=2) + "\n")
-
-
-def _assemble(directory: Path, pieces: Sequence[Piece], spec: Spec) -> Tensor:
-    """A full tensor from its pieces, in the exported dtype."""
-    whole = Box(spec.key, spec.shape, (0,) * len(spec.shape), spec.shape, (0,) * len(spec.shape))
-    taken, missing = cover(whole, [piece.box for piece in pieces])
-    if missing:
-        raise CheckpointError(f"{directory}: {spec.key} lacks the part from {missing[0].start} of size {missing[0].size}")
-    parts: dict[str, list[tuple[Box, Box]]] = {}
-    for i, source, target in taken:
-        parts.setdefault(pieces[i].key, []).append((source, target))
-    tensor = torch.empty(spec.shape, dtype=DTYPES[pieces[0].dtype])
-    for piece, values in read_pieces(directory, [piece for piece in pieces if piece.key in parts]):
-        for source, target in parts[piece.key]:
-            tensor[target.local_slices] = values[source.local_slices]
-    return tensor.to(spec.dtype)
+        index = {"metadata": {"total_parameters": numbers, "total_size": total}, "weight_map": where}
+        atomic_write_text(out / "model.safetensors.index.json", json.dumps(index, indent=2, sort_keys=True) + "\n")

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from rlhf_spmd.checkpoint.agree import LABEL, agree
 from rlhf_spmd.checkpoint.directory import committed, read_manifest
-from rlhf_spmd.checkpoint.files import hash_tensor
-from rlhf_spmd.checkpoint.manifest import DTYPE_NAMES, PARAM, CheckpointError, Manifest, Piece
+from rlhf_spmd.checkpoint.files import Spec, hash_tensor
+from rlhf_spmd.checkpoint.manifest import DTYPE_NAMES, DTYPES, PARAM, CheckpointError, Manifest, Piece
 from rlhf_spmd.checkpoint.save import RoleState
 from rlhf_spmd.parallel.boxes import Box, cover
 from rlhf_spmd.parallel.collectives import Group
@@ -47,6 +47,22 @@ def read_pieces(directory: Path, pieces: Sequence[Piece]) -> Iterator[tuple[Piec
                     yield piece, tensor
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{path}: unreadable ({error})") from error
+
+
+def read_whole(directory: Path, pieces: Sequence[Piece], spec: Spec) -> Tensor:
+    """A full tensor from its pieces, in the exported dtype."""
+    whole = Box(spec.key, spec.shape, (0,) * len(spec.shape), spec.shape, (0,) * len(spec.shape))
+    taken, missing = cover(whole, [piece.box for piece in pieces])
+    if missing:
+        raise CheckpointError(f"{directory}: {spec.key} lacks the part from {missing[0].start} of size {missing[0].size}")
+    parts: dict[str, list[tuple[Box, Box]]] = {}
+    for i, source, target in taken:
+        parts.setdefault(pieces[i].key, []).append((source, target))
+    tensor = torch.empty(spec.shape, dtype=DTYPES[pieces[0].dtype])
+    for piece, values in read_pieces(directory, [piece for piece in pieces if piece.key in parts]):
+        for source, target in parts[piece.key]:
+            tensor[target.local_slices] = values[source.local_slices]
+    return tensor.to(spec.dtype)
 
 
 def plan_reads(manifest: Manifest, role: str, target: RoleState) -> dict[Piece, list[Copy]]:

@@ -69,8 +69,8 @@ def save_checkpoint(
 
     Collective over ``group`` (the world: every rank that holds something): every rank of it must call, in program order.
     ``roles`` holds the roles of which this rank is a member. ``state`` is plain JSON; the group's first rank's is stored.
-    The ``keep`` newest checkpoints stay, at least 2. Raises CheckpointError on every rank if any rank fails; the checkpoints
-    before are then untouched.
+    The ``keep`` newest checkpoints stay, at least 2, and that of the step ``state["best"]["step"]``, if it says one. Raises
+    CheckpointError on every rank if any rank fails; the checkpoints before are then untouched.
     """
     if keep < 2:
         raise ValueError(f"keep={keep} must be at least 2: one checkpoint to fall back to")

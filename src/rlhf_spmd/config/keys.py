@@ -1,39 +1,76 @@
-"""Every key of a configuration with its type and default, for people."""
+"""Every key of a configuration with its type, its default and what it means, for people: ``--help``, completion, the documents.
+
+What a key means stands in the docstring of its dataclass, as ``- key: text`` or ``- key, other: text``, with further lines indented.
+A class that derives from another may say it in words of its own. The text is Markdown, whose links are those of a page in ``docs/``.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
+import re
+import textwrap
 from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Any, get_args, get_origin, get_type_hints
 
 from rlhf_spmd.config.schema import describe
 
+ENTRIES = {"models": "role", "calls": "method"}  # what the entries of a mapping are called; those of others: name
 
-def list_keys(schema: type, replaced: Mapping[str, type], where: str = "", default: Any = None) -> Iterator[str]:
-    """``run.steps = 100 (an integer)`` for every key below the dataclass ``schema``, in its order.
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """``default``: as JSON; None: must be given. ``kind``: its type in words. ``text``: what it means, empty where nobody says it."""
+
+    name: str
+    default: str | None
+    kind: str
+    text: str
+
+    def lines(self, width: int) -> str:
+        """For ``--help``."""
+        default = "must be given" if self.default is None else f"= {self.default}"
+        said = re.sub(r"\[[^]]*\]\(([^)#]*)[^)]*\)", lambda link: f"docs/{link[1] or 'configuration.md'}", self.text)
+        return f"  {self.name} {default} ({self.kind})\n{textwrap.indent(textwrap.fill(said, width - 6), ' ' * 6)}".rstrip()
+
+
+def list_keys(schema: type, replaced: Mapping[str, type], where: str = "", default: Any = None) -> Iterator[Key]:
+    """Every key below the dataclass ``schema``, in its order; of sections that may be missing, and of mappings to sections, also the
+    section itself.
 
     ``replaced``: for keys, also some that ``schema`` has not, the dataclass that describes them in place of their annotation.
     Entries of a mapping to dataclasses are called ``<name>``. ``default``: an instance whose values are the defaults.
     """
     fields = {field.name: field for field in dataclasses.fields(schema)}
     annotations = {name: kind for name, kind in get_type_hints(schema).items() if name in fields} | dict(replaced)
+    said = key_texts(schema)
     for name, annotation in annotations.items():
-        key = f"{where}{name}"
-        section = next((part for part in (annotation, *get_args(annotation)) if dataclasses.is_dataclass(part)), None)
+        key, is_mapping = f"{where}{name}", get_origin(annotation) is dict
+        parts = () if get_origin(annotation) is list else (annotation, *get_args(annotation))
+        section = next((part for part in parts if dataclasses.is_dataclass(part)), None)
+        if section is None or name in said:
+            kind = describe(annotation) if section is None else "sections by name" if is_mapping else "a section"
+            yield Key(key, _default(fields[name], default), kind, said.get(name, ""))
         if isinstance(section, type):
             factory: Any = fields[name].default_factory if name in fields else None
             made = factory() if callable(factory) else None  # MISSING is not
-            yield from list_keys(section, {}, f"{key}.<name>." if get_origin(annotation) is dict else f"{key}.", made)
-        elif isinstance(default, schema):
-            yield f"{key} = {json.dumps(getattr(default, name), default=str)} ({describe(annotation)})"
-        else:
-            yield f"{key} {_default(fields[name])} ({describe(annotation)})"
+            yield from list_keys(section, {}, f"{key}.<{ENTRIES.get(name, 'name')}>." if is_mapping else f"{key}.", made)
 
 
-def _default(field: dataclasses.Field[Any]) -> str:
-    if field.default is not dataclasses.MISSING:
-        return f"= {json.dumps(field.default, default=str)}"
-    if field.default_factory is not dataclasses.MISSING:
-        return f"= {json.dumps(field.default_factory(), default=str)}"
-    return "must be given"
+@cache
+def key_texts(schema: type) -> dict[str, str]:
+    """What the docstrings of a dataclass and of those that it derives from say of each key; the nearest one counts."""
+    found: dict[str, str] = {}
+    for one in reversed(schema.__mro__):
+        text = inspect.cleandoc(vars(one).get("__doc__") or "")
+        for names, said in re.findall(r"^- (\w+(?:, \w+)*): (.*(?:\n +.*)*)", text, flags=re.MULTILINE):
+            found |= dict.fromkeys(names.split(", "), " ".join(said.split()))
+    return found
+
+
+def _default(field: dataclasses.Field[Any], default: Any) -> str | None:
+    made = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    made = getattr(default, field.name, made)
+    return None if made is dataclasses.MISSING else json.dumps(made, default=str)

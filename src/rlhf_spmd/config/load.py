@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -17,19 +17,20 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError, YAMLError, safe_load
 
-from rlhf_spmd.config.schema import ConfigError, Reader, first_line
+from rlhf_spmd.config.foreign import foreign_hint
+from rlhf_spmd.config.schema import ConfigError, Reader, first_line, leaves
 
 T = TypeVar("T")
 
 
 def load(
     schema: type[T],
-    path: str | Path | None = None,
+    path: str | Path | Mapping[str, Any] | None = None,
     overrides: Sequence[str] = (),
     sections: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda raw: {},
     revise: Callable[[dict[str, Any], Mapping[str, Any]], tuple[dict[str, Any], bool]] = lambda file, whole: (file, True),
 ) -> T:
-    """A ``schema`` instance from a YAML file (or none) and overrides such as ``data.train_batch_size=64``.
+    """A ``schema`` instance from a YAML file (or what one would say, or nothing) and overrides such as ``data.train_batch_size=64``.
 
     ``sections`` takes what was read, before interpolation, and returns for top-level keys, which ``schema`` may have as ``Any``, the
     dataclass that describes them, so that the result's ``.algorithm`` is an instance of it; None: there may be such a section, and
@@ -99,15 +100,8 @@ def flatten_yaml(text: str) -> dict[str, str]:
         tree = safe_load(text)
     except YAMLError:
         return {}
-    return dict(_leaves(tree, "")) if isinstance(tree, dict) else {}
-
-
-def _leaves(value: Any, where: str) -> Iterator[tuple[str, str]]:
-    if isinstance(value, dict) and value:
-        for key, child in value.items():
-            yield from _leaves(child, f"{where}.{key}" if where else str(key))
-    else:
-        yield where, value if isinstance(value, str) else json.dumps(value, default=str)
+    found = leaves(tree, "") if isinstance(tree, dict) and tree else ()
+    return {key: value if isinstance(value, str) else json.dumps(value, default=str) for key, value in found}
 
 
 def _children(node: Any) -> Mapping[Any, Any]:
@@ -116,10 +110,13 @@ def _children(node: Any) -> Mapping[Any, Any]:
     return node if isinstance(node, Mapping) else dict(enumerate(node)) if isinstance(node, list) else {}
 
 
-def _read_file(path: str | Path | None) -> DictConfig:
+def _read_file(path: str | Path | Mapping[str, Any] | None) -> DictConfig:
     """Raises ConfigError naming the file, and the line where the YAML is broken."""
-    if path is None:
-        return OmegaConf.create({})
+    if path is None or isinstance(path, Mapping):
+        try:
+            return OmegaConf.create(dict(path or {}))
+        except OmegaConfBaseException as error:
+            raise ConfigError(f"{error.full_key}: {first_line(error)}") from error
     file = Path(path)
     if not file.is_file():
         raise ConfigError(f"config file '{file}' {'is not a file' if file.exists() else 'does not exist'}")
@@ -139,6 +136,10 @@ def _read_file(path: str | Path | None) -> DictConfig:
 def _merge_overrides(raw: DictConfig, overrides: Sequence[str]) -> DictConfig:
     for override in overrides:
         key, equals, _ = override.partition("=")
+        if key.startswith("-"):
+            raise ConfigError(_not_an_option(override, overrides))
+        if not equals and (override.endswith((".yaml", ".yml")) or Path(override).is_file()):
+            raise ConfigError(f"'{override}' is a file; give it as --config {override}")
         if not equals or not key.strip() or key != key.strip():
             raise ConfigError(f"override '{override}' is not of the form key.subkey=value")
         try:
@@ -152,6 +153,17 @@ def _merge_overrides(raw: DictConfig, overrides: Sequence[str]) -> DictConfig:
                 f"override '{override}': '{clash}' is a section and has no value of its own; set '{clash}.<key>=...'"
             )
     return raw
+
+
+def _not_an_option(given: str, overrides: Sequence[str]) -> str:
+    """What is said of ``given``, an option that there is not, and may be a key."""
+    name, _, value = given.lstrip("-").partition("=")
+    value = value or next((one for one in overrides if not one.startswith("-") and "=" not in one), "...")
+    theirs = foreign_hint([name.replace("-", "_")], by_end=True)
+    if theirs:
+        return f"there is no option {theirs} (keys are given as key=value)"
+    known = f"write {name}={value}" if "." in name else "--help lists options and keys"
+    return f"there is no option '{given}', and keys are given as key=value: {known}"
 
 
 def _clash(before: Any, after: Any, where: str) -> str:

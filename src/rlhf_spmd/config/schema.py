@@ -1,28 +1,28 @@
 """Plain values (mappings, lists, scalars) into dataclasses, strictly: types in words, unknown keys with the nearest known one.
 
-Pure Python. A field is a dataclass, ``int``, ``float``, ``bool``, ``str``, ``Any``, a ``list`` or ``dict`` of these, or a union.
+A field is a dataclass, ``int``, ``float``, ``bool``, ``str``, ``Any``, a ``list`` or ``dict`` of these, or a union.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import numbers
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Union, get_args, get_origin
 
+from rlhf_spmd.config.foreign import foreign_hint
+
 SHOWN_KEYS = 40
 NEAR, NEARER = 0.6, 0.8  # likeness of a mistyped name to a known one; of a key to that of another section
-FOREIGN = {
-    **dict.fromkeys(("trainer", "actor_rollout_ref", "critic", "reward_model", "custom_reward_function"), "verl"),
-    **dict.fromkeys(("num_generations", "beta", "max_completion_length", "num_train_epochs", "learning_rate"), "TRL"),
-    **dict.fromkeys(("per_device_train_batch_size", "gradient_accumulation_steps"), "TRL"),
-}
 UNSET = "???"  # OmegaConf's word for a value that must be given
 WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "text", type(None): "null", Any: "any value"}
 READABLE = {int: (int, str), float: (float, int, str), str: (str, int, float, bool), bool: (bool, int, str)}
+EXACT = {int: (numbers.Integral,), float: (numbers.Real,)}
+DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}  # short names, of every key ...dtype
 SWITCH = {**dict.fromkeys(("true", "yes", "on", "1"), True), **dict.fromkeys(("false", "no", "off", "0"), False)}
 
 
@@ -58,13 +58,15 @@ def describe(annotation: Any) -> str:
 class Reader:
     """Makes a ``schema`` instance of ``plain`` values; the root's fields ``replaced`` have other types than it says.
 
-    With ``interpolated`` text with ``${`` stands for a value that is not known yet, of any type.
+    With ``interpolated`` text with ``${`` stands for a value that is not known yet, of any type. With ``strict``, for values that no
+    person wrote, text is no number (but of a mapping's keys, which JSON has only as text).
     """
 
     schema: Any
     replaced: Mapping[str, Any]
     plain: Mapping[str, Any]
     interpolated: bool
+    strict: bool = False
     missing: dict[str, Any] = field(default_factory=dict)
 
     def read(self) -> Any:
@@ -82,9 +84,9 @@ class Reader:
     def _section(self, section: Any, value: Mapping[str, Any], where: str, default: Any) -> Any:
         """``default``: an instance that the value's keys go over, if there is one."""
         hints = self._fields(section)
-        unknown = [str(key) for key in value if key not in hints]
+        unknown = [key for key in value if key not in hints]
         if unknown:
-            raise ConfigError(self._unknown_key(where, unknown[0], list(hints)))
+            raise ConfigError(self._unknown_key(where, str(unknown[0]), list(hints), value[unknown[0]]))
         made = {}
         for f in dataclasses.fields(section):
             dotted = _dotted(where, f.name)
@@ -99,6 +101,8 @@ class Reader:
     def _value(self, annotation: Any, value: Any, where: str, default: Any = None) -> Any:
         options = {get_origin(option) or option: option for option in _options(annotation)}
         section = _dataclass(annotation)
+        if where.endswith("dtype") and isinstance(value, str):
+            value = DTYPES.get(value, value)
         if Any in options or (value is None and type(None) in options):
             return value
         if self.interpolated and isinstance(value, str) and "${" in value:
@@ -106,23 +110,28 @@ class Reader:
         if section is not None and isinstance(value, Mapping):
             return self._section(section, value, where, default)
         if isinstance(value, Mapping) and dict in options:
-            of_key, of_value = get_args(options[dict])
+            (of_key, of_value), keys = get_args(options[dict]), dataclasses.replace(self, strict=False)
             dotted = {key: _dotted(where, key) for key in value}
-            return {self._value(of_key, key, dotted[key]): self._value(of_value, value[key], dotted[key]) for key in value}
-        if isinstance(value, list) and list in options:
+            return {keys._value(of_key, key, dotted[key]): self._value(of_value, value[key], dotted[key]) for key in value}
+        if isinstance(value, list | tuple) and list in options:
             (element,) = get_args(options[list])
             return [self._value(element, child, f"{where}[{index}]") for index, child in enumerate(value)]
         scalars = [option for option in options if option in READABLE]
         if type(value) in scalars:
             return value
         try:
-            if len(scalars) == 1 and type(value) in READABLE[scalars[0]]:
+            if len(scalars) == 1 and self._fits(scalars[0], value):
                 return SWITCH[str(value).lower()] if scalars[0] is bool else scalars[0](value)
         except (ValueError, KeyError):
             pass
         raise ConfigError(f"{where}={value!r} must be {describe(annotation)}")
 
-    def _unknown_key(self, where: str, key: str, allowed: Sequence[str]) -> str:
+    def _fits(self, scalar: type, value: Any) -> bool:
+        """Whether ``value``, of another type, says one of type ``scalar``. numpy's numbers are numbers."""
+        exact = isinstance(value, EXACT.get(scalar, ())) and not isinstance(value, bool)
+        return exact or (not self.strict and type(value) in READABLE[scalar])
+
+    def _unknown_key(self, where: str, key: str, allowed: Sequence[str], value: Any) -> str:
         known = sorted(set(self._known(self.schema, self.plain, "")))
         last = {name: name.rpartition(".")[2] for name in known}
         same_name = [name for name in known if last[name] == key.rpartition(".")[2]]
@@ -132,8 +141,10 @@ class Reader:
         ]
         meant = next(iter([*here, *same_name, *elsewhere]), None)
         hint = f"; did you mean '{meant}'?" if meant else ";"
-        if key in FOREIGN and not same_name:
-            hint = f"; it is {FOREIGN[key]}'s: docs/migrating.md says what stands for it;"
+        given = [name for name, _ in leaves(value, _dotted(where, key))]
+        foreign = foreign_hint(given, by_end=not same_name and not isinstance(value, Mapping))
+        if foreign:
+            return f"unknown key {foreign}"
         return f"unknown key '{_dotted(where, key)}'{hint} allowed here: {_listed(sorted(allowed))}"
 
     def _known(self, annotation: Any, value: Any, where: str) -> Iterator[str]:
@@ -147,6 +158,15 @@ class Reader:
 
 def _dotted(where: str, key: object) -> str:
     return f"{where}.{key}" if where else str(key)
+
+
+def leaves(value: Any, where: str) -> Iterator[tuple[str, Any]]:
+    """The values in a tree of mappings, by dotted key."""
+    if not (isinstance(value, Mapping) and value):
+        yield where, value
+    else:
+        for key, child in value.items():
+            yield from leaves(child, _dotted(where, key))
 
 
 def _options(annotation: Any) -> tuple[Any, ...]:

@@ -25,8 +25,14 @@ DUPLICATES = ("refuse", "drop", "keep")
 
 @dataclass(frozen=True)
 class RowsConfig(EncodingConfig):
-    """``path``: a file, a glob pattern, a directory or a ``datasets`` name (with ``split``, ``subset``); a list of them; or a mapping
-    of them to weights. A key is a column, or with dots (``reward_model.ground_truth``) a value inside one."""
+    """Rows of a file or a data set.
+
+    - path: required: file, glob pattern, directory or `datasets` name; a list of them; or a mapping of them to weights, see
+      [own_data_and_reward.md](own_data_and_reward.md)
+    - split: of a `datasets` name or directory
+    - subset: of a `datasets` name
+    - prompt_key: column of the prompt; here and in the other keys of columns dots reach inside one: `reward_model.ground_truth`
+    """
 
     path: Paths = ""
     split: str = "train"
@@ -68,8 +74,13 @@ class RowsConfig(EncodingConfig):
 
 @dataclass(frozen=True)
 class StoredRowsConfig(RowsConfig):
-    """``max_bad_rows``: so many rows that cannot be used are left out. ``cache_dir``: a directory for tokens and rows, from which all
-    ranks map them into memory; null: each rank reads and tokenises for itself. ``one_chunk``: rows are encoded all together."""
+    """``one_chunk``: rows are encoded all together.
+
+    - max_bad_rows: so many rows that cannot be used are left out, named and counted; one more ends the run. See
+      [own_data_and_reward.md](own_data_and_reward.md#bad-rows)
+    - cache_dir: directory for tokens and rows, made once and mapped into memory by all ranks; null: each rank tokenises for
+      itself. See [own_data_and_reward.md](own_data_and_reward.md#many-rows)
+    """
 
     max_bad_rows: int = 0
     cache_dir: str | None = None
@@ -82,12 +93,21 @@ class StoredRowsConfig(RowsConfig):
 
 @dataclass(frozen=True)
 class DatasetConfig(StoredRowsConfig):
-    """Rows for training, and for validation those of ``val_path``, which may be a list or a mapping from names: several sets. Batch
-    sizes count rows.
+    """Rows for training, and for validation those of ``val_path``. Batch sizes count rows.
 
-    ``val_batch_size``: null = all rows at once. ``seed``: of the training order; null = ``run.seed``. ``epochs``: how long the run is,
-    in place of ``run.steps``. ``curriculum_key``: the rows of the first ``curriculum_epochs`` epochs come by this number, the
-    smallest first. ``duplicates``: what happens to rows with the ``id`` of an earlier one.
+    - val_path: `path` of the rows to validate by
+    - val_split: `split` of the rows to validate by
+    - train_batch_size: rows per step
+    - val_batch_size: rows per batch of validation; null: all
+    - train_max_samples: read only the first rows
+    - val_max_samples: read only the first rows to validate by
+    - shuffle: a new order in every epoch
+    - seed: of the order; null: `run.seed`
+    - epochs: how long the run is, in passes over the data, in place of `run.steps`, which is then `null`; the last step may
+      begin another pass
+    - curriculum_key: column with a number: the first epochs go through the rows by it, the smallest first
+    - curriculum_epochs: so many epochs go by `curriculum_key`
+    - duplicates: of training rows with the `id` of an earlier one: `refuse`, `drop` or `keep`
     """
 
     val_path: str | list[str] | dict[str, str] | None = None

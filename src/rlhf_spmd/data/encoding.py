@@ -11,15 +11,18 @@ from rlhf_spmd.config.schema import first_line
 from rlhf_spmd.data.files import DataError
 
 ENCODE_ROWS = 1024
+TEMPLATE_FILE = "chat_template.jinja"  # transformers' name, beside a tokenizer
+TURN = "A-TURN-OF-THE-MODEL"  # which no template writes by itself
 
 
 @dataclass(frozen=True)
 class EncodingConfig:
     """How a prompt becomes tokens; part of ``data``.
 
-    ``apply_chat_template``: ``auto`` = messages through the template and text as it is; true = text too, as one user
-    message; false = text only, messages are an error. ``chat_template``: a file or the Jinja text itself, in place of
-    the tokenizer's own. ``system_prompt``: a system message put before messages that have none.
+    - apply_chat_template: `auto`: messages through the chat template, text as it is; `true`: text too, as one user message;
+      `false`: messages are an error
+    - chat_template: a file or the Jinja text, instead of the tokenizer's own
+    - system_prompt: put before messages that have no system message
     """
 
     apply_chat_template: bool | str = "auto"
@@ -35,19 +38,22 @@ class EncodingConfig:
 
 class PromptEncoder:
     """Renders and tokenises prompts. Raises DataError naming the row, or the tokenizer that lacks a template. ``section``: key of
-    the configuration, for messages."""
+    the configuration, for messages; "": there is none."""
 
     def __init__(self, tokenizer: Any, config: EncodingConfig, section: str = "data") -> None:
         self.tokenizer = tokenizer
         self.config = config
-        self.section = section
-        self.template = read_template(config.chat_template, section)
+        self.key = f"{section}.chat_template".lstrip(".")
+        self.template = read_template(config.chat_template, self.key)
 
-    def render(self, prompt: Any, where: str) -> tuple[str, bool]:
+    def render(self, prompt: Any, where: str, tools: list[Any] | None = None) -> tuple[str, bool]:
         """The text to tokenise, and whether it came from the template (which writes the special tokens itself)."""
         if isinstance(prompt, str):
             if not prompt:
                 raise DataError(f"{where}: the prompt is empty")
+            if tools and self.config.apply_chat_template == "auto":
+                remedy = "set data.apply_chat_template=true, or false if the text tells of them"
+                raise DataError(f"{where}: the prompt is text, and the model has tools: {remedy}")
             if self.config.apply_chat_template is not True:
                 if self.config.system_prompt is not None:
                     raise DataError(f"{where}: data.system_prompt with a text prompt needs data.apply_chat_template=true")
@@ -55,7 +61,7 @@ class PromptEncoder:
             messages: list[dict[str, Any]] = [{"role": "user", "content": prompt}]
         else:
             messages = check_messages(prompt, where)
-        return self.apply_template(self.with_system(messages, where), where), True
+        return self.apply_template(self.with_system(messages, where), where, tools=tools), True
 
     def with_system(self, messages: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
         """``messages``, after the system prompt where they have none. Raises DataError where messages are not wanted."""
@@ -65,9 +71,9 @@ class PromptEncoder:
             return [{"role": "system", "content": self.config.system_prompt}, *messages]
         return messages
 
-    def encode(self, prompts: Sequence[Any], wheres: Sequence[str]) -> list[tuple[list[int], str]]:
-        """Token ids and rendered text of each prompt; tokenised in batches."""
-        rendered = [self.render(prompt, where) for prompt, where in zip(prompts, wheres, strict=True)]
+    def encode(self, prompts: Sequence[Any], wheres: Sequence[str], tools: Sequence[Any] = ()) -> list[tuple[list[int], str]]:
+        """Token ids and rendered text of each prompt, told of its ``tools`` (schemas, or None); tokenised in batches."""
+        rendered = [self.render(*one) for one in zip(prompts, wheres, tools or [None] * len(prompts), strict=True)]
         from_template = self.tokenize([text for text, templated in rendered if templated], special_tokens=False)
         from_text = self.tokenize([text for text, templated in rendered if not templated], special_tokens=True)
         encoded = [(next(from_template if templated else from_text), text) for text, templated in rendered]
@@ -81,22 +87,41 @@ class PromptEncoder:
             batch = list(texts[start : start + ENCODE_ROWS])
             yield from self.tokenizer(batch, add_special_tokens=special_tokens, truncation=False, verbose=False)["input_ids"]
 
-    def apply_template(self, messages: list[dict[str, Any]], where: str, add_generation_prompt: bool = True) -> str:
-        """The rendered text; ``add_generation_prompt``: up to where an answer begins. Raises DataError."""
+    def between_turns(self, messages: list[dict[str, Any]], where: str) -> str:
+        """What the template writes from the end of an assistant's text to the beginning of its next, with ``messages`` between.
+
+        Raises DataError, also where it leaves them out.
+        """
+        begun = [{"role": "user", "content": "?"}, {"role": "assistant", "content": TURN}]
+        said, silent = (self.apply_template([*begun, *more], where).partition(TURN)[2] for more in (messages, []))
+        if said == silent:
+            roles = ", ".join(sorted({repr(message["role"]) for message in messages}))
+            raise DataError(f"{where}: the chat template leaves out messages of the role {roles}")
+        return said
+
+    def apply_template(
+        self, messages: list[dict[str, Any]], where: str, add_generation_prompt: bool = True, tools: list[Any] | None = None
+    ) -> str:
+        """The rendered text; ``add_generation_prompt``: up to where an answer begins. ``tools``: schemas of those that the model is to
+        be told of. Raises DataError."""
         from jinja2 import TemplateError, TemplateSyntaxError
 
         if self.template is None and not getattr(self.tokenizer, "chat_template", None):
+            given = f"set {self.key} to a Jinja file" if "." in self.key else "give LLM.chat its chat_template"
+            remedy = f"put {TEMPLATE_FILE} beside it, {given}"
             raise DataError(
                 f"{where}: the prompt needs a chat template, and tokenizer '{self.tokenizer.name_or_path}' has none; "
-                f"set {self.section}.chat_template to a Jinja file, or use text prompts"
+                f"{remedy}, or use text prompts"
             )
+        if tools and "tools" not in self.tokenizer.get_chat_template(self.template, tools):
+            raise DataError(f"{where}: the chat template does not tell the model of tools; give {self.key}, one that does")
         try:
             text = self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=add_generation_prompt, chat_template=self.template
+                messages, tools, tokenize=False, add_generation_prompt=add_generation_prompt, chat_template=self.template
             )
         except TemplateSyntaxError as error:
             its = f"the chat template of tokenizer '{self.tokenizer.name_or_path}'"
-            owner = f"{self.section}.chat_template" if self.template else its
+            owner = self.key if self.template else its
             raise DataError(f"{owner}, line {error.lineno}: not valid Jinja: {error.message}") from error
         except (TemplateError, ValueError, TypeError, KeyError) as error:
             raise DataError(f"{where}: the chat template refuses these messages: {first_line(error)}") from error
@@ -130,8 +155,8 @@ def check_ids(ids: Any, vocab_size: int | None, where: str, key: str) -> list[in
     return ids
 
 
-def read_template(setting: str | None, section: str) -> str | None:
-    """The Jinja text that ``chat_template`` gives, itself or by its file. Raises DataError."""
+def read_template(setting: str | None, key: str) -> str | None:
+    """The Jinja text that ``key`` gives, itself or by its file. Raises DataError."""
     if setting is None:
         return None
     if "{" in setting:
@@ -140,5 +165,5 @@ def read_template(setting: str | None, section: str) -> str | None:
         return Path(setting).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
-            f"{section}.chat_template='{setting}' is neither Jinja text (it has no '{{') nor a file that can be read: {error}"
+            f"{key}='{setting}' is neither Jinja text (it has no '{{') nor a file that can be read: {error}"
         ) from error

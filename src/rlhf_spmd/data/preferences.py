@@ -34,9 +34,15 @@ class Response:
 class PreferencesConfig(ResponsesConfig):
     """``data`` of algorithms that learn from pairs; batch sizes count pairs.
 
-    A row has ``prompt_key`` (text or messages), ``chosen_key`` and ``rejected_key`` (text or the assistant's message); or no prompt
-    and two whole dialogues, whose common beginning it is: messages, or text with turns ``\\n\\nHuman:`` and ``\\n\\nAssistant:``; or
-    the fields of PKU-SafeRLHF. ``margin_key``, where a row has it: by how much the chosen one is better, at least 0.
+    A row has ``prompt_key`` (text or messages), ``chosen_key`` and ``rejected_key`` (text or the assistant's message); or no
+    prompt and two whole dialogues, whose common beginning it is: messages, or text with turns ``\\n\\nHuman:`` and
+    ``\\n\\nAssistant:``; or the fields of PKU-SafeRLHF.
+
+    - train_batch_size: pairs per step
+    - val_batch_size: pairs per batch of validation; null: all
+    - chosen_key: column of the better response, of `cost_model` the safer one
+    - rejected_key: column of the other response
+    - margin_key: column that says by how much it is better, at least 0; rows need not have it; read by `reward_model`
     """
 
     chosen_key: str = "chosen"
@@ -68,8 +74,11 @@ class PreferencesConfig(ResponsesConfig):
 
 @dataclass(frozen=True)
 class SafetyPreferencesConfig(PreferencesConfig):
-    """Pairs whose chosen response is the safer one. ``safe_chosen_key`` and ``safe_rejected_key``: whether each is safe, true or false;
-    or PKU-SafeRLHF's fields. They become the field ``safe`` [rows]: 1 or -1."""
+    """Pairs whose chosen response is the safer one, or PKU-SafeRLHF's fields. Field ``safe`` [rows]: 1 or -1.
+
+    - safe_chosen_key: column that says whether the chosen response is safe
+    - safe_rejected_key: the same of the rejected one
+    """
 
     safe_chosen_key: str = "safe_chosen"
     safe_rejected_key: str = "safe_rejected"
@@ -92,11 +101,17 @@ class SafetyPreferencesConfig(PreferencesConfig):
 
 @dataclass(frozen=True)
 class UnpairedConfig(ResponsesConfig):
-    """``data`` of KTO; batch sizes count responses. A row has a prompt, ``completion_key`` and ``label_key`` (true: desirable); or is
-    a pair as :class:`PreferencesConfig` has them, which is a desirable and an undesirable response.
+    """``data`` of KTO; batch sizes count responses. A row has a prompt, ``completion_key`` and ``label_key``; or is a pair as
+    :class:`PreferencesConfig` has them, which is a desirable and an undesirable response.
 
-    Field ``desirable`` [rows]: 1 or 0. Each row of a batch comes with a second one of the same label: its prompt with the completion
-    of the next response of that label that has another prompt, from which KTO's baseline is estimated; cut to ``max_length``.
+    Field ``desirable`` [rows]: 1 or 0. Each row of a batch comes with a second one of the same label: its prompt with the
+    completion of the next response of that label that has another prompt, from which KTO's baseline is estimated; cut to
+    ``max_length``.
+
+    - train_batch_size: responses per step
+    - val_batch_size: responses per batch of validation; null: all
+    - completion_key: column of a response
+    - label_key: column with true for a desirable response
     """
 
     completion_key: str = "completion"

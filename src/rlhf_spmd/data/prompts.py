@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, cast
 
 import numpy as np
@@ -23,15 +23,27 @@ NUM_FIRST = 100  # rows that are always among the examples
 
 @dataclass(frozen=True)
 class QuestionsConfig(RowsConfig):
-    """Prompts with their answers. Rows need not have an ``answer``; another ``answer_key`` they must have. With ``answer`` that of
-    verl's files is found too: ``reward_model.ground_truth``."""
+    """Prompts with their answers.
+
+    - answer_key: column that rewards see as `answer`; with `answer` rows need not have it, and verl's
+      `reward_model.ground_truth` is found too; another must be in every row
+    - tools: OpenAI's schemas of functions that the chat template tells the model of, a list for each name that a row's column
+      `environment` may have (`environment`: for rows without); those that an [environment](environments.md#tools) has are
+      added
+    """
 
     answer_key: str = "answer"
+    tools: dict[str, list[Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class PromptsConfig(QuestionsConfig):
-    """Prompts to answer. Lengths count tokens."""
+    """Prompts to answer. Lengths count tokens.
+
+    - max_prompt_length: longer prompts are dropped
+    - max_response_length: limit of responses where `sampling` names none
+    - filter_overlong_prompts: `false`: a longer prompt is an error
+    """
 
     max_prompt_length: int = 512
     max_response_length: int = 512
@@ -43,7 +55,11 @@ class PromptsConfig(QuestionsConfig):
 
 @dataclass(frozen=True)
 class ValidationPromptsConfig(StoredRowsConfig, PromptsConfig):
-    """``val_prompts``: prompts to validate by. ``max_samples``: only so many rows are read. ``val_batch_size``: null = all at once."""
+    """``val_prompts``: prompts to validate by.
+
+    - max_samples: read only the first rows
+    - val_batch_size: prompts per batch; null: all
+    """
 
     max_samples: int | None = None
     val_batch_size: int | None = None
@@ -61,7 +77,11 @@ class ValidationPromptsConfig(StoredRowsConfig, PromptsConfig):
 class DataConfig(DatasetConfig, PromptsConfig):
     """``data``: prompts for training and validation. Batch sizes count prompts.
 
-    ``gen_batch_size``: prompts in flight; null = ``train_batch_size``: every response ends in the step that began it.
+    - val_path: `path` of the prompts to validate by; a list, or a mapping from names: several sets
+    - train_batch_size: prompts per step; divisible by the number of generation replicas
+    - val_batch_size: prompts per batch of validation; null: all
+    - gen_batch_size: prompts in flight, of which a step takes `train_batch_size`; null: the same number, every response ends in
+      its step. See [generation.md](generation.md#responses-that-take-several-steps)
     """
 
     gen_batch_size: int | None = None
@@ -110,15 +130,15 @@ class PromptDataset(TokenDataset):
         return found
 
     def examples(self) -> list[dict[str, Any]]:
-        """The first rows, and of every ``data_source`` and every set of columns that have a value the first: what there is to check,
-        without a look at every row."""
+        """The first rows, and of every ``data_source``, ``environment`` and set of columns that have a value the first: what there
+        is to check, without a look at every row."""
         _, first = np.unique(cast(Tensor, self.beside["kind"]).numpy(), return_index=True)
         return [self.row(i) for i in sorted({*range(min(len(self), NUM_FIRST)), *first.tolist()})]
 
 
 def _kind(row: Mapping[str, Any]) -> int:
     there = sorted(key for key, value in row.items() if value is not None)
-    return zlib.crc32(json.dumps([str(row["data_source"]), there]).encode())
+    return zlib.crc32(json.dumps([str(row["data_source"]), str(row.get("environment")), there]).encode())
 
 
 def has_ids(row: Row, config: RowsConfig) -> bool:
@@ -139,7 +159,9 @@ def encode_prompts(
         if tokenizer is None:
             raise DataError(f"{texts[0].where}: without a tokenizer a row must have 'prompt_ids'")
         prompts = [row.get(config.prompt_key, "data.prompt_key") for row in texts]
-        encoded = PromptEncoder(tokenizer, config).encode(prompts, [row.where for row in texts])
+        known = getattr(config, "tools", {})
+        tools = [known.get(row.values.get("environment") or "environment") for row in texts]
+        encoded = PromptEncoder(tokenizer, config).encode(prompts, [row.where for row in texts], tools)
     ready = iter(encoded)
     return [
         (check_ids(row.values["prompt_ids"], vocab_size, row.where, "prompt_ids"), "") if has_ids(row, config) else next(ready)

@@ -22,15 +22,23 @@ Learnt = tuple[list[int], list[int], list[bool]]  # ids of prompt and response, 
 
 @dataclass(frozen=True)
 class PairsConfig(RowsConfig):
-    """A row has ``prompt_key`` and ``response_key`` (or ``completion``, TRL's name); or messages under ``prompt_key``, the last one the
-    assistant's."""
+    """A prompt and a response (or ``completion``, TRL's name); or messages under ``prompt_key``, the last one the assistant's.
+
+    - prompt_key: column of the prompt, or of messages; where it is not there, `messages`
+    - response_key: column of the response; where it is not there, `completion`
+    """
 
     response_key: str = "response"
 
 
 @dataclass(frozen=True)
 class ResponsesConfig(DatasetConfig):
-    """``max_length`` counts tokens of prompt and response; rows of which one is longer are dropped."""
+    """Rows with responses.
+
+    - max_length: tokens of prompt and response together; of a pair the longer one counts
+    - filter_overlong: drop longer rows; `false`: an error
+    - append_eos: end responses with the tokenizer's end token
+    """
 
     max_length: int = 1024
     filter_overlong: bool = True
@@ -43,13 +51,12 @@ class ResponsesConfig(DatasetConfig):
 
 @dataclass(frozen=True)
 class SftConfig(ResponsesConfig, PairsConfig):
-    """``data`` of SFT. ``max_length`` counts prompt and response tokens together; batch sizes count rows.
+    """``data`` of SFT. Of messages under ``prompt_key`` or ``messages`` every turn of the assistant is learnt; if there is a
+    completion of messages too, every turn in that.
 
-    Of messages under ``prompt_key`` or ``messages`` every turn of the assistant is learnt; if there is a completion of messages too,
-    every turn in that.
-
-    With ``text_key`` a row has one text that is all response (language modelling).
-    ``append_eos`` ends every response with the tokenizer's end token.
+    - val_path: `path` of the rows for `val/loss`
+    - append_eos: end responses with the tokenizer's end token; of conversations, where the template writes none of its own
+    - text_key: column of one text in place of prompt and response, all of which is learnt (language modelling)
     """
 
     text_key: str | None = None

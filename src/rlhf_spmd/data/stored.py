@@ -75,7 +75,7 @@ def _key(config: StoredRowsConfig, tokenizer: Any, validation: bool, files: list
     code = sorted(Path(__file__).parent.glob("*.py"))
     contents = [(file.name, hashlib.sha256(file.read_bytes()).hexdigest()) for file in (*own, *code)]
     versions = [version(name) for name in ("tokenizers", "transformers")]
-    template = read_template(config.chat_template, "data")
+    template = read_template(config.chat_template, "data.chat_template")
     whole = [type(config).__qualname__, validation, settings, seen, contents, versions, template]
     return hashlib.sha256(json.dumps(whole).encode()).hexdigest()[:32]
 

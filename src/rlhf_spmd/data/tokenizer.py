@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from rlhf_spmd.config.schema import first_line
 from rlhf_spmd.data.files import DataError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
+
+UNFINISHED = "\ufffd"  # what a tokenizer writes for the bytes of a character that is not whole
 
 
 def load_tokenizer(path: str | Path, required: bool = True) -> Any:
@@ -58,6 +61,24 @@ def decode(tokenizer: Any, rows: Sequence[Sequence[int]], skip_special_tokens: b
     """Text of each row of token ids; spaces are left as they are."""
     options = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
     return [tokenizer.decode(list(map(int, ids)), **options) for ids in rows]
+
+
+@cache
+def byte_alphabet() -> dict[str, int]:
+    """How byte-level BPE writes each byte in its vocabulary: GPT-2's table."""
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = sorted({*range(256)} - {*shown})
+    return {chr(byte): byte for byte in shown} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
+
+
+def token_bytes(tokenizer: Any, token: int, text: str) -> list[int] | None:
+    """Of a token whose ``text`` by itself is that. None: a part of a character, and the vocabulary does not tell it."""
+    if UNFINISHED not in text:
+        return list(text.encode())
+    piece, alphabet = str(tokenizer.convert_ids_to_tokens(token)), byte_alphabet()
+    if re.fullmatch("<0x[0-9A-F]{2}>", piece):  # SentencePiece's fallback
+        return [int(piece[3:5], 16)]
+    return [alphabet[each] for each in piece] if alphabet.keys() >= {*piece} else None
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:

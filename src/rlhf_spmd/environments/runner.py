@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any, NamedTuple
 
-from rlhf_spmd.environments.base import Environment
-from rlhf_spmd.environments.config import EnvironmentConfig, resolve_class
+from rlhf_spmd.environments.base import Environment, Message
+from rlhf_spmd.environments.config import Named, environment_key, resolve_class
 
 BEAT_S = 0.1  # between looks at the clock while nothing else is to be done
 
@@ -29,32 +30,32 @@ class Answer(NamedTuple):
     """What ``reset`` (reward 0, not done) or ``step`` of a row's environment returned."""
 
     row_id: int
-    observation: str
+    observation: str | list[Message]
     reward: float
     done: bool
 
 
 class EnvironmentRunner:
-    """One environment for each of ``rows`` (by row id), made by its first call. Use it from one thread; ``close`` ends the threads
-    that are not inside a call."""
+    """One environment for each of ``rows`` (by row id), made by its first call; ``names``: which of ``configs``. Use it from one
+    thread; ``close`` ends the threads that are not inside a call."""
 
-    def __init__(self, config: EnvironmentConfig, rows: Mapping[int, Mapping[str, Any]]) -> None:
-        assert config.cls is not None, "there is no environment to run"
-        self._config, self._rows = config, rows
-        self._build: Callable[[], Environment] = partial(resolve_class(config.cls), **config.args)
+    def __init__(self, configs: Named, names: Mapping[int, str], rows: Mapping[int, Mapping[str, Any]]) -> None:
+        self._configs, self._names, self._rows = configs, names, rows
         self._environments: dict[int, Environment] = {}
-        self._calls: SimpleQueue[tuple[int, str | None] | None] = SimpleQueue()
+        self._calls: dict[str, SimpleQueue[tuple[int, str | None] | None]] = {}
         self._answers: SimpleQueue[Answer | EnvironmentFailure] = SimpleQueue()
         self._started: dict[int, float] = {}  # row id -> when its call began, of calls under way
-        self._num_threads = min(config.num_workers, len(rows))
-        for _ in range(self._num_threads):
-            Thread(target=self._work, name="environment", daemon=True).start()
+        for name, num_rows in Counter(names.values()).items():
+            self._calls[name] = SimpleQueue()
+            build: Callable[[], Environment] = partial(resolve_class(configs[name].cls or ""), **configs[name].args)
+            for _ in range(min(configs[name].num_workers, num_rows)):
+                Thread(target=self._work, args=(build, self._calls[name]), name=environment_key(name), daemon=True).start()
 
     def reset(self, row_id: int) -> None:
-        self._calls.put((row_id, None))
+        self._calls[self._names[row_id]].put((row_id, None))
 
     def step(self, row_id: int, text: str) -> None:
-        self._calls.put((row_id, text))
+        self._calls[self._names[row_id]].put((row_id, text))
 
     def answers(self, wait: bool, tick: Callable[[], None] = lambda: None) -> list[Answer]:
         """The answers that are there; with ``wait`` at least one, which must have been asked for. ``tick`` is called while waiting.
@@ -77,37 +78,44 @@ class EnvironmentRunner:
             found.append(answer)
 
     def close(self) -> None:
-        for _ in range(self._num_threads):
-            self._calls.put(None)
+        for calls in self._calls.values():
+            calls.put(None)
 
     def _check_overruns(self) -> None:
-        now = time.monotonic()
         for row_id, began in self._started.copy().items():
-            if now - began > self._config.timeout_s:
-                raise self._failure(row_id, f"has not returned within environment.timeout_s={self._config.timeout_s}")
+            if failure := self._overrun(row_id, began):
+                raise failure
+
+    def _overrun(self, row_id: int, began: float) -> EnvironmentFailure | None:
+        name = self._names[row_id]
+        limit = self._configs[name].timeout_s
+        if time.monotonic() - began <= limit:
+            return None
+        return self._failure(row_id, f"has not returned within {environment_key(name)}.timeout_s={limit}")
 
     def _failure(self, row_id: int, what: str) -> EnvironmentFailure:
-        return EnvironmentFailure(f"environment {self._config.cls!r} of row {row_id} {what}")
+        return EnvironmentFailure(f"environment {self._configs[self._names[row_id]].cls!r} of row {row_id} {what}")
 
-    def _work(self) -> None:
-        while (call := self._calls.get()) is not None:
+    def _work(self, build: Callable[[], Environment], calls: SimpleQueue[tuple[int, str | None] | None]) -> None:
+        while (call := calls.get()) is not None:
             row_id, text = call
             began = self._started[row_id] = time.monotonic()
             answer: Answer | EnvironmentFailure
             try:
-                answer = self._answer(row_id, text)
+                answer = self._answer(row_id, text, build)
             # The boundary to the user's code: whatever it raises, sys.exit() included, ends the run and not this thread alone.
             except BaseException as error:
                 method = "reset" if text is None else "step"
                 answer = self._failure(row_id, f"failed in {method}(): {type(error).__name__}: {error}"[:2000])
-            if time.monotonic() - began > self._config.timeout_s:
-                answer = self._failure(row_id, f"took longer than environment.timeout_s={self._config.timeout_s}")
+            answer = self._overrun(row_id, began) or answer
             del self._started[row_id]  # before the answer is there, to which the row's next call, in another thread, is due
             self._answers.put(answer)
+        calls.put(None)  # for the next thread
 
-    def _answer(self, row_id: int, text: str | None) -> Answer:
+    def _answer(self, row_id: int, text: str | None, build: Callable[[], Environment]) -> Answer:
+        observation: str | list[Message] | None
         if text is None:
-            self._environments[row_id] = environment = self._build()
+            self._environments[row_id] = environment = build()
             observation = environment.reset(self._rows[row_id])
             reward, done = 0.0, False
         else:
@@ -115,10 +123,25 @@ class EnvironmentRunner:
             if not (isinstance(result, tuple) and len(result) == 3):
                 raise TypeError(f"it must return (observation, reward, done), not {result!r}")
             observation, reward, done = result
-        if not isinstance(observation, str | None):
-            raise TypeError(f"the observation must be text or None, not {observation!r}")
+        if not isinstance(observation, str | None) and (text is None or not _are_messages(observation)):
+            allowed = "text or None" if text is None else "text, None or messages with role and content"
+            raise TypeError(f"the observation must be {allowed}, not {observation!r}")
         if not math.isfinite(reward):
             raise ValueError(f"the reward must be a finite number, not {reward!r}")
-        # half of a surrogate pair, which programs that pass on broken bytes or JSON put into a text, is no text to a tokenizer
-        readable = (observation or "").encode(errors="replace").decode()
-        return Answer(row_id, readable, float(reward), bool(done))
+        if isinstance(observation, list):
+            said: str | list[Message] = [{**message, "content": _readable(message["content"])} for message in observation]
+        else:
+            said = _readable(observation or "")
+        return Answer(row_id, said, float(reward), bool(done))
+
+
+def _are_messages(value: object) -> bool:
+    """At least one."""
+    if not isinstance(value, list) or not value:
+        return False
+    return all(isinstance(one, dict) and all(isinstance(one.get(key), str) for key in ("role", "content")) for one in value)
+
+
+def _readable(text: str) -> str:
+    """Half of a surrogate pair, which programs that pass on broken bytes or JSON put into a text, is no text to a tokenizer."""
+    return text.encode(errors="replace").decode()

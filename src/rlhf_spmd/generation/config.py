@@ -24,35 +24,42 @@ MAX_SHIFT, MAX_FACTOR = (
 class GenerationConfig:
     """How tokens are made.
 
-    - pp, tp: the generation layout; both divide the training layout's, or with zero 3 their product the number of ranks.
-    - engine: how training weights become generation weights, see ``reshard.methods``; the last two are for measurements.
-    - buffers: what holds the generation weights: "free": nothing while training; "keep": memory at fixed addresses; "offload":
-      as free, and training shards that are kept beside the generation shard wait in host memory while generating.
-    - overlap: the next layers' weights come while the first forward pass computes; ``zero_redundancy`` only.
-    - attention: the paged attention, one of "torch", "cpp", "triton" and "flash_attn", see ``backends``; "auto" is on CUDA devices
-      triton, or torch where that cannot serve, and on CPUs what the role's ``attention`` says. Any other choice than the role's
-      loses the equality of generation's and training's log-probs.
-    - exact: take the sampled tokens' log-probs as the old ones of training instead of computing these in a forward pass of their
-      own. null: where both are the same bits; true: refuse settings in which they are not; false: never.
-    - page_size: tokens per page of the KV cache.
-    - num_pages: size of the cache; null: what the rows that can run at once may need, within ``gpu_memory_utilization`` of the
-      memory that is free on the device (GPU or CPU).
-    - kv_cache: what becomes, while training, of the pages of rows that go on afterwards: "free": they are given back, and the
-      rows' tokens computed again by the new weights; "keep": they stay; "offload": they wait in host memory. With the last two a
-      row goes on from keys and values that older weights computed: less work, but log-probs that no weights alone would give.
-    - max_num_seqs: rows in flight. max_num_batched_tokens: tokens computed in one step.
-    - enable_prefix_caching: rows share the pages of equal prompts.
-    - enable_chunked_prefill: a long prompt may be computed over several steps; if false, each row (prompt and response) must
-      fit in ``max_num_batched_tokens``.
-    - steps_per_sync: tokens that each row draws before the host looks at them; what is drawn after a stop is dropped. With pp above
-      1 or ``speculative_tokens`` it is 1.
-    - enforce_eager: false: steps that draw one token of each row are captured as CUDA graphs (attention triton or flash_attn).
-    - rebalance_steps: steps between looks at how many rows each replica has left; rows move when one has less than half of the
-      fullest one's. 0: never. Not for responses that may cross training steps.
-    - micro_batches: parts of the rows in flight that go through the pipeline stages at the same time, each of whole groups; null:
-      pp.
-    - speculative_tokens: how many tokens a row may guess from its prompt and its group's responses and compute together; the
-      samples are the same. 0: none.
+    - pp: generation stages; divides `layout.pp`, with `layout.zero: 3` any number
+    - tp: generation slices; divides `layout.tp`, with `layout.zero: 3` any number
+    - engine: how training weights become generation weights: `zero_redundancy`, or, to measure against, `full_gather` and
+      `naive_groups`; see [resharding.md](resharding.md)
+    - buffers: generation weights while training: `free`, `keep` (memory at fixed addresses), or `offload` (as `free`; training
+      shards that an engine holds beside the generation shard wait in host memory while generating)
+    - overlap: the next layers' weights come while the first forward pass computes; only where `zero_redundancy` regroups ranks
+      in place
+    - attention: `torch`, `cpp` (CPUs), `triton` or `flash_attn` (CUDA devices); `auto`: on CUDA devices `triton`, or `torch`
+      where that cannot serve, on CPUs the actor's `attention`. Another choice than the actor's loses the equality of
+      generation's and training's log-probs. See [generation.md](generation.md#backends)
+    - exact: take the sampled tokens' log-probs as the old ones of training instead of computing these in a forward pass of
+      their own. `null`: where both are the same bits (on CPUs, in float32 and bfloat16, if generation and training have the
+      same `tp` and attention and no response takes several steps); `true`: refuse settings in which they are not; `false`:
+      never. `rollout/log_prob_diff_max` is then measured in the first update of a step
+    - page_size: tokens per page of the KV cache
+    - kv_cache: pages of rows that go on after a training step (`data.gen_batch_size`): `free` (computed again by the new
+      weights), `keep`, or `offload` (they wait in host memory); with the last two rows go on from what older weights computed,
+      see [generation.md](generation.md#pages-between-steps)
+    - num_pages: pages of the cache; null: what the rows that can run at once need, within `gpu_memory_utilization`
+    - max_num_seqs: rows in flight per replica
+    - max_num_batched_tokens: tokens computed in one step; at least `max_num_seqs`
+    - gpu_memory_utilization: share of the memory that is free when generation begins (GPU or CPU)
+    - enable_prefix_caching: rows of equal prompts share pages
+    - enable_chunked_prefill: a long prompt may take several steps; `false`: each row, prompt and response, must fit in
+      `max_num_batched_tokens`
+    - steps_per_sync: tokens that each row draws before the host looks at them (what is drawn after a stop is dropped), see
+      [generation.md](generation.md#several-tokens-between-looks-of-the-host); 1 with `pp` above 1 and with `speculative_tokens`
+    - enforce_eager: `false`: steps that draw one token of each row are captured as CUDA graphs (CUDA devices, attention
+      `triton` or `flash_attn`)
+    - micro_batches: parts of the rows in flight, of whole groups, that are in different pipeline stages at the same time; null:
+      `pp`
+    - rebalance_steps: generator steps between looks at how many rows each replica has left: rows move where one has less than
+      half of the fullest one's; 0: never. Not with prompts in flight (`data.gen_batch_size`)
+    - speculative_tokens: tokens that a row may guess from its prompt and its group's responses and compute together; the same
+      samples; 0: none
     """
 
     pp: int = 1
@@ -129,26 +136,32 @@ class GenerationConfig:
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """How the next token is drawn; what changes the distribution applies in the order of this list, which is vLLM's.
+    """How the next token is drawn. What changes the distribution applies in this order, which is vLLM's: allowed, forbidden and
+    stop tokens, bias, penalties, temperature, min_p, top_k, top_p.
 
-    - n: responses per prompt.
-    - allowed_token_ids: null: all. forbidden_token_ids: never drawn.
-    - min_response_length: tokens before which no end-of-text and no stop token is drawn and no stop string counts.
-    - logit_bias: token id -> what is added to its logit, at most MAX_SHIFT up or down.
-    - repetition_penalty: logits of tokens in the prompt or the response so far are divided by it where positive, else
-      multiplied; 1: off. frequency_penalty: subtracted for each time a token is in the response so far; presence_penalty: once.
-    - temperature: 0 is greedy.
-    - min_p: drops tokens below min_p times the likeliest one's probability; 0: off.
-    - top_k: keeps the k likeliest, and ties with the k-th; 0 or -1: off.
-    - top_p: keeps the smallest set of likeliest tokens whose probability reaches top_p of what is left; 1: off.
-    - stop_token_ids: end a response as the model's end-of-text tokens do.
-    - stop: strings whose appearance in the response's text ends it; special tokens, of which no text is left, do so as
-      stop_token_ids. The tokens stay whole; in texts that ``generate`` writes the string and what follows are left out, unless
-      include_stop_str_in_output.
-    - logprobs: so many of the likeliest tokens are returned beside each drawn one.
-    - max_response_length: tokens, the stop token included; null: what the caller's data or the model's context allows.
-    - ignore_eos: go on to the length limit (stop_token_ids and stop still count).
-    - seed: keys the draws of a program; a training run keys them by its own seed.
+    - n: responses per prompt
+    - temperature: 0 is greedy (of `train` only in validation); 1e-3 to 1e6
+    - top_p: keeps the smallest set of likeliest tokens that reach this probability, of what is left; 1: off
+    - top_k: keeps the likeliest, and ties with the last of them; 0 or -1: off
+    - min_p: drops tokens below this share of the likeliest one's probability; 0: off
+    - repetition_penalty: divides positive logits, multiplies negative ones, of tokens in the prompt or the response so far;
+      1e-6 to 1e6, 1: off
+    - presence_penalty: subtracted from logits of tokens in the response so far, -1e9 to 1e9
+    - frequency_penalty: the same for each time that the token is there
+    - logit_bias: token id: what is added to its logit, as `sampling.logit_bias.5=1.5`; -1e9 to 1e9
+    - allowed_token_ids: only these are drawn; null: all
+    - forbidden_token_ids: never drawn
+    - stop_token_ids: end a response, as the model's own end tokens do
+    - stop: texts that end a response when it contains them, or special tokens such as `<|im_end|>`; its tokens stay whole
+    - include_stop_str_in_output: `text` of `generate` keeps the stop string, which it is else cut before (`response_ids` always
+      keep it)
+    - logprobs: that many of the likeliest tokens beside each drawn one, up to 100 and the vocabulary (`top_log_probs` of
+      `generate`)
+    - min_response_length: tokens before anything but the limit may end a response
+    - max_response_length: tokens, stop token included; null: `data.max_response_length`, or in `generate` and `evaluate` what
+      the model's context leaves
+    - ignore_eos: go on to the limit (`stop_token_ids` and `stop` still count)
+    - seed: of the draws; not read by `train` and `sft`, whose draws follow `run.seed`
     """
 
     n: int = 1
@@ -199,8 +212,10 @@ class SamplingConfig:
     def check(self, where: str) -> None:
         """Raises ValueError naming key, value and what is allowed. ``where``: the section, as ``sampling``."""
         check_bounds(self, where, "n", least=1)
-        if self.temperature != 0.0 and not MIN_TEMPERATURE <= self.temperature < math.inf:
-            raise ValueError(f"{where}.temperature={self.temperature}: must be 0 (greedy) or at least {MIN_TEMPERATURE}")
+        if self.temperature != 0.0 and not MIN_TEMPERATURE <= self.temperature <= MAX_FACTOR:
+            raise ValueError(
+                f"{where}.temperature={self.temperature}: must be 0 (greedy) or at least {MIN_TEMPERATURE}, at most {MAX_FACTOR}"
+            )
         if not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"{where}.top_p={self.top_p}: must be in (0, 1]; 1 turns it off")
         if self.top_k < -1:

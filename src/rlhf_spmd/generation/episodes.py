@@ -15,11 +15,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from rlhf_spmd.data.encoding import EncodingConfig, PromptEncoder
+from rlhf_spmd.data.files import DataError
 from rlhf_spmd.data.tokenizer import decode, encode
-from rlhf_spmd.environments.config import EnvironmentConfig
+from rlhf_spmd.environments.base import Message
+from rlhf_spmd.environments.config import EnvironmentConfig, environment_of
 from rlhf_spmd.environments.runner import Answer, EnvironmentFailure, EnvironmentRunner
 from rlhf_spmd.generation.portions import Portions
 from rlhf_spmd.generation.scheduler import Step
+from rlhf_spmd.generation.sequence import Row
 from rlhf_spmd.parallel.collectives import Group
 
 if TYPE_CHECKING:
@@ -30,15 +34,18 @@ Encoded = tuple[int, list[int], float, bool]  # an answer: row id, observation, 
 
 @dataclass(frozen=True)
 class Environments:
-    """What a call needs to run environments: ``rows``: what each row id's environment begins with."""
+    """What a call needs to run environments, of which each row has one or none: ``configs`` by name; ``rows``: what each row id's
+    environment begins with. ``chat_template``: in place of the tokenizer's."""
 
-    config: EnvironmentConfig
+    configs: Mapping[str, EnvironmentConfig]
     rows: Mapping[int, Mapping[str, Any]]
     tokenizer: Any
+    chat_template: str | None = None
 
 
 class Episodes:
-    """The environments of all rows in ``lanes``; ``tick`` is called while it waits. ``portions`` is told of rows at their last answer.
+    """The environments of ``rows``, those in ``lanes`` that have one; ``tick`` is called while it waits. ``portions`` is told of them
+    at their last answer.
 
     Use it in a ``with`` statement: at its end all answers are there.
     """
@@ -52,14 +59,18 @@ class Episodes:
         portions: Portions | None = None,
     ) -> None:
         self.environments, self.replica, self.tick, self.portions = environments, replica, tick, portions
-        self._rows = {row_id: (lane, row) for lane in lanes for row_id, row in lane.rows.items()}
-        self._awaited = set(self._rows)  # row ids; the same on every rank
+        configs, chosen = environments.configs, environments.rows.items()
+        self._names = {row_id: name for row_id, row in chosen if (name := environment_of(configs, row))}
+        self.rows = {row_id: (lane, row) for lane in lanes for row_id, row in lane.rows.items() if row_id in self._names}
+        self._awaited = set(self.rows)  # row ids; the same on every rank
+        self._encoder = PromptEncoder(environments.tokenizer, EncodingConfig(chat_template=environments.chat_template))
         self._runner: EnvironmentRunner | None = None
         if replica.rank == 0:
-            self._runner = EnvironmentRunner(environments.config, {row_id: environments.rows[row_id] for row_id in self._rows})
-        for row_id, (lane, row) in self._rows.items():
-            lane.scheduler.hold(row)
+            self._runner = EnvironmentRunner(configs, self._names, environments.rows)
+        for row in (row for lane in lanes for row in lane.rows.values()):
             row.mask = []
+        for row_id, (lane, row) in self.rows.items():
+            lane.scheduler.hold(row)
             if self._runner is not None:
                 self._runner.reset(row_id)
 
@@ -83,12 +94,16 @@ class Episodes:
             assert row.mask is not None
             row.mask += [True] * len(turn)
             row.num_turns += 1
-            if row.length < row.limit and row.num_turns != self.environments.config.max_turns:
+            if row_id not in self.rows:
+                continue
+            if row.length < row.limit and row.num_turns != self.environments.configs[self._names[row_id]].max_turns:
                 row.stopped = False
                 lane.scheduler.hold(row)
             self._awaited.add(row_id)
             if self._runner is not None:
-                self._runner.step(row_id, decode(self.environments.tokenizer, [turn])[0])
+                said = [token for token in turn if token not in lane.runner.decoder.spec.eos_token_ids]
+                # models write calls of tools between special tokens
+                self._runner.step(row_id, decode(self.environments.tokenizer, [said], skip_special_tokens=False)[0])
 
     def take_in(self, wait: bool) -> None:
         """Go on with the rows whose environments have answered; with ``wait`` there is at least one.
@@ -112,8 +127,10 @@ class Episodes:
 
     def _encode(self, answer: Answer) -> Encoded:
         """Raises EnvironmentFailure for an observation that no model could read."""
-        lane, row = self._rows[answer.row_id]
-        ids, vocabulary = encode(self.environments.tokenizer, answer.observation), lane.runner.decoder.spec.vocab_size
+        lane, row = self.rows[answer.row_id]
+        if answer.done or not row.held:
+            return answer.row_id, [], answer.reward, answer.done
+        ids, vocabulary = self._read(lane, row, answer.observation), lane.runner.decoder.spec.vocab_size
         if max(ids, default=0) >= vocabulary:
             raise EnvironmentFailure(
                 f"the observation {answer.observation[:80]!r} of row {answer.row_id} has the token id {max(ids)}, but the model has "
@@ -121,14 +138,29 @@ class Episodes:
             )
         if row.num_new == 0 and row.length + len(ids) >= row.limit:
             raise EnvironmentFailure(
-                f"environment {self.environments.config.cls!r}: reset() of row {answer.row_id} observes {len(ids)} tokens, but "
+                f"environment {self._names[answer.row_id]!r}: reset() of row {answer.row_id} observes {len(ids)} tokens, but "
                 f"max_response_length={row.limit - row.prompt_length}, which they count to, must leave one for the model"
             )
         return answer.row_id, ids, answer.reward, answer.done
 
+    def _read(self, lane: Lane, row: Row, observation: str | list[Message]) -> list[int]:
+        """The tokens of what follows the row's turn; what a template ends a message with is left out where the turn has that already.
+
+        Raises EnvironmentFailure.
+        """
+        if isinstance(observation, str):
+            return encode(self.environments.tokenizer, observation)
+        try:
+            text = self._encoder.between_turns(observation, f"row {row.request.row_id}")
+        except DataError as error:
+            raise EnvironmentFailure(f"environment {self._names[row.request.row_id]!r}: {error}") from error
+        first, *rest = encode(self.environments.tokenizer, text)
+        has_ended = first == row.tokens[-1] or {first, row.tokens[-1]} <= set(lane.runner.decoder.spec.eos_token_ids)
+        return rest if has_ended else [first, *rest]
+
     def _apply(self, row_id: int, ids: list[int], reward: float, done: bool) -> None:
         self._awaited.remove(row_id)
-        lane, row = self._rows[row_id]
+        lane, row = self.rows[row_id]
         assert row.mask is not None
         row.reward += reward
         if row.held and (done or row.length + len(ids) >= row.limit):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -47,6 +48,9 @@ class Generator:
         self.decoder, self.mesh, self.config, self.decoding = decoder, mesh, config, decoding
         self.eos_ids = frozenset(eos_ids)
         self.stats = GenerationStats()
+        self.reserved = (
+            False  # by :meth:`reserve_pages`: pages stay, with the prompts that lie there, also where no row is left
+        )
         self.reserved_bytes = 0  # free memory that others will take before the first step has ended
         self.kept: list[Row] = []
         self._lanes: Lanes | None = None  # of the kept rows, if their pages are kept too
@@ -112,9 +116,27 @@ class Generator:
         self.stats.seconds = self.stats.busy_seconds
         ended = [row.completion() for row in self.kept if row.ended]
         self.kept = [row for row in self.kept if not row.ended]
-        if not self.kept:
+        if not (self.kept or self.reserved):
             self._lanes = None
         return ended
+
+    def drop(self, row_ids: Collection[int]) -> None:
+        """Rows that nobody waits for any more. Every rank of the replica calls it with the same."""
+        if self._lanes is not None:
+            self._lanes.forget([row for row in self.kept if row.request.row_id in row_ids])
+        self.kept = [row for row in self.kept if row.request.row_id not in row_ids]
+
+    def reserve_pages(self, longest: int) -> int:
+        """From now on every cache has the pages that ``max_num_seqs`` rows of ``longest`` tokens need, or those that memory has, so
+        that rows which come later find room, and the pages of equal prompts. Returns how long a row may be.
+        Collective over the replica: every rank of it must call, in program order.
+        """
+        self.reserved, config, num_pages = True, self.config, self.config.num_pages
+        if num_pages is None:
+            num_pages = min(config.max_num_seqs * -(-(longest - 1) // config.page_size), self._affordable_pages())
+            self.config = replace(config, num_pages=num_pages)
+        longest = min(longest, num_pages * config.page_size + 1)
+        return longest if config.enable_chunked_prefill else min(longest, config.max_num_batched_tokens)
 
     def before_training(self) -> None:
         """Training comes before the next call: give back the pages of kept rows, or what ``kv_cache`` says; their tokens stay."""
@@ -211,10 +233,8 @@ class Generator:
 
         Collective over the replica: every rank of it must call, in program order.
         """
-        config, dtype, block = self.config, self.decoder.dtype, self.decoder.layers[0]
-        assert isinstance(block, Block)
-        shape = len(self.decoder.layers), block.num_kv_heads, block.head_dim
-        total = config.num_pages or self._affordable_pages(KVCache.page_bytes(*shape, config.page_size, dtype))
+        config, dtype, shape = self.config, self.decoder.dtype, self._cache_shape
+        total = config.num_pages or self._affordable_pages()
         needs = {row: -(-(row.limit - 1) // config.page_size) for row in rows}
         wanted, groups = config.micro_batches or self.mesh.layout.pp, {row.request.group_id for row in rows}
         number = max(min(wanted, len(groups), config.max_num_seqs, total // max(needs.values())), 1)
@@ -228,12 +248,20 @@ class Generator:
             lanes.append(Lane(limits, KVCache(*shape, num_pages, config.page_size, dtype, self._device, self._backend)))
         return lanes
 
-    def _affordable_pages(self, page_bytes: int) -> int:
+    @property
+    def _cache_shape(self) -> tuple[int, int, int]:
+        """Layers, KV heads and their size, on this rank."""
+        block = self.decoder.layers[0]
+        assert isinstance(block, Block)
+        return len(self.decoder.layers), block.num_kv_heads, block.head_dim
+
+    def _affordable_pages(self) -> int:
         """What memory has room for; the least over the replica's ranks.
 
         Collective over the replica: every rank of it must call, in program order.
         """
         free = free_bytes(self._device) - self.reserved_bytes
+        page_bytes = KVCache.page_bytes(*self._cache_shape, self.config.page_size, self.decoder.dtype)
         pages = int(self.config.gpu_memory_utilization * free) // page_bytes
         return int(self.mesh.replica.all_reduce(torch.tensor([max(pages, 1)]), "generation:pages", "min"))
 

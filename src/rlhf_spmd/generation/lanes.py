@@ -214,8 +214,8 @@ class Lanes:
                 step = lane.finish(stats, episodes)
                 call.tick()
                 if call.portions is not None:
-                    if episodes is None:  # otherwise a row's last answer is still to come
-                        for row in (item.row for item in step.work if item.row.ended):
+                    for row in (item.row for item in step.work if item.row.ended):
+                        if episodes is None or row.request.row_id not in episodes.rows:  # otherwise its last answer is to come
                             call.portions.note(lane, row)
                     call.portions.hand_out()
                 interrupted = interrupted or (interrupts is not None and interrupts(step, stats.decode_tokens))

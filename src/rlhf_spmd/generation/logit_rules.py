@@ -32,6 +32,9 @@ class LogitRules:
         self.has_minimum = any(row.min_new for row in rows)
         self.least = torch.tensor([row.prompt_length + row.min_new for row in rows], device=device)  # tokens before an end
         self.prompts = torch.tensor([row.prompt_length for row in rows], device=device)
+        self.processors = {
+            i: (row.prompt_length, row.request.processors) for i, row in enumerate(rows) if row.request.processors
+        }
 
     def apply(self, logits: Tensor, lines: Tensor, lengths: Tensor, tokens: Tensor) -> Tensor:
         """New logits [B, V] for the next token of the rows ``lines`` [B], whose first ``lengths`` [B] tokens lie in ``tokens`` (a line
@@ -42,6 +45,11 @@ class LogitRules:
             logits[:, self.stop_ids] = logits[:, self.stop_ids].masked_fill(early[:, None], -math.inf)
         if self.uses_history:
             self._penalise(logits, tokens[lines], self.prompts[lines, None], lengths[:, None])
+        if self.processors:
+            for scores, line, length in zip(logits, lines.tolist(), lengths.tolist(), strict=True):
+                start, processors = self.processors.get(line, (0, ()))
+                for processor in processors:
+                    scores.copy_(processor(tokens[line, start:length].tolist(), scores))
         return logits
 
     def _penalise(self, logits: Tensor, history: Tensor, prompt_lengths: Tensor, lengths: Tensor) -> None:
@@ -72,6 +80,6 @@ def _bias(sampling: SamplingConfig, vocab_size: int) -> Tensor:
 def build_rules(
     sampling: SamplingConfig, stop_ids: Collection[int], rows: Sequence[Row], vocab_size: int, device: torch.device
 ) -> LogitRules | None:
-    """None where neither ``sampling`` nor a row's minimum asks for any."""
+    """None where neither ``sampling`` nor a row asks for any."""
     rules = LogitRules(sampling, stop_ids, rows, vocab_size, device)
-    return rules if rules.has_bias or rules.uses_history or rules.has_minimum else None
+    return rules if rules.has_bias or rules.uses_history or rules.has_minimum or rules.processors else None

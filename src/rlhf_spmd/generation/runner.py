@@ -101,7 +101,8 @@ class Runner:
             line[: row.length] = row.tokens
         self.tokens = torch.from_numpy(tokens).to(self.device).view(-1)
         self.row_ids = [row.request.row_id for row in rows]
-        keys = row_keys(call.seed, torch.tensor([row.step for row in rows]), torch.tensor(self.row_ids)).tolist()
+        seeds, numbers = zip(*(row.request.drawn_as or (call.seed, row.request.row_id) for row in rows), strict=True)
+        keys = row_keys(seeds, torch.tensor([row.step for row in rows]), torch.tensor(numbers)).tolist()
         prompts, limits = [row.prompt_length for row in rows], [row.limit for row in rows]
         firsts = [(i * self.width, i * self.most - length) for i, length in enumerate(prompts)]
         self._constants = np.array([*zip(*firsts, strict=True), prompts, limits, keys], dtype=np.int64)  # by line, see _state
@@ -275,6 +276,9 @@ class Runner:
                 some = logits[chosen]
                 some_scores = some if scores is logits else scores[chosen]
                 self._draw_alike(sampling, some, some_scores, state[:, chosen], None if draws is None else draws[chosen])
+        if self.rules is not None and self.rules.processors:  # which may leave nothing to draw
+            bad = ~scores.amax(1).isfinite()
+            self.log_probs[-1].index_fill_(0, (state[3] + state[1])[bad], math.nan)
         if self.top_ids.numel():
             places, top = state[3] + state[1], whole.topk(self.top_ids.shape[1]).indices
             at_one = [log_probs_of(self.decoder, logits, label) for label in top.unbind(1)]

@@ -6,6 +6,8 @@ the cumulative distribution in vocabulary order, in fp64. Batch, order, rank and
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -38,9 +40,10 @@ def _stir(state: Tensor, counter: Tensor) -> Tensor:
     return _mix(_mix(state + _GOLDEN) ^ (counter + _GOLDEN))
 
 
-def row_keys(seed: int, steps: Tensor, row_ids: Tensor) -> Tensor:
-    """What :func:`uniform` makes of all but the positions, int64 as ``steps`` and ``row_ids`` [rows]."""
-    return _stir(_stir(torch.full_like(row_ids, _signed(seed)), steps), row_ids)
+def row_keys(seeds: int | Sequence[int], steps: Tensor, row_ids: Tensor) -> Tensor:
+    """What :func:`uniform` makes of all but the positions, int64 as ``steps`` and ``row_ids`` [rows]. ``seeds``: of each, or of all."""
+    signed = _signed(seeds) if isinstance(seeds, int) else list(map(_signed, seeds))
+    return _stir(_stir(torch.tensor(signed, device=row_ids.device).expand_as(row_ids), steps), row_ids)
 
 
 def uniform(keys: Tensor, positions: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ Without torch, as are ``scheduler`` and ``page_pool``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -14,12 +14,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+LogitsProcessor = Callable[[list[int], "Tensor"], "Tensor"]  # (tokens drawn so far, logits [vocabulary]) -> logits to draw from
+
+
 class NotFinite(FloatingPointError):
-    """The model gave a token of a row a log-prob that is not finite."""
+    """The model gave a token of a row a log-prob that is not finite, or a function left logits to draw from that are not."""
 
     def __init__(self, row_id: int) -> None:
         super().__init__(
-            f"row {row_id}: the log-prob of a drawn token is not finite; look at the weights, or compute in float32"
+            f"row {row_id}: the log-prob of a drawn token is not finite; look at the weights and at logits_processors, or "
+            "compute in float32"
         )
         self.row_id = row_id
 
@@ -38,6 +42,8 @@ class Request:
     """One row to generate. ``row_id`` (stable, unique) keys its random draws; rows of one prompt share ``group_id``.
 
     ``min_new_tokens``: the row's own ``min_response_length``; the larger of both counts. ``drawing``: None is the call's.
+    ``drawn_as``: a seed and a number that key its draws in place of the call's seed and its row id. ``processors``: change its logits
+    after all other rules, one after the other; every rank of the replica calls them with the same arguments.
     """
 
     row_id: int
@@ -46,6 +52,8 @@ class Request:
     max_new_tokens: int
     min_new_tokens: int = 0
     drawing: Drawing | None = None
+    drawn_as: tuple[int, int] | None = None
+    processors: tuple[LogitsProcessor, ...] = ()
 
 
 class Notes(NamedTuple):

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from rlhf_spmd.data.tokenizer import Decoding
+from rlhf_spmd.data.tokenizer import UNFINISHED, Decoding
 from rlhf_spmd.generation.config import SamplingConfig
 
 Decode = Callable[[Sequence[int]], str]
-UNFINISHED = "\ufffd"  # what a tokenizer writes for the bytes of a character that is not whole
 
 
 class StopStrings:
@@ -40,17 +39,18 @@ class StopStrings:
                 return self._find(text, window) is not None
             width *= 2
 
-    def cut(self, token_ids: Sequence[int]) -> str:
-        """The response's text up to the stop string that its last token completed; all of it if there is none."""
+    def cut(self, token_ids: Sequence[int]) -> tuple[str, str]:
+        """The response's text up to the stop string that its last token completed, and that string; all of it and "" if there is
+        none."""
         text = self.decode(token_ids)
-        start = self._find(text, token_ids) if token_ids else None
-        return text if start is None else text[:start]
+        start, stop = (self._find(text, token_ids) if token_ids else None) or (len(text), "")
+        return text[:start], stop
 
-    def _find(self, text: str, token_ids: Sequence[int]) -> int | None:
-        """Where the first stop string begins in ``text``, the decoded ids, that was not complete before the last token."""
+    def _find(self, text: str, token_ids: Sequence[int]) -> tuple[int, str] | None:
+        """The first stop string in ``text``, the decoded ids, that was not complete before the last token, and where it begins."""
         before = len(self.decode(token_ids[:-1]).rstrip(UNFINISHED))
-        found = [text.find(stop, max(before - len(stop) + 1, 0)) for stop in self.stops]
-        return min((start for start in found if start >= 0), default=None)
+        found = [(text.find(stop, max(before - len(stop) + 1, 0)), stop) for stop in self.stops]
+        return min((place for place in found if place[0] >= 0), default=None)
 
     def _may_complete(self, token: int) -> bool:
         if token not in self._candidate:

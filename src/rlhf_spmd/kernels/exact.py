@@ -32,6 +32,13 @@ class ExactOps(Ops):
     def wide_product(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.linear(x.float(), weight.float())
 
+    def add_product(self, out: Tensor, left: Tensor, right: Tensor, scale: float) -> None:
+        """A row's bits do not depend on the others."""
+        wide = torch.promote_types(out.dtype, torch.float32)
+        columns = right.to(wide).t().contiguous()
+        product = self.linear(pad_rows(left.to(wide), self.min_rows(columns.numel())), columns)[: len(out)]
+        out.copy_(product.mul_(scale).add_(out))
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, allowed: Tensor) -> Tensor:
         """Rows q [B, H, R, D] over keys k and values v [B, H, L, D] -> [B, H, R, D]. ``allowed`` [B or 1, 1, R, L].
 

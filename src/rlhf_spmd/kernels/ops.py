@@ -114,6 +114,12 @@ class Ops:
         """
         return None
 
+    # -- in place
+
+    def add_product(self, out: Tensor, left: Tensor, right: Tensor, scale: float) -> None:
+        """``out`` [n, m] += ``scale`` * ``left`` [n, k] times ``right`` [k, m], summed in fp32 at least and rounded once."""
+        out.addmm_(left, right, alpha=scale)
+
     # -- halves of the above
 
     def norm(self, x: Tensor, weight: Tensor, eps: float, plus_one: bool) -> tuple[Tensor, Tensor]:

@@ -26,7 +26,7 @@ def run_part(part: Callable[..., Any], *args: Any) -> Any:
     return part(False, *args)
 
 
-def run_part_again(part: Callable[..., Any], *args: Any) -> Any:
+def run_part_again(part: Callable[..., Any], *args: Any, random: bool = False) -> Any:
     """:func:`run_again` of ``part(recomputed, *args)``, where ``recomputed`` tells that the result is not wanted: a part ends with a
     product of C++, which autograd cannot leave before it is done."""
     calls = 0
@@ -36,18 +36,19 @@ def run_part_again(part: Callable[..., Any], *args: Any) -> Any:
         calls += 1  # the first is the forward pass, those that follow compute it again
         return part(calls > 1, *args)
 
-    return run_again(counted, *args)
+    return run_again(counted, *args, random=random)
 
 
 def run(function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)
 
 
-def run_again(function: Callable[..., Any], *args: Any) -> Any:
-    """``function(*args)`` that keeps the tensors among ``args`` for its backward pass, and computes again what lies between."""
+def run_again(function: Callable[..., Any], *args: Any, random: bool = False) -> Any:
+    """``function(*args)`` that keeps the tensors among ``args`` for its backward pass, and computes again what lies between, with the
+    same draws if it is ``random``."""
     if not torch.is_grad_enabled():
         return function(*args)
-    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)  # nothing in a layer is random
+    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=random)
 
 
 def save_on_host(module: nn.Module, *resident: Tensor) -> saved_tensors_hooks:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,9 +19,11 @@ from torch import Tensor, nn
 from rlhf_spmd.kernels import Ops, choose_ops
 from rlhf_spmd.kernels.packing import pad_rows, round_up
 from rlhf_spmd.models.activations import run, run_again, run_part, run_part_again, save_on_host
+from rlhf_spmd.models.adapters import Adapter
 from rlhf_spmd.models.attention import Attention
 from rlhf_spmd.models.experts import mix_experts
 from rlhf_spmd.models.layers import Linear, RMSNorm, rope_frequencies, rope_tables
+from rlhf_spmd.models.lora import LoraConfig, is_adapter
 from rlhf_spmd.models.sharding import fused_blocks, plan_params, vocab_range
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.models.tensor_parallel import (
@@ -54,11 +57,16 @@ class Block(nn.Module):
         dtype: torch.dtype,
         device: torch.device,
         sequence_parallel: bool,
+        lora: LoraConfig | None,
     ) -> None:
         super().__init__()
 
         def linear(name: str) -> Linear:
-            return Linear(shards[f"{name}.weight"].shape, f"{name}.bias" in shards, dtype, device)
+            matrix, adapter = shards[f"{name}.weight"], None
+            if lora is not None and f"{name}.lora.a" in shards:
+                shapes = [shards[f"{name}.lora.{side}"].shape for side in "ab"]
+                adapter = Adapter(ops, matrix, shapes, lora, dtype, device)
+            return Linear(matrix.shape, f"{name}.bias" in shards, dtype, device, adapter)
 
         def norm(size: int) -> RMSNorm:
             return RMSNorm(ops, size, spec.rms_norm_eps, spec.norm_plus_one, dtype, device)
@@ -92,11 +100,12 @@ class Block(nn.Module):
         options = spec.rms_norm_eps, spec.norm_plus_one, self.gelu
         alone = tp.size == self.qkv_blocks == self.gate_up_blocks == 1 and self.router is None
         self._whole = ops.layer(parts, sizes, options, self.rule, index) if alone else None
+        self.adapters = [part for part in self.modules() if isinstance(part, Adapter)]
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention, num_tokens: int) -> Tensor:
         """x [R, hidden] -> the same: all rows, of which those from ``num_tokens`` on are padding, or with sequence parallelism
         this rank's R / t of them. ``cos`` and ``sin`` are of all R rows."""
-        if self._whole is not None and not torch.is_grad_enabled():
+        if self._whole is not None and not torch.is_grad_enabled() and not any(one.enabled for one in self.adapters):
             whole = self._whole(x, cos, sin, attention, num_tokens)
             if whole is not None:
                 return whole
@@ -111,7 +120,7 @@ class Block(nn.Module):
 
     def _enter(self, recomputed: bool, x: Tensor, norm: RMSNorm, linear: Linear) -> Tensor:
         """Norm and column-parallel matrix: [R, hidden], or this rank's rows of it -> all rows of this rank's columns."""
-        return self.ops.linear(self._enter_tp(norm(x), self.tp), linear.weight, linear.bias, recomputed)
+        return linear.product(self.ops, self._enter_tp(norm(x), self.tp), recomputed, linear.bias)
 
     def _mix(self, recomputed: bool, qkv: Tensor, cos: Tensor, sin: Tensor, attention: Attention, num_tokens: int) -> Tensor:
         """The attention, and this rank's part of its output matrix: [R, (Hq + 2 Hkv) * D] -> [R, hidden], to be summed."""
@@ -119,13 +128,13 @@ class Block(nn.Module):
         if num_tokens < qkv.shape[0]:  # also a slice of all rows would be a copy in the backward pass
             q, k, v = (x[:num_tokens] for x in (q, k, v))
         mixed = attention.attend(self.index, q, k, v, self.rule)
-        return self.ops.linear(pad_rows(mixed.flatten(1), qkv.shape[0]), self.out.weight, recomputed=recomputed)
+        return self.out.product(self.ops, pad_rows(mixed.flatten(1), qkv.shape[0]), recomputed)
 
     def _activate(self, recomputed: bool, gate_up: Tensor) -> Tensor:
         """The gated activation, and this rank's part of the last matrix: [R, 2n] -> [R, hidden], to be summed."""
         rows = gate_up.shape[0]
         inner = self.ops.gated(gate_up.view(rows * self.gate_up_blocks, -1), self.gelu).view(rows, -1)
-        return self.ops.linear(inner, self.down.weight, recomputed=recomputed)
+        return self.down.product(self.ops, inner, recomputed)
 
     def _mix_experts(self, recomputed: bool, x: Tensor) -> Tensor:
         """Norm and mixture of experts: [R, hidden], or this rank's rows of it -> [R, hidden], to be summed."""
@@ -171,6 +180,7 @@ class Decoder(nn.Module):
 
     ``sequence_parallel``: outside attention and MLP each tp rank holds 1 / t of the rows (``slices`` is t), between stages too; the
     gradients of the parameters named in ``scattered`` are then parts, to be summed over tp. The forward pass has the same bits.
+    ``lora``: with these adapters, whose replicated halves are ``scattered`` in any case.
     """
 
     def __init__(
@@ -185,18 +195,21 @@ class Decoder(nn.Module):
         blocks: int = 1,
         sequence_parallel: bool = False,
         ops: Ops | None = None,
+        lora: LoraConfig | None = None,
     ) -> None:
         super().__init__()
         device = torch.device(device)
         self.spec, self.head_kind, self.stage, self.pp, self.tp = spec, head, stage, pp, tp
         self.dtype, self.ops = dtype, ops or choose_ops(dtype, device)
-        self.shards = plan_params(spec, head, stage, pp, tp.rank, tp.size, blocks)
+        self.shards = plan_params(spec, head, stage, pp, tp.rank, tp.size, blocks, lora)
         self.layer_ids = stage_layers(spec.num_hidden_layers, pp, stage)
         self.vocab_range = vocab_range(spec.vocab_size, tp.rank, tp.size)
         self.slices = tp.size if sequence_parallel else 1
         # replicated vectors of this size act on the residual stream: norms, and biases that are added after a sum
         residual = {name for name, shard in self.shards.items() if shard.whole_on_tp and shard.shape == (spec.hidden_size,)}
-        self.scattered = residual if self.slices > 1 else set()
+        halves = {name for name, shard in self.shards.items() if shard.whole_on_tp and is_adapter(name)}
+        self.scattered = (halves if tp.size > 1 else set()) | (residual if self.slices > 1 else set())
+        self._random = lora is not None and lora.dropout > 0
         whole = plan_params(spec, "none", 0, 1, tp.rank, tp.size, blocks)  # of all layers: stages must agree on the padding
         matrices = [shard.shape for name, shard in whole.items() if name.startswith("layers.") and len(shard.shape) == 2]
         self.min_rows = max(self.ops.min_rows(math.prod(shape)) for shape in matrices)
@@ -212,7 +225,7 @@ class Decoder(nn.Module):
         for index, layer in enumerate(self.layer_ids):
             prefix = f"layers.{index}."
             shards = {name[len(prefix) :]: shard for name, shard in self.shards.items() if name.startswith(prefix)}
-            self.layers.append(Block(self.ops, spec, shards, index, layer, tp, blocks, dtype, device, self.slices > 1))
+            self.layers.append(Block(self.ops, spec, shards, index, layer, tp, blocks, dtype, device, self.slices > 1, lora))
         self.keep_activations()
         norm = (self.ops, spec.hidden_size, spec.rms_norm_eps, spec.norm_plus_one)
         self.norm = RMSNorm(*norm, dtype, device) if self.is_last else None
@@ -229,12 +242,22 @@ class Decoder(nn.Module):
 
         With sequence parallelism rows that were gathered are not kept but gathered again, in every case.
         """
-        self._run_layer = run_again if checkpointing == "full" else run
+        again: Callable[..., Any] = run_again
+        part_again: Callable[..., Any] = run_part_again
+        if self._random:
+            again, part_again = partial(run_again, random=True), partial(run_part_again, random=True)
+        self._run_layer: Callable[..., Tensor] = again if checkpointing == "full" else run
         self._saving: Callable[..., Any] = save_on_host if offload else lambda *resident: contextlib.nullcontext()
         for block in self.layers:
             assert isinstance(block, Block)
-            block.run_part = run_part_again if checkpointing == "selective" else run_part
-            block.run_entry = run_part_again if checkpointing == "none" and self.slices > 1 else block.run_part
+            block.run_part = part_again if checkpointing == "selective" else run_part
+            block.run_entry = part_again if checkpointing == "none" and self.slices > 1 else block.run_part
+
+    def enable_adapters(self, enabled: bool) -> None:
+        """Whether passes are of the model with its adapters, which is usual, or of the model without."""
+        for part in self.modules():
+            if isinstance(part, Adapter):
+                part.enabled = enabled
 
     def num_rows(self, num_tokens: int) -> int:
         """Rows of the hidden state that this rank hands to the next stage for ``num_tokens`` tokens."""

@@ -7,6 +7,8 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
+from rlhf_spmd.models.weights import ADAPTER_CONFIG
+
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 SMALL = ["*.json", "*.jinja", "*.txt", "*.model"]  # configuration and tokenizer
 WEIGHTS = ["*.safetensors"]
@@ -21,6 +23,9 @@ def local_directory(path: str, key: str, weights: bool = True) -> str:
     """
     directory = Path(path).expanduser()
     if directory.is_dir():
+        if (directory / ADAPTER_CONFIG).is_file() and not (directory / "config.json").is_file():
+            base = json.loads((directory / ADAPTER_CONFIG).read_bytes()).get("base_model_name_or_path")
+            raise ValueError(f"{key}={path} holds adapters of {base}, not a model; of a run, its export/ has both in one")
         return str(directory)
     if not NAME.fullmatch(path) or directory.parent.is_dir():  # a slip in a path must not fetch a stranger's model
         raise ValueError(

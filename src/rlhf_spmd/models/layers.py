@@ -8,16 +8,27 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_spmd.kernels import Ops
+from rlhf_spmd.models.adapters import Adapter
 from rlhf_spmd.models.spec import ModelSpec
 
 
 class Linear(nn.Module):
-    """``weight`` [out_local, in_local] and an optional ``bias`` [out_local], not initialised."""
+    """``weight`` [out_local, in_local] and an optional ``bias`` [out_local], not initialised; ``lora``: an adapter of the weight."""
 
-    def __init__(self, shape: tuple[int, ...], bias: bool, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, shape: tuple[int, ...], bias: bool, dtype: torch.dtype, device: torch.device, lora: Adapter | None = None
+    ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
         self.bias = nn.Parameter(torch.empty(shape[0], dtype=dtype, device=device)) if bias else None
+        self.lora = lora
+
+    def product(self, ops: Ops, x: Tensor, recomputed: bool, bias: Tensor | None = None) -> Tensor:
+        """x [R, in_local] -> [R, out_local], plus ``bias``. ``recomputed``: see :meth:`Ops.linear`."""
+        if self.lora is not None and self.lora.enabled:
+            out: Tensor = self.lora(x, self.weight, bias, recomputed)
+            return out
+        return ops.linear(x, self.weight, bias, recomputed)
 
 
 class RMSNorm(nn.Module):

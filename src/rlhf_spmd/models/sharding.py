@@ -10,6 +10,7 @@ smaller tp are among those of its multiples, so a training shard always lies ins
 
 from __future__ import annotations
 
+from rlhf_spmd.models.lora import ALL_LINEAR, LoraConfig, is_adapter, plan_adapters
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.parallel.boxes import Box, ParamShard
 from rlhf_spmd.parallel.layout import stage_layers
@@ -63,14 +64,14 @@ def fused_blocks(spec: ModelSpec, tp: int, blocks: int) -> tuple[int, int]:
 
 
 def plan_params(
-    spec: ModelSpec, head: str, stage: int, pp: int, tp_rank: int, tp: int, blocks: int = 1
+    spec: ModelSpec, head: str, stage: int, pp: int, tp_rank: int, tp: int, blocks: int = 1, lora: LoraConfig | None = None
 ) -> dict[str, ParamShard]:
     """Decoder parameter name -> shape and boxes on this rank, in the order of ``Decoder.named_parameters()``.
 
     ``head``: "lm", "value", "both" (a value head beside the other) or "none". Layers are numbered from 0 within the stage.
     ``blocks``: the rank holds the slices of as many ranks of a layout with tp * blocks, and fused parameters keep theirs together,
     [q0; k0; v0; q1; k1; v1] for two: each finer slice is then a slice of this one, which resharding needs. Raises ValueError
-    where the layout does not fit.
+    where the layout does not fit. ``lora``: with these adapters, which need ``blocks`` 1.
     """
     if head not in HEAD_KINDS:
         raise ValueError(f"head {head!r} is not one of {', '.join(HEAD_KINDS)}")
@@ -88,7 +89,8 @@ def plan_params(
     if stage == 0:
         plan["embed.weight"] = vocab_slice(names.embed)
     for local, layer in enumerate(stage_layers(spec.num_hidden_layers, pp, stage)):
-        for key, shard in _plan_block(spec, layer, tp_rank, tp, blocks).items():
+        block = _plan_block(spec, layer, tp_rank, tp, blocks)
+        for key, shard in {**block, **plan_adapters(block, lora)}.items():
             plan[f"layers.{local}.{key}"] = shard
     if stage == pp - 1:
         plan["norm.weight"] = _replicated(names.norm, hidden)
@@ -105,6 +107,23 @@ def tensor_shapes(spec: ModelSpec, head: str) -> dict[str, tuple[int, ...]]:
     """Every Hugging Face tensor of the whole model with its global shape."""
     plan = plan_params(spec, head, 0, 1, 0, 1)
     return {box.name: box.shape for shard in plan.values() for box in shard.boxes}
+
+
+def check_lora(spec: ModelSpec, lora: LoraConfig, where: str) -> None:
+    """Raises ValueError where ``target_modules`` name what the model has not, or leave one of its layers without an adapter."""
+
+    def modules(config: LoraConfig) -> dict[str, str]:
+        plan = plan_params(spec, "none", 0, 1, 0, 1, lora=config)
+        found = {box.name.split(".lora_")[0]: name for name, shard in plan.items() if is_adapter(name) for box in shard.boxes}
+        return {f".{module}": name.split(".")[1] for module, name in found.items()}
+
+    every = modules(LoraConfig(rank=1))
+    ends = [] if lora.target_modules == ALL_LINEAR else lora.target_modules
+    unknown = [end for end in ends if not any(module.endswith(f".{end}") for module in every)]
+    if unknown or len(set(modules(lora).values())) < spec.num_hidden_layers:
+        listed = ", ".join(sorted({module.rpartition(".")[2] for module in every}))
+        wrong = f"the model has no matrix {unknown[0]!r}" if unknown else "some layers have none of these"
+        raise ValueError(f"{where}.target_modules={lora.target_modules}: {wrong}; its layers have {listed}")
 
 
 def _plan_block(spec: ModelSpec, layer: int, tp_rank: int, tp: int, blocks: int) -> dict[str, ParamShard]:

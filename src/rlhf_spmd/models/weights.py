@@ -17,7 +17,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rlhf_spmd.models.decoder import Decoder
-from rlhf_spmd.models.sharding import tensor_shapes
+from rlhf_spmd.models.lora import PREFIX, LoraConfig, is_adapter
+from rlhf_spmd.models.sharding import plan_params, tensor_shapes
 from rlhf_spmd.models.spec import ModelSpec, Names, read_eos_ids, read_json, spec_from_config
 from rlhf_spmd.parallel.boxes import Box, ParamShard
 from rlhf_spmd.parallel.collectives import RECORDER
@@ -25,12 +26,14 @@ from rlhf_spmd.parallel.zero import local_part
 
 __all__ = ["init_random", "load_pretrained", "random_tensor", "read_eos_ids", "write_random_model"]
 
+ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"  # PEFT's
+STORED_HEAD = PREFIX + Names.value_head  # beside a reward model's adapters
 INIT_STD = 0.02  # transformers' default initializer_range
 _IGNORED = re.compile(r"rotary_emb\.inv_freq$")  # a buffer that old exports contain
 _VISION = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
 
 
-class _Checkpoint:
+class StoredModel:
     """The tensors of a directory: which file each lies in, opened when first needed. ``stored``: their names there."""
 
     def __init__(self, path: Path, spec: ModelSpec, stack: contextlib.ExitStack) -> None:
@@ -116,7 +119,7 @@ def load_pretrained(
     Each rank reads its own slices only; no communication.
     """
     with contextlib.ExitStack() as stack, torch.no_grad():
-        checkpoint = _Checkpoint(Path(path), decoder.spec, stack)
+        checkpoint = StoredModel(Path(path), decoder.spec, stack)
         checkpoint.refuse_unknown(decoder.spec)
         for target, box in _places(decoder, shards):
             found = checkpoint.find(decoder.spec, box.name, box.shape, missing_head_ok)
@@ -132,7 +135,7 @@ def check_pretrained(spec: ModelSpec, path: str | Path, head: str, missing_head_
     Raises ValueError as it does, for files cut short too.
     """
     with contextlib.ExitStack() as stack:
-        checkpoint = _Checkpoint(Path(path), spec, stack)
+        checkpoint = StoredModel(Path(path), spec, stack)
         checkpoint.refuse_unknown(spec)
         for name, shape in tensor_shapes(spec, head).items():
             checkpoint.find(spec, name, shape, missing_head_ok)
@@ -148,10 +151,67 @@ def init_random(decoder: Decoder, seed: int, shards: Mapping[str, ParamShard] | 
             target.copy_(random_tensor(decoder.spec, box.name, box.shape, seed)[box.global_slices])
 
 
-def _places(decoder: Decoder, shards: Mapping[str, ParamShard] | None) -> Iterator[tuple[Tensor, Box]]:
-    """The part of a local parameter that each box fills, and the box."""
+def init_adapters(decoder: Decoder, lora: LoraConfig, seed: int, shards: Mapping[str, ParamShard] | None = None) -> None:
+    """From ``lora.path``, with the head of values that may be there; or A uniform within 1 / sqrt(in), as PEFT draws it, from
+    (seed, its name), and B zero.
+
+    ``shards`` as for :func:`load_pretrained`.
+    """
+    with contextlib.ExitStack() as stack, torch.no_grad():
+        stored: dict[str, Any] = {}
+        if lora.path is not None:
+            file = stack.enter_context(safe_open(Path(lora.path) / ADAPTER_FILE, framework="pt", device="cpu"))
+            stored = {name.replace(decoder.spec.text_prefix, ""): file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+        for target, box in _places(decoder, shards, adapters=True):
+            if stored:
+                target.copy_(stored[box.name][box.global_slices])
+            elif box.name.endswith(".lora_B.weight"):
+                target.zero_()
+            else:
+                bound = 1 / math.sqrt(box.shape[1])
+                drawn = torch.empty(box.shape).uniform_(-bound, bound, generator=_generator(seed, box.name))
+                target.copy_(drawn[box.global_slices])
+        for target, box in _places(decoder, shards) if STORED_HEAD in stored else ():
+            if box.name == Names.value_head:
+                target.copy_(stored[STORED_HEAD][box.global_slices])
+
+
+def check_adapter(spec: ModelSpec, lora: LoraConfig, head: str, where: str) -> None:
+    """Whether :func:`init_adapters` will find in ``lora.path`` what it needs; a head of values may be there. Raises ValueError."""
+    assert lora.path is not None
+    plan, folder = plan_params(spec, "none", 0, 1, 0, 1, lora=lora), Path(lora.path)
+    wanted = {box.name: box.shape for name, shard in plan.items() if is_adapter(name) for box in shard.boxes}
+    try:
+        with safe_open(folder / ADAPTER_FILE, framework="pt", device="cpu") as stored:
+            found = {name.replace(spec.text_prefix, ""): tuple(stored.get_slice(name).get_shape()) for name in stored.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{where}.path={lora.path}: {ADAPTER_FILE} cannot be read: {error}") from error
+    if head == "value" and STORED_HEAD in found:
+        wanted[STORED_HEAD] = (1, spec.hidden_size)
+    other = min((name for name in {**wanted, **found} if wanted.get(name) != found.get(name)), default=None)
+    if other is not None:
+        raise ValueError(
+            f"{where}.path={lora.path}: tensor {other} there is {found.get(other)}, by {where}.rank={lora.rank} and "
+            f"target_modules={lora.target_modules} it is {wanted.get(other)}; they must be the adapter's"
+        )
+    config = {"lora_alpha": 8, "use_rslora": False, **read_json(folder / ADAPTER_CONFIG)}  # PEFT's defaults
+    for key, ours in (("lora_alpha", lora.alpha), ("use_rslora", lora.use_rslora)):
+        if config[key] != ours:
+            name = key.removeprefix("lora_")
+            raise ValueError(
+                f"{where}.{name}={ours}, but {folder / ADAPTER_CONFIG} has {key}={config[key]}; they must be equal"
+            )
+    for key in ("alpha_pattern", "rank_pattern", "use_dora", "fan_in_fan_out", "bias"):
+        if config.get(key) not in (None, False, {}, "none"):
+            raise ValueError(
+                f"{where}.path={lora.path}: {ADAPTER_CONFIG} has {key}={config[key]!r}, which is not there; leave it out"
+            )
+
+
+def _places(decoder: Decoder, shards: Mapping[str, ParamShard] | None, adapters: bool = False) -> Iterator[tuple[Tensor, Box]]:
+    """The part of a local parameter that each box fills, and the box: of the model's weights, or of its adapters."""
     for name, parameter in decoder.named_parameters():
-        for box in (shards or decoder.shards)[name].boxes:
+        for box in (shards or decoder.shards)[name].boxes if is_adapter(name) == adapters else ():
             RECORDER.tick()  # a large model takes longer than ranks may stand still
             yield local_part(parameter)[box.local_slices], box
 
@@ -160,11 +220,14 @@ def random_tensor(spec: ModelSpec, name: str, shape: tuple[int, ...], seed: int)
     """The initial fp32 value of a tensor: norms multiply by 1, biases 0, matrices normal with ``initializer_range`` (0.02)."""
     if len(shape) == 1:
         return torch.zeros(shape) if name.endswith(".bias") or spec.norm_plus_one else torch.ones(shape)
-    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     std = float(spec.hf_config.get("initializer_range", INIT_STD))
     assert math.isfinite(std), f"initializer_range={std}"
-    return torch.randn(shape, generator=generator).mul_(std)
+    return torch.randn(shape, generator=_generator(seed, name)).mul_(std)
+
+
+def _generator(seed: int, name: str) -> torch.Generator:
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
 def write_random_model(path: str | Path, config: Mapping[str, Any], seed: int) -> ModelSpec:

@@ -68,8 +68,10 @@ def kl_penalty(log_prob: Tensor, ref_log_prob: Tensor, kind: str) -> Tensor:
 class KLControlConfig:
     """``kl_ctrl``: how the coefficient of the KL penalty in the reward is chosen.
 
-    ``type``: ``fixed`` keeps ``kl_coef``; ``adaptive`` starts from it and steers the measured KL towards ``target_kl`` (nats,
-    the unit of whatever is given to ``update``) over about ``horizon`` samples.
+    - type: `fixed`, or `adaptive`: steers `actor/kl_per_row` towards `target_kl`
+    - kl_coef: the coefficient, or where it starts
+    - target_kl: nats per token; adaptive only
+    - horizon: responses over which the adaptive coefficient moves
     """
 
     type: str = "fixed"
@@ -99,10 +101,10 @@ class KLControlConfig:
         KL; with verl's meaning of ``target_kl`` the mean over rows of each row's mean per token (:func:`losses.aggregate` in mode
         ``seq-mean-token-mean``), in nats. ``num_rows``: of the global batch. Raises FloatingPointError for a KL that is not finite.
         """
+        if not math.isfinite(current_kl):
+            raise FloatingPointError(f"the actor's mean KL to the reference is {current_kl}; lower models.actor.optim.lr")
         if not self.moves:
             return coefficient
-        if not math.isfinite(current_kl):
-            raise FloatingPointError(f"the mean KL to the reference is {current_kl}")
         error = min(max(current_kl / self.target_kl - 1.0, -ERROR_LIMIT), ERROR_LIMIT)
         # With more than 5 * horizon rows in a step the factor would reach zero or below and the coefficient never recover.
         return coefficient * max(1.0 + error * num_rows / self.horizon, 1e-3)

@@ -29,12 +29,15 @@ RS_KINDS = tuple(f"{level}_{kind}" for level in RS_LEVELS for kind in ("k1", "k2
 class RolloutCorrectionConfig:
     """``rollout_correction``; the names are verl's.
 
-    ``rollout_is``: null, ``token`` or ``sequence`` (product over the row): the loss is weighted by min(r, ``rollout_is_threshold``).
-    ``rollout_rs``: null, or which tokens or rows are weighted by 0: by ``token``, ``seq_sum`` or ``seq_mean``, each with ``_k1``
-    (the ratio r of the token, of the row, or its geometric mean, must lie in [``rollout_rs_threshold_lower``,
-    ``rollout_rs_threshold``]; the lower bound defaults to 1 / the upper) or ``_k2``, ``_k3`` (estimates of the KL, at most
-    ``rollout_rs_threshold``). ``bypass_mode``: the old log-probs are the rollout's, so that the loss's own ratio, and its clipping, are
-    against the weights that drew the tokens.
+    - rollout_is: weight the loss by the ratio r of training's to the rollout's probability: `token`, or `sequence` (product
+      over the response); see [algorithms.md](algorithms.md#off-policy-corrections)
+    - rollout_is_threshold: the weight is at most this
+    - rollout_rs: weight tokens or rows by 0 that are outliers: `token_k1`, `seq_sum_k1`, `seq_mean_k1` (by the ratio of the
+      token, of the row, or its geometric mean), or with `_k2`, `_k3` (by an estimate of the KL)
+    - rollout_rs_threshold: the largest ratio, or KL in nats, that is kept
+    - rollout_rs_threshold_lower: the smallest ratio that is kept; null: 1 / the largest
+    - bypass_mode: the old log-probs are the rollout's: the loss's ratio is against the weights that drew the tokens, and no
+      forward pass is made for others
     """
 
     rollout_is: str | None = None

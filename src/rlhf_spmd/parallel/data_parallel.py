@@ -13,6 +13,7 @@ from rlhf_spmd.parallel.boxes import ParamShard
 from rlhf_spmd.parallel.collectives import Group
 
 BUCKET_ELEMENTS = 1 << 24  # 64 MB in fp32: large enough for full bandwidth, small beside a model
+MATRIX_ELEMENTS = 1 << 29  # that a rank handles of Muon's matrices at a time, in bfloat16
 
 
 def sum_in_buckets(grads: Mapping[str, Tensor], group: Group, label: str) -> None:
@@ -29,12 +30,13 @@ def sum_in_buckets(grads: Mapping[str, Tensor], group: Group, label: str) -> Non
             grads[name].copy_(part.view(grads[name].shape))
 
 
-def buckets(sizes: Mapping[str, int]) -> Iterator[list[str]]:
-    """Names in order, with at most ``BUCKET_ELEMENTS`` elements together unless a single one has more. Pure."""
+def buckets(sizes: Mapping[str, int], most: int | None = None) -> Iterator[list[str]]:
+    """Names in order, with at most ``most`` elements together, by default BUCKET_ELEMENTS, unless a single one has more. Pure."""
+    most = most or BUCKET_ELEMENTS
     names: list[str] = []
     total = 0
     for name, size in sizes.items():
-        if names and total + size > BUCKET_ELEMENTS:
+        if names and total + size > most:
             yield names
             names, total = [], 0
         names.append(name)

@@ -18,9 +18,16 @@ import numpy as np
 
 @dataclass(frozen=True)
 class LayoutConfig:
-    """``models.<role>.layout``. ``dp: null`` means whatever the pool leaves after pp * tp. ``vpp``: virtual pipeline stages of
-    each rank, chunks of layers that interleave (see ``parallel.pipeline``). ``sequence_parallel``: outside attention and MLP each
-    tp rank holds 1 / tp of the tokens (see ``models.tensor_parallel``); without effect at tp 1."""
+    """``models.<role>.layout``. For ``vpp`` see ``parallel.pipeline``, for ``sequence_parallel`` ``models.tensor_parallel``.
+
+    - pp: pipeline stages
+    - vpp: chunks of layers per pipeline rank (interleaved 1F1B), see [training.md](training.md)
+    - tp: tensor slices
+    - dp: replicas; null: what the ranks of the pool leave
+    - zero: ZeRO stage over the replicas, 0 to 3
+    - sequence_parallel: outside attention and MLP each tp rank holds 1 / tp of the tokens, see [training.md](training.md);
+      without effect at tp 1
+    """
 
     pp: int = 1
     vpp: int = 1

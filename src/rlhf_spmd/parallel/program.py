@@ -7,7 +7,6 @@ everything: it classes the exception, posts it on the board and turns it into an
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import errno
 import faulthandler
@@ -19,7 +18,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -32,7 +31,15 @@ import torch.distributed as dist
 from rlhf_spmd.parallel.board import Board, announce, end_process, one_line
 from rlhf_spmd.parallel.collectives import RECORDER
 from rlhf_spmd.parallel.watch import Limits, place
-from rlhf_spmd.parallel.world import Launch, World, connect_store, init_world, read_launch
+from rlhf_spmd.parallel.world import (
+    Launch,
+    World,
+    choose_cpu_matmul,
+    connect_store,
+    init_world,
+    launcher_is_process_1,
+    read_launch,
+)
 from rlhf_spmd.telemetry import run_lock
 from rlhf_spmd.telemetry.run_dir import EXIT_CODES, EXIT_STATUS_FILE, ExitStatus, create_run_dir, write_exit_status
 
@@ -70,31 +77,6 @@ class ProgramContext(Generic[T]):
     prepared: T
 
 
-def read_command_line(
-    name: str, description: str | None, keys: Callable[[], Iterable[str]], argv: Sequence[str] | None
-) -> tuple[str | None, list[str]]:
-    """The configuration file, if there is one, and the overrides of a program's command line; None: this process's own.
-
-    ``keys``: lines about the keys of the configuration, for ``--help``, which rank 0 prints.
-    """
-    parser = argparse.ArgumentParser(
-        prog=f"python -m rlhf_spmd.{name}",
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        add_help=False,
-    )
-    parser.add_argument("-h", "--help", action="store_true", help="print this and end")
-    parser.add_argument("--config", help="YAML file")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted keys of the configuration, listed below")
-    # what is unknown is refused as an override, once for all ranks
-    arguments, unknown = parser.parse_known_intermixed_args(argv)
-    if arguments.help:
-        if read_launch().rank == 0:
-            print(parser.format_help(), "keys, their defaults and types:", *(f"  {line}" for line in keys()), sep="\n")
-        raise SystemExit(0)
-    return arguments.config, unknown + arguments.overrides
-
-
 def run_program(
     prepare: Callable[[], T],
     body: Callable[[ProgramContext[T]], None],
@@ -103,16 +85,20 @@ def run_program(
     saves_on_signal: bool = False,
     prepare_timeout_s: float = 300.0,
     device: torch.device | None = None,
+    dry_run: Callable[[T], str] | None = None,
 ) -> None:
     """Runs a program to its end on this rank; returns only if it succeeded on all ranks, otherwise ends the process.
 
     ``prepare`` must be local (no collective). The run directory belongs to this job until its end; ``run_dir_hint`` receives
     exit_status.json when ``prepare`` fails, unless it belongs to another job.
     ``saves_on_signal``: the body polls ``board.preempted`` and raises :class:`Preempted` itself; otherwise SIGTERM raises it.
+    ``dry_run``: in place of all but ``prepare``, what it says of the prepared input is printed.
     A single process raises SystemExit instead of ending, so that it can be called from another program.
     """
     die_with_torchrun()
     launch = read_launch()
+    if dry_run is not None:
+        _try_input(launch, lambda: dry_run(prepare()))
 
     def checked() -> tuple[T, ProgramSettings]:
         prepared = prepare()
@@ -174,7 +160,7 @@ def die_with_torchrun() -> None:
         return
     pr_set_pdeathsig = 1
     ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() == 1 and not _is_container_init():
+    if os.getppid() == 1 and not (launcher_is_process_1() or _is_container_init()):
         os._exit(EXIT_CODES["error"])  # it died before the call
 
 
@@ -187,6 +173,20 @@ def _is_container_init() -> bool:
 
 
 # ---- agreeing on the input ---------------------------------------------------------------------------------------------
+
+
+def _try_input(launch: Launch, check: Callable[[], str]) -> NoReturn:
+    """On the first rank, print what ``check`` finds, or its line of refusal, and end with the code that a run would end with."""
+    if launch.rank > 0:
+        raise SystemExit(0)
+    choose_cpu_matmul()
+    try:
+        print(check())
+    except Exception as error:  # the process boundary
+        error_class, line, details = _refusal(Launch(), error)
+        announce(line, details)
+        raise SystemExit(input_exit_code(error_class)) from None
+    raise SystemExit(0)
 
 
 def _agree_on_input(

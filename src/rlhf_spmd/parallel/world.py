@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import hashlib
 import os
@@ -10,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from itertools import count
 from typing import Any
 
@@ -21,6 +22,8 @@ from torch.distributed import distributed_c10d
 from rlhf_spmd.parallel.collectives import Group
 
 _NUMBERS = count()  # of worlds
+LAUNCHER = "RLHF_SPMD_LAUNCHER"  # the process that has started this rank in torchrun's place
+TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # processes that srun or mpirun has started
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,16 @@ def read_launch() -> Launch:
         local_size=int(env.get("LOCAL_WORLD_SIZE", 1)),
         restart_count=int(env.get("TORCHELASTIC_RESTART_COUNT", 0)),
     )
+
+
+def launcher_is_process_1() -> bool:
+    """As in a container whose command it is."""
+    return os.environ.get(LAUNCHER) == "1"
+
+
+def num_tasks() -> int:
+    """How often srun or mpirun has started this command; 1 without them."""
+    return max(int(text) if text.isdecimal() else 1 for text in (os.environ.get(name, "1") for name in TASKS))
 
 
 def connect_store(launch: Launch, timeout_s: float = 60.0) -> dist.Store:
@@ -131,7 +144,7 @@ def choose_device(launch: Launch) -> torch.device:
         found = torch.cuda.device_count()
         if launch.local_rank >= found:
             raise ValueError(
-                f"torchrun --nproc-per-node={launch.local_size}, but this node has {found} GPUs; start at most as many ranks, "
+                f"--nproc-per-node={launch.local_size}, but this node has {found} GPUs; start at most as many ranks, "
                 f"or hide the GPUs with CUDA_VISIBLE_DEVICES= to run on CPUs"
             )
         return torch.device("cuda", launch.local_rank)
@@ -207,3 +220,15 @@ def init_world(
             timeout=timedelta(seconds=patience_s),
         )
     return World(launch, device, store, patience_s, number)
+
+
+@cache
+def join_world(timeout_s: float = 3600.0) -> World:
+    """The world of a script that is none of the programs, for as long as its process lives. ``timeout_s``: as in :func:`init_world`.
+
+    Collective over the world, the first time: every rank of it must call.
+    """
+    launch = read_launch()
+    world = init_world(launch, connect_store(launch), timeout_s, threads=torch.get_num_threads())
+    atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
+    return world

@@ -108,10 +108,12 @@ class Zero:
             self._collectives.append(reduction)
 
     def keep_reduced(self) -> None:
-        """Keep what reductions give for :meth:`take_gradient`, which must then be called for every parameter."""
+        """Keep what reductions give for :meth:`take_gradient`, which must then be called for every parameter that has gradients."""
         for part, reduction in zip(self._parts, self._collectives, strict=True):
             assert isinstance(part, nn.Module)
             for param in part.parameters():
+                if not param.requires_grad:
+                    continue
                 if self._reductions.setdefault(id(param), reduction) is reduction:
                     reduction.readers += 1
 

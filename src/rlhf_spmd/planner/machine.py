@@ -44,7 +44,12 @@ GPUS = {
 
 @dataclass(frozen=True)
 class HostsConfig:
-    """``cluster.groups``: hosts of one kind; what is null is the cluster's."""
+    """``cluster.groups``: hosts of one kind; what is null is the cluster's.
+
+    - nodes: hosts
+    - gpus_per_node: ranks of a host
+    - gpu: as `cluster.gpu`
+    """
 
     nodes: int = 1
     gpus_per_node: int | None = None
@@ -53,9 +58,16 @@ class HostsConfig:
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """``cluster``: what a plan is made for. ``gpu``: a name of the table, or a file that ``plan profile`` wrote. ``network_gb_s``:
-    gigabytes per second between hosts, per device, in one direction. ``memory_gb``: of a device that is to be used, in GiB; null: all.
-    ``groups``: hosts of several kinds, in order of their ranks; then ``nodes`` is not read."""
+    """``cluster``: what a plan is made for.
+
+    - nodes: hosts
+    - gpus_per_node: ranks of a host
+    - gpu: `a100`, `a100_40`, `a10`, `l40s`, `h100`, `h200`, `h800`, `b200`, or a file that `plan profile` wrote
+    - network_gb_s: gigabytes per second between hosts, for each device, in one direction
+    - memory_gb: GiB of a device that are to be used; null: what the table or the profile says
+    - groups: hosts of several kinds, in order of their ranks, each `{nodes, gpus_per_node, gpu}`; then `cluster.nodes` is not
+      read
+    """
 
     nodes: int = 1
     gpus_per_node: int = 8
@@ -79,7 +91,7 @@ class ClusterConfig:
             if name not in GPUS and not is_file(name):
                 raise ValueError(
                     f"{where}.gpu={name!r} is not known{nearest(name, list(GPUS)) or ';'} available: {', '.join(GPUS)}, or a file "
-                    "that `python -m rlhf_spmd.plan profile` wrote"
+                    "that `rlhf-spmd plan profile` wrote"
                 )
         if len(kinds) > 1 and any(map(is_file, kinds)):
             raise ValueError(f"{where}.groups: a profile is of one kind of device; give all groups the same gpu")

@@ -16,7 +16,7 @@ import numpy as np
 
 from rlhf_spmd.generation.config import GenerationConfig
 from rlhf_spmd.kernels import Ops
-from rlhf_spmd.parallel.data_parallel import BUCKET_ELEMENTS
+from rlhf_spmd.parallel.data_parallel import BUCKET_ELEMENTS, MATRIX_ELEMENTS
 from rlhf_spmd.planner.machine import GIB
 from rlhf_spmd.planner.shape import CHECKPOINTING, Choices, ModelShape, Workload
 
@@ -31,7 +31,9 @@ Stage = Any  # pipeline rank, a number or an array [n]
 @dataclass(frozen=True)
 class RoleSettings:
     """What memory depends on beside :class:`Choices`. ``itemsize``: bytes of a weight. ``on_host``: on a CPU what is
-    offloaded lies in the same memory. ``chunk``: logits that the head makes at a time. ``entropy``: of its distributions, too."""
+    offloaded lies in the same memory. ``chunk``: logits that the head makes at a time. ``entropy``: of its distributions, too.
+    ``optim``: the optimizer's name. ``adapters``: elements of a layer's low-rank adapters, which are trained in place of the weights;
+    0: there are none."""
 
     trained: bool = False
     itemsize: int = 2
@@ -43,6 +45,8 @@ class RoleSettings:
     on_host: bool = False
     chunk: int = Ops.chunk_logits
     entropy: bool = True
+    optim: str = "adamw"
+    adapters: float = 0.0
 
     @property
     def wide(self) -> int:
@@ -50,11 +54,19 @@ class RoleSettings:
         return max(self.itemsize, 4)
 
     @property
-    def states(self) -> int:
-        """Bytes that the optimizer keeps of a parameter."""
-        if self.wide == self.itemsize or not self.master_weights:
-            return 2 * self.itemsize
-        return 3 * self.wide
+    def masters(self) -> int:
+        """Bytes of a parameter's copy that the optimizer keeps."""
+        return self.wide if self.wide > self.itemsize and self.master_weights else 0
+
+    @property
+    def moment(self) -> float:
+        """Bytes of a moment; in 8 bits with its part of the scale of a block."""
+        return 1 + 4 / 256 if self.optim == "adamw_8bit" else self.masters or self.itemsize
+
+    @property
+    def states(self) -> float:
+        """Bytes that the optimizer keeps of a parameter of a layer; of others two moments."""
+        return self.masters + self.moment * (1 if self.optim == "muon" else 2)
 
 
 def total(parts: Mapping[str, Any]) -> Any:
@@ -96,8 +108,12 @@ class _Slice:
 def held(shape: ModelShape, choices: Choices, role: RoleSettings, stage: Stage) -> Parts:
     """Between calls: weights, and of a role that is trained what its optimizer keeps."""
     part = _Slice(shape, choices, stage)
-    shard = part.params / part.shards
-    states = role.states * shard if role.trained and (role.on_host or not role.optim_offload) else 0 * shard
+    shard, trained = part.params / part.shards, _trained(part, role) / part.shards
+    states = 0 * shard
+    if role.trained and (role.on_host or not role.optim_offload):
+        ends = 0 if role.adapters else part.ends / part.shards
+        states = role.states * trained + (role.masters + 2 * role.moment - role.states) * ends
+    shard = shard + part.layers * role.adapters / part.shards
     return {"weights": role.itemsize * shard * (role.on_host or not role.offload), "optimizer": states}
 
 
@@ -120,15 +136,24 @@ def train(shape: ModelShape, work: Workload, choices: Choices, role: RoleSetting
     passing = b * tokens * (np.choose(choices.checkpointing, again) + 2 * part.columns + 2 * part.hidden)
     loss = _head(part, work, tokens, role, backward=True)
     # gradients: sums of whole parameters (zero 0, and 1 until the last micro-batch), else of the rank's rows
-    whole, shard = a * part.params, a * part.params / part.shards
+    trained = _trained(part, role)
+    whole, shard, frozen = a * trained, a * trained / part.shards, role.adapters > 0
     before = np.where(number > 1, np.where(choices.zero <= 1, whole, shard), 0)
-    gathered, root = _gathered(part, choices, b), np.where(choices.zero > 0, part.ends, 0)
-    reducing = root * (b + a + (a + b) / part.shards) + np.where(choices.zero > 0, part.layer * (b + a), b * part.largest)
+    gathered, root = _gathered(part, choices, b), np.where((choices.zero > 0) & (not frozen), part.ends, 0)
+    layer = role.adapters if frozen else part.layer
+    # with adapters a matrix and its sum with them, in fp32 and rounded, in place of its gradient
+    largest = (b + 4) * part.largest if frozen else b * part.largest
+    reducing = root * (b + a + (a + b) / part.shards) + np.where(choices.zero > 0, layer * (b + a), largest)
+    reducing = np.maximum(reducing, largest * frozen)
     bucket = np.maximum(BUCKET_ELEMENTS, part.largest / part.shards)
     step = a * bucket * ((choices.zero == 0) & (choices.dp > 1)) + role.states * bucket * (
         role.optim_offload and not role.on_host
     )
-    behind = np.maximum(reducing, passing - a * part.first * part.ends / part.shards)  # the embedding's is the last gradient
+    if role.optim == "muon":  # a bucket's steps, on their way and back, the rank's own matrices, and of one the product
+        matrices = np.minimum(MATRIX_ELEMENTS, part.layers * part.layer / part.shards)
+        step = step + 10 * matrices + 18 * part.largest * choices.tp
+    late = 0 if frozen else a * part.first * part.ends / part.shards  # the embedding's is the last gradient
+    behind = np.maximum(reducing, passing - late)
     left = activations * role.on_host  # there what was freed in small blocks stays in the process's heap
     moments = [
         {"gathered weights": gathered, "gradients": before, "activations": activations, "work": np.maximum(loss, passing)},
@@ -205,6 +230,8 @@ def weights_for_generation(
     if config.buffers == "offload" and not role.on_host:
         beside = False
     bucket = np.minimum(np.maximum(SHARD_BUCKET, role.itemsize * made.largest), shard)
+    if role.adapters:  # sums with them, of the training shard at first, lie beside the weights
+        return np.maximum(own, shard) + np.where(same, 0, bucket)
     return np.where(same & (not beside), 0, shard + bucket - (0 if beside else own))
 
 
@@ -244,8 +271,13 @@ def _head(part: _Slice, work: Workload, tokens: Any, role: RoleSettings, backwar
     copies = 2 + 0.5 * backward if role.entropy else 1 + 0.5 * backward
     return (
         np.where(part.vocab > 1, of_hidden + 4 * chunk * copies, 2 * of_hidden)
-        + backward * role.itemsize * part.vocab * part.hidden
+        + backward * (role.adapters == 0) * role.itemsize * part.vocab * part.hidden
     )
+
+
+def _trained(part: _Slice, role: RoleSettings) -> Any:
+    """Parameters of a rank's part that have gradients and states; replicated halves of adapters count as whole everywhere."""
+    return part.layers * role.adapters if role.adapters else part.params
 
 
 def _back(part: _Slice, role: RoleSettings) -> Any:

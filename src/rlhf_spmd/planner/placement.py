@@ -17,15 +17,21 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class PlacementConfig:
-    """``placement``. ``strategy``: a module of ``planner.strategies``, or the dotted name of one's own, or "auto": the run plans
-    itself, with times of formulas, or of ``profile``, a file that ``plan profile`` wrote.
+    """``placement``.
 
-    ``pools``: name -> ranks, for roles whose ``pool`` names one of them; that goes before the strategy. ``ratios``: role, or
-    ``role.method``, -> the share of the ranks that the strategy is to give it. ``max_staleness``: steps that generation, on ranks of
-    its own, is ahead of training: the responses of a step come from the weights that the step so many before began with. 0: both take
-    turns. ``speeds``: of each rank of the job against the others, above 0; calls deal their rows in this proportion. Empty: all alike.
-    ``stream``: portions in which each generation replica's rows go to reward, reference, critic and log-probs on other ranks while
-    the others are still generated.
+    - strategy: for roles that name no pool: `colocate`, `split`, `standalone`, `interleave`, `separate`, `auto` ([the run plans
+      itself](planner.md#the-run-plans-itself)), or the dotted name of your own; see [placement.md](placement.md#strategies)
+    - pools: name: list of ranks, for roles whose `pool` names one, which goes before the strategy; see
+      [placement.md](placement.md)
+    - ratios: role, or `role.method`: its share of the ranks, above 0 and at most 1; see [placement.md](placement.md#ratios)
+    - max_staleness: steps that generation on ranks of its own is ahead of training: responses come from the weights that the
+      step so many before began with; 0: both take turns. See [placement.md](placement.md#one-step-ahead)
+    - speeds: of each rank of the job against the others, above 0: calls deal their rows in this proportion ([Unequal
+      devices](placement.md#unequal-devices)); empty: all alike
+    - stream: portions in which rows leave generation for roles on other ranks, see [Streaming](placement.md#streaming); 1: all
+      together
+    - profile: with `placement.strategy=auto`: times of this machine, a file that [`plan profile`](planner.md#profiles) wrote;
+      null: formulas, for GPUs of the planner's table
     """
 
     strategy: str = "colocate"

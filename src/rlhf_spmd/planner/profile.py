@@ -186,5 +186,5 @@ def read_profile(path: str) -> Profile:
         return Profile(Gpu(**raw.pop("device")), layers=layers, **raw)
     except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"cluster.gpu={path} is no file that `python -m rlhf_spmd.plan profile` wrote: {type(error).__name__}: {error}"
+            f"cluster.gpu={path} is no file that `rlhf-spmd plan profile` wrote: {type(error).__name__}: {error}"
         ) from error

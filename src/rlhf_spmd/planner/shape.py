@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from rlhf_spmd.models.lora import LoraConfig, is_adapter
 from rlhf_spmd.models.sharding import plan_params
 from rlhf_spmd.models.spec import ModelSpec
 
@@ -46,6 +47,12 @@ class ModelShape:
         per_stage = np.ceil(self.layers / np.asarray(pp)) * self.layer
         ends = np.where(np.asarray(pp) == 1, self.embed + self.head, max(self.embed, self.embed if self.tied else self.head))
         return (per_stage + ends) / tp
+
+
+def adapter_numel(spec: ModelSpec, lora: LoraConfig) -> float:
+    """Elements of a layer's adapters, on average."""
+    plan = plan_params(spec, "none", 0, 1, 0, 1, lora=lora) if lora.rank else {}
+    return sum(float(np.prod(shard.shape)) for name, shard in plan.items() if is_adapter(name)) / spec.num_hidden_layers
 
 
 @cache

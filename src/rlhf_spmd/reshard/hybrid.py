@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain
@@ -32,7 +32,7 @@ from rlhf_spmd.parallel.layout import GenerationLayout
 from rlhf_spmd.parallel.zero import is_sharded, local_part
 from rlhf_spmd.reshard.messages import Ends, Step, plan_bucket, plan_steps
 from rlhf_spmd.reshard.methods import ONE_HOST, Method
-from rlhf_spmd.reshard.plan import HostOf, Piece, ShardsAt, held_by
+from rlhf_spmd.reshard.plan import HostOf, ShardsAt, held_by, single_slice
 from rlhf_spmd.reshard.storages import Storages, held_bytes, materialise
 from rlhf_spmd.reshard.transfer import Transfer
 
@@ -50,6 +50,7 @@ class HybridWeights:
     buffers: "free": generation storage exists while generating. "keep": it stays allocated, at fixed addresses, during training
     (captured CUDA graphs stay valid). "offload": as free, and training shards that would be held beside the generation shard
     wait in host memory, pinned where the device is a GPU.
+    passing: training parameters that stand there for one transition, and have no storage after it: sums of weights and adapters.
     ``transition``: the last one, with what it cost.
     ``bucket_bytes``: what the largest bucket makes. Construction does not communicate. Raises ValueError where layouts do not fit.
     """
@@ -67,8 +68,10 @@ class HybridWeights:
         buffers: str = "free",
         max_bucket_bytes: int = 256 << 20,
         host_of: HostOf = ONE_HOST,
+        passing: Collection[str] = (),
     ) -> None:
         self.transition: Transition | None = None
+        self.passing = passing
         self.group, self.keep, self.offload = group, buffers == "keep", buffers == "offload"
         self.parameters, self.module, self.index = train_parameters, generation, index
         self.members = method.gather_ranks(layout, index)
@@ -150,8 +153,8 @@ class HybridWeights:
         assert set(current) == set(self.shards), "training module and its plan name different parameters"
         local = {name: local_part(parameter) for name, parameter in current.items()}
         for name, tensor in local.items():
-            expected = self.shards[name].shape
-            assert tuple(tensor.shape) == expected, f"training parameter {name}: shape {tuple(tensor.shape)}, shard {expected}"
+            found, expected = tuple(tensor.shape), self.shards[name].shape
+            assert found == expected, f"training parameter {name}: shape {found}, shard {expected}"
         return local
 
     def step(self, bucket: int) -> Step:
@@ -180,7 +183,7 @@ class HybridWeights:
 
     def leaves(self, name: str) -> bool:
         """Whether a training parameter gives up its storage on the device."""
-        return self.offload or self.replaced(name)
+        return self.offload or self.replaced(name) or name in self.passing
 
     def allocate(self, target: str) -> Tensor:
         parameter, shape = self.generation[target], self.shapes[target]
@@ -260,7 +263,8 @@ class Transition:
         """Back to training."""
         self.over, weights = True, self._weights
         if weights.shared is not None:
-            return  # one set of parameters, which both modules use
+            weights.free(target for target, source in weights.shared.items() if source in weights.passing)
+            return  # of the others there is one set, which both modules use
         homes = {name: {piece.target.parameter for piece in pieces} for name, pieces in weights.plan.homes.items()}
         uses = Counter(target for targets in homes.values() for target in targets)
         held = self._note_peak(self._held_bytes()) - weights.free(target for target in weights.shapes if not uses[target])
@@ -344,6 +348,9 @@ class Transition:
             local, view = self.train.pop(name), weights.views.get(name)
             if not weights.leaves(name):
                 continue
+            if name in weights.passing:
+                parameters[name].data = local.new_empty(0)
+                continue
             self._away.add(name)
             if view is not None and weights.replaced(name) and not is_sharded(parameters[name]):
                 parameters[name].data = weights.generation[view[0]].data[view[1]]
@@ -386,13 +393,3 @@ class Transition:
     def _note_peak(self, held: int) -> int:
         self.peak_bytes = max(self.peak_bytes, held)
         return held
-
-
-def single_slice(pieces: Sequence[Piece], shape: Sequence[int]) -> tuple[str, tuple[slice, ...]] | None:
-    """The slice of a generation parameter that is the whole training parameter in the same order, if there is one."""
-    targets = {piece.target.parameter for piece in pieces}
-    offsets = {tuple(b - a for a, b in zip(p.source.start, p.target.start, strict=True)) for p in pieces}
-    if len(targets) != 1 or len(offsets) != 1:
-        return None
-    (offset,) = offsets
-    return targets.pop(), tuple(slice(a, a + n) for a, n in zip(offset, shape, strict=True))

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from rlhf_spmd.reshard.plan import Index, Part, Piece, Plan
 
 ALONE = 1 << 14  # elements from which a piece of a gather, which all others take, is worth a message of its own
+ALONE_BETWEEN_TWO = 1 << 16  # and one that a single rank takes: a message costs more than a copy of so many
 
 Shapes = Mapping[str, Sequence[int]]
 
@@ -73,7 +74,7 @@ def plan_steps(plan: Plan, ends: Ends) -> list[Step]:
     """Each message by itself, in one order on all ranks: by the distance of the two, then by number, then by sender. So the first
     message that is not done is always started at both ends: no order of arrival and no limit can lock ranks into waiting. What
     stays on the rank is copied when the first message is on its way."""
-    ordered = sorted(_by_pair(plan.moves(), ends, ends.limit // 64), key=lambda item: item[0])
+    ordered = sorted(_by_pair(plan.moves(), ends, max(ends.limit // 64, ALONE_BETWEEN_TWO)), key=lambda item: item[0])
     steps = []
     for _, sends, peer, parts in ordered:
         in_memory = _in_memory(sends, parts, ends)

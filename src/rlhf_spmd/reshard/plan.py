@@ -377,3 +377,13 @@ def _edges(side: Sequence[Holding], boxes: Sequence[Held]) -> Iterator[list[set[
             chunk = -(-rows // len(side[holding].ranks))
             edges[0].update(range(box.start[0] + -box.local[0] % chunk, box.start[0] + box.size[0], chunk))
         yield edges
+
+
+def single_slice(pieces: Sequence[Piece], shape: Sequence[int]) -> tuple[str, tuple[slice, ...]] | None:
+    """The slice of a generation parameter that is the whole training parameter in the same order, if there is one."""
+    targets = {piece.target.parameter for piece in pieces}
+    offsets = {tuple(b - a for a, b in zip(p.source.start, p.target.start, strict=True)) for p in pieces}
+    if len(targets) != 1 or len(offsets) != 1:
+        return None
+    (offset,) = offsets
+    return targets.pop(), tuple(slice(a, a + n) for a, n in zip(offset, shape, strict=True))

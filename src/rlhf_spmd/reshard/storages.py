@@ -46,24 +46,24 @@ class Storages:
             storage.resize_(size)
             _bytes(storage).zero_()
 
-    def offload(self) -> None:
-        """Copy to host memory, which is kept for the next time, and give up the storages."""
+    def offload(self, changed: Iterable[Tensor] | None = None) -> None:
+        """Copy to host memory, which is kept for the next time, and give up the storages. ``changed``: of others the copy is good."""
         if not self._host:
             pin = any(can(storage.device).pinned for storage in self._storages)
             self._host = [torch.empty(size, dtype=torch.uint8, pin_memory=pin) for size in self._sizes]
+        copied = self._storages if changed is None else _distinct(changed)
+        numbers = {storage._cdata for storage in copied}
         for host, storage in zip(self._host, self._storages, strict=True):
-            host.copy_(_bytes(storage), non_blocking=True)
-        wait()
+            if storage._cdata in numbers:
+                host.copy_(_bytes(storage), non_blocking=True)
+        if copied:
+            wait()
         self.free()
 
-    def rest(self, tensors: Iterable[Tensor], changed: bool) -> None:
-        """Give up the storages of the same tensors, some of which may have got others of the same sizes. The values go to the host
-        where they have ``changed``; else the copy there is good."""
+    def rest(self, tensors: Iterable[Tensor], changed: Iterable[Tensor] = ()) -> None:
+        """Give up the storages of the same tensors, some of which may have got others of the same sizes. See :meth:`offload`."""
         self._storages = _distinct(tensors)
-        if changed:
-            self.offload()
-        else:
-            self.free()
+        self.offload(changed)
 
     def reload(self) -> None:
         if not self._coming:

@@ -19,16 +19,28 @@ FLOAT32_MAX = 3.4028234e38
 class RewardConfig:
     """A row's reward is ``weight`` * (score of ``function``) + ``model_weight`` * (score of the reward model), where present.
 
-    ``function``: a built-in's name, ``package.module:function`` or ``file.py:function``; None for none. ``kwargs``: arguments of
-    it that are no columns. ``by_group``: a function that takes lists is called once for the responses to each prompt. ``model``:
-    directory of a reward model (the same as ``models.<role>.path``); None for none. ``retokenize``: whether it reads the rows' text
-    through its own tokenizer in place of their tokens; ``auto``: if that differs from the actor's. ``apply_chat_template`` and
-    ``chat_template`` are then as in ``data``. ``judge``: the model generates verdicts, which are its scores. ``data_sources``: rows
-    of other ones are not scored: their score is 0 and they do not count in the statistics; None: all rows are. ``timeout_s``: time
-    limit of one call, seconds. ``default``: score of a row whose call failed. ``num_workers``: processes per rank.
-    ``max_failure_rate``: share of a step's calls that may fail (time-outs included); above it the run ends with class ``reward``;
-    1.0 never ends it after the first step. ``max_memory_gb`` and ``max_file_gb``: limits of each process, GiB of private memory and
-    of one file.
+    - function: a built-in name, `package.module:function` or `file.py:function`; its arguments are bound by name
+    - kwargs: arguments of the function that are no columns; a class's are its constructor's (verl's `reward_kwargs`)
+    - by_group: call a function that takes lists once for the responses to each prompt
+    - model: directory of a reward model, the same as `models.reward.path`
+    - retokenize: the reward model reads text through its own tokenizer: `auto`, if its vocabulary is not the actor's; `true`;
+      `false`, the same token ids
+    - apply_chat_template: of such a model, as `data.apply_chat_template`; `auto` is `true` where that is. Of a judge: `auto` is
+      `true` where its tokenizer has a template
+    - chat_template: of such a model or a judge, in place of its tokenizer's: a file or the Jinja text
+    - judge: the model generates a verdict on each response, and the number in it is the score: see [a
+      judge](own_data_and_reward.md#a-judge)
+    - data_sources: list: only rows whose `data_source` is in it are scored, others have 0 and do not count in statistics; null:
+      all rows
+    - weight: of the function's score
+    - model_weight: of the reward model's or the judge's score (`models.reward.path`)
+    - timeout_s: limit of one call; below `run.timeout_s`
+    - default: score of a row whose call failed
+    - num_workers: processes per rank that scores
+    - max_failure_rate: share of a step's calls that may fail (time-outs included) before the run ends with class `reward`; 1:
+      any, after the first step
+    - max_memory_gb: private memory of each such process, GiB; beyond it a call fails with MemoryError
+    - max_file_gb: size of each file that such a process writes, GiB
     """
 
     function: str | None = None

@@ -17,13 +17,15 @@ LARGEST = 1e38  # of a score: a finite number in float32, too
 
 @dataclass(frozen=True)
 class JudgeConfig:
-    """A model generates a verdict on each response, as LLM-as-a-judge does (Zheng et al., arXiv:2306.05685, single-answer grading);
-    the number in it is the row's score.
+    """A model generates a verdict on each response, as LLM-as-a-judge does (Zheng et al., arXiv:2306.05685, single-answer
+    grading); the number in it is the row's score.
 
-    ``template``: the question, a file or the text itself (recognised by a brace), in which {prompt}, {response} and {answer} stand
-    for the row's. ``pattern``: regular expression of the number; the first group of its last match counts, the whole match without
-    a group. ``range``: [lowest, highest], which become 0 and 1, and what lies outside is no verdict; null: the number as it is.
-    ``max_response_length``: tokens of a verdict. ``temperature``: 0 is greedy.
+    - template: the question, a text with `{prompt}`, `{response}`, `{answer}` (recognised by a brace) or a file with one
+    - pattern: regular expression of the number in a verdict: the last match counts, of it the first group, or all of it without
+      one
+    - range: `[lowest, highest]`: they become 0 and 1, and a number outside is no verdict; null: the number as it is
+    - max_response_length: tokens of a verdict
+    - temperature: of verdicts; 0: greedy
     """
 
     template: str = ""

@@ -31,7 +31,7 @@ def plan_run(
         measured.check_ranks(size, "placement.profile")
     elif not can(model_device()).streams:
         raise ValueError(
-            f"{where}: of CPUs only measured times are known; give placement.profile, a file that `torchrun ... -m rlhf_spmd.plan "
+            f"{where}: of CPUs only measured times are known; give placement.profile, a file that `rlhf-spmd plan "
             "profile` writes"
         )
     device = measured.device if measured else known_gpu(torch.cuda.get_device_name(), where)

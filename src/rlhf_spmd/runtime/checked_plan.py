@@ -40,9 +40,7 @@ def checked_plan(
     for _ in range(ATTEMPTS):
         planned = best_plan(nodes, room, times, step.limits, ahead, **search)
         if proved and not planned.found.optimal:
-            raise ValueError(
-                "no plan was proved to be the best in time; search by `python -m rlhf_spmd.plan` and give plan=FILE"
-            )
+            raise ValueError("no plan was proved to be the best in time; search by `rlhf-spmd plan` and give plan=FILE")
         plans = planned_roles(described, planned.file, lambda: step.graph, ahead)
         checks.check_batches(config, plans)
         budget = next(iter(planned.file.algorithm.values()), step.limits.max_tokens)

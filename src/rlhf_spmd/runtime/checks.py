@@ -2,16 +2,45 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from rlhf_spmd.algorithms.base import AlgorithmConfig
+from rlhf_spmd.config.schema import ConfigError
 from rlhf_spmd.controller import Graph
 from rlhf_spmd.data.dataset import DatasetConfig, TokenDataset
 from rlhf_spmd.data.prompts import DataConfig, PromptDataset, PromptsConfig
+from rlhf_spmd.environments.config import EnvironmentConfig, tools_of
 from rlhf_spmd.kernels import can, choose_ops, model_device
 from rlhf_spmd.runtime.roles import RolePlan, check_sampling
 from rlhf_spmd.workers import ModelWorker, RewardWorker
+
+
+def check_duration(config: Any) -> tuple[Any, float | None]:
+    """``data.epochs``, and then the configuration with more steps than any run has, until the data are known. Raises ConfigError."""
+    steps, epochs = config.run.steps, getattr(config.data, "epochs", None)
+    if steps is not None and epochs is not None:
+        raise ConfigError(
+            f"run.steps={steps} and data.epochs={epochs} both say how long the run is; set run.steps=null, or leave data.epochs out"
+        )
+    if steps is None and epochs is None:
+        raise ConfigError("run.steps=null needs data.epochs, which then says how long the run is")
+    return (config if epochs is None else with_steps(config, sys.maxsize)), epochs
+
+
+def with_steps(config: Any, steps: int) -> Any:
+    """As if ``run.steps`` had been given in place of ``data.epochs``, which ``config.yaml`` could not have both."""
+    return replace(config, run=replace(config.run, steps=steps), data=replace(config.data, epochs=None))
+
+
+def with_tools(sections: Mapping[str, Any], environments: Mapping[str, EnvironmentConfig]) -> dict[str, Any]:
+    """Sections of data whose prompts tell of the tools that environments have."""
+    return {
+        name: replace(data, tools=tools_of(environments, data.tools)) if isinstance(data, PromptsConfig) else data
+        for name, data in sections.items()
+    }
 
 
 def in_flight(config: Any) -> int | None:
@@ -202,7 +231,7 @@ def _exact(role: str, plan: RolePlan, config: Any) -> bool:
     against, device, dtype = None, model_device(), plan.config.torch_dtype(model_device())
     if not can(device).exact:
         against = "only the kernels for CPUs do not depend on the batch"
-    elif plan.config.dtype == "float64":
+    elif dtype.itemsize == 8:
         against = "in float64 generation's products are other ones than training's"
     elif generation.tp != plan.shape.layout.tp:
         against = f"generation has tp={generation.tp} and training tp={plan.shape.layout.tp}, and they add in another order"

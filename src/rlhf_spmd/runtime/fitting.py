@@ -22,14 +22,16 @@ Plans = Mapping[str, RolePlan]
 Setting = tuple[str | None, str, Any]  # role, or None: of the algorithm; key; value
 
 
-def check_launch(ready: Any, graph: Graph, launch: Launch) -> tuple[str, str | None]:
-    """:func:`decide_checkpointing` and :func:`check_memory` of a checked run on this rank's device. Raises ValueError, also where
-    there is none for it."""
+def check_launch(ready: Any, graph: Graph, launch: Launch) -> tuple[str, str, str | None]:
+    """:func:`decide_checkpointing`, what the fullest rank needs, in words, and :func:`check_memory` of a checked run on this rank's
+    device. Raises ValueError, also where there is none for it."""
     choose_device(launch)
     facts = step_facts(ready, graph, model_device())
     room = total_bytes(facts.device, launch.local_rank, launch.local_size)
     chosen = decide_checkpointing(ready.plans, facts, room, launch.rank)
-    return chosen, check_memory(with_checkpointing(ready.plans, chosen), facts, room, launch.local_size, launch.rank)
+    plans = with_checkpointing(ready.plans, chosen)
+    needs = f"memory: at most {_gib(measure(plans, facts).peaks.max())} GiB of {_gib(room)} on a rank, as estimated"
+    return chosen, needs, check_memory(plans, facts, room, launch.local_size, launch.rank)
 
 
 def with_checkpointing(plans: Plans, chosen: str) -> dict[str, RolePlan]:

@@ -8,17 +8,19 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
-from rlhf_spmd.checkpoint.directory import COMMIT, committed, read_manifest
+from rlhf_spmd.checkpoint.adapters import find_adapters
+from rlhf_spmd.checkpoint.directory import COMMIT, committed, named_checkpoint, read_manifest
 from rlhf_spmd.checkpoint.load import load_checkpoint
 from rlhf_spmd.checkpoint.manifest import DTYPES, PARAM
 from rlhf_spmd.checkpoint.save import RoleState
 from rlhf_spmd.config.bounds import check_bounds
-from rlhf_spmd.config.keys import list_keys
+from rlhf_spmd.config.keys import Key
 from rlhf_spmd.config.load import check_tree, flatten_yaml, load
 from rlhf_spmd.data.dataset import RowsConfig
 from rlhf_spmd.models.decoder import Decoder
@@ -26,9 +28,10 @@ from rlhf_spmd.models.hub import local_directory
 from rlhf_spmd.models.sharding import check_layout
 from rlhf_spmd.models.spec import ModelSpec, read_spec
 from rlhf_spmd.models.weights import check_pretrained, load_pretrained
+from rlhf_spmd.parallel.command_line import read_command_line
 from rlhf_spmd.parallel.layout import Layout, LayoutConfig, resolve_layout
-from rlhf_spmd.parallel.program import ProgramSettings, read_command_line, run_program
-from rlhf_spmd.parallel.world import Launch, World, read_launch
+from rlhf_spmd.parallel.program import ProgramSettings, run_program
+from rlhf_spmd.parallel.world import Launch, World
 from rlhf_spmd.telemetry.run_dir import CONFIG_FILE, EXPORT_DIR, atomic_write_text, exported_checkpoint
 from rlhf_spmd.workers.config import ComputeConfig
 
@@ -37,19 +40,24 @@ ROLE = "actor"  # of a run's checkpoints: the role that generates
 
 @dataclass(frozen=True)
 class ModelConfig(ComputeConfig):
-    """``path``: a Hugging Face directory."""
+    """``model``.
+
+    - path: Hugging Face directory; of `generate` and `evaluate` also a run's directory (its export, else its newest checkpoint)
+      or one of its checkpoints
+    """
 
     path: str = field(kw_only=True)
 
 
 @dataclass(frozen=True)
-class InferenceConfig:
-    """``out``: the file to write. ``timeout_s``: the longest that one rank may keep the others waiting. ``threads``: of a rank, on
-    CPUs."""
+class LoadedConfig:
+    """A model that is read and not trained.
+
+    - timeout_s: the longest that one rank may keep the others waiting
+    - threads: threads of a rank on CPUs
+    """
 
     model: ModelConfig
-    out: str
-    data: RowsConfig = field(default_factory=RowsConfig)
     layout: LayoutConfig = field(default_factory=LayoutConfig)
     timeout_s: float = 3600.0
     threads: int = 1
@@ -59,7 +67,18 @@ class InferenceConfig:
         check_bounds(self, where, "threads", least=1)
 
 
-Config = TypeVar("Config", bound=InferenceConfig)
+@dataclass(frozen=True)
+class InferenceConfig(LoadedConfig):
+    """What ``generate``, ``evaluate`` and ``score`` all take.
+
+    - out: jsonl file to write
+    """
+
+    out: str = field(kw_only=True)
+    data: RowsConfig = field(default_factory=RowsConfig)
+
+
+Config = TypeVar("Config", bound=LoadedConfig)
 
 
 def read_config(schema: type[Config], path: str | None, overrides: Sequence[str]) -> Config:
@@ -85,7 +104,7 @@ def find_weights(path: str) -> tuple[str, Path | None]:
     is of it, or there is no checkpoint); or one of its checkpoints. Raises ValueError for a checkpoint whose run does not say
     what it began with.
     """
-    here = Path(path).expanduser()
+    here = named_checkpoint(Path(path))
     whole = committed(here)
     exported = (here / EXPORT_DIR / "config.json").is_file() and (here / CONFIG_FILE).is_file()
     if exported and (not whole or exported_checkpoint(here) == whole[0].path.name):
@@ -119,8 +138,11 @@ def load_weights(decoder: Decoder, directory: str, checkpoint: Path | None, worl
 
     Collective over the world: every rank of it must call, in program order. Raises ValueError, CheckpointError.
     """
-    if checkpoint is None:
+    adapters = None if checkpoint is None else find_adapters(checkpoint, ROLE)
+    if checkpoint is None or adapters is not None:
         load_pretrained(decoder, directory)
+        if adapters is not None:
+            adapters.add_to(decoder, Path(directory))
         return
     pieces = next(iter(read_manifest(checkpoint).pieces_of(ROLE, PARAM).values()))
     parameters = dict(decoder.named_parameters())
@@ -169,15 +191,17 @@ def write_rows(out: str, rows: Iterable[Mapping[str, Any]]) -> None:
 def run_inference_program(
     name: str,
     description: str | None,
-    schema: type[InferenceConfig],
+    schema: type[LoadedConfig],
+    keys: Callable[[Sequence[str]], Iterable[Key]],
     prepare: Callable[[str | None, Sequence[str], Launch], Any],
     work: Callable[[Any, World, Callable[[], None]], None],
     argv: Sequence[str] | None,
 ) -> None:
     """The command line: ``prepare(config file, overrides, launch)``, then ``work(prepared, world, tick)`` on all ranks."""
-    config, overrides = read_command_line(name, description, lambda: list_keys(schema, {}), argv)
+    command = read_command_line(name, description, keys, partial(read_config, schema), argv)
     run_program(
-        lambda: prepare(config, overrides, read_launch()),
+        lambda: prepare(command.config, command.overrides, command.launch),
         lambda context: work(context.prepared, context.world, context.board.tick),
         lambda ready: ProgramSettings(timeout_s=ready.config.timeout_s, threads=ready.config.threads),
+        dry_run=(lambda ready: f"{name}: good for {command.launch.size} rank(s), {ready.layout}") if command.dry_run else None,
     )

@@ -18,7 +18,7 @@ from rlhf_spmd.models.activations import CHECKPOINTING
 from rlhf_spmd.parallel.layout import Grid, Layout
 from rlhf_spmd.planner import memory as model
 from rlhf_spmd.planner.machine import GIB
-from rlhf_spmd.planner.shape import Choices, Workload, choices, shape_of
+from rlhf_spmd.planner.shape import Choices, Workload, adapter_numel, choices, shape_of
 from rlhf_spmd.runtime.roles import RolePlan
 from rlhf_spmd.workers import JudgeWorker, ModelWorker
 from rlhf_spmd.workers.config import BatchLimits, RoleConfig
@@ -134,6 +134,8 @@ class _Home:
             plan.shape.layout.vpp,
             on_host,
             (ExactOps if on_host else Ops).chunk_logits,
+            optim=self.config.optim.name,
+            adapters=adapter_numel(plan.spec, self.config.lora),
         )
         self.lent = replace(self.settings, trained=False, offload=False)
 
@@ -204,6 +206,8 @@ class _Home:
             if elsewhere is None:
                 stage, ways = self._at(f"{self.role} generates")[0], self._choices(self.plan.shape.generating)
                 lent = {"weights": self._made_at_home()} if self.config.generation.buffers != "keep" else {}
+            elif settings.adapters:
+                lent["merged weights"] = model.held(self.shape, ways, settings, stage)["weights"]
             return inside(lent | model.generate(self.shape, work, ways, settings, self.config.generation, stage)[0])
         return inside(lent | model.infer(self.shape, work, ways, settings, stage)) if kind == "infer" else {}
 

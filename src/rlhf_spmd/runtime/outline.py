@@ -26,7 +26,10 @@ FIRST_LETTER = 0x4E00  # of twenty thousand in a row: prompts that differ
 
 @dataclass(frozen=True)
 class SizesConfig:
-    """``models.<role>.spec``: a Llama of this size, in place of a directory."""
+    """``models.<role>.spec``: a Llama of this size, in place of a directory.
+
+    - hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, num_key_value_heads, vocab_size: as in `config.json`
+    """
 
     hidden_size: int
     intermediate_size: int
@@ -41,15 +44,22 @@ class SizesConfig:
 
 @dataclass(frozen=True)
 class PlannedRoleConfig(RoleConfig):
-    """``models.<role>`` of a plan. ``spec`` goes before ``path``."""
+    """``models.<role>`` of a plan.
+
+    - spec: sizes of a Llama, which go before `path`
+    """
 
     spec: SizesConfig | None = None
 
 
 @dataclass(frozen=True)
 class WorkloadConfig:
-    """``workload``. ``prompt_length``: tokens of a prompt, on average; null: the data's limit. ``response_lengths``: tokens of
-    responses at equally likely quantiles, ascending, the last one the longest; empty: all as long as the data's limit."""
+    """``workload``.
+
+    - prompt_length: tokens of a prompt, on average; null: `data.max_prompt_length`
+    - response_lengths: tokens of responses at equally likely quantiles, ascending, the last one the longest; empty: all
+      `data.max_response_length`
+    """
 
     prompt_length: float | None = None
     response_lengths: list[float] = field(default_factory=list)
@@ -91,7 +101,7 @@ class CharacterTokenizer:
     def decode(self, ids: Sequence[int], **options: Any) -> str:
         return " " * len(ids)
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, str]], **options: Any) -> str:
+    def apply_chat_template(self, messages: Sequence[Mapping[str, str]], tools: Any = None, **options: Any) -> str:
         return "".join(message["content"] for message in messages)
 
 

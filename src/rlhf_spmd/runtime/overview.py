@@ -30,9 +30,8 @@ def describe(ready: Any, world: World) -> str:
     if ready.checkpointing != "none":
         lines.append(f"  activation_checkpointing auto: {ready.checkpointing}, so that activations fit into memory")
     prompts = [data for data in ready.training.values() if isinstance(data, PromptDataset)]
-    if any(reward.function for reward in ready.rewards.values()) and all(
-        r["answer"] is None for data in prompts for r in data.examples()
-    ):
+    rules = any(reward.function for reward in ready.rewards.values())
+    if prompts and rules and all(row["answer"] is None for data in prompts for row in data.examples()):
         lines.append("  warning: no row has an answer (data.answer_key), so a reward that looks for one finds none")
     correction = getattr(ready.config.algorithm, "rollout_correction", None)
     if ready.config.placement.max_staleness and correction is not None and not (correction.bypass_mode or correction.active):
@@ -48,8 +47,9 @@ def describe(ready: Any, world: World) -> str:
     if plan.generation is not None:
         where = f"models.{ready.config.algorithm.exported}.generation.attention"
         line += f", of generation {choose_backend(plan.config.generation.attention, attention, dtype, device, where)}"
-    on_cpu = f", float32 products '{torch.get_float32_matmul_precision()}', {torch.get_num_threads()} thread(s) per rank"
+    on_cpu = f", float32 products '{torch.get_float32_matmul_precision()}', {ready.config.run.threads} thread(s) per rank"
     lines.append(line + (on_cpu if can(device).exact else ""))
+    lines += [f"  {ready.memory}"] if ready.memory else []
     placement, usual = ready.config.placement, PlacementConfig()
     set_here = [f.name for f in fields(placement) if f.name != "pools" and getattr(placement, f.name) != getattr(usual, f.name)]
     if set_here:

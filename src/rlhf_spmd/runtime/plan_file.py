@@ -145,7 +145,7 @@ def read_plan(path: str) -> PlanFile:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"plan={path} cannot be read: {str(error).splitlines()[0]}") from error
     if not isinstance(raw, dict) or not isinstance(raw.get("calls"), dict):
-        raise ConfigError(f"plan={path} is no plan: it must have 'calls', as `python -m rlhf_spmd.plan` writes them")
+        raise ConfigError(f"plan={path} is no plan: it must have 'calls', as `rlhf-spmd plan` writes them")
     calls = {}
     for name, given in raw["calls"].items():
         where = f"plan={path}: calls.{name}"

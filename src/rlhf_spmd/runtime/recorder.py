@@ -7,14 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rlhf_spmd.config.load import to_dict
 from rlhf_spmd.controller import ordered_values
 from rlhf_spmd.data.batch import Batch, Ragged
 from rlhf_spmd.runtime.streams import merge_values
 from rlhf_spmd.telemetry.jsonl import JsonlLog
-from rlhf_spmd.telemetry.logger import MetricLogger
+from rlhf_spmd.telemetry.logger import Followers
 from rlhf_spmd.telemetry.progress import Progress
-from rlhf_spmd.telemetry.run_dir import ROLLOUTS_FILE, STARTS_FILE, VALIDATION_FILE
+from rlhf_spmd.telemetry.run_dir import METRICS_FILE, ROLLOUTS_FILE, STARTS_FILE, VALIDATION_FILE
 
 
 class StepSize(NamedTuple):
@@ -28,7 +27,7 @@ class StepSize(NamedTuple):
 
 
 def merge_reports(
-    number: int, size: StepSize, reports: Sequence[Any], utilisation: Callable[[int, float, float], float]
+    size: StepSize, reports: Sequence[Any], utilisation: Callable[[int, float, float], float]
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """A step's metrics and samples. ``reports``: of each rank the values of its calls, and [seconds, seconds by phase, GiB, bytes].
 
@@ -37,7 +36,7 @@ def merge_reports(
     values, parts = zip(*reports, strict=True)
     metrics, samples = merge_values(ordered_values(values, size.calls))
     seconds = max(part[0] for part in parts)
-    metrics = {"step": float(number), **metrics, "timing_s/step": seconds, "reshard/bytes": 0.0}
+    metrics = {**metrics, "timing_s/step": seconds, "reshard/bytes": 0.0}
     for _, phase_seconds, peak, num_bytes in parts:
         metrics["reshard/bytes"] = max(metrics["reshard/bytes"], float(num_bytes))
         for name, value in phase_seconds.items():
@@ -59,33 +58,33 @@ class Recorder:
     """Rank 0's side of a session: metrics, samples, progress."""
 
     def __init__(self, run_dir: Path, config: Any, started_at: int, facts: Mapping[str, str]) -> None:
-        """``config``: the whole configuration, with ``run`` and ``logger``. ``facts``: of this start, for the report."""
+        """``config``: with ``run`` and ``logger``; it lies in the run directory already. ``facts``: of this start, for the report."""
         resume = started_at or None
         starts = JsonlLog(run_dir / STARTS_FILE, resume)
         starts.append([{"step": started_at, **facts}])
         starts.close()
-        self.metrics = MetricLogger(run_dir, config.logger, config.run.name, to_dict(config), resume)
-        self.rollouts = JsonlLog(run_dir / ROLLOUTS_FILE, resume)
-        self.validations = JsonlLog(run_dir / VALIDATION_FILE, resume)
+        files = (ROLLOUTS_FILE, VALIDATION_FILE, METRICS_FILE)
+        self.rollouts, self.validations, self.metrics = (JsonlLog(run_dir / file, resume) for file in files)
+        steps = config.run.steps
+        self.followers = Followers(run_dir, config.logger, config.run.name, steps, resume)
         self.num_samples = config.run.log_samples
-        self.progress = Progress(config.run.steps, start_step=started_at)
+        self.progress = Progress(steps, start_step=started_at)
 
     def log(
         self, number: int, metrics: dict[str, float], samples: list[dict[str, Any]], validated: list[dict[str, Any]]
     ) -> None:
-        self.metrics.log(
-            number, {"unix_s": round(time.time(), 3), **{key: value for key, value in metrics.items() if key != "step"}}
-        )
+        """A step's metrics come last in the files: followers then find all of it."""
         shown = sorted(samples, key=lambda sample: int(sample["row_id"]))[: self.num_samples]
         self.rollouts.append({"step": number, **sample} for sample in shown)
         self.validations.append({"step": number, **sample} for sample in validated)
+        self.metrics.append([{"step": number, "unix_s": round(time.time(), 3), **metrics}])
         self.progress.update(number, metrics)
 
     def close(self) -> None:
         self.progress.close()
-        self.rollouts.close()
-        self.validations.close()
-        self.metrics.close()
+        for log in (self.rollouts, self.validations, self.metrics):
+            log.close()
+        self.followers.close()
 
 
 def token_count(batch: Batch) -> int:

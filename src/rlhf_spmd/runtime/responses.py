@@ -12,9 +12,9 @@ import json
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,23 +29,17 @@ from rlhf_spmd.data.prompts import QuestionsConfig, encode_prompts, response_lim
 from rlhf_spmd.data.tokenizer import decode, decoding
 from rlhf_spmd.environments.config import EnvironmentConfig
 from rlhf_spmd.generation import Completion, GenerationConfig, Generator, NotFinite, Request, SamplingConfig
-from rlhf_spmd.generation.backends import choose_backend
 from rlhf_spmd.generation.episodes import Environments
-from rlhf_spmd.generation.interruption import CallLimits
 from rlhf_spmd.generation.stopping import build_ends
-from rlhf_spmd.models.decoder import Decoder
-from rlhf_spmd.models.spec import ModelSpec, read_eos_ids
+from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.parallel.layout import Layout
-from rlhf_spmd.parallel.mesh import Mesh, build_mesh
+from rlhf_spmd.parallel.mesh import Mesh
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.rewards.config import RewardConfig
 from rlhf_spmd.rewards.runner import RewardRunner, check_failures
-from rlhf_spmd.runtime.inference import InferenceConfig, gather_records, load_weights, not_finite
+from rlhf_spmd.runtime.generating import build_generator, check_layouts, generate_in_parts
+from rlhf_spmd.runtime.inference import InferenceConfig, gather_records, not_finite
 from rlhf_spmd.runtime.journal import Journal
-
-IN_FLIGHT = 8  # times generation.max_num_seqs rows are with the generator: each call builds its decode loop (graphs) anew
-ENDED = 0.5  # the share of their prompts that ends before rows are written and others follow, so that it never lacks any
-WRITTEN_S = 60.0  # seconds after which those that have ended are written in any case
 
 
 @dataclass(frozen=True)
@@ -59,17 +53,7 @@ class AnswerConfig(InferenceConfig):
 
     def check(self, where: str) -> None:
         super().check(where)
-        for axis in ("pp", "tp"):
-            if getattr(self.generation, axis) != 1:
-                raise ValueError(
-                    f"generation.{axis}={getattr(self.generation, axis)}: here layout.{axis} says it; leave it out"
-                )
-        if self.layout.zero:
-            raise ValueError(f"layout.zero={self.layout.zero}: nothing is trained here; allowed is 0")
-        if self.layout.vpp != 1:
-            raise ValueError(f"layout.vpp={self.layout.vpp}: generation does not interleave stages; allowed is 1")
-        if self.layout.sequence_parallel:
-            raise ValueError("layout.sequence_parallel=true: generation runs without it; allowed is false")
+        check_layouts(self.layout, self.generation)
         self.generation.check_device("generation")
 
 
@@ -110,7 +94,7 @@ class Prepared:
     tokenizer: Any
     sets: list[PromptSet]
     journal: Journal
-    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
+    environments: Mapping[str, EnvironmentConfig] = field(default_factory=dict)
     keeps_tokens: bool = True
 
 
@@ -176,7 +160,7 @@ def job_of(config: Any, checkpoint: Path | None, sets: Sequence[PromptSet]) -> s
     settings = {
         key: value
         for key, value in to_dict(config).items()
-        if key in ("model", "sampling", "reward", "environment", "pass_score")
+        if key in ("model", "sampling", "reward", "environment", "environments", "pass_score")
     }
     asked = [[s.name, s.prompts, s.limits, s.rows, to_dict(s.sampling), to_dict(s.reward), code_of(s)] for s in sets]
     return hashlib.sha256(json.dumps([settings, files, asked]).encode()).hexdigest()
@@ -211,15 +195,8 @@ def answer(
     Collective over the world: every rank of it must call. Raises FloatingPointError where a log-prob is not finite.
     """
     config, started = ready.config, time.perf_counter()
-    mesh = build_mesh(world, range(world.size), ready.layout)
-    dtype = config.model.torch_dtype(world.device)
-    decoder = Decoder(ready.spec, "lm", mesh.pp_rank, ready.layout.pp, mesh.tp, dtype, world.device)
-    load_weights(decoder, config.model.path, ready.checkpoint, world)
-    backend = choose_backend(config.generation.attention, config.model.attention, dtype, world.device, "generation.attention")
-    generation = replace(config.generation, attention=backend)
-    generator = Generator(decoder, mesh, generation, read_eos_ids(config.model.path), decoding(ready.tokenizer))
-    # before any rank generates: one that cannot load its weights must not leave the others in a collective for long
-    world.all.barrier("generate:loaded")
+    generator = build_generator(config, ready.spec, ready.layout, ready.checkpoint, ready.tokenizer, world)
+    mesh, backend = generator.mesh, generator.config.attention
     loaded = time.perf_counter()
     answerers = [Answerer(ready, number, mesh, generator, tick) for number in range(len(ready.sets))]
     records = [record for answerer in answerers for record in answerer.answer()]
@@ -292,23 +269,16 @@ class Answerer:
     def _generate(self, waiting: deque[list[Request]]) -> Iterator[list[Completion]]:
         """The completions as they end. Rows that environments extend or that change replicas end together."""
         sampling, config = self.set.sampling, self.ready.config.generation
-        environment = self.ready.environment
-        if environment.cls is not None or (config.rebalance_steps and self.ready.layout.dp > 1):
+        known = self.ready.environments
+        if known or (config.rebalance_steps and self.ready.layout.dp > 1):
             requests = [request for group in waiting for request in group]
             environments = None
-            if environment.cls is not None and requests:
+            if known and requests:
                 rows = {request.row_id: self.set.rows[request.group_id] for request in requests}
-                environments = Environments(environment, rows, self.ready.tokenizer)
+                environments = Environments(known, rows, self.ready.tokenizer, self.ready.config.data.chat_template)
             yield self.generator.generate(requests, sampling, sampling.seed, 0, self.tick, environments)
             return
-        most = max(IN_FLIGHT * config.max_num_seqs // sampling.n, 1)
-        while waiting or self.generator.kept:
-            room = most - len({row.request.group_id for row in self.generator.kept})
-            groups = [waiting.popleft() for _ in range(min(room, len(waiting)))]
-            requests = [request for group in groups for request in group]
-            yield self.generator.generate_until(
-                requests, sampling, sampling.seed, 0, CallLimits(fraction=ENDED, seconds=WRITTEN_S), 0, self.tick
-            )
+        yield from generate_in_parts(self.generator, waiting, sampling, sampling.seed, self.tick)
 
     def _write_down(self, completions: Sequence[Completion]) -> list[tuple[tuple[int, int], dict[str, Any]]]:
         """On the thread that the reward's processes belong to."""

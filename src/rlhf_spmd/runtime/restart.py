@@ -23,7 +23,7 @@ from rlhf_spmd.workers.loan import LoanAhead
 
 ROWS_IN_FLIGHT = "rows_in_flight"  # a checkpoint's name for the rows that generation goes on with
 EXPERIMENT = re.compile(
-    r"algorithm\.name|models\.\w+\.(path|random_init)|rewards?\.(\w+\.)?model|data\.path"
+    r"algorithm\.name|models\.\w+\.(path|random_init|lora\.(rank|alpha|use_rslora))|rewards?\.(\w+\.)?model|data\.path"
 )  # keys that make it another experiment
 
 
@@ -31,7 +31,8 @@ def role_state(worker: ModelWorker) -> RoleState:
     """What this rank holds of a role whose weights change, by reference: saving reads it, loading writes it."""
     engine = worker.engine
     states = engine.optimizer.state_tensors() if engine.optimizer else {}
-    return RoleState(engine.param_shards(), worker.weights(), states)
+    shards, weights = engine.param_shards(), worker.weights()
+    return RoleState({name: shards[name] for name in engine.trained}, {name: weights[name] for name in engine.trained}, states)
 
 
 def rows_in_flight(saved: Mapping[str, ModelWorker]) -> dict[str, RoleState]:

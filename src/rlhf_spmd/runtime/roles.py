@@ -9,7 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from rlhf_spmd.config.bounds import check_bounds
-from rlhf_spmd.config.schema import nearest
+from rlhf_spmd.config.load import to_dict
+from rlhf_spmd.config.schema import leaves, nearest
 from rlhf_spmd.controller import GroupShape, ResourcePool
 from rlhf_spmd.data.dataset import TokenDataset
 from rlhf_spmd.data.prompts import PromptDataset, PromptsConfig
@@ -17,12 +18,22 @@ from rlhf_spmd.data.tokenizer import decoding
 from rlhf_spmd.generation.config import GenerationConfig, SamplingConfig
 from rlhf_spmd.generation.stopping import build_ends
 from rlhf_spmd.models.hub import local_directory
+from rlhf_spmd.models.sharding import check_lora
 from rlhf_spmd.models.spec import ModelSpec, read_spec
-from rlhf_spmd.models.weights import check_pretrained
-from rlhf_spmd.parallel.layout import GenerationLayout, Layout, resolve_layout
+from rlhf_spmd.models.weights import check_adapter, check_pretrained
+from rlhf_spmd.parallel.layout import GenerationLayout, Layout, LayoutConfig, resolve_layout
 from rlhf_spmd.reshard import METHODS
 from rlhf_spmd.rewards.config import RewardConfig, reward_key
-from rlhf_spmd.workers import ActorWorker, ArithmeticWorker, Build, JudgeWorker, ModelWorker, RewardWorker, RoleClass
+from rlhf_spmd.workers import (
+    ActorWorker,
+    ArithmeticWorker,
+    Build,
+    JudgeWorker,
+    ModelWorker,
+    ReferenceWorker,
+    RewardWorker,
+    RoleClass,
+)
 from rlhf_spmd.workers.config import RoleConfig
 from rlhf_spmd.workers.retokenize import Retokenizer, build_retokenizer
 
@@ -42,7 +53,8 @@ class CallPlan:
 @dataclass(frozen=True)
 class RolePlan:
     """A role, decided: ``spec`` is None for roles without a model. ``calls``: methods that run elsewhere than the role. ``is_added``:
-    the configuration names it, not the algorithm. ``reads_text``: through a tokenizer of its own, not the rows' tokens."""
+    the configuration names it, not the algorithm. ``reads_text``: through a tokenizer of its own, not the rows' tokens.
+    ``serves``: roles of the algorithm that are this one's model without its adapters, and its object."""
 
     worker: RoleClass
     config: RoleConfig
@@ -52,6 +64,7 @@ class RolePlan:
     calls: Mapping[str, CallPlan] = field(default_factory=dict)
     is_added: bool = False
     reads_text: bool = False
+    serves: tuple[str, ...] = ()
 
     @property
     def generation(self) -> GenerationLayout | None:
@@ -92,6 +105,11 @@ def describe_roles(
     own = configs[exported]
     if own.path is None:
         raise ValueError(f"models.{exported}.path must be given: a Hugging Face model directory")
+    served = tuple(
+        role for role, worker in known.items() if issubclass(worker, ReferenceWorker) and _is_base(configs[role], own)
+    )
+    for role in served:
+        del known[role], configs[role]
     for role, worker in known.items():
         if issubclass(worker, RewardWorker) and role != exported:
             given = rewarded and role == next(iter(declared), role)
@@ -102,10 +120,36 @@ def describe_roles(
         role: replace(_describe_role(role, known[role], config, weights), is_added=role not in roles)
         for role, config in configs.items()
     }
+    plans[exported] = replace(plans[exported], serves=served)
     for role, role_class in {**roles, ARITHMETIC: ArithmeticWorker}.items():
         if issubclass(role_class, ArithmeticWorker):
             plans[role] = RolePlan(role_class, RoleConfig(), ResourcePool("unplaced", (0,)), GroupShape(Layout()), None)
     return plans
+
+
+def _is_base(config: RoleConfig, own: RoleConfig) -> bool:
+    """Whether a reference is the model beside which ``own`` trains adapters, and nothing else is said of it."""
+    usual = type(config)()
+    alike = replace(config, path=usual.path, dtype=usual.dtype) == usual
+    return own.lora.rank > 0 and alike and config.path in (None, own.path) and config.dtype in (usual.dtype, own.dtype)
+
+
+def _check_lora(where: str, worker: type[ModelWorker], config: RoleConfig, spec: ModelSpec, weights: bool) -> None:
+    """Raises ValueError. ``weights``: they are needed."""
+    lora, key = config.lora, f"{where}.lora"
+    if weights and config.random_init:
+        raise ValueError(
+            f"{where}.random_init=true: {key}.rank={lora.rank} trains beside weights that are read again; leave it out"
+        )
+    if not worker.trained:
+        raise ValueError(f"{key}.rank={lora.rank}: this role is not trained; leave it out")
+    check_lora(spec, lora, key)
+    if config.optim.name == "muon":
+        raise ValueError(f"{where}.optim.name=muon is for whole matrices, and {key}.rank={lora.rank} trains none; use adamw")
+    if config.optim.head_lr is not None and worker.head == "lm":
+        raise ValueError(f"{where}.optim.head_lr={config.optim.head_lr}: with {key} no head is trained; leave it out")
+    if lora.path is not None:
+        check_adapter(spec, lora, worker.head, key)
 
 
 def _reward_model(role: str, config: RoleConfig, reward: RewardConfig, rewarded: bool) -> RoleConfig:
@@ -118,7 +162,9 @@ def _reward_model(role: str, config: RoleConfig, reward: RewardConfig, rewarded:
         raise ValueError(f"{key}.judge needs a model that generates: give {key}.model or models.{role}.path")
     if path is None and reward.function is None and not rewarded:
         needed = " (rewards of other names add to it)" if role == "reward" else ""
-        raise ValueError(f"there is no {role}: give {key}.function, a reward model as {key}.model, or environment.cls{needed}")
+        raise ValueError(
+            f"there is no {role}: give {key}.function, a reward model as {key}.model, or an environment that gives rewards{needed}"
+        )
     return replace(config, path=path)
 
 
@@ -127,11 +173,19 @@ def _describe_role(role: str, worker: type[ModelWorker], config: RoleConfig, wei
     least = max(config.layout.pp * config.layout.tp * (config.layout.dp or 1), 1)
     layout, pool = resolve_layout(config.layout, least, f"{where}.layout"), ResourcePool("unplaced", tuple(range(least)))
     if config.path is None:
+        _check_rule(where, config)
         return RolePlan(worker, config, pool, GroupShape(layout), None)
     path = local_directory(config.path, f"{where}.path", weights and not config.random_init)
     config, spec = replace(config, path=path), read_spec(path)
     if weights and not config.random_init:
         check_pretrained(spec, path, worker.head, missing_head_ok=worker.new_head)
+    if config.optim.head_lr is not None and worker.head == "lm" and spec.tie_word_embeddings:
+        raise ValueError(
+            f"{where}.optim.head_lr={config.optim.head_lr}: the model's output matrix is its embedding (tie_word_embeddings); "
+            "leave it out"
+        )
+    if config.lora.rank:
+        _check_lora(where, worker, config, spec, weights)
     if issubclass(worker, JudgeWorker):
         _check_judge(where, config, layout)
     if not issubclass(worker, ActorWorker):
@@ -141,6 +195,15 @@ def _describe_role(role: str, worker: type[ModelWorker], config: RoleConfig, wei
         raise ValueError(f"{where}.generation.engine={generation.engine!r}: allowed are {', '.join(METHODS)}")
     check_bounds(generation, f"{where}.generation", "pp", "tp", least=1)
     return RolePlan(worker, config, pool, GroupShape(layout, GenerationLayout(layout, layout.pp, layout.tp)), spec)
+
+
+def _check_rule(where: str, config: RoleConfig) -> None:
+    """Raises ValueError for settings of a model where there is none; its dtype may be said of all roles alike."""
+    usual = type(config)()
+    rest = replace(config, pool=None, layout=LayoutConfig(), calls={}, dtype=usual.dtype)
+    for (key, value), (_, default) in zip(leaves(to_dict(rest), where), leaves(to_dict(usual), where), strict=True):
+        if value != default:
+            raise ValueError(f"{key}={value}: this role has no model; leave it out")
 
 
 def _check_judge(where: str, config: RoleConfig, layout: Layout) -> None:
@@ -257,6 +320,7 @@ def build_models(plans: Mapping[str, RolePlan], build: Build) -> SimpleNamespace
     """
     roles = {role: _build_role(role, plan, build) for role, plan in plans.items()}
     added = [role for role in build.rewards if role == "reward" or plans[role].is_added]
+    roles |= {name: roles[role] for role, plan in plans.items() for name in plan.serves}
     return SimpleNamespace(**roles, rewards=[roles[role] for role in added], controller=build.controller)
 
 

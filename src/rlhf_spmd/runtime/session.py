@@ -8,8 +8,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,8 +16,8 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from rlhf_spmd.checkpoint.directory import read_manifest
-from rlhf_spmd.checkpoint.export import export_hugging_face
+from rlhf_spmd.checkpoint.adapters import STATE as ADAPTERS
+from rlhf_spmd.checkpoint.directory import named_checkpoint, read_manifest, step_directory
 from rlhf_spmd.checkpoint.load import find_resumable, load_checkpoint
 from rlhf_spmd.checkpoint.save import save_checkpoint
 from rlhf_spmd.config.bounds import check_bounds
@@ -31,6 +30,7 @@ from rlhf_spmd.kernels.devices import peak_bytes
 from rlhf_spmd.parallel.collectives import RECORDER
 from rlhf_spmd.parallel.program import Preempted, ProgramContext
 from rlhf_spmd.reshard import LABELS
+from rlhf_spmd.runtime.exports import Exports
 from rlhf_spmd.runtime.overview import start_facts
 from rlhf_spmd.runtime.recorder import Recorder, StepSize, merge_reports, token_count
 from rlhf_spmd.runtime.restart import (
@@ -41,7 +41,6 @@ from rlhf_spmd.runtime.restart import (
     rows_in_flight,
     weights_ahead,
 )
-from rlhf_spmd.runtime.roles import model_directory
 from rlhf_spmd.telemetry import run_dir
 from rlhf_spmd.telemetry.report import write_report
 from rlhf_spmd.telemetry.summary import places
@@ -54,12 +53,31 @@ RESUME = ("auto", "force", "never")
 
 @dataclass(frozen=True)
 class RunConfig:
-    """``run``. ``steps``: null: as many as ``data.epochs`` says. ``save_freq``, ``test_freq``: steps between checkpoints and
-    validations; 0: only at the end, or never. ``resume``: auto (from the newest good checkpoint in ``dir``, if there is one, and if
-    it is of the same algorithm, models and data), force (of whatever it is), never, or a checkpoint directory.
-    ``keep_checkpoints``: how many stay, at least 2. ``timeout_s``: how long ranks wait for each other before the run ends.
-    ``threads``: of a rank on CPUs; on GPUs it is not read. ``log_samples``: rollouts written per step. ``export``: write a Hugging
-    Face directory at the end.
+    """``run``.
+
+    - name: name of the run
+    - dir: the run directory; on several nodes on a file system that all see. It belongs to one job at a time, see
+      [clusters.md](clusters.md#one-job-per-run-directory)
+    - seed: of sampling, of random weights and, unless `data.seed` is given, of the order of the data
+    - steps: null: as `data.epochs` says; steps of the whole run; a resumed run goes on to this number
+    - save_freq: steps between checkpoints; 0: only at the end
+    - test_freq: steps between validations (and one before the first step and at the end); 0: never. It needs data to validate
+      by: `data.val_path`, in `sft` also `val_prompts`
+    - resume: `auto`: from the newest good checkpoint in `run.dir`, if there is one; refused where it is of another algorithm
+      (`algorithm.name`), other models (their `path`) or other data (`data.path`, or other prompts or pairs in it); `force`: as
+      `auto`, whatever it is of; `never`; or a checkpoint directory. Settings that are not those of the run it goes on with are
+      printed
+    - keep_checkpoints: how many stay, at least 2
+    - timeout_s: the longest that one rank may keep the others waiting
+    - threads: threads of a rank on CPUs, see [generation.md](generation.md#kernels); on GPUs not read
+    - log_samples: responses written to `rollouts.jsonl` per step
+    - export: write `export/` at the end
+    - export_freq: also every so many steps, as `exports/step_N/`, with a checkpoint; 0: not. Rank 0 writes an export by one
+      thread while all other ranks wait: about the time of reading and writing the weights once
+    - export_merged: of an actor with adapters write the whole model, too; false: only `adapter/`
+    - max_shard_size: of a safetensors file of an export, as transformers reads it (`200MB`, `2GiB`)
+    - keep_best: a metric of validation, such as `val/reward_mean`: the checkpoint of the step in which it was best stays, and is
+      exported as `exports/best/`. Best is highest, of names that end in `loss`, `perplexity` or `kl` lowest. It needs `run.test_freq`
     """
 
     name: str = "run"
@@ -74,17 +92,33 @@ class RunConfig:
     threads: int = 1
     log_samples: int = 4
     export: bool = True
+    export_freq: int = 0
+    export_merged: bool = True
+    max_shard_size: str = "5GB"
+    keep_best: str | None = None
 
     def check(self, where: str) -> None:
         check_bounds(self, where, "steps", "threads", least=1)
-        check_bounds(self, where, "save_freq", "test_freq", "log_samples", least=0)
+        check_bounds(self, where, "save_freq", "test_freq", "log_samples", "export_freq", least=0)
         check_bounds(self, where, "keep_checkpoints", least=2)
         check_bounds(self, where, "timeout_s", above=0)
+        from transformers.utils.hub import convert_file_size_to_int
+
+        try:
+            convert_file_size_to_int(self.max_shard_size)
+        except ValueError:
+            raise ValueError(
+                f"{where}.max_shard_size={self.max_shard_size!r} is no size; give one such as 5GB or 200MB"
+            ) from None
+        if self.keep_best is not None and not self.test_freq:
+            raise ValueError(
+                f"{where}.keep_best={self.keep_best} is a metric of validation, and {where}.test_freq is 0; set it"
+            )
         here = Path(self.dir).absolute()
         root = next(path for path in (here, *here.parents) if path.exists())
         if not (root.is_dir() and os.access(root, os.W_OK)):
             raise ValueError(f"{where}.dir={self.dir}: {root} is not a directory that this user can write to; give another one")
-        if self.resume not in RESUME and not Path(self.resume).is_dir():
+        if self.resume not in RESUME and not named_checkpoint(Path(self.resume)).is_dir():
             raise ValueError(f"{where}.resume={self.resume!r} is none of {', '.join(RESUME)}, and no checkpoint directory")
 
 
@@ -139,7 +173,12 @@ class Session:
         self.controller: Controller = self.models.controller
         self.run_dir = Path(self.config.dir)
         self.is_first = self.world.rank == 0
-        workers = {role: worker for role, worker in vars(self.models).items() if isinstance(worker, ModelWorker)}
+        self.exports = Exports(ready, self.controller)
+        workers = {
+            role: worker
+            for role, worker in vars(self.models).items()
+            if isinstance(worker, ModelWorker) and worker.name == role
+        }
         algorithm, device = ready.config.algorithm, self.world.device
         self.saved = {role: worker for role, worker in workers.items() if worker.trained or role in algorithm.moved}
         # FLOP/s of one rank, by which utilisation (perf/mfu) is measured
@@ -159,18 +198,21 @@ class Session:
                 if self.finished_before:
                     done, remedy = f"its goal was reached in step {self.started_at}", ""
                 print(f"nothing to do: {done}; {remedy}give another run.dir", file=sys.stderr)
-            if self.config.export and self.controller.decide(self.is_first and not self._is_exported()):
-                self._export()  # the run was ended between its last checkpoint and its export
+            self._export(self.started_at, ended=True)
             return
+        if self.started_at:
+            self._export(self.started_at, ended=False)
         if self.is_first:
             run_dir.atomic_write_text(self.run_dir / run_dir.CONFIG_FILE, to_yaml(self.context.prepared.config))
         recorder = None
         if self.is_first:
             recorder = Recorder(self.run_dir, self.context.prepared.config, self.started_at, start_facts(self.world))
+            self.controller.timeline.listener = recorder.progress.phase
         test_freq = self.config.test_freq
         shown: list[dict[str, Any]]
         if test_freq and self.started_at == 0:
             first, shown = validate(0)
+            self.exports.is_best(0, first)
             if recorder is not None:
                 recorder.log(0, first, [], shown)
         self._moved_bytes()
@@ -178,9 +220,9 @@ class Session:
         for number in range(self.started_at + 1, self.steps + 1):
             under_way.append(self._take(one_step, number))
             is_tested = bool(test_freq) and (number % test_freq == 0 or number == self.steps)
-            is_saved = bool(self.config.save_freq) and number % self.config.save_freq == 0
+            is_saved = any(freq and number % freq == 0 for freq in (self.config.save_freq, self.config.export_freq))
             spare = 0 if is_tested or is_saved or number == self.steps else self.controller.versions.ahead
-            preempted = stopped = False
+            preempted = stopped = is_best = False
             while len(under_way) > spare:
                 step = under_way.popleft()
                 if step.preempted():
@@ -191,19 +233,20 @@ class Session:
                     found, shown = validate(number)
                     self._moved_bytes()  # not of a step
                     metrics |= found
+                    is_best = self.exports.is_best(number, found)
                     stopped = goal is not None and found.get("val/reward_mean", -math.inf) >= goal
                 if recorder is not None:
                     recorder.log(step.number, metrics, samples, shown)
             ended = stopped or number == self.steps
-            if ended or preempted or is_saved:
+            if ended or preempted or is_saved or is_best:
                 self.save(number, stopped)
             if preempted and not ended:
                 self._close(recorder, "preempted", number)
                 raise Preempted(f"saved {self.board.last_checkpoint}; start again with run.resume=auto to go on")
+            if ended or is_saved or is_best:
+                self._export(number, ended)
             if ended:
                 break
-        if self.config.export:
-            self._export()
         self._close(recorder, "done", number)
 
     def _take(self, one_step: Step, number: int) -> _Taken:
@@ -236,7 +279,7 @@ class Session:
         if not self.is_first:
             return {}, []
         reports = self.controller.receive_reports()
-        metrics, samples = merge_reports(step.number, step.size, reports, partial(self._utilisation, step.calls))
+        metrics, samples = merge_reports(step.size, reports, partial(self._utilisation, step.calls))
         if "generation/idle_fraction" in metrics:
             idle = round(metrics["generation/idle_fraction"], 4)
             self.controller.timeline.instant("generation", of_step=step.number, idle_fraction=idle)
@@ -244,13 +287,14 @@ class Session:
 
     def _utilisation(self, calls: Sequence[Production], num_rows: int, num_tokens: float, seconds: float) -> float:
         """Of all devices, by the calls that the step made; an update counts three forward passes in each epoch: one, and backward
-        twice that."""
+        twice that, of which half are the gradients of weights, which a role with adapters does not make."""
         plans, mean = self.context.prepared.plans, num_tokens / num_rows
         flops = 0.0
         for call in calls:
             spec, kind = plans[call.role.name].spec, call.spec.kind
             if spec is not None and kind in ("generate", "infer", "train"):
-                passes = 3.0 * call.epochs if kind == "train" else 1.0
+                lora = plans[call.role.name].config.lora
+                passes = (2.0 if lora.rank else 3.0) * call.epochs if kind == "train" else 1.0
                 flops += forward_flops(spec, call.num_rows * mean, mean) * passes
         return flops / seconds / (self.peak_flops * self.world.size)
 
@@ -263,8 +307,13 @@ class Session:
             steps = {role: values[0]["optimizer_steps"] for role, values in zip(self.saved, progress, strict=True)}
             versions = self.controller.versions.state()
             state = {"step": number, "stopped": stopped, "optimizer_steps": steps, "versions": versions, **self.state()}
+            state["best"] = self.exports.best
+            configs = {role: worker.config.lora for role, worker in self.saved.items()}
+            state[ADAPTERS] = {role: asdict(lora) for role, lora in configs.items() if lora.rank}
             held = {role: role_state(worker) for role, worker in self.saved.items() if worker.member}
             held |= rows_in_flight(self.saved) | weights_ahead(self.saved)
+            if self.is_first:
+                run_dir.forget_exports(self.run_dir, step_directory(self.run_dir, number).name)
             path = save_checkpoint(self.run_dir, number, held, state, self.world.all, self.config.keep_checkpoints)
         self.board.last_checkpoint = str(path)
 
@@ -279,7 +328,7 @@ class Session:
             raise ValueError(
                 f"run.resume=never, but run.dir={self.config.dir} holds {found.directory.name}; give another run.dir"
             )
-        path = found.directory if self.config.resume in RESUME else Path(self.config.resume)
+        path = found.directory if self.config.resume in RESUME else named_checkpoint(Path(self.config.resume))
         if self.is_first:
             for warning in found.warnings:
                 print(f"warning: {warning}", file=sys.stderr)
@@ -293,13 +342,16 @@ class Session:
         for role, worker in self.saved.items():
             worker.version = self.controller.versions.newest(role)
             if worker.member:
-                load_checkpoint(path, role, role_state(worker), worker.mesh.pool)
+                held = role_state(worker)
+                load_checkpoint(path, role, held, worker.mesh.pool)
                 if worker.engine.optimizer is not None:
+                    worker.engine.optimizer.take_states(held.optim)
                     worker.engine.optimizer.step_count = int(state["optimizer_steps"][role])
         self.restore(dict(state))
         restore_rows_in_flight(path, self.saved)
         restore_weights_ahead(path, self.saved)
         self.finished_before = bool(state["stopped"])
+        self.exports.restore(state.get("best"))
         self.board.last_checkpoint = str(path)
         if self.is_first:
             print(f"resumed from {path} (step {state['step']})", file=sys.stderr)
@@ -310,36 +362,15 @@ class Session:
         payloads = self.world.all.gather_bytes(self.controller.timeline.to_bytes(), "control")
         if recorder is not None and payloads is not None:
             write_trace(self.run_dir / run_dir.TRACE_FILE, payloads)
-            recorder.close()
             write_report(
                 self.run_dir, status=run_dir.ExitStatus(ended, step=number, last_checkpoint=self.board.last_checkpoint)
             )
+            recorder.close()
             print(*places(self.run_dir), sep="\n", file=sys.stderr)
 
-    def _is_exported(self) -> bool:
-        """Whether the export is of the last checkpoint."""
-        newest = self.board.last_checkpoint
-        return newest is None or run_dir.exported_checkpoint(self.run_dir) == Path(newest).name
-
-    def _export(self) -> None:
-        """Rank 0 writes for as long as it takes; nobody waits for it in one collective, whose time is limited."""
-        if self.board.last_checkpoint is None:
-            return
-        role = self.context.prepared.config.algorithm.exported
-        source = model_directory(self.context.prepared.plans, role)
-        with ThreadPoolExecutor(1) as pool:
-            arguments = Path(self.board.last_checkpoint), role, source, self.run_dir / run_dir.EXPORT_DIR
-            written = pool.submit(export_hugging_face, *arguments) if self.is_first else None
-            pause_s = 0.01
-            while self.controller.decide(written is not None and not written.done()):
-                time.sleep(pause_s)
-                pause_s = min(2 * pause_s, 1.0)
-        if written is not None:
-            written.result()
-            run_dir.atomic_write_text(
-                self.run_dir / run_dir.EXPORT_DIR / run_dir.EXPORTED_FILE, Path(self.board.last_checkpoint).name
-            )
-        self.world.all.barrier("control")
+    def _export(self, number: int, ended: bool) -> None:
+        if self.board.last_checkpoint is not None:
+            self.exports.write(number, Path(self.board.last_checkpoint), ended)
 
 
 def start_controller(context: ProgramContext[Any]) -> Controller:

@@ -324,14 +324,15 @@ class Data:
             ids = fields["response_ids"].split(rows.lengths.tolist()) if len(rows) else ()
             texts = [str(row.tolist()) for row in ids] if self.tokenizer is None else decode(self.tokenizer, ids)
             codes, samples = [], []
-            of_rows = rows.row_ids.tolist(), rows.group_ids.tolist(), rows.lengths.tolist(), fields["scores"].tolist()
-            for text, row_id, number, length, score in zip(texts, *of_rows, strict=True):
+            of_rows = (rows.row_ids, rows.group_ids, rows.lengths, fields["scores"], fields["stopped"])
+            for text, row_id, number, length, score, stopped in zip(texts, *(x.tolist() for x in of_rows), strict=True):
                 seen = given.dataset.row(number)
                 answer = final_answer(text, seen["answer"])
                 codes.append(-1.0 if answer is None else float(int.from_bytes(hashlib.sha256(answer.encode()).digest()[:6])))
                 if number in shown and row_id == number * n:
                     named = {"set": given.sets[int(sources[number])], "row_id": row_id, "prompt": seen["prompt"]}
-                    samples.append({**named, "response": text, "answer": seen["answer"], "score": score, "length": length})
+                    named |= {"response": text, "answer": seen["answer"], "score": score, "length": length}
+                    samples.append({**named, "finish_reason": "stop" if stopped else "length"})
             return {"answer_codes": torch.tensor(codes, dtype=torch.float64)}, {"answers": samples}
 
         return read_answers

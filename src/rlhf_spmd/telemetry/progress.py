@@ -1,4 +1,4 @@
-"""What a person sees of a run while it goes on: a bar on a terminal, one line per step in a log."""
+"""What a person sees of a run while it goes on: a bar on a terminal, which says what is being done; one line per step in a log."""
 
 from __future__ import annotations
 
@@ -21,6 +21,11 @@ class Progress:
             total=total_steps, initial=start_step, file=self._stream, disable=not visible, unit="step", dynamic_ncols=True
         )
 
+    def phase(self, name: str) -> None:
+        """What is being done from here on, such as ``actor.generate_sequences``; for the bar."""
+        if not self._bar.disable and self._bar.desc != f"{name}: ":
+            self._bar.set_description(name)
+
     def update(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Step ``step`` is done, with these metrics (names as in metrics.jsonl; those that are missing are not shown).
 
@@ -33,10 +38,11 @@ class Progress:
             self._bar.set_postfix_str(", ".join(shown(metrics)), refresh=False)
             self._bar.update(step - self._bar.n)
         elif step:
-            left = (time.monotonic() - self._began) / max(step - self._start, 1) * (self._total - step)
+            elapsed = time.monotonic() - self._began
+            left = elapsed / max(step - self._start, 1) * (self._total - step)
             seconds = [f"{metrics['timing_s/step']:.2f} s/step"] if "timing_s/step" in metrics else []
-            parts = [f"step {step}/{self._total}", *shown(metrics), *seconds, f"{tqdm.format_interval(left)} left"]
-            self._say("  ".join(parts))
+            times = [f"{tqdm.format_interval(elapsed)} elapsed", f"{tqdm.format_interval(left)} left"]
+            self._say("  ".join([f"step {step}/{self._total}", *shown(metrics), *seconds, *times]))
 
     def close(self) -> None:
         """Leaves the last state of the bar on the screen. May be called twice."""

@@ -1,15 +1,13 @@
 "use strict";
-// Makes the page from the JSON in #data (_run_data in report.py) and the timelines in the templates. What a run wrote is only ever
-// set as text, never parsed as HTML.
-const DATA = JSON.parse(document.getElementById("data").textContent);
-const RUNS = DATA.runs, SEVERAL = RUNS.length > 1;
-const NAMES = [...new Set(RUNS.flatMap((run) => Object.keys(run.metrics)))];
+// Makes the page from the JSON in #data (_run_data in report.py) and the timelines in the templates, and where it is served, anew from
+// what changes (report_server.py). What a run wrote is only ever set as text, never parsed as HTML.
+let DATA, RUNS, SEVERAL, NAMES, SOURCES, CLOCK;  // see show()
 const TIMING = "timing_s/", VALIDATION = "Validation";
 const REWARD = ["reward/total_mean", "reward/mean"], LENGTH = "response_length/mean";
 const MAIN = [  // titles and metrics (names or patterns) of the panels that come first, where they exist
   ["Reward", ...REWARD],
   [VALIDATION, /^val\/(?!loss$).*(?<!@\d+)$/],  // a panel for each
-  ["Loss", /^(?!critic).*\/loss$/],
+  ["Loss", /\/loss$/],
   ["KL to the reference", "actor/kl"],
   ["Entropy", "actor/entropy"],
   ["Response length", LENGTH, "response_length/max"],
@@ -21,10 +19,11 @@ const MAIN = [  // titles and metrics (names or patterns) of the panels that com
   ["Gradient norm", /\/grad_norm$/],
   ["Log-prob difference to training", "rollout/log_prob_diff_max"],
   ["Tokens per second", "perf/tokens_per_s"],
+  ["Model FLOPs utilisation", "perf/mfu"],
 ];
 const SUMMARY = [  // of each the first that a run has
   ["Reward", ...REWARD],
-  ["Loss", /^(?!critic|val).*\/loss$/],
+  ["Loss", /^(?!val).*\/loss$/],
   [VALIDATION, /^val\/(?!loss$)/, "val/loss"],
   ["KL", "actor/kl"],
   ["Response length", LENGTH],
@@ -32,13 +31,11 @@ const SUMMARY = [  // of each the first that a run has
   ["Tokens/s", "perf/tokens_per_s"],
   ["Seconds/step", TIMING + "step"],
 ];
-const SOURCES = [...new Set(["actor", "critic", "reward", "val", ...NAMES.map(source)])];  // of one run, a colour for each
 const WHOLE = [1, 2, 5].flatMap((n) => [...Array(8).keys()].map((power) => n * 10 ** power)).sort((a, b) => a - b);
-const CLOCK = RUNS.some((run) => run.hours.at(-1) > 2) ? ["hours", 1] : ["minutes", 60];
 const SMOOTH_FROM = 20;  // points; shorter curves are shown as they are
 const MAX_BARS = 150;
-const longest = Math.max(0, ...RUNS.map((run) => run.steps.length));
-const view = {x: "step", log: false, smooth: longest < 40 ? 0 : Math.round(100 * (1 - 30 / longest)) / 100};
+const POLL_MS = 5000;  // between looks at a run that goes on, if the answer is quick
+const view = {x: "step", log: false, smooth: null, zoom: null};  // smooth: null: by the length; zoom: ends of the horizontal axis
 
 // ---- numbers and elements
 
@@ -96,11 +93,17 @@ function each(make) {  // of every run that has it, under its name where there a
 
 // ---- curves
 
+function smoothing() {
+  const longest = Math.max(0, ...RUNS.map((run) => run.steps.length));
+  return view.smooth ?? (longest < 40 ? 0 : Math.round(100 * (1 - 30 / longest)) / 100);
+}
+
 function smoothed(values) {  // exponential average, unbiased at its start
   let total = 0, weight = 0;
+  const share = smoothing();
   return values.map((value) => {
-    total = view.smooth * total + value;
-    weight = view.smooth * weight + 1;
+    total = share * total + value;
+    weight = share * weight + 1;
     return total / weight;
   });
 }
@@ -150,7 +153,7 @@ function drawPanel(figure, names) {
       for (const edge of band) add(x, edge, {...aside, stroke: "transparent"});
       bands.push({series: [series.length - 1, series.length - 2], fill: stroke + "22"});
     }
-    const average = view.smooth && x.length >= SMOOTH_FROM;
+    const average = smoothing() && x.length >= SMOOTH_FROM;
     if (average) add(x, y, {...aside, stroke: stroke + "55", width: 1, dash});
     const value = (plot, _, index, i) => shown(plot.data[average ? index - 1 : index][i]);  // of the step itself
     add(x, average ? smoothed(y) : y, {label, value, stroke, width: 1.8, dash, points: {show: x.length < 2, fill: stroke}});
@@ -158,7 +161,14 @@ function drawPanel(figure, names) {
   const scales = {x: {time: false}, y: {distr: positive ? 3 : 1}};
   const cursor = {sync: {key: "x", scales: ["x", null]}, dataIdx: (plot, index, i) => index ? near(plot.data[index], i) : i};
   const options = plotOptions(series, {bands, scales, cursor, whole: view.x === "step", width: figure.clientWidth - 28});
-  return tables.length ? new uPlot(options, uPlot.join(tables), figure) : null;
+  if (!tables.length) return null;
+  options.hooks.setSelect = [({select: {left, width}, posToVal}) => {
+    if (width) view.zoom = {min: posToVal(left, "x"), max: posToVal(left + width, "x")};
+  }];
+  figure.ondblclick = () => { view.zoom = null; };
+  const plot = new uPlot(options, uPlot.join(tables), figure);
+  if (view.zoom) plot.setScale("x", view.zoom);
+  return plot;
 }
 
 function panels(all) {  // of pairs of title and metrics
@@ -177,16 +187,17 @@ function drawAll(where = document) {  // those that can be seen
 }
 
 function controls() {
-  const choice = (label, options, set) => {
+  const choice = (label, options, chosen, set) => {
     const onchange = (event) => { set(event.target.value); drawAll(); };
-    return el("label", {}, label, el("select", {onchange}, options.map((option) => el("option", {}, option))));
+    const made = options.map((option, i) => el("option", {selected: i === Number(chosen)}, option));
+    return el("label", {}, label, el("select", {onchange}, made));
   };
-  const share = el("output", {}, String(view.smooth));
+  const share = el("output", {}, String(smoothing()));
   const oninput = (event) => { share.value = view.smooth = Number(event.target.value); drawAll(); };
-  const slider = el("input", {type: "range", min: 0, max: 0.99, step: 0.01, value: view.smooth, oninput});
+  const slider = el("input", {type: "range", min: 0, max: 0.99, step: 0.01, value: smoothing(), oninput});
   return el("div", {className: "controls"},
-    choice("over ", ["step", CLOCK[0]], (x) => { view.x = x; }),
-    choice("scale ", ["linear", "logarithmic"], (scale) => { view.log = scale !== "linear"; }),
+    choice("over ", ["step", CLOCK[0]], view.x !== "step", (x) => { view.x = x; view.zoom = null; }),
+    choice("scale ", ["linear", "logarithmic"], view.log, (scale) => { view.log = scale !== "linear"; }),
     el("label", {}, "smoothing ", slider, share), "drag: zoom, double click: back");
 }
 
@@ -327,16 +338,51 @@ function settings() {
     folded("in some of the runs", different.filter((key) => !shared.includes(key))), folded("config.yaml", keys));
 }
 
-document.body.append(tip);
-summary();
-curves();
-section("Time per step", "Seconds of each phase; the mark is the whole step; of a long run a bar is the mean of neighbours. "
-  + "Phases that run at the same time pile up above it.", each(phases));
-section("Timeline", "Thin strips: communication and waiting. The whole trace is trace.json, which Perfetto opens.", each(timeline));
-section("Validation samples", "Responses to the same prompts at every validation. All are in validation.jsonl.", each(validations));
-section("Samples", "What the actor wrote at the start and at the end. All that were kept are in rollouts.jsonl.", each(samples));
-section("Checkpoints", "", each(({artifacts}) => artifacts.length ? table(["Directory", "State", "Size"], artifacts, "mono") : null));
-settings();
-drawAll();
+// ---- the page, and again when its runs go on
+
+function show(data) {
+  DATA = data, RUNS = data.runs, SEVERAL = RUNS.length > 1;
+  NAMES = [...new Set(RUNS.flatMap((run) => Object.keys(run.metrics)))];
+  SOURCES = [...new Set(["actor", "critic", "reward", "val", ...NAMES.map(source)])];  // of one run, a colour for each
+  CLOCK = RUNS.some((run) => run.hours.at(-1) > 2) ? ["hours", 1] : ["minutes", 60];
+  const title = (fold) => fold.firstChild.textContent.replace(/[\d(].*/, ""), top = scrollY;
+  const open = new Set([...document.querySelectorAll("details[open]")].map(title));
+  for (const figure of document.querySelectorAll("figure")) figure.plot?.destroy();
+  document.querySelector("main").replaceChildren();
+  summary();
+  curves();
+  section("Time per step", "Seconds of each phase; the mark is the whole step; of a long run a bar is the mean of neighbours. "
+    + "Phases that run at the same time pile up above it.", each(phases));
+  section("Timeline", "Thin strips: communication and waiting. The whole trace is trace.json, which Perfetto opens.", each(timeline));
+  section("Validation samples", "Responses to the same prompts at every validation. All are in validation.jsonl.", each(validations));
+  section("Samples", "What the actor wrote at the start and at the end. All that were kept are in rollouts.jsonl.", each(samples));
+  section("Checkpoints", "", each(({artifacts}) => artifacts.length ? table(["Directory", "State", "Size"], artifacts, "mono") : null));
+  settings();
+  for (const fold of document.querySelectorAll("details")) if (open.has(title(fold))) fold.open = true;
+  drawAll();
+  scrollTo(0, top);
+}
+
+async function look(known) {  // known: the text of what is shown
+  const began = performance.now();
+  let text = known;
+  try {
+    const answer = await fetch("data");
+    if (!answer.ok) throw new Error(answer.status);
+    text = await answer.text();
+    const data = JSON.parse(text), notes = ({runs}) => runs.map((run) => run.timeline.note).join();
+    if (notes(data) !== notes(DATA)) location.reload();  // timelines come with the page
+    if (text !== known) show(data);
+    link.textContent = "";
+  } catch {
+    link.textContent = "The server has ended: this is how the runs stood.";
+  }
+  setTimeout(look, Math.max(POLL_MS, 20 * (performance.now() - began)), text);
+}
+
+const link = el("div", {className: "link"});
+document.body.append(tip, link);
+show(JSON.parse(document.getElementById("data").textContent));
 addEventListener("resize", () => drawAll());
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => drawAll());
+if (DATA.live) look();

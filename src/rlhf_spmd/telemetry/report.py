@@ -92,8 +92,8 @@ def write_report(run_dir: str | os.PathLike[str], status: ExitStatus | None = No
     return path
 
 
-def render(runs: Sequence[Run]) -> str:
-    """The page. It fetches nothing: a content security policy in it forbids that, so data in it cannot make it so either."""
+def page_data(runs: Sequence[Run], is_live: bool = False) -> tuple[str, list[str]]:
+    """What report.js reads, as JSON, and the timelines, as SVG. ``is_live``: the page is to ask for them again and again."""
     traces = [timeline_chart.from_trace(_trace(run)) for run in runs]
     colors = _phase_colors(runs, [busy for _, busy in traces])
     told = [_run_data(run, *trace, colors) for run, trace in zip(runs, traces, strict=True)]
@@ -101,17 +101,26 @@ def render(runs: Sequence[Run]) -> str:
     alike = {n: run.directory.resolve() for n, run in enumerate(runs) if names[told[n]["name"]] > 1}
     for n, path in alike.items():  # what their directories do not share tells them apart
         told[n]["name"] = str(path.relative_to(os.path.commonpath([other.parent for other in alike.values()])))
-    data = json.dumps(json_value({"runs": told, "colors": colors}), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    whole = json_value({"runs": told, "colors": colors, "live": is_live})
+    text = json.dumps(whole, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text, [timeline_chart.draw(chart, colors) for chart, _ in traces]
+
+
+def render(runs: Sequence[Run], is_live: bool = False) -> str:
+    """The page. It fetches nothing, or if ``is_live`` its data from where it came: a content security policy in it forbids all else,
+    so data in it cannot make it so either."""
+    data, drawn = page_data(runs, is_live)
     data = data.replace("<", "\\u003c")  # no text of a run can end the element that holds the data
-    timelines = (f"<template>{timeline_chart.draw(chart, colors)}</template>" for chart, _ in traces)
+    timelines = (f"<template>{svg}</template>" for svg in drawn)
+    connect = "; connect-src 'self'" if is_live else ""
     # the library without its first line, which is its address; its licence instead
     library = f"/* uPlot\n{_packaged('uplot/LICENSE')}*/\n" + _packaged("uplot/uPlot.iife.min.js").partition("\n")[2]
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; "
-        "script-src 'unsafe-inline'\">"
-        f"<title>{escape(', '.join(run['name'] for run in told))}</title>"
+        f"script-src 'unsafe-inline'{connect}\">"
+        f"<title>{escape(', '.join(_name(run) for run in runs))}</title>"
         f"<style>{_packaged('uplot/uPlot.min.css')}\n{_packaged('report.css')}</style></head>\n<body>"
         f"<main><noscript>The page is made by a script in it.</noscript></main>{''.join(timelines)}"
         f'<script type="application/json" id="data">{data}</script>\n'
@@ -127,7 +136,7 @@ def _run_data(
     rollouts, validations = run.lines(ROLLOUTS_FILE), run.lines(VALIDATION_FILE)
     steps = sorted({sample["step"] for sample in rollouts})
     return {
-        "name": run.config.get("run.name") or run.directory.resolve().name,
+        "name": _name(run),
         "directory": str(run.directory),
         "status": _status(run.status),
         "facts": _facts(run),
@@ -141,6 +150,10 @@ def _run_data(
         "artifacts": list(_artifacts(run.directory)),
         "config": run.config,
     }
+
+
+def _name(run: Run) -> str:
+    return run.config.get("run.name") or run.directory.resolve().name
 
 
 def _status(status: ExitStatus | None) -> dict[str, str]:

@@ -20,6 +20,7 @@ REPORT_FILE = "report.html"
 EXIT_STATUS_FILE = "exit_status.json"
 CHECKPOINTS_DIR = "checkpoints"
 EXPORT_DIR = "export"
+EXPORTS_DIR = "exports"  # step_N of every ``run.export_freq`` steps, and ``best``
 EXPORTED_FILE = "checkpoint.txt"  # in the export: the name of the checkpoint that it was made of
 
 # class of an ending -> exit code of every rank's process (torchrun itself reports 1 whatever its workers return)
@@ -134,10 +135,17 @@ def read_json(path: str | os.PathLike[str]) -> Any:
         return None
 
 
-def exported_checkpoint(run_dir: str | os.PathLike[str]) -> str | None:
+def exported_checkpoint(run_dir: str | os.PathLike[str], export: str = EXPORT_DIR) -> str | None:
     """The name of the checkpoint that the run's export was made of; None where there is no export or it does not say."""
-    mark = Path(run_dir) / EXPORT_DIR / EXPORTED_FILE
+    mark = Path(run_dir) / export / EXPORTED_FILE
     return mark.read_text(encoding="utf-8", errors="replace").strip() if mark.is_file() else None
+
+
+def forget_exports(run_dir: str | os.PathLike[str], checkpoint: str) -> None:
+    """Take the mark off exports of a checkpoint that another one of the same name is about to replace."""
+    for mark in Path(run_dir).glob(f"{EXPORT_DIR}*/**/{EXPORTED_FILE}"):
+        if mark.read_text(encoding="utf-8", errors="replace").strip() == checkpoint:
+            mark.unlink()
 
 
 def list_checkpoints(run_dir: str | os.PathLike[str]) -> list[Path]:

@@ -13,9 +13,17 @@ from typing import Any
 
 from tqdm import tqdm
 
+from rlhf_spmd.config.load import flatten_yaml
 from rlhf_spmd.telemetry.progress import reward_of
 from rlhf_spmd.telemetry.report import read_run
-from rlhf_spmd.telemetry.run_dir import EXPORT_DIR, REPORT_FILE, ROLLOUTS_FILE, exported_checkpoint, list_checkpoints
+from rlhf_spmd.telemetry.run_dir import (
+    CONFIG_FILE,
+    EXPORT_DIR,
+    REPORT_FILE,
+    ROLLOUTS_FILE,
+    exported_checkpoint,
+    list_checkpoints,
+)
 
 LABEL_WIDTH = 20
 AVERAGED_STEPS = 5  # what "first" and "last" mean
@@ -63,6 +71,9 @@ def places(run_dir: str | os.PathLike[str]) -> list[str]:
     newest, of = list_checkpoints(run_dir)[-1:], exported_checkpoint(run_dir)
     stale = f" (of {of or 'an unknown checkpoint'}, not of the one below)" if newest and of != newest[0].name else ""
     named = [("report", Path(run_dir) / REPORT_FILE, ""), ("export", Path(run_dir) / EXPORT_DIR, stale)]
+    config = Path(run_dir) / CONFIG_FILE
+    if config.is_file() and flatten_yaml(config.read_text(encoding="utf-8")).get("run.keep_best", "null") != "null":
+        named += [("best by validation", Path(run_dir) / "exports" / "best", "")]
     named += [("checkpoint", path, "") for path in newest]
     return [_row(label, f"{path}{more}") for label, path, more in named if path.exists()]
 

@@ -53,6 +53,7 @@ class Timeline:
         self.pools = tuple(pools)
         self.synchronize = synchronize
         self.step = 0
+        self.listener: Callable[[str], None] = lambda name: None
         self._head: list[Event] = []
         self._head_limit = limit // 2
         self._tail: deque[Event] = deque(maxlen=limit - self._head_limit)
@@ -67,8 +68,10 @@ class Timeline:
     def span(self, name: str, category: str = "compute", **args: Argument) -> Iterator[dict[str, Argument]]:
         """``with timeline.span("actor.update_actor", rows=64) as args: ...``; ``args`` may be added to while it is open.
 
-        Spans of one category are one row of the trace.
+        Spans of one category are one row of the trace. ``listener`` hears the names of calls and of what is written as they begin.
         """
+        if category in ("compute", "io"):
+            self.listener(name)
         step, start_ns = self.step, now_ns()
         try:
             yield args

@@ -20,6 +20,7 @@ from rlhf_spmd.objectives.rollout_correction import mismatch_sums
 from rlhf_spmd.workers.generating import build_generating
 from rlhf_spmd.workers.model_worker import ModelWorker
 from rlhf_spmd.workers.objective import MASK, ROW_INPUTS, drawn, log_prob_differences, model_tokens
+from rlhf_spmd.workers.reference import ReferenceWorker
 from rlhf_spmd.workers.rollouts import HeldRollouts
 
 
@@ -28,7 +29,7 @@ class ActorWorker(ModelWorker):
 
     def build_more(self) -> None:
         build = self.build
-        if build.environment.cls is None:
+        if not build.environments:
             self.unused, self.absent = frozenset({"row"}), frozenset({MASK, "environment_reward"})
         if not (build.partial_rollouts or self.controller.versions.ahead):
             self.absent |= {"rollout_versions"}
@@ -42,7 +43,9 @@ class ActorWorker(ModelWorker):
     def enter(self, call: Production) -> None:
         super().enter(call)
         old = call.intakes[0].fields.get("old_log_probs", ()) if call.intakes else ()
-        self.checks_rollouts = bool(old) and all(self._is_exact(piece, call.version) for piece in old)
+        self.checks_rollouts = (
+            bool(old) and not self.config.lora.dropout and all(self._is_exact(piece, call.version) for piece in old)
+        )
 
     def _is_exact(self, piece: Piece, version: int) -> bool:
         """Whether the log-probs of a generation are what a training forward of these weights gives, bit for bit."""
@@ -58,7 +61,7 @@ class ActorWorker(ModelWorker):
     @register(
         MICRO_DP,
         inputs=("prompt_ids", "row?", "min_response_length?", "max_response_length?"),
-        outputs=("response_ids", "rollout_log_probs", "rollout_versions?", "response_mask?", "environment_reward?"),
+        outputs=("response_ids", "rollout_log_probs", "stopped", "rollout_versions?", "response_mask?", "environment_reward?"),
         kind="generate",
         lengths_of="response_ids",
         tokens=("prompt_ids",),
@@ -71,7 +74,8 @@ class ActorWorker(ModelWorker):
         num_groups: Sequence[int] | None = None,
         own: Sequence[tuple[Reference, SamplingConfig]] = (),
     ) -> tuple[Batch, dict[str, Any]]:
-        """``response_ids``: ragged int64, stop token included; ``rollout_log_probs``: ragged, at the sampling temperature.
+        """``response_ids``: ragged int64, stop token included; ``rollout_log_probs``: ragged, at the sampling temperature; ``stopped``:
+        bool [rows], false where a response was cut at its limit.
 
         ``own``: the rows of each of these references are drawn by temperature, top_p, top_k and min_p of its sampling, in the same
         batch as the others; the rest of ``sampling`` counts for all. Greedy rows have log-probs at temperature 1.
@@ -111,6 +115,7 @@ class ActorWorker(ModelWorker):
         fields: dict[str, Field] = {
             "response_ids": ragged([c.token_ids for c in completions], torch.int64),
             "rollout_log_probs": ragged([c.log_probs for c in completions]),
+            "stopped": torch.tensor([c.finish_reason == "stop" for c in completions]),
         }
         if "rollout_versions" not in self.absent:
             fields["rollout_versions"] = ragged([c.versions for c in completions])
@@ -131,10 +136,10 @@ class ActorWorker(ModelWorker):
         return Portions(requests, handing_out.num_portions, lambda ended: handing_out.send(self._made(batch, ended)))
 
     def _environments(self, batch: Batch) -> Environments | None:
-        if self.build.environment.cls is None or not len(batch):
+        if not self.build.environments or not len(batch):
             return None
         rows = dict(zip(batch.row_ids.tolist(), decode_json(batch["row"]), strict=True))
-        return Environments(self.build.environment, rows, self.build.tokenizer)
+        return Environments(self.build.environments, rows, self.build.tokenizer, self.build.chat_template)
 
     def rollout_state(self) -> dict[str, Tensor]:
         """Of a replica's first rank: the rows in flight here, as one tensor of bytes, for a checkpoint; {} elsewhere."""
@@ -183,6 +188,8 @@ class ActorWorker(ModelWorker):
         """
         result = self.log_probs(batch, self.build.temperature)
         return batch.with_fields(old_log_probs=result) if result is not None else None
+
+    compute_ref_log_prob = ReferenceWorker.compute_ref_log_prob  # of an actor with adapters, which has its reference with it
 
     @register(THREE_D, inputs=ROW_INPUTS, split_groups=True)
     def compute_loss(self, batch: Batch) -> dict[str, float]:

@@ -9,6 +9,7 @@ import torch
 from rlhf_spmd.generation.config import GenerationConfig
 from rlhf_spmd.kernels import ATTENTION, can
 from rlhf_spmd.models.activations import CHECKPOINTING
+from rlhf_spmd.models.lora import LoraConfig
 from rlhf_spmd.parallel.layout import LayoutConfig
 from rlhf_spmd.workers.optimizer import OptimConfig
 
@@ -17,9 +18,14 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 
 @dataclass(frozen=True)
 class CallConfig:
-    """``models.<role>.calls.<method>``: ranks and layout of one method's calls. ``pool`` null: the role's. The weights are
-    reallocated for every call; gradients and optimizer states stay where the role is. ``delta``: what came for the last call is kept
-    at both ends, and only elements that have changed since are sent."""
+    """``models.<role>.calls.<method>``: ranks and layout of one method's calls. The weights are reallocated for every call;
+    gradients and optimizer states stay where the role is.
+
+    - pool: pool of one inference method's calls ([Reallocation](placement.md#reallocation-and-per-call-layouts)); null: the
+      role's
+    - delta: send only the elements that have changed since the last call ([Only what has
+      changed](placement.md#only-what-has-changed))
+    """
 
     pool: str | None = None
     layout: LayoutConfig = field(default_factory=LayoutConfig)
@@ -28,8 +34,12 @@ class CallConfig:
 
 @dataclass(frozen=True)
 class ComputeConfig:
-    """``dtype`` auto: bfloat16 on GPUs, float32 on CPUs. ``attention``: "cpp" (kernels compiled at first use, on CPUs), "torch", or
-    "auto", which is the first of these that can be had."""
+    """How a model is computed.
+
+    - dtype: `auto` (bfloat16 on GPUs, float32 on CPUs), `float32`, `bfloat16`, `float64` (also `fp32`, `bf16`, `fp64`)
+    - attention: `cpp` (kernels that are compiled at first use, on CPUs), `torch`, or `auto`: the first of these that can be
+      had, see [generation.md](generation.md#kernels)
+    """
 
     dtype: str = "auto"
     attention: str = "auto"
@@ -48,15 +58,21 @@ class ComputeConfig:
 
 @dataclass(frozen=True)
 class RoleConfig(ComputeConfig):
-    """One model role. ``path`` is a Hugging Face directory; critic and reference take the actor's if they name none;
-    with ``random_init`` only its configuration and tokenizer are read and the weights are drawn from ``run.seed``.
+    """One model role. ``generation`` counts for the actor and for judges. For ``activation_*`` see ``Decoder.keep_activations``.
 
-    ``pool`` is a name in ``placement.pools``. With bfloat16 parameters ``optim.master_weights`` keeps float32 copies beside the
-    optimizer states. ``generation`` counts for the actor and for judges.
-    ``activation_checkpointing``: none, selective or full; auto: the first of these with which the run should fit into memory;
-    ``activation_offload``: what is kept for the backward pass lies in host
-    memory. Both: see ``Decoder.keep_activations``. ``offload``: between the role's calls its weights rest in host memory, pinned on
-    GPUs; what the optimizer keeps has ``optim.offload``. ``prefetch``: they come back while the call before it computes.
+    - path: Hugging Face directory, or a name on the hub (`Qwen/Qwen2.5-0.5B-Instruct`), which one process of a host downloads into
+      the hub's cache (`HF_HOME`, `HF_HUB_OFFLINE` and `hf auth login` count; fetch large ones before the job: `hf download NAME`);
+      critic and reference take the actor's if null; a reward has no model if null
+    - random_init: read configuration and tokenizer from `path` and draw the weights from `run.seed`
+    - pool: a name in `placement.pools`; null: `placement.strategy` decides
+    - activation_checkpointing: `none`, `selective` or `full`: what of a layer the backward pass computes again, see
+      [training.md](training.md); `auto`: the first of them with which the run should fit into memory, the results have the same
+      bits
+    - activation_offload: keep what the backward pass needs in host memory
+    - calls: method: ranks and layout of its calls, where they are not the role's
+    - offload: between the role's calls its weights rest in host memory, pinned on GPUs, see
+      [placement.md](placement.md#weights-in-host-memory); what the optimizer keeps has `optim.offload`
+    - prefetch: with `offload`: the weights come back while the call before computes, at the price of both roles' memory at once
     """
 
     path: str | None = None
@@ -66,6 +82,7 @@ class RoleConfig(ComputeConfig):
     activation_checkpointing: str = "auto"
     activation_offload: bool = False
     optim: OptimConfig = field(default_factory=OptimConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     calls: dict[str, CallConfig] = field(default_factory=dict)
     offload: bool = False
@@ -73,6 +90,8 @@ class RoleConfig(ComputeConfig):
 
     def check(self, where: str) -> None:
         super().check(where)
+        if self.optim.name == "adamw_8bit" and DTYPES.get(self.dtype) == torch.float64:
+            raise ValueError(f"{where}.optim.name=adamw_8bit computes in float32, and {where}.dtype={self.dtype}; use adamw")
         if self.prefetch and not self.offload:
             raise ValueError(
                 f"{where}.prefetch=true brings weights back from host memory, and {where}.offload is false; leave it out"

@@ -28,9 +28,10 @@ from rlhf_spmd.data.batch import Batch
 from rlhf_spmd.kernels import choose_ops
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
+from rlhf_spmd.models.lora import LoraConfig, is_trained
 from rlhf_spmd.models.sharding import plan_params
 from rlhf_spmd.models.spec import ModelSpec
-from rlhf_spmd.models.weights import init_random, load_pretrained
+from rlhf_spmd.models.weights import init_adapters, init_random, load_pretrained
 from rlhf_spmd.parallel.boxes import ParamShard, zero_shards
 from rlhf_spmd.parallel.data_parallel import owned_boxes, partial_boxes, squared_norm, sum_in_buckets, sum_partial
 from rlhf_spmd.parallel.layout import Layout
@@ -38,6 +39,7 @@ from rlhf_spmd.parallel.mesh import Mesh
 from rlhf_spmd.parallel.pipeline import Action, connect_stages, run_pipeline, schedule_1f1b, schedule_forward
 from rlhf_spmd.parallel.zero import Zero, allocate, local_part
 from rlhf_spmd.reshard import Storages
+from rlhf_spmd.workers.muon import Muon
 from rlhf_spmd.workers.optimizer import OptimConfig, Optimizer, accumulation_dtype
 
 
@@ -84,6 +86,7 @@ class TrainEngine:
         total_updates: int = 1,
         new_head: bool = False,
         fill: bool = True,
+        lora: LoraConfig | None = None,
     ) -> None:
         """Weights come from the Hugging Face directory ``path``, or are drawn from ``seed`` (the same in every layout), or without
         ``fill`` are not set here and have no memory: ``storages`` gives it to them.
@@ -92,20 +95,24 @@ class TrainEngine:
         ``new_head``: a value head that the directory has not starts at zero; otherwise that is an error.
         ``activation_checkpointing`` and ``activation_offload``: see :meth:`Decoder.keep_activations`.
         ``attention``: see ``kernels.choose_ops``.
+        ``lora``: adapters are trained, and a value head; the other weights stay. ``trained``: names of what an optimizer changes.
         Raises ValueError for weights that do not fit the model.
         """
         assert isinstance(mesh.layout, Layout) and mesh.member, "a training engine needs a training mesh that this rank is in"
         self.spec, self.mesh, self.dtype, self.device = spec, mesh, dtype, device
+        self._num_calls, self._seeds = 0, (seed, mesh.pp_rank, mesh.dp_rank)  # calls of forward_backward in this optimizer step
+        self.lora = lora if lora is not None and lora.rank else None
         self.zero = mesh.layout.zero if mesh.layout.dp > 1 else 0
         self.ops, self.attention = choose_ops(dtype, device), choose_ops(dtype, device, attention)
         stages, sliced = mesh.layout.pp * mesh.layout.vpp, mesh.layout.sequence_parallel
         self.chunks = [
-            Decoder(spec, head, stage, stages, mesh.tp, dtype, "meta", sequence_parallel=sliced, ops=self.ops)
+            Decoder(spec, head, stage, stages, mesh.tp, dtype, "meta", sequence_parallel=sliced, ops=self.ops, lora=self.lora)
             for stage in mesh.layout.stages(mesh.pp_rank)
         ]
         for chunk in self.chunks:
             chunk.keep_activations(activation_checkpointing, activation_offload)
-            chunk.requires_grad_(optim is not None)
+            for name, param in chunk.named_parameters():
+                param.requires_grad_(optim is not None and (self.lora is None or is_trained(name, head)))
         wide = accumulation_dtype(dtype)
         self.zeros = [Zero(chunk, chunk.layers, mesh, self.zero, wide) if self.zero else None for chunk in self.chunks]
         self.storages = Storages()
@@ -114,6 +121,7 @@ class TrainEngine:
                 self.storages.include(tensors)
                 self.storages.free()
         self._params = named_by_chunk([dict(chunk.named_parameters()) for chunk in self.chunks])
+        self.trained = [name for name in self._params if self.lora is None or is_trained(name, head)]
         self._wide_grads: dict[str, Tensor] = {}
         self._plan_shards(head)
         for chunk in self.chunks if fill else ():
@@ -121,10 +129,15 @@ class TrainEngine:
                 init_random(chunk, seed, self._rows_of(chunk.shards))
             else:
                 load_pretrained(chunk, path, new_head, self._rows_of(chunk.shards))
+            if self.lora is not None:
+                init_adapters(chunk, self.lora, seed, self._rows_of(chunk.shards))
         connect_stages(mesh, device)
         self.optimizer = None
         if optim is not None:
-            self.optimizer = Optimizer(optim, self.local_tensors(), total_updates)
+            heads = [name for name in self._params if name.endswith("value.weight" if head == "both" else "head.weight")]
+            shards_at = partial(rank_shards, spec, head, mesh.layout, mesh.pp_rank)
+            muon = Muon(mesh, self.zero, shards_at) if optim.name == "muon" else None
+            self.optimizer = Optimizer(optim, self.trained_tensors(), total_updates, heads, muon)
             if wide != dtype:
                 self._accumulate_wide()
 
@@ -132,10 +145,7 @@ class TrainEngine:
         """What this rank holds, what of it it answers for in the gradient norm, and what other tp ranks hold in part."""
         mesh, tp, layout = self.mesh, self.mesh.tp, self.mesh.layout
         assert isinstance(layout, Layout)
-
-        def plan(pp_rank: int, tp_rank: int) -> dict[str, ParamShard]:
-            return rank_shards(self.spec, head, layout, pp_rank, tp_rank)
-
+        plan = partial(rank_shards, self.spec, head, layout, lora=self.lora)
         mine = plan(mesh.pp_rank, tp.rank)
         before = [plan(mesh.pp_rank, rank) for rank in range(tp.rank)]
         if self.chunks[0].tied_ends and not mesh.first_stage:
@@ -144,7 +154,8 @@ class TrainEngine:
         self._shards = self._rows_of(mine)
         self._owned = self._rows_of(owned_boxes(mine, before))
         scattered = named_by_chunk([dict.fromkeys(chunk.scattered) for chunk in self.chunks])
-        self._partial = self._rows_of(partial_boxes(mine, others, scattered))
+        partial_shards = self._rows_of(partial_boxes(mine, others, scattered))
+        self._partial = {name: shard for name, shard in partial_shards.items() if name in self.trained}
         for name, tensor in self.local_tensors().items():
             planned = self._shards[name].shape
             assert tensor.shape == planned, f"{name}: local shard {list(tensor.shape)}, planned {list(planned)}"
@@ -173,10 +184,10 @@ class TrainEngine:
         for zero in self.zeros:
             if zero is not None:
                 zero.keep_reduced()
-        pairs = zip(self.chunks, self.zeros, strict=True)
-        owners = [dict.fromkeys(dict(chunk.named_parameters()), zero) for chunk, zero in pairs]
-        for name, zero in named_by_chunk(owners).items():
-            self._params[name].register_post_accumulate_grad_hook(keep(name, zero))
+        parts = zip(self.chunks, self.zeros, strict=True)
+        zeros = named_by_chunk([dict.fromkeys(dict(chunk.named_parameters()), zero) for chunk, zero in parts])
+        for name in self.trained:
+            self._params[name].register_post_accumulate_grad_hook(keep(name, zeros[name]))
 
     # -- forward and backward
 
@@ -222,8 +233,10 @@ class TrainEngine:
         Gradients are complete only inside :meth:`optimizer_step`; until then further calls add to them.
         """
         assert self.optimizer is not None, "this engine was built without an optimizer: forward only"
-        passes = _Passes(self, micro_batches, loss)
-        self._run(schedule_1f1b, micro_batches, passes.forward, passes.backward)
+        passes, self._num_calls = _Passes(self, micro_batches, loss), self._num_calls + 1
+        with torch.random.fork_rng(devices=()):  # adapters take the seeds of their dropout from it, alike on all tp ranks
+            torch.default_generator.manual_seed(hash((*self._seeds, self.optimizer.step_count, self._num_calls)))
+            self._run(schedule_1f1b, micro_batches, passes.forward, passes.backward)
         self.reshard()
         return passes.sums
 
@@ -238,8 +251,7 @@ class TrainEngine:
         self, chunk: Decoder, batch: Packed, received: Tensor | None, last: Callable[[Decoder, Tensor], Any]
     ) -> Any:
         """One micro-batch through a chunk. One without rows goes through as a single token, whose result nobody uses."""
-        lengths = batch.lengths.tolist() or [1]
-        attention = PackedAttention(lengths, self.device, self.attention)
+        attention = PackedAttention(batch.lengths.tolist() or [1], self.device, self.attention)
         if received is None:
             received = batch.tokens if len(batch.lengths) else batch.tokens.new_zeros(1)
         return chunk(received, attention, last)
@@ -259,16 +271,16 @@ class TrainEngine:
         clip = self.optimizer.config.clip_grad
         if clip and norm > clip:
             torch._foreach_mul_(list(grads.values()), clip / (norm + 1e-6))  # torch.nn.utils.clip_grad_norm_'s constant
-        lr = self.optimizer.step(self.local_tensors(), grads)
+        lr = self.optimizer.step(self.trained_tensors(), grads)
         self.zero_grad()
         return {"grad_norm": norm, "lr": lr}
 
     @torch.no_grad()
     def _summed_gradients(self) -> dict[str, Tensor]:
         """The gradient of each local shard, summed over everything that it has to be summed over: once per step."""
-        grads = {name: self._gradient(name, param) for name, param in self._params.items()}
+        grads = {name: self._gradient(name, self._params[name]) for name in self.trained}
         sum_partial(grads, self._partial, self.mesh.tp)
-        if self.chunks[0].tied_ends and (self.mesh.first_stage or self.mesh.last_stage):
+        if self.lora is None and self.chunks[0].tied_ends and (self.mesh.first_stage or self.mesh.last_stage):
             end = "embed.weight" if self.mesh.first_stage else "head.weight"
             (tied,) = (name for name in grads if name.endswith(end))
             self.mesh.ends.all_reduce(grads[tied], "tied_gradients")
@@ -292,8 +304,14 @@ class TrainEngine:
             square.zero_()
         return math.sqrt(float(self.mesh.pool.all_reduce(square, "grad_norm")))
 
+    @torch.no_grad()
+    def weights_finite(self) -> bool:
+        """Whether this rank's local shards are. No communication; on GPUs it waits for the work that was started."""
+        return bool(squared_norm(self.local_tensors(), self._shards).isfinite())
+
     def zero_grad(self) -> None:
         self._wide_grads.clear()
+        self._num_calls = 0
         for param in self._params.values():
             param.grad = None
 
@@ -312,6 +330,11 @@ class TrainEngine:
         """Parameter name -> this rank's local shard: the storage itself."""
         self.reshard()
         return {name: local_part(param) for name, param in self._params.items()}
+
+    def trained_tensors(self) -> dict[str, Tensor]:
+        """Those of :meth:`local_tensors` that an optimizer changes."""
+        local = self.local_tensors()
+        return {name: local[name] for name in self.trained}
 
     def reshard(self) -> None:
         """Let go of gathered parameters, so that the local shards are all that there is. No communication."""
@@ -361,10 +384,12 @@ def named_by_chunk(parts: Sequence[Mapping[str, T]]) -> dict[str, T]:
     return {prefix + name: x for prefix, part in zip(prefixes, parts, strict=True) for name, x in part.items()}
 
 
-def rank_shards(spec: ModelSpec, head: str, layout: Layout, pp_rank: int, tp_rank: int) -> dict[str, ParamShard]:
+def rank_shards(
+    spec: ModelSpec, head: str, layout: Layout, pp_rank: int, tp_rank: int, lora: LoraConfig | None = None
+) -> dict[str, ParamShard]:
     """Parameter name -> shape and boxes on a rank of these coordinates, before ZeRO cuts out its rows. Pure."""
-    num_stages = layout.pp * layout.vpp
-    return named_by_chunk([plan_params(spec, head, s, num_stages, tp_rank, layout.tp) for s in layout.stages(pp_rank)])
+    num_stages, stages = layout.pp * layout.vpp, layout.stages(pp_rank)
+    return named_by_chunk([plan_params(spec, head, s, num_stages, tp_rank, layout.tp, lora=lora) for s in stages])
 
 
 def _zero_loss(decoder: Decoder, hidden: Tensor) -> Tensor:

@@ -8,6 +8,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from torch import Tensor
+
 from rlhf_spmd.data.tokenizer import decoding
 from rlhf_spmd.generation.backends import choose_backend
 from rlhf_spmd.generation.generator import Generator
@@ -15,26 +17,31 @@ from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.sharding import plan_params
 from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.reshard import HybridWeights, choose_method
+from rlhf_spmd.workers.adapters import merge_adapters, merged_names
 from rlhf_spmd.workers.engine import rank_shards
 from rlhf_spmd.workers.model_worker import ModelWorker
 
 
 class Generating:
-    """``hybrid``: the weights of ``worker`` on this rank, a member of its pool, in the layout that it generates in; ``generator``."""
+    """``hybrid``: the weights of ``worker`` on this rank, a member of its pool, in the layout that it generates in; ``generator``.
+    ``merged``: what ``hybrid`` takes in place of the matrices that have adapters."""
 
-    def __init__(self, worker: ModelWorker, hybrid: HybridWeights, generator: Generator) -> None:
-        self.worker, self.hybrid, self.generator = worker, hybrid, generator
+    def __init__(self, worker: ModelWorker, hybrid: HybridWeights, generator: Generator, merged: dict[str, Tensor]) -> None:
+        self.worker, self.hybrid, self.generator, self._merged = worker, hybrid, generator, merged
 
     @contextmanager
     def generation_weights(self) -> Iterator[None]:
         """Collective over the pool: every rank of it must call, in program order."""
         timeline = self.worker.controller.timeline
         with timeline.span(f"{self.worker.name}.to_generation", category="reshard"):
+            merge_adapters(self.worker.engine, self._merged)
             self.hybrid.to_generation(not self.worker.config.generation.overlap, self.worker.version)
             self.generator.reserved_bytes = self.hybrid.pending_bytes
         yield
         with timeline.span(f"{self.worker.name}.to_training", category="reshard"):
             self.hybrid.to_training()
+        if not (self.hybrid.keep and self.hybrid.shared):  # else they are the generation parameters, at fixed addresses
+            self._merged.clear()
 
     def tick(self) -> None:
         """After each step, and on a replica that waits for others: those may be waiting for this rank's weights."""
@@ -81,9 +88,10 @@ def build_generating(worker: ModelWorker, tokenizer: Any) -> Generating | None:
     decoder.requires_grad_(False)
     shards = partial(rank_shards, spec, "lm", worker.shape.layout)  # generation has no use for a second head
     mine = shards(worker.mesh.pp_rank, worker.mesh.tp_rank)
+    merged: dict[str, Tensor] = {}
     hybrid = HybridWeights(
         shards,
-        lambda: {name: parameter for name, parameter in worker.engine.parameters().items() if name in mine},
+        lambda: {name: merged.get(name, param) for name, param in worker.engine.parameters().items() if name in mine},
         decoder,
         lambda pp, tp: plan_params(spec, "lm", pp, layout.pp, tp, layout.tp, layout.blocks),
         gather,
@@ -92,8 +100,9 @@ def build_generating(worker: ModelWorker, tokenizer: Any) -> Generating | None:
         mesh.index,
         worker.config.generation.buffers,
         host_of=lambda i: pool.ranks[i] // build.world.launch.local_size,
+        passing=frozenset(merged_names(worker.engine)),
     )
     config, where = worker.config.generation, f"models.{worker.name}.generation.attention"
     backend = choose_backend(config.attention, worker.engine.attention.name, worker.engine.dtype, worker.device, where)
     config = replace(config, attention=backend)
-    return Generating(worker, hybrid, Generator(decoder, mesh, config, spec.eos_token_ids, decoding(tokenizer)))
+    return Generating(worker, hybrid, Generator(decoder, mesh, config, spec.eos_token_ids, decoding(tokenizer)), merged)

@@ -68,7 +68,7 @@ class Loan:
         else:
             self._transfer.proceed(self._fail)
         if self.home.resting is not None:
-            self.home.resting.rest(self.home.engine.local_tensors().values(), changed=False)
+            self.home.resting.rest(self.home.engine.local_tensors().values())
 
     def settle(self) -> None:
         """Wait until this rank has sent and received what it had to: the home's weights may change then."""
@@ -214,7 +214,7 @@ class LoanAhead(Loan):
         self._transfer.proceed(self._fail)
         if home.resting is not None:
             self.settle()
-            home.resting.rest(home.engine.local_tensors().values(), changed=False)
+            home.resting.rest(home.engine.local_tensors().values())
 
     def _room(self) -> dict[str, Tensor]:
         if not self.twin.member:

@@ -58,6 +58,7 @@ class Build:
     """What every role is built from, besides its own configuration.
 
     ``temperature``: of sampling, and so of log-probs. ``num_samples``: scored rows that come back as text, for people to read.
+    ``chat_template``: of messages between turns, in place of the tokenizer's.
     ``max_prompt_length`` and ``max_response_length``: limits of sampling, 0: none is known. ``exact_rollouts``: generation's
     log-probs are training's, bit for bit. ``partial_rollouts``: rows may cross steps. ``rollout_log_probs``: the old
     log-probs are always generation's.
@@ -72,7 +73,8 @@ class Build:
     total_updates: Mapping[str, int] = field(default_factory=dict)  # role -> optimizer steps of the whole run
     temperature: float = 1.0
     rewards: Mapping[str, RewardConfig] = field(default_factory=dict)  # by role
-    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
+    environments: Mapping[str, EnvironmentConfig] = field(default_factory=dict)
+    chat_template: str | None = None
     tokenizer: Any = None
     num_samples: int = 0
     max_prompt_length: int = 0
@@ -121,6 +123,7 @@ class ModelWorker(Worker):
                 total_updates=build.total_updates.get(name, 1),
                 new_head=self.new_head,
                 fill=build.serves is None,
+                lora=config.lora,
             )
             if config.offload and build.serves is None:
                 self.resting = Storages(self.engine.local_tensors().values())
@@ -143,7 +146,8 @@ class ModelWorker(Worker):
 
     def shards(self, spec: ModelSpec) -> Callable[[int, int], dict[str, ParamShard]]:
         """(pp, tp) coordinate of the role's layout -> the parameters of a rank there, before ZeRO cuts out its rows."""
-        return functools.partial(rank_shards, spec, self.head, self.shape.layout)
+        lora = self.config.lora if self.config.lora.rank else None
+        return functools.partial(rank_shards, spec, self.head, self.shape.layout, lora=lora)
 
     def weights(self) -> dict[str, Tensor]:
         """Between calls, on members: the local shards, on the device or in host memory. Writing there changes the weights."""
@@ -185,7 +189,8 @@ class ModelWorker(Worker):
             self.loan.give_back()
         elif self.resting is not None and self._holds:
             # generation may have given the weights other storages
-            self.resting.rest(self.engine.local_tensors().values(), changed=call.spec.kind == "train")
+            changed = self.engine.trained_tensors() if call.spec.kind == "train" else {}
+            self.resting.rest(self.engine.local_tensors().values(), changed.values())
 
     def micro_batches(self, batch: Batch, keep_groups: bool = False) -> tuple[list[list[int]], list[Packed], Totals]:
         """Cut rows, or with ``keep_groups`` groups of rows, into packed micro-batches, as many on every data-parallel rank.
@@ -234,7 +239,14 @@ class ModelWorker(Worker):
         spreads = lengths is None and MASK in batch
         lengths = model_tokens(batch) if lengths is None else lengths
         result = Ragged(values, lengths[order]).take(torch.argsort(order))
+        if not result.values.isfinite().all():
+            row = batch.row_ids.repeat_interleave(result.lengths)[~result.values.isfinite()][0]
+            raise FloatingPointError(f"row {row}: what {self.name} makes of it is not finite; {self._remedy()}")
         return result.spread(batch[MASK]) if spreads else result
+
+    def _remedy(self) -> str:
+        learning = f"lower models.{self.name}.optim.lr={self.config.optim.lr:g}, " if self.trained else ""
+        return f"{learning}look at the weights that it began with, or set models.{self.name}.dtype=float32"
 
     def log_probs(self, batch: Batch, temperature: float) -> Ragged | None:
         """Log-probability of every response token of the model, by :meth:`infer`."""
@@ -271,6 +283,8 @@ class ModelWorker(Worker):
         for batches in steps:
             reports.append(self._step(batches, objectives, checked))
             checked = None
+        if not self.engine.weights_finite():
+            raise FloatingPointError(f"the weights of {self.name} are not finite after its update; {self._remedy()}")
         report = self.summarise(reports, first=(f"{self.name}/ppo_kl",))
         return report | log_prob_differences(torch.cat(differences)) if differences else report
 
@@ -296,6 +310,8 @@ class ModelWorker(Worker):
             if totals.rows:  # of a stream that is shorter than the others this mini-batch may have none
                 for name, value in self.engine.forward_backward(packed, losses(objective, totals)).items():
                     stats[name] = stats[name] + value if name in stats else value
+        if all(objective.names_loss for objective in objectives):
+            stats.pop("loss", None)
         summed: dict[str, float] = {}
         if self.mesh.last_stage and stats:
             names = sorted(stats)

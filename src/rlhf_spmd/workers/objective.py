@@ -66,7 +66,8 @@ class Objective:
     ``reads``: fields of the batch, per token or per row. ``model``: what the forward pass gives, of
     ``log_probs``, ``entropy`` and ``values`` [tokens], at ``temperature``, and ``row_values`` [rows], the value head at a row's last
     token. ``keep_groups``: the rows of one group come in one micro-batch. ``weight``: of the loss, among several. ``on_cpu``: of
-    ``reads``, those that stay on the CPU.
+    ``reads``, those that stay on the CPU. ``names_loss``: the loss is a statistic of its own name already, so that an update does not
+    report it as ``<role>/loss``.
     """
 
     loss: Loss
@@ -76,6 +77,7 @@ class Objective:
     keep_groups: bool = False
     weight: float = 1.0
     on_cpu: tuple[str, ...] = ()
+    names_loss: bool = False
 
 
 def as_objectives(given: Objective | Sequence[Objective]) -> list[Objective]:

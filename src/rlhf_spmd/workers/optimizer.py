@@ -1,23 +1,28 @@
-"""AdamW over this rank's local shards: plain tensors by parameter name, so that a checkpoint can cut and join states by boxes.
+"""Optimizers over this rank's local shards: plain tensors by parameter name, so that a checkpoint can cut and join states by boxes.
 
-The optimizer never communicates: the engine hands it summed, clipped gradients of exactly the rows that the rank owns.
+The engine hands in summed, clipped gradients of exactly the rows that the rank owns. Nothing communicates but Muon's whole matrices.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from rlhf_spmd.config.bounds import check_bounds
 from rlhf_spmd.kernels import can, wait
 from rlhf_spmd.parallel.collectives import RECORDER
-from rlhf_spmd.parallel.data_parallel import buckets
+from rlhf_spmd.parallel.data_parallel import BUCKET_ELEMENTS, buckets
+from rlhf_spmd.workers.eight_bit import EightBit, Kept, States, Tensors
+from rlhf_spmd.workers.muon import Muon
 
+OPTIMIZERS = ("adamw", "adamw_8bit", "muon")
 SCHEDULES = ("constant", "linear", "cosine")
 
 
@@ -25,13 +30,27 @@ SCHEDULES = ("constant", "linear", "cosine")
 class OptimConfig:
     """``models.<role>.optim``; the names are verl's.
 
-    ``lr_warmup_steps`` counts optimizer steps; where it is negative, ``lr_warmup_steps_ratio`` of all steps. ``clip_grad`` is
-    the largest global gradient norm (null or 0: no clipping). ``min_lr_ratio`` is the part of ``lr`` that a linear or cosine
-    schedule ends with. ``master_weights``: keep fp32 copies of half-precision parameters (no effect in fp32 and fp64).
-    ``offload``: what the optimizer keeps lies in host memory, pinned on GPUs (on CPUs that is where it is anyway).
+    - name: `adamw`; `adamw_8bit`: bitsandbytes' AdamW, moments in 8 bits but those of biases and norms (needs `rlhf_spmd[optim]`);
+      `muon`: torch's Muon for the matrices of the layers, in steps of the size of AdamW's, so that `lr` and `weight_decay` mean the
+      same, and AdamW for all else; see [training.md](training.md#optimizers)
+    - lr: learning rate; a critic, whose value head starts at zero, wants more, say `1e-5`
+    - head_lr: learning rate of the value head, in a model without one of the output matrix, by the same schedule; null: `lr`
+    - momentum: Muon's
+    - lr_scheduler_type: `constant`, `linear`, `cosine`
+    - lr_warmup_steps: optimizer steps of linear warm-up; negative: by ratio
+    - lr_warmup_steps_ratio: share of all optimizer steps that warm up
+    - min_lr_ratio: share of `lr` that linear and cosine end with
+    - weight_decay: of AdamW
+    - betas: of AdamW
+    - eps: of AdamW
+    - clip_grad: largest global gradient norm; null or 0: no clipping
+    - master_weights: fp32 copies of half-precision parameters (no effect in fp32 and fp64)
+    - offload: optimizer states and those copies rest in host memory, pinned on GPUs, see [training.md](training.md)
     """
 
+    name: str = "adamw"
     lr: float = 1e-6
+    head_lr: float | None = None
     lr_scheduler_type: str = "constant"
     lr_warmup_steps: int = -1
     lr_warmup_steps_ratio: float = 0.0
@@ -39,6 +58,7 @@ class OptimConfig:
     weight_decay: float = 0.01
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
     eps: float = 1e-8
+    momentum: float = 0.95
     clip_grad: float | None = 1.0
     master_weights: bool = True
     offload: bool = False
@@ -49,11 +69,14 @@ class OptimConfig:
         def refuse(key: str, allowed: str) -> None:
             raise ValueError(f"{where}.{key}={getattr(self, key)}: must be {allowed}")
 
-        if self.lr_scheduler_type not in SCHEDULES:
-            refuse("lr_scheduler_type", f"one of {', '.join(SCHEDULES)}")
-        for key in ("lr", "weight_decay"):
-            if not (getattr(self, key) >= 0 and math.isfinite(getattr(self, key))):
-                refuse(key, "a finite number, at least 0")
+        for key, known in (("name", OPTIMIZERS), ("lr_scheduler_type", SCHEDULES)):
+            if getattr(self, key) not in known:
+                refuse(key, f"one of {', '.join(known)}")
+        if self.name == "adamw_8bit" and find_spec("bitsandbytes") is None:
+            raise ValueError(f"{where}.name=adamw_8bit needs the package bitsandbytes: pip install 'rlhf_spmd[optim]'")
+        check_bounds(self, where, "lr", "head_lr", "weight_decay", least=0)
+        if not 0 <= self.momentum < 1:
+            refuse("momentum", "at least 0 and below 1")
         for key in ("lr_warmup_steps_ratio", "min_lr_ratio"):
             if not 0 <= getattr(self, key) <= 1:
                 refuse(key, "between 0 and 1")
@@ -89,8 +112,38 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
+class AdamW:
+    """Loshchilov and Hutter 2019, arXiv 1711.05101; the arithmetic is torch's own."""
+
+    bucket = BUCKET_ELEMENTS
+
+    def kept(self, shape: Sequence[int], dtype: torch.dtype) -> Kept:
+        """What is kept of a parameter."""
+        return dict.fromkeys(("exp_avg", "exp_avg_sq"), (shape, dtype))
+
+    def update(self, config: OptimConfig, params: Tensors, grads: list[Tensor], states: States, step: int, lr: float) -> None:
+        """Parameters and states in place. The first ``step`` is 0. Here and in the others gradients are of the parameters' dtype."""
+        updated = list(params.values())
+        adamw(
+            updated,
+            grads,
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            list(torch.full((len(updated),), float(step), device=updated[0].device).unbind()),
+            fused=True,
+            amsgrad=False,
+            beta1=config.betas[0],
+            beta2=config.betas[1],
+            lr=lr,
+            weight_decay=config.weight_decay,
+            eps=config.eps,
+            maximize=False,
+        )
+
+
 class Optimizer:
-    """AdamW (Loshchilov and Hutter; the arithmetic is torch's own) over named local tensors.
+    """AdamW, EightBit and Muon over named local tensors, each over its own.
 
     It holds states, not parameters: the parameters are handed in at every step, since their storage may move between steps
     (resharding does that). ``step_count`` is the number of steps taken, ``total_steps`` the length of the schedule.
@@ -99,19 +152,30 @@ class Optimizer:
     is the same as without ``offload``, and the device holds the states of one bucket.
     """
 
-    def __init__(self, config: OptimConfig, params: Mapping[str, Tensor], total_steps: int) -> None:
-        """``params``: this rank's local shards, any shapes (0 rows too), all of one dtype and device."""
-        self.config = config
-        self.total_steps = total_steps
-        self.step_count = 0
+    def __init__(
+        self, config: OptimConfig, params: Tensors, total_steps: int, heads: Collection[str] = (), muon: Muon | None = None
+    ) -> None:
+        """``params``: this rank's local shards, any shapes (0 rows too), all of one dtype and device. ``heads``: names of those that
+        learn with ``head_lr``. ``muon``: for the names that it has."""
+        self.config, self.total_steps, self.step_count = config, total_steps, 0
+        self._usual, self._eight_bit = AdamW(), EightBit() if config.name == "adamw_8bit" else None
+        self._groups: dict[
+            tuple[Any, bool], dict[str, int]
+        ] = {}  # (arithmetic, of the head) -> name -> elements in its buckets
         self._states: dict[str, dict[str, Tensor]] = {}
         for name, param in params.items():
+            arithmetic: Any = self._eight_bit if self._eight_bit is not None and param.dim() > 1 else self._usual
+            size = param.numel()
+            if muon is not None and name in muon.sizes:
+                arithmetic, size = muon, muon.sizes[name]
+            if size:
+                self._groups.setdefault((arithmetic, name in heads), {})[name] = size
             dtype = accumulation_dtype(param.dtype) if config.master_weights else param.dtype
             where: dict[str, Any] = {"device": param.device}
             if config.offload:
                 where = {"device": "cpu", "pin_memory": can(param.device).pinned}
-            keys = ("exp_avg", "exp_avg_sq", "master") if dtype != param.dtype else ("exp_avg", "exp_avg_sq")
-            self._states[name] = {key: torch.zeros(param.shape, dtype=dtype, **where) for key in keys}
+            kept = arithmetic.kept(param.shape, dtype) | ({"master": (param.shape, dtype)} if dtype != param.dtype else {})
+            self._states[name] = {key: torch.zeros(shape, dtype=its, **where) for key, (shape, its) in kept.items()}
         self.refresh_masters(params)
 
     @property
@@ -120,56 +184,53 @@ class Optimizer:
         return learning_rate(self.config, self.step_count, self.total_steps)
 
     @torch.no_grad()
-    def step(self, params: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> float:
-        """Update ``params`` in place (same names and shapes as at construction); returns the learning rate used."""
-        lr = self.lr
-        for names in buckets({name: param.numel() for name, param in params.items() if param.numel()}):
-            RECORDER.tick()
-            device = params[names[0]].device
-            kept = [self._states[name] for name in names]
-            states = [{key: x.to(device, non_blocking=True) for key, x in state.items()} for state in kept]
-            self._update([params[name] for name in names], [grads[name] for name in names], states, lr)
-            for state, new in zip(kept, states, strict=True):
-                for key, x in state.items():
-                    if new[key] is not x:
-                        x.copy_(new[key], non_blocking=True)
+    def step(self, params: Tensors, grads: Tensors) -> float:
+        """Update ``params`` in place (same names and shapes as at construction); returns the learning rate used.
+
+        With Muon collective over the mesh's dp and tp: every rank of them must call, in program order.
+        """
+        lr, head_lr = self.lr, self.config.lr if self.config.head_lr is None else self.config.head_lr
+        head_lr = learning_rate(replace(self.config, lr=head_lr), self.step_count, self.total_steps)
+        for (arithmetic, is_head), sizes in self._groups.items():
+            for names in buckets(sizes, arithmetic.bucket):
+                RECORDER.tick()
+                device = params[names[0]].device
+                kept = [self._states[name] for name in names]
+                states = [{key: x.to(device, non_blocking=True) for key, x in state.items()} for state in kept]
+                updated = {name: state.get("master", params[name]) for state, name in zip(states, names, strict=True)}
+                summed = [grads[name].to(new.dtype) for name, new in updated.items()]
+                arithmetic.update(self.config, updated, summed, states, self.step_count, head_lr if is_head else lr)
+                for name, new in updated.items():
+                    if new is not params[name]:
+                        params[name].copy_(new)
+                for state, moved in zip(kept, states, strict=True):
+                    for key, x in state.items():
+                        if moved[key] is not x:
+                            x.copy_(moved[key], non_blocking=True)
         if self.config.offload:
             wait()  # the host may read its states now
         self.step_count += 1
         return lr
 
-    def _update(self, params: list[Tensor], grads: list[Tensor], states: list[dict[str, Tensor]], lr: float) -> None:
-        updated = [state.get("master", param) for state, param in zip(states, params, strict=True)]
-        adamw(
-            updated,
-            [grad.to(new.dtype) for grad, new in zip(grads, updated, strict=True)],
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
-            [],
-            list(torch.full((len(updated),), float(self.step_count), device=updated[0].device).unbind()),
-            fused=True,
-            amsgrad=False,
-            beta1=self.config.betas[0],
-            beta2=self.config.betas[1],
-            lr=lr,
-            weight_decay=self.config.weight_decay,
-            eps=self.config.eps,
-            maximize=False,
-        )
-        for param, new in zip(params, updated, strict=True):
-            if new is not param:
-                param.copy_(new)
-
     @torch.no_grad()
-    def refresh_masters(self, params: Mapping[str, Tensor]) -> None:
+    def refresh_masters(self, params: Tensors) -> None:
         """Take the master weights from the parameters again, after these were overwritten."""
         for name, state in self._states.items():
             if "master" in state:
                 state["master"].copy_(params[name])
 
     def state_tensors(self) -> dict[str, dict[str, Tensor]]:
-        """Parameter name -> {"exp_avg", "exp_avg_sq" and, for half-precision parameters, "master"}, each of the shard's shape.
+        """Parameter name -> {"exp_avg" and "exp_avg_sq", or "momentum_buffer", and for half-precision parameters "master"}, each of
+        the shard's shape: the tensors themselves, and copies on the host in float32 of what is kept in 8 bits.
 
-        The tensors themselves: writing into them in place loads the optimizer (with ``step_count``).
+        Writing into them in place, and then :meth:`take_states`, loads the optimizer (with ``step_count``).
         """
-        return self._states
+        if self._eight_bit is None:
+            return self._states
+        return {name: self._eight_bit.widen(state) for name, state in self._states.items()}
+
+    def take_states(self, states: Mapping[str, Tensors]) -> None:
+        """Keep what has been written into :meth:`state_tensors`; in the layout that it was read in the bits are the same again."""
+        if self._eight_bit is not None:
+            for name, state in self._states.items():
+                self._eight_bit.narrow(states[name], state)

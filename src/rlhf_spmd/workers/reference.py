@@ -7,6 +7,7 @@ from torch import Tensor
 
 from rlhf_spmd.controller import ONE_TO_ALL, THREE_D, Production, register
 from rlhf_spmd.data.batch import Batch
+from rlhf_spmd.workers.adapters import without_adapters
 from rlhf_spmd.workers.loan import Loan
 from rlhf_spmd.workers.model_worker import ModelWorker
 from rlhf_spmd.workers.objective import ROW_INPUTS
@@ -40,6 +41,7 @@ class ReferenceWorker(ModelWorker):
 
     @register(THREE_D, inputs=ROW_INPUTS, outputs=("ref_log_prob",), split_groups=True, streams=True)
     def compute_ref_log_prob(self, batch: Batch) -> Batch | None:
-        """``ref_log_prob``: ragged [response tokens], at the sampling temperature."""
-        result = self.log_probs(batch, self.build.temperature)
+        """``ref_log_prob``: ragged [response tokens], at the sampling temperature; of a role with adapters those without them."""
+        with without_adapters(self.engine):
+            result = self.log_probs(batch, self.build.temperature)
         return batch.with_fields(ref_log_prob=result) if result is not None else None

@@ -13,6 +13,7 @@ from torch import Tensor
 from rlhf_spmd.controller import THREE_D, Production, register
 from rlhf_spmd.data.batch import Batch, decode_json
 from rlhf_spmd.data.tokenizer import decode
+from rlhf_spmd.environments.config import environment_of
 from rlhf_spmd.rewards.binding import Row
 from rlhf_spmd.rewards.config import reward_key
 from rlhf_spmd.rewards.runner import RewardRunner, check_failures
@@ -80,14 +81,14 @@ class RewardWorker(ModelWorker):
 
     @register(
         THREE_D,
-        inputs=("prompt_ids", "response_ids", "row", "response_mask?", "environment_reward?", "rollout_versions?"),
+        inputs=("prompt_ids", "response_ids", "row", "stopped?", "response_mask?", "environment_reward?", "rollout_versions?"),
         outputs=("scores",),
         streams=True,
         report=_report,
     )
     def compute_reward(self, batch: Batch) -> tuple[Batch | None, dict[str, Any]]:
         """``scores`` [rows]: weight * function + model_weight * model, 0 for rows that this reward does not score; of the first
-        reward + environment.weight * environment's reward.
+        reward + weight * reward of the row's environment.
 
         Collective over the pool: every rank of it must call, in program order.
         """
@@ -103,8 +104,11 @@ class RewardWorker(ModelWorker):
                 scores += self.reward.model_weight * given
         note, scored = self._score_text(batch, scores, refused)
         if self.first and "environment_reward" in batch:
-            scores += self.build.environment.weight * batch["environment_reward"]
-            scored = torch.ones_like(scored)
+            known = self.build.environments
+            names = [environment_of(known, row) for row in decode_json(batch["row"])]
+            weights = [0.0 if name is None else known[name].weight for name in names]
+            scores += torch.tensor(weights, dtype=torch.float64) * batch["environment_reward"]
+            scored |= torch.tensor([name is not None for name in names])
         note["unscored"] = batch.row_ids[~scored]
         return (batch.with_fields(scores=scores) if self.mesh.last_stage and len(batch) else None), note
 
@@ -126,6 +130,9 @@ class RewardWorker(ModelWorker):
     def sample(self, batch: Batch, i: int, text: Row, scores: Tensor) -> dict[str, Any]:
         """The i-th row for people to read. ``versions``: runs of tokens, each with the step whose weights drew it, and its length."""
         sample = {"row_id": int(batch.row_ids[i]), "prompt": text[0], "response": text[1], "score": float(scores[i])}
+        sample["length"] = int(batch["response_ids"].lengths[i])
+        if "stopped" in batch:
+            sample["finish_reason"] = "stop" if batch["stopped"][i] else "length"
         if "rollout_versions" in batch:
             versions = batch["rollout_versions"].rows()[i]
             sample["versions"] = torch.stack(torch.unique_consecutive(versions, return_counts=True), 1).tolist()

@@ -1,0 +1,121 @@
+"""All programs as one command. Alone on a machine it starts the ranks itself; under torchrun it is one of them.
+
+rlhf-spmd train --config configs/quickstart_ppo.yaml --nproc-per-node 2 run.steps=20
+rlhf-spmd train --help                            every key with its type, its default and what it means
+rlhf-spmd completion bash >> ~/.bashrc            or zsh, or fish: programs and keys with the tabulator
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn
+
+from rlhf_spmd import __version__
+from rlhf_spmd.config.registry import available, find
+from rlhf_spmd.config.schema import nearest
+
+PROGRAMS = {
+    "train": "training by any algorithm, from configuration to export",
+    "sft": "supervised fine-tuning: train with algorithm.name=sft",
+    "generate": "responses for a file of prompts",
+    "evaluate": "mean@k, pass@k and maj@k of a model on sets of prompts",
+    "score": "log-probs of given responses",
+    "serve": "a model behind OpenAI's interface",
+    "plan": "the best placement on a cluster, and whether a run fits; one process",
+    "report": "one page about a run, or several beside each other; one process",
+}
+ONE_PROCESS = ("plan", "report")  # but plan profile
+HELP = {"-h", "--help"}
+ASKED = {*HELP, "--print-config"}
+OPTIONS = ("--config", "--help", "--print-config", "--dry-run", "--nproc-per-node")
+ZSH = "autoload -U +X compinit && compinit\nautoload -U +X bashcompinit && bashcompinit\n"
+FISH = "complete -c rlhf-spmd -n '__fish_use_subcommand' -f -a '%s'\n"
+FISH_WORDS = "complete -c rlhf-spmd -n '__fish_seen_subcommand_from %s' -a '%s'\n"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Ends the process with the program's exit code."""
+    if not {"", os.getcwd()} & {*sys.path}:
+        sys.path.insert(0, os.getcwd())  # as `python -m` does, for the user's own modules
+    given = list(sys.argv[1:] if argv is None else argv)
+    name, *rest = given or ["--help"]
+    if name == "--version":
+        print(__version__)
+    elif name in HELP or (name == "completion" and HELP & {*rest}):
+        width = max(map(len, PROGRAMS))
+        print(__doc__, "programs:", *(f"  {one:<{width}}  {said}" for one, said in PROGRAMS.items()), sep="\n")
+        raise SystemExit(0 if given else 2)
+    elif name == "completion":
+        print(completion(rest[0] if rest else ""), end="")
+    elif name in PROGRAMS:
+        program = importlib.import_module(f"rlhf_spmd.{name}")
+        raise SystemExit(program.main([*rest, *usual_ranks(name, rest)]))
+    elif name.startswith("-"):
+        meant = next((one for one in rest if one in PROGRAMS), "train")
+        _refuse(f"{name}: the program comes first: rlhf-spmd {meant} {name} ...; --help lists programs")
+    else:
+        hint = nearest(name, list(PROGRAMS)) or ";"
+        _refuse(f"unknown program '{name}'{hint} available: {', '.join(PROGRAMS)}, completion")
+
+
+def usual_ranks(name: str, arguments: Sequence[str]) -> list[str]:
+    """``--nproc-per-node`` where the user has not said it and there is something to start. Ends the process where srun has started
+    the command several times."""
+    from rlhf_spmd.parallel.command_line import RANKS, launched, read_words
+    from rlhf_spmd.parallel.launcher import usual_number
+    from rlhf_spmd.parallel.world import num_tasks
+
+    is_said = any(one.partition("=")[0] in RANKS for one in arguments)
+    is_alone = name in ONE_PROCESS and list(arguments[:1]) != ["profile"]
+    if is_said or is_alone or launched() or ASKED & {*arguments}:
+        return []
+    if (number := num_tasks()) > 1:
+        _refuse(
+            f"srun or mpirun started {number} of this command, each would start ranks of its own; start torchrun: docs/clusters.md"
+        )
+    if name == "serve":  # one model, on as many ranks as hold it
+        from rlhf_spmd.serve import ServeConfig, read_config
+
+        with suppress(ValueError):  # which the program itself refuses
+            return ["--nproc-per-node", str(read_config(ServeConfig, *read_words(arguments)).layout.tp)]
+    return ["--nproc-per-node", str(usual_number())]
+
+
+def completion(shell: str) -> str:
+    """A script for the shell, of the programs and of the keys of each. Ends the process for another shell."""
+    words = {name: " ".join([*OPTIONS, *_words(name)]) for name in PROGRAMS if name != "report"}
+    words["report"] = "--serve --port --help out="
+    programs = " ".join([*PROGRAMS, "completion"])
+    if shell == "fish":
+        return FISH % programs + "".join(FISH_WORDS % pair for pair in words.items())
+    if shell not in ("bash", "zsh"):
+        _refuse(f"completion {shell}: give a shell: bash, zsh or fish")
+    cases = "\n".join(f'    *" {name}") words="{its}" ;;' for name, its in words.items())
+    bash = Path(__file__).with_name("completion.bash").read_text(encoding="utf-8")
+    return (ZSH if shell == "zsh" else "") + bash.replace("@programs@", programs).replace("@cases@", cases)
+
+
+def _words(program: str) -> Iterator[str]:
+    """``key=`` for each key, of roles by their names; of the programs that train, those of all algorithms."""
+    keys = importlib.import_module(f"rlhf_spmd.{program}").keys
+    algorithms = available("rlhf_spmd.algorithms", exports="step") if program in ("train", "plan") else ["sft"]
+    found: dict[str, None] = {}
+    for algorithm in algorithms:
+        roles = find("algorithm", "rlhf_spmd.algorithms", algorithm, exports="step").Config().roles
+        for key in keys([f"algorithm.name={algorithm}"]):
+            found |= dict.fromkeys(key.name.replace("<role>", role) for role in roles)
+    return (f"{name}=" for name in found if "<" not in name)
+
+
+def _refuse(line: str) -> NoReturn:
+    print(line, file=sys.stderr)
+    raise SystemExit(2)
+
+
+if __name__ == "__main__":
+    main()

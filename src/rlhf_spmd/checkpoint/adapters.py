@@ -1,0 +1,115 @@
+"""Low-rank adapters of a checkpoint: as a directory of PEFT, or added to the weights beside which they were trained."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf_spmd.checkpoint.directory import read_manifest
+from rlhf_spmd.checkpoint.files import Spec, write_safetensors
+from rlhf_spmd.checkpoint.load import read_whole
+from rlhf_spmd.checkpoint.manifest import DTYPES, PARAM
+from rlhf_spmd.kernels import choose_ops
+from rlhf_spmd.models.adapters import merge
+from rlhf_spmd.models.decoder import Decoder
+from rlhf_spmd.models.lora import ALL_LINEAR, PREFIX, LoraConfig, Part, adapter_tensor
+from rlhf_spmd.models.sharding import tensor_shapes
+from rlhf_spmd.models.spec import Names, read_spec
+from rlhf_spmd.models.weights import ADAPTER_CONFIG, ADAPTER_FILE, StoredModel
+from rlhf_spmd.parallel.boxes import Box, whole_shard
+
+STATE = "lora"  # in a checkpoint's state: role -> settings of its adapters
+
+
+class SavedAdapters:
+    """Those of a role. ``pieces``: of what was trained, by the tensor's name; ``dtype``: of all of it."""
+
+    def __init__(self, directory: Path, role: str, settings: dict[str, Any]) -> None:
+        self._directory, self.lora = directory, LoraConfig(**settings)
+        self.pieces = read_manifest(directory).pieces_of(role, PARAM)
+        self.dtype = DTYPES[next(iter(self.pieces.values()))[0].dtype]
+
+    def read(self, name: str) -> Tensor:
+        """A tensor that was trained. Raises CheckpointError."""
+        pieces = self.pieces[name]
+        return read_whole(self._directory, pieces, Spec(name, self.dtype, pieces[0].shape))
+
+    def add(self, box: Box, values: Tensor) -> Tensor:
+        """``values`` of a box of the model with what its adapter adds, in ``dtype``; without one as they are."""
+        values, names = values.to(self.dtype), [adapter_tensor(box.name, which) for which in "AB"]
+        if names[0] not in self.pieces:
+            return values
+        rows, columns = box.global_slices
+        a, b = self.read(names[0])[:, columns].to(values.device), self.read(names[1])[rows].to(values.device)
+        parts = [Part(slice(0, len(a)), slice(0, len(b)), slice(0, len(b)))]
+        return merge(choose_ops(self.dtype, values.device), values, a, b, parts, self.lora.scale)
+
+    @torch.no_grad()
+    def add_to(self, decoder: Decoder, source: Path) -> None:
+        """To the weights of the model in ``source``, beside which they were trained, in any layout: sums are rounded once."""
+        with ExitStack() as stack:
+            stored = StoredModel(source, decoder.spec, stack)
+            for name, parameter in decoder.named_parameters():
+                for box in decoder.shards[name].boxes:
+                    if adapter_tensor(box.name, "A") in self.pieces:
+                        values = stored.find(decoder.spec, box.name, box.shape, False)[box.global_slices]
+                        parameter[box.local_slices].copy_(self.add(box, values.to(parameter.device)))
+
+    def merged(self, source: Path, stack: ExitStack) -> tuple[list[Spec], Callable[[Spec], Tensor]]:
+        """The tensors of the model in ``source`` with the adapters, and how to read each."""
+        spec = read_spec(source)
+        stored = StoredModel(source, spec, stack)
+
+        def get(wanted: Spec) -> Tensor:
+            if wanted.key in self.pieces:
+                return self.read(wanted.key)
+            (box,) = whole_shard(wanted.key, wanted.shape).boxes
+            return self.add(box, stored.find(spec, wanted.key, wanted.shape, False)[box.global_slices])
+
+        shapes = tensor_shapes(spec, "value" if Names.value_head in self.pieces else "lm")
+        return [Spec(name, self.dtype, shape) for name, shape in sorted(shapes.items())], get
+
+    def write(self, out: Path, source: Path) -> None:
+        """A directory that ``peft.PeftModel.from_pretrained`` loads beside the model in ``source``."""
+        adapters, head, inside = (
+            [name for name in self.pieces if name.startswith(PREFIX)],
+            Names.value_head,
+            read_spec(source).text_prefix,
+        )
+        stored = {name.replace(".layers.", f".{inside}layers."): name for name in adapters} | (
+            {PREFIX + head: head} if head in self.pieces else {}
+        )
+        named = self.lora.target_modules
+        ends = sorted({name.split(".")[-3] for name in adapters}) if named == ALL_LINEAR else list(named)
+        config = {
+            "peft_type": "LORA",
+            "task_type": "SEQ_CLS" if head in self.pieces else "CAUSAL_LM",
+            "base_model_name_or_path": str(source.absolute()),
+            "r": self.lora.rank,
+            "lora_alpha": self.lora.alpha,
+            "lora_dropout": self.lora.dropout,
+            "use_rslora": self.lora.use_rslora,
+            # a vision tower has matrices of the same names
+            "target_modules": rf".*\.{re.escape(inside)}.*\b({'|'.join(map(re.escape, ends))})" if inside else ends,
+            "modules_to_save": [head.partition(".")[0]] if head in self.pieces else None,
+            "bias": "none",
+            "fan_in_fan_out": False,
+            "inference_mode": True,
+        }
+        out.mkdir()
+        (out / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        specs = [Spec(key, self.dtype, self.pieces[name][0].shape) for key, name in sorted(stored.items())]
+        write_safetensors(out / ADAPTER_FILE, specs, lambda spec: self.read(stored[spec.key]), {"format": "pt"})
+
+
+def find_adapters(directory: Path, role: str) -> SavedAdapters | None:
+    """None where the role's weights were trained themselves. Raises CheckpointError."""
+    settings = read_manifest(directory).state.get(STATE, {}).get(role)
+    return None if settings is None else SavedAdapters(directory, role, settings)

@@ -1,0 +1,44 @@
+"""Names of other projects and what stands for them here (``foreign.yaml``): hints at unknown keys, conversions of configurations."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from yaml import safe_load
+
+SHARED = ("algorithm", "data")  # sections that are ours too
+
+
+@cache
+def foreign_names() -> dict[str, dict[str, dict[str, str]]]:
+    """Of each project ``keys``, ``said`` and ``not_needed``, as the file explains them."""
+    found: dict[str, Any] = safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+    return {project: {"keys": {}, "said": {}, "not_needed": {}, **names} for project, names in found.items()}
+
+
+def foreign_hint(keys: Sequence[str], by_end: bool) -> str | None:
+    """The first of these dotted keys that is another project's, and what stands for it here. ``by_end``: also where only the last
+    part of a key is another project's name."""
+    for key in keys:
+        for project, names in foreign_names().items():
+            for name in (key, key.rpartition(".")[2])[: 1 + by_end]:
+                ours = names["keys"].get(name) or names["said"].get(name)
+                if ours not in (None, name):
+                    return f"'{key}'; it is {project}'s; here: {ours}"
+    return next(filter(None, map(_of_section, keys)), None)
+
+
+def _of_section(key: str) -> str | None:
+    """Where the key is in a section that only another project has."""
+    for project, names in foreign_names().items():
+        sections = {one.partition(".")[0] for one in (*names["keys"], *names["said"]) if "." in one}
+        if key.partition(".")[0] in sections.difference(SHARED):
+            why = next((why for pattern, why in names["not_needed"].items() if re.search(pattern, key)), None)
+            return f"'{key}'; it is {project}'s; " + (
+                f"not needed: {why}" if why else "docs/migrating.md says what stands for it"
+            )
+    return None

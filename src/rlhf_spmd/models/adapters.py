@@ -1,0 +1,96 @@
+"""Low-rank adapters in a decoder: W + scale * B A is made in each pass, rounded to W's dtype, and multiplied by as one matrix.
+
+So a forward pass has the bits of the merged matrix that generation has, and what it costs does not grow with the tokens: of the
+arithmetic of a micro-batch of T tokens a share of rank / T, and W is read and written twice. The backward pass makes the matrix
+again and never its gradient, but those of A and B.
+With dropout, which acts on what A reads, updates compute both products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rlhf_spmd.kernels import Ops
+from rlhf_spmd.kernels.gradients import Node
+from rlhf_spmd.models.lora import LoraConfig, Part, adapter_parts
+from rlhf_spmd.parallel.boxes import ParamShard
+
+
+def merge(ops: Ops, weight: Tensor, a: Tensor, b: Tensor, parts: Sequence[Part], scale: float, first: int = 0) -> Tensor:
+    """``weight``, rows of a parameter from ``first`` on, plus scale * B A, of whole ``a`` and ``b``; summed in fp32 at least, rounded
+    once. On exact devices a row's bits do not depend on which others are there."""
+    merged = weight.clone()
+    for part in parts:
+        low, high = max(part.rows.start, first), min(part.rows.stop, first + len(weight))
+        if low < high:
+            left = b[part.b.start + low - part.rows.start : part.b.start + high - part.rows.start]
+            ops.add_product(merged[low - first : high - first], left, a[part.a], scale)
+    return merged
+
+
+class Adapter(nn.Module):
+    """``a`` and ``b`` of one parameter on this rank, not initialised; ``enabled``: whether products have them."""
+
+    def __init__(
+        self,
+        ops: Ops,
+        matrix: ParamShard,
+        shapes: Sequence[tuple[int, ...]],
+        lora: LoraConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.empty(shape, dtype=dtype, device=device)) for shape in shapes)
+        self.ops, self.parts, self.scale, self.dropout = ops, adapter_parts(matrix, lora), lora.scale, lora.dropout
+        self.first_column, self.enabled = matrix.boxes[0].start[1], True
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, recomputed: bool) -> Tensor:
+        """x [R, in] times the transpose of the sum [out, in], plus ``bias``. ``recomputed``: see :meth:`Ops.linear`."""
+        if not torch.is_grad_enabled():
+            return self.ops.linear(x, self.merged(weight, self.a, self.b), bias)
+        if self.dropout:
+            return self.ops.linear(x, weight, bias) + self._apart(self._dropped(x), len(weight))
+        return Node.apply(partial(self._forward, recomputed), self._backward, x, weight, bias, self.a, self.b)
+
+    def merged(self, weight: Tensor, a: Tensor, b: Tensor, first: int = 0) -> Tensor:
+        """See :func:`merge`."""
+        return merge(self.ops, weight, a, b, self.parts, self.scale, first)
+
+    def _forward(
+        self, recomputed: bool, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor
+    ) -> tuple[Tensor, Sequence[Tensor]]:
+        made = x.new_empty(len(x), len(weight)) if recomputed else self.ops.linear(x, self.merged(weight, a, b), bias)
+        return made, (x, weight, a, b)
+
+    def _backward(
+        self, needed: Sequence[bool], grad: Tensor, x: Tensor, weight: Tensor, a: Tensor, b: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        grad_x = torch.mm(grad, self.merged(weight, a, b)) if needed[0] else None
+        grad_a, grad_b = torch.zeros_like(a), torch.empty_like(b)
+        for part in self.parts:
+            own = grad[:, part.rows]
+            grad_b[part.b] = torch.mm(own.t(), torch.mm(x, a[part.a].t())).mul_(self.scale)
+            grad_a[part.a] += torch.mm(torch.mm(own, b[part.b]).mul_(self.scale).t(), x)
+        return grad_x, None, None, grad_a, grad_b
+
+    def _dropped(self, x: Tensor) -> Tensor:
+        """Of ranks that read the same x the same is dropped, if their default generators are alike: tp ranks of a column-parallel
+        matrix; of slices of x others. What is computed again finds the generator as it was."""
+        generator = torch.Generator(x.device).manual_seed(int(torch.randint(1 << 48, ())) + self.first_column)
+        dropped = torch.empty_like(x, dtype=torch.bool).bernoulli_(self.dropout, generator=generator)
+        return x.masked_fill(dropped, 0) / (1 - self.dropout)
+
+    def _apart(self, x: Tensor, columns: int) -> Tensor:
+        """scale * B A x, [R, in] -> [R, ``columns``]."""
+        out = x.new_zeros(len(x), columns)
+        for part in self.parts:
+            out = out.slice_scatter(
+                F.linear(F.linear(x, self.a[part.a]), self.b[part.b]) * self.scale, 1, part.rows.start, part.rows.stop
+            )
+        return out

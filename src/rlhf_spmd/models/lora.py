@@ -1,0 +1,117 @@
+"""Low-rank adapters (LoRA, Hu et al. 2022, arXiv 2106.09685): their settings, and which slices a rank holds. Pure: no torch.
+
+Beside a matrix W [out, in] lie A [rank, in] and B [out, rank]; the layer multiplies by W + scale * B A. A parameter that fuses several
+matrices has an A for each and their rows of B, one under the other. A rank's slices are those that its part of W needs, so one of
+the two is replicated over tp; each rank then has a part of its gradient (``Decoder.scattered``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from rlhf_spmd.config.bounds import check_bounds
+from rlhf_spmd.parallel.boxes import Box, ParamShard
+
+ALL_LINEAR = "all-linear"
+PREFIX = "base_model.model."  # PEFT's, of every tensor of an adapter
+_BY_COLUMNS, _BY_ROWS = ("qkv", "gate_up"), ("out", "down")  # of which a rank has rows, and columns
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """``models.<role>.lora``: low-rank adapters are trained, and heads of values, in place of the model's weights; PEFT's names.
+
+    - rank: of the adapters, see [training.md](training.md#adapters-lora); 0: all weights are trained
+    - alpha: adapters are scaled by alpha / rank
+    - use_rslora: by alpha / sqrt(rank) instead
+    - dropout: of what adapters read in updates; what is drawn differs between layouts
+    - target_modules: `all-linear`: all matrices of the layers, or a list such as `[q_proj, v_proj]`; the router and the experts of
+      a mixture have none
+    - path: PEFT's directory of an adapter that training begins with; null: B is zero
+    """
+
+    rank: int = 0
+    alpha: float = 16.0
+    dropout: float = 0.0
+    target_modules: str | list[str] = ALL_LINEAR
+    use_rslora: bool = False
+    path: str | None = None
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
+
+    def targets(self, tensor: str) -> bool:
+        """Whether a matrix of the layers, ``<module>.weight``, has an adapter."""
+        module, named = tensor.removesuffix(".weight"), self.target_modules
+        return named == ALL_LINEAR or any(f".{module}".endswith(f".{end}") for end in named)
+
+    def check(self, where: str) -> None:
+        if not self.rank and self != LoraConfig():
+            raise ValueError(f"{where}.rank=0: there are no adapters, and the other keys of {where} do nothing; give it a rank")
+        check_bounds(self, where, "rank", least=0)
+        check_bounds(self, where, "alpha", above=0)
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"{where}.dropout={self.dropout}: must be at least 0 and below 1")
+        if not self.target_modules or (isinstance(self.target_modules, str) and self.target_modules != ALL_LINEAR):
+            raise ValueError(
+                f"{where}.target_modules={self.target_modules!r}: must be {ALL_LINEAR}, or a list of modules such as [q_proj, v_proj]"
+            )
+
+
+class Part(NamedTuple):
+    """One matrix, or some rows of it, inside a fused parameter: its rows of A, of B, and of the parameter."""
+
+    a: slice
+    b: slice
+    rows: slice
+
+
+def is_adapter(name: str) -> bool:
+    """Of a parameter of the decoder."""
+    return ".lora." in name
+
+
+def is_trained(name: str, head: str) -> bool:
+    """Whether a role with adapters trains a parameter: these, and a head of values, which the model's directory may not have."""
+    return is_adapter(name) or name.endswith("value.weight") or (head == "value" and name.endswith("head.weight"))
+
+
+def adapter_tensor(tensor: str, which: str) -> str:
+    """PEFT's name of a matrix's A or B: ``base_model.model.<module>.lora_A.weight``."""
+    return f"{PREFIX}{tensor.removesuffix('.weight')}.lora_{which}.weight"
+
+
+def adapter_parts(matrix: ParamShard, lora: LoraConfig) -> list[Part]:
+    """Where the adapters of a parameter's boxes lie."""
+    boxes, parts, first = [box for box in matrix.boxes if lora.targets(box.name)], list[Part](), 0
+    number = {name: i for i, name in enumerate(dict.fromkeys(box.name for box in boxes))}
+    for box in boxes:
+        count, start, at = box.size[0], box.local[0], number[box.name] * lora.rank
+        parts.append(Part(slice(at, at + lora.rank), slice(first, first + count), slice(start, start + count)))
+        first += count
+    return parts
+
+
+def plan_adapters(block: Mapping[str, ParamShard], lora: LoraConfig | None) -> dict[str, ParamShard]:
+    """The adapters of a layer, of which ``block`` is the plan: ``qkv.lora.a``, ``qkv.lora.b``, and so on."""
+    plan: dict[str, ParamShard] = {}
+    dense = (*_BY_COLUMNS, *_BY_ROWS) if "router.weight" not in block else ("qkv", "out")
+    for name in dense if lora is not None else ():
+        assert lora is not None
+        matrix, rank = block[f"{name}.weight"], lora.rank
+        by_module: dict[str, Box] = {}
+        a, b = list[Box](), list[Box]()
+        for box, part in zip((box for box in matrix.boxes if lora.targets(box.name)), adapter_parts(matrix, lora), strict=True):
+            (rows, columns), (row, column), (count, width) = box.shape, box.start, box.size
+            b.append(Box(adapter_tensor(box.name, "B"), (rows, rank), (row, 0), (count, rank), (part.b.start, 0)))
+            if by_module.setdefault(box.name, box) is box:
+                a.append(Box(adapter_tensor(box.name, "A"), (rank, columns), (0, column), (rank, width), (part.a.start, 0)))
+        if b:
+            width, count = matrix.shape[1], sum(box.size[0] for box in b)
+            plan[f"{name}.lora.a"] = ParamShard((rank * len(a), width), tuple(a), whole_on_tp=name in _BY_COLUMNS)
+            plan[f"{name}.lora.b"] = ParamShard((count, rank), tuple(b), whole_on_tp=name in _BY_ROWS)
+    return plan

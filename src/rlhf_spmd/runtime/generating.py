@@ -1,0 +1,74 @@
+"""A model that is loaded to generate, and nothing else: what ``generate``, ``evaluate``, ``serve`` and ``LLM`` share."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rlhf_spmd.data.tokenizer import decoding
+from rlhf_spmd.generation import CallLimits, Completion, GenerationConfig, Generator, Request, SamplingConfig
+from rlhf_spmd.generation.backends import choose_backend
+from rlhf_spmd.models.decoder import Decoder
+from rlhf_spmd.models.spec import ModelSpec, read_eos_ids
+from rlhf_spmd.parallel.layout import Layout, LayoutConfig
+from rlhf_spmd.parallel.mesh import build_mesh
+from rlhf_spmd.parallel.world import World
+from rlhf_spmd.runtime.inference import load_weights
+
+IN_FLIGHT = 8  # times generation.max_num_seqs rows are with the generator: each call builds its decode loop (graphs) anew
+ENDED = 0.5  # the share of their prompts that ends before rows are handed out and others follow, so that it never lacks any
+HANDED_OUT_S = 60.0  # seconds after which those that have ended are handed out in any case
+
+
+def check_layouts(layout: LayoutConfig, generation: GenerationConfig) -> None:
+    """Raises ValueError for what only training has, and where ``generation`` says what ``layout`` says here."""
+    for axis in ("pp", "tp"):
+        if getattr(generation, axis) != 1:
+            raise ValueError(f"generation.{axis}={getattr(generation, axis)}: here layout.{axis} says it; leave it out")
+    if layout.zero:
+        raise ValueError(f"layout.zero={layout.zero}: nothing is trained here; allowed is 0")
+    if layout.vpp != 1:
+        raise ValueError(f"layout.vpp={layout.vpp}: generation does not interleave stages; allowed is 1")
+    if layout.sequence_parallel:
+        raise ValueError("layout.sequence_parallel=true: generation runs without it; allowed is false")
+
+
+def build_generator(
+    config: Any, spec: ModelSpec, layout: Layout, checkpoint: Path | None, tokenizer: Any, world: World
+) -> Generator:
+    """On all ranks, with its weights. ``config`` has ``model`` and ``generation``.
+
+    Collective over the world: every rank of it must call, in program order. Raises ValueError, CheckpointError.
+    """
+    mesh, dtype = build_mesh(world, range(world.size), layout), config.model.torch_dtype(world.device)
+    decoder = Decoder(spec, "lm", mesh.pp_rank, layout.pp, mesh.tp, dtype, world.device)
+    load_weights(decoder, config.model.path, checkpoint, world)
+    backend = choose_backend(config.generation.attention, config.model.attention, dtype, world.device, "generation.attention")
+    generation = replace(config.generation, attention=backend)
+    generator = Generator(decoder, mesh, generation, read_eos_ids(config.model.path), decoding(tokenizer))
+    # before any rank generates: one that cannot load its weights must not leave the others in a collective for long
+    world.all.barrier("generate:loaded")
+    return generator
+
+
+def generate_in_parts(
+    generator: Generator,
+    waiting: deque[list[Request]],
+    sampling: SamplingConfig,
+    seed: int,
+    tick: Callable[[], None] = lambda: None,
+) -> Iterator[list[Completion]]:
+    """The completions of ``waiting``, the requests of each prompt, as they end; so many at a time as keep the generator busy.
+
+    Collective over the replica: every rank of it must call, in program order, with the same arguments.
+    """
+    most = max(IN_FLIGHT * generator.config.max_num_seqs // len(waiting[0]), 1) if waiting else 0
+    while waiting or generator.kept:
+        room = most - len({row.request.group_id for row in generator.kept})
+        groups = [waiting.popleft() for _ in range(min(room, len(waiting)))]
+        requests = [request for group in groups for request in group]
+        limits = CallLimits(fraction=ENDED, seconds=HANDED_OUT_S)
+        yield generator.generate_until(requests, sampling, seed, 0, limits, 0, tick)

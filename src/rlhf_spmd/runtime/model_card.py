@@ -1,0 +1,59 @@
+"""The model card of an export, ``model_card.md`` filled in: what it was made from and how, how it went, how to load it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhf_spmd.config.load import to_yaml
+from rlhf_spmd.telemetry.jsonl import read_jsonl
+from rlhf_spmd.telemetry.progress import reward_of
+from rlhf_spmd.telemetry.run_dir import METRICS_FILE
+
+ROWS, COLUMNS = 12, 8  # of the table, at most
+
+LOAD = """from transformers import AutoTokenizer, {kind}
+
+model = {kind}.from_pretrained(".", dtype="auto")  # the directory of this file"""
+LOAD_ADAPTERS = """from peft import PeftModel
+from transformers import AutoTokenizer, {kind}
+
+model = {kind}.from_pretrained("{base}", dtype="auto")
+model = PeftModel.from_pretrained(model, "adapter")  # beside this file"""
+CARD = Path(__file__).with_suffix(".md")
+
+
+def model_card(run_dir: Path, config: Any, base: Path, checkpoint: str, head: str, whole: bool) -> str:
+    """README.md as the Hub reads it. ``config``: the whole configuration; ``checkpoint``: its name, step_N; ``head``: of the role;
+    ``whole``: not only its adapters."""
+    kind = "AutoModelForSequenceClassification" if head == "value" else "AutoModelForCausalLM"
+    last = int(checkpoint.removeprefix("step_"))
+    rows = [row for row in read_jsonl(run_dir / METRICS_FILE) if row["step"] <= last]
+    trained = config.models[config.algorithm.exported].lora.rank
+    beside = " Its low-rank adapters alone are in `adapter`, as PEFT loads them beside the model that they were trained on."
+    return CARD.read_text(encoding="utf-8").format(
+        base=base,
+        algorithm=config.algorithm.name,
+        name=config.run.name,
+        checkpoint=checkpoint,
+        adapters=beside if trained and whole else "",
+        load=(LOAD if whole else LOAD_ADAPTERS).format(kind=kind, base=base),
+        curves=curves(rows),
+        config=to_yaml(config),
+    )
+
+
+def curves(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A table of metrics, of validated steps where there are any. Pure."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    validation = [name for name in names if name.startswith("val/")]
+    shown = [*validation, reward_of(list(names)), *(name for name in names if name.endswith("/loss")), "response_length/mean"]
+    columns = [name for name in dict.fromkeys(shown) if name in names][:COLUMNS]
+    rows = [row for row in rows if any(name in row for name in validation or columns)]
+    picked = sorted({round(i * (len(rows) - 1) / (ROWS - 1)) for i in range(ROWS)}) if rows else []
+    lines = [["step", *columns], ["---:"] * (1 + len(columns))]
+    for row in map(rows.__getitem__, picked):
+        values = [row.get(name) for name in columns]
+        lines.append([str(row["step"]), *("" if value is None else f"{value:.4g}" for value in values)])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

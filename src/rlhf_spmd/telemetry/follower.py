@@ -1,0 +1,312 @@
+"""The process of one tracker, started by logger.py: follows the files of a run and hands every step to W&B, TensorBoard, MLflow or
+Trackio.
+
+Standard input: one line of JSON with the order, later one with the exit code. It ends with that line, or when the training
+process is gone, and never lives longer than the time limit after that. So nothing that a tracker does can hold a step up or end the
+run: ``wandb.init`` blocks for up to 91 s without a network, clients repeat requests for minutes, exit hooks wait for uploads.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import select
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, NoReturn, Protocol
+
+import yaml
+
+from rlhf_spmd.config.load import flatten_yaml
+from rlhf_spmd.telemetry.progress import Progress
+from rlhf_spmd.telemetry.run_dir import CONFIG_FILE
+
+POLL_S = 0.5
+LOCAL_TIMEOUT_S = 30.0  # what asks nobody over a network takes long only on a machine that is far too busy
+METRICS, *SAMPLES = "metrics", "rollouts", "validation"  # files of a run directory, without .jsonl
+
+Metrics = Mapping[str, float]
+
+
+class Table(NamedTuple):
+    """Samples of a step: a row each, of numbers, texts and None."""
+
+    columns: list[str]
+    data: list[list[Any]]
+
+
+@dataclass(frozen=True)
+class Order:
+    """``offsets``: where in its files this start of the run begins, bytes. ``resumed_at``: a step, None: a new run. ``settings``:
+    ``logger.<tracker>``, of W&B ``mode`` and ``logger.wandb_init``."""
+
+    tracker: str
+    run_dir: str
+    offsets: dict[str, int]
+    steps: int
+    resumed_at: int | None
+    project: str
+    name: str
+    settings: dict[str, Any]
+    timeout_s: float
+
+    @property
+    def config(self) -> str:
+        """Of the run, as YAML."""
+        return (Path(self.run_dir) / CONFIG_FILE).read_text(encoding="utf-8", errors="replace")
+
+    @property
+    def id_file(self) -> Path:
+        """Where the tracker's own name of the run is kept, for a resume."""
+        return Path(self.run_dir) / self.tracker / "run_id"
+
+    def known_id(self) -> str | None:
+        return self.id_file.read_text().strip() if self.resumed_at is not None and self.id_file.exists() else None
+
+    def keep_id(self, name: str) -> str:
+        self.id_file.parent.mkdir(parents=True, exist_ok=True)
+        self.id_file.write_text(name + "\n")
+        return name
+
+
+class Tracker(Protocol):
+    """Made from an :class:`Order`. Whatever its methods raise ends no more than this process."""
+
+    def log(self, step: int, unix_s: float, metrics: Metrics, tables: Mapping[str, Table]) -> None:
+        """``tables``: name of their file -> samples of the step, where it has some."""
+
+    def finish(self, exit_code: int) -> None: ...
+
+
+class Wandb:
+    """Where online does not come up in time, this process begins again offline."""
+
+    def __init__(self, order: Order) -> None:
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        import wandb
+
+        given = {key: value for key, value in order.settings.items() if value}
+        online = given["mode"] == "online"
+        limit_s = order.timeout_s if online else max(LOCAL_TIMEOUT_S, order.timeout_s)
+        given["id"] = order.keep_id(given.get("id") or order.known_id() or os.urandom(5).hex())
+        given |= {"project": order.project, "name": order.name, "dir": order.run_dir, "config": yaml.safe_load(order.config)}
+        given["settings"] = wandb.Settings(init_timeout=limit_s, console="wrap", silent=True)
+        try:
+            self._run = wandb.init(resume="allow" if online else None, **given)
+        except Exception as error:  # a process boundary: whatever wandb raises
+            if not online:
+                raise
+            warn(order.tracker, f"online failed ({_reason(error)}); going on offline")
+            _restart(replace(order, settings={**order.settings, "mode": "offline"}), wandb.teardown)
+        if online:
+            print(f"wandb: {self._run.url}", file=sys.stderr)
+        self._table: Any = wandb.Table
+        self._console = Progress(order.steps, sys.stdout, order.resumed_at or 0)  # what W&B shows as the run's console
+
+    def log(self, step: int, unix_s: float, metrics: Metrics, tables: Mapping[str, Table]) -> None:
+        made = {name: self._table(*table, allow_mixed_types=True) for name, table in tables.items()}
+        self._run.log({**metrics, **made}, step=step)
+        self._console.update(step, metrics)
+
+    def finish(self, exit_code: int) -> None:
+        self._run.finish(exit_code=exit_code)
+
+
+class TensorBoard:
+    def __init__(self, order: Order) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        first = 0 if order.resumed_at is None else order.resumed_at + 1  # later ones of earlier starts are not shown
+        self._writer: Any = SummaryWriter(order.settings["dir"] or Path(order.run_dir) / "tensorboard", purge_step=first)
+        self._writer.add_text("config", _preformatted(order.config), first)
+
+    def log(self, step: int, unix_s: float, metrics: Metrics, tables: Mapping[str, Table]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step, walltime=unix_s)
+        for name, (columns, data) in tables.items():
+            texts = ("\n".join(f"{key}: {value}" for key, value in zip(columns, row, strict=True)) for row in data)
+            self._writer.add_text(name, "\n\n---\n\n".join(map(_preformatted, texts)), step)
+        self._writer.flush()
+
+    def finish(self, exit_code: int) -> None:
+        self._writer.close()
+
+
+class Mlflow:
+    """Of names it takes letters, digits and ``_-. /:``; other characters become ``_``."""
+
+    def __init__(self, order: Order) -> None:
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        import mlflow
+
+        self._mlflow: Any = mlflow
+        if order.settings["uri"]:
+            mlflow.set_tracking_uri(order.settings["uri"])
+        mlflow.set_experiment(order.project)
+        known = order.known_id()
+        run = mlflow.start_run(run_id=known, run_name=None if known else order.name, tags=order.settings["tags"])
+        order.keep_id(run.info.run_id)
+        if known is None:
+            mlflow.log_params({_mlflow_name(key): value[:500] for key, value in flatten_yaml(order.config).items()})
+
+    def log(self, step: int, unix_s: float, metrics: Metrics, tables: Mapping[str, Table]) -> None:
+        named = {_mlflow_name(name): value for name, value in metrics.items()}
+        self._mlflow.log_metrics(named, step=step, timestamp=int(1000 * unix_s))
+        for name, table in tables.items():
+            self._mlflow.log_dict(table._asdict(), f"{name}/step_{step}.json")
+
+    def finish(self, exit_code: int) -> None:
+        self._mlflow.end_run("FINISHED" if exit_code == 0 else "FAILED")
+
+
+class Trackio:
+    """Its own name of a run is ``logger.name``."""
+
+    def __init__(self, order: Order) -> None:
+        import trackio
+
+        self._trackio: Any = trackio
+        known = order.known_id()
+        given = {**order.settings, "config": flatten_yaml(order.config), "embed": False}
+        resume = "never" if known is None else "allow"
+        self._run = trackio.init(project=order.project, name=known or order.name, resume=resume, **given)
+        order.keep_id(self._run.name)
+
+    def log(self, step: int, unix_s: float, metrics: Metrics, tables: Mapping[str, Table]) -> None:
+        import pandas
+
+        frames = {name: pandas.DataFrame(table.data, columns=table.columns) for name, table in tables.items()}
+        made = {name: self._trackio.Table(dataframe=frame) for name, frame in frames.items()}
+        self._run.log({**metrics, **made}, step=step)
+
+    def finish(self, exit_code: int) -> None:
+        self._run.finish()
+
+
+TRACKERS: dict[str, Callable[[Order], Tracker]] = {
+    made.__name__.lower(): made for made in (Wandb, TensorBoard, Mlflow, Trackio)
+}
+
+
+def follow(tracker: Tracker, order: Order, end: Future[int]) -> None:
+    """Log every step until the run has ended. One that the tracker refuses is told of, the first time, and left out."""
+    files = {name: (Path(order.run_dir) / f"{name}.jsonl").open("rb") for name in order.offsets}
+    for name, file in files.items():
+        file.seek(order.offsets[name])
+    waiting: dict[str, list[dict[str, Any]]] = {name: [] for name in SAMPLES}
+    refused = over = False
+    while not over:
+        over = bool(wait([end], POLL_S).done)
+        lines = appended(files[METRICS])
+        for name in SAMPLES:  # of a step they are written before its metrics
+            waiting[name] += appended(files[name])
+        for line in lines:
+            step, unix_s = line.pop("step"), line.pop("unix_s")
+            tables = {name: [row for row in rows if row["step"] <= step] for name, rows in waiting.items()}
+            waiting = {name: rows[len(tables[name]) :] for name, rows in waiting.items()}
+            numbers = {name: value for name, value in line.items() if isinstance(value, int | float)}
+            try:
+                tracker.log(step, unix_s, numbers, {name: as_table(rows) for name, rows in tables.items() if rows})
+            except Exception as error:  # a process boundary: whatever the tracker raises
+                if not refused:
+                    warn(order.tracker, f"step {step} was not logged ({_reason(error)}); metrics.jsonl has it")
+                refused = True
+
+
+def appended(file: BinaryIO) -> list[dict[str, Any]]:
+    """The whole lines of JSON since this was last asked."""
+    lines = file.readlines()
+    if lines and not lines[-1].endswith(b"\n"):
+        file.seek(-len(lines.pop()), os.SEEK_CUR)
+    return [json.loads(line) for line in lines]
+
+
+def as_table(rows: list[dict[str, Any]]) -> Table:
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    plain = (str, int, float, type(None))
+    values = ([row.get(name) for name in columns] for row in rows)
+    return Table(columns, [[value if isinstance(value, plain) else json.dumps(value) for value in row] for row in values])
+
+
+def hear_end(order: Order, end: Future[int]) -> None:
+    """In a thread: wait until the training process says that it ends, or is gone. Then this process has ``timeout_s`` left."""
+    parent, line = os.getppid(), None
+    while line is None:
+        line = next_line(POLL_S)
+        if line is None and os.getppid() != parent:  # a forked child of the training process may hold the pipe open
+            line = ""
+    end.set_result(int(json.loads(line)["exit_code"]) if line else 1)
+    time.sleep(order.timeout_s)
+    rest = "; 'wandb sync' on the run directory's wandb/ sends the rest" if order.tracker == "wandb" else ""
+    warn(order.tracker, f"not done {order.timeout_s:g} s after the run; metrics.jsonl has every step{rest}")
+    os._exit(1)
+
+
+def main() -> int:
+    """The order comes as the first line of standard input, or after a restart as the argument."""
+    line = sys.argv[1] if len(sys.argv) > 1 else next_line(timeout_s=None)
+    if not line:
+        return 0
+    order = Order(**json.loads(line))
+    if len(sys.argv) == 1:
+        os.nice(5)  # the ranks of a CPU run need the cores more
+    try:
+        tracker = TRACKERS[order.tracker](order)
+    except Exception as error:  # a process boundary
+        warn(order.tracker, f"cannot start ({_reason(error)}); metrics go to metrics.jsonl only")
+        return 1
+    end: Future[int] = Future()
+    threading.Thread(target=hear_end, args=(order, end), daemon=True).start()
+    follow(tracker, order, end)
+    tracker.finish(end.result())
+    return 0
+
+
+def warn(tracker: str, message: str) -> None:
+    print(f"{tracker}: {message}", file=sys.stderr, flush=True)
+
+
+def next_line(timeout_s: float | None) -> str | None:
+    """Of standard input: the next line, "" at its end, None when the time is over. Unbuffered: nothing is read ahead."""
+    descriptor = sys.stdin.fileno()
+    if not select.select([descriptor], [], [], timeout_s)[0]:
+        return None
+    line = b""
+    while (byte := os.read(descriptor, 1)) not in (b"", b"\n"):
+        line += byte
+    return line.decode()
+
+
+def _restart(order: Order, teardown: Callable[[], object]) -> NoReturn:
+    """This program anew in this process: wandb's service holds on to the id of a run whose start failed."""
+    ending = threading.Thread(target=teardown, daemon=True)
+    ending.start()
+    ending.join(timeout=2.0)
+    os.execv(sys.executable, [sys.executable, "-P", "-m", "rlhf_spmd.telemetry.follower", json.dumps(asdict(order))])
+
+
+def _preformatted(text: str) -> str:
+    """As Markdown."""
+    return "\n".join("    " + line for line in text.splitlines())
+
+
+def _mlflow_name(name: str) -> str:
+    return re.sub(r"[^\w\-. /:]", "_", name)
+
+
+def _reason(error: Exception) -> str:
+    return (" ".join(str(error).split()) or type(error).__name__)[:200]
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except Exception as failure:  # a process boundary: one line, not a traceback among the lines of the run
+        warn("tracker", f"stopped ({type(failure).__name__}: {failure}); metrics.jsonl has every step")
+        sys.exit(1)

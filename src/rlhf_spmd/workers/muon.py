@@ -1,0 +1,180 @@
+"""Muon's whole matrices (Jordan 2024; Liu et al. 2025, arXiv 2502.16982) out of the slices of them that ranks hold.
+
+Each matrix of a bucket has an owner among the ranks of dp and tp, so that all of them compute at the same time. Slices go to it over
+tp, then, where ZeRO has cut rows, over dp; what it makes of them goes back the same way. What travels is bfloat16, in which torch's
+Muon computes anyway: no bit is lost.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlhf_spmd.parallel.boxes import Box, ParamShard, zero_shards
+from rlhf_spmd.parallel.collectives import Group, wait_all
+from rlhf_spmd.parallel.data_parallel import MATRIX_ELEMENTS
+from rlhf_spmd.parallel.mesh import Mesh
+from rlhf_spmd.workers.eight_bit import Kept, States, Tensors
+
+if TYPE_CHECKING:
+    from rlhf_spmd.workers.optimizer import OptimConfig
+
+LABEL = "muon_matrices"
+
+
+class Slice(NamedTuple):
+    """The part of a matrix that a rank holds."""
+
+    dp: int
+    tp: int
+    box: Box
+
+
+Owners = Mapping[str, tuple[int, int]]  # a matrix's name at Hugging Face -> rank of dp, of tp
+Route = tuple[Slice, int, int]  # what goes from which rank of a group to which
+
+
+class Muon:
+    """For the matrices of a stage's layers as Hugging Face stores them: fused q, k and v are three. Embeddings and heads are none.
+
+    ``shards_at``: rank of tp -> its parameters, before ZeRO cuts out rows. ``sizes``: name of a parameter -> elements that a rank
+    handles of it at a time, at most: what it holds, or its share of the whole matrices.
+    """
+
+    bucket = MATRIX_ELEMENTS
+
+    def __init__(self, mesh: Mesh, zero: int, shards_at: Callable[[int], Mapping[str, ParamShard]]) -> None:
+        self._dp, self._tp, self._zero = mesh.dp, mesh.tp, zero
+        self._shards_at = cache(shards_at)
+        self._boxes = cache(self._find_boxes)
+        first = {name: x for name, x in self._shards_at(0).items() if "layers." in name and len(x.shape) == 2}
+        self._shapes = {name: {box.name: box.shape for box in shard.boxes} for name, shard in first.items()}
+        ranks, rows = mesh.dp.size * mesh.tp.size, mesh.dp.size if zero else 1
+        whole = {name: sum(rows * columns for rows, columns in its.values()) for name, its in self._shapes.items()}
+        self.sizes = {
+            name: max(-(-whole[name] // ranks), first[name].shape[0] * first[name].shape[1] // rows) for name in first
+        }
+
+    def kept(self, shape: Sequence[int], dtype: torch.dtype) -> Kept:
+        """What is kept of a parameter."""
+        return {"momentum_buffer": (shape, dtype)}
+
+    def update(self, config: OptimConfig, params: Tensors, grads: list[Tensor], states: States, step: int, lr: float) -> None:
+        """Parameters and states in place. Collective over dp and tp: every rank of them must call, in program order."""
+        momenta = [state["momentum_buffer"] for state in states]
+        torch._foreach_lerp_(momenta, grads, 1 - config.momentum)
+        both = zip(params, grads, momenta, strict=True)
+        steps = {name: torch.lerp(grad, kept, config.momentum).bfloat16() for name, grad, kept in both}  # Nesterov's
+        self._orthogonalize(steps)
+        torch._foreach_mul_(list(params.values()), 1 - lr * config.weight_decay)
+        for name, made in steps.items():
+            for box in self._boxes(name, self._dp.rank, self._tp.rank):  # the size of AdamW's steps: section 2.2 of Liu et al.
+                at = box.local_slices
+                params[name][at].add_(made[at], alpha=-lr * 0.2 * max(box.shape) ** 0.5)
+
+    def _find_boxes(self, name: str, dp: int, tp: int) -> tuple[Box, ...]:
+        shard = self._shards_at(tp)[name]
+        return (zero_shards({name: shard}, dp, self._dp.size)[name] if self._zero else shard).boxes
+
+    def _orthogonalize(self, steps: Tensors) -> None:
+        """This rank's part of steps, in place."""
+        dp, tp, device = self._dp, self._tp, next(iter(steps.values())).device
+        names = {tensor: name for name in steps for tensor in self._shapes[name]}
+        shapes = {tensor: self._shapes[name][tensor] for tensor, name in names.items()}
+        owners = {tensor: divmod(rank, tp.size) for tensor, rank in share_out(shapes, dp.size * tp.size).items()}
+        here = [Slice(dp.rank, tp.rank, box) for name in steps for box in self._boxes(name, dp.rank, tp.rank)]
+        held = {one: steps[names[one.box.name]][one.box.local_slices] for one in here}
+        over_tp = list(self._over_tp(names, owners))
+        held = exchange(
+            tp, over_tp if self._zero else [it for it in over_tp if owners[it[0].box.name][0] == dp.rank], held, device
+        )
+        over_dp = list(self._over_dp(names, owners)) if self._zero else []
+        if self._zero:
+            held = exchange(dp, over_dp, held, device)
+        mine = [tensor for tensor, owner in owners.items() if owner == (dp.rank, tp.rank)]
+        whole = {tensor: torch.empty(shapes[tensor], dtype=torch.bfloat16, device=device) for tensor in mine}
+        for one, part in held.items():
+            whole[one.box.name][one.box.global_slices] = part
+        whole = {tensor: orthogonal(matrix) for tensor, matrix in whole.items()}
+        if self._zero:
+            made = {one: whole[one.box.name][one.box.global_slices] for one, _, owner in over_dp if owner == dp.rank}
+            made = exchange(dp, [(one, owner, holder) for one, holder, owner in over_dp], made, device)
+        else:  # all of dp hold the same
+            for tensor, owner in owners.items():
+                if owner[1] == tp.rank:
+                    empty = torch.empty(shapes[tensor], dtype=torch.bfloat16, device=device)
+                    whole[tensor] = dp.broadcast(whole.get(tensor, empty), owner[0], LABEL)
+            made = {one: whole[one.box.name][one.box.global_slices] for one, _, owner in over_tp if owner == tp.rank}
+        for one, part in exchange(tp, [(one, owner, holder) for one, holder, owner in over_tp], made, device).items():
+            steps[names[one.box.name]][one.box.local_slices] = part
+
+    def _over_tp(self, names: Mapping[str, str], owners: Owners) -> Iterator[Route]:
+        """Slices in this rank's replica, from their holders to the owner's rank of tp; those that this rank gives or takes."""
+        tp = self._tp
+        for tensor, (_, owner) in owners.items():
+            for holder in range(tp.size) if owner == tp.rank else [tp.rank]:
+                yield from ((one, holder, owner) for one in self._slices(names, tensor, self._dp.rank, holder))
+
+    def _over_dp(self, names: Mapping[str, str], owners: Owners) -> Iterator[Route]:
+        """Then, of all ranks of tp, to the owner's rank of dp."""
+        dp, tp = self._dp, self._tp
+        for tensor in (tensor for tensor, owner in owners.items() if owner[1] == tp.rank):
+            owner = owners[tensor][0]
+            for holder in range(dp.size) if owner == dp.rank else [dp.rank]:
+                every = (one for rank in range(tp.size) for one in self._slices(names, tensor, holder, rank))
+                yield from ((one, holder, owner) for one in every)
+
+    def _slices(self, names: Mapping[str, str], tensor: str, dp: int, tp: int) -> list[Slice]:
+        return [Slice(dp, tp, box) for box in self._boxes(names[tensor], dp, tp) if box.name == tensor]
+
+
+def share_out(shapes: Mapping[str, tuple[int, ...]], ranks: int) -> dict[str, int]:
+    """The rank that orthogonalizes each matrix, the longest first to whoever has least. Pure."""
+    work = {tensor: math.prod(shape) * min(shape) for tensor, shape in shapes.items()}
+    loads = [(0, rank) for rank in range(ranks)]
+    found: dict[str, int] = {}
+    for tensor in sorted(work, key=lambda one: -work[one]):
+        load, rank = heapq.heappop(loads)
+        found[tensor] = rank
+        heapq.heappush(loads, (load + work[tensor], rank))
+    return {tensor: found[tensor] for tensor in shapes}
+
+
+def exchange(group: Group, routes: Iterable[Route], held: Mapping[Slice, Tensor], device: torch.device) -> dict[Slice, Tensor]:
+    """What this rank has afterwards; a message for each other rank that it gives to, of bfloat16.
+
+    Collective over the ranks that take part, which list what goes between two of them in the same order.
+    """
+    after: dict[Slice, Tensor] = {}
+    out, into = defaultdict[int, list[Tensor]](list), defaultdict[int, list[Slice]](list)
+    for one, giver, taker in routes:
+        if giver == taker == group.rank:
+            after[one] = held[one]
+        elif giver == group.rank:
+            out[taker].append(held[one].reshape(-1))
+        elif taker == group.rank:
+            into[giver].append(one)
+    sizes = {giver: [one.box.numel for one in its] for giver, its in into.items()}
+    coming = {giver: torch.empty(sum(its), dtype=torch.bfloat16, device=device) for giver, its in sizes.items()}
+    wait_all(group.start_exchange([(taker, torch.cat(parts)) for taker, parts in out.items()], [*coming.items()], LABEL))
+    for giver, its in into.items():
+        parts = coming[giver].split(sizes[giver])
+        after |= {one: part.view(one.box.size) for one, part in zip(its, parts, strict=True)}
+    return after
+
+
+def orthogonal(matrix: Tensor) -> Tensor:
+    """[m, n] -> about the nearest matrix with orthonormal rows or columns: the step of torch's Muon without memory and scale."""
+    wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
+    param = torch.nn.Parameter(torch.zeros(wide.shape, dtype=torch.float32, device=matrix.device))
+    param.grad = wide.float().contiguous()
+    torch.optim.Muon([param], lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False).step()
+    found = -param.detach()
+    return (found if wide is matrix else found.T).bfloat16().contiguous()

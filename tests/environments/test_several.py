@@ -1,0 +1,450 @@
+"""Several environments in one run, one for each row; turns with special tokens; messages and tools through a chat template."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import yaml
+
+import tasks
+from generators import Generator, alone, load, read_eos_ids
+from places import ROOT
+from ranks import run_ranks
+from rlhf_spmd import generate as program
+from rlhf_spmd.data.tokenizer import decoding, load_tokenizer
+from rlhf_spmd.environments.config import EnvironmentConfig
+from rlhf_spmd.environments.tools import Tools, find_calls, tool_schema
+from rlhf_spmd.generation import Completion, GenerationConfig, Request, SamplingConfig
+from rlhf_spmd.generation.episodes import Environments
+from rlhf_spmd.models.weights import write_random_model
+from rlhf_spmd.parallel.world import Launch
+from rlhf_spmd.train import prepare
+
+# -- a model that writes calls as single tokens, so that one with random weights makes some
+
+
+def call_of(query: str) -> str:
+    return f'<tool_call>{{"name": "find", "arguments": {{"query": "{query}"}}}}</tool_call>'
+
+
+END, START, ANGRY = "<|im_end|>", "<|im_start|>", "<|angry|>"
+SPECIAL = (END, START, ANGRY, call_of("nile"), call_of("moon"), '<tool_call>{"name": "fnd"}', "<tool_call>oh")
+LETTERS = [chr(code) for code in range(32, 127)] + ["\n"]
+WORDS = (*SPECIAL, *LETTERS)
+TEMPLATE = """{% if tools %}{{ tools | tojson }}
+{% endif %}{% for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+RIVERS = {"nile": "6650 km"}
+READ = {  # what the model reads between its turns, by the special token of its turn
+    3: f"\n{START}tool\n6650 km{END}\n{START}assistant\n",
+    4: f"\n{START}tool\nerror: KeyError: 'moon'{END}\n{START}assistant\n",
+    5: f"\n{START}tool\nerror: there is no tool 'fnd'; there are find{END}\n{START}assistant\n",
+    6: f'\n{START}tool\nerror: a call is JSON: {{"name": ..., "arguments": {{...}}}}{END}\n{START}assistant\n',
+}
+
+
+def find(query: str) -> str:
+    """Looks up a river's length.
+
+    Args:
+        query: the river
+    """
+    return RIVERS[query]
+
+
+def undescribed(query: str) -> str:
+    return query
+
+
+@functools.cache
+def talker(template: str = TEMPLATE) -> Path:
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    directory = tasks.task() / f"talker{len(template)}"
+    shape = {**json.loads((tasks.task() / "actor" / "config.json").read_text()), "vocab_size": len(WORDS)}
+    write_random_model(directory, {**shape, "max_position_embeddings": 512}, 3)
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="?"))
+    tokenizer.add_special_tokens(list(SPECIAL))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "clean_up_tokenization_spaces": False}
+    (directory / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": template}))
+    return directory
+
+
+def talk(cls: str, most: int = 400, model: Path | None = None, **settings: Any) -> list[tuple[str, list[bool], Completion]]:
+    """Of 24 rows: their text with special tokens, which of it the model said, character or token by token, and all else."""
+    path = str(model or talker())
+    config, mesh = EnvironmentConfig(cls=cls, **settings), alone()[1]
+    found = Environments({"environment": config}, {i: {} for i in range(24)}, load_tokenizer(path))
+    sampling = SamplingConfig(allowed_token_ids=[0, 2, 3, 4, 5, 6, 60, 61], logit_bias={0: 1.0})
+    requests = [Request(i, i, [50 + i, 60], most) for i in range(24)]
+    generator = Generator(load(path, mesh), mesh, GenerationConfig(), read_eos_ids(path), decoding(found.tokenizer))
+    completions = generator.generate(requests, sampling, 1, 2, environments=found)
+    return [("".join(WORDS[token] for token in done.token_ids), done.mask or [], done) for done in completions]
+
+
+class Listening:
+    """Remembers what it hears."""
+
+    heard: ClassVar[list[str]] = []
+
+    def reset(self, row: Mapping[str, Any]) -> None:
+        pass
+
+    def step(self, text: str) -> tuple[str, float, bool]:
+        self.heard.append(text)
+        return "", 0.0, True
+
+
+def test_a_turn_has_its_special_tokens_but_the_end_of_text() -> None:
+    Listening.heard.clear()
+    said = [text for text, _, _ in talk("test_several:Listening", most=40)]
+    assert sorted(Listening.heard) == sorted(text.removesuffix(END) for text in said)
+    assert any(text.endswith(END) for text in said) and any(ANGRY in text for text in Listening.heard)
+    assert any("<tool_call>" in text for text in Listening.heard) and not any(END in text for text in Listening.heard)
+
+
+TOOLS = {"tools": ["test_several:find"]}
+TOOL_SETTINGS = ("environment.cls=tools", "environment.args.tools=[test_several:find]")
+
+
+def test_the_model_calls_tools_and_reads_them_as_its_template_writes_them() -> None:
+    """Each row again, by hand: turns of the model, and between them what follows from the calls in them."""
+    used, last = set[int](), 0
+    for text, mask, done in talk("tools", args=TOOLS):
+        at, calls = 0, list[int]()
+        for number, (token, drawn) in enumerate(zip(done.token_ids, mask, strict=True)):
+            assert drawn == (number >= at)
+            if not drawn:
+                continue
+            if token in READ:
+                calls.append(token)
+            if token == 0 and number < len(mask) - 1:  # between several results is all but the beginning of a turn
+                texts = [READ[call].removesuffix(f"{START}assistant\n") for call in calls]
+                expected = texts[0] + "".join(one.removeprefix("\n") for one in texts[1:]) + f"{START}assistant\n"
+                at = number + 1
+                read = "".join(WORDS[i] for i in done.token_ids[at : at + len(encoded(expected))])
+                assert read == expected
+                at += len(encoded(expected))
+                used, calls = used | set(calls), []
+        last += done.finish_reason == "stop" and text.endswith(END) and not calls
+        assert done.reward == 0
+    assert used == set(READ) and last > 0
+
+
+def encoded(text: str) -> list[int]:
+    ids: list[int] = load_tokenizer(talker())(text, add_special_tokens=False)["input_ids"]
+    return ids
+
+
+class Answering:
+    """Answers each turn with ``role``'s message."""
+
+    def __init__(self, role: str) -> None:
+        self.role = role
+
+    def reset(self, row: Mapping[str, Any]) -> None:
+        pass
+
+    def step(self, text: str) -> tuple[list[dict[str, Any]], float, bool]:
+        return [{"role": self.role, "content": "go\udc80 on"}], 0.0, False
+
+
+def test_a_turn_that_did_not_end_its_message_is_ended_in_the_observation() -> None:
+    first = [(text, mask) for text, mask, _ in talk("test_several:Answering", args={"role": "user"}, max_turns=2)]
+    closed = f"\n{START}user\ngo? on{END}\n{START}assistant\n"
+    for text, _ in first:
+        assert f"{END}{closed}" in text or END not in text[:-1]
+    path, mesh = str(talker()), alone()[1]
+    config = EnvironmentConfig(cls="test_several:Answering", args={"role": "user"}, max_turns=2)
+    found = Environments({"environment": config}, {0: {}}, load_tokenizer(path))
+    generator = Generator(load(path, mesh), mesh, GenerationConfig(), read_eos_ids(path), decoding(found.tokenizer))
+    cut = SamplingConfig(allowed_token_ids=[60, 61], stop_token_ids=[61])
+    (done,) = generator.generate([Request(0, 0, [50], 200)], cut, 1, 2, environments=found)
+    text = "".join(WORDS[token] for token in done.token_ids)
+    assert text.partition(WORDS[61])[2].startswith(f"{END}{closed}")
+
+
+@pytest.mark.parametrize(
+    ("role", "template", "message"),
+    [
+        (
+            "critic",
+            "{% for message in messages if message.role != 'critic' %}{{ message.content }}<|im_end|>{% endfor %}",
+            "environment 'environment': row [0-9]+: the chat template leaves out messages of the role 'critic'",
+        ),
+        ("tool", "{{ raise_exception('no tools here') }}", "the chat template refuses these messages: no tools here"),
+    ],
+)
+def test_a_template_that_has_no_place_for_a_message_ends_the_call(role: str, template: str, message: str) -> None:
+    with pytest.raises(RuntimeError, match=message) as caught:
+        talk("test_several:Answering", model=talker(template), args={"role": role})
+    assert type(caught.value).exit_class == "reward"  # type: ignore[attr-defined]
+
+
+def test_calls_are_found_as_models_write_them() -> None:
+    assert find_calls('So <tool_call>\n{"name": "a"}\n</tool_call><tool_call>{"name": "b"}') == [{"name": "a"}, {"name": "b"}]
+    assert find_calls('[TOOL_CALLS][{"name": "a"}, {"name": "b"}]', "[TOOL_CALLS]") == [{"name": "a"}, {"name": "b"}]
+    assert find_calls('{"name": "a", "parameters": {}}', "") == [{"name": "a", "parameters": {}}]
+    assert find_calls("42", "") == find_calls("so be it", "") == find_calls("no call") == []
+    assert find_calls("<tool_call>{a") == find_calls("<tool_call>" + "[" * 100_000) == [None]
+    said, reward, done = Tools(["test_several:find"], begin="", role="user").step(
+        '{"name": "find", "parameters": {"query": "nile"}}'
+    )
+    assert (said, reward, done) == ([{"role": "user", "name": "find", "content": "6650 km"}], 0.0, False)
+    assert Tools(["test_several:find"]).step("It is 6650 km.") == ("", 0.0, True)
+
+
+def test_a_function_describes_itself() -> None:
+    schema = tool_schema(find)
+    assert schema["type"] == "function" and schema["function"]["name"] == "find"
+    parameters = schema["function"]["parameters"]
+    assert parameters["properties"] == {"query": {"type": "string", "description": "the river"}}
+    assert parameters["required"] == ["query"]
+
+
+# -- programs
+
+
+class Paying:
+    """Answers ``said`` until its third turn, which it pays for."""
+
+    def __init__(self, said: str = "") -> None:
+        self.said, self.turns = said, 0
+
+    def reset(self, row: Mapping[str, Any]) -> None:
+        pass
+
+    def step(self, text: str) -> tuple[str, float, bool]:
+        self.turns += 1
+        return self.said, float(self.turns == 3), self.turns == 3
+
+
+SEVERAL = (
+    "environments.zeds.cls=test_several:Paying",
+    "environments.zeds.args.said=zz",
+    "environments.zeds.weight=3",
+    "environments.short.cls=test_several:Paying",
+    "environments.short.max_turns=2",
+    "data.max_response_length=24",
+    'sampling.stop=["7","a","b","c","d"]',
+)
+NAMES = ("zeds", "short", None)
+
+
+def mixed(path: Path, *names: str | None) -> Path:
+    """The task's prompts, with an environment each in turn."""
+    rows = [json.loads(line) for line in (tasks.task() / "train.jsonl").read_text().splitlines()]
+    named = names or NAMES
+    rows = [row | {"environment": named[i % len(named)], "id": i} for i, row in enumerate(rows)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_rows_of_one_run_have_different_environments(tmp_path: Path) -> None:
+    data = mixed(tmp_path / "mixed.jsonl")
+
+    def train(name: str, ranks: int, *more: str) -> tasks.Run:
+        fp64 = [f"models.{role}.dtype=float64" for role in ("actor", "critic", "reference", "reward")]
+        overrides = tasks.settings(tmp_path / name, 2, *SEVERAL, *fp64, f"data.path={data}", "data.shuffle=false", *more)
+        run_ranks(ranks, tasks.train_here, str(tasks.task() / "ppo.json"), overrides)
+        return tasks.read_run(tmp_path / name)
+
+    apart = ("placement.pools={a: [0], b: [1]}", "placement.stream=2", "models.actor.generation.max_num_seqs=3")
+    apart += tuple(
+        f"models.{role}.pool={'a' if role == 'actor' else 'b'}" for role in ("actor", "critic", "reference", "reward")
+    )
+    one = train("one", 1)
+    for other in (train("two", 2), train("streamed", 2, *apart)):
+        assert one.responses == other.responses
+        difference, where = tasks.worst_metric(one, other, floor=1e-2)
+        assert difference < 1e-8, where
+    ended = set[tuple[str | None, bool]]()
+    for line in (tmp_path / "one" / "rollouts.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        if row["step"] == 1:  # prompts 0 to 7, two responses each
+            name = NAMES[row["row_id"] // tasks.SAMPLES % len(NAMES)]
+            paid = row["score"] - tasks.even_share("", row["response"], {})
+            assert min(abs(paid - possible) for possible in ((0, 3) if name == "zeds" else (0,))) < 1e-5, row
+            ended.add((name, paid > 1))
+    assert ended >= {("zeds", True), ("short", False), (None, False)}
+
+
+def test_generate_tells_each_row_of_its_tools(tmp_path: Path) -> None:
+    """Three ranks' worth of rows in one file: with tools, with a game, and with neither."""
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    rows = [{"prompt": [{"role": "user", "content": f"{n}?"}], "environment": ("river", "game", None)[n % 3]} for n in range(9)]
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = (
+        f"model.path={talker()}",
+        f"data.path={source}",
+        f"out={out}",
+        "environments.river.cls=tools",
+        "environments.river.args.tools=[test_several:find]",
+        'data.tools.game=[{"type": "function", "function": {"name": "own"}}]',
+        "environments.game.cls=test_several:Paying",
+        "sampling.allowed_token_ids=[0,3,60]",
+        "sampling.max_response_length=120",
+    )
+    program.generate(program.prepare(None, list(settings), Launch()), alone()[0])
+    made = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(made) == 9
+    told = json.dumps([tool_schema(find)])
+    for number, row in enumerate(made):
+        assert (told in row["prompt"]) == (number % 3 == 0) and ('"own"' in row["prompt"]) == (number % 3 == 1)
+        assert len(row["response_mask"]) == len(row["response_ids"])
+        if number % 3 == 1:
+            assert row["environment_reward"] == float(row["num_turns"] == 3)
+        elif number % 3 == 2:
+            assert (row["environment_reward"], row["num_turns"]) == (0.0, 1) and all(row["response_mask"])
+    assert any("6650 km" in row["text"] and row["num_turns"] > 1 for row in made[::3])
+
+
+def long_river(prompt: str, response: str, row: dict[str, Any]) -> float:
+    return float("6650 km" in response)
+
+
+def test_a_model_that_calls_tools_is_trained_on_what_it_drew(tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    rows = [{"prompt": [{"role": "user", "content": f"{n}?"}]} for n in range(8)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def train(ranks: int) -> tuple[list[dict[str, Any]], dict[tuple[int, int], Any]]:
+        overrides = (
+            *("algorithm.name=grpo", "algorithm.ppo_mini_batch_size=4", "data.train_batch_size=4", "sampling.n=2"),
+            *(f"models.actor.path={talker()}", "models.actor.dtype=float64", "models.actor.optim.lr=1e-3"),
+            *(f"data.path={data}", "data.max_prompt_length=400", "data.max_response_length=100"),
+            *(*TOOL_SETTINGS, "sampling.allowed_token_ids=[0,3,60]", "reward.function=test_several:long_river"),
+        )
+        directory = tmp_path / str(ranks)
+        run_ranks(ranks, tasks.train_here, None, tasks.settings(directory, 2, *overrides))
+        metrics, samples = (
+            [json.loads(line) for line in (directory / name).read_text().splitlines()]
+            for name in ("metrics.jsonl", "rollouts.jsonl")
+        )
+        assert all(json.dumps([tool_schema(find)]) in row["prompt"] for row in samples)
+        return metrics, {(row["step"], row["row_id"]): (row["response"], row["score"]) for row in samples}
+
+    metrics, one = train(1)
+    others, two = train(2)
+    assert one == two and {score for _, score in one.values()} == {0.0, 1.0}
+    for row, other in zip(metrics, others, strict=True):
+        assert row["rollout/log_prob_diff_max"] < 1e-9 and row["rollout/num_turns_mean"] > 1
+        for name in ("actor/pg_loss", "actor/grad_norm", "rollout/environment_tokens_mean"):
+            assert row[name] == pytest.approx(other[name], rel=1e-6, abs=1e-9), name
+
+
+@pytest.mark.parametrize(
+    ("names", "overrides", "message"),
+    [
+        (("zeds", "short"), ("environments.short.cls=null",), r"environments.short.cls must be given"),
+        (
+            ("zeds", "shrot"),
+            (),
+            r"data.path, row 1: environment='shrot' is no environment; did you mean 'short'\?.* there are zeds, short",
+        ),
+        (("zeds",), (), r"environments.short: no row has this name in its column 'environment'"),
+        (NAMES, ("environments.environment.cls=calculator",), r"environments.environment: rows that name none have that of"),
+        (NAMES, ("reward.function=null",), r"data.path, row 2: the row has no environment, and there is no other; give reward"),
+        (NAMES, ("environments.short.timeout_s=600",), r"environments.short.timeout_s=600.0: other ranks wait for it"),
+        (NAMES, ("environments.short.max_turns=0",), r"environments.short.max_turns=0: must be at least 1"),
+        (
+            NAMES,
+            ("environment.cls=tools",),
+            r"environment.args={}: tools does not take them: missing a required argument: 'tools'",
+        ),
+        (
+            NAMES,
+            ("environment.cls=tools", "environment.args.tools=[test_several:fnd]"),
+            r"environment.args=.*: tool 'test_several:fnd': module test_several has no function 'fnd'; did you mean 'find'\?",
+        ),
+        (
+            NAMES,
+            ("environment.cls=tools", "environment.args.tools=[test_several:undescribed]"),
+            r"environment.args=.*: tool 'undescribed' needs type hints and a docstring with its arguments",
+        ),
+        (
+            NAMES,
+            (*TOOL_SETTINGS, "environment.args.tools=[test_several:find,test_several:find]"),
+            r"two functions have one name, by which the model calls them",
+        ),
+        (
+            NAMES,
+            ("environment.cls=tools", "environment.args.tools=test_several:find"),
+            r"tools='test_several:find' must be a list",
+        ),
+        (
+            (None, "zeds", "short"),
+            (*TOOL_SETTINGS, "data.apply_chat_template=false", "reward.function=null"),
+            r"data.path, row 0: environment gives no reward, and there is no other; give reward.function",
+        ),
+    ],
+)
+def test_mistakes_are_named(tmp_path: Path, names: tuple[str, ...], overrides: tuple[str, ...], message: str) -> None:
+    data = f"data.path={mixed(tmp_path / 'mixed.jsonl', *names)}"
+    with pytest.raises(ValueError, match=message):
+        prepare(str(tasks.task() / "ppo.json"), tasks.settings(tmp_path, 1, *SEVERAL, data, *overrides), 1)
+
+
+def test_a_prompt_that_does_not_tell_of_tools_is_refused(tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    settings = [f"data.path={source}", f"out={tmp_path / 'out.jsonl'}", *TOOL_SETTINGS]
+    silent = talker(TEMPLATE.partition("{% endif %}")[2].removeprefix("\n"))
+    source.write_text(json.dumps({"prompt": [{"role": "user", "content": "?"}]}) + "\n")
+    with pytest.raises(
+        ValueError, match=r"in.jsonl:1: the chat template does not tell the model of tools; give data.chat_template"
+    ):
+        program.prepare(None, [*settings, f"model.path={silent}"], Launch())
+    source.write_text(json.dumps({"prompt": "How long?"}) + "\n")
+    settings.append(f"model.path={talker()}")
+    with pytest.raises(
+        ValueError, match=r"in.jsonl:1: the prompt is text, and the model has tools: set data.apply_chat_template=true"
+    ):
+        program.prepare(None, settings, Launch())
+    ready = program.prepare(None, [*settings, "data.apply_chat_template=true"], Launch())
+    assert json.dumps([tool_schema(find)]) in "".join(WORDS[token] for token in ready.sets[0].prompts[0])
+    assert (
+        program.prepare(None, [*settings, "data.apply_chat_template=false"], Launch()).sets[0].rows[0]["prompt"] == "How long?"
+    )
+
+
+# -- docs/environments.md
+
+
+def test_the_tools_of_the_document_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Written down and named as the document says."""
+    page = (ROOT / "docs" / "environments.md").read_text()
+    (code,) = (block for block in re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S) if "my_project/tools.py" in block)
+    (settings,) = (block for block in re.findall(r"^```yaml\n(.*?)^```$", page, re.M | re.S) if "tools.py:python" in block)
+    (tmp_path / "my_project").mkdir()
+    (tmp_path / "my_project" / "tools.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    config = EnvironmentConfig(**yaml.safe_load(settings)["environment"])
+    config.check()
+    assert [schema["function"]["name"] for schema in config.schemas()] == ["search", "python"]
+    tools = Tools(**config.args)
+
+    def ask(name: str, **arguments: Any) -> str:
+        said, _, done = tools.step(f"Let me see. <tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>")
+        assert isinstance(said, list) and not done
+        return str(said[0]["content"])
+
+    assert (
+        ask("search", query="long river Nile", most=1)
+        == "Nile: The Nile flows through eleven countries and is about 6650 km long."
+    )
+    assert ask("search", query="zebra") == "nothing found"
+    assert ask("search", topic="Nile").startswith("error: TypeError:")
+    assert ask("python", code="print(6650 - 1230)") == "5420\n"
+    assert "ZeroDivisionError" in ask("python", code="1 / 0")
+    assert "longer than 5.0 s" in ask("python", code="while True: pass")

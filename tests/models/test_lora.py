@@ -1,0 +1,319 @@
+"""Low-rank adapters: PEFT's log-probs and gradients on the same weights, in every family; which part of them a rank holds."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from rlhf_spmd.checkpoint.adapters import STATE, SavedAdapters, find_adapters
+from rlhf_spmd.checkpoint.save import RoleState, save_checkpoint
+from rlhf_spmd.kernels import Ops, choose_ops
+from rlhf_spmd.models.adapters import merge
+from rlhf_spmd.models.attention import PackedAttention
+from rlhf_spmd.models.decoder import Block, Decoder
+from rlhf_spmd.models.heads import token_log_probs
+from rlhf_spmd.models.lora import LoraConfig, Part, is_adapter
+from rlhf_spmd.models.sharding import check_lora, plan_params
+from rlhf_spmd.models.spec import read_spec, spec_from_config
+from rlhf_spmd.models.weights import ADAPTER_CONFIG, ADAPTER_FILE, check_adapter, init_adapters, load_pretrained
+from rlhf_spmd.parallel.collectives import solo
+from small_models import CONFIGS, LENGTHS, make_batch, make_model
+
+FAMILIES = {
+    "llama": LoraConfig(rank=3, alpha=5.0),
+    "llama-tied-bias": LoraConfig(rank=2, alpha=4.0, target_modules=["q_proj", "v_proj", "down_proj"]),
+    "qwen3-tied": LoraConfig(rank=4, alpha=6.0, use_rslora=True),
+    "phi3": LoraConfig(rank=4),
+    "gemma2": LoraConfig(rank=2, target_modules=["o_proj", "up_proj"]),
+    "qwen3-moe": LoraConfig(rank=2, target_modules=["k_proj", "o_proj"]),
+}
+
+
+def exact_norm(norm: nn.Module) -> Any:
+    """transformers' in the dtype of its input: its own is in float32."""
+    plus = float("Gemma" in type(norm).__name__)
+    eps = getattr(norm, "variance_epsilon", None) or norm.eps
+    return lambda x: F.rms_norm(x, (x.shape[-1],), norm.weight + plus, eps)
+
+
+def by_peft(path: Path, lora: LoraConfig, out: Path, dtype: torch.dtype) -> tuple[Tensor, dict[str, Tensor]]:
+    """Log-probs of the labels, and the gradients of A and B of their weighted sum. Writes the adapter, with B drawn, to ``out``."""
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    attention = (
+        "eager" if "gemma2" in str(path) or dtype == torch.float32 else "sdpa"
+    )  # the one has softcaps, a softmax in float32
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=attention)
+    kept = {"r": lora.rank, "lora_alpha": lora.alpha, "use_rslora": lora.use_rslora, "target_modules": lora.target_modules}
+    model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **kept), autocast_adapter_dtype=False)
+    generator = torch.Generator().manual_seed(3)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data = torch.randn(parameter.shape, generator=generator).mul_(0.2).to(dtype)
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = exact_norm(module)  # type: ignore[method-assign]
+    model.save_pretrained(out)
+    ids, labels = make_batch(model.config.vocab_size)
+    rows = []
+    for some, targets in zip(ids.split(LENGTHS), labels.split(LENGTHS), strict=True):
+        rows.append(model(some[None]).logits[0].log_softmax(-1).gather(1, targets[:, None])[:, 0])
+    log_probs = torch.cat(rows)
+    (log_probs * weights_of(log_probs)).sum().backward()
+    grads = {name.replace(".default", ""): p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return log_probs.detach(), grads
+
+
+def weights_of(log_probs: Tensor) -> Tensor:
+    return torch.linspace(-1, 1, len(log_probs), dtype=log_probs.dtype)
+
+
+def build(path: Path, lora: LoraConfig, dtype: torch.dtype) -> Decoder:
+    decoder = Decoder(read_spec(path), "lm", 0, 1, solo(), dtype, "cpu", lora=lora)
+    load_pretrained(decoder, path)
+    init_adapters(decoder, lora, seed=5)
+    for name, parameter in decoder.named_parameters():
+        parameter.requires_grad_(is_adapter(name))
+    return decoder
+
+
+def log_probs_of(decoder: Decoder) -> Tensor:
+    ids, labels = make_batch(decoder.spec.vocab_size)
+    return decoder(ids, PackedAttention(LENGTHS), lambda d, hidden: token_log_probs(d, hidden, labels)[0])
+
+
+DOUBLE = {family: 1e-12 for family in FAMILIES if family != "qwen3-moe"} | {
+    "gemma2": 2e-6
+}  # transformers' experts have no float64
+CASES = [
+    *((family, torch.float64, most) for family, most in DOUBLE.items()),
+    *((name, torch.float32, 3e-5) for name in FAMILIES),
+]
+
+
+@pytest.mark.parametrize(("family", "dtype", "most"), CASES)
+def test_log_probs_and_gradients_are_those_of_peft(tmp_path: Path, family: str, dtype: torch.dtype, most: float) -> None:
+    path, lora = make_model(tmp_path / family, CONFIGS[family]), FAMILIES[family]
+    want, grads = by_peft(path, lora, tmp_path / "adapter", dtype)
+    decoder = build(path, LoraConfig(**{**vars(lora), "path": str(tmp_path / "adapter")}), dtype)
+    got = log_probs_of(decoder)
+    (got * weights_of(got)).sum().backward()
+    parameters, errors, seen = dict(decoder.named_parameters()), {}, set()
+    for name, shard in decoder.shards.items():
+        assert (parameters[name].grad is not None) == is_adapter(name), name
+        for box in shard.boxes if is_adapter(name) else ():
+            whole = grads[box.name]
+            error = (parameters[name].grad[box.local_slices] - whole[box.global_slices]).abs().max() / whole.abs().max()  # type: ignore[index]
+            errors[box.name] = float(error)
+            seen.add(box.name)
+    assert seen == set(grads)
+    apart, worst = float((got.detach() - want).abs().max()), max(errors, key=errors.__getitem__)
+    print(f"{family} {dtype}: log-probs {apart:.1e}, gradients {errors[worst]:.1e} ({worst})")
+    assert apart < most and errors[worst] < most
+    with torch.no_grad():
+        assert torch.equal(log_probs_of(decoder), got), "the pass without gradients has other bits"
+        decoder.enable_adapters(False)
+        assert not torch.equal(log_probs_of(decoder), got)
+        base = Decoder(read_spec(path), "lm", 0, 1, solo(), dtype, "cpu")
+        load_pretrained(base, path)
+        assert torch.equal(log_probs_of(base), log_probs_of(decoder)), "without adapters it is not the model itself"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_are_merged_with_the_bits_of_the_whole_matrix(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight, a, b = (torch.randn(shape, generator=generator).to(dtype) for shape in ((70, 48), (6, 48), (55, 3)))
+    ops = choose_ops(dtype, torch.device("cpu"))
+    parts = [Part(slice(0, 3), slice(0, 25), slice(0, 25)), Part(slice(3, 6), slice(25, 55), slice(40, 70))]
+    whole = merge(ops, weight, a, b, parts, 0.7)
+    rows = [merge(ops, weight[first:last], a, b, parts, 0.7, first) for first, last in ((0, 1), (1, 30), (30, 66), (66, 70))]
+    assert torch.equal(torch.cat(rows), whole)
+    want = weight.double()
+    want[:25] += 0.7 * b[:25].double() @ a[:3].double()
+    want[40:] += 0.7 * b[25:].double() @ a[3:].double()
+    torch.testing.assert_close(whole.double(), want, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
+    assert torch.equal(whole[25:40], weight[25:40])
+
+
+def test_devices_that_are_not_exact_add_products_in_place() -> None:
+    """By the same function, with other bits."""
+    generator = torch.Generator().manual_seed(0)
+    weight, a, b = (torch.randn(shape, generator=generator) for shape in ((70, 48), (6, 48), (55, 3)))
+    parts = [Part(slice(0, 3), slice(0, 25), slice(0, 25)), Part(slice(3, 6), slice(25, 55), slice(40, 70))]
+    exact = merge(choose_ops(torch.float32, torch.device("cpu")), weight, a, b, parts, 0.7)
+    torch.testing.assert_close(merge(Ops(), weight, a, b, parts, 0.7), exact)
+    halves = [tensor.bfloat16() for tensor in (weight, a, b)]
+    torch.testing.assert_close(merge(Ops(), *halves, parts, 0.7).float(), exact, rtol=2e-2, atol=5e-2)
+
+
+ADAPTER = LoraConfig(rank=2, alpha=8.0)
+
+
+def stored_adapter(out: Path, config: dict[str, Any], head: Tensor | None = None) -> LoraConfig:
+    """Ones under PEFT's names, and a head of values beside them."""
+    plan = plan_params(spec_from_config(CONFIGS["llama"], "test"), "none", 0, 1, 0, 1, lora=ADAPTER)
+    boxes = [box for name, shard in plan.items() if is_adapter(name) for box in shard.boxes]
+    out.mkdir()
+    tensors = {box.name: torch.ones(box.shape) for box in boxes}
+    save_file(tensors | ({} if head is None else {"base_model.model.score.weight": head}), out / ADAPTER_FILE)
+    (out / ADAPTER_CONFIG).write_text(json.dumps({"peft_type": "LORA", "r": 2, **config}))
+    return LoraConfig(rank=2, alpha=8.0, path=str(out))
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({}, None),  # PEFT's lora_alpha is 8
+        ({"alpha_pattern": {}, "use_dora": False, "bias": "none", "rank_pattern": None}, None),
+        ({"lora_alpha": 16}, "alpha=8.0, but .* has lora_alpha=16"),
+        ({"use_rslora": True}, "use_rslora=False, but .* has use_rslora=True"),
+        ({"alpha_pattern": {"q_proj": 4}}, r"has alpha_pattern=\{'q_proj': 4\}"),
+        ({"rank_pattern": {"q_proj": 2}}, "has rank_pattern="),
+        ({"use_dora": True}, "has use_dora=True"),
+        ({"fan_in_fan_out": True}, "has fan_in_fan_out=True"),
+        ({"bias": "all"}, "has bias='all'"),
+    ],
+)
+def test_what_an_adapter_may_say_of_itself(tmp_path: Path, config: dict[str, Any], said: str | None) -> None:
+    lora, spec = stored_adapter(tmp_path / "adapter", config), spec_from_config(CONFIGS["llama"], "test")
+    if said is None:
+        check_adapter(spec, lora, "lm", "models.actor.lora")
+        return
+    with pytest.raises(ValueError, match=said):
+        check_adapter(spec, lora, "lm", "models.actor.lora")
+
+
+@pytest.mark.parametrize(
+    ("ours", "said"),
+    [
+        ({"alpha": 16.0}, "alpha=16.0, but .* has lora_alpha=8"),
+        ({"alpha": 8.0, "use_rslora": True}, "use_rslora=True, but .* has use_rslora=False"),
+    ],
+)
+def test_defaults_that_an_adapter_leaves_out_are_those_of_peft(tmp_path: Path, ours: dict[str, Any], said: str) -> None:
+    lora = replace(stored_adapter(tmp_path / "adapter", {}), **ours)
+    with pytest.raises(ValueError, match=said):
+        check_adapter(spec_from_config(CONFIGS["llama"], "test"), lora, "lm", "models.actor.lora")
+
+
+def test_a_reward_model_begins_with_the_head_beside_its_adapter(tmp_path: Path) -> None:
+    path = make_model(tmp_path / "model", CONFIGS["llama"])
+    spec, head = read_spec(path), torch.arange(float(read_spec(path).hidden_size))[None]
+    lora = stored_adapter(tmp_path / "adapter", {}, head)
+    with pytest.raises(ValueError, match=r"score\.weight"):
+        check_adapter(spec, lora, "lm", "models.actor.lora")
+    check_adapter(spec, lora, "value", "models.reward.lora")
+    decoder = Decoder(spec, "value", 0, 1, solo(), torch.float32, "cpu", lora=lora)
+    load_pretrained(decoder, path, missing_head_ok=True)
+    init_adapters(decoder, lora, seed=5)
+    assert torch.equal(decoder.value_weight, head)
+
+
+def saved(path: Path, run_dir: Path) -> tuple[Decoder, SavedAdapters]:
+    """A model with adapters that add something, and these from its checkpoint."""
+    trained, generator = build(path, LoraConfig(rank=3, alpha=9.0), torch.float32), torch.Generator().manual_seed(0)
+    values = {name: parameter.data for name, parameter in trained.named_parameters() if is_adapter(name)}
+    with torch.no_grad():
+        for parameter in values.values():
+            parameter.normal_(std=0.02, generator=generator)
+    held = {"actor": RoleState({name: trained.shards[name] for name in values}, values)}
+    state = {STATE: {"actor": {"rank": 3, "alpha": 9.0}}}
+    adapters = find_adapters(save_checkpoint(run_dir, 1, held, state, solo()), "actor")
+    assert adapters is not None
+    return trained, adapters
+
+
+def test_an_adapter_is_added_to_the_weights_before_they_are_rounded(tmp_path: Path) -> None:
+    """To a model in bfloat16, of a role that was trained in float32."""
+    path = make_model(tmp_path / "model", CONFIGS["llama"])
+    trained, adapters = saved(path, tmp_path / "run")
+    decoder, wide = (Decoder(read_spec(path), "lm", 0, 1, solo(), dtype, "cpu") for dtype in (torch.bfloat16, torch.float32))
+    for one in (decoder, wide):
+        load_pretrained(one, path)
+        adapters.add_to(one, path)
+    for name, parameter in decoder.named_parameters():
+        assert torch.equal(parameter, wide.get_parameter(name).bfloat16()), name
+    block = trained.layers[0]
+    assert isinstance(block, Block) and block.qkv.lora is not None
+    with torch.no_grad():
+        merged = block.qkv.lora.merged(block.qkv.weight, block.qkv.lora.a, block.qkv.lora.b)
+    assert torch.equal(wide.get_parameter("layers.0.qkv.weight"), merged)
+
+
+def test_the_adapter_of_a_language_model_of_one_that_sees(tmp_path: Path) -> None:
+    """PEFT finds its matrices in transformers' whole model, and none of the vision tower; it can be begun with."""
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
+
+    path, out = tmp_path / "model", tmp_path / "adapter"
+    text = {key: value for key, value in CONFIGS["gemma3"].items() if key not in ("architectures", "model_type")}
+    eyes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
+    ids = dict.fromkeys(("image_token_index", "boi_token_index", "eoi_token_index"), text["vocab_size"] - 1)
+    config = Gemma3Config(text_config=text, vision_config={**eyes, "patch_size": 14}, mm_tokens_per_image=4, **ids)
+    Gemma3ForConditionalGeneration(config).save_pretrained(path)
+    trained, adapters = saved(path, tmp_path / "run")
+    adapters.write(out, path)
+    model = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(path), out)
+    found = {name.replace(".default", ""): tensor for name, tensor in model.named_parameters() if "lora_" in name}
+    with safe_open(out / ADAPTER_FILE, framework="pt") as stored:
+        assert set(found) == set(stored.keys()) and not any("vision" in name for name in found)
+        assert all(torch.equal(tensor, stored.get_tensor(name)) for name, tensor in found.items())
+    lora = LoraConfig(rank=3, alpha=9.0, path=str(out))
+    check_adapter(read_spec(path), lora, "lm", "models.actor.lora")
+    again = build(path, lora, torch.float32)
+    assert all(torch.equal(x, again.get_parameter(name)) for name, x in trained.named_parameters())
+
+
+def test_dropout_is_drawn_again_where_layers_are_computed_again(tmp_path: Path) -> None:
+    path = make_model(tmp_path / "model", CONFIGS["llama"])
+    found = []
+    for checkpointing in ("none", "selective", "full"):
+        decoder = build(path, LoraConfig(rank=4, dropout=0.5), torch.float64)
+        for name, parameter in decoder.named_parameters():
+            if name.endswith("lora.b"):
+                nn.init.normal_(parameter, std=0.2, generator=torch.Generator().manual_seed(1))
+        decoder.keep_activations(checkpointing)
+        torch.manual_seed(7)
+        log_probs = log_probs_of(decoder)
+        log_probs.sum().backward()
+        found.append([log_probs.detach()] + [p.grad for p in decoder.parameters() if p.grad is not None])
+        with torch.no_grad():
+            assert not torch.allclose(log_probs_of(decoder), log_probs), "dropout does nothing"
+    for other in found[1:]:
+        assert all(torch.allclose(x, y, rtol=1e-12, atol=1e-12) for x, y in zip(other, found[0], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("family", "targets", "said"),
+    [
+        ("llama", ["q_proj", "w1"], "no matrix 'w1'; its layers have down_proj, gate_proj, k_proj, o_proj, q_proj"),
+        ("qwen3-moe", ["gate_proj"], "some layers have none of these"),
+    ],
+)
+def test_targets_that_the_model_has_not(family: str, targets: list[str], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        check_lora(spec_from_config(CONFIGS[family], "test"), LoraConfig(rank=1, target_modules=targets), "models.actor.lora")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"alpha": 2.0}, "rank=0"),
+        ({"rank": 4, "dropout": 1.0}, "dropout=1.0: must be at least 0 and below 1"),
+        ({"rank": 4, "target_modules": "q_proj"}, "must be all-linear, or a list"),
+        ({"rank": -1}, "rank=-1: must be at least 0"),
+    ],
+)
+def test_settings_that_are_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        LoraConfig(**given).check("models.actor.lora")

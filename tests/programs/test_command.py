@@ -1,0 +1,183 @@
+"""``rlhf-spmd``: one command that starts the ranks itself, and what it answers without a run."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import tasks
+from places import ROOT
+from rlhf_spmd import __main__ as command
+from rlhf_spmd import __version__
+from rlhf_spmd.config.load import flatten_yaml
+from rlhf_spmd.train import read_config
+
+CONFIG = ("--config", str(tasks.task() / "ppo.json"))
+LAYOUT = ("models.actor.layout.tp=2", "models.critic.layout.dp=2")
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    started = [sys.executable, "-m", "rlhf_spmd", *arguments]
+    return subprocess.run(started, env=tasks.environment(), capture_output=True, text=True, timeout=600)
+
+
+def test_the_command_is_installed() -> None:
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert scripts == {"rlhf-spmd": f"{command.__name__}:main"}
+
+
+def test_it_trains_as_torchrun_does_bit_for_bit(tmp_path: Path) -> None:
+    alone, under = tmp_path / "alone", tmp_path / "torchrun"
+    process = tasks.start_torchrun(under, tasks.settings(under, 2, *LAYOUT), *tasks.one_node(2))
+    try:
+        ended = run("train", "--nproc-per-node", "2", *CONFIG, *tasks.settings(alone, 2, *LAYOUT))
+        assert ended.returncode == 0, ended.stderr
+        assert tasks.finish(process, under) == 0, (under / "output.txt").read_text()
+    finally:
+        tasks.kill(process)
+    assert "ppo on 2 rank(s)" in ended.stderr
+    tasks.assert_bit_equal(tasks.read_run(alone), tasks.read_run(under))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (("train", "--nproc-per-node", "2", "models.actor.layout.tp=4"), r"config error: models\.actor\.layout .* 2;.*"),
+        (("train", "--nproc-per-node=0"), "config error: --nproc-per-node=0: must be a whole number, at least 1"),
+        (("train", "--nproc-per-node", "two"), "config error: --nproc-per-node=two: must be .*"),
+        (("train", "--nproc_per_node=two"), "config error: --nproc-per-node=two: must be .*"),
+        (("train", "--config", "x.yaml"), "config error: --config x.yaml and --config .*ppo.json: give one file, .*"),
+        (("train", "--nproc-per-node"), "config error: argument --nproc-per-node/--nproc_per_node: expected one argument"),
+        (("--config", "x.yaml", "sft"), "--config: the program comes first: rlhf-spmd sft --config .*"),
+        (("report",), "config error: no run directory; give .*"),
+        (("report", "--serve", "x", "out=y.html"), "config error: out=y.html: --serve writes nothing; .*"),
+        (("report", "--porto", "x"), "config error: unrecognized arguments: --porto"),
+        (("train", "trainer.total_epochs=3"), r"config error: .*'trainer\.total_epochs'; it is verl's; here: data\.epochs, .*"),
+        (
+            ("train", "--dry-run", "--nproc-per-node", "8", "data.train_batch_size=4"),
+            "config error: .* 8 generation replicas.*",
+        ),
+        (("plan", "--nproc-per-node", "2"), "config error: --nproc-per-node=2: plan is one process; leave it out"),
+        (("plan", "--dry-run"), "config error: --dry-run: plan trains nothing; leave it out"),
+        (("trian",), "unknown program 'trian'; did you mean 'train'\\? available: train, sft, generate, .*"),
+        (("completion", "tcsh"), "completion tcsh: give a shell: bash, zsh or fish"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(arguments: tuple[str, ...], line: str, tmp_path: Path) -> None:
+    more = (*CONFIG, f"run.dir={tmp_path}") if arguments[0] in ("train", "plan") else ()
+    since = time.monotonic()
+    ended = run(*arguments, *more)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert re.fullmatch(line + r"\n", ended.stderr), ended.stderr
+    assert time.monotonic() - since < 150
+
+
+def test_one_s_own_modules_are_found_beside_it_as_by_python_m(tmp_path: Path) -> None:
+    """A console script has its own directory on the path, not the one it is started in."""
+    script, module = tmp_path / "bin" / "rlhf-spmd", tmp_path / "my_project" / "mixed.py"
+    script.parent.mkdir(), module.parent.mkdir()
+    script.write_text("from rlhf_spmd.__main__ import main\nmain()\n")
+    module.write_text("from rlhf_spmd.algorithms.dpo import Config, step\n")
+    started = [sys.executable, str(script), "train", "--help", "algorithm.name=my_project.mixed"]
+    ended = subprocess.run(started, cwd=tmp_path, env=tasks.environment(), capture_output=True, text=True)
+    assert ended.returncode == 0 and "  algorithm.label_smoothing = 0.0 (a number)" in ended.stdout, ended.stderr
+
+
+def test_under_torchrun_it_is_a_rank_and_starts_none(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    with pytest.raises(SystemExit) as ending:
+        command.main(["train", "--nproc-per-node", "2", *CONFIG])
+    assert ending.value.code == 2 and "torchrun has started the ranks; leave it out" in capsys.readouterr().err
+
+
+def test_the_number_of_ranks_is_that_of_the_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import torch
+
+    assert command.usual_ranks("train", []) == ["--nproc-per-node", "1"]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    assert command.usual_ranks("train", ["run.steps=1", "--dry-run"]) == ["--nproc-per-node", "8"]
+    assert command.usual_ranks("plan", ["profile"]) == ["--nproc-per-node", "8"]
+    for said in (["--nproc-per-node=4"], ["--nproc_per_node", "4"], ["--help"], ["--print-config"]):
+        assert command.usual_ranks("sft", said) == []
+    assert command.usual_ranks("plan", []) == command.usual_ranks("report", ["runs/x"]) == []
+    assert command.usual_ranks("serve", ["model.path=x", "layout.tp=2"]) == ["--nproc-per-node", "2"]
+    config = tmp_path / "serve.yaml"
+    config.write_text("{model: {path: x}, layout: {tp: 4}}")
+    assert command.usual_ranks("serve", ["--config", str(config)]) == ["--nproc-per-node", "4"]
+    assert command.usual_ranks("serve", ["layout.tp=many"]) == ["--nproc-per-node", "8"]
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    assert command.usual_ranks("train", []) == []
+
+
+def test_several_launchers_of_srun_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
+    assert command.usual_ranks("train", ["--nproc-per-node", "2"]) == command.usual_ranks("train", ["--help"]) == []
+    with pytest.raises(SystemExit) as ending:
+        command.usual_ranks("train", [])
+    assert ending.value.code == 2 and "started 4 of this command" in capsys.readouterr().err
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert command.usual_ranks("train", []) == []
+
+
+def test_the_printed_configuration_is_the_one_that_would_run(tmp_path: Path) -> None:
+    ended = run("train", "--print-config", *CONFIG, "sampling.n=3", "models.critic.dtype=bf16")
+    assert ended.returncode == 0, ended.stderr
+    (tmp_path / "printed.yaml").write_text(ended.stdout)
+    assert (
+        read_config(str(tmp_path / "printed.yaml"), [])[0]
+        == read_config(CONFIG[1], ["sampling.n=3", "models.critic.dtype=bf16"])[0]
+    )
+    assert flatten_yaml(ended.stdout)["models.critic.dtype"] == "bfloat16"
+
+
+def test_a_dry_run_says_what_would_run_and_leaves_nothing(tmp_path: Path) -> None:
+    ended = run("train", "--dry-run", "--nproc_per_node", "4", *CONFIG, *tasks.settings(tmp_path / "run", 1, *LAYOUT[:1]))
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "ppo on 4 rank(s), 20 prompts" in ended.stdout
+    assert re.search(r"^  memory: at most \d+\.\d GiB of [\d.]+ on a rank", ended.stdout, flags=re.MULTILINE), ended.stdout
+    assert re.search(r"actor +pool all \[0 to 3\], pp\(1\) \* tp\(2\) \* dp\(2\)", ended.stdout)
+    assert not (tmp_path / "run").exists()
+
+
+def test_bash_completes_programs_and_keys() -> None:
+    script = run("completion", "bash").stdout
+
+    def completed(*words: str) -> list[str]:
+        asked = f"COMP_WORDS=(rlhf-spmd {' '.join(words)}); COMP_CWORD={len(words)}; _rlhf_spmd; printf '%s\\n' \"${{COMPREPLY[@]}}\""
+        told = subprocess.run(
+            ["bash", "-c", f"compopt() {{ :; }}\n{script}\n{asked}"], capture_output=True, text=True, check=True
+        )
+        return told.stdout.split()
+
+    assert completed("ev") == ["evaluate"]
+    assert completed("train", "run.st") == ["run.steps="]
+    assert "models.reference.optim.lr=" in completed("train", "models.ref")
+    assert completed("train", "algorithm.lambda_in") == ["algorithm.lambda_init="], "of one algorithm alone"
+    assert completed("score", "max_tok") == ["max_token_len_per_gpu="]
+    assert completed("train", "--dry") == ["--dry-run"]
+    assert completed("report", "--s") == ["--serve"]
+    assert not any("<" in word for word in completed("train", ""))
+    for shell in ("zsh", "fish"):
+        made = run("completion", shell).stdout
+        assert "run.steps=" in made and "max_token_len_per_gpu=" in made
+        if shutil.which(shell):
+            assert subprocess.run([shell, "-n"], input=made, text=True).returncode == 0
+
+
+def test_without_arguments_it_lists_the_programs() -> None:
+    ended = run()
+    assert ended.returncode == 2 and all(f"  {name} " in ended.stdout for name in command.PROGRAMS)
+    assert run("--help").returncode == 0
+    told = run("completion", "--help")
+    assert told.returncode == 0 and "completion bash" in told.stdout and not told.stderr
+    assert run("--version").stdout == f"{__version__}\n"

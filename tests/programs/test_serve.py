@@ -1,0 +1,439 @@
+"""``serve``: asked by the ``openai`` package where there is one, and by hand."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from queue import Queue
+from typing import Any
+
+import pytest
+
+import tasks
+from generate_runs import model as model  # a fixture
+from generators import alone, transformers_greedy
+from rlhf_spmd import serve
+from rlhf_spmd.config.schema import ConfigError
+from rlhf_spmd.data.tokenizer import decode, load_tokenizer
+from rlhf_spmd.parallel.world import Launch
+from rlhf_spmd.runtime.llm import Engine
+
+KEY = "a secret of this test"
+TALK = [{"role": "user", "content": "abd"}]
+GREEDY = {"temperature": 0, "max_tokens": 12}
+
+
+@contextmanager
+def served(model: Path, ranks: int, *settings: str, interrupted: bool = False) -> Iterator[str]:
+    """The address of a service, which ends with the block."""
+    start = ["-m", "torch.distributed.run", *tasks.one_node(ranks)] if ranks > 1 else []
+    command = [
+        sys.executable,
+        *start,
+        "-m",
+        "rlhf_spmd.serve",
+        f"model.path={model}",
+        "port=0",
+        "generation.page_size=8",
+        *settings,
+    ]
+    process = subprocess.Popen(command, env=tasks.environment() | {"TEST_KEY": KEY}, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    try:
+        lines = iter(process.stderr.readline, "")
+        yield next(line for line in lines if "http://" in line).split()[-1]
+        process.send_signal(signal.SIGINT if interrupted else signal.SIGTERM)
+        last = "".join(lines)
+        assert last == "" if interrupted else "ended by SIGTERM" in last
+        assert (process.wait(60) == 0) is interrupted
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture(scope="module")
+def address(model: Path) -> Iterator[str]:
+    with served(
+        model, 1, "served_model_name=small", "token_env=TEST_KEY", "generation.max_num_seqs=4", interrupted=True
+    ) as found:
+        yield found
+
+
+def ask(address: str, path: str, body: Any = None, key: str = KEY) -> tuple[int, Any]:
+    data = None if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
+    request = urllib.request.Request(address + path, data, {"Authorization": f"Bearer {key}"})
+    try:
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            return answer.status, json.loads(answer.read())
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read())["error"]
+
+
+def greedy_text(model: Path, ids: list[int], most: int) -> str:
+    return decode(load_tokenizer(model), transformers_greedy(str(model), [ids], most))[0]
+
+
+def ids_of(text: str) -> list[int]:
+    return [ord(character) - 29 for character in text]
+
+
+def test_completions_and_chats_are_answered_in_openai_s_form(address: str, model: Path) -> None:
+    status, told = ask(address, "/completions", {"model": "small", "prompt": ["abc", "x y"], "n": 2, "logprobs": 2, **GREEDY})
+    assert status == 200 and told["object"] == "text_completion" and told["model"] == "small"
+    texts = [greedy_text(model, ids_of(prompt), 12) for prompt in ("abc", "x y")]
+    assert [(c["index"], c["text"]) for c in told["choices"]] == [(i, texts[i // 2]) for i in range(4)]
+    first = told["choices"][0]["logprobs"]
+    assert len(first["tokens"]) == len(first["token_logprobs"]) == len(first["top_logprobs"]) == 12
+    assert max(first["top_logprobs"][0].values()) == first["token_logprobs"][0] < 0
+    assert told["usage"] == {"prompt_tokens": 6, "completion_tokens": 48, "total_tokens": 54}
+
+    parts = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "bd"}]}]
+    body = {"messages": parts, "temperature": 0, "max_completion_tokens": 9, "logprobs": True, "top_logprobs": 1}
+    _, told = ask(address, "/chat/completions", body)
+    (choice,) = told["choices"]
+    wanted = greedy_text(model, ids_of("<|user|>abd<|assistant|>"), 9)
+    assert choice["message"] == {"role": "assistant", "content": wanted} and choice["finish_reason"] == "length"
+    assert "".join(entry["token"] for entry in choice["logprobs"]["content"]) == wanted
+    for entry in choice["logprobs"]["content"]:
+        (best,) = entry.pop("top_logprobs")
+        assert best == entry and bytes(best["bytes"]).decode() == best["token"]
+    _, told = ask(address, "/chat/completions", {"messages": TALK, "temperature": 0})
+    assert told["usage"]["total_tokens"] <= 64 and told["choices"][0]["message"]["content"].startswith(wanted)
+    assert ask(address, "/models")[1]["data"][0]["id"] == "small"
+
+
+def test_requests_that_come_together_are_each_answered_as_if_alone(address: str, model: Path) -> None:
+    prompts = ["abc", "x y", "The quick", "zzzz", "q", "12 34"] * 3
+    bodies: list[dict[str, Any]] = [
+        {"prompt": prompt, "temperature": 0, "max_tokens": 4 + 3 * i} for i, prompt in enumerate(prompts)
+    ]
+    for i, body in enumerate(bodies):
+        body |= [{}, {"seed": i, "temperature": 1.0}, {"presence_penalty": 0.5}][i % 3]
+    alone = [ask(address, "/completions", body)[1]["choices"] for body in bodies]
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        together = list(pool.map(lambda body: ask(address, "/completions", body)[1]["choices"], bodies))
+    assert together == alone
+
+
+def parts_of(address: str, path: str, body: dict[str, Any]) -> list[Any]:
+    request = urllib.request.Request(
+        address + path, json.dumps(body | {"stream": True}).encode(), {"Authorization": f"Bearer {KEY}"}
+    )
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        lines = [line for line in answer.read().decode().split("\n\n") if line]
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+def stream_body(**more: Any) -> dict[str, Any]:
+    return {"messages": TALK, "n": 2, "seed": 3, "max_tokens": 40, "stream_options": {"include_usage": True}, **more}
+
+
+def without_stream(body: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in body.items() if key != "stream_options"}
+
+
+@pytest.mark.parametrize("stops", ["never", "nowhere", "inside"])
+def test_a_stream_brings_the_same_text(address: str, stops: str) -> None:
+    body = stream_body()
+    if stops != "never":
+        _, told = ask(address, "/chat/completions", without_stream(body))
+        body["stop"] = told["choices"][0]["message"]["content"][5:9] if stops == "inside" else "\u0000" * 9
+    _, whole = ask(address, "/chat/completions", without_stream(body))
+    assert (whole["choices"][0]["stop_reason"] is not None) == (stops == "inside")
+    *parts, last = parts_of(address, "/chat/completions", body)
+    assert last["choices"] == [] and last["usage"] == whole["usage"]
+    for choice in whole["choices"]:
+        mine = [each for part in parts for each in part["choices"] if each["index"] == choice["index"]]
+        assert "".join(each["delta"]["content"] for each in mine) == choice["message"]["content"]
+        assert [each["finish_reason"] for each in mine] == [None] * (len(mine) - 1) + [choice["finish_reason"]]
+        assert ["role" in each["delta"] for each in mine] == [True] + [False] * (len(mine) - 1)
+    assert {part["object"] for part in parts} == {"chat.completion.chunk"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "key", "status", "said"),
+    [
+        ("/completions", {"prompt": "a", "temperature": -1}, KEY, 400, "sampling_params.temperature=-1.0: must be 0"),
+        ("/completions", {"prompt": "a", "temprature": 1}, KEY, 400, "unknown key 'temprature'; did you mean 'temperature'?"),
+        ("/completions", {"prompt": "a", "max_tokens": "many"}, KEY, 400, "max_tokens='many' must be an integer or null"),
+        ("/completions", {"prompt": "a", "prompt_logprobs": 1}, KEY, 400, "unknown key 'prompt_logprobs'"),
+        ("/completions", {"prompt": "a", "logprobs": 1, "stream": True}, KEY, 400, "logprobs come with whole responses"),
+        ("/completions", {"prompt": "a" * 64}, KEY, 400, "prompt 0 has 64 tokens"),
+        ("/completions", {"model": "large", "prompt": "a"}, KEY, 404, "the model 'large' is not here; there is 'small'"),
+        (
+            "/completions",
+            {"prompt": "${oc.env:TEST_KEY}", "stop": "${oc.env:TEST_KEY}", "n": 0},
+            KEY,
+            400,
+            "sampling_params.n=0",
+        ),
+        ("/completions", {"prompt": "a"}, "guessed", 401, "the bearer token is missing or wrong"),
+        ("/completions", b"{", KEY, 400, "Expecting property name"),
+        ("/completions", [], KEY, 400, "a request is a JSON object"),
+        ("/completions", {"prompt": []}, KEY, 400, "0 prompts, n=1: a request is for 1 to 4096 responses"),
+        (
+            "/completions",
+            {"prompt": "a", "n": 10**9},
+            KEY,
+            400,
+            "1 prompts, n=1000000000: a request is for 1 to 4096 responses",
+        ),
+        ("/completions", {}, KEY, 400, "prompt 0: a prompt must be text or a list of chat messages, not NoneType"),
+        ("/completions", {"prompt": [5, "a"]}, KEY, 400, "prompt 0: 'prompt_token_ids' must be a non-empty list of token ids"),
+        ("/completions", {"prompt": "a", "logit_bias": {"x": 1}}, KEY, 400, "logit_bias.x='x' must be an integer"),
+        ("/completions", b'{"prompt": "a", "temperature": NaN}', KEY, 400, "sampling_params.temperature=nan: must be 0"),
+        ("/completions", {"prompt": "a", "n": "2"}, KEY, 400, "n='2' must be an integer"),
+        ("/completions", {"prompt": "a", "stop": [1]}, KEY, 400, "stop[0]=1 must be text"),
+        ("/completions", {"prompt": "a", "echo": True}, KEY, 400, "unknown key 'echo'"),
+        ("/completions", {"prompt": "a", "temperature": 1e39}, KEY, 400, "sampling_params.temperature=1e+39: must be 0"),
+        ("/completions", b"[" * 100_000, KEY, 400, "a request's JSON is at most 100 values deep"),
+        ("/completions", b'{"metadata": ' + b"[" * 200 + b"]" * 200 + b"}", KEY, 400, "a request's JSON is at most 100"),
+        ("/completions", {"prompt": "\ud800"}, KEY, 400, "'utf-8' codec can't encode character"),
+        ("/embeddings", {}, KEY, 404, "there is nothing at /v1/embeddings"),
+        ("/chat/completions", {"messages": "abc"}, KEY, 400, "messages must be a list of objects"),
+        (
+            "/chat/completions",
+            {"messages": [{"role": "user", "content": None}]},
+            KEY,
+            400,
+            "prompt 0: the content of message 0",
+        ),
+    ],
+)
+def test_what_cannot_be_answered_is_said_as_openai_does(
+    address: str, path: str, body: Any, key: str, status: int, said: str
+) -> None:
+    found, error = ask(address, path, body, key)
+    assert (found, error["type"]) == (status, "invalid_request_error") and error["message"].startswith(said)
+
+
+def test_fields_that_ask_for_nothing_are_taken(address: str) -> None:
+    asked = {"echo": False, "response_format": {"type": "text"}, "tools": [], "parallel_tool_calls": True, "suffix": None}
+    plain, same = (ask(address, "/completions", {"prompt": "abc", **GREEDY, **more}) for more in ({}, asked))
+    assert plain[0] == same[0] == 200 and plain[1]["choices"] == same[1]["choices"]
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (f"Authorization: Bearer {KEY}", 411),
+        (f"Authorization: Bearer {KEY}\r\nContent-Length: -1", 400),
+        (f"Authorization: Bearer {KEY}\r\nContent-Length: many", 400),
+        (f"Authorization: Bearer {KEY}\r\nContent-Length: 99999999999", 413),
+        ("Content-Length: 1000", 401),
+    ],
+)
+def test_what_cannot_be_read_is_refused_before_its_body_has_come(address: str, head: str, status: int) -> None:
+    with socket.create_connection(("127.0.0.1", int(address.split(":")[2].split("/")[0])), timeout=30) as client:
+        client.sendall(f"POST /v1/completions HTTP/1.1\r\n{head}\r\n\r\n".encode())
+        assert client.recv(100).split()[1] == str(status).encode()
+
+
+def test_the_openai_package(address: str, model: Path) -> None:
+    openai = pytest.importorskip("openai")
+    client = openai.OpenAI(base_url=address, api_key=KEY, max_retries=0)
+    wanted = greedy_text(model, ids_of("<|user|>abd<|assistant|>"), 12)
+    chat = client.chat.completions.create(model="small", messages=TALK, **GREEDY)
+    assert chat.choices[0].message.content == wanted and chat.usage.completion_tokens == 12
+    stream = client.chat.completions.create(model="small", messages=TALK, stream=True, **GREEDY)
+    assert "".join(part.choices[0].delta.content for part in stream) == wanted
+    texts = client.completions.create(model="small", prompt="abc", extra_body={"top_k": 1}, max_tokens=12)
+    assert texts.choices[0].text == greedy_text(model, ids_of("abc"), 12)
+    assert [each.id for each in client.models.list()] == ["small"]
+    with pytest.raises(openai.BadRequestError, match="must be at least 1"):
+        client.completions.create(model="small", prompt="abc", max_tokens=0)
+    with pytest.raises(openai.AuthenticationError):
+        openai.OpenAI(base_url=address, api_key="guessed", max_retries=0).models.list()
+
+
+@pytest.fixture
+def service(model: Path, monkeypatch: pytest.MonkeyPatch) -> serve.Service:
+    """Without an endpoint, and with a step of the generator in each turn."""
+    monkeypatch.setattr(serve, "TURN_S", 1e-9)
+    monkeypatch.setattr(serve, "IDLE_S", 1e-3)
+    world, settings = alone()[0], [f"model.path={model}", "generation.max_num_seqs=4", "generation.page_size=8"]
+    return serve.Service(Engine(serve.prepare(None, settings, world.launch), world), "small")
+
+
+def arrive(service: serve.Service, number: int, **body: Any) -> Queue[serve.Part]:
+    reply = service.replies[number] = Queue()
+    service.arrivals.put((number, False, {"temperature": 0, "ignore_eos": True, **body}))
+    return reply
+
+
+def test_requests_join_those_that_run_and_others_wait_their_turn(service: serve.Service, model: Path) -> None:
+    kept = service.engine.generator
+    first = arrive(service, 0, prompt="abc", max_tokens=20)
+    for _ in range(5):
+        service.turn()
+    arrive(service, 1, prompt="x", max_tokens=40)
+    service.turn()
+    assert [row.request.row_id for row in kept.kept] == [0, 1] and 0 < kept.kept[1].num_new < kept.kept[0].num_new
+    other = arrive(service, 2, prompt="x", presence_penalty=1.0, max_tokens=2)
+    last = arrive(service, 3, prompt="y", max_tokens=2)  # could join, but does not overtake
+    while 1 in service.running:
+        service.turn()
+        assert not {2, 3} & set(service.running)
+    while service.running or service.waiting:
+        service.turn()
+    answers = [reply.get_nowait() for reply in (first, service.replies[1], other, last)]
+    wanted = [greedy_tokens(model, prompt, most) for prompt, most in (("abc", 20), ("x", 40), ("y", 2))]
+    assert [text_of(answer) for answer in (*answers[:2], answers[3])] == wanted
+    assert kept.config.num_pages == 4 * 8  # of 8 tokens: room for all that can run, whoever came first
+
+
+def greedy_tokens(model: Path, prompt: str, most: int) -> str:
+    return decode(load_tokenizer(model), transformers_greedy(str(model), [ids_of(prompt)], most, eos_token_id=-1))[0]
+
+
+def text_of(answer: serve.Part) -> Any:
+    assert answer is not None and answer[0] == 200
+    return answer[1]["choices"][0]["text"]
+
+
+def test_a_stream_sends_no_beginning_of_a_stop_string(service: serve.Service) -> None:
+    asked = {"prompt": "abc", "max_tokens": 30, "allowed_token_ids": list(range(3, 98))}  # a character for each token
+
+    def said(**more: Any) -> list[str]:
+        reply, parts = arrive(service, 0, **asked, **more), []
+        while part_or_turn(service, reply, parts):
+            pass
+        return [part["choices"][0]["text"] for part in parts]
+
+    (whole,) = said()
+    stop = whole[7:11]
+    texts = said(stream=True, stop=stop)
+    assert "".join(texts) == whole[: whole.index(stop)] and len(texts) >= 5
+    assert "".join(said(stream=True)) == whole
+
+
+def part_or_turn(service: serve.Service, reply: Queue[serve.Part], parts: list[Any]) -> bool:
+    """Whether more is to come."""
+    if reply.empty():
+        service.turn()
+        return True
+    part = reply.get()
+    if part is not None:
+        assert part[0] == 200, part
+        parts.append(part[1])
+    return part is not None
+
+
+def test_a_client_that_goes_away_frees_its_place(service: serve.Service, model: Path) -> None:
+    arrive(service, 0, prompt="abc", n=3)
+    stays = arrive(service, 1, prompt="x", max_tokens=12)
+    arrive(service, 2, prompt="abc", presence_penalty=1.0)
+    for _ in range(3):
+        service.turn()
+    assert len(service.engine.generator.kept) == 4 and len(service.waiting) == 1
+    service.arrivals.put((0, False, None))
+    service.arrivals.put((2, False, None))
+    service.turn()
+    assert [row.request.row_id for row in service.engine.generator.kept] == [3] and not service.waiting
+    while service.running:
+        service.turn()
+    assert text_of(stays.get_nowait()) == greedy_tokens(model, "x", 12)
+
+
+def test_a_client_that_does_not_wait_for_its_answer_frees_its_place(service: serve.Service, model: Path) -> None:
+    with serve.Endpoint(serve.read_config(serve.ServeConfig, None, [f"model.path={model}", "port=0"]), service) as endpoint:
+        threading.Thread(target=endpoint.serve_forever, daemon=True).start()
+        body = json.dumps({"prompt": "abc", "n": 4, "max_tokens": 60, "ignore_eos": True}).encode()
+        with socket.create_connection(endpoint.server_address[:2]) as client:
+            client.sendall(b"POST /v1/completions HTTP/1.1\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+            while len(service.engine.generator.kept) < 4:
+                service.turn()
+        for _ in range(100):  # without a step of the generator
+            if not service.replies:
+                break
+            time.sleep(0.1)
+        service.turn()
+        assert not service.running and not service.engine.generator.kept
+        endpoint.shutdown()
+
+
+def test_numbers_that_are_not_finite_end_requests_and_not_the_service(service: serve.Service, model: Path) -> None:
+    failing = [arrive(service, 0, prompt="abc", max_tokens=20, n=2), arrive(service, 1, prompt="x", max_tokens=20, stream=True)]
+    waits = arrive(service, 2, prompt="x", max_tokens=5, presence_penalty=0.0, stop="never there")
+    for _ in range(3):
+        service.turn()
+    weight = service.engine.generator.decoder.head_weight.data
+    kept = weight.clone()
+    weight.fill_(float("nan"))
+    service.turn()
+    weight.copy_(kept)
+    assert not service.running and not service.engine.generator.kept
+    for reply in failing:
+        *_, (status, told), end = [reply.get_nowait() for _ in range(reply.qsize())]
+        assert status == 500 and "is not finite" in told["error"]["message"] and end is None
+    while service.waiting or service.running:
+        service.turn()
+    assert text_of(waits.get_nowait()) == greedy_tokens(model, "x", 5)
+
+
+def test_the_pages_of_prompts_stay_while_nothing_runs(service: serve.Service) -> None:
+    hits, prompt = [], "a prompt of some pages"
+    for number in range(3):
+        if number == 2:
+            service.engine.generator.before_training()  # as after many requests
+        arrive(service, number, prompt=prompt, max_tokens=1)
+        service.turn()
+        assert not service.engine.generator.kept
+        hits.append(service.engine.generator.stats.hit_tokens)
+    assert hits == [0, len(prompt) - 1, 0]
+
+
+def test_what_is_noted_of_tokens_is_bounded(service: serve.Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "MOST_NOTED", 4 * 20 * 3)
+    replies = [
+        arrive(service, number, prompt="abc", logprobs=2, **asked)
+        for number, asked in enumerate(
+            ({"max_tokens": 20, "n": 3}, {"max_tokens": 21, "n": 4}, {"max_tokens": 2}, {"max_tokens": 2})
+        )
+    ]
+    service.turn()
+    refusal = replies[1].get_nowait()
+    assert refusal is not None and refusal[0] == 400 and "4 responses with so many tokens" in refusal[1]["error"]["message"]
+    assert list(service.running) == [0, 2] and [job.number for job in service.waiting] == [3]
+    while service.running or service.waiting:
+        service.turn()
+    assert all(text_of(replies[i].get_nowait()) is not None for i in (0, 2, 3))
+
+
+def test_two_ranks_serve_one_model(model: Path) -> None:
+    with served(model, 2, "layout.tp=2") as address:
+        bodies = [{"prompt": "abc", **GREEDY}, {"prompt": "x", **GREEDY}, {"prompt": "a", "n": 0}, {"prompt": "abc", **GREEDY}]
+        with ThreadPoolExecutor(4) as pool:
+            answers = list(pool.map(lambda body: ask(address, "/completions", body), bodies))
+        assert [status for status, _ in answers] == [200, 200, 400, 200]
+        assert answers[0][1]["choices"][0]["text"] == greedy_text(model, ids_of("abc"), 12)
+        time.sleep(3 * serve.IDLE_S)  # longer than an idle rank waits
+        assert ask(address, "/completions", bodies[1])[1]["choices"] == answers[1][1]["choices"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "ranks", "said"),
+    [
+        (["port=70000"], 1, "port=70000: must be at least 0 and at most 65535"),
+        (["token_env=NOT_THERE"], 1, "token_env='NOT_THERE': there is no such variable in the environment"),
+        ([], 2, "layout.tp=1 on 2 ranks: they hold one model; set layout.tp=2"),
+        (["layout.pp=2"], 2, "layout.pp=2: a model that is asked has no stages"),
+        (["generation.tp=2"], 2, "generation.tp=2: here layout.tp says it"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(model: Path, settings: list[str], ranks: int, said: str) -> None:
+    with pytest.raises((ConfigError, ValueError)) as refusal:
+        serve.prepare(None, [f"model.path={model}", *settings], Launch(size=ranks))
+    assert str(refusal.value).startswith(said)

@@ -1,0 +1,97 @@
+"""What is handed out: the wheel, the versions that it asks for, the notebook."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import tasks
+from places import ROOT
+
+NOTEBOOK = ROOT / "docs" / "quickstart.ipynb"
+
+
+def test_the_wheel_has_every_file_of_the_package_and_starts_outside_the_repository(tmp_path: Path) -> None:
+    pytest.importorskip("setuptools")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    package = ROOT / "src" / "rlhf_spmd"
+    shutil.copytree(package, tmp_path / "src" / "rlhf_spmd", ignore=shutil.ignore_patterns("__pycache__"))
+    build = "from setuptools.build_meta import build_wheel; build_wheel('.')"  # as pip and uv do
+    done = subprocess.run([sys.executable, "-c", build], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as packed:
+        names = {name for name in packed.namelist() if ".dist-info/" not in name}
+        packed.extractall(tmp_path / "site")
+    files = {path for path in package.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
+    assert names == {str(path.relative_to(package.parent)) for path in files}
+    command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(tmp_path / 'site')!r}); "]
+    command[-1] += "import rlhf_spmd.__main__ as program; print(program.__file__); sys.exit(program.main(['--help']))"
+    done = subprocess.run(command, cwd=tmp_path, env={}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(str(tmp_path / "site")) and "rlhf-spmd train" in done.stdout
+
+
+def test_the_table_of_versions_has_the_bounds_of_pyproject() -> None:
+    """Of torch only one build for CPUs could be had where the table was made."""
+    page = (ROOT / "docs" / "verification.md").read_text()
+    lines = [[cell.strip() for cell in line.strip("|\n").split("|")] for line in page.splitlines() if line.startswith("|")]
+    (names,) = (line for line in lines if "transformers" in line)
+    (oldest,) = (line for line in lines if line[0] == "oldest")
+    shown = dict(zip(names, oldest, strict=True))
+    for line in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]:
+        name, bound = line.split(">=")
+        if name != "torch":
+            assert re.fullmatch(rf"{re.escape(bound)}(\.0)*", shown[name]), f"pyproject allows {line}, tested is {shown[name]}"
+    assert all("passed" in line[-1] and "failed" not in line[-1] for line in lines if line[0] in ("oldest", "newest"))
+
+
+def test_the_constraints_name_every_requirement_in_its_range() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    pins = [Requirement(line) for line in (ROOT / "launch" / "constraints.txt").read_text().splitlines() if line[0] != "#"]
+    versions = {canonicalize_name(pin.name): str(pin.specifier).removeprefix("==") for pin in pins}
+    for wanted in map(Requirement, [*project["dependencies"], *project["optional-dependencies"]["dev"]]):
+        assert wanted.specifier.contains(versions[canonicalize_name(wanted.name)]), str(wanted)
+
+
+def test_the_image_s_stamp_is_the_one_that_the_scripts_look_for() -> None:
+    (stamp,) = re.findall(r"^stamp=(.*)$", (ROOT / "scripts" / "environment.sh").read_text(), flags=re.MULTILINE)
+    assert f'touch "{stamp}"' in (ROOT / "launch" / "Dockerfile").read_text()
+
+
+def test_the_notebook_learns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    request.addfinalizer(tasks.leave_world)
+    names: dict[str, object] = {}
+    for cell in json.loads(NOTEBOOK.read_text())["cells"]:
+        if cell["cell_type"] == "code":
+            exec(compile("".join(cell["source"]), NOTEBOOK.name, "exec"), names)
+    printed = capsys.readouterr()
+    assert "warning" not in printed.err
+    right = [int(percent) for percent in re.findall(r"(\d+)% of sampled validation answers", printed.out)]
+    assert len(right) == 5 and 0 < right[0] < right[-1]
+    assert printed.out.count("80142> ") == 2, "asked before and after"
+
+
+def test_the_notebook_s_outputs_are_those_of_its_cells_in_order() -> None:
+    notebook = json.loads(NOTEBOOK.read_text())
+    code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
+    assert all(output["output_type"] == "stream" for cell in code for output in cell["outputs"]), "no error"
+    assert all(cell["outputs"] for cell in code)
+    for cell in notebook["cells"]:
+        for target in re.findall(r"\]\((?!http)([^)#]+)", "".join(cell["source"])) if cell["cell_type"] == "markdown" else ():
+            assert (NOTEBOOK.parent / target).exists(), target

@@ -1,0 +1,295 @@
+"""Trackers get what a run writes, and never hold it up: offline, without a network, with a server that never answers, killed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import socket
+import sqlite3
+import subprocess
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from rlhf_spmd.config.load import check_tree, load, to_yaml
+from rlhf_spmd.config.schema import ConfigError
+from rlhf_spmd.runtime.recorder import Recorder
+from rlhf_spmd.runtime.session import RunConfig
+from rlhf_spmd.telemetry.jsonl import read_jsonl
+from rlhf_spmd.telemetry.logger import LoggerConfig
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Nothing of the account or the network of this machine: settings, cache and netrc in the test's directory."""
+    for name in ("WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR", "HOME", "TRACKIO_DIR", "HF_HOME"):
+        monkeypatch.setenv(name, str(tmp_path / "home"))
+    for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_BASE_URL", "MLFLOW_TRACKING_URI"):
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+@dataclass(frozen=True)
+class Whole:
+    """What a recorder reads of a configuration."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
+
+
+def settings(*overrides: str) -> Whole:
+    config = load(Whole, None, ["run.name=mine", "run.steps=4", *overrides])
+    check_tree(config)
+    return config
+
+
+def tracked_by(tracker: str, *overrides: str) -> Whole:
+    pytest.importorskip(tracker)
+    return settings("logger.wandb=online" if tracker == "wandb" else f"logger.trackers=[{tracker}]", *overrides)
+
+
+def run_steps(run_dir: Path, config: Whole, started_at: int = 0, steps: int = 3) -> tuple[float, float]:
+    """Seconds that the run spent with its trackers until its last step, and at its end."""
+    run_dir.mkdir(exist_ok=True)
+    (run_dir / "config.yaml").write_text(to_yaml(config))
+    start = time.monotonic()
+    recorder = Recorder(run_dir, config, started_at, {"host": "here"})
+    for step in range(started_at + 1, started_at + steps + 1):
+        sample = {"row_id": 0, "prompt": "12", "response": f"wrote {step}\n", "score": step / 10, "versions": [[1, 2]]}
+        metrics = {"reward/mean": step / 10, "actor/kl": float("nan"), "val/a/mean@1": 0.5}
+        recorder.log(step, metrics, [sample], [{**sample, "answer": None}] if step == 2 else [])
+    logged = time.monotonic()
+    recorder.close()
+    recorder.close()
+    return logged - start, time.monotonic() - logged
+
+
+def steps_of(run_dir: Path) -> list[int]:
+    return [line["step"] for line in read_jsonl(run_dir / "metrics.jsonl")]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_without_a_tracker_no_process_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "Popen", None)
+    run_steps(tmp_path / "run", settings())
+    assert steps_of(tmp_path / "run") == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        (
+            "logger.trackers=[mlfow]",
+            r"logger\.trackers=\['mlfow'\]: unknown tracker 'mlfow'; did you mean 'mlflow'\? available: tensorboard",
+        ),
+        ("logger.wandb=onlin", r"logger\.wandb='onlin': unknown; allowed: online, offline, disabled"),
+        ("logger.wandb_init.tag=[a]", r"unknown key 'logger\.wandb_init\.tag'.*tags"),
+        ("logger.timeout_s=0", r"logger\.timeout_s=0"),
+    ],
+)
+def test_bad_settings_are_one_line(override: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        settings(override)
+
+
+def test_a_package_that_is_missing_is_told_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the working directory has one of its name, such as wandb's own."""
+    (tmp_path / "mlflow").mkdir()
+    for found in (None, importlib.util.spec_from_loader("mlflow", None, is_package=True)):
+        monkeypatch.setattr("rlhf_spmd.telemetry.logger.find_spec", lambda name, found=found: found)
+        with pytest.raises(ConfigError, match=r"^logger\.trackers=\['mlflow'\]: mlflow is not installed; pip install mlflow"):
+            settings("logger.trackers=[mlflow]")
+
+
+# -- Weights & Biases
+
+
+@pytest.mark.slow
+def test_wandb_offline_has_metrics_samples_settings_and_console(tmp_path: Path) -> None:
+    more = ["logger.wandb=offline", "logger.wandb_init={group: grouped, tags: [tagged], notes: noted}"]
+    config = tracked_by("wandb", *more)
+    during, _ = run_steps(tmp_path / "run", config)
+    assert during < 2.0
+    [binary] = (tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb")
+    content = binary.read_bytes()
+    for expected in ("reward/mean", "val/a/mean@1", "grouped", "tagged", "noted", "step 3/4  reward 0.300"):
+        assert expected.encode() in content, expected
+    tables = sorted((binary.parent / "files" / "media" / "table").glob("*.table.json"))
+    assert [table.name.split("_")[0] for table in tables] == 3 * ["rollouts"] + ["validation"]
+    assert "wrote 2\n" in json.loads(tables[-1].read_text())["data"][0]
+    run_id = (tmp_path / "run" / "wandb" / "run_id").read_text().strip()
+    assert run_id in binary.name
+
+    run_steps(tmp_path / "run", config, started_at=3, steps=1)
+    assert len(list((tmp_path / "run" / "wandb").glob(f"offline-run-*/run-{run_id}.wandb"))) == 2, (
+        "a resume goes on under its id"
+    )
+    run_steps(tmp_path / "run", config, steps=1)
+    assert (tmp_path / "run" / "wandb" / "run_id").read_text().strip() != run_id, "a new run is another one"
+
+
+@pytest.mark.slow
+def test_wandb_online_without_a_network_goes_on_offline(
+    tmp_path: Path, home: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    home.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{free_port()}")
+    home.setenv("WANDB_API_KEY", "0" * 40)
+    during, at_end = run_steps(tmp_path / "run", tracked_by("wandb", "logger.timeout_s=2"))
+    assert during < 2.0 and at_end < 40.0
+    assert steps_of(tmp_path / "run") == [1, 2, 3]
+    assert "wandb: online failed" in capfd.readouterr().err
+    assert list((tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb"))
+
+
+@pytest.fixture
+def silent_server() -> Iterator[str]:
+    """The address of a server that never answers."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+@pytest.mark.slow
+def test_wandb_online_with_a_server_that_never_answers(tmp_path: Path, home: pytest.MonkeyPatch, silent_server: str) -> None:
+    home.setenv("WANDB_BASE_URL", silent_server)
+    during, at_end = run_steps(tmp_path / "run", tracked_by("wandb", "logger.timeout_s=2"))
+    assert during < 2.0 and at_end < 40.0
+    assert steps_of(tmp_path / "run") == [1, 2, 3]
+
+
+@pytest.mark.slow
+def test_wandb_online_without_an_account_asks_nobody(
+    tmp_path: Path, home: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    home.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{free_port()}")
+    _, at_end = run_steps(tmp_path / "run", tracked_by("wandb", "logger.timeout_s=2"))
+    assert at_end < 40.0
+    assert "going on offline" in capfd.readouterr().err
+
+
+# -- the others
+
+
+@pytest.mark.slow
+def test_tensorboard_shows_what_was_written(tmp_path: Path) -> None:
+    config = tracked_by("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    during, _ = run_steps(tmp_path / "run", config)
+    assert during < 2.0
+    run_steps(tmp_path / "run", config, started_at=2, steps=2)  # as after a resume from a checkpoint of step 2
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events.Reload()
+    assert [(event.step, round(event.value, 6)) for event in events.Scalars("reward/mean")] == [
+        (1, 0.1),
+        (2, 0.2),
+        (3, 0.3),
+        (4, 0.4),
+    ]
+    written = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert [event.wall_time for event in events.Scalars("val/a/mean@1")] == pytest.approx([line["unix_s"] for line in written])
+    assert "actor/kl" not in events.Tags()["scalars"], "what is no number is no point"
+    texts = {
+        tag: [event.tensor_proto.string_val[0].decode() for event in events.Tensors(tag)] for tag in events.Tags()["tensors"]
+    }
+    assert "wrote 2" in texts["validation/text_summary"][0] and "name: mine" in texts["config/text_summary"][0]
+
+
+@pytest.mark.slow
+def test_mlflow_has_a_run_that_a_resume_goes_on_with(
+    tmp_path: Path, home: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for needed in ("sqlalchemy", "alembic", "sqlparse"):  # of a store on this machine
+        pytest.importorskip(needed)
+    home.chdir(tmp_path)  # where it keeps artifacts
+    place = f"sqlite:///{tmp_path}/store.db"
+    config = tracked_by("mlflow", f"logger.mlflow.uri={place}", "logger.mlflow.tags.team=ours", "logger.project=sorting")
+    during, _ = run_steps(tmp_path / "run", config)
+    assert during < 2.0
+    run_steps(tmp_path / "run", config, started_at=3, steps=1)
+    assert not capfd.readouterr().err.count("mlflow:")
+    import mlflow
+
+    client = mlflow.MlflowClient(place)
+    [experiment] = [found for found in client.search_experiments() if found.name == "sorting"]
+    [run] = client.search_runs([experiment.experiment_id])
+    assert (run.info.run_name, run.data.tags["team"], run.info.status) == ("mine", "ours", "FINISHED")
+    assert run.data.params["run.steps"] == "4" and run.data.params["logger.trackers"] == '["mlflow"]'
+    history = client.get_metric_history(run.info.run_id, "reward/mean")
+    assert [(point.step, point.value) for point in history] == [(1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4)]
+    assert "val/a/mean_1" in run.data.metrics and "actor/kl" not in run.data.metrics
+    assert [file.path for file in client.list_artifacts(run.info.run_id, "validation")] == ["validation/step_2.json"]
+
+
+@pytest.mark.slow
+def test_mlflow_with_a_server_that_never_answers(tmp_path: Path, silent_server: str, capfd: pytest.CaptureFixture[str]) -> None:
+    config = tracked_by("mlflow", f"logger.mlflow.uri={silent_server}", "logger.timeout_s=2")
+    during, at_end = run_steps(tmp_path / "run", config)
+    assert during < 2.0 and at_end < 60.0
+    assert "mlflow: given up; metrics.jsonl has every step" in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_trackio_has_a_run_that_a_resume_goes_on_with(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    config = tracked_by("trackio", "logger.project=sorting", "logger.trackio.group=ours")
+    during, _ = run_steps(tmp_path / "run", config)
+    assert during < 2.0
+    run_steps(tmp_path / "run", config, started_at=3, steps=1)
+    assert not capfd.readouterr().err.count("trackio:")
+    [path] = (tmp_path / "home").glob("**/sorting*.db")
+    with sqlite3.connect(path) as base:
+        found = base.execute("SELECT run_name, step, metrics FROM metrics ORDER BY step").fetchall()
+    assert [(name, step, json.loads(metrics)["reward/mean"]) for name, step, metrics in found] == [
+        ("mine", step, step / 10) for step in range(1, 5)
+    ]
+
+
+@pytest.mark.slow
+def test_a_tracker_that_is_killed_ends_alone(tmp_path: Path) -> None:
+    config = tracked_by("tensorboard")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text(to_yaml(config))
+    recorder = Recorder(tmp_path / "run", config, 0, {})
+    [process] = recorder.followers._processes.values()
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    recorder.log(1, {"a": 1.0}, [], [])
+    start = time.monotonic()
+    recorder.close()
+    assert time.monotonic() - start < 1.0 and steps_of(tmp_path / "run") == [1]
+
+
+def test_a_step_that_a_tracker_refuses_is_left_out(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    from rlhf_spmd.telemetry import follower
+
+    class Refusing:
+        def __init__(self) -> None:
+            self.steps: list[tuple[int, list[str]]] = []
+
+        def log(self, step: int, unix_s: float, metrics: follower.Metrics, tables: Mapping[str, follower.Table]) -> None:
+            if step < 3:
+                raise OSError("no such\nserver")
+            self.steps.append((step, [row[tables["rollouts"].columns.index("response")] for row in tables["rollouts"].data]))
+
+        def finish(self, exit_code: int) -> None: ...
+
+    run_steps(tmp_path, settings())
+    offsets = dict.fromkeys((follower.METRICS, *follower.SAMPLES), 0)
+    order = follower.Order("mine", str(tmp_path), offsets, 3, None, "p", "n", {}, 1.0)
+    tracker, ended = Refusing(), Future[int]()
+    ended.set_result(0)
+    follower.follow(tracker, order, ended)
+    assert tracker.steps == [(3, ["wrote 3\n"])]
+    assert capfd.readouterr().err.splitlines()[-1] == "mine: step 1 was not logged (no such server); metrics.jsonl has it"

@@ -1,0 +1,248 @@
+"""AdamW with moments in 8 bits and Muon: their packages' own steps, the same run in every layout, checkpoints between layouts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine_runs import CONFIGS, OPTIM, STEPS, build, cut, local_boxes, next_token_loss, rows_of, together, worst_update
+from ranks import run_ranks
+from rlhf_spmd.checkpoint.load import load_checkpoint
+from rlhf_spmd.checkpoint.save import RoleState, save_checkpoint
+from rlhf_spmd.models.weights import write_random_model
+from rlhf_spmd.parallel.boxes import Box, ParamShard, whole_shard
+from rlhf_spmd.parallel.layout import Layout
+from rlhf_spmd.parallel.mesh import build_mesh
+from rlhf_spmd.parallel.world import Launch, World
+from rlhf_spmd.workers.config import RoleConfig
+from rlhf_spmd.workers.muon import Muon, share_out
+from rlhf_spmd.workers.optimizer import OptimConfig, Optimizer, learning_rate
+
+CONFIG = OptimConfig(lr=1e-2, lr_scheduler_type="linear", weight_decay=0.1, betas=[0.8, 0.95], eps=1e-6, momentum=0.9)
+EIGHT_BIT = {"optim": replace(OPTIM, name="adamw_8bit"), "dtype": torch.float32}
+MUON = {"optim": replace(OPTIM, name="muon")}
+OPTIONS = {"adamw_8bit": EIGHT_BIT, "muon": MUON}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    base: Path = tmp_path_factory.mktemp("models")
+    configs = {**CONFIGS, "deep": {**CONFIGS["tied"], "num_hidden_layers": 5}}
+    for name, config in configs.items():
+        write_random_model(base / name, config, seed=3)
+    return {name: str(base / name) for name in configs}
+
+
+def drawn(shapes: dict[str, tuple[int, ...]], seed: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for name, shape in shapes.items()}
+
+
+LARGE: dict[str, tuple[int, ...]] = {"blocks": (64, 80), "and_a_rest": (70, 61), "bias": (7,), "no_rows": (0, 4)}
+
+
+def test_eight_bit_steps_are_those_of_bitsandbytes() -> None:
+    """Its class quantizes what has at least 4,096 elements; biases are kept in full here, too."""
+    optim = pytest.importorskip("bitsandbytes").optim
+    params, theirs = drawn(LARGE, 0), {k: torch.nn.Parameter(v) for k, v in drawn(LARGE, 0).items() if v.numel()}
+    optimizer = Optimizer(replace(CONFIG, name="adamw_8bit"), params, total_steps=5)
+    oracle = optim.AdamW8bit(theirs.values(), lr=1.0, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1)
+    for step in range(5):
+        grads = drawn(LARGE, step + 1)
+        for name, param in theirs.items():
+            param.grad = grads[name].clone()
+        oracle.param_groups[0]["lr"] = learning_rate(CONFIG, step, 5)
+        oracle.step()
+        optimizer.step(params, grads)
+    for name, param in theirs.items():
+        if param.dim() > 1:
+            assert torch.equal(params[name], param.detach()), name
+            assert oracle.state[param]["state1"].dtype == torch.uint8, "the oracle quantizes it"
+        torch.testing.assert_close(params[name], param.detach(), rtol=1e-5, atol=1e-6)
+    held = sum(x.nbytes for state in optimizer._states.values() for x in state.values())
+    assert held < 2.1 * sum(x.numel() for x in params.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_eight_bit_optimizer_that_was_loaded_goes_on_bit_for_bit(dtype: torch.dtype) -> None:
+    pytest.importorskip("bitsandbytes")
+    config = replace(CONFIG, name="adamw_8bit")
+    params = drawn(LARGE, 0, dtype)
+    optimizer = Optimizer(config, params, total_steps=6)
+    for step in range(3):
+        optimizer.step(params, drawn(LARGE, step + 1))
+    copied = {name: value.clone() for name, value in params.items()}
+    resumed = Optimizer(config, copied, total_steps=6)
+    saved, loaded = optimizer.state_tensors(), resumed.state_tensors()
+    assert saved["blocks"]["exp_avg"].dtype == torch.float32 and saved["blocks"].keys() == loaded["blocks"].keys()
+    for name, state in loaded.items():
+        for key, tensor in state.items():
+            tensor.copy_(saved[name][key])
+    resumed.take_states(loaded)
+    resumed.step_count = 3
+    for name, state in optimizer._states.items():
+        for key, tensor in state.items():
+            assert torch.equal(tensor, resumed._states[name][key]), (name, key)
+    for step in range(3, 6):
+        optimizer.step(params, drawn(LARGE, step + 1))
+        resumed.step(copied, drawn(LARGE, step + 1))
+    assert all(torch.equal(params[name], copied[name]) for name in params)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_muon_steps_are_those_of_torch(dtype: torch.dtype) -> None:
+    """Of each Hugging Face tensor by itself: q and k lie in one parameter."""
+    shapes = {"q": (12, 8), "k": (4, 8), "down": (8, 20), "norm": (8,), "embed": (30, 8)}
+    first = drawn(shapes, 0, dtype)
+    fused = ParamShard((16, 8), (Box("q", (12, 8), (0, 0), (12, 8), (0, 0)), Box("k", (4, 8), (0, 0), (4, 8), (12, 0))))
+    others = {"layers.0.down.weight": "down", "layers.0.norm.weight": "norm", "embed.weight": "embed"}
+    shards = {"layers.0.qk.weight": fused, **{name: whole_shard(tensor, shapes[tensor]) for name, tensor in others.items()}}
+
+    def local(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        together = torch.cat([tensors["q"], tensors["k"]])
+        return {"layers.0.qk.weight": together, **{name: tensors[tensor].clone() for name, tensor in others.items()}}
+
+    world = World(Launch(), torch.device("cpu"), torch.distributed.HashStore(), 60.0)
+    muon = Muon(build_mesh(world, [0], Layout()), 0, lambda tp: shards)
+    assert muon.sizes == {"layers.0.qk.weight": 128, "layers.0.down.weight": 160}
+    params = local(first)
+    optimizer = Optimizer(replace(CONFIG, name="muon"), params, 4, muon=muon)
+    oracle = {name: torch.nn.Parameter(value.clone()) for name, value in first.items()}
+    matrices, rest = [oracle[name] for name in ("q", "k", "down")], [oracle[name] for name in ("norm", "embed")]
+    its = torch.optim.Muon(matrices, lr=1.0, weight_decay=0.1, momentum=0.9, adjust_lr_fn="match_rms_adamw")
+    usual = torch.optim.AdamW(rest, lr=1.0, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1)
+    for step in range(4):
+        grads = drawn(shapes, step + 1, dtype)
+        for name, param in oracle.items():
+            param.grad = grads[name].clone()
+        for theirs in (its, usual):
+            theirs.param_groups[0]["lr"] = learning_rate(CONFIG, step, 4)
+            theirs.step()
+        optimizer.step(params, local(grads))
+    want = local({name: param.detach() for name, param in oracle.items()})
+    for name, param in params.items():
+        torch.testing.assert_close(param, want[name], rtol=1e-5, atol=1e-6)
+    assert optimizer.state_tensors()["layers.0.down.weight"].keys() == {"momentum_buffer"}
+
+
+@pytest.mark.parametrize("ranks", [1, 8, 64, 1024])
+def test_all_ranks_orthogonalize_at_the_same_time(ranks: int) -> None:
+    """80 layers of a 70B model: nobody has more than its share and one matrix."""
+    sides = {"q": (8192, 8192), "k": (1024, 8192), "v": (1024, 8192), "o": (8192, 8192)}
+    sides |= {"gate": (28672, 8192), "up": (28672, 8192), "down": (8192, 28672)}
+    shapes = {f"{layer}.{name}": shape for layer in range(80) for name, shape in sides.items()}
+    owners, loads = share_out(shapes, ranks), [0] * ranks
+    assert list(owners) == list(shapes)
+    for tensor, (rows, columns) in shapes.items():
+        loads[owners[tensor]] += rows * columns * min(rows, columns)
+    assert max(loads) <= sum(loads) / ranks + 28672 * 8192 * 8192
+
+
+def go(world: Any, path: str, layout: Layout, options: dict[str, Any], steps: range, load: str, save: str) -> Any:
+    """Optimizer steps ``steps`` after reading the checkpoint ``load``; then writes one under ``save``. Either may be empty."""
+    engine = build(world, path, layout, **options)
+    optimizer = engine.optimizer
+    assert optimizer is not None
+    if load:
+        state = RoleState(engine.param_shards(), engine.local_tensors(), optimizer.state_tensors())
+        load_checkpoint(Path(load), "actor", state, engine.mesh.pool)
+        optimizer.take_states(state.optim)
+        optimizer.step_count = steps.start
+    reports = []
+    for step in steps:
+        rows = rows_of(step, engine.spec.vocab_size)
+        engine.forward_backward(cut(rows, layout.dp, engine.mesh.dp_rank, 3), next_token_loss)
+        reports.append(engine.optimizer_step() | {"loss": 0.0})
+    if save:
+        state = RoleState(engine.param_shards(), engine.local_tensors(), optimizer.state_tensors())
+        save_checkpoint(Path(save), steps.stop, {"actor": state}, {}, engine.mesh.pool)
+    return reports, local_boxes(engine)
+
+
+def run(layout: Layout, path: str, options: dict[str, Any], steps: range = range(STEPS), load: str = "", save: str = "") -> Any:
+    return together(run_ranks(layout.size, go, path, layout, options, steps, load, save))[1]
+
+
+# what steps have added to a tensor, against one rank: bfloat16 rounds Muon's matrices, 8 bits round off a moment
+BOUNDS = {"adamw_8bit": 0.1, "muon": 0.02}
+LAYOUTS = [
+    Layout(tp=2),
+    Layout(dp=2, zero=3),
+    Layout(pp=2),
+    Layout(dp=2),
+    Layout(tp=2, dp=2),
+    Layout(tp=2, dp=2, zero=1),
+    Layout(pp=2, dp=2, zero=2),
+    Layout(pp=2, vpp=2),
+    Layout(pp=2, vpp=2, dp=2, zero=1),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_training_is_the_same_in_every_layout(models: dict[str, str], name: str, layout: Layout) -> None:
+    if name == "adamw_8bit":
+        pytest.importorskip("bitsandbytes")
+    kind = "deep" if layout.vpp > 1 else "tied" if layout.pp > 1 else "shared_kv"
+    want = run(Layout(), models[kind], OPTIONS[name])
+    got = run(layout, models[kind], OPTIONS[name])
+    difference, where = worst_update(
+        {key: x.double() for key, x in got.items()}, {key: x.double() for key, x in want.items()}, models[kind], torch.float32
+    )
+    print(f"updates off by {difference:.1e} ({where})")
+    assert difference < BOUNDS[name], where
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_checkpoint_goes_on_in_its_layout_and_in_another(models: dict[str, str], tmp_path: Path, name: str) -> None:
+    """Two steps, and a third: in the same layout the bits of a run that was not ended."""
+    if name == "adamw_8bit":
+        pytest.importorskip("bitsandbytes")
+    path, options, first = models["untied"], OPTIONS[name], Layout(dp=2, zero=3)
+    want = run(first, path, options)
+    run(first, path, options, range(STEPS - 1), save=str(tmp_path))
+    saved = str(tmp_path / "checkpoints" / f"step_{STEPS - 1}")
+    rest = range(STEPS - 1, STEPS)
+    got = run(first, path, options, rest, load=saved)
+    assert all(torch.equal(got[key], tensor) for key, tensor in want.items())
+    other = {key: x.double() for key, x in run(Layout(tp=2), path, options, rest, load=saved).items()}
+    difference, where = worst_update(other, {key: x.double() for key, x in want.items()}, path, torch.float32)
+    assert difference < BOUNDS[name], where
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(pp=2)], ids=str)
+def test_a_head_learns_at_its_own_rate(models: dict[str, str], layout: Layout) -> None:
+    still = run(layout, models["untied"], {"optim": replace(OPTIM, head_lr=0.0)})
+    same = run(layout, models["untied"], {"optim": replace(OPTIM, head_lr=OPTIM.lr)})
+    usual = run(layout, models["untied"], {})
+    assert all(torch.equal(same[name], tensor) for name, tensor in usual.items())
+    zeros, _ = worst_update(still, still | {"lm_head.weight": usual["lm_head.weight"]}, models["untied"], torch.float32)
+    assert zeros == 1.0, "the head's update is missing, and nothing else is off"
+
+
+@pytest.mark.parametrize(
+    ("optim", "dtype", "message"),
+    [
+        ({"name": "adam"}, "auto", r"optim\.name=adam: must be one of adamw, adamw_8bit, muon"),
+        ({"momentum": 1.0}, "auto", r"optim\.momentum=1\.0: must be at least 0 and below 1"),
+        ({"head_lr": -1.0}, "auto", r"optim\.head_lr=-1\.0: must be at least 0"),
+    ],
+)
+def test_bad_settings_are_refused(optim: dict[str, Any], dtype: str, message: str) -> None:
+    with pytest.raises(ValueError, match=rf"^models\.actor\.{message}$"):
+        OptimConfig(**optim).check("models.actor.optim")
+    with pytest.raises(ValueError, match=r"adamw_8bit computes in float32, and models\.actor\.dtype=float64; use adamw$"):
+        RoleConfig(dtype="float64", optim=OptimConfig(name="adamw_8bit")).check("models.actor")
+
+
+def test_eight_bits_need_their_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlhf_spmd.workers.optimizer.find_spec", lambda name: None)
+    with pytest.raises(
+        ValueError, match=r"optim\.name=adamw_8bit needs the package bitsandbytes: pip install 'rlhf_spmd\[optim\]'$"
+    ):
+        OptimConfig(name="adamw_8bit").check("models.actor.optim")
