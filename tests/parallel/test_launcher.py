@@ -114,3 +114,22 @@ def test_more_ranks_than_gpus_are_refused_before_any_is_started(monkeypatch: pyt
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     with pytest.raises(ValueError, match="--nproc-per-node=8, but this node has 4 GPUs"):
         start_ranks(["false"], 8)
+
+
+def test_a_script_that_python_ends_is_not_aborted_by_gloo(tmp_path: Path) -> None:
+    """Its threads ask for the interpreter to let go of tensors; with this switch interval they get it only if it is waited for."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, torch\n"
+        "from rlhf_spmd.parallel.world import connect_store, init_world, read_launch\n"
+        "launch = read_launch()\n"
+        "world = init_world(launch, connect_store(launch), device=torch.device('cpu'))\n"
+        "sys.setswitchinterval(1000)\n"
+        "groups = [world.group(range(2), 'test', str(number)) for number in range(24)]\n"
+        "for group in groups:\n"
+        "    group.all_reduce(torch.ones(1000), 'test')\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode == 0, done.stderr[-2000:]

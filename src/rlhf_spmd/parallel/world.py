@@ -8,11 +8,14 @@ import hashlib
 import os
 import resource
 import sys
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache, partial
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -219,6 +222,7 @@ def init_world(
             world_size=launch.size,
             timeout=timedelta(seconds=patience_s),
         )
+        atexit.register(_leave)
     return World(launch, device, store, patience_s, number)
 
 
@@ -229,6 +233,36 @@ def join_world(timeout_s: float = 3600.0) -> World:
     Collective over the world, the first time: every rank of it must call.
     """
     launch = read_launch()
-    world = init_world(launch, connect_store(launch), timeout_s, threads=torch.get_num_threads())
-    atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
-    return world
+    return init_world(launch, connect_store(launch), timeout_s, threads=torch.get_num_threads())
+
+
+def _leave() -> None:
+    """The end of a process that Python ends (the programs end theirs by themselves)."""
+    _await_gloo()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _await_gloo(seconds: float = 5.0) -> None:
+    """Returns when gloo's threads have let go of all tensors.
+
+    They do so a moment after a work has ended and need the interpreter for it; a thread that asks for it when Python is ending
+    aborts the process (torch 2.13, pytorch/pytorch#190489). A thread that sleeps on, while this one leaves the interpreter to
+    others, has nothing more to do.
+    """
+    seen, deadline = None, time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        found = [activity for task in sorted(Path("/proc/self/task").glob("*")) if (activity := _gloo_activity(task))]
+        if found == seen and all("S (sleeping)" in activity for activity in found):
+            return
+        seen = found
+        time.sleep(0.01)
+
+
+def _gloo_activity(task: Path) -> str:
+    """The state of one of gloo's threads and how often it has given up its processor; "" of another's or of one that has ended."""
+    with suppress(OSError):
+        if (task / "comm").read_text().strip() == "pt_gloo_runloop":
+            lines = (task / "status").read_text().splitlines()
+            return "\n".join(line for line in lines if line.startswith(("State", "voluntary_ctxt", "nonvoluntary_ctxt")))
+    return ""
