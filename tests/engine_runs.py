@@ -113,8 +113,8 @@ def boxes_of(
     engine: TrainEngine, tensors: Mapping[str, Tensor]
 ) -> list[tuple[str, tuple[int, ...], tuple[slice, ...], Tensor]]:
     found = []
-    for name, shard in engine.param_shards().items():
-        for box in shard.boxes:
+    for name in tensors:
+        for box in engine.param_shards()[name].boxes:
             found.append((box.name, box.shape, box.global_slices, tensors[name][box.local_slices].clone()))
     return found
 

@@ -13,7 +13,7 @@ number), same gradient clipping and fused AdamW. Every variant runs in a process
   compiles one (flex) or the bounds of its sequences (flash, where flash-attn is installed). On CPUs the sizes of the small models'
   micro-batches are those at which each is fastest, unless ``--peer-tokens`` is given.
 - lora: with ``--lora 16``, adapters of all matrices of the layers (rank 16, alpha 32) in place of the weights, peers by PEFT, which
-  also makes those that all begin with.
+  also makes those that all begin with. With ``--bits 4`` also beside a base of so few bits, ours alone.
 - compiled_...: the same under ``torch.compile``; it compiles in the two steps that warm up.
 
 "tuned" gives peers what ours sets for itself on CPUs: float32 products through oneDNN, and freed memory kept. Losses of the first
@@ -63,7 +63,7 @@ def plan_cases(args: argparse.Namespace, model: str) -> list[dict[str, Any]]:
     large = is_large(model)
     common = {"model": model, "device": args.device, "seconds": args.seconds, "least": args.least, "layout": {}, "tuned": True}
     common |= {"rows": args.rows or ([32, 512, 4096] if large else None), "compile_backend": args.compile_backend}
-    common |= {"lora": 0, "micro_rows": args.micro_rows or (2 if large else 8), "optimizer": args.optimizer[0]}
+    common |= {"lora": 0, "bits": None, "micro_rows": args.micro_rows or (2 if large else 8), "optimizer": args.optimizer[0]}
     ours_tokens = args.micro_tokens or (8192 if large else 768)
     tokens = {name: args.peer_tokens or (ours_tokens if large else best) for name, best in PEERS.items()}
     cases: list[dict[str, Any]] = []
@@ -83,6 +83,8 @@ def plan_cases(args: argparse.Namespace, model: str) -> list[dict[str, Any]]:
                 case for case in cases if case["dtype"] == dtype and not case["lora"] and case["checkpointing"] == kept
             ]:
                 cases.append({**case, "lora": rank, "name": f"{case['name']}, lora {rank}"})
+            for bits in args.bits:
+                cases.append({**ours, "lora": rank, "bits": bits, "name": f"ours{suffix}, lora {rank}, {bits} bits"})
         if dtype == "float32":
             for name in args.layouts:
                 cases.append({**ours, "layout": LAYOUTS[name], "name": f"ours{suffix}, {name}"})
@@ -104,8 +106,10 @@ def compare(model: str, cases: list[dict[str, Any]], device: str) -> dict[str, A
     """What the figures come to, per dtype and rank of adapters: ours over the peers, the best of each, and two ranks over one."""
     ratios: dict[str, Any] = {"model": model}
     speed = "tokens_per_cpu_s" if device == "cpu" else "tokens_per_s"
-    for dtype, rank in dict.fromkeys((case["dtype"], case["lora"]) for case in cases):
-        done = {case["name"]: case for case in cases if (case["dtype"], case["lora"]) == (dtype, rank) and "error" not in case}
+    for kind in dict.fromkeys((case["dtype"], case["lora"], case["bits"]) for case in cases):
+        dtype, rank, bits = kind
+        alike = [case for case in cases if (case["dtype"], case["lora"], case["bits"]) == kind]
+        done = {case["name"]: case for case in alike if "error" not in case}
         single = [case for case in done.values() if case["variant"] == "ours" and not case["layout"]]
         if not single:
             continue
@@ -128,7 +132,7 @@ def compare(model: str, cases: list[dict[str, Any]], device: str) -> dict[str, A
         entry["two_ranks_over_one"] = {
             name: round(case["tokens_per_s"] / ours["tokens_per_s"], 2) for name, case in done.items() if case["layout"]
         }
-        ratios[f"{dtype}, lora {rank}" if rank else dtype] = entry
+        ratios[dtype + (f", lora {rank}" if rank else "") + (f", {bits} bits" if bits else "")] = entry
     return ratios
 
 
@@ -163,6 +167,9 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--optimizer", choices=OPTIMIZERS, nargs="+", default=["masters"], help="states of ours, see above")
     parser.add_argument("--lora", type=int, nargs="*", default=[], metavar="RANK", help="also with adapters; small models")
+    parser.add_argument(
+        "--bits", type=int, nargs="*", default=[], choices=(4, 8), help="with --lora: also beside such a base, ours"
+    )
     parser.add_argument("--untuned", action="store_true", help="peers also without the matmul switch, for information")
     parser.add_argument("--compile-backend", default="inductor", help="of torch.compile")
     parser.add_argument(

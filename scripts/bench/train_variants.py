@@ -146,7 +146,9 @@ def build_ours(case: dict[str, Any], rows: list[list[int]]) -> Step:
     layout = Layout(**case["layout"])
     mesh = build_mesh(world, range(world.size), layout)
     rank = case["lora"]
-    lora = LoraConfig(rank, alpha=2.0 * rank, path=str(adapter_of(Path(case["path"]), rank))) if rank else None
+    lora = (
+        LoraConfig(rank, alpha=2.0 * rank, path=str(adapter_of(Path(case["path"]), rank)), bits=case["bits"]) if rank else None
+    )
     engine = TrainEngine(
         read_spec(case["path"]),
         case["path"] if has_weights(case["path"]) else None,
@@ -198,6 +200,8 @@ def measure_case(case: dict[str, Any]) -> dict[str, Any] | None:
         import rlhf_spmd.workers.engine  # noqa: F401
     else:
         from transformers import LlamaForCausalLM  # noqa: F401
+    if case["bits"]:
+        import bitsandbytes  # noqa: F401
     reset_peak()
     baseline = memory_mib("VmRSS")
     step = (build_ours if case["variant"] == "ours" else build_peer)(case, rows)

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 import tasks
 from algorithm_cases import CASES, CONFIGS
 from overrides import layout
 from ranks import run_ranks
+from rlhf_spmd.models.quantized import rounded
 from rlhf_spmd.train import prepare
 
 NAME = "grpo with adapters"
@@ -59,6 +61,47 @@ def test_the_same_run(directory: Path, where: str) -> None:
     print(f"{where}: metrics {difference:.1e} ({what}), weights {weights:.1e} ({tensor})")
     assert difference < 1e-10, what
     assert weights < 1e-9, tensor
+
+
+FOUR = (
+    "models.actor.lora={rank: 4, alpha: 8, bits: 4, target_modules: [q_proj, v_proj, up_proj]}",
+    "models.actor.dtype=float32",
+)
+
+
+@pytest.mark.parametrize(
+    ("where", "more"),
+    {
+        "tp2": layout("actor", tp=2),
+        "dp2 zero3 -> tp2": (*layout("actor", dp=2, zero=3), *layout("generation", tp=2)),
+        "dp2, at rest on the host": (*layout("actor", dp=2, zero=1), "models.actor.offload=true"),
+    }.items(),
+)
+def test_the_same_run_beside_four_bits(directory: Path, where: str, more: tuple[str, ...]) -> None:
+    """In float32: as test_lora_training. Another base draws other responses."""
+    one = run(directory / "four", 1, 3, *FOUR)
+    other = run(directory / f"four_{where.replace(' ', '_')}", 2, 3, *FOUR, *more)
+    assert other.responses == one.responses != run(directory / "one").responses
+    assert one.log_prob_difference() == 0.0
+    difference, what = tasks.worst_metric(one, other, floor=1e-2)
+    weights, tensor = tasks.worst_tensor(one, other)
+    print(f"{where}: metrics {difference:.1e} ({what}), weights {weights:.1e} ({tensor})")
+    assert difference < 1e-3, what
+    assert weights < 1e-3, tensor
+
+
+def test_an_export_has_the_base_that_was_trained_beside(directory: Path) -> None:
+    out = directory / "four_exported" / "export"
+    found = run(directory / "four_exported", 2, 2, *FOUR, *layout("actor", tp=2), "run.export=true")
+    base, merged = (load_file(path / "model.safetensors") for path in (tasks.task() / "actor", out))
+    weights = {name: tensor for (_, kind, name), tensor in found.weights.items() if kind == "param"}
+    for module in ("self_attn.q_proj", "mlp.up_proj", "mlp.down_proj"):
+        name = f"model.layers.1.{module}"
+        expected = base[f"{name}.weight"]
+        if module != "mlp.down_proj":
+            a, b = (weights[f"base_model.model.{name}.lora_{which}.weight"] for which in "AB")
+            expected = rounded(expected, 4) + 2.0 * b @ a
+        torch.testing.assert_close(merged[f"{name}.weight"], expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("where", ["one", "tp2", "dp2 zero3"])
@@ -158,6 +201,16 @@ def test_an_export_of_the_adapter_alone_and_a_start_from_it(directory: Path) -> 
             "models.actor.optim.head_lr=0.001: (with models.actor.lora no head|the model's output)",
         ),
         (("models.actor.random_init=true",), "models.actor.random_init=true: models.actor.lora.rank=4 trains beside weights"),
+        (("models.actor.lora.bits=5", "models.actor.dtype=float32"), "models.actor.lora.bits=5: allowed are 4, 8 and null"),
+        (
+            ("models.actor.lora.bits=4", "models.actor.dtype=float32"),
+            "models.actor.lora.bits=4: with tp=1 a rank would have 96 columns of model.layers.0.mlp.down_proj",
+        ),
+        ((*FOUR, "models.actor.dtype=float64"), "models.actor.lora.bits=4: bitsandbytes has no float64"),
+        (
+            (*FOUR, "models.actor.calls={generate_sequences: {layout: {tp: 1}}}"),
+            "models.actor.calls.generate_sequences: weights that lie in 4 bits are not lent",
+        ),
         (("models.actor.lora.path=/nowhere",), "models.actor.lora.path=/nowhere: adapter_model.safetensors cannot be read"),
     ],
 )

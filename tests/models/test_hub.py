@@ -80,7 +80,8 @@ def look_up(cache: Path, endpoint: str, weights: bool = True, name: str = NAME, 
         f"try: print(local_directory({name!r}, 'models.actor.path', {weights}))\n"
         "except ValueError as error: sys.exit(f'refused: {error}')"
     )
-    env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "HF_HOME": str(cache), "HF_ENDPOINT": endpoint, **environment}
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "HF_HOME": str(cache), "HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0"}
+    env |= environment
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
     return done.returncode, (done.stdout or done.stderr.splitlines()[-1]).strip()
 

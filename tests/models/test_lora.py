@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from rlhf_spmd.models.adapters import merge
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Block, Decoder
 from rlhf_spmd.models.heads import token_log_probs
-from rlhf_spmd.models.lora import LoraConfig, Part, is_adapter
+from rlhf_spmd.models.lora import ALL_LINEAR, LoraConfig, Part, is_adapter
 from rlhf_spmd.models.sharding import check_lora, plan_params
 from rlhf_spmd.models.spec import read_spec, spec_from_config
 from rlhf_spmd.models.weights import ADAPTER_CONFIG, ADAPTER_FILE, check_adapter, init_adapters, load_pretrained
@@ -45,7 +46,16 @@ def exact_norm(norm: nn.Module) -> Any:
     return lambda x: F.rms_norm(x, (x.shape[-1],), norm.weight + plus, eps)
 
 
-def by_peft(path: Path, lora: LoraConfig, out: Path, dtype: torch.dtype) -> tuple[Tensor, dict[str, Tensor]]:
+def exact_linear(linear: nn.Module) -> Any:
+    """bitsandbytes' own product is in bfloat16 on CPUs."""
+    from bitsandbytes import functional
+
+    weight: Any = linear.weight
+    values = functional.dequantize_4bit(weight.data, weight.quant_state)
+    return lambda x: F.linear(x, values, linear.bias)  # type: ignore[arg-type]
+
+
+def by_peft(path: Path, lora: LoraConfig, out: Path, dtype: torch.dtype, **loading: Any) -> tuple[Tensor, dict[str, Tensor]]:
     """Log-probs of the labels, and the gradients of A and B of their weighted sum. Writes the adapter, with B drawn, to ``out``."""
     peft = pytest.importorskip("peft")
     from transformers import AutoModelForCausalLM
@@ -53,7 +63,7 @@ def by_peft(path: Path, lora: LoraConfig, out: Path, dtype: torch.dtype) -> tupl
     attention = (
         "eager" if "gemma2" in str(path) or dtype == torch.float32 else "sdpa"
     )  # the one has softcaps, a softmax in float32
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=attention)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=attention, **loading)
     kept = {"r": lora.rank, "lora_alpha": lora.alpha, "use_rslora": lora.use_rslora, "target_modules": lora.target_modules}
     model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **kept), autocast_adapter_dtype=False)
     generator = torch.Generator().manual_seed(3)
@@ -63,6 +73,8 @@ def by_peft(path: Path, lora: LoraConfig, out: Path, dtype: torch.dtype) -> tupl
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm"):
             module.forward = exact_norm(module)  # type: ignore[method-assign]
+        if type(module).__module__.startswith("bitsandbytes.nn"):
+            module.forward = exact_linear(module)  # type: ignore[method-assign]
     model.save_pretrained(out)
     ids, labels = make_batch(model.config.vocab_size)
     rows = []
@@ -72,6 +84,70 @@ def by_peft(path: Path, lora: LoraConfig, out: Path, dtype: torch.dtype) -> tupl
     (log_probs * weights_of(log_probs)).sum().backward()
     grads = {name.replace(".default", ""): p.grad for name, p in model.named_parameters() if p.grad is not None}
     return log_probs.detach(), grads
+
+
+WIDE = {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3-tied", "phi3", "gemma2"])
+def test_beside_four_bits_log_probs_and_gradients_are_those_of_peft(tmp_path: Path, family: str) -> None:
+    """Whose base is bitsandbytes' Linear4bit, in NF4. A base in 32 bits is far away."""
+    pytest.importorskip("bitsandbytes")
+    from transformers import BitsAndBytesConfig
+
+    path, lora = (
+        make_model(tmp_path / family, {**CONFIGS[family], **WIDE}),
+        replace(FAMILIES[family], target_modules=ALL_LINEAR),
+    )
+    four = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+    want, grads = by_peft(path, lora, tmp_path / "adapter", torch.float32, quantization_config=four)
+    lora = replace(lora, path=str(tmp_path / "adapter"))
+    decoder, plain = (build(path, replace(lora, bits=bits), torch.float32) for bits in (4, None))
+    got = log_probs_of(decoder)
+    (got * weights_of(got)).sum().backward()
+    errors = {}
+    for name, param in decoder.named_parameters():
+        for box in decoder.shards[name].boxes if is_adapter(name) else ():
+            assert param.grad is not None
+            error = (param.grad[box.local_slices] - grads[box.name][box.global_slices]).abs().max() / grads[
+                box.name
+            ].abs().max()
+            errors[box.name] = max(float(error), errors.get(box.name, 0.0))
+    apart, far = (float((x.detach() - want).abs().max()) for x in (got, log_probs_of(plain)))
+    print(f"{family}: log-probs {apart:.1e}, gradients {max(errors.values()):.1e}; of the base in 32 bits {far:.1e}")
+    assert errors.keys() == grads.keys()
+    assert apart < 1e-4 and max(errors.values()) < 1e-4
+    assert far > 0.1
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_gradients_through_fewer_bits_are_those_of_their_values(tmp_path: Path, bits: int, dropout: float) -> None:
+    """A model that has the values that the bits stand for as its weights gives the same bits of everything."""
+    pytest.importorskip("bitsandbytes")
+    path = make_model(tmp_path / "model", {**CONFIGS["llama"], **WIDE})
+    lora = LoraConfig(rank=4, dropout=dropout, target_modules=["q_proj", "o_proj", "down_proj"])
+    narrow, wide = (build(path, replace(lora, bits=b), torch.float32) for b in (bits, None))
+    assert sorted(narrow.quantized) == sorted(f"layers.{i}.{name}.weight" for i in range(4) for name in ("qkv", "out", "down"))
+    for name, matrix in narrow.quantized.items():
+        wide.get_parameter(name).data = matrix.values()
+        assert sum(buffer.nbytes for buffer in matrix.buffers()) == math.prod(matrix.shape) * (bits / 8 + 4 / 64)
+    found = []
+    for decoder in (narrow, wide):
+        for name, param in decoder.named_parameters():
+            if name.endswith("lora.b"):
+                param.data = torch.linspace(-0.2, 0.2, param.numel()).view_as(param)
+        with torch.random.fork_rng():
+            torch.manual_seed(1)
+            log_probs = log_probs_of(decoder)
+            (log_probs * weights_of(log_probs)).sum().backward()
+        decoder.enable_adapters(False)
+        with torch.no_grad():
+            alone = log_probs_of(decoder)
+        grads = [param.grad for name, param in decoder.named_parameters() if is_adapter(name)]
+        found.append([log_probs.detach(), alone, *grads])
+    assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))  # type: ignore[arg-type]
+    assert not torch.equal(found[0][0], found[0][1])
 
 
 def weights_of(log_probs: Tensor) -> Tensor:

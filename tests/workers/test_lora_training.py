@@ -29,9 +29,12 @@ from engine_runs import (
 from ranks import run_ranks
 from rlhf_spmd.models.adapters import Adapter
 from rlhf_spmd.models.lora import LoraConfig, adapter_tensor, is_adapter
+from rlhf_spmd.models.quantized import rounded
 from rlhf_spmd.models.weights import write_random_model
+from rlhf_spmd.parallel.boxes import zero_shards
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.workers.adapters import merge_adapters, without_adapters
+from rlhf_spmd.workers.engine import rank_shards
 
 LORA = LoraConfig(rank=3, alpha=6.0)
 SOME = LoraConfig(rank=2, target_modules=["q_proj", "v_proj", "gate_proj", "down_proj"])
@@ -55,9 +58,10 @@ LAYOUTS = {
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     base: Path = tmp_path_factory.mktemp("models")
-    for name in ("untied", "tied"):
-        write_random_model(base / name, {**CONFIGS[name], "num_hidden_layers": LAYERS}, seed=3)
-    return {name: str(base / name) for name in ("untied", "tied")}
+    wide = {"hidden_size": 128, "intermediate_size": 256, "initializer_range": 0.1}
+    for name, more in {"untied": {}, "tied": {}, "wide": wide}.items():
+        write_random_model(base / name, {**CONFIGS.get(name, CONFIGS["untied"]), "num_hidden_layers": LAYERS, **more}, seed=3)
+    return {name: str(base / name) for name in ("untied", "tied", "wide")}
 
 
 def run(path: str, layout: Layout, head: str, lora: LoraConfig, batches: list[int]) -> Any:
@@ -79,9 +83,42 @@ def test_the_same_steps_in_every_layout(models: dict[str, str], model: str, head
     assert len({round(report["loss"], 6) for report in one[0]}) == STEPS
 
 
-def held(world: Any, path: str, layout: Layout, dtype: torch.dtype) -> Any:
+FEW_BITS = ["tp2", "tp2, sequence parallel", "pp2 vpp2", "dp2", "dp2 zero1", "dp2 zero3", "tp2 dp2 zero3"]
+
+
+@pytest.mark.parametrize("where", FEW_BITS)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_the_same_steps_beside_fewer_bits(models: dict[str, str], bits: int, where: str) -> None:
+    """In float32, bitsandbytes' widest: sums in another order. That other base gives numbers ten times further away and more."""
+    layout, lora = LAYOUTS[where], replace(LORA, bits=bits)
+
+    def run(layout: Layout, lora: LoraConfig) -> Any:
+        options = {"optim": STEADY, "lora": lora, "dtype": torch.float32}
+        return together(run_ranks(layout.size, train, models["wide"], layout, [2, 3], "lm", options))
+
+    one, other, unrounded = run(Layout(), lora), run(layout, lora), run(Layout(), LORA)
+    assert_same(other, one, 2e-5)
+    assert not any("_proj.weight" in name and "lora" not in name for name in one[1])
+    assert abs(unrounded[0][0]["loss"] / one[0][0]["loss"] - 1) > 2e-4
+
+
+@pytest.mark.parametrize("where", ["tp2", "dp2 zero3", "tp2 dp2 zero3"])
+def test_generation_gets_the_sum_with_what_the_bits_stand_for(models: dict[str, str], where: str) -> None:
+    lora = replace(LORA, bits=4)
+    results = run_ranks(LAYOUTS[where].size, held, models["wide"], LAYOUTS[where], torch.bfloat16, lora)
+    whole = whole_tensors([boxes for _, _, boxes, _ in results])
+    merged = whole_tensors([boxes for _, _, _, boxes in results])
+    base = load_file(Path(models["wide"]) / "model.safetensors")
+    assert len(merged) == 7 * LAYERS
+    for name, tensor in merged.items():
+        a, b = (whole[adapter_tensor(name, which)].double() for which in "AB")
+        near = rounded(base[name].bfloat16(), 4).double()
+        torch.testing.assert_close(tensor.double(), near + LORA.scale * b @ a, rtol=4e-3, atol=1e-12)
+
+
+def held(world: Any, path: str, layout: Layout, dtype: torch.dtype, lora: LoraConfig = LORA) -> Any:
     """What an engine keeps after a step, and whether its merged shards are what a forward pass multiplies by."""
-    engine = build(world, path, layout, dtype=dtype, optim=STEADY, lora=LORA)
+    engine = build(world, path, layout, dtype=dtype, optim=STEADY, lora=lora)
     before = {name: tensor.clone() for name, tensor in engine.local_tensors().items()}
     for step in range(2):
         batches = cut(rows_of(step, engine.spec.vocab_size), layout.dp, engine.mesh.dp_rank, 2)
@@ -94,9 +131,11 @@ def held(world: Any, path: str, layout: Layout, dtype: torch.dtype) -> Any:
     boxes = []
     for name, tensor in local.items():
         same[name] = torch.equal(tensor, before[name])
-        for box in engine.param_shards()[name].boxes:
-            if name in merged:
-                boxes.append((box.name, box.shape, box.global_slices, merged[name][box.local_slices]))
+    shards = rank_shards(engine.spec, "lm", layout, engine.mesh.pp_rank, engine.mesh.tp_rank)
+    for name, tensor in merged.items():
+        rows = zero_shards(shards, engine.mesh.dp.rank, engine.mesh.dp.size) if engine.zero else shards
+        for box in rows[name].boxes:
+            boxes.append((box.name, box.shape, box.global_slices, tensor[box.local_slices]))
     return set(engine.optimizer.state_tensors()), same, local_boxes(engine), boxes
 
 

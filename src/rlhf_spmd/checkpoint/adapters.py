@@ -20,6 +20,7 @@ from rlhf_spmd.kernels import choose_ops
 from rlhf_spmd.models.adapters import merge
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.lora import ALL_LINEAR, PREFIX, LoraConfig, Part, adapter_tensor
+from rlhf_spmd.models.quantized import rounded
 from rlhf_spmd.models.sharding import tensor_shapes
 from rlhf_spmd.models.spec import Names, read_spec
 from rlhf_spmd.models.weights import ADAPTER_CONFIG, ADAPTER_FILE, StoredModel
@@ -41,13 +42,19 @@ class SavedAdapters:
         pieces = self.pieces[name]
         return read_whole(self._directory, pieces, Spec(name, self.dtype, pieces[0].shape))
 
-    def add(self, box: Box, values: Tensor) -> Tensor:
-        """``values`` of a box of the model with what its adapter adds, in ``dtype``; without one as they are."""
-        values, names = values.to(self.dtype), [adapter_tensor(box.name, which) for which in "AB"]
+    def add(self, box: Box, stored: Any) -> Tensor:
+        """The box of a tensor of the model, ``stored`` as safetensors' slice object, with what its adapter adds, in ``dtype``; without
+        one as it is."""
+        names = [adapter_tensor(box.name, which) for which in "AB"]
         if names[0] not in self.pieces:
-            return values
+            found: Tensor = stored[box.global_slices]
+            return found.to(self.dtype)
         rows, columns = box.global_slices
-        a, b = self.read(names[0])[:, columns].to(values.device), self.read(names[1])[rows].to(values.device)
+        if self.lora.bits is None:
+            values = stored[rows, columns].to(self.dtype)
+        else:  # as it was trained beside: rounded as whole rows
+            values = rounded(stored[rows, :].to(self.dtype), self.lora.bits)[:, columns]
+        a, b = self.read(names[0])[:, columns], self.read(names[1])[rows]
         parts = [Part(slice(0, len(a)), slice(0, len(b)), slice(0, len(b)))]
         return merge(choose_ops(self.dtype, values.device), values, a, b, parts, self.lora.scale)
 
@@ -59,8 +66,7 @@ class SavedAdapters:
             for name, parameter in decoder.named_parameters():
                 for box in decoder.shards[name].boxes:
                     if adapter_tensor(box.name, "A") in self.pieces:
-                        values = stored.find(decoder.spec, box.name, box.shape, False)[box.global_slices]
-                        parameter[box.local_slices].copy_(self.add(box, values.to(parameter.device)))
+                        parameter[box.local_slices].copy_(self.add(box, stored.find(decoder.spec, box.name, box.shape, False)))
 
     def merged(self, source: Path, stack: ExitStack) -> tuple[list[Spec], Callable[[Spec], Tensor]]:
         """The tensors of the model in ``source`` with the adapters, and how to read each."""
@@ -71,7 +77,7 @@ class SavedAdapters:
             if wanted.key in self.pieces:
                 return self.read(wanted.key)
             (box,) = whole_shard(wanted.key, wanted.shape).boxes
-            return self.add(box, stored.find(spec, wanted.key, wanted.shape, False)[box.global_slices])
+            return self.add(box, stored.find(spec, wanted.key, wanted.shape, False))
 
         shapes = tensor_shapes(spec, "value" if Names.value_head in self.pieces else "lm")
         return [Spec(name, self.dtype, shape) for name, shape in sorted(shapes.items())], get

@@ -2,7 +2,7 @@
 
 So a forward pass has the bits of the merged matrix that generation has, and what it costs does not grow with the tokens: of the
 arithmetic of a micro-batch of T tokens a share of rank / T, and W is read and written twice. The backward pass makes the matrix
-again and never its gradient, but those of A and B.
+again and never its gradient, but those of A and B. W may lie there in 4 or 8 bits: then it, too, is made in each pass.
 With dropout, which acts on what A reads, updates compute both products.
 """
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from rlhf_spmd.kernels import Ops
 from rlhf_spmd.kernels.gradients import Node
 from rlhf_spmd.models.lora import LoraConfig, Part, adapter_parts
+from rlhf_spmd.models.quantized import Quantized
 from rlhf_spmd.parallel.boxes import ParamShard
 
 
@@ -34,7 +35,8 @@ def merge(ops: Ops, weight: Tensor, a: Tensor, b: Tensor, parts: Sequence[Part],
 
 
 class Adapter(nn.Module):
-    """``a`` and ``b`` of one parameter on this rank, not initialised; ``enabled``: whether products have them."""
+    """``a`` and ``b`` of one parameter on this rank, not initialised; ``enabled``: whether products have them. ``base``: the matrix
+    itself where it is not a parameter."""
 
     def __init__(
         self,
@@ -49,29 +51,50 @@ class Adapter(nn.Module):
         self.a, self.b = (nn.Parameter(torch.empty(shape, dtype=dtype, device=device)) for shape in shapes)
         self.ops, self.parts, self.scale, self.dropout = ops, adapter_parts(matrix, lora), lora.scale, lora.dropout
         self.first_column, self.enabled = matrix.boxes[0].start[1], True
+        self.base = None if lora.bits is None else Quantized(matrix.shape, lora.bits, dtype, device)
 
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, recomputed: bool) -> Tensor:
-        """x [R, in] times the transpose of the sum [out, in], plus ``bias``. ``recomputed``: see :meth:`Ops.linear`."""
+    def forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, recomputed: bool) -> Tensor:
+        """x [R, in] times the transpose of the sum [out, in], plus ``bias``. ``weight``: None where there is a ``base``.
+        ``recomputed``: see :meth:`Ops.linear`."""
+        if not self.enabled:
+            return self._alone(x, weight, bias)
         if not torch.is_grad_enabled():
-            return self.ops.linear(x, self.merged(weight, self.a, self.b), bias)
+            return self.ops.linear(x, self.merged(self._whole(weight), self.a, self.b), bias)
         if self.dropout:
-            return self.ops.linear(x, weight, bias) + self._apart(self._dropped(x), len(weight))
+            alone = self._alone(x, weight, bias)
+            return alone + self._apart(self._dropped(x), alone.shape[1])
         return Node.apply(partial(self._forward, recomputed), self._backward, x, weight, bias, self.a, self.b)
 
     def merged(self, weight: Tensor, a: Tensor, b: Tensor, first: int = 0) -> Tensor:
         """See :func:`merge`."""
         return merge(self.ops, weight, a, b, self.parts, self.scale, first)
 
+    def _whole(self, weight: Tensor | None) -> Tensor:
+        if self.base is not None:
+            return self.base.values()
+        assert weight is not None, "there is neither a weight nor a base"
+        return weight
+
+    def _alone(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        """Without A and B. A matrix that is made of fewer bits is made again for the backward pass."""
+        if self.base is None or not torch.is_grad_enabled():
+            return self.ops.linear(x, self._whole(weight), bias)
+        base = self.base
+        return Node.apply(
+            lambda x: (self.ops.linear(x, base.values(), bias), ()), lambda _, grad: (torch.mm(grad, base.values()),), x
+        )
+
     def _forward(
-        self, recomputed: bool, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor
+        self, recomputed: bool, x: Tensor, weight: Tensor | None, bias: Tensor | None, a: Tensor, b: Tensor
     ) -> tuple[Tensor, Sequence[Tensor]]:
-        made = x.new_empty(len(x), len(weight)) if recomputed else self.ops.linear(x, self.merged(weight, a, b), bias)
-        return made, (x, weight, a, b)
+        columns = (weight if weight is not None else self.base).shape[0]  # type: ignore[union-attr]
+        made = x.new_empty(len(x), columns) if recomputed else self.ops.linear(x, self.merged(self._whole(weight), a, b), bias)
+        return made, (x, a, b) if weight is None else (x, a, b, weight)
 
     def _backward(
-        self, needed: Sequence[bool], grad: Tensor, x: Tensor, weight: Tensor, a: Tensor, b: Tensor
+        self, needed: Sequence[bool], grad: Tensor, x: Tensor, a: Tensor, b: Tensor, weight: Tensor | None = None
     ) -> tuple[Tensor | None, ...]:
-        grad_x = torch.mm(grad, self.merged(weight, a, b)) if needed[0] else None
+        grad_x = torch.mm(grad, self.merged(self._whole(weight), a, b)) if needed[0] else None
         grad_a, grad_b = torch.zeros_like(a), torch.empty_like(b)
         for part in self.parts:
             own = grad[:, part.rows]

@@ -98,9 +98,10 @@ class Block(nn.Module):
         parts = (*attention, self.post_norm, self.gate_up, self.down, self.mlp_norm)
         sizes = self.num_heads, self.num_kv_heads, self.head_dim, shards["down.weight"].shape[-1]
         options = spec.rms_norm_eps, spec.norm_plus_one, self.gelu
-        alone = tp.size == self.qkv_blocks == self.gate_up_blocks == 1 and self.router is None
-        self._whole = ops.layer(parts, sizes, options, self.rule, index) if alone else None
         self.adapters = [part for part in self.modules() if isinstance(part, Adapter)]
+        alone = tp.size == self.qkv_blocks == self.gate_up_blocks == 1 and self.router is None
+        alone = alone and not any(one.base for one in self.adapters)
+        self._whole = ops.layer(parts, sizes, options, self.rule, index) if alone else None
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention, num_tokens: int) -> Tensor:
         """x [R, hidden] -> the same: all rows, of which those from ``num_tokens`` on are padding, or with sequence parallelism
@@ -180,7 +181,7 @@ class Decoder(nn.Module):
 
     ``sequence_parallel``: outside attention and MLP each tp rank holds 1 / t of the rows (``slices`` is t), between stages too; the
     gradients of the parameters named in ``scattered`` are then parts, to be summed over tp. The forward pass has the same bits.
-    ``lora``: with these adapters, whose replicated halves are ``scattered`` in any case.
+    ``lora``: with these adapters, whose replicated halves are ``scattered`` in any case; ``quantized``: what is no parameter.
     """
 
     def __init__(
@@ -231,7 +232,12 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(*norm, dtype, device) if self.is_last else None
         self.head = holder("head")
         self.value = holder("value")
+        adapters = {
+            f"{name.removesuffix('.lora')}.weight": part for name, part in self.named_modules() if isinstance(part, Adapter)
+        }
+        self.quantized = {name: part.base for name, part in adapters.items() if part.base is not None}
         built = {name: tuple(parameter.shape) for name, parameter in self.named_parameters()}
+        built |= {name: matrix.shape for name, matrix in self.quantized.items()}
         planned = {name: shard.shape for name, shard in self.shards.items()}
         assert built == planned, f"parameters {built} differ from the plan {planned}"
 

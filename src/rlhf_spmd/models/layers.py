@@ -13,19 +13,22 @@ from rlhf_spmd.models.spec import ModelSpec
 
 
 class Linear(nn.Module):
-    """``weight`` [out_local, in_local] and an optional ``bias`` [out_local], not initialised; ``lora``: an adapter of the weight."""
+    """``weight`` [out_local, in_local] and an optional ``bias`` [out_local], not initialised; ``lora``: an adapter of the weight, which
+    may have it in fewer bits: ``weight`` is None then."""
 
     def __init__(
         self, shape: tuple[int, ...], bias: bool, dtype: torch.dtype, device: torch.device, lora: Adapter | None = None
     ) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+        self.weight: nn.Parameter
+        quantized = lora is not None and lora.base is not None
+        self.register_parameter("weight", None if quantized else nn.Parameter(torch.empty(shape, dtype=dtype, device=device)))
         self.bias = nn.Parameter(torch.empty(shape[0], dtype=dtype, device=device)) if bias else None
         self.lora = lora
 
     def product(self, ops: Ops, x: Tensor, recomputed: bool, bias: Tensor | None = None) -> Tensor:
         """x [R, in_local] -> [R, out_local], plus ``bias``. ``recomputed``: see :meth:`Ops.linear`."""
-        if self.lora is not None and self.lora.enabled:
+        if self.lora is not None and (self.lora.enabled or self.lora.base is not None):
             out: Tensor = self.lora(x, self.weight, bias, recomputed)
             return out
         return ops.linear(x, self.weight, bias, recomputed)

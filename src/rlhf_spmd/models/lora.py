@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import NamedTuple
 
 from rlhf_spmd.config.bounds import check_bounds
@@ -31,6 +32,8 @@ class LoraConfig:
     - target_modules: `all-linear`: all matrices of the layers, or a list such as `[q_proj, v_proj]`; the router and the experts of
       a mixture have none
     - path: PEFT's directory of an adapter that training begins with; null: B is zero
+    - bits: of an element of the matrices that have adapters, 4 (NF4) or 8, by bitsandbytes (needs `rlhf_spmd[optim]`); null: the
+      role's dtype; see [training.md](training.md#four-or-eight-bits)
     """
 
     rank: int = 0
@@ -39,6 +42,7 @@ class LoraConfig:
     target_modules: str | list[str] = ALL_LINEAR
     use_rslora: bool = False
     path: str | None = None
+    bits: int | None = None
 
     @property
     def scale(self) -> float:
@@ -56,6 +60,10 @@ class LoraConfig:
         check_bounds(self, where, "alpha", above=0)
         if not 0 <= self.dropout < 1:
             raise ValueError(f"{where}.dropout={self.dropout}: must be at least 0 and below 1")
+        if self.bits not in (None, 4, 8):
+            raise ValueError(f"{where}.bits={self.bits}: allowed are 4, 8 and null")
+        if self.bits is not None and find_spec("bitsandbytes") is None:
+            raise ValueError(f"{where}.bits={self.bits} needs the package bitsandbytes: pip install 'rlhf_spmd[optim]'")
         if not self.target_modules or (isinstance(self.target_modules, str) and self.target_modules != ALL_LINEAR):
             raise ValueError(
                 f"{where}.target_modules={self.target_modules!r}: must be {ALL_LINEAR}, or a list of modules such as [q_proj, v_proj]"

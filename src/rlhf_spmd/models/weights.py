@@ -209,11 +209,18 @@ def check_adapter(spec: ModelSpec, lora: LoraConfig, head: str, where: str) -> N
 
 
 def _places(decoder: Decoder, shards: Mapping[str, ParamShard] | None, adapters: bool = False) -> Iterator[tuple[Tensor, Box]]:
-    """The part of a local parameter that each box fills, and the box: of the model's weights, or of its adapters."""
+    """The part of a local parameter that each box fills, and the box: of the model's weights, or of its adapters. Quantized ones,
+    which ZeRO does not cut, are set when their last box is filled."""
     for name, parameter in decoder.named_parameters():
         for box in (shards or decoder.shards)[name].boxes if is_adapter(name) == adapters else ():
             RECORDER.tick()  # a large model takes longer than ranks may stand still
             yield local_part(parameter)[box.local_slices], box
+    for name, matrix in () if adapters else decoder.quantized.items():
+        RECORDER.tick()
+        values = torch.empty(matrix.shape, dtype=matrix.dtype, device=matrix.codes.device)
+        for box in decoder.shards[name].boxes:
+            yield values[box.local_slices], box
+        matrix.set(values)
 
 
 def random_tensor(spec: ModelSpec, name: str, shape: tuple[int, ...], seed: int) -> Tensor:

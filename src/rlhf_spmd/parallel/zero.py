@@ -149,7 +149,8 @@ def allocate(module: nn.Module, blocks: Iterable[nn.Module], device: torch.devic
     Yields the local tensors of each."""
     blocks = list(blocks)
     for block in blocks:
-        yield [local_part(param) for param in block.to_empty(device=device).parameters()]
+        block.to_empty(device=device)
+        yield [local_part(held) for held in (*block.parameters(), *block.buffers())]
     inside = {part for block in blocks for part in block.modules()}
     rest = [part for part in module.modules() if part not in inside]
     for part in reversed(rest):  # the module itself last: FSDP2 then finds its parameters' new storages

@@ -16,6 +16,7 @@ import numpy as np
 
 from rlhf_spmd.generation.config import GenerationConfig
 from rlhf_spmd.kernels import Ops
+from rlhf_spmd.models.quantized import BLOCK
 from rlhf_spmd.parallel.data_parallel import BUCKET_ELEMENTS, MATRIX_ELEMENTS
 from rlhf_spmd.planner.machine import GIB
 from rlhf_spmd.planner.shape import CHECKPOINTING, Choices, ModelShape, Workload
@@ -33,7 +34,7 @@ class RoleSettings:
     """What memory depends on beside :class:`Choices`. ``itemsize``: bytes of a weight. ``on_host``: on a CPU what is
     offloaded lies in the same memory. ``chunk``: logits that the head makes at a time. ``entropy``: of its distributions, too.
     ``optim``: the optimizer's name. ``adapters``: elements of a layer's low-rank adapters, which are trained in place of the weights;
-    0: there are none."""
+    0: there are none. ``quantized``: elements of a layer that lie in ``bits``, which ZeRO does not cut."""
 
     trained: bool = False
     itemsize: int = 2
@@ -47,6 +48,8 @@ class RoleSettings:
     entropy: bool = True
     optim: str = "adamw"
     adapters: float = 0.0
+    quantized: float = 0.0
+    bits: int = 0
 
     @property
     def wide(self) -> int:
@@ -85,7 +88,7 @@ class _Slice:
         self.hidden, self.queries, self.columns = shape.hidden, shape.queries / tp, shape.intermediate / tp
         self.keys = shape.keys / np.minimum(tp, shape.kv_heads)
         self.vocab = np.where(self.last, shape.outputs, 0) / (tp if shape.outputs > 1 else 1)
-        self.layer = shape.layer / tp
+        self.tp, self.layer = tp, shape.layer / tp
         tied = np.where(shape.tied & ~self.first, shape.embed, 0)
         self.ends = (self.first * shape.embed + self.last * (shape.head + tied)) / tp  # outside of the layers
         self.params = self.layers * self.layer + self.ends
@@ -108,13 +111,13 @@ class _Slice:
 def held(shape: ModelShape, choices: Choices, role: RoleSettings, stage: Stage) -> Parts:
     """Between calls: weights, and of a role that is trained what its optimizer keeps."""
     part = _Slice(shape, choices, stage)
-    shard, trained = part.params / part.shards, _trained(part, role) / part.shards
-    states = 0 * shard
+    trained = _trained(part, role) / part.shards
+    states = 0 * trained
     if role.trained and (role.on_host or not role.optim_offload):
         ends = 0 if role.adapters else part.ends / part.shards
         states = role.states * trained + (role.masters + 2 * role.moment - role.states) * ends
-    shard = shard + part.layers * role.adapters / part.shards
-    return {"weights": role.itemsize * shard * (role.on_host or not role.offload), "optimizer": states}
+    weights = _resting(part, role) + role.itemsize * part.layers * role.adapters / part.shards
+    return {"weights": weights * (role.on_host or not role.offload), "optimizer": states}
 
 
 def train(shape: ModelShape, work: Workload, choices: Choices, role: RoleSettings, stage: Stage) -> Parts:
@@ -139,10 +142,10 @@ def train(shape: ModelShape, work: Workload, choices: Choices, role: RoleSetting
     trained = _trained(part, role)
     whole, shard, frozen = a * trained, a * trained / part.shards, role.adapters > 0
     before = np.where(number > 1, np.where(choices.zero <= 1, whole, shard), 0)
-    gathered, root = _gathered(part, choices, b), np.where((choices.zero > 0) & (not frozen), part.ends, 0)
+    gathered, root = _gathered(part, choices, role), np.where((choices.zero > 0) & (not frozen), part.ends, 0)
     layer = role.adapters if frozen else part.layer
     # with adapters a matrix and its sum with them, in fp32 and rounded, in place of its gradient
-    largest = (b + 4) * part.largest if frozen else b * part.largest
+    largest = (b + 4 + b * (role.quantized > 0)) * part.largest if frozen else b * part.largest
     reducing = root * (b + a + (a + b) / part.shards) + np.where(choices.zero > 0, layer * (b + a), largest)
     reducing = np.maximum(reducing, largest * frozen)
     bucket = np.maximum(BUCKET_ELEMENTS, part.largest / part.shards)
@@ -169,7 +172,7 @@ def train(shape: ModelShape, work: Workload, choices: Choices, role: RoleSetting
 def infer(shape: ModelShape, work: Workload, choices: Choices, role: RoleSettings, stage: Stage) -> Parts:
     """Beside :func:`held`, of a forward pass of all rows."""
     part, (tokens, _) = _Slice(shape, choices, stage), _micro_batches(work, choices)
-    gathered = _gathered(part, choices, role.itemsize)
+    gathered = _gathered(part, choices, role)
     passing = np.maximum(role.itemsize * tokens * _forward(part), _head(part, work, tokens, role, backward=False))
     return {"gathered weights": gathered, "work": passing, "weights back": _back(part, role)}
 
@@ -252,10 +255,11 @@ def _micro_batches(work: Workload, choices: Choices) -> tuple[Any, Any]:
     return tokens, np.clip(np.ceil(rows * work.length / tokens), 1, rows)
 
 
-def _gathered(part: _Slice, choices: Choices, b: int) -> Any:
+def _gathered(part: _Slice, choices: Choices, role: RoleSettings) -> Any:
     """Weights of ZeRO beside the rank's rows: all, or with stage 3 the root's and two layers', and FSDP2's buffer for the larger."""
-    some = part.ends + 2 * part.layer + np.maximum(part.ends, part.layer)
-    return b * np.choose(np.where(choices.dp > 1, choices.zero, 0), [0 * part.params, part.params, part.params, some])
+    layer = part.layer - role.quantized / part.tp
+    whole, some = part.layers * layer + part.ends, part.ends + 2 * layer + np.maximum(part.ends, layer)
+    return role.itemsize * np.choose(np.where(choices.dp > 1, choices.zero, 0), [0 * whole, whole, whole, some])
 
 
 def _forward(part: _Slice) -> Any:
@@ -280,9 +284,15 @@ def _trained(part: _Slice, role: RoleSettings) -> Any:
     return part.layers * role.adapters if role.adapters else part.params
 
 
+def _resting(part: _Slice, role: RoleSettings) -> Any:
+    """The model's weights between calls."""
+    quantized = part.layers * role.quantized / part.tp
+    return role.itemsize * (part.params - quantized) / part.shards + (role.bits / 8 + 4 / BLOCK) * quantized
+
+
 def _back(part: _Slice, role: RoleSettings) -> Any:
     """Weights that rest in host memory between calls."""
-    return role.itemsize * part.params / part.shards * role.offload
+    return _resting(part, role) * role.offload
 
 
 assert CHECKPOINTING == ("none", "selective", "full"), "np.choose above goes by this order"

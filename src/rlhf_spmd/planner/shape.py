@@ -55,6 +55,13 @@ def adapter_numel(spec: ModelSpec, lora: LoraConfig) -> float:
     return sum(float(np.prod(shard.shape)) for name, shard in plan.items() if is_adapter(name)) / spec.num_hidden_layers
 
 
+def quantized_numel(spec: ModelSpec, lora: LoraConfig) -> float:
+    """Elements of a layer's matrices that lie in ``lora.bits``, on average."""
+    plan = plan_params(spec, "none", 0, 1, 0, 1, lora=lora) if lora.bits is not None else {}
+    matrices = [name.replace(".lora.a", ".weight") for name in plan if name.endswith(".lora.a")]
+    return sum(float(np.prod(plan[name].shape)) for name in matrices) / spec.num_hidden_layers
+
+
 @cache
 def shape_of(spec: ModelSpec, head: str) -> ModelShape:
     """``head``: as of ``models.sharding.plan_params``."""

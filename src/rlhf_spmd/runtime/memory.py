@@ -18,7 +18,7 @@ from rlhf_spmd.models.activations import CHECKPOINTING
 from rlhf_spmd.parallel.layout import Grid, Layout
 from rlhf_spmd.planner import memory as model
 from rlhf_spmd.planner.machine import GIB
-from rlhf_spmd.planner.shape import Choices, Workload, adapter_numel, choices, shape_of
+from rlhf_spmd.planner.shape import Choices, Workload, adapter_numel, choices, quantized_numel, shape_of
 from rlhf_spmd.runtime.roles import RolePlan
 from rlhf_spmd.workers import JudgeWorker, ModelWorker
 from rlhf_spmd.workers.config import BatchLimits, RoleConfig
@@ -136,6 +136,8 @@ class _Home:
             (ExactOps if on_host else Ops).chunk_logits,
             optim=self.config.optim.name,
             adapters=adapter_numel(plan.spec, self.config.lora),
+            quantized=quantized_numel(plan.spec, self.config.lora),
+            bits=self.config.lora.bits or 0,
         )
         self.lent = replace(self.settings, trained=False, offload=False)
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from rlhf_spmd.config.schema import nearest
 from rlhf_spmd.controller import Graph, GroupShape, ResourcePool
 from rlhf_spmd.generation.config import GenerationConfig
+from rlhf_spmd.models.quantized import check_quantized
 from rlhf_spmd.models.sharding import check_layout
 from rlhf_spmd.parallel.layout import GenerationLayout, Layout, LayoutConfig, generation_layout, resolve_layout
 from rlhf_spmd.planner.cluster import RoleFacts
@@ -84,6 +85,7 @@ def lay_out(role: str, plan: RolePlan, layout: LayoutConfig) -> RolePlan:
     found = resolve_layout(layout, len(plan.pool.ranks), f"{where}.layout on pool '{plan.pool.name}'")
     if spec is not None:
         check_layout(spec, found.pp, found.tp, f"{where}.layout", found.vpp)
+        check_quantized(spec, plan.config.lora, found.tp, f"{where}.lora")
     laid = replace(plan, config=replace(plan.config, layout=layout), shape=GroupShape(found))
     if plan.generation is None or "generate_sequences" in plan.config.calls:
         return laid
@@ -129,6 +131,11 @@ def _plan_call(role: str, plan: RolePlan, method: str, pools: Mapping[str, Resou
     where, config, generation = f"models.{role}.calls.{method}", plan.config.calls[method], plan.config.generation
     if plan.spec is None:
         raise ValueError(f"{where}: this role has no model whose weights could be reallocated; set models.{role}.pool")
+    if (bits := plan.config.lora.bits) is not None:
+        raise ValueError(
+            f"{where}: weights that lie in {bits} bits are not lent to other ranks; leave models.{role}.lora.bits out, or let "
+            "the role's own ranks run it (placement.strategy=colocate)"
+        )
     kinds = _methods(plan.worker)
     free = [name for name, kind in kinds.items() if kind in ("generate", "infer")]
     if method not in free:

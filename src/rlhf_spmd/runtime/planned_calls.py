@@ -12,7 +12,7 @@ from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.planner.cluster import waits
 from rlhf_spmd.planner.machine import Machine
 from rlhf_spmd.planner.memory import RoleSettings
-from rlhf_spmd.planner.shape import ModelShape, Workload, adapter_numel, shape_of
+from rlhf_spmd.planner.shape import ModelShape, Workload, adapter_numel, quantized_numel, shape_of
 from rlhf_spmd.runtime.plan_file import PlannedCall, span_of
 from rlhf_spmd.runtime.roles import RolePlan
 
@@ -56,6 +56,8 @@ class PlannedNode:
             on_host=device.on_host,
             optim=config.optim.name,
             adapters=adapter_numel(self.spec, config.lora),
+            quantized=quantized_numel(self.spec, config.lora),
+            bits=config.lora.bits or 0,
         )
 
 

@@ -23,7 +23,7 @@ from rlhf_spmd.workers.loan import LoanAhead
 
 ROWS_IN_FLIGHT = "rows_in_flight"  # a checkpoint's name for the rows that generation goes on with
 EXPERIMENT = re.compile(
-    r"algorithm\.name|models\.\w+\.(path|random_init|lora\.(rank|alpha|use_rslora))|rewards?\.(\w+\.)?model|data\.path"
+    r"algorithm\.name|models\.\w+\.(path|random_init|lora\.(rank|alpha|use_rslora|bits))|rewards?\.(\w+\.)?model|data\.path"
 )  # keys that make it another experiment
 
 

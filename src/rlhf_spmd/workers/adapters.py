@@ -27,6 +27,11 @@ def without_adapters(engine: TrainEngine) -> Iterator[None]:
             chunk.enable_adapters(True)
 
 
+def held_tensors(engine: TrainEngine) -> list[Tensor]:
+    """What lies on this rank between calls: local shards, and matrices in 4 or 8 bits, which are none."""
+    return [*engine.local_tensors().values(), *(buffer for chunk in engine.chunks for buffer in chunk.buffers())]
+
+
 def merged_names(engine: TrainEngine) -> list[str]:
     """Of the matrices that have adapters."""
     end = ".lora.a"
@@ -44,7 +49,7 @@ def merge_adapters(engine: TrainEngine, into: dict[str, Tensor]) -> None:
     if engine.lora is None:
         return
     local, shapes = engine.local_tensors(), named_by_chunk([chunk.shards for chunk in engine.chunks])
-    halves, dp, first = {name: local[name] for name in local if is_adapter(name)}, engine.mesh.dp, 0
+    halves, dp = {name: local[name] for name in local if is_adapter(name)}, engine.mesh.dp
     if engine.zero:  # each rank's rows beside zeros: the sum is exact
         for name, rows in halves.items():
             halves[name] = rows.new_zeros(shapes[name].shape)
@@ -55,9 +60,9 @@ def merge_adapters(engine: TrainEngine, into: dict[str, Tensor]) -> None:
         module = name.removesuffix(".weight")
         adapter = modules[f"{module}.lora"]
         assert isinstance(adapter, Adapter)
-        if engine.zero:
-            first = zero_rows(shapes[name].shape[0], dp.rank, dp.size)[0]
-        merged = adapter.merged(local[name], halves[f"{module}.lora.a"], halves[f"{module}.lora.b"], first)
+        first, last = zero_rows(shapes[name].shape[0], dp.rank, dp.size) if engine.zero else (0, shapes[name].shape[0])
+        rows = local[name] if adapter.base is None else adapter.base.values()[first:last]
+        merged = adapter.merged(rows, halves[f"{module}.lora.a"], halves[f"{module}.lora.b"], first)
         if name in into:
             into[name].copy_(merged)
         else:

@@ -92,6 +92,10 @@ class RoleConfig(ComputeConfig):
         super().check(where)
         if self.optim.name == "adamw_8bit" and DTYPES.get(self.dtype) == torch.float64:
             raise ValueError(f"{where}.optim.name=adamw_8bit computes in float32, and {where}.dtype={self.dtype}; use adamw")
+        if self.lora.bits is not None and DTYPES.get(self.dtype) == torch.float64:
+            raise ValueError(
+                f"{where}.lora.bits={self.lora.bits}: bitsandbytes has no float64; use {where}.dtype=bfloat16 or float32"
+            )
         if self.prefetch and not self.offload:
             raise ValueError(
                 f"{where}.prefetch=true brings weights back from host memory, and {where}.offload is false; leave it out"

@@ -322,7 +322,7 @@ class TrainEngine:
         return self._params
 
     def param_shards(self) -> dict[str, ParamShard]:
-        """Parameter name -> shape and boxes of this rank's local shard, ZeRO's rows included."""
+        """Parameter name -> shape and boxes of this rank's local shard, ZeRO's rows included; also of what is quantized instead."""
         return self._shards
 
     @torch.no_grad()

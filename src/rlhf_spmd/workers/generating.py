@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rlhf_spmd.data.tokenizer import decoding
@@ -89,9 +90,12 @@ def build_generating(worker: ModelWorker, tokenizer: Any) -> Generating | None:
     shards = partial(rank_shards, spec, "lm", worker.shape.layout)  # generation has no use for a second head
     mine = shards(worker.mesh.pp_rank, worker.mesh.tp_rank)
     merged: dict[str, Tensor] = {}
+    laid, held = worker.engine.param_shards(), worker.engine.parameters()
+    # of quantized matrices there are only shapes until they are merged
+    absent = {name: torch.empty(laid[name].shape, dtype=dtype, device="meta") for name in mine if name not in held}
     hybrid = HybridWeights(
         shards,
-        lambda: {name: merged.get(name, param) for name, param in worker.engine.parameters().items() if name in mine},
+        lambda: {name: tensor for name, tensor in {**held, **absent, **merged}.items() if name in mine},
         decoder,
         lambda pp, tp: plan_params(spec, "lm", pp, layout.pp, tp, layout.tp, layout.blocks),
         gather,

@@ -33,6 +33,7 @@ from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.reshard import Storages
 from rlhf_spmd.rewards.config import RewardConfig
+from rlhf_spmd.workers.adapters import held_tensors
 from rlhf_spmd.workers.config import BatchLimits, RoleConfig
 from rlhf_spmd.workers.engine import Packed, TrainEngine, rank_shards
 from rlhf_spmd.workers.loan import Loan, LoanAhead
@@ -126,7 +127,7 @@ class ModelWorker(Worker):
                 lora=config.lora,
             )
             if config.offload and build.serves is None:
-                self.resting = Storages(self.engine.local_tensors().values())
+                self.resting = Storages(held_tensors(self.engine))
                 self.resting.offload()
                 self.prefetches = config.prefetch
         self.build_more()
@@ -190,7 +191,7 @@ class ModelWorker(Worker):
         elif self.resting is not None and self._holds:
             # generation may have given the weights other storages
             changed = self.engine.trained_tensors() if call.spec.kind == "train" else {}
-            self.resting.rest(self.engine.local_tensors().values(), changed.values())
+            self.resting.rest(held_tensors(self.engine), changed.values())
 
     def micro_batches(self, batch: Batch, keep_groups: bool = False) -> tuple[list[list[int]], list[Packed], Totals]:
         """Cut rows, or with ``keep_groups`` groups of rows, into packed micro-batches, as many on every data-parallel rank.

@@ -1,0 +1,98 @@
+"""Matrices that are not trained, in 4 or 8 bits (QLoRA, Dettmers et al. 2023, arXiv 2305.14314): bitsandbytes' arithmetic.
+
+An element is one of 16 numbers (NF4) or of 256 times a fp32 scale, the largest of its block: 64 elements along a row. Rows are whole
+blocks on every rank, so each layout has the same blocks, and numbers do not depend on it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlhf_spmd.models.lora import LoraConfig
+from rlhf_spmd.models.sharding import plan_params
+from rlhf_spmd.models.spec import ModelSpec
+
+BLOCK = 64
+
+
+class Quantized(nn.Module):
+    """A matrix [out_local, in_local] of ``dtype``, not set."""
+
+    def __init__(self, shape: tuple[int, ...], bits: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.shape, self.bits, self.dtype = shape, bits, dtype
+        self.codes: Tensor
+        self.scales: Tensor
+        self.register_buffer("codes", torch.empty(math.prod(shape) * bits // 8, dtype=torch.uint8, device=device))
+        self.register_buffer("scales", torch.empty(math.prod(shape) // BLOCK, device=device))
+
+    def set(self, values: Tensor) -> None:
+        """To the nearest that it can be; ``values`` [out_local, in_local] in ``dtype``."""
+        codes, scales = _narrow(values, self.bits)
+        self.codes.copy_(codes.view(-1))
+        self.scales.copy_(scales)
+
+    def values(self) -> Tensor:
+        """[out_local, in_local], new."""
+        return _widen(self.codes, self.scales, self.bits, self.shape, self.dtype)
+
+
+def rounded(values: Tensor, bits: int) -> Tensor:
+    """``values`` [n, a multiple of 64] as a :class:`Quantized` has them."""
+    codes, scales = _narrow(values.contiguous(), bits)
+    return _widen(codes.view(-1), scales, bits, values.shape, values.dtype)
+
+
+def _narrow(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    functional = _functional()
+    if bits == 4:
+        codes, state = functional.quantize_4bit(values, blocksize=BLOCK, quant_type="nf4")
+    else:
+        codes, state = functional.quantize_blockwise(values, blocksize=BLOCK)
+    return codes, state.absmax
+
+
+def _widen(codes: Tensor, scales: Tensor, bits: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    functional, kind = _functional(), {"blocksize": BLOCK, "shape": torch.Size(shape), "dtype": dtype}
+    if bits == 4:
+        state = functional.QuantState(scales, quant_type="nf4", **kind)
+        values: Tensor = functional.dequantize_4bit(codes.view(-1, 1), state)
+    else:
+        state = functional.QuantState(scales, code=_table(codes.device), **kind)
+        values = functional.dequantize_blockwise(codes.view(*shape), state)
+    return values
+
+
+@cache
+def _functional() -> Any:
+    """Imported where it is used: that takes a second."""
+    from bitsandbytes import functional
+
+    return functional
+
+
+@cache
+def _table(device: torch.device) -> Tensor:
+    """The numbers of a byte."""
+    table: Tensor = _functional().create_dynamic_map().to(device)
+    return table
+
+
+def check_quantized(spec: ModelSpec, lora: LoraConfig, tp: int, key: str) -> None:
+    """Whether rows are whole blocks on ranks of this ``tp``. Raises ValueError."""
+    if lora.bits is None:
+        return
+    plan = plan_params(spec, "none", 0, 1, 0, tp, lora=lora)
+    for matrix in (plan[f"{name.removesuffix('.lora.a')}.weight"] for name in plan if name.endswith(".lora.a")):
+        if matrix.shape[1] % BLOCK:
+            tensor = matrix.boxes[0].name.removesuffix(".weight")
+            raise ValueError(
+                f"{key}.bits={lora.bits}: with tp={tp} a rank would have {matrix.shape[1]} columns of {tensor}, which must be a "
+                f"multiple of {BLOCK}; choose another tp, or leave bits out"
+            )
