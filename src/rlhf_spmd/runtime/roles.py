@@ -179,6 +179,8 @@ def _describe_role(role: str, worker: type[ModelWorker], config: RoleConfig, wei
     config, spec = replace(config, path=path), read_spec(path)
     if weights and not config.random_init:
         check_pretrained(spec, path, worker.head, missing_head_ok=worker.new_head)
+    if not worker.trained:
+        _refuse_unusual(config.optim, type(config)().optim, f"{where}.optim", "this role is not trained")
     if config.optim.head_lr is not None and worker.head == "lm" and spec.tie_word_embeddings:
         raise ValueError(
             f"{where}.optim.head_lr={config.optim.head_lr}: the model's output matrix is its embedding (tie_word_embeddings); "
@@ -201,9 +203,14 @@ def _check_rule(where: str, config: RoleConfig) -> None:
     """Raises ValueError for settings of a model where there is none; its dtype may be said of all roles alike."""
     usual = type(config)()
     rest = replace(config, pool=None, layout=LayoutConfig(), calls={}, dtype=usual.dtype)
-    for (key, value), (_, default) in zip(leaves(to_dict(rest), where), leaves(to_dict(usual), where), strict=True):
+    _refuse_unusual(rest, usual, where, "this role has no model")
+
+
+def _refuse_unusual(config: Any, usual: Any, where: str, why: str) -> None:
+    """Raises ValueError for a setting that is not the ``usual`` one."""
+    for (key, value), (_, default) in zip(leaves(to_dict(config), where), leaves(to_dict(usual), where), strict=True):
         if value != default:
-            raise ValueError(f"{key}={value}: this role has no model; leave it out")
+            raise ValueError(f"{key}={value}: {why}; leave it out")
 
 
 def _check_judge(where: str, config: RoleConfig, layout: Layout) -> None:
