@@ -134,10 +134,13 @@ def test_a_resumed_run_is_the_run(directory: Path) -> None:
     tasks.assert_bit_equal(whole, tasks.read_run(directory / "resumed"))
 
 
-@pytest.mark.parametrize("other", ["models.actor.lora.alpha=16", "models.actor.lora.use_rslora=true"])
+@pytest.mark.parametrize(
+    "other", ["models.actor.lora.alpha=16", "models.actor.lora.use_rslora=true", "models.actor.lora.bits=4"]
+)
 def test_a_run_does_not_go_on_with_other_adapters(directory: Path, other: str) -> None:
     """The same tensors would be another function. ``run.resume=force`` means it."""
-    more, run_dir = ("models.actor.dtype=float32", "run.save_freq=1"), directory / other.replace("=", "_")
+    targets = "models.actor.lora.target_modules=[q_proj, v_proj, up_proj]"
+    more, run_dir = ("models.actor.dtype=float32", "run.save_freq=1", targets), directory / other.replace("=", "_")
     run(run_dir, 1, 1, *more)
     again = tasks.settings(run_dir, 2, *CASES[NAME].overrides(), *more, other)
     config = str(CONFIGS / f"{CASES[NAME].config}.yaml")

@@ -23,6 +23,7 @@ from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Block, Decoder
 from rlhf_spmd.models.heads import token_log_probs
 from rlhf_spmd.models.lora import ALL_LINEAR, LoraConfig, Part, is_adapter
+from rlhf_spmd.models.quantized import BLOCK, rounded
 from rlhf_spmd.models.sharding import check_lora, plan_params
 from rlhf_spmd.models.spec import read_spec, spec_from_config
 from rlhf_spmd.models.weights import ADAPTER_CONFIG, ADAPTER_FILE, check_adapter, init_adapters, load_pretrained
@@ -235,9 +236,11 @@ def test_devices_that_are_not_exact_add_products_in_place() -> None:
 ADAPTER = LoraConfig(rank=2, alpha=8.0)
 
 
-def stored_adapter(out: Path, config: dict[str, Any], head: Tensor | None = None) -> LoraConfig:
+def stored_adapter(
+    out: Path, config: dict[str, Any], head: Tensor | None = None, model: dict[str, Any] = CONFIGS["llama"]
+) -> LoraConfig:
     """Ones under PEFT's names, and a head of values beside them."""
-    plan = plan_params(spec_from_config(CONFIGS["llama"], "test"), "none", 0, 1, 0, 1, lora=ADAPTER)
+    plan = plan_params(spec_from_config(model, "test"), "none", 0, 1, 0, 1, lora=ADAPTER)
     boxes = [box for name, shard in plan.items() if is_adapter(name) for box in shard.boxes]
     out.mkdir()
     tensors = {box.name: torch.ones(box.shape) for box in boxes}
@@ -282,17 +285,35 @@ def test_defaults_that_an_adapter_leaves_out_are_those_of_peft(tmp_path: Path, o
         check_adapter(spec_from_config(CONFIGS["llama"], "test"), lora, "lm", "models.actor.lora")
 
 
-def test_a_reward_model_begins_with_the_head_beside_its_adapter(tmp_path: Path) -> None:
-    path = make_model(tmp_path / "model", CONFIGS["llama"])
+@pytest.mark.parametrize("bits", [None, 4])
+def test_a_reward_model_begins_with_the_head_beside_its_adapter(tmp_path: Path, bits: int | None) -> None:
+    model = {**CONFIGS["llama"], **WIDE}
+    path = make_model(tmp_path / "model", model)
     spec, head = read_spec(path), torch.arange(float(read_spec(path).hidden_size))[None]
-    lora = stored_adapter(tmp_path / "adapter", {}, head)
+    lora = replace(stored_adapter(tmp_path / "adapter", {}, head, model), bits=bits)
     with pytest.raises(ValueError, match=r"score\.weight"):
         check_adapter(spec, lora, "lm", "models.actor.lora")
     check_adapter(spec, lora, "value", "models.reward.lora")
     decoder = Decoder(spec, "value", 0, 1, solo(), torch.float32, "cpu", lora=lora)
     load_pretrained(decoder, path, missing_head_ok=True)
+    before = {name: matrix.values() for name, matrix in decoder.quantized.items()}
     init_adapters(decoder, lora, seed=5)
     assert torch.equal(decoder.value_weight, head)
+    assert all(torch.equal(matrix.values(), before[name]) for name, matrix in decoder.quantized.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_eight_bits_are_the_nearest(dtype: torch.dtype) -> None:
+    """Of all that a byte can be in a block; also of 0 and of numbers that are no normal ones."""
+    functional = pytest.importorskip("bitsandbytes").functional
+    values = torch.randn(40, 2 * BLOCK, generator=torch.Generator().manual_seed(0)).to(dtype)
+    values[0], values[1, :BLOCK] = 0.0, 1e-41
+    blocks = values.float().view(-1, BLOCK)
+    numbers = blocks.abs().amax(1)[:, None] * functional.create_dynamic_map()
+    nearest = (blocks[:, :, None] - numbers[:, None]).abs().amin(2)
+    found = rounded(values.float(), 8).view(-1, BLOCK)
+    torch.testing.assert_close((found - blocks).abs(), nearest, rtol=1e-6, atol=1e-6)
+    assert torch.equal(rounded(values, 8), found.to(dtype).view_as(values))
 
 
 def saved(path: Path, run_dir: Path) -> tuple[Decoder, SavedAdapters]:

@@ -42,19 +42,19 @@ class SavedAdapters:
         pieces = self.pieces[name]
         return read_whole(self._directory, pieces, Spec(name, self.dtype, pieces[0].shape))
 
-    def add(self, box: Box, stored: Any) -> Tensor:
+    def add(self, box: Box, stored: Any, device: torch.device) -> Tensor:
         """The box of a tensor of the model, ``stored`` as safetensors' slice object, with what its adapter adds, in ``dtype``; without
-        one as it is."""
+        one as it is. Made on ``device``."""
         names = [adapter_tensor(box.name, which) for which in "AB"]
         if names[0] not in self.pieces:
             found: Tensor = stored[box.global_slices]
-            return found.to(self.dtype)
+            return found.to(device, self.dtype)
         rows, columns = box.global_slices
         if self.lora.bits is None:
-            values = stored[rows, columns].to(self.dtype)
+            values = stored[rows, columns].to(device, self.dtype)
         else:  # as it was trained beside: rounded as whole rows
-            values = rounded(stored[rows, :].to(self.dtype), self.lora.bits)[:, columns]
-        a, b = self.read(names[0])[:, columns], self.read(names[1])[rows]
+            values = rounded(stored[rows, :].to(device, self.dtype), self.lora.bits)[:, columns]
+        a, b = self.read(names[0])[:, columns].to(device), self.read(names[1])[rows].to(device)
         parts = [Part(slice(0, len(a)), slice(0, len(b)), slice(0, len(b)))]
         return merge(choose_ops(self.dtype, values.device), values, a, b, parts, self.lora.scale)
 
@@ -66,18 +66,20 @@ class SavedAdapters:
             for name, parameter in decoder.named_parameters():
                 for box in decoder.shards[name].boxes:
                     if adapter_tensor(box.name, "A") in self.pieces:
-                        parameter[box.local_slices].copy_(self.add(box, stored.find(decoder.spec, box.name, box.shape, False)))
+                        found = stored.find(decoder.spec, box.name, box.shape, False)
+                        parameter[box.local_slices].copy_(self.add(box, found, parameter.device))
 
     def merged(self, source: Path, stack: ExitStack) -> tuple[list[Spec], Callable[[Spec], Tensor]]:
         """The tensors of the model in ``source`` with the adapters, and how to read each."""
         spec = read_spec(source)
         stored = StoredModel(source, spec, stack)
+        device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")  # of a process that trains there
 
         def get(wanted: Spec) -> Tensor:
             if wanted.key in self.pieces:
                 return self.read(wanted.key)
             (box,) = whole_shard(wanted.key, wanted.shape).boxes
-            return self.add(box, stored.find(spec, wanted.key, wanted.shape, False))
+            return self.add(box, stored.find(spec, wanted.key, wanted.shape, False), device).cpu()
 
         shapes = tensor_shapes(spec, "value" if Names.value_head in self.pieces else "lm")
         return [Spec(name, self.dtype, shape) for name, shape in sorted(shapes.items())], get

@@ -1,7 +1,7 @@
 """Matrices that are not trained, in 4 or 8 bits (QLoRA, Dettmers et al. 2023, arXiv 2305.14314): bitsandbytes' arithmetic.
 
 An element is one of 16 numbers (NF4) or of 256 times a fp32 scale, the largest of its block: 64 elements along a row. Rows are whole
-blocks on every rank, so each layout has the same blocks, and numbers do not depend on it.
+blocks on every rank, so each layout has the same blocks, and numbers do not depend on it. Nor do they on the device.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from rlhf_spmd.models.sharding import plan_params
 from rlhf_spmd.models.spec import ModelSpec
 
 BLOCK = 64
+AT_ONCE = 1 << 14  # blocks
 
 
 class Quantized(nn.Module):
@@ -50,12 +51,14 @@ def rounded(values: Tensor, bits: int) -> Tensor:
 
 
 def _narrow(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    functional = _functional()
     if bits == 4:
-        codes, state = functional.quantize_4bit(values, blocksize=BLOCK, quant_type="nf4")
-    else:
-        codes, state = functional.quantize_blockwise(values, blocksize=BLOCK)
-    return codes, state.absmax
+        codes, state = _functional().quantize_4bit(values, blocksize=BLOCK, quant_type="nf4")
+        return codes, state.absmax
+    blocks, table = values.view(-1, BLOCK), _table(values.device)
+    scales, between = blocks.abs().amax(1).float(), (table[1:] + table[:-1]) / 2
+    parts = zip(blocks.split(AT_ONCE), scales.clamp(min=torch.finfo().tiny).split(AT_ONCE), strict=True)
+    # the nearest on every device: bitsandbytes' own search on CPUs misses some
+    return torch.cat([torch.bucketize(part / scale[:, None], between).byte() for part, scale in parts]), scales
 
 
 def _widen(codes: Tensor, scales: Tensor, bits: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

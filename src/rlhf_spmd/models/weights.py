@@ -8,6 +8,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,7 @@ def load_pretrained(
     with contextlib.ExitStack() as stack, torch.no_grad():
         checkpoint = StoredModel(Path(path), decoder.spec, stack)
         checkpoint.refuse_unknown(decoder.spec)
-        for target, box in _places(decoder, shards):
+        for target, box in chain(_places(decoder, shards), _quantized_places(decoder)):
             found = checkpoint.find(decoder.spec, box.name, box.shape, missing_head_ok)
             if found is None:
                 target.zero_()
@@ -147,7 +148,7 @@ def init_random(decoder: Decoder, seed: int, shards: Mapping[str, ParamShard] | 
     ``shards`` as for :func:`load_pretrained`. One tensor at a time is whole.
     """
     with torch.no_grad():
-        for target, box in _places(decoder, shards):
+        for target, box in chain(_places(decoder, shards), _quantized_places(decoder)):
             target.copy_(random_tensor(decoder.spec, box.name, box.shape, seed)[box.global_slices])
 
 
@@ -209,13 +210,16 @@ def check_adapter(spec: ModelSpec, lora: LoraConfig, head: str, where: str) -> N
 
 
 def _places(decoder: Decoder, shards: Mapping[str, ParamShard] | None, adapters: bool = False) -> Iterator[tuple[Tensor, Box]]:
-    """The part of a local parameter that each box fills, and the box: of the model's weights, or of its adapters. Quantized ones,
-    which ZeRO does not cut, are set when their last box is filled."""
+    """The part of a local parameter that each box fills, and the box: of the model's weights, or of its adapters."""
     for name, parameter in decoder.named_parameters():
         for box in (shards or decoder.shards)[name].boxes if is_adapter(name) == adapters else ():
             RECORDER.tick()  # a large model takes longer than ranks may stand still
             yield local_part(parameter)[box.local_slices], box
-    for name, matrix in () if adapters else decoder.quantized.items():
+
+
+def _quantized_places(decoder: Decoder) -> Iterator[tuple[Tensor, Box]]:
+    """The same of quantized matrices, which ZeRO does not cut: all their places must be filled, they are set behind the last one."""
+    for name, matrix in decoder.quantized.items():
         RECORDER.tick()
         values = torch.empty(matrix.shape, dtype=matrix.dtype, device=matrix.codes.device)
         for box in decoder.shards[name].boxes:

@@ -94,7 +94,8 @@ class _Slice:
         self.params = self.layers * self.layer + self.ends
         self.shards = np.where(choices.zero > 0, choices.dp, 1)
         table = shape.vocab * shape.hidden * (self.first | (self.last & (shape.outputs > 1)))
-        self.largest = np.maximum(table, min(2 * shape.intermediate * shape.hidden, shape.layer)) / tp
+        self.widest = min(2 * shape.intermediate * shape.hidden, shape.layer) / tp  # of a layer's matrices
+        self.largest = np.maximum(table / tp, self.widest)
 
     def whole_layer(self) -> Any:
         """Numbers of a token that the operations of a layer keep for their backward passes, see ``docs/training.md``."""
@@ -144,8 +145,7 @@ def train(shape: ModelShape, work: Workload, choices: Choices, role: RoleSetting
     before = np.where(number > 1, np.where(choices.zero <= 1, whole, shard), 0)
     gathered, root = _gathered(part, choices, role), np.where((choices.zero > 0) & (not frozen), part.ends, 0)
     layer = role.adapters if frozen else part.layer
-    # with adapters a matrix and its sum with them, in fp32 and rounded, in place of its gradient
-    largest = (b + 4 + b * (role.quantized > 0)) * part.largest if frozen else b * part.largest
+    largest = _merging(part, role) if frozen else b * part.largest
     reducing = root * (b + a + (a + b) / part.shards) + np.where(choices.zero > 0, layer * (b + a), largest)
     reducing = np.maximum(reducing, largest * frozen)
     bucket = np.maximum(BUCKET_ELEMENTS, part.largest / part.shards)
@@ -173,7 +173,8 @@ def infer(shape: ModelShape, work: Workload, choices: Choices, role: RoleSetting
     """Beside :func:`held`, of a forward pass of all rows."""
     part, (tokens, _) = _Slice(shape, choices, stage), _micro_batches(work, choices)
     gathered = _gathered(part, choices, role)
-    passing = np.maximum(role.itemsize * tokens * _forward(part), _head(part, work, tokens, role, backward=False))
+    layer = role.itemsize * tokens * _forward(part) + _merging(part, role)
+    passing = np.maximum(layer, _head(part, work, tokens, role, backward=False))
     return {"gathered weights": gathered, "work": passing, "weights back": _back(part, role)}
 
 
@@ -260,6 +261,11 @@ def _gathered(part: _Slice, choices: Choices, role: RoleSettings) -> Any:
     layer = part.layer - role.quantized / part.tp
     whole, some = part.layers * layer + part.ends, part.ends + 2 * layer + np.maximum(part.ends, layer)
     return role.itemsize * np.choose(np.where(choices.dp > 1, choices.zero, 0), [0 * whole, whole, whole, some])
+
+
+def _merging(part: _Slice, role: RoleSettings) -> Any:
+    """Of a matrix with adapters its values, where they lie in fewer bits, and its sum with them, which CPUs make in fp32."""
+    return (role.itemsize * (1 + (role.quantized > 0)) + 4 * role.on_host) * part.widest * (role.adapters > 0)
 
 
 def _forward(part: _Slice) -> Any:

@@ -99,7 +99,9 @@ def compare_runs(path: Path, config: Any, saved: Mapping[str, Any], present: Map
     pairs = {key: (new.get(key, "null"), old.get(key, "null")) for key in {**old, **new}}
     keys = [key for key, (is_now, was) in pairs.items() if is_now != was and key not in ("run.dir", "run.resume")]
     changed = {key: f"{key}={pairs[key][0]} (was {pairs[key][1]})" for key in keys}
-    named = {key: text for key, text in changed.items() if EXPERIMENT.fullmatch(key) and "null" not in pairs[key]}
+    # null is "as the actor" of a path, but a choice of bits
+    meant = [key for key in changed if "null" not in pairs[key] or key.endswith(".lora.bits")]
+    named = {key: changed[key] for key in meant if EXPERIMENT.fullmatch(key)}
     other = [text for key, text in named.items() if len(set(map(full_path, pairs[key]))) > 1]
     for name, stream in present["data"].items():
         then, now = saved["data"].get(name, {}).get("fingerprint"), stream["fingerprint"]
