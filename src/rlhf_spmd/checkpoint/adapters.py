@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from rlhf_spmd.kernels import choose_ops
 from rlhf_spmd.models.adapters import merge
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.lora import ALL_LINEAR, PREFIX, LoraConfig, Part, adapter_tensor
-from rlhf_spmd.models.quantized import rounded
+from rlhf_spmd.models.quantized import quantized_tensors, rounded
 from rlhf_spmd.models.sharding import tensor_shapes
 from rlhf_spmd.models.spec import Names, read_spec
 from rlhf_spmd.models.weights import ADAPTER_CONFIG, ADAPTER_FILE, StoredModel
@@ -42,18 +42,18 @@ class SavedAdapters:
         pieces = self.pieces[name]
         return read_whole(self._directory, pieces, Spec(name, self.dtype, pieces[0].shape))
 
-    def add(self, box: Box, stored: Any, device: torch.device) -> Tensor:
-        """The box of a tensor of the model, ``stored`` as safetensors' slice object, with what its adapter adds, in ``dtype``; without
-        one as it is. Made on ``device``."""
+    def add(self, box: Box, stored: Any, device: torch.device, few_bits: Collection[str]) -> Tensor:
+        """The box of a tensor of the model, ``stored`` as safetensors' slice object, with what its adapter adds, if it has one, in
+        ``dtype``. Made on ``device``. ``few_bits``: tensors that were trained beside as they are in ``lora.bits``."""
         names = [adapter_tensor(box.name, which) for which in "AB"]
-        if names[0] not in self.pieces:
-            found: Tensor = stored[box.global_slices]
-            return found.to(device, self.dtype)
-        rows, columns = box.global_slices
-        if self.lora.bits is None:
-            values = stored[rows, columns].to(device, self.dtype)
-        else:  # as it was trained beside: rounded as whole rows
+        if box.name in few_bits and self.lora.bits is not None:  # whole rows are
+            rows, columns = box.global_slices
             values = rounded(stored[rows, :].to(device, self.dtype), self.lora.bits)[:, columns]
+        else:
+            values = stored[box.global_slices].to(device, self.dtype)
+        if names[0] not in self.pieces:
+            return values
+        rows, columns = box.global_slices
         a, b = self.read(names[0])[:, columns].to(device), self.read(names[1])[rows].to(device)
         parts = [Part(slice(0, len(a)), slice(0, len(b)), slice(0, len(b)))]
         return merge(choose_ops(self.dtype, values.device), values, a, b, parts, self.lora.scale)
@@ -62,24 +62,24 @@ class SavedAdapters:
     def add_to(self, decoder: Decoder, source: Path) -> None:
         """To the weights of the model in ``source``, beside which they were trained, in any layout: sums are rounded once."""
         with ExitStack() as stack:
-            stored = StoredModel(source, decoder.spec, stack)
+            stored, few_bits = StoredModel(source, decoder.spec, stack), quantized_tensors(decoder.spec, self.lora)
             for name, parameter in decoder.named_parameters():
                 for box in decoder.shards[name].boxes:
-                    if adapter_tensor(box.name, "A") in self.pieces:
+                    if adapter_tensor(box.name, "A") in self.pieces or box.name in few_bits:
                         found = stored.find(decoder.spec, box.name, box.shape, False)
-                        parameter[box.local_slices].copy_(self.add(box, found, parameter.device))
+                        parameter[box.local_slices].copy_(self.add(box, found, parameter.device, few_bits))
 
     def merged(self, source: Path, stack: ExitStack) -> tuple[list[Spec], Callable[[Spec], Tensor]]:
         """The tensors of the model in ``source`` with the adapters, and how to read each."""
         spec = read_spec(source)
-        stored = StoredModel(source, spec, stack)
+        stored, few_bits = StoredModel(source, spec, stack), quantized_tensors(spec, self.lora)
         device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")  # of a process that trains there
 
         def get(wanted: Spec) -> Tensor:
             if wanted.key in self.pieces:
                 return self.read(wanted.key)
             (box,) = whole_shard(wanted.key, wanted.shape).boxes
-            return self.add(box, stored.find(spec, wanted.key, wanted.shape, False), device).cpu()
+            return self.add(box, stored.find(spec, wanted.key, wanted.shape, False), device, few_bits).cpu()
 
         shapes = tensor_shapes(spec, "value" if Names.value_head in self.pieces else "lm")
         return [Spec(name, self.dtype, shape) for name, shape in sorted(shapes.items())], get
@@ -118,6 +118,10 @@ class SavedAdapters:
 
 
 def find_adapters(directory: Path, role: str) -> SavedAdapters | None:
-    """None where the role's weights were trained themselves. Raises CheckpointError."""
+    """None where the role's weights were trained themselves. Raises CheckpointError, ValueError without a package that it needs."""
     settings = read_manifest(directory).state.get(STATE, {}).get(role)
-    return None if settings is None else SavedAdapters(directory, role, settings)
+    if settings is None:
+        return None
+    found = SavedAdapters(directory, role, settings)
+    found.lora.need_package(f"{directory}: the {role}'s lora")
+    return found

@@ -62,12 +62,16 @@ class LoraConfig:
             raise ValueError(f"{where}.dropout={self.dropout}: must be at least 0 and below 1")
         if self.bits not in (None, 4, 8):
             raise ValueError(f"{where}.bits={self.bits}: allowed are 4, 8 and null")
-        if self.bits is not None and find_spec("bitsandbytes") is None:
-            raise ValueError(f"{where}.bits={self.bits} needs the package bitsandbytes: pip install 'rlhf_spmd[optim]'")
+        self.need_package(where)
         if not self.target_modules or (isinstance(self.target_modules, str) and self.target_modules != ALL_LINEAR):
             raise ValueError(
                 f"{where}.target_modules={self.target_modules!r}: must be {ALL_LINEAR}, or a list of modules such as [q_proj, v_proj]"
             )
+
+    def need_package(self, where: str) -> None:
+        """Raises ValueError without bitsandbytes."""
+        if self.bits is not None and find_spec("bitsandbytes") is None:
+            raise ValueError(f"{where}.bits={self.bits} needs the package bitsandbytes: pip install 'rlhf_spmd[optim]'")
 
 
 class Part(NamedTuple):

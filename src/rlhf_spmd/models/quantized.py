@@ -6,6 +6,7 @@ blocks on every rank, so each layout has the same blocks, and numbers do not dep
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from functools import cache
@@ -52,7 +53,7 @@ def rounded(values: Tensor, bits: int) -> Tensor:
 
 def _narrow(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     if bits == 4:
-        codes, state = _functional().quantize_4bit(values, blocksize=BLOCK, quant_type="nf4")
+        codes, state = bitsandbytes_functional().quantize_4bit(values, blocksize=BLOCK, quant_type="nf4")
         return codes, state.absmax
     blocks, table = values.view(-1, BLOCK), _table(values.device)
     scales, between = blocks.abs().amax(1).float(), (table[1:] + table[:-1]) / 2
@@ -62,7 +63,7 @@ def _narrow(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def _widen(codes: Tensor, scales: Tensor, bits: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    functional, kind = _functional(), {"blocksize": BLOCK, "shape": torch.Size(shape), "dtype": dtype}
+    functional, kind = bitsandbytes_functional(), {"blocksize": BLOCK, "shape": torch.Size(shape), "dtype": dtype}
     if bits == 4:
         state = functional.QuantState(scales, quant_type="nf4", **kind)
         values: Tensor = functional.dequantize_4bit(codes.view(-1, 1), state)
@@ -73,18 +74,29 @@ def _widen(codes: Tensor, scales: Tensor, bits: int, shape: Sequence[int], dtype
 
 
 @cache
-def _functional() -> Any:
+def bitsandbytes_functional() -> Any:
     """Imported where it is used: that takes a second."""
+    logger = logging.getLogger("bitsandbytes")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # it warns of a product of its own that it cannot have
     from bitsandbytes import functional
 
+    logger.setLevel(level)
     return functional
 
 
 @cache
 def _table(device: torch.device) -> Tensor:
     """The numbers of a byte."""
-    table: Tensor = _functional().create_dynamic_map().to(device)
+    table: Tensor = bitsandbytes_functional().create_dynamic_map().to(device)
     return table
+
+
+def quantized_tensors(spec: ModelSpec, lora: LoraConfig) -> frozenset[str]:
+    """Tensors of the model that lie in ``lora.bits``: those that have adapters, and what is fused with them (k_proj beside q_proj)."""
+    plan = plan_params(spec, "none", 0, 1, 0, 1, lora=lora) if lora.bits is not None else {}
+    fused = [name.replace(".lora.a", ".weight") for name in plan if name.endswith(".lora.a")]
+    return frozenset(box.name for name in fused for box in plan[name].boxes)
 
 
 def check_quantized(spec: ModelSpec, lora: LoraConfig, tp: int, key: str) -> None:

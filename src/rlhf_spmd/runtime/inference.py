@@ -130,6 +130,8 @@ def read_weights(config: Config, launch: Launch) -> tuple[Config, ModelSpec, Lay
     config, spec, layout = read_model(replace(config, model=replace(config.model, path=directory)), launch)
     if checkpoint is None:
         check_pretrained(spec, config.model.path, "lm")
+    else:
+        find_adapters(checkpoint, ROLE)  # needs what it needs before there are ranks
     return config, spec, layout, checkpoint
 
 

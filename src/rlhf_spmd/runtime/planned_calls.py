@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from rlhf_spmd.controller import Graph, Production
 from rlhf_spmd.generation.config import GenerationConfig, SamplingConfig
+from rlhf_spmd.models.quantized import check_quantized
 from rlhf_spmd.models.sharding import check_layout
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.planner.cluster import waits
@@ -86,7 +87,8 @@ def planned_nodes(graph: Graph, plans: Mapping[str, RolePlan], work: Workload, s
                 plan,
                 _dealt(call),
                 sampling.plain and plan.spec.experts is None and _may_capture(plan.config.generation),
-                linked=twins > 1 or call.spec.kind == "train",
+                # what lies in few bits is not lent to other ranks
+                linked=twins > 1 or call.spec.kind == "train" or plan.config.lora.bits is not None,
             )
         )
     for role in dict.fromkeys(node.role for node in found):
@@ -124,6 +126,7 @@ def layouts(node: PlannedNode, size: int, slices: Sequence[int]) -> list[tuple[i
                 continue
             try:
                 check_layout(node.spec, pp, tp, "")
+                check_quantized(node.spec, node.plan.config.lora, tp, "")
             except ValueError:
                 continue
             found.append((pp, tp, dp))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from rlhf_spmd.models.quantized import bitsandbytes_functional
 from rlhf_spmd.parallel.data_parallel import BUCKET_ELEMENTS
 
 if TYPE_CHECKING:
@@ -28,13 +29,12 @@ SIGNED = {"exp_avg": True, "exp_avg_sq": False}
 
 
 class EightBit:
-    """Imports bitsandbytes, which takes a second; ``OptimConfig.check`` has seen that it is there."""
+    """Needs bitsandbytes; ``OptimConfig.check`` has seen that it is there."""
 
     bucket = BUCKET_ELEMENTS
 
     def __init__(self) -> None:
-        from bitsandbytes import functional
-
+        functional = bitsandbytes_functional()
         self._functional: Any = functional
         self._maps = {key: functional.create_dynamic_map(signed=signed) for key, signed in SIGNED.items()}
 
