@@ -219,3 +219,32 @@ def attack(response, row):
         threading.Timer(0.05, lambda: os._exit(3)).start()
         time.sleep(5)
     return float(response)
+
+
+def noted(prompt, response, directory):
+    """Leaves a file behind for each row that it has scored."""
+    with open(os.path.join(directory, f"{prompt}.{response}"), "w"):
+        pass
+    return len(response) / 10
+
+
+def moody(response):
+    """Raises, returns nothing, or hangs, as the response has it."""
+    mood = sum(map(ord, response)) % 8
+    if mood == 1:
+        raise RuntimeError("broken on purpose")
+    if mood == 3:
+        time.sleep(3600)
+    return None if mood == 2 else len(response) / 10
+
+
+def counted(completions, file):
+    """Notes how many rows each call has."""
+    with open(file, "a") as calls:
+        calls.write(f"{len(completions)}\n")
+    return [len(c) / 10 for c in completions]
+
+
+async def awaited(response):
+    await asyncio.sleep(0.01)
+    return len(response) / 10

@@ -17,7 +17,8 @@ from places import SHARED
 from rlhf_spmd.config.registry import available
 from rlhf_spmd.rewards import exact_match, gsm8k, happy_words, worker
 from rlhf_spmd.rewards.config import RewardConfig, resolve_reward
-from rlhf_spmd.rewards.runner import RewardError, RewardRunner, check_failures
+from rlhf_spmd.rewards.results import check_failures
+from rlhf_spmd.rewards.runner import RewardError, RewardRunner
 
 BY_ROW = "reward_functions:by_row"
 SOLUTIONS = SHARED / "data" / "gsm8k" / "model_solutions.jsonl.gz"

@@ -35,7 +35,7 @@ from rlhf_spmd.controller.delivery import Delivery, held_first
 from rlhf_spmd.controller.graph import Graph
 from rlhf_spmd.controller.reference import Intake, Production, Reference, Source, made_by, pick_rows, source
 from rlhf_spmd.controller.rows import Cut
-from rlhf_spmd.controller.streaming import HandingOut, Streaming, comes_in_portions, known_before, one_result
+from rlhf_spmd.controller.streaming import HandingOut, Streaming, comes_in_portions, known_before, one_result, staying
 from rlhf_spmd.controller.transport import REPORTS, UNTRACED
 from rlhf_spmd.controller.versions import Versions
 from rlhf_spmd.controller.worker import MethodSpec, Signature, Worker
@@ -68,7 +68,9 @@ class Controller:
         self.span: dict[str, Argument] = {}  # arguments of the last call's span: a worker may add to them
         self.graph = Graph()  # of the last script
         self.taken: list[Production] = []  # the calls of the last script that it made, as they were traced
-        self.handing_out: HandingOut | None = None  # of the generate call under way, on ranks that send its rows as they end
+        self.handing_out: HandingOut | None = (
+            None  # of the generate call under way, on ranks that give its rows away as they end
+        )
         self._delivery = Delivery(world, num_portions)
         self._streaming = Streaming(self, self._delivery, num_portions)
         self._seq = 1  # for the board 0 is before the first call
@@ -84,6 +86,7 @@ class Controller:
 
     def run(self, script: Callable[..., Any], *args: Any) -> Any:
         """Trace the script, run it, and settle every message. Collective over the world: every rank of it must call."""
+        self._streaming.drop_begun()
         self.graph = self.trace(script, *args)
         self.taken = []
         self._delivery.begin(self.graph)
@@ -236,6 +239,8 @@ class Controller:
         """For the body of a long call without collectives: this rank is still going on."""
         if self.board is not None:
             self.board.tick()
+        if self.handing_out is not None:
+            self.handing_out.go_on()
 
     def _leave(self) -> None:
         if self.board is not None:
@@ -270,6 +275,7 @@ class Controller:
 
     def _run(self, production: Production, batch: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         production.role.enter(production)
+        self._streaming.expect(production)
         self.handing_out = self._streaming.hand_out(production)
         index = production.members.part_of.get(self.rank)
         if index is not None:
@@ -282,6 +288,7 @@ class Controller:
             self.keep(production, result, index)
         if self.handing_out is not None:
             self.handing_out.finish(production.data)
+            self.handing_out = None
         self.end(production)
 
     def end(self, production: Production) -> None:
@@ -317,7 +324,9 @@ class Controller:
                 cut = replace(cut, num_chunks=num_chunks, epochs=signature.epochs, seed=self.seed)
             fields = {field: reference.fields[field] for field in wanted}
             production.intakes.append(Intake(rows, fields, tokens, cut))
-        if self.num_portions > 1 and len(production.intakes) == 1 and comes_in_portions(role, spec, production.intakes[0]):
+        if len(production.intakes) == 1 and (stays := staying(production, production.intakes[0])) is not None:
+            production.intakes = [stays]
+        elif self.num_portions > 1 and len(production.intakes) == 1 and comes_in_portions(role, spec, production.intakes[0]):
             production.intakes, production.in_portions = [known_before(production.intakes[0])], True
         return production
 

@@ -180,10 +180,13 @@ class Delivery:
         self._pushed[producer.seq, foreseen.node] = consumer, shares
         return shares
 
+    def foreseen_consumers(self, producer: Production) -> Sequence[Production]:
+        """As they were traced; none if the call itself came otherwise."""
+        return self._consumers.get(producer.node, ()) if self._made.get(producer.node) is producer else ()
+
     def announce_portions(self, producer: Production) -> list[tuple[Production, Share]]:
         """Before a generate call: note that it sends in portions to those foreseen calls that take their rows so; what it sends."""
-        foreseen = self._consumers.get(producer.node, ()) if self._made.get(producer.node) is producer else ()
-        calls = [call for call in foreseen if call.in_portions]
+        calls = [call for call in self.foreseen_consumers(producer) if call.in_portions]
         self._portioned |= {(producer.seq, call.node) for call in calls}
         return [(call, share) for call in calls for share in self._announce(producer, call, call.intakes)]
 

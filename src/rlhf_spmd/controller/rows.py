@@ -23,7 +23,8 @@ KEPT_PLACEMENTS = 32  # of a row set, more than the calls of a script need; rows
 class Cut:
     """Into ``num_parts``. ``keep_groups``: the rows of a group go to one part. Of training: into ``num_chunks`` mini-batches of
     about as many groups each, dealt anew in each of ``epochs``, in an order that follows from (``seed``, epoch, group id).
-    ``speeds``: of each part, which gets tokens in proportion; empty: all alike."""
+    ``speeds``: of each part, which gets tokens in proportion; empty: all alike. ``follows``: of rows that stay where a call made
+    them, that call's cut and token counts, and which part here each of its parts is; such rows are never dealt."""
 
     num_parts: int
     keep_groups: bool = True
@@ -31,6 +32,7 @@ class Cut:
     epochs: int = 1
     seed: int = 0
     speeds: tuple[float, ...] = ()
+    follows: Hashable = None
 
 
 @dataclass(frozen=True, eq=False)

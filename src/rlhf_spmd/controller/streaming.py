@@ -1,6 +1,9 @@
 """Calls on rows that are still being generated (APP's bubble hiding): which they are, what a generating rank hands out, and what of
 several runs of a body is its result.
 
+On the ranks that generate, a call without a model takes the rows that were made there (:func:`staying`), and begins on whole groups
+as they end (``Worker.begin``). On other ranks rows come in portions.
+
 A generate call hands out the rows of each replica in a fixed number of portions, whole groups as they end. A call on other ranks whose
 rows all come from it runs its body on each portion. Which rows it gets on which of its ranks is known before: they are dealt by
 what is known of them then (prompts), not by what they will have become. Several such calls wait together, so that those on the same
@@ -9,15 +12,16 @@ ranks take turns: each portion goes through all of them before the next one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
 from rlhf_spmd.controller.reference import Intake, Production, Source
-from rlhf_spmd.controller.rows import Part, distinct
+from rlhf_spmd.controller.rows import Cut, Part, distinct
 from rlhf_spmd.controller.transport import Transport
 from rlhf_spmd.data.batch import Batch, concat, pack
 
@@ -37,6 +41,26 @@ def comes_in_portions(role: Worker, spec: MethodSpec, intake: Intake) -> bool:
     return (
         maker.spec.kind == "generate" and ranks.isdisjoint(maker.role.pool.ranks) and np.array_equal(ids, intake.rows.row_ids)
     )
+
+
+def staying(call: Production, intake: Intake) -> Intake | None:
+    """The intake of a call that can begin on the ranks where one generate call makes just its rows: they stay there, by whatever
+    that call's rows were dealt. None where that cannot be, or is not known before the script begins."""
+    made, rows = made_pieces(intake), intake.rows
+    if not call.role.begins_early(call.spec.name) or len(made) != 1 or rows.decided:
+        return None
+    (maker, ids), (its, *others) = made[0], made[0][0].intakes
+    is_whole = maker.spec.kind == "generate" and its.rows.same(rows) and np.array_equal(ids, rows.row_ids)
+    if others or not (is_whole and maker.role.hands_out and its.cut.keep_groups) or its.token_makers:
+        return None
+    answering = [maker.members.holders(part)[0] for part in range(maker.members.num_parts)]
+    parts = [call.members.part_of.get(rank, -1) for rank in answering]
+    if any(part < 0 or call.members.holders(part)[0] != rank for part, rank in zip(parts, answering, strict=True)):
+        return None
+    cut = Cut(call.members.num_parts, follows=(its.cut, its.counted, tuple(parts)))
+    if cut not in rows.given:
+        rows.given[cut] = np.array(parts)[its.placement.parts[0]]
+    return replace(intake, tokens=(), cut=cut)
 
 
 def made_pieces(intake: Intake) -> list[tuple[Production, np.ndarray]]:
@@ -59,12 +83,27 @@ class Recipients(NamedTuple):
     fields: tuple[str, ...]
 
 
+class EarlyCall(NamedTuple):
+    """``inputs``: what a foreseen call of ``role`` takes of rows that the generate call under way has made."""
+
+    role: Worker
+    inputs: Callable[[Batch], Batch]
+
+
 class HandingOut:
     """A generating rank's sends of its replica's rows, in ``num_portions`` to each recipient; empty ones too, so that nobody has to be
-    told how many come."""
+    told how many come. ``early``: the calls that begin on these rows here."""
 
-    def __init__(self, transport: Transport, seq: int, num_portions: int, recipients: Sequence[Recipients]) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        seq: int,
+        num_portions: int,
+        recipients: Sequence[Recipients],
+        early: Sequence[EarlyCall] = (),
+    ) -> None:
         self.num_portions, self._transport, self._seq, self._recipients = num_portions, transport, seq, recipients
+        self.early = early
         self._num_sent = 0
         self._gone = np.empty(0, dtype=np.int64)
 
@@ -79,10 +118,19 @@ class HandingOut:
             for rank in to.ranks:
                 self._transport.send(payload, rank, self._seq, to.node, to.name)
 
+    def begin(self, rows: Batch) -> None:
+        """Whole groups that have ended."""
+        for call in self.early:
+            call.role.begin(call.inputs(rows))
+
+    def go_on(self) -> None:
+        for call in self.early:
+            call.role.go_on()
+
     def finish(self, rows: Batch | None) -> None:
         """The portions that are left, of which the first has those of the call's ``rows`` that have not been sent."""
         assert rows is not None, "the call has made no data here"
-        while self._num_sent < self.num_portions:
+        while self._recipients and self._num_sent < self.num_portions:
             self.send(rows.take(np.flatnonzero(~np.isin(rows.row_ids.numpy(), self._gone))))
 
 
@@ -103,17 +151,45 @@ class Streaming:
     def __init__(self, controller: Controller, delivery: Delivery, num_portions: int) -> None:
         self.controller, self.delivery, self.num_portions = controller, delivery, num_portions
         self._waiting: list[WaitingCall] = []
+        self._begun: dict[Worker, Production] = {}  # role -> the generate call on whose rows its next call has begun here
 
     def hand_out(self, call: Production) -> HandingOut | None:
-        """Before the body of a call, on every rank: where its rows go as they end, if it generates and this rank is to send any."""
-        if call.spec.kind != "generate" or self.num_portions == 1:
+        """Before the body of a call, on every rank: where its rows go as they end, if it generates and this rank is to send any, or
+        begins calls on them."""
+        if call.spec.kind != "generate":
             return None
         recipients = [
             Recipients(ranks, ids, consumer.node, consumer.name, tuple(dict.fromkeys(share[2].values())))
             for consumer, share in self.delivery.announce_portions(call)
             for ranks, ids in self.delivery.outgoing(call, consumer, share)
         ]
-        return HandingOut(self.delivery.transport, call.seq, self.num_portions, recipients) if recipients else None
+        early = self._early(call)
+        num_portions = self.num_portions if recipients else 1
+        return HandingOut(self.delivery.transport, call.seq, num_portions, recipients, early) if recipients or early else None
+
+    def _early(self, call: Production) -> list[EarlyCall]:
+        rank = self.controller.rank
+        index = call.members.part_of.get(rank)
+        if index is None or call.members.holders(index)[0] != rank:
+            return []
+        found = []
+        for consumer in self.delivery.foreseen_consumers(call):
+            if consumer.intakes[0].cut.follows is not None and consumer.role not in self._begun:
+                self._begun[consumer.role] = call
+                found.append(EarlyCall(consumer.role, partial(self._gather, consumer, consumer.members.part_of[rank])))
+        return found
+
+    def expect(self, call: Production) -> None:
+        """Before a call, on every rank: what was begun for another call of its role is dropped."""
+        maker = self._begun.pop(call.role, None)
+        awaited = maker is not None and any(i.cut.follows and made_pieces(i)[0][0] is maker for i in call.intakes)
+        if maker is not None and not awaited:
+            call.role.drop()
+
+    def drop_begun(self) -> None:
+        """For calls that did not come."""
+        while self._begun:
+            self._begun.popitem()[0].drop()
 
     def enter(self, call: Production) -> bool:
         """Whether the rows of a call come in portions, so that it waits. Calls that wait and must come before it run first."""
@@ -135,6 +211,7 @@ class Streaming:
         mine = [call for call in waiting if rank in call.production.members.part_of]
         for call in waiting:
             call.production.role.enter(call.production)
+            self.expect(call.production)
         for number in range(self.num_portions if mine else 0):
             for call in mine:
                 self._run_portion(call, number)
@@ -158,13 +235,19 @@ class Streaming:
     def _receive(self, call: Production, index: int) -> Batch:
         """The next portion of the rows of a part; waits for it."""
         (intake,) = call.intakes
-        ((maker, _),), rows = made_pieces(intake), intake.rows
-        parts = distinct(maker.parts_of(rows.row_ids[intake.part(index).positions]))
+        ((maker, _),) = made_pieces(intake)
+        parts = distinct(maker.parts_of(intake.rows.row_ids[intake.part(index).positions]))
         arrived = [batch for batch in self.delivery.receive(maker, call, parts) if len(batch)]
-        ids = np.sort(torch.cat([batch.row_ids for batch in arrived]).numpy()) if arrived else rows.row_ids[:0]
+        return self._gather(call, index, concat(arrived) if arrived else None)
+
+    def _gather(self, call: Production, index: int, arrived: Batch | None) -> Batch:
+        """What a call takes of the rows ``arrived``, which lie in its part ``index``."""
+        (intake,) = call.intakes
+        rows = intake.rows
+        ids = rows.row_ids[:0] if arrived is None else np.sort(arrived.row_ids.numpy())
         at = np.searchsorted(rows.row_ids, ids)
         part = Part(at, torch.from_numpy(ids), torch.from_numpy(rows.group_ids[at]), [])
-        return self.delivery.gather(call, intake, index, part, concat(arrived) if arrived else None)
+        return self.delivery.gather(call, intake, index, part, arrived)
 
 
 def must_wait_for(call: Production, waiting: Sequence[Production], in_portions: bool) -> bool:

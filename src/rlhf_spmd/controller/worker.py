@@ -89,6 +89,7 @@ class Worker:
     absent: frozenset[str] = frozenset()
     prefetches = False  # whether :meth:`prefetch` does anything
     lenders: tuple[int, ...] = ()
+    hands_out = False  # whether its generate calls give rows to ``controller.handing_out`` as they end
 
     def __init__(self, controller: Controller, name: str, pool: ResourcePool, shape: GroupShape) -> None:
         assert shape.size == len(pool.ranks), f"{name}: layout of {shape.size} ranks on pool '{pool.name}' of {len(pool.ranks)}"
@@ -109,6 +110,21 @@ class Worker:
 
     def prefetch(self) -> None:
         """The call before this worker's next one on this rank begins: on members, where the trace foresaw both."""
+
+    def begins_early(self, method: str) -> bool:
+        """Whether calls of this method can begin on whole groups while others are generated, on the rank that generates: they
+        need no model. The same on every rank."""
+        return False
+
+    def begin(self, rows: Batch) -> None:
+        """Whole groups of the next call that :meth:`begins_early`. Between the steps of generation: to return at once, as
+        :meth:`go_on`, which is called after each of them."""
+
+    def go_on(self) -> None:
+        """With what was begun."""
+
+    def drop(self) -> None:
+        """What was begun: its call does not come."""
 
     def enter(self, call: Production) -> None:
         """Before a call of this worker: called on every rank of the world, in program order."""
@@ -144,7 +160,8 @@ def register(
 
     ``streams``: the body of an infer call may run several times, on some of the rows each, whole groups unless ``split_groups``.
     ``report(worker, batch, made, noted)``: the call's value, from all its rows, what the body made of them, and of each run what it
-    returned beside its rows. A generate call may give rows that have ended to ``controller.handing_out``, where that is not None.
+    returned beside its rows. A generate call may give rows that have ended to ``controller.handing_out``, where that is not None
+    (``Worker.hands_out``).
     """
     assert kind in KINDS, f"kind {kind!r}: allowed are {', '.join(KINDS)}"
 

@@ -14,13 +14,19 @@ if TYPE_CHECKING:
 class Portions:
     """Hands out the rows of ``requests`` while they are generated: after each 1 / ``number`` of their groups that has ended, ``send``
     gets the completions of the whole groups since the last time. ``number`` - 1 times at most: the last portion is what is left at the
-    end, which the call returns.
+    end, which the call returns. ``begin``, if there is one, gets the completions of each whole group as it ends, the last one's too.
 
     Local: the ranks of a replica need not all have one. A rank that has is one of the last stage, where log-probs are.
     """
 
-    def __init__(self, requests: Sequence[Request], number: int, send: Callable[[list[Completion]], None]) -> None:
-        self.number, self.send = number, send
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        number: int,
+        send: Callable[[list[Completion]], None],
+        begin: Callable[[list[Completion]], None] | None = None,
+    ) -> None:
+        self.number, self.send, self.begin = number, send, begin
         self.num_sent = self.num_whole = 0
         self._unfinished: dict[int, set[int]] = {}  # group -> its rows that have not ended
         for request in requests:
@@ -28,6 +34,7 @@ class Portions:
         self.num_groups = len(self._unfinished)
         self._ended: dict[int, list[tuple[Lane, Row]]] = {}  # of groups of which some rows have ended
         self._whole: list[tuple[Lane, Row]] = []  # not yet sent
+        self._new: list[tuple[Lane, Row]] = []  # of these, those that have not begun
 
     def note(self, lane: Lane, row: Row) -> None:
         """``row`` has ended, and nothing of it changes any more."""
@@ -35,11 +42,16 @@ class Portions:
         self._unfinished[group].remove(row.request.row_id)
         self._ended.setdefault(group, []).append((lane, row))
         if not self._unfinished[group]:
-            self._whole += self._ended.pop(group)
+            whole = self._ended.pop(group)
+            self._whole += whole
+            self._new += whole
             self.num_whole += 1
 
     def hand_out(self) -> None:
         """Between two steps: send what is due."""
+        if self.begin is not None and self._new:
+            self.begin([lane.completion(row) for lane, row in self._new])
+        self._new = []
         due = min(self.num_whole * self.number // self.num_groups, self.number - 1)
         if due > self.num_sent:
             self.num_sent = due

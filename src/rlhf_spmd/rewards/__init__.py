@@ -5,6 +5,6 @@ Floor 1. A reward function is ``f(prompt, response, row) -> float | dict``; a bu
 raises, hangs or crashes costs its row the configured default and nothing else. Knows no models, batches, ranks or tensors;
 nothing here imports torch, since the workers import this package and must start fast and small.
 
-Public names: ``config.RewardConfig``, ``config.resolve_reward``, ``runner.RewardRunner``, ``runner.RewardResult``,
-``runner.RewardError``.
+Public names: ``config.RewardConfig``, ``config.resolve_reward``, ``runner.RewardRunner``, ``results.RewardResult``,
+``results.RewardError``.
 """

@@ -1,26 +1,77 @@
-"""What calls of a reward function gave, row by row."""
+"""What calls of a reward function gave, row by row, and whether a run can go on with that."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+from rlhf_spmd.rewards.config import RewardConfig
+
+
+class RewardError(RuntimeError):
+    """The reward cannot go on: a worker does not start, or too many calls fail. Ends the run with class ``reward``."""
+
+    exit_class = "reward"  # how the run ends: parallel/program.py
+
+
+def check_failures(
+    config: RewardConfig, where: str, failed: int, calls: int, first_error: str, first_step: bool, rows: str | None = None
+) -> None:
+    """Raises RewardError if more than ``max_failure_rate`` of a step's rows failed, or all of the first step's.
+
+    ``failed`` (failures and time-outs) and ``calls`` are summed over ranks, so that every rank comes to the same end. ``rows``: what
+    the calls are of where there are no steps, for the message.
+    """
+    everything = first_step and failed == calls
+    if failed and (everything or failed / calls > config.max_failure_rate):
+        limit = "" if everything else f", more than {where}.max_failure_rate = {config.max_failure_rate}"
+        step = rows or ("the first step" if everything else "this step")
+        raise RewardError(
+            f"{where}.{config.scorer} failed in {failed} of {calls} calls of {step}{limit}; first error: {first_error}"
+        )
+
 
 class RewardResult:
-    """What the calls of one :meth:`RewardRunner.score` gave, in the order of the rows, while they come in and after.
+    """What the calls of one :meth:`RewardRunner.score` gave, in the order of the rows, while they come in and after; rows and calls
+    may be added meanwhile.
 
     ``calls``: the rows of each call of the function; ``overrun``: what is said of a row whose call took too long. ``scores``: the
     function's scores, ``default`` where a call failed, None where the function does not apply, without weights. ``extras``: one dict
-    per row, the other numeric entries of what the function returned. ``timeouts``: rows whose call overran. ``errors``: by row, why
-    its call failed.
+    per row, the other numeric entries of what the function returned. ``late``: rows whose call overran. ``errors``: by row, why its
+    call failed.
     """
 
-    def __init__(self, calls: list[Sequence[int]], num_rows: int, default: float, overrun: str) -> None:
-        self.calls, self.overrun, self.unanswered = calls, overrun, len(calls)
-        self.scores: list[float | None] = [default] * num_rows
-        self.extras: list[dict[str, float]] = [{} for _ in range(num_rows)]
+    def __init__(self, default: float, overrun: str) -> None:
+        self.default, self.overrun, self.unanswered = default, overrun, 0
+        self.calls: list[Sequence[int]] = []
+        self.scores: list[float | None] = []
+        self.extras: list[dict[str, float]] = []
         self.errors: dict[int, str] = {}
-        self.timeouts = 0
+        self.late: set[int] = set()
+
+    def add_rows(self, number: int) -> range:
+        first = len(self.scores)
+        self.scores += [self.default] * number
+        self.extras += [{} for _ in range(number)]
+        return range(first, first + number)
+
+    def add_calls(self, calls: Sequence[Sequence[int]]) -> range:
+        first = len(self.calls)
+        self.calls += calls
+        self.unanswered += len(calls)
+        return range(first, first + len(calls))
+
+    def of_rows(self, rows: Sequence[int]) -> RewardResult:
+        """What was found for these rows, in this order."""
+        found = RewardResult(self.default, self.overrun)
+        found.scores, found.extras = [self.scores[row] for row in rows], [self.extras[row] for row in rows]
+        found.errors = {at: self.errors[row] for at, row in enumerate(rows) if row in self.errors}
+        found.late = {at for at, row in enumerate(rows) if row in self.late}
+        return found
+
+    @property
+    def timeouts(self) -> int:
+        return len(self.late)
 
     @property
     def failures(self) -> int:
@@ -40,7 +91,7 @@ class RewardResult:
             return
         for index, result in zip(self.calls[call], results, strict=True):
             if result is None:
-                self.timeouts += 1
+                self.late.add(index)
                 self.errors[index] = self.overrun
             elif isinstance(result, str):
                 self.errors[index] = result
@@ -53,7 +104,7 @@ class RewardResult:
         self.unanswered -= 1
 
     def time_out(self, call: int) -> None:
-        self.timeouts += len(self.calls[call])
+        self.late.update(self.calls[call])
         self.fail(call, self.overrun)
 
     def extra_sums(self) -> dict[str, tuple[float, int]]:

@@ -4,7 +4,7 @@ The workers are plain programs, started with exec: they share nothing with the r
 threads, nor its device, nor its ``__main__`` come along, and a call that hangs (also inside C code) ends with the worker.
 A worker is sent many calls at once and answers one by one; a call's time runs from the answer before it. A call is one row; of
 a batched function the rows of this rank, or with several workers an equal share of them for each, or with ``by_group`` the rows of
-one prompt; of an async function up to ``MAX_TOGETHER`` rows.
+one prompt; of an async function up to ``MAX_TOGETHER`` rows. Rows may begin before they are all there (``begin``).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from types import TracebackType
 
 from rlhf_spmd.rewards.binding import Row
 from rlhf_spmd.rewards.config import RewardConfig
-from rlhf_spmd.rewards.results import RewardResult
+from rlhf_spmd.rewards.results import RewardError, RewardResult
 
 # Seconds for a worker to start and import the function's module.
 START_LIMIT_S = 120.0
@@ -53,29 +53,6 @@ main(json.loads(sys.argv[2]), sys.argv[3], *map(int, sys.argv[4:]))
 """
 # In the environment of a worker and of all that it starts, with a number of its own.
 _MARK = "RLHF_SPMD_REWARD_WORKER"
-
-
-class RewardError(RuntimeError):
-    """The reward cannot go on: a worker does not start, or too many calls fail. Ends the run with class ``reward``."""
-
-    exit_class = "reward"  # how the run ends: parallel/program.py
-
-
-def check_failures(
-    config: RewardConfig, where: str, failed: int, calls: int, first_error: str, first_step: bool, rows: str | None = None
-) -> None:
-    """Raises RewardError if more than ``max_failure_rate`` of a step's rows failed, or all of the first step's.
-
-    ``failed`` (failures and time-outs) and ``calls`` are summed over ranks, so that every rank comes to the same end. ``rows``: what
-    the calls are of where there are no steps, for the message.
-    """
-    everything = first_step and failed == calls
-    if failed and (everything or failed / calls > config.max_failure_rate):
-        limit = "" if everything else f", more than {where}.max_failure_rate = {config.max_failure_rate}"
-        step = rows or ("the first step" if everything else "this step")
-        raise RewardError(
-            f"{where}.{config.scorer} failed in {failed} of {calls} calls of {step}{limit}; first error: {first_error}"
-        )
 
 
 @dataclass(eq=False)
@@ -164,6 +141,7 @@ class RewardRunner:
         self._started = 0  # workers so far
         self._selector = selectors.DefaultSelector()
         self._workers: list[_Worker] = []
+        self._forget()
         for _ in range(config.num_workers):
             self._add_worker()
 
@@ -189,66 +167,120 @@ class RewardRunner:
         self._selector.close()
 
     def score(
-        self, rows: Sequence[Row], groups: Sequence[int] | None = None, tick: Callable[[], None] = lambda: None
+        self,
+        rows: Sequence[Row],
+        groups: Sequence[int] | None = None,
+        tick: Callable[[], None] = lambda: None,
+        keys: Sequence[int] | None = None,
     ) -> RewardResult:
         """Call the function for every (prompt text, response text, row); the rows must be what JSON can carry. ``groups``: of each
-        row the number of its prompt, for ``by_group``. ``tick`` is called again and again while this waits.
+        row the number of its prompt, for ``by_group``. ``tick`` is called again and again while this waits. ``keys``: of the rows,
+        of which some may have begun.
 
         Returns the results by position in ``rows``, whichever worker answered first. Raises ValueError for a row that JSON
         cannot carry, RewardError if a worker does not start; the runner is closed then.
         """
         assert self._workers, "the reward runner is closed"
-        overrun = f"no score within {self.where}.timeout_s = {self.config.timeout_s}"
-        step = RewardResult(self._calls(len(rows), groups), len(rows), self.config.default, overrun)
+        keys = range(len(rows)) if keys is None else keys
+        new = [i for i, key in enumerate(keys) if key not in self._at]
         try:
-            self._run(step, rows, tick)
-        except BaseException:
-            # The workers hold rows of a step that nobody waits for any more.
-            self.close()
-            raise
-        return step
+            self._add([keys[i] for i in new], [rows[i] for i in new], groups and [groups[i] for i in new])
+            self._form_calls(len(self._workers))
+            while self._step.unanswered:
+                self._turn(BEAT_S, tick)
+            return self._step.of_rows([self._at[key] for key in keys])
+        finally:
+            self._forget()
 
-    def _calls(self, num_rows: int, groups: Sequence[int] | None) -> list[Sequence[int]]:
-        """The rows of each call."""
+    def begin(self, keys: Sequence[int], rows: Sequence[Row], groups: Sequence[int] | None = None) -> None:
+        """Rows that :meth:`score` will ask for by these ``keys``: their calls run meanwhile, as :meth:`pump` is called. With
+        ``by_group`` whole groups. Returns at once. Raises as :meth:`score` does."""
+        assert self._workers, "the reward runner is closed"
+        assert self.config.by_group or not self.bound.batched, "one call takes all rows, so it cannot begin on some"
+        self._add(keys, rows, groups)
+        self.pump()
+
+    def pump(self) -> None:
+        """Go on with what was begun, without waiting."""
+        if self._step.unanswered or self._apart:
+            self._turn(0.0)
+
+    def drop(self) -> None:
+        """Forget what was begun; calls under way end with their workers."""
+        for worker in list(self._workers):
+            if worker.pending:
+                self._replace_worker(worker)
+        self._forget()
+
+    def _forget(self) -> None:
+        """The next row is the first one of a step."""
+        self._step = RewardResult(self.config.default, f"no score within {self.where}.timeout_s = {self.config.timeout_s}")
+        self._rows: list[Row] = []
+        self._at: dict[int, int] = {}  # key -> row
+        self._apart: list[int] = []  # rows in no call yet
+        self._waiting: deque[int] = deque()  # calls that no worker has
+
+    def _add(self, keys: Sequence[int], rows: Sequence[Row], groups: Sequence[int] | None) -> None:
+        added = self._step.add_rows(len(rows))
+        self._rows += rows
+        self._at |= zip(keys, added, strict=True)
         if self.config.by_group:
             assert groups is not None, "by_group needs the rows' groups"
             of_group: dict[int, list[int]] = {}
-            for row, group in enumerate(groups):
+            for row, group in zip(added, groups, strict=True):
                 of_group.setdefault(group, []).append(row)
-            return list(of_group.values())
-        share = -(-num_rows // len(self._workers)) or 1
+            self._waiting += self._step.add_calls(list(of_group.values()))
+            return
+        self._apart += added
+        if not self.bound.is_async:
+            self._form_calls(len(self._workers))
+
+    def _form_calls(self, num_workers: int) -> None:
+        """Of the rows in no call, for so many workers."""
+        rows, self._apart = self._apart, []
+        share = -(-len(rows) // num_workers) or 1
         size = share if self.bound.batched else min(share, MAX_TOGETHER) if self.bound.is_async else 1
-        return [range(first, min(first + size, num_rows)) for first in range(0, num_rows, size)]
+        self._waiting += self._step.add_calls([rows[first : first + size] for first in range(0, len(rows), size)])
 
     @property
     def _patience_s(self) -> float:
         """Of a call, until its worker is killed."""
         return self.config.timeout_s + GRACE_S + CANCEL_S * self.bound.is_async
 
-    def _run(self, step: RewardResult, rows: Sequence[Row], tick: Callable[[], None]) -> None:
-        waiting = deque(range(len(step.calls)))
-        # What happened since the last step: a worker became ready, or died idle (which is no call's failure).
+    def _turn(self, most_s: float, tick: Callable[[], None] = lambda: None) -> None:
+        """Feed workers, and take what they answer within ``most_s``; for a step with calls or rows that have no answer."""
+        try:
+            self._exchange(most_s, tick)
+        except BaseException:
+            # The workers hold rows of a step that nobody waits for any more.
+            self.close()
+            raise
+
+    def _exchange(self, most_s: float, tick: Callable[[], None]) -> None:
+        # What happened since the last time: a worker became ready, or died idle (which is no call's failure).
+        for worker in [worker for worker in self._workers if not worker.pending]:
+            self._receive(worker)
+        # Rows that come one by one wait for a worker without calls, so that as many as can be are awaited together.
+        if self._apart and (free := sum(worker.ready and not worker.pending for worker in self._workers)):
+            self._form_calls(free)
+        # A worker that dies while it is fed is replaced below, and its successor fed in the next round.
+        for worker in self._workers:
+            if worker.ready and len(worker.pending) <= 1 and self._waiting:
+                self._send(worker)
+        deadline = min(worker.deadline for worker in self._workers if worker.busy)
+        answered = set()
+        tick()
+        for key, mask in self._selector.select(min(most_s, max(0.0, deadline - time.monotonic()))):
+            if mask & selectors.EVENT_WRITE:
+                self._flush(key.data)
+            if mask & selectors.EVENT_READ:
+                answered.add(key.data)
+                self._receive(key.data)
+        now = time.monotonic()
         for worker in list(self._workers):
-            self._receive(worker, step, waiting)
-        while step.unanswered:
-            # A worker that dies while it is fed is replaced below, and its successor fed in the next round.
-            for worker in self._workers:
-                if worker.ready and len(worker.pending) <= 1 and waiting:
-                    self._send(worker, step, rows, waiting)
-            deadline = min(worker.deadline for worker in self._workers if worker.busy)
-            answered = set()
-            tick()
-            for key, mask in self._selector.select(min(BEAT_S, max(0.0, deadline - time.monotonic()))):
-                if mask & selectors.EVENT_WRITE:
-                    self._flush(key.data)
-                if mask & selectors.EVENT_READ:
-                    answered.add(key.data)
-                    self._receive(key.data, step, waiting)
-            now = time.monotonic()
-            for worker in list(self._workers):
-                # An answer that lies in the pipe counts, however late this process comes to read it.
-                if worker.busy and now >= worker.deadline and worker not in answered:
-                    self._overrun(worker, step, waiting)
+            # An answer that lies in the pipe counts, however late this process comes to read it.
+            if worker.busy and now >= worker.deadline and worker not in answered:
+                self._overrun(worker)
 
     def _add_worker(self) -> None:
         worker = _start_worker(self.config, self.where, self._started)
@@ -270,17 +302,17 @@ class RewardRunner:
         os.close(worker.request_fd)
         os.close(worker.answer_fd)
 
-    def _replace_worker(self, worker: _Worker, waiting: deque[int]) -> None:
-        waiting.extendleft(reversed(worker.pending))
+    def _replace_worker(self, worker: _Worker) -> None:
+        self._waiting.extendleft(reversed(worker.pending))
         self._remove_worker(worker)
         self._add_worker()
 
-    def _send(self, worker: _Worker, step: RewardResult, rows: Sequence[Row], waiting: deque[int]) -> None:
+    def _send(self, worker: _Worker) -> None:
         # Guided self-scheduling: large chunks first, so that cheap calls run without round trips; small ones last, so that
         # the workers end together.
-        size = max(1, min(MAX_CHUNK, -(-len(waiting) // (2 * len(self._workers)))))
-        calls = [waiting.popleft() for _ in range(min(size, len(waiting)))]
-        lines = [f"[{call}, [{', '.join(self._as_json(rows, index) for index in step.calls[call])}]]" for call in calls]
+        size = max(1, min(MAX_CHUNK, -(-len(self._waiting) // (2 * len(self._workers)))))
+        calls = [self._waiting.popleft() for _ in range(min(size, len(self._waiting)))]
+        lines = [f"[{call}, [{', '.join(self._as_json(index) for index in self._step.calls[call])}]]" for call in calls]
         if not worker.pending:
             worker.deadline = time.monotonic() + self._patience_s
         worker.pending.extend(calls)
@@ -290,9 +322,9 @@ class RewardRunner:
             self._selector.register(worker.request_fd, selectors.EVENT_WRITE, worker)
         self._flush(worker)
 
-    def _as_json(self, rows: Sequence[Row], index: int) -> str:
+    def _as_json(self, index: int) -> str:
         try:
-            return json.dumps(rows[index])
+            return json.dumps(self._rows[index])
         except (TypeError, ValueError) as error:
             raise ValueError(f"row {index} for {self.where}.function {self._function!r} is not JSON: {error}") from error
 
@@ -309,7 +341,7 @@ class RewardRunner:
         if not worker.outgoing:
             self._selector.unregister(worker.request_fd)
 
-    def _receive(self, worker: _Worker, step: RewardResult, waiting: deque[int]) -> None:
+    def _receive(self, worker: _Worker) -> None:
         if worker not in self._workers:
             return
         try:
@@ -317,7 +349,7 @@ class RewardRunner:
         except BlockingIOError:
             return
         if not data:
-            self._died(worker, step, waiting)
+            self._died(worker)
             return
         *lines, worker.incoming = (worker.incoming + data).split(b"\n")
         for line in lines:
@@ -330,26 +362,26 @@ class RewardRunner:
                     continue
                 assert answer[0] == worker.pending[0], "an answer to another call"
                 call, seconds, results = answer
-                step.time_out(call) if seconds > self.config.timeout_s else step.take(call, results)
+                self._step.time_out(call) if seconds > self.config.timeout_s else self._step.take(call, results)
                 worker.pending.popleft()
             # The process boundary: a function that wrote into all open files wrote into the pipe too.
             except (ValueError, TypeError, KeyError, IndexError, AssertionError):
-                self._died(worker, step, waiting, "it wrote into the pipe of its answers")
+                self._died(worker, "it wrote into the pipe of its answers")
                 return
         worker.deadline = time.monotonic() + self._patience_s
 
-    def _died(self, worker: _Worker, step: RewardResult, waiting: deque[int], how: str | None = None) -> None:
+    def _died(self, worker: _Worker, how: str | None = None) -> None:
         how = how or _how_it_ended(worker.process.pid)
         if not worker.ready:
             raise RewardError(f"a worker for {self.where}.function {self._function!r} ended before it was ready ({how})")
         if worker.pending:
-            step.fail(worker.pending.popleft(), f"the worker process ended during the call ({how})")
-        self._replace_worker(worker, waiting)
+            self._step.fail(worker.pending.popleft(), f"the worker process ended during the call ({how})")
+        self._replace_worker(worker)
 
-    def _overrun(self, worker: _Worker, step: RewardResult, waiting: deque[int]) -> None:
+    def _overrun(self, worker: _Worker) -> None:
         if not worker.ready:
             raise RewardError(
                 f"a worker for {self.where}.function {self._function!r} was not ready after {START_LIMIT_S:.0f} s"
             )
-        step.time_out(worker.pending.popleft())
-        self._replace_worker(worker, waiting)
+        self._step.time_out(worker.pending.popleft())
+        self._replace_worker(worker)

@@ -36,7 +36,8 @@ from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import Mesh
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.rewards.config import RewardConfig
-from rlhf_spmd.rewards.runner import RewardRunner, check_failures
+from rlhf_spmd.rewards.results import check_failures
+from rlhf_spmd.rewards.runner import RewardRunner
 from rlhf_spmd.runtime.generating import build_generator, check_layouts, generate_in_parts
 from rlhf_spmd.runtime.inference import InferenceConfig, gather_records, not_finite
 from rlhf_spmd.runtime.journal import Journal

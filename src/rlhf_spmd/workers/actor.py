@@ -33,6 +33,8 @@ class ActorWorker(ModelWorker):
             self.unused, self.absent = frozenset({"row"}), frozenset({MASK, "environment_reward"})
         if not (build.partial_rollouts or self.controller.versions.ahead):
             self.absent |= {"rollout_versions"}
+        # rows that move between replicas go together at the end
+        self.hands_out = not self.config.generation.rebalance_steps
         if not self.serves("generate_sequences"):
             return
         self.generating = build_generating(self, build.tokenizer)
@@ -129,11 +131,10 @@ class ActorWorker(ModelWorker):
 
     def _portions(self, batch: Batch, requests: Sequence[Request]) -> Portions | None:
         handing_out = self.controller.handing_out
-        if (
-            handing_out is None or self.config.generation.rebalance_steps
-        ):  # rows that move between replicas go together at the end
+        if handing_out is None or not self.hands_out:
             return None
-        return Portions(requests, handing_out.num_portions, lambda ended: handing_out.send(self._made(batch, ended)))
+        begin = (lambda ended: handing_out.begin(self._made(batch, ended))) if handing_out.early else None
+        return Portions(requests, handing_out.num_portions, lambda ended: handing_out.send(self._made(batch, ended)), begin)
 
     def _environments(self, batch: Batch) -> Environments | None:
         if not self.build.environments or not len(batch):

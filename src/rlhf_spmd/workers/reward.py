@@ -16,7 +16,8 @@ from rlhf_spmd.data.tokenizer import decode
 from rlhf_spmd.environments.config import environment_of
 from rlhf_spmd.rewards.binding import Row
 from rlhf_spmd.rewards.config import reward_key
-from rlhf_spmd.rewards.runner import RewardRunner, check_failures
+from rlhf_spmd.rewards.results import check_failures
+from rlhf_spmd.rewards.runner import RewardRunner
 from rlhf_spmd.workers.model_worker import ModelWorker
 from rlhf_spmd.workers.objective import last_token_value, model_tokens
 from rlhf_spmd.workers.retokenize import Retokenizer, build_retokenizer
@@ -40,6 +41,8 @@ class RewardWorker(ModelWorker):
         self.told = False  # of the first call that failed
         scores_text = self.answers and self.reward.function is not None
         self.runner = RewardRunner(self.reward, reward_key(self.name)) if scores_text else None
+        by_rule = self.spec is None and self.reward.function is not None
+        self.by_parts = by_rule and (self.reward.by_group or not self.reward.bind(reward_key(self.name)).batched)
         self.retokenizer: Retokenizer | None = None
         if self.member and self.spec is not None and self.build.tokenizer is not None:
             assert self.config.path is not None
@@ -51,6 +54,21 @@ class RewardWorker(ModelWorker):
         """Tokens of a row that the model can hold."""
         limits = self.build.limits
         return context if limits.rows is not None else min(context, limits.max_tokens)
+
+    def begins_early(self, method: str) -> bool:
+        return method == "compute_reward" and self.by_parts
+
+    def begin(self, rows: Batch) -> None:
+        assert self.runner is not None, "rows have begun on a rank that scores none"
+        self.runner.begin(*self._asked(rows, *self._texts(rows)))
+
+    def go_on(self) -> None:
+        assert self.runner is not None
+        self.runner.pump()
+
+    def drop(self) -> None:
+        assert self.runner is not None
+        self.runner.drop()
 
     def enter(self, call: Production) -> None:
         super().enter(call)
@@ -192,6 +210,23 @@ class RewardWorker(ModelWorker):
             )
         self.told = True
 
+    def _texts(self, batch: Batch) -> tuple[list[Row], Tensor]:
+        """(prompt, response, row) of each row, without special tokens in the response; which are scored, bool [rows]."""
+        ids, rows = [response.tolist() for response in batch["response_ids"].rows()], decode_json(batch["row"])
+        texts = [(row["prompt"], text, row) for row, text in zip(rows, decode(self.build.tokenizer, ids), strict=True)]
+        return texts, torch.tensor([self.reward.chooses(row) for row in rows])
+
+    def _asked(self, batch: Batch, texts: list[Row], scored: Tensor) -> tuple[list[int], list[Row], list[int]]:
+        """What the runner is asked, of the rows that are scored: their ids, the rows, their groups."""
+        assert self.runner is not None
+        chosen = scored.nonzero()[:, 0]
+        rows = [texts[i] for i in chosen.tolist()]
+        if self.runner.bound.takes_ids:
+            ids = batch["response_ids"].rows()
+            more = [{"completion_ids": ids[i].tolist()} for i in chosen.tolist()]
+            rows = [(prompt, text, row | its) for (prompt, text, row), its in zip(rows, more, strict=True)]
+        return batch.row_ids[chosen].tolist(), rows, batch.group_ids[chosen].tolist()
+
     def _score_text(self, batch: Batch, scores: Tensor, refused: dict[int, str]) -> tuple[dict[str, Any], Tensor]:
         """Add the function's scores to ``scores`` in place, the same on all tp ranks of the last stage; what :meth:`_report` has to
         know of the calls, on tp 0 with (prompt, response, row) of each row id, without special tokens in the response; and which
@@ -202,13 +237,10 @@ class RewardWorker(ModelWorker):
         if not self.mesh.last_stage or not len(batch):
             return report, scored
         if self.answers:
-            ids = [response.tolist() for response in batch["response_ids"].rows()]
-            rows = decode_json(batch["row"])
-            texts = [(row["prompt"], text, row) for row, text in zip(rows, decode(self.build.tokenizer, ids), strict=True)]
+            texts, scored = self._texts(batch)
             report["texts"] = dict(zip(batch.row_ids.tolist(), texts, strict=True))
-            scored = torch.tensor([self.reward.chooses(row) for row in rows])
             scores[~scored] = 0.0
-            limits = torch.tensor([row.get("max_response_length") or math.inf for row in rows])
+            limits = torch.tensor([row.get("max_response_length") or math.inf for _, _, row in texts])
             limits = limits.clamp(max=self.build.max_response_length or math.inf)
             report["clipped"] = int((batch["response_ids"].lengths >= limits).sum())
             if self.retokenizer is not None:
@@ -216,10 +248,8 @@ class RewardWorker(ModelWorker):
                 report |= {"calls": int(scored.sum()), "failures": len(errors), "first_error": next(iter(errors), None)}
         if self.runner is not None:
             chosen = scored.nonzero()[:, 0]
-            if self.runner.bound.takes_ids:
-                rows = [row | {"completion_ids": response} for row, response in zip(rows, ids, strict=True)]
-            groups, texts_of = batch.group_ids[chosen].tolist(), [(*texts[i][:2], rows[i]) for i in chosen.tolist()]
-            result = self.runner.score(texts_of, groups, self.controller.tick)
+            keys, rows, groups = self._asked(batch, texts, scored)
+            result = self.runner.score(rows, groups, self.controller.tick, keys)
             given = torch.tensor([torch.nan if score is None else score for score in result.scores], dtype=scores.dtype)
             scores[chosen] += self.reward.weight * given.nan_to_num(0.0)
             if self.spec is None:
