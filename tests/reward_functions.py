@@ -248,3 +248,10 @@ def counted(completions, file):
 async def awaited(response):
     await asyncio.sleep(0.01)
     return len(response) / 10
+
+
+def by_process(response, directory):
+    """Leaves a file behind for each process that scores."""
+    with open(os.path.join(directory, str(os.getpid())), "w"):
+        time.sleep(0.05)
+    return len(response) / 10

@@ -55,9 +55,9 @@ def train_and_look(world: World, config: str, overrides: Sequence[str], director
     def seen_now():
         return [path.name for path in Path(directory).iterdir()]
 
-    def noted_begin(self, rows):
+    def noted_begin(self, rows, ranks):
         begun.extend(rows.row_ids.tolist())
-        begin(self, rows)
+        begin(self, rows, ranks)
 
     def looked_finish(self, rows):
         seen.extend(seen_now())
@@ -118,3 +118,13 @@ def test_a_function_of_all_rows_is_called_once_on_each_rank(tmp_path: Path) -> N
     run_ranks(2, tasks.train_here, str(tasks.task() / "ppo.json"), overrides)
     calls = [int(line) for line in (tmp_path / "calls").read_text().split()]
     assert len(calls) == 2 and sum(calls) == tasks.PROMPTS * tasks.SAMPLES
+
+
+def test_a_replica_of_several_ranks_has_their_processes(tmp_path: Path) -> None:
+    (tmp_path / "processes").mkdir()
+    settings = ("reward.function=reward_functions:by_process", f"reward.kwargs={{directory: {tmp_path}/processes}}")
+    overrides = tasks.settings(
+        tmp_path / "run", 1, *FP64, *settings, "models.actor.layout.tp=2", "models.actor.generation.tp=2"
+    )
+    run_ranks(2, tasks.train_here, str(tasks.task() / "ppo.json"), overrides)
+    assert len(list((tmp_path / "processes").iterdir())) == 2

@@ -68,9 +68,7 @@ class Controller:
         self.span: dict[str, Argument] = {}  # arguments of the last call's span: a worker may add to them
         self.graph = Graph()  # of the last script
         self.taken: list[Production] = []  # the calls of the last script that it made, as they were traced
-        self.handing_out: HandingOut | None = (
-            None  # of the generate call under way, on ranks that give its rows away as they end
-        )
+        self.handing_out: HandingOut | None = None  # of the generate call under way, where rows go on as they end
         self._delivery = Delivery(world, num_portions)
         self._streaming = Streaming(self, self._delivery, num_portions)
         self._seq = 1  # for the board 0 is before the first call

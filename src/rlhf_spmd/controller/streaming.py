@@ -84,10 +84,12 @@ class Recipients(NamedTuple):
 
 
 class EarlyCall(NamedTuple):
-    """``inputs``: what a foreseen call of ``role`` takes of rows that the generate call under way has made."""
+    """``inputs``: what a foreseen call of ``role`` takes of rows that the generate call under way has made. ``ranks``: of the role,
+    in whose place this one takes rows."""
 
     role: Worker
     inputs: Callable[[Batch], Batch]
+    ranks: int
 
 
 class HandingOut:
@@ -121,7 +123,7 @@ class HandingOut:
     def begin(self, rows: Batch) -> None:
         """Whole groups that have ended."""
         for call in self.early:
-            call.role.begin(call.inputs(rows))
+            call.role.begin(call.inputs(rows), call.ranks)
 
     def go_on(self) -> None:
         for call in self.early:
@@ -176,7 +178,8 @@ class Streaming:
         for consumer in self.delivery.foreseen_consumers(call):
             if consumer.intakes[0].cut.follows is not None and consumer.role not in self._begun:
                 self._begun[consumer.role] = call
-                found.append(EarlyCall(consumer.role, partial(self._gather, consumer, consumer.members.part_of[rank])))
+                inputs = partial(self._gather, consumer, consumer.members.part_of[rank])
+                found.append(EarlyCall(consumer.role, inputs, len(consumer.role.pool.ranks) // call.members.num_parts))
         return found
 
     def expect(self, call: Production) -> None:

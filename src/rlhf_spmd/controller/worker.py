@@ -116,9 +116,9 @@ class Worker:
         need no model. The same on every rank."""
         return False
 
-    def begin(self, rows: Batch) -> None:
-        """Whole groups of the next call that :meth:`begins_early`. Between the steps of generation: to return at once, as
-        :meth:`go_on`, which is called after each of them."""
+    def begin(self, rows: Batch, ranks: int) -> None:
+        """Whole groups of the next call that :meth:`begins_early`, of which this rank takes the share of so many ``ranks``. Between the
+        steps of generation: to return at once, as :meth:`go_on`, which is called after each of them."""
 
     def go_on(self) -> None:
         """With what was begun."""

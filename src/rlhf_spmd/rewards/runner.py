@@ -124,7 +124,7 @@ def _kill_marked(mark: bytes) -> None:
 
 
 class RewardRunner:
-    """Scores rows with ``config.function`` in ``config.num_workers`` processes, which start at once and stay until ``close``.
+    """Scores rows with ``config.function`` in processes, ``config.num_workers`` at first, which start at once and stay until ``close``.
 
     Use it from one thread, which must last as long as the runner: Linux kills the workers when the thread that started them
     ends. ``where``: key of the reward's configuration, for messages.
@@ -142,8 +142,7 @@ class RewardRunner:
         self._selector = selectors.DefaultSelector()
         self._workers: list[_Worker] = []
         self._forget()
-        for _ in range(config.num_workers):
-            self._add_worker()
+        self.grow(config.num_workers)
 
     def __enter__(self) -> RewardRunner:
         return self
@@ -159,6 +158,11 @@ class RewardRunner:
     def worker_pids(self) -> list[int]:
         """Process ids of the workers."""
         return [worker.process.pid for worker in self._workers]
+
+    def grow(self, num_workers: int) -> None:
+        """To at least so many processes. Returns at once."""
+        while len(self._workers) < num_workers:
+            self._add_worker()
 
     def close(self) -> None:
         """Kill the workers. Idempotent."""

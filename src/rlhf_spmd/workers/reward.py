@@ -58,8 +58,9 @@ class RewardWorker(ModelWorker):
     def begins_early(self, method: str) -> bool:
         return method == "compute_reward" and self.by_parts
 
-    def begin(self, rows: Batch) -> None:
+    def begin(self, rows: Batch, ranks: int) -> None:
         assert self.runner is not None, "rows have begun on a rank that scores none"
+        self.runner.grow(ranks * self.reward.num_workers)
         self.runner.begin(*self._asked(rows, *self._texts(rows)))
 
     def go_on(self) -> None:
