@@ -7,5 +7,6 @@ python -c 'import triton' 2>/dev/null || pip install -q triton==3.6.0 || true
 ruff check src tests scripts
 ruff format --check src tests scripts
 mypy
-CUDA_VISIBLE_DEVICES= python -m pytest "$@"  # ranks of tests are CPU ranks, also where there are GPUs
+# Ranks of tests are CPU ranks, also where there are GPUs. Two files at a time: a test with one rank leaves a core idle.
+CUDA_VISIBLE_DEVICES= python -m pytest -n 2 --dist loadfile "$@"
 if [ -e /dev/nvidiactl ]; then python -m pytest tests/workers/test_gpu.py tests/generation/test_triton.py; fi

@@ -79,7 +79,8 @@ def test_types_and_defaults_are_told(capsys: pytest.CaptureFixture[str]) -> None
     assert "  model.path must be given (text)" in help_of(generate, capsys).splitlines()
 
 
-def test_each_key_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_key_is_explained(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
     lines = help_of(train, capsys).splitlines()
     at = lines.index("  models.<role>.layout.vpp = 1 (an integer)")
     assert lines[at + 1] == "      chunks of layers per pipeline rank (interleaved 1F1B), see docs/training.md"
