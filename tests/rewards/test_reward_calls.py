@@ -187,3 +187,13 @@ def test_a_mistake_in_the_function_is_shown_with_its_line_and_one_traceback(tmp_
     assert result.first_error == f"row 0: ZeroDivisionError: division by zero ({tmp_path}/mine.py:2 in helper)"
     said = capfd.readouterr().err
     assert said.count("Traceback") == 1 and f'{tmp_path}/mine.py", line 6, in f' in said
+
+
+def test_a_call_that_a_worker_has_not_got_whole_has_not_begun():
+    """A pipe takes 64 KB; the rest is written when the rank comes to it again, which may be later than the limit."""
+    rows = texts(*["x" * 200_000] * 4)
+    with runner("length", timeout_s=1.0) as scored:
+        assert scored.score(texts("a")).timeouts == 0  # the worker has started
+        scored.begin(range(4), rows)
+        time.sleep(1.5)
+        assert scored.score(rows, keys=range(4)).timeouts == 0

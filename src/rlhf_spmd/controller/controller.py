@@ -237,8 +237,7 @@ class Controller:
         """For the body of a long call without collectives: this rank is still going on."""
         if self.board is not None:
             self.board.tick()
-        if self.handing_out is not None:
-            self.handing_out.go_on()
+        self._streaming.go_on()
 
     def _leave(self) -> None:
         if self.board is not None:

@@ -53,6 +53,8 @@ def staying(call: Production, intake: Intake) -> Intake | None:
     is_whole = maker.spec.kind == "generate" and its.rows.same(rows) and np.array_equal(ids, rows.row_ids)
     if others or not (is_whole and maker.role.hands_out and its.cut.keep_groups) or its.token_makers:
         return None
+    if not {*call.role.pool.ranks} <= maker.members.part_of.keys():  # the others would score nothing
+        return None
     answering = [maker.members.holders(part)[0] for part in range(maker.members.num_parts)]
     parts = [call.members.part_of.get(rank, -1) for rank in answering]
     if any(part < 0 or call.members.holders(part)[0] != rank for part, rank in zip(parts, answering, strict=True)):
@@ -84,7 +86,7 @@ class Recipients(NamedTuple):
 
 
 class EarlyCall(NamedTuple):
-    """``inputs``: what a foreseen call of ``role`` takes of rows that the generate call under way has made. ``ranks``: of the role,
+    """``inputs``: what a foreseen call of ``role`` takes of rows that the generate call under way has made. ``ranks``: of the replica,
     in whose place this one takes rows."""
 
     role: Worker
@@ -124,10 +126,6 @@ class HandingOut:
         """Whole groups that have ended."""
         for call in self.early:
             call.role.begin(call.inputs(rows), call.ranks)
-
-    def go_on(self) -> None:
-        for call in self.early:
-            call.role.go_on()
 
     def finish(self, rows: Batch | None) -> None:
         """The portions that are left, of which the first has those of the call's ``rows`` that have not been sent."""
@@ -179,7 +177,9 @@ class Streaming:
             if consumer.intakes[0].cut.follows is not None and consumer.role not in self._begun:
                 self._begun[consumer.role] = call
                 inputs = partial(self._gather, consumer, consumer.members.part_of[rank])
-                found.append(EarlyCall(consumer.role, inputs, len(consumer.role.pool.ranks) // call.members.num_parts))
+                found.append(
+                    EarlyCall(consumer.role, inputs, len({*call.members.workers(index)} & {*consumer.role.pool.ranks}))
+                )
         return found
 
     def expect(self, call: Production) -> None:
@@ -188,6 +188,11 @@ class Streaming:
         awaited = maker is not None and any(i.cut.follows and made_pieces(i)[0][0] is maker for i in call.intakes)
         if maker is not None and not awaited:
             call.role.drop()
+
+    def go_on(self) -> None:
+        """With the calls that have begun here."""
+        for role in self._begun:
+            role.go_on()
 
     def drop_begun(self) -> None:
         """For calls that did not come."""

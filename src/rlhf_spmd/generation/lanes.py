@@ -224,6 +224,8 @@ class Lanes:
                 turns.append(lane)
                 if episodes is not None:
                     episodes.take_in(wait=all(lane.step is None for lane in turns))
+                    if call.portions is not None:
+                        call.portions.hand_out()
 
     def _share(self, rows: Sequence[Row]) -> list[list[Row]]:
         return share_out(rows, [lane.rows for lane in self.lanes])

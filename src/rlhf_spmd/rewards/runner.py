@@ -42,7 +42,7 @@ BEAT_S = 0.5
 MAX_CHUNK = 256
 
 # Seconds to wait for the exit code of a worker that has closed its pipe.
-EXIT_LIMIT_S = 10.0
+EXIT_LIMIT_S = 1.0
 
 # The worker sees the same modules as the rank, however the rank's sys.path came about.
 _BOOT = """
@@ -338,6 +338,7 @@ class RewardRunner:
             return
         try:
             worker.outgoing = worker.outgoing[os.write(worker.request_fd, worker.outgoing) :]
+            worker.deadline = time.monotonic() + self._patience_s  # it reads: what it had not got it could not answer
         except BlockingIOError:
             return
         except BrokenPipeError:  # it has died; its answer pipe tells, and says how
