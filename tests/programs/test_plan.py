@@ -110,10 +110,11 @@ def test_searches(capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str)
     assert found["step_seconds"] >= best * (1 - 1e-6) and found["optimal"] is (name == "exact")
 
 
-def test_all_calls_of_a_role_in_few_bits_are_at_home(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_calls_of_a_role_in_few_bits_are_at_home(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     grpo, lora = str(CONFIGS / "quickstart_grpo.yaml"), "models.actor.lora={rank: 16, bits: 4}"
     settings = *large("actor", "reference")[:-1], lora, "sampling.n=8", "data.train_batch_size=64"
-    found = made(capsys, *settings, "cluster.nodes=2", "cluster.gpu=h100", config=grpo)
+    cluster = ("cluster.nodes=2", "cluster.gpu=h100", f"plan.out={tmp_path / 'plan.yaml'}")
+    found = made(capsys, *settings, *cluster, config=grpo)
     calls = {name: call for name, call in found["calls"].items() if name.startswith("actor.")}
     assert len(calls) >= 2
     assert len({(tuple(call["ranks"]), call["pp"], call["tp"]) for call in calls.values()}) == 1
