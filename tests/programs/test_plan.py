@@ -113,7 +113,7 @@ def test_searches(capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str)
 def test_all_calls_of_a_role_in_few_bits_are_at_home(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     grpo, lora = str(CONFIGS / "quickstart_grpo.yaml"), "models.actor.lora={rank: 16, bits: 4}"
     settings = *large("actor", "reference")[:-1], lora, "sampling.n=8", "data.train_batch_size=64"
-    cluster = ("cluster.nodes=2", "cluster.gpu=h100", f"plan.out={tmp_path / 'plan.yaml'}")
+    cluster = ("cluster.nodes=1", "cluster.gpu=h100", f"plan.out={tmp_path / 'plan.yaml'}")
     found = made(capsys, *settings, *cluster, config=grpo)
     calls = {name: call for name, call in found["calls"].items() if name.startswith("actor.")}
     assert len(calls) >= 2
