@@ -23,7 +23,6 @@ import json
 import sys
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from types import FrameType
 from typing import Any
 
@@ -75,7 +74,7 @@ class Controller:
         self._tracing = False
         self.versions = Versions(ahead)
         # by name and site: the calls still to come in this script
-        self._nodes: dict[str, deque[Production]] = defaultdict(deque)
+        self._nodes: dict[tuple[str, str], deque[Production]] = defaultdict(deque)
         self._next: dict[int, Worker] = {}  # node -> whose call comes after it on this rank, and wants to know
 
     # The script's side
@@ -90,7 +89,7 @@ class Controller:
         self._delivery.begin(self.graph)
         own: list[Production] = []  # calls that this rank has a part in
         for node in self.graph.nodes:
-            self._nodes[f"{node.name} {node.site}"].append(node)
+            self._nodes[node.name, node.site].append(node)
             if self.rank in node.members.part_of:
                 if own and node.role.prefetches and node.role is not own[-1].role:
                     self._next[own[-1].node] = node.role
@@ -168,7 +167,7 @@ class Controller:
         """
         if self._tracing:
             return False
-        self._enter("controller.decide", sys._getframe(1))
+        self._enter("controller.decide", _site(sys._getframe(1)))
         result = bool(self.world.all_reduce(torch.tensor([int(wish)]), "control", "max"))
         self._leave()
         return result
@@ -178,7 +177,7 @@ class Controller:
 
         Collective over the world: every rank of it must call, in program order.
         """
-        self._enter("controller.vote", sys._getframe(1))
+        self._enter("controller.vote", _site(sys._getframe(1)))
         result = torch.tensor([int(wish)])
         work = self.world.start_all_reduce(result, "control", "max")
         self._leave()
@@ -219,18 +218,18 @@ class Controller:
 
     def _from_all(self, name: str, mine: Any) -> list[Any]:
         """Every rank's JSON, on every rank."""
-        self._enter(name, sys._getframe(2))
+        self._enter(name, _site(sys._getframe(2)))
         result: list[Any] = self.world.broadcast_json(self.world.gather_json(mine, "control"), "control")
         self._leave()
         return result
 
     # The calls' side
 
-    def _enter(self, name: str, caller: FrameType) -> int:
+    def _enter(self, name: str, site: str) -> int:
         """Number a call and note it on the board, which compares the ranks' call logs."""
         seq, self._seq = self._seq, self._seq + 1
         if self.board is not None:
-            self.board.enter_call(seq, name, _site(caller))
+            self.board.enter_call(seq, name, site)
         return seq
 
     def tick(self) -> None:
@@ -251,13 +250,14 @@ class Controller:
         production = self._plan(role, spec, signature, batch, (*args, *kwargs.values()))
         if spec.kind == "train":
             self.versions.train(role.name)
+        site = _site(caller)
         if self._tracing:
-            production.site, production.node = _site(caller), len(self.graph.nodes)
+            production.site, production.node = site, len(self.graph.nodes)
             assert production.node < REPORTS, "more than a thousand calls in one step"
             self.graph.nodes.append(production)
             return self._reference(production)
-        production.seq = self._enter(production.name, caller)
-        coming = self._nodes[f"{production.name} {_site(caller)}"]
+        production.seq = self._enter(production.name, site)
+        coming = self._nodes.get((production.name, site))
         if coming:
             self.taken.append(coming[0])
             production.node = coming.popleft().node
@@ -308,7 +308,7 @@ class Controller:
             rows = reference.rows
             assert rows is not None, f"{name}: a reference without rows"
             wanted = stream.wanted(reference, name, role.unused)
-            tokens = tuple(piece for token in spec.tokens if token in reference for piece in reference.fields[token])
+            tokens = tuple([piece for token in spec.tokens for piece in reference.fields.get(token, ())])
             cut = Cut(production.members.num_parts, stream.keep_groups, speeds=production.members.speeds)
             if spec.kind == "train":
                 if not (len(rows) or self._tracing):
@@ -318,7 +318,7 @@ class Controller:
                 num_chunks = num_chunks or max(1, -(-rows.num_groups // (signature.mini_batch_size or max(rows.num_groups, 1))))
                 if num_chunks > max(rows.num_groups, 1):
                     raise ValueError(f"{name}: {rows.num_groups} groups of rows cannot be cut into {num_chunks} mini-batches")
-                cut = replace(cut, num_chunks=num_chunks, epochs=signature.epochs, seed=self.seed)
+                cut = cut._replace(num_chunks=num_chunks, epochs=signature.epochs, seed=self.seed)
             fields = {field: reference.fields[field] for field in wanted}
             production.intakes.append(Intake(rows, fields, tokens, cut))
         if len(production.intakes) == 1 and (stays := staying(production, production.intakes[0])) is not None:

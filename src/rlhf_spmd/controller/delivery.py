@@ -306,9 +306,9 @@ def lengths_needed(consumer: Production) -> dict[Production, frozenset[int]]:
     Members also need those by which the senders' own rows were placed, and who knows a call's counts, those that placed its rows.
     """
     found: dict[Production, frozenset[int]] = {}
-    pieces = [piece for intake in consumer.intakes for piece, _ in intake.shares]
-    senders = list(dict.fromkeys([piece.producer for piece in pieces if isinstance(piece.producer, Production)]))
-    if not any(intake.token_makers for intake in consumer.intakes) and not any(s.intakes[0].token_makers for s in senders):
+    shares = [share for intake in consumer.intakes for share in intake.shares]
+    senders = {piece.producer: None for piece, _ in shares if isinstance(piece.producer, Production)}  # in program order
+    if not any(intake.token_makers for call in (consumer, *senders) for intake in call.intakes):
         return found
 
     def note(intake: Intake, ranks: frozenset[int]) -> None:

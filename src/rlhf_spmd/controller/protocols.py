@@ -18,7 +18,7 @@ from rlhf_spmd.controller.pool import GroupShape, ResourcePool
 from rlhf_spmd.parallel.layout import Grid
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Protocol:
     """``per_member``: an argument that is no reference is a sequence with one entry per member; otherwise all get the same."""
 

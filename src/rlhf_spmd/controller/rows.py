@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,8 +20,7 @@ from rlhf_spmd.data.balance import partition_by_tokens
 KEPT_PLACEMENTS = 32  # of a row set, more than the calls of a script need; rows that outlive their step get new ones in each
 
 
-@dataclass(frozen=True)
-class Cut:
+class Cut(NamedTuple):
     """Into ``num_parts``. ``keep_groups``: the rows of a group go to one part. Of training: into ``num_chunks`` mini-batches of
     about as many groups each, dealt anew in each of ``epochs``, in an order that follows from (``seed``, epoch, group id).
     ``speeds``: of each part, which gets tokens in proportion; empty: all alike. ``follows``: of rows that stay where a call made

@@ -46,8 +46,10 @@ def comes_in_portions(role: Worker, spec: MethodSpec, intake: Intake) -> bool:
 def staying(call: Production, intake: Intake) -> Intake | None:
     """The intake of a call that can begin on the ranks where one generate call makes just its rows: they stay there, by whatever
     that call's rows were dealt. None where that cannot be, or is not known before the script begins."""
+    if not call.role.begins_early(call.spec.name) or intake.rows.decided:
+        return None
     made, rows = made_pieces(intake), intake.rows
-    if not call.role.begins_early(call.spec.name) or len(made) != 1 or rows.decided:
+    if len(made) != 1:
         return None
     (maker, ids), (its, *others) = made[0], made[0][0].intakes
     is_whole = maker.spec.kind == "generate" and its.rows.same(rows) and np.array_equal(ids, rows.row_ids)

@@ -23,7 +23,7 @@ class Versions:
         self._sent: dict[str, dict[int, int]] = {}  # role -> step -> the newest version when the step first generated with it
 
     def newest(self, role: str) -> int:
-        return self._newest[role]
+        return self._newest.get(role, 0)
 
     def train(self, role: str) -> None:
         """A call that trains a role was made."""

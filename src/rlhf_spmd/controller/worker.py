@@ -32,15 +32,18 @@ class Stream:
     inputs: tuple[str, ...] = ()
     keep_groups: bool = True
 
+    @functools.cached_property
+    def _named(self) -> list[tuple[str, bool]]:
+        """Each input, and whether it is optional."""
+        return [(name.removesuffix("?"), name.endswith("?")) for name in dict.fromkeys(self.inputs)]
+
     def wanted(self, batch: Reference, call: str, unused: frozenset[str]) -> list[str]:
         """The inputs that this reference has. Raises ValueError if a required one is missing."""
         names = []
-        for name in dict.fromkeys(self.inputs):
-            optional, name = name.endswith("?"), name.removesuffix("?")
-            if optional and name in unused:
-                continue
-            if name in batch:
-                names.append(name)
+        for name, optional in self._named:
+            if name in batch.fields:
+                if not (optional and name in unused):
+                    names.append(name)
             elif not optional:
                 raise ValueError(f"{call} needs field {name!r}; the batch has {', '.join(sorted(batch.fields)) or 'none'}")
         return names
@@ -72,7 +75,7 @@ class MethodSpec:
     lengths_of: str | None
     tokens: tuple[str, ...]
     describe: Callable[..., Signature]  # (worker, *arguments after the batch) -> what this call is
-    known: Callable[[Any, Reference], Reference | None]
+    known: Callable[[Any, Reference], Reference | None] | None = None
     streams: bool = False
     report: Callable[[Any, Batch, Batch | None, list[Any]], Any] | None = None
 
@@ -143,7 +146,7 @@ def register(
     lengths_of: str | None = None,
     tokens: tuple[str, ...] = TOKENS,
     describe: Callable[..., Signature] | None = None,
-    known: Callable[[Any, Reference], Reference | None] = lambda worker, batch: None,
+    known: Callable[[Any, Reference], Reference | None] | None = None,
     streams: bool = False,
     report: Callable[[Any, Batch, Batch | None, list[Any]], Any] | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Reference]]:
@@ -181,7 +184,7 @@ def register(
 
         @functools.wraps(body)
         def call(self: Worker, batch: Reference | Sequence[Any] | None = None, *args: Any, **kwargs: Any) -> Reference:
-            found = known(self, batch) if isinstance(batch, Reference) else None
+            found = known(self, batch) if known is not None and isinstance(batch, Reference) else None
             if found is not None:
                 return found
             return self.controller.call(self.serving(name), spec, batch, args, kwargs, sys._getframe(1))
