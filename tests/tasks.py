@@ -206,7 +206,7 @@ def train_here(world: World, config: str, overrides: Sequence[str]) -> None:
     from rlhf_spmd.telemetry.run_dir import create_run_dir
     from rlhf_spmd.train import prepare, train
 
-    prepared = prepare(config, overrides, world.size)
+    prepared = prepare(config, overrides, world.size, launch=world.launch)
     create_run_dir(prepared.config.run.dir)
     train(ProgramContext(world, Board(world.launch, world.store), prepared))
 

@@ -271,6 +271,7 @@ class Data:
             stream.begin()
         graph = self._controller.trace(script)
         for stream in self._streams.values():
+            stream._told.clear()  # while tracing, what is computed are ones
             stream.commit()
         return graph
 
