@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import sys
 import time
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,6 +39,7 @@ from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.parallel.world import Launch, World
 from rlhf_spmd.runtime import inference
+from rlhf_spmd.runtime.alike import weights_digest
 from rlhf_spmd.workers.engine import Packed, TrainEngine
 from rlhf_spmd.workers.objective import pack_rows, response_log_probs, sequence_lengths
 
@@ -66,6 +68,12 @@ class Prepared:
     layout: Layout
     ids: list[Any]
     batch: Batch
+
+    @property
+    def alike(self) -> dict[str, str]:
+        """See :class:`~rlhf_spmd.parallel.program.ProgramSettings`."""
+        tokens = [zlib.crc32(self.batch[key].values.numpy()) for key in ID_KEYS]
+        return {"set of rows": str([len(self.ids), *tokens]), "set of weights": weights_digest(Path(self.config.model.path))}
 
 
 def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> Prepared:

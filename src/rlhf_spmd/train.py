@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -36,6 +36,7 @@ from rlhf_spmd.parallel.world import Launch, World, connect_store
 from rlhf_spmd.planner.placement import AUTO, PlacementConfig
 from rlhf_spmd.rewards.config import RewardConfig, named_rewards, reward_key
 from rlhf_spmd.runtime import checks, outline, roles
+from rlhf_spmd.runtime.alike import run_digests
 from rlhf_spmd.runtime.auto import plan_run
 from rlhf_spmd.runtime.fitting import check_launch
 from rlhf_spmd.runtime.memory import step_facts
@@ -162,11 +163,11 @@ def prepare(
     local_size: int | None = None,
     launch: Launch | None = None,
     planned: PlanFile | None = None,
+    read: Callable[[], tuple[dict[str, TokenDataset], dict[str, TokenDataset]]] | None = None,
 ) -> Prepared:
     """Read and check configuration, models' configurations, tokenizer and data. ``local_size``: ranks of a host, by default all.
-    ``launch``: of this rank, on whose device the run has to fit. ``planned``: see :func:`read_config`. Local: no communication.
-
-    Raises ConfigError, ValueError or DataError, one line each.
+    ``launch``: of this rank, on whose device the run has to fit. ``planned``: see :func:`read_config`. ``read``: what gives the data,
+    if it was asked already. Local: no communication. Raises ConfigError, ValueError or DataError, one line each.
     """
     config, module = read_config(path, overrides, default, planned=planned)
     check_ranks(config.plan, world_size)
@@ -179,13 +180,13 @@ def prepare(
     sections = checks.with_tools(sections, environments)
     tokenizer = load_tokenizer(roles.model_directory(described, algorithm.exported))
     described = roles.find_text_readers(described, rewards, algorithm.exported, tokenizer)
-    read = cache(lambda: read_data(config, sections, tokenizer, described))
+    read = read or cache(lambda: read_data(config, sections, tokenizer, described))
     traced = cache(lambda: trace(Prepared(config, module, described, rewards, tokenizer, *read())))
     if config.placement.strategy == AUTO:
         work = outline.usual_rows(next(iter(sections.values())), config.sampling.n, read()[0])
         step = step_facts(Prepared(config, module, described, rewards, tokenizer, *read()), traced(), model_device())
         planned = plan_run(config, described, step, work, world_size, local_size or world_size)
-        return prepare(path, overrides, world_size, default, local_size, launch, planned)
+        return prepare(path, overrides, world_size, default, local_size, launch, planned, read)
     plans = place(described, config.placement, world_size, local_size or world_size, traced)
     ahead = checks.in_flight(config) is not None
     for plan in plans.values():
@@ -382,7 +383,7 @@ def main(argv: Sequence[str] | None = None, name: str = "train", about: str | No
 
 def settings_of(ready: Prepared) -> ProgramSettings:
     run, apart = ready.config.run, 1 + ready.config.placement.max_staleness
-    return ProgramSettings(Path(run.dir), run.timeout_s, run.threads, calls_apart=apart)
+    return ProgramSettings(Path(run.dir), run.timeout_s, run.threads, calls_apart=apart, alike=run_digests(ready))
 
 
 class _Program(ModuleType):

@@ -269,7 +269,9 @@ def test_of_a_batch_the_reference_is_asked_about_the_rows_that_are_new(tmp_path:
     for run_dir, keeps in (("kept", True), ("all", False)):
         batch = f"data.train_batch_size={num // 2}"
         given = overrides(name, tmp_path / run_dir, 4, batch, "run.test_freq=0", "run.save_freq=4")
-        counts = [asked[2:] for asked in run_ranks(2, train_and_count, config, given, keeps)]  # before the run two steps are traced
+        counts = [
+            asked[2:] for asked in run_ranks(2, train_and_count, config, given, keeps)
+        ]  # before the run two steps are traced
         assert counts[0] == counts[1] and len(counts[0]) == (6 if keeps else 8) and counts[0][:4] == [num] * 4
         if keeps:  # a row that is twice in the batch in which an epoch ends is asked about twice
             assert num // 2 <= counts[0][4] == counts[0][5] < 0.7 * num

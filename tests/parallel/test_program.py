@@ -63,7 +63,7 @@ def run_together(directory: Path, **ranks: int) -> dict[str, Ended]:
 
 @pytest.fixture(scope="module")
 def refused(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
-    return run_together(tmp_path_factory.mktemp("refused"), bad_config=2, bad_data_on_one=2)
+    return run_together(tmp_path_factory.mktemp("refused"), bad_config=2, bad_data_on_one=2, bad_lr=2)
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +109,12 @@ def test_a_file_that_one_rank_cannot_read_ends_all_ranks(refused):
     assert "[rank 1 on" in ended.ours[0]
     assert ended.codes == {0: 2, 1: 2}
     assert (ended.status["class"], ended.status["code"], ended.status["rank"]) == ("data", 3, 1)
+
+
+def test_a_rank_with_another_setting_ends_all_ranks(refused):
+    ended = refused["bad_lr"]
+    assert len(ended.ours) == 1 and ended.codes == {0: 2, 1: 2}
+    assert re.fullmatch(r"rank \d on \S+ has another models.actor.optim.lr than rank \d on \S+: .*", ended.ours[0])
 
 
 def test_a_rank_that_raises_is_the_one_named(failed):

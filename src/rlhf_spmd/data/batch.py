@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 _ALIGN = 16  # bytes: every tensor of a packed batch starts at a multiple, so that it is a view of what was received
+LONG = 32  # entries of a row, on average
 _PADDING = torch.zeros(_ALIGN, dtype=torch.uint8)
 
 
@@ -39,6 +40,9 @@ class Ragged:
         """The rows at ``index`` (int64 [n], on the CPU), in that order; one may come more than once."""
         lengths = self.lengths[index]
         starts = self.offsets[:-1][index]
+        if len(index) and int(lengths.sum()) >= LONG * len(index):  # slices, no index for each entry
+            runs = zip(starts.tolist(), lengths.tolist(), strict=True)
+            return Ragged(torch.cat([self.values[first : first + size] for first, size in runs]), lengths)
         within = torch.arange(int(lengths.sum())) - torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
         positions = (torch.repeat_interleave(starts, lengths) + within).to(self.values.device)
         return Ragged(self.values[positions], lengths)

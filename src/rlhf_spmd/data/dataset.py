@@ -282,11 +282,10 @@ class TokenDataset:
     def digest(self) -> str:
         """What tells these rows from others."""
         digest = hashlib.sha256()
-        for column in self.columns.values():
-            digest.update(column.offsets.numpy().tobytes())
-            digest.update(column.values.numpy().tobytes())
-        for number in self.numbers.values():
-            digest.update(number.numpy().tobytes())
+        fields = (*self.columns.values(), *self.numbers.values(), *(self.beside[name] for name in sorted(self.beside)))
+        for one in fields:
+            for part in (one.lengths, one.values) if isinstance(one, Ragged) else (one,):
+                digest.update(part.numpy().tobytes())
         return f"{len(self)}-{digest.hexdigest()[:16]}"
 
     def __len__(self) -> int:

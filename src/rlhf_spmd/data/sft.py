@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -10,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from rlhf_spmd.config.bounds import check_bounds
-from rlhf_spmd.data.batch import Ragged, ragged
+from rlhf_spmd.data.batch import ragged
 from rlhf_spmd.data.conversation import ConversationEncoder
 from rlhf_spmd.data.dataset import DatasetConfig, RowsConfig, TokenDataset
 from rlhf_spmd.data.encoding import PromptEncoder, check_ids, check_messages
@@ -86,10 +85,6 @@ class ResponseDataset(TokenDataset):
         super().__init__(rows, columns, ("max_length", config.max_length), ("filter_overlong", config.filter_overlong))
         masks = [whole[i][2] or [True] * len(whole[i][1]) for i in self.kept]
         self.beside["response_mask"] = ragged(masks, torch.bool)
-
-    def digest(self) -> str:
-        mask = self.beside.get("response_mask")
-        return super().digest() + (f"-{zlib.crc32(mask.values.numpy().tobytes()):08x}" if isinstance(mask, Ragged) else "")
 
 
 def has_ids(row: Row) -> bool:

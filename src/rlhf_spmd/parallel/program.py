@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -48,6 +48,8 @@ T = TypeVar("T")
 # what a broken connection to another rank looks like in an exception of gloo, nccl or the store
 _CONNECTION_WORDS = ("gloo", "nccl", "connection closed", "connection reset", "connection refused", "broken pipe", "timed out")
 SAME_PRESS_S = 1.0
+TELL_LATE_S = 300.0  # until ranks that are still checking their input are named
+PREPARE_TIMEOUT_S = 4200.0  # for them; more than one of them may wait for another process to make a file of data.cache_dir
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 
@@ -66,6 +68,7 @@ class ProgramSettings:
     threads: int = 1  # of a rank, on CPUs
     calls_apart: int = 1  # so many times as long where a rank waits for what another one does some steps later
     limits: Limits = field(default_factory=Limits)
+    alike: Mapping[str, str] = field(default_factory=dict)  # what all ranks must have the same of, by its name: digests
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,7 @@ def run_program(
     settings: Callable[[T], ProgramSettings] = lambda prepared: ProgramSettings(),
     run_dir_hint: Path | None = None,
     saves_on_signal: bool = False,
-    prepare_timeout_s: float = 300.0,
+    prepare_timeout_s: float = PREPARE_TIMEOUT_S,
     device: torch.device | None = None,
     dry_run: Callable[[T], str] | None = None,
 ) -> None:
@@ -109,7 +112,7 @@ def run_program(
                 run_lock.take(chosen.run_dir)
         return prepared, chosen
 
-    (prepared, chosen), store = _agree_on_input(launch, checked, run_dir_hint, prepare_timeout_s)
+    (prepared, chosen), store = _agree_on_input(launch, checked, lambda both: both[1].alike, run_dir_hint, prepare_timeout_s)
     board = Board(launch, store, replace(chosen.limits, stall_s=chosen.timeout_s))
     board.run_dir = chosen.run_dir
     owns_group = not dist.is_initialized()
@@ -190,9 +193,14 @@ def _try_input(launch: Launch, check: Callable[[], str]) -> NoReturn:
 
 
 def _agree_on_input(
-    launch: Launch, prepare: Callable[[], T], run_dir_hint: Path | None, timeout_s: float
+    launch: Launch,
+    prepare: Callable[[], T],
+    alike: Callable[[T], Mapping[str, str]],
+    run_dir_hint: Path | None,
+    timeout_s: float,
 ) -> tuple[T, dist.Store]:
-    """Runs ``prepare`` and waits until it has succeeded on every rank. The first rank that fails prints for the job.
+    """Runs ``prepare`` and waits until it has succeeded on every rank. The first rank that fails prints for the job. ``alike``: see
+    :class:`ProgramSettings`.
 
     Costs every rank a few store messages; nobody leaves before the others know (30 s), so that each exits with the code.
     """
@@ -209,12 +217,12 @@ def _agree_on_input(
         refusal = refusal or ("hang", line, "")
         announce(refusal[1], refusal[2])
         _exit(launch, input_exit_code(refusal[0]))
-    size = int(store.compare_set("local_size", "", str(launch.local_size)))  # what the first rank that came here has
-    if size != launch.local_size and refusal is None:
-        line = (
-            f"torchrun started {launch.local_size} ranks on this host and {size} on another; give all the same --nproc-per-node"
-        )
-        refusal = ("config", line, "")
+    if refusal is None:
+        here = f"rank {launch.rank} on {socket.gethostname()}"
+        mine = {"--nproc-per-node": str(launch.local_size), **(alike(prepared) if prepared is not None else {})}
+        there, first = json.loads(store.compare_set("prepare/alike", "", json.dumps([here, mine])))  # the first that came here
+        for name in [name for name in {**first, **mine} if first.get(name) != mine.get(name)][:1]:
+            refusal = ("config", f"{here} has another {name} than {there}: give all ranks the same", "")
     if refusal:
         record = json.dumps([*refusal[:2], launch.rank])
         if store.compare_set("prepare/verdict", "", record) == record.encode():
@@ -229,14 +237,16 @@ def _agree_on_input(
 
 
 def _await_input_verdict(launch: Launch, store: dist.Store, timeout_s: float, run_dir_hint: Path | None) -> None:
-    try:
-        store.wait(["prepare/verdict"], timedelta(seconds=timeout_s))
-    except RuntimeError:
-        late = [r for r in range(launch.size) if not store.check([f"prepare/ok/{r}"])]
-        line = f"ranks {late[:8]} did not finish checking their input within {timeout_s:.0f} s"
-        record = json.dumps(["hang", line, None])
-        if store.compare_set("prepare/verdict", "", record) == record.encode():
-            announce(line)
+    for seconds, is_last in ((TELL_LATE_S, False), (max(timeout_s - TELL_LATE_S, 0.0), True)):
+        try:
+            store.wait(["prepare/verdict"], timedelta(seconds=seconds))
+            break
+        except RuntimeError:
+            late = [r for r in range(launch.size) if not store.check([f"prepare/ok/{r}"])]
+            line = f"ranks {late[:8]} did not finish checking their input within {timeout_s if is_last else TELL_LATE_S:.0f} s"
+            record = json.dumps(["hang", line, None])
+            if store.compare_set("prepare/verdict" if is_last else "prepare/late", "", record) == record.encode():
+                announce(line if is_last else f"{line}; the others wait for {timeout_s:.0f} s")
     verdict = store.get("prepare/verdict").decode()
     if verdict == "ok":
         return

@@ -204,6 +204,6 @@ def run_inference_program(
     run_program(
         lambda: prepare(command.config, command.overrides, command.launch),
         lambda context: work(context.prepared, context.world, context.board.tick),
-        lambda ready: ProgramSettings(timeout_s=ready.config.timeout_s, threads=ready.config.threads),
+        lambda ready: ProgramSettings(timeout_s=ready.config.timeout_s, threads=ready.config.threads, alike=ready.alike),
         dry_run=(lambda ready: f"{name}: good for {command.launch.size} rank(s), {ready.layout}") if command.dry_run else None,
     )

@@ -31,6 +31,7 @@ from rlhf_spmd.models.heads import gather_logits, local_logits, log_probs_of
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.world import Launch, World, join_world, read_launch
+from rlhf_spmd.runtime.alike import weights_digest
 from rlhf_spmd.runtime.generating import build_generator, check_layouts, generate_in_parts
 from rlhf_spmd.runtime.inference import LoadedConfig, gather_records, read_weights
 from rlhf_spmd.runtime.sampling_params import CompletionOutput, Logprob, RequestOutput, SamplingParams
@@ -66,6 +67,11 @@ class LoadedModel:
     layout: Layout
     checkpoint: Path | None
     tokenizer: Any
+
+    @property
+    def alike(self) -> dict[str, str]:
+        """See :class:`~rlhf_spmd.parallel.program.ProgramSettings`."""
+        return {"set of weights": weights_digest(Path(self.config.model.path))}
 
 
 def prepare_model(config: EngineConfig, launch: Launch) -> LoadedModel:

@@ -38,6 +38,7 @@ from rlhf_spmd.parallel.world import World
 from rlhf_spmd.rewards.config import RewardConfig
 from rlhf_spmd.rewards.results import check_failures
 from rlhf_spmd.rewards.runner import RewardRunner
+from rlhf_spmd.runtime.alike import sample_of
 from rlhf_spmd.runtime.generating import build_generator, check_layouts, generate_in_parts
 from rlhf_spmd.runtime.inference import InferenceConfig, gather_records, not_finite
 from rlhf_spmd.runtime.journal import Journal
@@ -97,6 +98,11 @@ class Prepared:
     journal: Journal
     environments: Mapping[str, EnvironmentConfig] = field(default_factory=dict)
     keeps_tokens: bool = True
+
+    @property
+    def alike(self) -> dict[str, str]:
+        """See :class:`~rlhf_spmd.parallel.program.ProgramSettings`."""
+        return {"model, set of prompts or setting": self.journal.job}
 
 
 def check_set(
@@ -175,16 +181,6 @@ def code_of(asked: PromptSet) -> str | None:
     function = getattr(function, "func", function)  # of a partial
     file = getattr(sys.modules.get(function.__module__), "__file__", None)
     return None if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()
-
-
-def sample_of(path: Path) -> str:
-    """A hash of 64 parts of a file, spread over it."""
-    digest, size = hashlib.sha256(), path.stat().st_size
-    with path.open("rb") as file:
-        for part in range(64):
-            file.seek(part * size // 64)
-            digest.update(file.read(4096))
-    return digest.hexdigest()
 
 
 def answer(
