@@ -61,7 +61,8 @@ def row(key: Key) -> str:
     if not key.text:
         raise ValueError(f"{key.name}: the docstring of its dataclass has no line '- {key.name.rpartition('.')[2]}: ...'")
     default = "required" if key.default is None else f"`{plain(key.default)}`" if plain(key.default) else "(empty)"
-    return f"| `{key.name}` | {default} | {key.text.replace('|', chr(92) + '|')} |"
+    told = " | ".join(text.replace("|", "\\|") for text in (f"`{key.name}`", default, key.text))
+    return f"| {told} |"
 
 
 def plain(default: str) -> str:

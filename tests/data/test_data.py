@@ -188,8 +188,11 @@ def test_prompt_ids_need_no_tokenizer(tmp_path: Path) -> None:
 
 
 def test_prompt_ids_reach_rewards_as_text(tmp_path: Path, tokenizer: Any) -> None:
-    data = prompts(tokenizer, write(tmp_path / "a.jsonl", {"prompt_ids": [1, 5, 6, 14]}))
-    assert data.row(0)["prompt"] == "<bos>12>" and data.row(0)["prompt_ids"] == [1, 5, 6, 14]
+    """Without what the tokenizer begins texts with; a chat's special tokens stay."""
+    rows = [{"prompt": "12>"}, {"prompt_ids": [1, 5, 6, 14]}, {"prompt_ids": [5, 1, 6]}]
+    data = prompts(tokenizer, write(tmp_path / "a.jsonl", *rows))
+    assert [data.row(i)["prompt"] for i in range(3)] == ["12>", "12>", "1<bos>2"] and data.row(1)["prompt_ids"] == [1, 5, 6, 14]
+    assert ids_of(data)[0].tolist() == ids_of(data)[1].tolist()
 
 
 def test_loader_order_and_resume(tmp_path: Path, tokenizer: Any) -> None:

@@ -27,6 +27,10 @@ MATH500 = ROOT.parent / "shared" / "data" / "math500" / "test.jsonl"
         ("0.75", "\\frac{3}{4}", True),
         ("-\\frac{1}{2}", "-0.5", True),
         ("\\frac{-1}{2}", "-\\frac12", True),
+        ("\\frac{1}{-2}", "-\\frac12", True),
+        ("\\frac{1}{-2}", "\\frac12", False),
+        ("\\(5\\)", "5", True),
+        ("\\(5\\) or \\(6\\)", "5", False),
         ("1\\frac{1}{2}", "3/2", True),
         ("1,234", "1234", True),
         ("12{,}345", "12345", True),
@@ -97,6 +101,29 @@ def test_math_takes_the_last_whole_box():
     assert math.flexible("Answer: 3\nAnswer: $4$", "4") == 1.0 and math.flexible("4", "4") == 0.0
 
 
+@pytest.mark.parametrize(
+    ("response", "right"),
+    [
+        ("Final Answer: the answer is 5", True),
+        ("My answer: I think the answer is 5", True),
+        ("Final Answer: The final answer is $5$. I hope it is correct.", True),
+        ("The answer is \\(5\\).", True),
+        ("The answer is\n\\[\n5\n\\]", True),
+        ("The answer is **5**. That is my final answer.", True),
+        ("**Answer**: 5", True),
+        ("The answer is 5.5. That is it.", False),
+        ("Answer: 5 or 6", False),
+        ("Answer: $5$ or $6$", False),
+        ("Answer: 5 million", False),
+        ("Answer: 5, and the answer is 6", False),
+        ("The answer is not 5", False),
+        ("answer" + "\n" * 4_000, False),  # not in their cube
+    ],
+)
+def test_what_is_said_is_one_answer_of_its_sentence(response, right):
+    assert math.flexible(response, "5") == aime.score(response, "5") == right
+
+
 @pytest.mark.skipif(not MATH500.exists(), reason="needs the data set that lies beside the repository")
 def test_math_on_the_answers_of_math500():
     rows = [json.loads(line) for line in MATH500.read_text().splitlines()]
@@ -152,6 +179,21 @@ def test_aime():
         ("A good question", None),
         ("The answer is Z", None),
         ("the answer is a number", None),
+        ("The answer is C. Option B is wrong.", "C"),
+        ("The answer is C.\nOption B has too many electrons.", "C"),
+        ("The correct answer is C. Choice A is not correct.", "C"),
+        ("Answer: C\n\nOption A: wrong.\nOption D: wrong.", "C"),
+        ("The answer is C and not B", "C"),
+        ("Choice B is wrong; choice C is right", "C"),
+        ("Option B is wrong, so the answer is C", "C"),
+        ("Option C is right and B is wrong. Option A is long.", "C"),
+        ("It is not option A but option C", "C"),
+        ("Option A cannot be right", None),
+        ("The answer cannot be B", None),
+        ("The answer is never B.", None),
+        ("The answer could be A or B", None),
+        ("Answer: **A** or **B**", None),
+        ("Answer: A normal one", None),
     ],
 )
 def test_multiple_choice(response, found):

@@ -235,6 +235,7 @@ CALLS = {"inputs": [[1], [4]], "outputs": [2, 8], "fn_name": "double"}
         ("    return 2 * x\n", HUMANEVAL, None, 1.0),
         ("    return 3 * x\n", HUMANEVAL, None, 0.0),
         ("Here:\n```python\ndef double(x):\n    return x + x\n```\nDone.", HUMANEVAL, None, 1.0),
+        ("from __future__ import annotations\ndef double(x: No) -> No:\n    return x + x\n", HUMANEVAL, None, 1.0),
         ("```python\ndef double(x):\n    return N * x\n```", MBPP, None, 1.0),
         ("def double(x): return 2", MBPP, None, 0.0),
         ("class Two:\n    n = 2\ndef double(x): return x * Two.n", {**MBPP, "test_setup_code": "N = Two.n"}, None, 1.0),

@@ -66,13 +66,14 @@ def reference(model: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
 
 
-def verdict(model: Path, text: str) -> str:
-    """Transformers' greedy answer to a text that begins with <s>, up to </s>."""
+def verdict(model: Path, text: str) -> tuple[str, bool]:
+    """Transformers' greedy answer to a text that begins with <s>, up to </s>, and whether it was cut before."""
     import torch
 
     ids = [0, *(TOKENS.index(c) for c in text.removeprefix("<s>"))]
     out = reference(model).generate(torch.tensor([ids]), do_sample=False, max_new_tokens=LENGTH, eos_token_id=1, pad_token_id=1)
-    return "".join(TOKENS[i] for i in out[0, len(ids) :].tolist() if i > 1)
+    made = out[0, len(ids) :].tolist()
+    return "".join(TOKENS[i] for i in made if i > 1), made[-1] != 1
 
 
 def digits_at_the_end(text: str) -> str:
@@ -84,9 +85,9 @@ def digits_at_the_end(text: str) -> str:
 def expected(model: Path, sample: dict[str, Any], render: str) -> tuple[str, float, bool]:
     """The verdict, the score, and whether it has failed."""
     number = sample["prompt"].partition("a")[0]
-    said = verdict(model, render.format(f"x{sample['prompt']}y{sample['response']}z{number}"))
+    said, cut = verdict(model, render.format(f"x{sample['prompt']}y{sample['response']}z{number}"))
     found = digits_at_the_end(said)
-    failed = not found or not LOWEST <= float(found) <= HIGHEST
+    failed = not found or not LOWEST <= float(found) <= HIGHEST or (cut and said[-1].isdigit())
     return said, DEFAULT if failed else (float(found) - LOWEST) / (HIGHEST - LOWEST), failed
 
 
@@ -191,6 +192,27 @@ def test_mistakes_are_named(tmp_path: Path, more: str, message: str) -> None:
 def test_a_value_models_directory_is_no_judge(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="lm_head"):
         prepare(config(), overrides(tmp_path / "run", "reward", model=write_reward_model(tmp_path / "value")), 1)
+
+
+@pytest.mark.parametrize(
+    ("verdict", "number", "of_a_cut_one"),
+    [
+        ("Rating: 1", 1, None),
+        ("Rating: 7.", 7, None),
+        ("Rating: 7\nbecause", 7, 7),
+        ("8/10", 8, None),
+        ("6 of 9 points, so 8 out of 10 here", 8, None),
+        ("none", None, None),
+    ],
+)
+def test_numbers_of_verdicts_that_were_cut(verdict: str, number: float | None, of_a_cut_one: float | None) -> None:
+    judge = JudgeConfig("{response}", r"Rating: (\d+)") if "Rating" in verdict else JudgeConfig("{response}")
+    for cut, expected in ((False, number), (True, of_a_cut_one)):
+        if expected is not None:
+            assert judge.score(verdict, cut) == expected
+            continue
+        with pytest.raises(ValueError, match=r"no number in the verdict|max_response_length=256 cut the verdict"):
+            judge.score(verdict, cut)
 
 
 def test_braces_of_rows_and_of_json_are_text(tmp_path: Path) -> None:

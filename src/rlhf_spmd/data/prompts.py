@@ -16,6 +16,7 @@ from rlhf_spmd.data.batch import Ragged, encode_json
 from rlhf_spmd.data.dataset import DatasetConfig, RowsConfig, StoredRowsConfig, TokenDataset
 from rlhf_spmd.data.encoding import PromptEncoder, check_ids
 from rlhf_spmd.data.files import DataError, Given, Row, list_paths, names_of, stream_rows
+from rlhf_spmd.data.tokenizer import prompt_texts
 
 LIMITS = {"min_response_length": 0, "max_response_length": 1}  # columns of a row's own limits: the least that each may be
 NUM_FIRST = 100  # rows that are always among the examples
@@ -115,9 +116,8 @@ class PromptDataset(TokenDataset):
         super().__init__(
             rows, {"prompt_ids": [ids for ids, _ in encoded]}, ("max_prompt_length", longest), ("filter_overlong_prompts", drop)
         )
-        decode = (lambda tokens: "") if tokenizer is None else tokenizer.decode
         kept = [(rows[i], *encoded[i]) for i in self.kept]
-        seen = [reward_row(row, row.number, text or decode(ids), config) for row, ids, text in kept]
+        seen = [reward_row(row, row.number, text, config) for row, _, text in kept]
         limits = torch.tensor([_limits_within(row, config.max_response_length) for row, *_ in kept], dtype=torch.int64)
         self.beside |= dict(zip(LIMITS, limits.view(-1, len(LIMITS)).T, strict=True))
         self.beside |= {"row": encode_json(seen), "kind": torch.tensor([_kind(row) for row in seen], dtype=torch.int64)}
@@ -149,7 +149,7 @@ def has_ids(row: Row, config: RowsConfig) -> bool:
 def encode_prompts(
     rows: Sequence[Row], config: RowsConfig, tokenizer: Any, vocab_size: int | None
 ) -> list[tuple[list[int], str]]:
-    """Token ids and text of each row's prompt: messages rendered, and without text where the row gives ids.
+    """Token ids and text of each row's prompt: messages rendered, given ids decoded (:func:`prompt_texts`).
 
     Raises DataError, also for given ids beyond ``vocab_size``.
     """
@@ -162,11 +162,9 @@ def encode_prompts(
         known = getattr(config, "tools", {})
         tools = [known.get(row.values.get("environment") or "environment") for row in texts]
         encoded = PromptEncoder(tokenizer, config).encode(prompts, [row.where for row in texts], tools)
-    ready = iter(encoded)
-    return [
-        (check_ids(row.values["prompt_ids"], vocab_size, row.where, "prompt_ids"), "") if has_ids(row, config) else next(ready)
-        for row in rows
-    ]
+    given = [check_ids(row.values["prompt_ids"], vocab_size, row.where, "prompt_ids") for row in rows if has_ids(row, config)]
+    from_ids, from_texts = zip(given, prompt_texts(tokenizer, given), strict=True), iter(encoded)
+    return [next(from_ids if has_ids(row, config) else from_texts) for row in rows]
 
 
 def response_limits(row: Row) -> list[int]:

@@ -63,6 +63,15 @@ def decode(tokenizer: Any, rows: Sequence[Sequence[int]], skip_special_tokens: b
     return [tokenizer.decode(list(map(int, ids)), **options) for ids in rows]
 
 
+def prompt_texts(tokenizer: Any, prompts: Sequence[list[int]]) -> list[str]:
+    """The texts that the tokenizer makes these ids of: without the special tokens that it begins each text with, while those of a
+    rendered chat are shown. Empty without a tokenizer."""
+    if tokenizer is None:
+        return [""] * len(prompts)
+    begin: list[int] = tokenizer("")["input_ids"]
+    return decode(tokenizer, [ids[len(begin) * (ids[: len(begin)] == begin) :] for ids in prompts], skip_special_tokens=False)
+
+
 @cache
 def byte_alphabet() -> dict[str, int]:
     """How byte-level BPE writes each byte in its vocabulary: GPT-2's table."""

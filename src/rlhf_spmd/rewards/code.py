@@ -148,7 +148,8 @@ def _program(response: str, row: Mapping[str, Any], task: Task) -> list[str]:
         compile(prompt, "prompt", "exec")
     except (SyntaxError, ValueError):  # chat, or prose
         return [code]
-    return [f"{prompt}\n{code}" if re.search(rf"^\s*def\s+{re.escape(str(name))}\b", code, re.MULTILINE) else prompt + code]
+    # parts, since the code may begin with an import of __future__
+    return [prompt, code] if re.search(rf"^\s*def\s+{re.escape(str(name))}\b", code, re.MULTILINE) else [prompt + code]
 
 
 def _same(output: str, expected: str) -> bool:

@@ -22,14 +22,14 @@ class JudgeConfig:
 
     - template: the question, a text with `{prompt}`, `{response}`, `{answer}` (recognised by a brace) or a file with one
     - pattern: regular expression of the number in a verdict: the last match counts, of it the first group, or all of it without
-      one
+      one. By default a number, of `8/10` and `8 out of 10` the first
     - range: `[lowest, highest]`: they become 0 and 1, and a number outside is no verdict; null: the number as it is
     - max_response_length: tokens of a verdict
     - temperature: of verdicts; 0: greedy
     """
 
     template: str = ""
-    pattern: str = r"[-+]?\d+(?:\.\d+)?"
+    pattern: str = r"([-+]?\d+(?:\.\d+)?)(?:\s*(?:/|out of)\s*\d+(?:\.\d+)?)?"
     range: list[float] | None = None
     max_response_length: int = 256
     temperature: float = 0.0
@@ -70,10 +70,16 @@ class JudgeConfig:
         """The question about a row; braces in ``values`` (prompt, response, answer) are text."""
         return re.sub(r"\{(\w+)\}", lambda match: values[match[1]], self.text)
 
-    def score(self, verdict: str) -> float:
-        """Raises ValueError, which says why, for a verdict that cannot be read."""
+    def score(self, verdict: str, cut: bool = False) -> float:
+        """Raises ValueError, which says why, for a verdict that cannot be read. ``cut``: at ``max_response_length``; its last number
+        may not be whole, and by the default pattern not the last."""
         matches = list(re.finditer(self.pattern, verdict, re.DOTALL))
-        found = matches[-1].group(min(1, len(matches[-1].groups()))) if matches else None
+        group = min(1, re.compile(self.pattern).groups)
+        found = matches[-1].group(group) if matches else None
+        if cut and found and (self.pattern == JudgeConfig.pattern or not verdict[matches[-1].end(group) :].lstrip(".,")):
+            raise ValueError(
+                f"max_response_length={self.max_response_length} cut the verdict before its number was sure: {verdict[-200:]!r}"
+            )
         try:
             number = float(found or "")
         except ValueError:

@@ -11,7 +11,9 @@ import re
 from fractions import Fraction
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*")
-_SAID = re.compile(r"(?i)\banswer(?:\s+is)?\s*[:=]?\s*\**\s*([^\n]+)")
+_SAID = re.compile(  # possessive: white space is not tried in all its parts
+    r"(?i)\banswer\b\**+(?:\s+is\b)?\s*+[:=]?\s*+\**+\s*+(?:(?:\\\[|\$\$)\s*+)?((?:(?!\banswer\b|\.(?:\s|\Z))[^\n])+)"
+)
 _WORDS = r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname)\s*"
 _UNITS = (
     r"(?:(?:square|sq\.?|cubic|cu\.?)\s*)?(?:inch(?:es)?|in|f(?:oo|ee)t|ft|(?:centi|milli|kilo)?met(?:er|re)s?|[cmk]?m|miles?|mi|"
@@ -27,7 +29,7 @@ _REWRITES: list[tuple[str, str | None]] = [
     (r"\\[,;:> ]|~|\\q?quad(?![a-zA-Z])", " "),
     (r"\\[dtc]frac", r"\\frac"),
     (r"\^\s*\{?\s*\\circ\s*\}?|\\degree|°", ""),
-    (r"\\?[%$]", ""),
+    (r"\\?[%$]|(?<!\\)\\[()\[\]]", ""),  # and \( \), \[ \]
     (r"(?<=\S)\s*" + _UNIT + r"(?:\s*\^\s*\{?\d\}?)?\s*$", ""),
     (_WORDS + r"\{([^{}]*)\}", r"\1"),
     (r"\{,\}", ","),
@@ -46,7 +48,7 @@ _RULES = [(re.compile(pattern), to) for pattern, to in _REWRITES]
 _ASSIGNED = re.compile(r"(\\?[a-zA-Z]\w*(?:\([a-z]\))?)(?:=|\\in(?![a-z]))(.*)")  # x = ..., f(x) = ...
 _DECIMAL = r"(?:\d{1,60}(?:\.\d{0,60})?|\.\d{1,60})"
 _NUMBER = re.compile(rf"([-+]?)({_DECIMAL}(?:e-?\d{{1,2}})?)(?:/({_DECIMAL}))?")
-_FRACTION = re.compile(rf"([-+]?)(\d{{1,60}})?\\frac\{{([-+]?{_DECIMAL})\}}\{{({_DECIMAL})\}}")
+_FRACTION = re.compile(rf"([-+]?)(\d{{1,60}})?\\frac\{{([-+]?{_DECIMAL})\}}\{{([-+]?{_DECIMAL})\}}")
 
 
 def boxed(text: str) -> str | None:
@@ -66,7 +68,7 @@ def boxed(text: str) -> str | None:
 
 
 def final_answer(text: str) -> str | None:
-    """The last boxed text, or what follows the last "answer:" or "answer is"; None without either."""
+    """The last boxed text, or what follows the last "answer:" or "answer is" in its sentence; None without either."""
     said = _SAID.findall(text)
     found = boxed(text)
     return found if found is not None else said[-1] if said else None
@@ -174,6 +176,6 @@ def score(response: str, ground_truth: object) -> float:
 
 
 def flexible(response: str, ground_truth: object) -> float:
-    """As ``score``, and where nothing is boxed by what follows the last "answer:" or "answer is"."""
+    """As ``score``, and where nothing is boxed by what is said, see ``final_answer``."""
     found = final_answer(response)
     return float(found is not None and equal(found.rstrip("* "), right_answer(ground_truth)))

@@ -137,8 +137,7 @@ def check_set(
     sampling.check_ids(spec.vocab_size, ends.token_ids, any(least for least, _ in limits), where)
     longest = max(len(prompt) + most for prompt, (_, most) in zip(prompts, limits, strict=True))
     config.generation.check_row("generation", longest, f"the longest row may have {longest} tokens")
-    texts = [text or ("" if tokenizer is None else tokenizer.decode(ids)) for ids, text in encoded]
-    seen = [reward_row(row, i, texts[i], config.data) for i, row in enumerate(rows)]
+    seen = [reward_row(row, i, encoded[i][1], config.data) for i, row in enumerate(rows)]
     for setting, value in (("model", reward.model), ("judge", reward.judge)):
         if value is not None:
             raise ValueError(f"{key}.{setting}={value}: here responses are scored by a function; leave it out")

@@ -52,10 +52,10 @@ class JudgeWorker(RewardWorker):
         generating.report()
         given = torch.zeros(len(batch), dtype=torch.float64)
         texts = decode(self.retokenizer.own, [completion.token_ids for completion in completions])
-        for i, verdict in zip(asked, texts, strict=True):
+        for i, verdict, completion in zip(asked, texts, completions, strict=True):
             self.verdicts[ids[i]] = verdict
             try:
-                given[i] = judge.score(verdict)
+                given[i] = judge.score(verdict, cut=completion.finish_reason == "length")
             except ValueError as error:
                 refused[i] = str(error)
         return (given if self.mesh.last_stage and len(batch) else None), refused
