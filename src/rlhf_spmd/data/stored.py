@@ -117,6 +117,7 @@ def _make(path: Path, lock: IO[str], config: StoredRowsConfig, tokenizer: Any, v
         dataset = build_dataset(config, tokenizer, validation, tick)
         told = {"tally": json.dumps(dataclasses.asdict(dataset.tally)), "fingerprint": dataset.fingerprint}
         save_file(_tensors(dataset), temporary, told)
+        temporary.chmod(os.fstat(lock.fileno()).st_mode & 0o777)  # by the umask; safetensors: its owner alone
         with temporary.open("rb") as written:
             os.fsync(written.fileno())
         temporary.replace(path)
