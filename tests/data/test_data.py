@@ -16,6 +16,7 @@ from rlhf_spmd.data.files import DataError, read_rows
 from rlhf_spmd.data.loader import Loader, build_loader, validation_batches
 from rlhf_spmd.data.prompts import DataConfig, PromptDataset
 from rlhf_spmd.data.sft import SftConfig
+from rlhf_spmd.data.stored import build_dataset
 from rlhf_spmd.data.tokenizer import decode, load_tokenizer
 
 TEMPLATE = "{% for m in messages %}{{ m.content }} {% endfor %}{% if add_generation_prompt %}>{% endif %}"
@@ -271,11 +272,31 @@ def test_a_curriculum_begins_with_the_smallest(tmp_path: Path, tokenizer: Any) -
 
 
 def test_duplicates_by_id(tmp_path: Path, tokenizer: Any) -> None:
+    def built(path: str, **options: Any) -> tuple[list[str], str]:
+        data = build_dataset(DataConfig(path=path, **options), tokenizer)
+        assert isinstance(data, PromptDataset)
+        return [data.row(i)["prompt"] for i in range(len(data))], data.tally.told()
+
     path = write(tmp_path / "a.jsonl", *({"prompt": str(i), "id": name} for i, name in enumerate([1, "1", 1, None, None])))
     with pytest.raises(DataError, match=r"a\.jsonl:3: the id 1 is also that of .*a\.jsonl:1; set data\.duplicates=drop"):
-        prompts(tokenizer, path)
-    assert [row["prompt"] for row in prompts(tokenizer, path, duplicates="drop").examples()] == ["0", "1", "3", "4"]
-    assert len(prompts(tokenizer, path, duplicates="keep")) == 5
+        built(path)
+    assert built(path, duplicates="drop") == (["0", "1", "3", "4"], ", 1 duplicate left out")
+    assert built(path, duplicates="keep") == (["0", "1", "2", "3", "4"], "")
+    far = write(tmp_path / "b.jsonl", *({"prompt": str(i), "id": i % 300} for i in range(600)))
+    assert built(far, duplicates="drop") == ([str(i) for i in range(300)], ", 300 duplicates left out"), "over chunks"
+
+
+@pytest.mark.parametrize("between", [0, 300], ids=["one chunk", "two"])
+def test_a_bad_row_is_no_first_of_its_id(tmp_path: Path, tokenizer: Any, between: int) -> None:
+    """A good one with the same id stays, whichever comes first, and neither ends the run."""
+    many = [{"prompt": "5"}] * between
+    rows = [{"prompt": "1", "id": 1}, {"prompt": "", "id": 2}, *many, {"prompt": "2", "id": 2}, {"prompt": "", "id": 1}]
+    for duplicates, num_bad, more in (("refuse", 2, []), ("drop", 1, [{"prompt": "3", "id": 1}])):
+        path = write(tmp_path / "a.jsonl", *rows, *more)
+        data = build_dataset(DataConfig(path=path, duplicates=duplicates, max_bad_rows=num_bad), tokenizer)
+        assert isinstance(data, PromptDataset) and len(data) == 2 + between
+        assert [data.row(i)["prompt"] for i in (0, 1 + between)] == ["1", "2"]
+        assert (data.tally.num_bad, data.tally.num_duplicates) == (num_bad, 2 * (duplicates == "drop"))
 
 
 def test_verl_s_parquet_has_its_answer(tmp_path: Path, tokenizer: Any) -> None:

@@ -182,6 +182,7 @@ def test_another_file_is_made_for_other_data(tmp_path: Path, tokenizer: Any) -> 
         return len(list(home.glob("*.safetensors")))
 
     load_dataset(config, tokenizer)
+    assert {file.stat().st_mode for file in home.iterdir()} == {Path(path).stat().st_mode}, "for whom the umask says"
     load_dataset(dataclasses.replace(config, train_batch_size=1, seed=3, shuffle=False, val_path="other"), tokenizer)
     assert files() == 1
     (tmp_path / "t.jinja").write_text(TEMPLATE + "b")

@@ -209,6 +209,15 @@ def test_rejection(kind: str) -> None:
     assert stats["rollout_rs_masked_fraction"].tolist() == [not x for x in kept]
 
 
+def test_one_token_that_is_far_off_rejects_its_row() -> None:
+    """exp(10) - 1 - 10 nats: the bound of a token's KL in losses is none of what is compared with a threshold, or told."""
+    old, rollout, lengths = torch.full((100,), -1.0), torch.full((100,), -1.0), torch.tensor([100])
+    rollout[50] = -11.0
+    made = RolloutCorrectionConfig(rollout_rs="seq_mean_k3", rollout_rs_threshold=1.0)
+    assert not correction_weights(made, old, rollout, lengths)[0].any()
+    assert mismatch_sums(old, rollout, lengths)["rollout_corr/k3_kl"][0] == pytest.approx(math.exp(10) - 11)
+
+
 def test_where_the_rollout_is_exact_a_correction_changes_no_bit() -> None:
     old = sample()["old_log_probs"]
     made = RolloutCorrectionConfig("sequence", 2.0, "seq_sum_k1", 1.01)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 
 from ranks import run_ranks
+from rlhf_spmd.parallel.collectives import RECORDER, wait_all
 from rlhf_spmd.parallel.layout import GenerationLayout, Layout, generation_layout
 from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.parallel.world import World, init_world
@@ -89,3 +92,25 @@ def one_world_after_another(world: World) -> None:
 
 def test_worlds_follow_each_other_in_a_process() -> None:
     run_ranks(2, one_world_after_another)
+
+
+def gathered(world: World) -> tuple[list[list[bytes] | None], list[int], float]:
+    """What arrives twice in a row, the bytes received and sent, and a message between roles that waits for its receiver meanwhile."""
+    group = world.all
+    group.connect()
+    early = group.isend(torch.tensor([7.0]), 0, "early") if world.rank == 3 else None
+    before = Counter(RECORDER.received), Counter(RECORDER.sent)
+    found = [group.gather_bytes(bytes([world.rank]) * size * world.rank, "gathered") for size in (1 << 20, 1)]
+    moved = [(RECORDER.received - before[0])["gathered"], (RECORDER.sent - before[1])["gathered"]]
+    late = torch.zeros(1)
+    if world.rank == 0:
+        wait_all([group.irecv(late, 3, "early")])
+    wait_all([early])
+    return found, moved, float(late)
+
+
+def test_bytes_of_unequal_lengths_are_gathered_as_long_as_they_are() -> None:
+    (found, moved, late), *others = run_ranks(4, gathered)
+    assert found == [[bytes([rank]) * size * rank for rank in range(4)] for size in (1 << 20, 1)] and late == 7
+    assert moved[0] < 6 * (1 << 20) + 200 and [told[1] // (1 << 20) for _, told, _ in others] == [1, 2, 3]
+    assert all(parts == [None, None] for parts, _, _ in others)

@@ -6,6 +6,7 @@ import json
 import re
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,6 +19,8 @@ from rlhf_spmd import generate
 from rlhf_spmd import train as training
 from rlhf_spmd.config.schema import ConfigError
 from rlhf_spmd.parallel.world import Launch, World
+from rlhf_spmd.runtime import journal
+from rlhf_spmd.runtime.journal import Journal
 from rlhf_spmd.telemetry.summary import summarize
 from tasks import train_alone as train
 
@@ -191,6 +194,26 @@ def test_what_is_kept_ends_before_the_stop_string(model: Path, tmp_path: Path) -
     assert sorted((row["id"], row["response"], row["score"]) for row in written[K]) == texts
     for pair in written["pairs"]:
         assert {(pair["id"], pair[key], pair[f"{key}_score"]) for key in ("chosen", "rejected")} <= set(texts)
+
+
+def test_a_job_of_several_sets_reads_its_journal_once(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that was killed before its end; nothing is made again."""
+    paths = [write_rows(tmp_path / f"{name}.jsonl", ROWS[:number]) for name, number in (("first", 3), ("second", 2))]
+    argv = arguments(model, tmp_path / "out", "data.path=[" + ",".join(map(str, paths)) + "]")
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "remove", lambda self: None)
+        program.main(argv)
+    rows, parsed = (tmp_path / "out" / "rows.jsonl").read_bytes(), list[str]()
+    capsys.readouterr()
+    monkeypatch.setattr(Journal, "append", lambda *_: pytest.fail("a row was made again"))
+    monkeypatch.setattr(
+        journal, "json", SimpleNamespace(loads=lambda line: parsed.append(line) or json.loads(line), dumps=json.dumps)
+    )
+    program.main(argv)
+    assert (tmp_path / "out" / "rows.jsonl").read_bytes() == rows and len(parsed) == 5 * K
+    assert f"{5 * K} of them were there from an earlier start" in capsys.readouterr().err
 
 
 def test_results_of_another_job_are_not_replaced(model: Path, tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ from places import ROOT
 from ranks import run_ranks
 from rlhf_spmd.data.conversation import ConversationEncoder
 from rlhf_spmd.data.encoding import EncodingConfig, PromptEncoder
-from rlhf_spmd.data.files import DataError
-from rlhf_spmd.data.sft import SftConfig
+from rlhf_spmd.data.files import DataError, Row
+from rlhf_spmd.data.sft import PairsConfig, SftConfig, encode_pairs
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}"
@@ -124,6 +124,9 @@ def test_the_columns_of_trl(tmp_path: Path, tokenizer: Any, mark: bool) -> None:
     found = learnt(tmp_path, tokenizer, *rows, chat_template=template)
     assert found == [whole, whole, last, ("Q", "A</s>", "A</s>"), whole]
     assert "~" not in "".join(said for *_, said in learnt(tmp_path, tokenizer, *rows[2:4], chat_template=template))
+    text = {"prompt": "hi", "completion": TALK[1:]}
+    asked = learnt(tmp_path, tokenizer, text, chat_template=template, apply_chat_template=True)
+    assert asked == [whole], "a text prompt that goes through the template is a message as well"
     with_system = learnt(tmp_path, tokenizer, rows[2], chat_template=template, system_prompt="S")[0]
     assert with_system == (f"<|im_start|>system\nS<|im_end|>\n{last[0]}", *last[1:])
 
@@ -148,6 +151,17 @@ def test_what_cannot_be_told_is_refused(
     with pytest.raises(DataError, match=message) as refused:
         learnt(tmp_path, tokenizer, {"messages": messages}, **options)
     assert "rows.jsonl:1" in str(refused.value)
+
+
+@pytest.mark.parametrize("completion", [TALK[1:], [turn("user", "more")]], ids=["several", "user"])
+def test_no_message_of_a_completion_is_lost(tmp_path: Path, tokenizer: Any, completion: list[Any]) -> None:
+    """In training, and where pairs are scored, also beside a prompt of messages."""
+    roles = ", ".join(message["role"] for message in completion)
+    with pytest.raises(DataError, match=rf"rows\.jsonl:1: .* one message of the assistant, not messages of: {roles}; give"):
+        learnt(tmp_path, tokenizer, {"prompt": "hi", "completion": completion})
+    for prompt in ("hi", TALK[:1]):
+        with pytest.raises(DataError, match=f"not messages of: {roles}; give"):
+            encode_pairs([Row({"prompt": prompt, "completion": completion}, "row 1")], PairsConfig(), tokenizer, None)
 
 
 # -- in a run, with the one-character tokens of tests/tasks.py

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import json
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, cast
 
@@ -107,7 +106,7 @@ class DatasetConfig(StoredRowsConfig):
       begin another pass
     - curriculum_key: column with a number: the first epochs go through the rows by it, the smallest first
     - curriculum_epochs: so many epochs go by `curriculum_key`
-    - duplicates: of training rows with the `id` of an earlier one: `refuse`, `drop` or `keep`
+    - duplicates: of training rows with the `id` of an earlier one that can be used: `refuse`, `drop` or `keep`
     """
 
     val_path: str | list[str] | dict[str, str] | None = None
@@ -146,26 +145,8 @@ class DatasetConfig(StoredRowsConfig):
             )
             numbered = enumerate(found)
             return (replace(row, number=n, source=i) if isinstance(row, Row) else row for n, (i, row) in numbered)
-        rows = self.without_duplicates(stream_rows(self.path, self.split, self.subset, self.train_max_samples))
+        rows = stream_rows(self.path, self.split, self.subset, self.train_max_samples)
         return rows if self.curriculum_key is None else map(self._ranked, rows)
-
-    def without_duplicates(self, rows: Iterable[Given]) -> Iterator[Given]:
-        """The first row of each ``id``; rows without one are all their own. Raises DataError where duplicates are refused."""
-        first: dict[str, str] = {}
-        for row in rows:
-            name = None if isinstance(row, DataError) or self.duplicates == "keep" else row.values.get("id")
-            if isinstance(row, DataError) or name is None:
-                yield row
-                continue
-            key = json.dumps(name)
-            if key not in first:
-                first[key] = row.where
-                yield row
-            elif self.duplicates == "refuse":
-                raise DataError(
-                    f"{row.where}: the id {name!r} is also that of {first[key]}; set data.duplicates=drop to leave such rows out, "
-                    "or keep"
-                )
 
     def _ranked(self, row: Given) -> Given:
         try:
@@ -196,6 +177,7 @@ class Tally:
     shortest: int = sys.maxsize
     left_out: dict[str, int] = field(default_factory=dict)
     first_left_out: str = ""
+    num_duplicates: int = 0
     num_bad: int = 0
     bad: list[str] = field(default_factory=list)
 
@@ -211,6 +193,7 @@ class Tally:
         text = f", {self.num_overlong} over-long ones dropped" if self.num_overlong else ""
         text += "".join(f", {count} left out whose {reason}" for reason, count in self.left_out.items())
         text += f" (the first is {self.first_left_out})" if self.left_out else ""
+        text += f", {self.num_duplicates} duplicate{'s' * (self.num_duplicates > 1)} left out" if self.num_duplicates else ""
         return text + (f", {self.num_bad} bad ones left out" if self.num_bad else "")
 
     def warnings(self) -> list[str]:

@@ -21,7 +21,8 @@ Learnt = tuple[list[int], list[int], list[bool]]  # ids of prompt and response, 
 
 @dataclass(frozen=True)
 class PairsConfig(RowsConfig):
-    """A prompt and a response (or ``completion``, TRL's name); or messages under ``prompt_key``, the last one the assistant's.
+    """A prompt and a response (or ``completion``, TRL's name): text, or one message of the assistant; or messages under
+    ``prompt_key``, the last one the assistant's.
 
     - prompt_key: column of the prompt, or of messages; where it is not there, `messages`
     - response_key: column of the response; where it is not there, `completion`
@@ -146,6 +147,8 @@ def _talk(row: Row, config: SftConfig) -> tuple[list[Any], int] | None:
     if has_ids(row) or key not in row:
         return None
     messages, response = row.get(key, "data.prompt_key"), _response(row, config)
+    if isinstance(messages, str) and config.apply_chat_template is True and isinstance(response, list):
+        messages = [{"role": "user", "content": messages}]
     if isinstance(messages, str) or isinstance(response, str):
         return None
     if response is None:
@@ -200,7 +203,13 @@ def _prompt_and_response(row: Row, config: PairsConfig) -> tuple[Any, str]:
         return messages[:-1], messages[-1]["content"]
     response = row.get(config.response_key, "data.response_key") if response is None else response
     if isinstance(response, list) and response:
-        response = check_messages(response, row.where)[-1]["content"]
+        messages = check_messages(response, row.where)
+        if (roles := [message["role"] for message in messages]) != ["assistant"]:
+            raise DataError(
+                f"{row.where}: the response must be text or one message of the assistant, not messages of: {', '.join(roles)}; give "
+                f"the whole conversation as messages in '{config.prompt_key}'"
+            )
+        response = messages[0]["content"]
     if not isinstance(response, str):
         raise DataError(f"{row.where}: '{config.response_key}' must be text, not {type(response).__name__}")
     return prompt, response

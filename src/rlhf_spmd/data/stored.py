@@ -15,7 +15,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from itertools import islice
@@ -30,7 +30,7 @@ from torch import Tensor
 from rlhf_spmd.config.load import to_dict
 from rlhf_spmd.config.schema import first_line
 from rlhf_spmd.data.batch import Field, Ragged
-from rlhf_spmd.data.dataset import StoredRowsConfig, Tally, TokenDataset, joined
+from rlhf_spmd.data.dataset import DatasetConfig, StoredRowsConfig, Tally, TokenDataset, joined
 from rlhf_spmd.data.encoding import read_template
 from rlhf_spmd.data.files import DataError, Given, Row, local_files
 
@@ -117,6 +117,7 @@ def _make(path: Path, lock: IO[str], config: StoredRowsConfig, tokenizer: Any, v
         dataset = build_dataset(config, tokenizer, validation, tick)
         told = {"tally": json.dumps(dataclasses.asdict(dataset.tally)), "fingerprint": dataset.fingerprint}
         save_file(_tensors(dataset), temporary, told)
+        temporary.chmod(os.fstat(lock.fileno()).st_mode & 0o777)  # by the umask; safetensors: its owner alone
         with temporary.open("rb") as written:
             os.fsync(written.fileno())
         temporary.replace(path)
@@ -172,25 +173,51 @@ def build_dataset(
 
     Raises DataError, one line: for more bad rows than ``max_bad_rows``, and for what is not of a row.
     """
-    tally, parts, done = Tally(), list[TokenDataset](), 0
+    tally, parts, done, seen = Tally(), list[TokenDataset](), 0, dict[str, str]()
+    duplicates = config.duplicates if isinstance(config, DatasetConfig) and not validation else "keep"
     rows = config.stream(validation)
     while chunk := list(islice(rows, None if config.one_chunk else CHUNK_ROWS)):
-        parts.append(_encode(config, chunk, tokenizer, tally))
+        parts.append(_encode(config, chunk, tokenizer, tally, duplicates, seen))
         done += len(chunk)
         tick(done)
     return joined(parts or [config.encode([], tokenizer)], tally)
 
 
-def _encode(config: StoredRowsConfig, chunk: Sequence[Given], tokenizer: Any, tally: Tally) -> TokenDataset:
+def _encode(
+    config: StoredRowsConfig, chunk: Sequence[Given], tokenizer: Any, tally: Tally, duplicates: str, seen: dict[str, str]
+) -> TokenDataset:
+    """``seen``: where the row of each id is; only rows that can be used have one, so that a bad one stands in no other's way."""
     rows: list[Row] = []
     for row in chunk:
         leave_out(row, tally, config.max_bad_rows) if isinstance(row, DataError) else rows.append(row)
     while True:
+        own, ids, again = (rows, {}, []) if duplicates == "keep" else _first_of_each_id(rows, seen)
         try:
-            return config.encode(rows, tokenizer)
+            dataset = config.encode(own if duplicates == "drop" else rows, tokenizer)
+            break
         except DataError as error:
             at = next((i for i, row in enumerate(rows) if str(error).startswith(f"{row.where}: ")), None)
             if at is None:  # of the settings, or of the data as a whole
                 raise
             leave_out(error, tally, config.max_bad_rows)
             del rows[at]
+    if again and duplicates == "refuse":
+        raise again[0]
+    seen.update(ids)
+    tally.num_duplicates += len(again)
+    return dataset
+
+
+def _first_of_each_id(rows: Sequence[Row], seen: Mapping[str, str]) -> tuple[list[Row], dict[str, str], list[DataError]]:
+    """The rows whose id no earlier one has, or that have none; where that of each id is; and what is said of each other row."""
+    own, ids, again = list[Row](), dict[str, str](), list[DataError]()
+    for row in rows:
+        name = row.values.get("id")
+        key = json.dumps(name)
+        if name is not None and (first := ids.get(key) or seen.get(key)):
+            remedy = "set data.duplicates=drop to leave such rows out, or keep"
+            again.append(DataError(f"{row.where}: the id {name!r} is also that of {first}; {remedy}"))
+            continue
+        own.append(row)
+        ids |= {} if name is None else {key: row.where}
+    return own, ids, again

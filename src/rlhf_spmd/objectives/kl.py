@@ -59,9 +59,13 @@ def kl_penalty(log_prob: Tensor, ref_log_prob: Tensor, kind: str) -> Tensor:
         return difference.abs()
     if kind in ("mse", "k2"):
         return 0.5 * difference.square()
-    inverse = (-difference).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    # expm1 keeps the digits that exp(d) - 1 loses near d = 0, where almost every token lies.
-    return (torch.expm1(inverse) - inverse).clamp(-LOW_VAR_LIMIT, LOW_VAR_LIMIT)
+    return low_var_kl(-difference).clamp(-LOW_VAR_LIMIT, LOW_VAR_LIMIT)
+
+
+def low_var_kl(log_ratio: Tensor) -> Tensor:
+    """exp(d) - d - 1 [T], nats, with d = ``log_ratio`` clamped to [-20, 20]; its own size is not bounded."""
+    d = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return torch.expm1(d) - d  # keeps the digits that exp(d) - 1 loses near d = 0, where almost every token lies
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rlhf_spmd.config.bounds import check_bounds
 from rlhf_spmd.objectives.advantages import of_tokens, row_means, row_sums
-from rlhf_spmd.objectives.kl import kl_penalty
+from rlhf_spmd.objectives.kl import low_var_kl
 from rlhf_spmd.objectives.losses import LOG_RATIO_LIMIT
 
 IS_LEVELS = ("token", "sequence")
@@ -108,7 +108,7 @@ def correction_weights(
             ratio = at(level, log_ratio).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
             rejected = (ratio < lower) | (ratio > upper)
         else:
-            rejected = at(level, kl_penalty(rollout_log_prob, old_log_prob, kind)) > upper
+            rejected = at(level, 0.5 * log_ratio.square() if kind == "k2" else low_var_kl(log_ratio)) > upper
         weights = weights.masked_fill(rejected, 0.0)
         stats["rollout_rs_masked_fraction"] = rejected
     return weights, stats
@@ -126,7 +126,7 @@ def mismatch_sums(old_log_prob: Tensor, rollout_log_prob: Tensor, lengths: Tenso
     difference = (old.exp() - rollout.exp()).abs()
     terms = {
         "rollout_corr/kl": rollout - old,
-        "rollout_corr/k3_kl": kl_penalty(rollout, old, "k3"),
+        "rollout_corr/k3_kl": low_var_kl(old - rollout),
         "rollout_corr/ppl_ratio": row_means(rollout - old, lengths).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp(),
         "training/rollout_probs_diff_mean": difference,
     }

@@ -62,6 +62,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 Work = dist.Work  # what an asynchronous transfer returns
 Message = tuple[int, Tensor]  # index in a group, what goes there or comes from there
 
+_GATHER_TAG = 1 << 30  # above those of messages between roles, some of which wait for their receiver meanwhile
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -195,19 +196,20 @@ class Group:
         return tensor
 
     def gather_bytes(self, payload: bytes, label: str) -> list[bytes] | None:
-        """Every rank's bytes at group index 0 (None elsewhere): a length exchange, then one padded gather.
+        """Every rank's bytes at group index 0 (None elsewhere): a length exchange, then what each has, as long as it is.
 
         Collective over the group: every rank of it must call, in program order.
         """
         if self.size == 1:
             return [payload]
         lengths = [int(n) for n in self.all_gather(torch.tensor([len(payload)]), label)]
-        padded = torch.zeros(max(max(lengths), 1), dtype=torch.uint8)
-        padded[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else padded[:0]
-        self._note("gather", label, padded, padded.nbytes * (self.size - 1) if self.rank == 0 else 0)
-        parts = [torch.empty_like(padded) for _ in lengths] if self.rank == 0 else None
-        dist.gather(padded, parts, self.ranks[0], self.process_group)
-        return None if parts is None else [bytes(p[:n].numpy()) for p, n in zip(parts, lengths, strict=True)]
+        if self.rank:
+            mine = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else None
+            wait_all([] if mine is None else [self.isend(mine, 0, label, _GATHER_TAG)])
+            return None
+        parts = [torch.empty(n if member else 0, dtype=torch.uint8) for member, n in enumerate(lengths)]
+        wait_all([self.irecv(part, member, label, _GATHER_TAG) for member, part in enumerate(parts) if len(part)])
+        return [payload, *(bytes(part.numpy()) for part in parts[1:])]
 
     def broadcast_bytes(self, payload: bytes | None, label: str, source: int = 0) -> bytes:
         """Bytes of group index ``source`` on every rank. Collective over the group: every rank of it must call, in program order."""

@@ -30,17 +30,17 @@ class Journal:
                     "or give another out"
                 )
 
-    def read(self, number: int, row_ids: Collection[int]) -> dict[int, dict[str, Any]]:
-        """What earlier starts of the same job have left of these rows of a set, by row id."""
-        found: dict[int, dict[str, Any]] = {}
+    def read(self, places: Collection[tuple[int, int]]) -> dict[tuple[int, int], dict[str, Any]]:
+        """What earlier starts of the same job have left of the rows at these places, (set, row id)."""
+        found: dict[tuple[int, int], dict[str, Any]] = {}
         for path in sorted(self.directory.glob("*.jsonl")):
             with path.open(encoding="utf-8", errors="replace") as lines:
                 lines.readline()
                 for line in lines:
                     if line.endswith("\n"):
-                        of_set, row_id, row = json.loads(line)
-                        if of_set == number and row_id in row_ids:
-                            found[row_id] = row
+                        number, row_id, row = json.loads(line)
+                        if (number, row_id) in places:
+                            found[number, row_id] = row
         return found
 
     def append(self, records: Sequence[tuple[tuple[int, int], Any]]) -> None:

@@ -195,7 +195,9 @@ def answer(
     mesh, backend = generator.mesh, generator.config.attention
     loaded = time.perf_counter()
     answerers = [Answerer(ready, number, mesh, generator, tick) for number in range(len(ready.sets))]
-    records = [record for answerer in answerers for record in answerer.answer()]
+    places = {(a.number, request.row_id) for a in answerers if a.leads for group in a.requests for request in group}
+    there = ready.journal.read(places) if places else {}
+    records = [record for answerer in answerers for record in answerer.answer(there)]
     before = int(world.all.all_reduce(torch.tensor(sum(answerer.num_before for answerer in answerers)), "generate:before"))
     gathered = gather_records(world, records, "generate:results")
     said = None
@@ -224,24 +226,23 @@ class Answerer:
     def __init__(self, ready: Prepared, number: int, mesh: Mesh, generator: Generator, tick: Callable[[], None]) -> None:
         self.ready, self.number, self.mesh, self.generator, self.tick = ready, number, mesh, generator, tick
         self.set = ready.sets[number]
+        self.requests = self.set.requests(mesh.dp_rank, ready.layout.dp)
         self.leads = mesh.replica.rank == 0
         self.runner: RewardRunner | None = None
         self.told = False  # of the first call of the reward that failed
         self.num_before = 0  # responses that were there from an earlier start
 
-    def answer(self) -> list[tuple[tuple[int, int], dict[str, Any]]]:
-        """((set, row id), row) of this replica's rows, on its first rank; nothing elsewhere.
+    def answer(self, before: Mapping[tuple[int, int], dict[str, Any]]) -> list[tuple[tuple[int, int], dict[str, Any]]]:
+        """((set, row id), row) of this replica's rows, on its first rank; nothing elsewhere. ``before``: those of earlier starts.
 
         Collective over the replica: every rank of it must call, in program order.
         """
-        requests = self.set.requests(self.mesh.dp_rank, self.ready.layout.dp)
         n = self.set.sampling.n
-        before = self.ready.journal.read(self.number, {r.row_id for group in requests for r in group}) if self.leads else {}
-        there = [group for group in requests if all(request.row_id in before for request in group)]
+        there = [group for group in self.requests if all((self.number, request.row_id) in before for request in group)]
         self.num_before = n * len(there)
         done = set(self.mesh.replica.broadcast_json([group[0].group_id for group in there], "generate:done"))
-        records = [((self.number, request.row_id), before[request.row_id]) for group in there for request in group]
-        waiting = deque(group for group in requests if group[0].group_id not in done)
+        records = [((self.number, request.row_id), before[self.number, request.row_id]) for group in there for request in group]
+        waiting = deque(group for group in self.requests if group[0].group_id not in done)
         begun: dict[int, list[Completion]] = {}  # responses to a prompt go together: rewards may compare them
         scored: Future[list[tuple[tuple[int, int], dict[str, Any]]]] | None = None
         try:
