@@ -255,3 +255,7 @@ def by_process(response, directory):
     with open(os.path.join(directory, str(os.getpid())), "w"):
         time.sleep(0.05)
     return len(response) / 10
+
+
+def trl_dict(completions, **kwargs):
+    return dict.fromkeys(range(len(completions)), 0.0)

@@ -243,6 +243,10 @@ def test_a_batched_function_gets_a_share_of_the_rows_from_each_worker():
     config = RewardConfig(function="reward_functions:trl_short", num_workers=2)
     with RewardRunner(config) as shared:
         assert "1 scores were returned for 2 completions" in shared.score([("p", "a", {})] * 4).first_error
+    with RewardRunner(
+        RewardConfig(function="reward_functions:trl_dict", num_workers=1)
+    ) as shared:  # list() would take its keys
+        assert "a dict was returned" in shared.score([("p", "a", {})] * 2).first_error
 
 
 def test_what_cannot_be_bound_is_refused_in_one_line():
@@ -400,10 +404,13 @@ def test_gsm8k_agrees_with_the_published_judgement_of_real_model_output():
 
 
 def test_exact_match():
-    assert exact_match.score("p", " 1 2 3\n", {"answer": "1 2 3"}) == 1.0
-    assert exact_match.score("p", "1 2 33", {"answer": "1 2 3"}) == 0.0
-    with pytest.raises(ValueError, match="no 'answer'"):
-        exact_match.score("p", "1", {})
+    assert exact_match.score(" 1 2 3\n", "1 2 3") == 1.0
+    assert exact_match.score("1 2 33", "1 2 3") == 0.0
+    config = RewardConfig(function="exact_match")
+    with pytest.raises(
+        ValueError, match="no row has answer .data.answer_key names the answer's column.; the columns are anwser"
+    ):
+        config.check_rows("reward", [{"anwser": "1"}])
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -89,7 +89,10 @@ class BoundReward:
             for chat, values in zip(chats, each, strict=True)
         ]
         returned = self.function(**self._keywords(columns))
-        results = list(self.loop.run(returned) if self.loop is not None else returned)
+        given = self.loop.run(returned) if self.loop is not None else returned
+        if isinstance(given, str | bytes | Mapping | Set):  # of which list() makes something, too
+            raise TypeError(f"a {type(given).__name__} was returned; a function that takes lists returns a list of scores")
+        results = list(given)
         if len(results) != len(rows):
             raise ValueError(f"{len(results)} scores were returned for {len(rows)} completions")
         return results
