@@ -408,7 +408,7 @@ def test_exact_match():
     assert exact_match.score("1 2 33", "1 2 3") == 0.0
     config = RewardConfig(function="exact_match")
     with pytest.raises(
-        ValueError, match="no row has answer .data.answer_key names the answer's column.; the columns are anwser"
+        ValueError, match=r"no row has answer .data.answer_key names the answer's column.; the columns are anwser"
     ):
         config.check_rows("reward", [{"anwser": "1"}])
 
