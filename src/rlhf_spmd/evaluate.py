@@ -105,6 +105,10 @@ def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> Prepa
         chosen[name] = sampling, reward
         if reward.function is None:
             raise ValueError(f"set {name!r} has nothing to be scored by: give reward.function, or sets.{name}.reward.function")
+        if reward.weight != 1:
+            raise ValueError(
+                f"set {name!r} has reward.weight={reward.weight}: here a reward stands alone and has no weight; leave it out"
+            )
     if launch.rank == 0:
         for file in (RESULTS_FILE, ROWS_FILE):
             check_out(Path(config.out) / file, *(given.path for given in sets.values()))
@@ -180,7 +184,8 @@ def evaluate(ready: Prepared, world: World, tick: Callable[[], None] = lambda: N
 
 
 def output_rows(asked: PromptSet, made: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What ``rows.jsonl`` has. ``made``: what each row got, empty for prompts that are not answered: they score 0."""
+    """What ``rows.jsonl`` has. ``made``: what each row got, empty for prompts that are not answered: they score 0, if
+    the reward is for them."""
     rows = []
     for row_id, row in enumerate(made):
         number = row_id // asked.sampling.n
@@ -191,7 +196,7 @@ def output_rows(asked: PromptSet, made: Sequence[dict[str, Any]]) -> list[dict[s
             got = {"response": row["response"], "score": row["score"], "finish_reason": row["finish_reason"]}
             rows.append({**named, **got, "length": row["length"], **place})
         else:
-            nothing = {"response": "", "score": 0.0, "finish_reason": None, "length": 0}
+            nothing = {"response": "", "score": 0.0 if asked.reward.chooses(seen) else None, "finish_reason": None, "length": 0}
             rows.append({**named, **nothing, **place, "error": asked.errors[number]})
     return rows
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ranks import run_ranks
 from rlhf_spmd.algorithms import reinforce_plus_plus
+from rlhf_spmd.algorithms.base import add_scores
 from rlhf_spmd.algorithms.estimators import ESTIMATORS, WHITENED, CriticFreeConfig, in_group
 from rlhf_spmd.algorithms.ppo import Config as PPOConfig
 from rlhf_spmd.algorithms.values import gae_advantages
@@ -21,6 +22,7 @@ from rlhf_spmd.objectives.advantages import group_statistics, leave_one_out, mom
 from rlhf_spmd.objectives.kl import KLControlConfig
 from rlhf_spmd.objectives.running import RunningMoments
 from rlhf_spmd.parallel.world import World
+from rlhf_spmd.rewards.results import RewardError
 from rlhf_spmd.workers.arithmetic import Whole
 from rlhf_spmd.workers.objective import Rows
 
@@ -155,6 +157,43 @@ def test_a_group_that_is_not_whole_is_an_error(estimator: str) -> None:
         in_group(config(estimator, False), 1)(fields_of([2]), rows_at([2]), alone())
     with pytest.raises(ValueError, match="a group of one row has no others"):
         leave_one_out(torch.ones(3), torch.tensor([1, 1, 2]))
+
+
+@pytest.mark.parametrize("estimator", [*ESTIMATORS, "reinforce_plus_plus", "gae"])
+def test_rows_without_a_score_are_left_out(estimator: str) -> None:
+    """The others are computed as if these were not there, and a critic's returns of these are its own values: it learns nothing."""
+    scored = [1, 2, 4, 5]  # of group 7, of group 2, none of group 5
+    critic = PPOConfig(norm_reward="mean_std", norm_value=True, kl_ctrl=KLControlConfig(kl_coef=COEF))
+    function = gae_advantages(critic) if estimator == "gae" else in_group(config(estimator, True))
+    fields = fields_of(ALL)
+    fields["scores"][[row for row in ALL if row not in scored]] = torch.nan
+    found, metrics = function(dict(fields), rows_at(ALL), alone())
+    alike, told = function(fields_of(scored), rows_at(scored), alone())
+    for name, field in found.items():
+        made, expected = field.values.split(LENGTHS), iter(alike[name].values.split([LENGTHS[row] for row in scored]))
+        for row in ALL:
+            absent = fields["values"].split(LENGTHS)[row] if name == "returns" else torch.zeros(LENGTHS[row]).double()
+            torch.testing.assert_close(made[row], next(expected) if row in scored else absent, rtol=1e-9, atol=1e-12)
+    for name in ("reward/token_level_sum", "critic/advantage_mean", "critic/returns/mean", "critic/explained_variance"):
+        assert metrics.get(name, 0.0) == pytest.approx(told.get(name, 0.0), rel=1e-9)
+    assert {name: x for name, x in metrics.items() if name.startswith("group/")} == pytest.approx(
+        {name: x for name, x in told.items() if name.startswith("group/")}
+    )
+    assert metrics.get("actor/zero_advantage_fraction", 0.5) == 0.5
+    fields["scores"][:] = torch.nan
+    nothing, told = function(fields, rows_at(ALL), alone())
+    assert not nothing["advantages"].values.any() and all(map(math.isfinite, told.values()))
+
+
+def test_a_row_is_scored_where_one_of_several_rewards_scores_it() -> None:
+    nan, state = torch.nan, {"kl_coef": 0.5}
+    fields = {"reward_scores": torch.tensor([1.0, nan, nan]), "cost_scores": torch.tensor([0.5, -2.0, nan])}
+    made, told = add_scores(fields, rows_at([0, 1, 2]), alone(state))
+    assert made["scores"][:2].tolist() == [1.5, -2.0] and made["scores"][2].isnan() and told == {"reward/total_mean": -0.25}
+    nothing = dict.fromkeys(fields, torch.full((3,), nan))
+    assert add_scores(nothing, rows_at([0, 1, 2]), alone(state))[1] == {}
+    with pytest.raises(RewardError, match=r"^no reward scores any of the first 3 rows; look at"):
+        add_scores(nothing, rows_at([0, 1, 2]), alone())
 
 
 def test_without_groups_a_single_row_is_enough() -> None:

@@ -76,6 +76,23 @@ def test_remax_is_the_gradient_of_the_paper() -> None:
     torch.testing.assert_close(gradient, -kept / 4, atol=1e-12, rtol=0)
 
 
+def test_rows_without_a_score_teach_nothing() -> None:
+    """ReMax: also those whose greedy response has none. DAPO: they are not compared, and a group of them is replaced."""
+    nan, ids = torch.nan, [0, 1, COPY_STRIDE, 2, 3, COPY_STRIDE + 2]
+    scores = torch.tensor([1.0, nan, 3.0, -2.0, 0.5, nan], dtype=torch.float64)
+    advantages, report = per_token(minus_greedy, {"scores": scores}, rows_of([1] * 6, [7, 7, 7, 9, 9, 9], ids))
+    assert advantages.tolist() == [-2.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+    assert report == {"actor/baseline_mean": 3.0, "actor/advantage_mean": -2.0}
+
+    scores = torch.tensor([-1.0, nan, 1.0, nan, nan, nan, 1.0, 1.0, nan], dtype=torch.float64)
+    rows = rows_of([2] * 9, [0] * 3 + [1] * 3 + [2] * 3)
+    made, _ = shaped(DAPOConfig(overlong_buffer=OverlongConfig(len=4)), 8)({"scores": scores}, rows, ALONE)
+    assert isinstance(made["spread"], Tensor) and isinstance(made["seq_rewards"], Tensor)
+    assert made["spread"].tolist() == [1.0] * 3 + [0.0] * 6
+    advantages, _ = per_token(in_group({}), {"seq_rewards": made["seq_rewards"]}, rows)
+    assert advantages[::2].tolist() == pytest.approx([-(0.5**0.5), 0, 0.5**0.5, 0, 0, 0, 0, 0, 0], abs=1e-6)
+
+
 def test_dapo_penalty_advantages_and_clip_are_those_of_the_paper() -> None:
     """Equations 8 (objective), 9 (advantages) and 13 (penalty) in plain numbers."""
     limit, room, factor = 8, 3, 0.5

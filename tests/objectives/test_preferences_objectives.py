@@ -246,6 +246,8 @@ def test_the_best_against_the_worst() -> None:
     scores = torch.tensor([1.0, 3.0, 2.0, 3.0, 5.0, 5.0, -1.0, -2.0])
     groups = torch.tensor([4, 4, 4, 4, 9, 9, 2, 2])
     assert best_and_worst(scores, groups).tolist() == [0.0, 1.0, -1.0, -1.0, -1.0, -1.0, 1.0, 0.0]
+    scores[[0, 4, 5, 6]] = torch.nan  # a response without a score is not one of 0
+    assert best_and_worst(scores, groups).tolist() == [-1.0, 1.0, 0.0, -1.0, -1.0, -1.0, -1.0, -1.0]
 
 
 # -- Safe-RLHF
@@ -288,6 +290,28 @@ def test_lagrangian_advantages() -> None:
 
     safe_rlhf.lagrangian(config, 2)(fields, ROWS, whole)
     assert whole.state["lambda"] == pytest.approx(multiplier * math.exp(0.4 * multiplier * excess))
+
+
+def test_rows_without_a_cost_count_on_the_side_of_the_reward_only() -> None:
+    """The multiplier's step is of the rows that have one; without any it stays. The others' cost returns are the critic's values."""
+    config = safe_rlhf.Config(lambda_init=0.5, lambda_lr=0.4, threshold=0.5)
+    fields = {"scores": numbers(6, size=8), "costs": torch.full((8,), torch.nan).double()}
+    fields |= {"old_values": numbers(8), "old_cost_values": numbers(9), "old_log_probs": LOG_PROBS, "ref_log_prob": LOG_PROBS}
+    whole = ALONE()
+    reward_only, told = safe_rlhf.lagrangian(config, 1)(fields, ROWS, whole)
+    assert whole.state == {"lambda": 0.5} and "safe_rlhf/cost_excess" not in told
+    torch.testing.assert_close(reward_only["cost_returns"].values, fields["old_cost_values"])  # type: ignore[union-attr]
+    fields["costs"][:2] = 1.0
+    given, told = safe_rlhf.lagrangian(config, 1)(fields, ROWS, whole)
+    assert told["safe_rlhf/cost_excess"] == 0.5 and told["safe_rlhf/lambda"] == pytest.approx(0.5 * math.exp(0.4 * 0.5 * 0.5))
+    with_cost = sum(LENGTHS[:2])
+    advantages, alone = (x["advantages"].values for x in (given, reward_only))  # type: ignore[union-attr]
+    ratio = (1 + 0.5) / (1 + told["safe_rlhf/lambda"])
+    torch.testing.assert_close(advantages[with_cost:], alone[with_cost:] * ratio)
+    assert not torch.allclose(advantages[:with_cost], alone[:with_cost] * ratio)
+    of_cost = given["cost_returns"].values  # type: ignore[union-attr]
+    torch.testing.assert_close(of_cost[with_cost:], fields["old_cost_values"][with_cost:])
+    assert not torch.allclose(of_cost[:with_cost], fields["old_cost_values"][:with_cost])
 
 
 def test_the_multiplier_waits_and_is_bounded() -> None:

@@ -19,6 +19,7 @@ from rlhf_spmd import generate
 from rlhf_spmd import train as training
 from rlhf_spmd.config.schema import ConfigError
 from rlhf_spmd.parallel.world import Launch, World
+from rlhf_spmd.rewards.results import RewardError
 from rlhf_spmd.runtime import journal
 from rlhf_spmd.runtime.journal import Journal
 from rlhf_spmd.telemetry.summary import summarize
@@ -110,6 +111,7 @@ def test_results_are_those_of_the_rows_in_every_layout(model: Path, tmp_path: Pa
         (["sets.b.path=IN", "sets.b.sampling.temprature=1"], ConfigError, r"^sets\.b\.sampling: unknown key 'temprature'; did"),
         (["sets.b.path=IN", "sets.b.sampling.n=0"], ConfigError, r"^sets\.b\.sampling\.n=0: must be at least 1"),
         (["out=IN"], ValueError, "cannot write"),
+        (["reward.weight=0.5"], ValueError, r"^set 'in' has reward\.weight=0\.5: here a reward stands alone and has no weight"),
     ],
 )
 def test_mistakes_are_named(model: Path, tmp_path: Path, overrides: list[str], error: type[Exception], message: str) -> None:
@@ -276,6 +278,27 @@ def test_training_validates_by_the_same_measures(tmp_path: Path) -> None:
     for one, two in zip(metrics, read_output(tmp_path / "two" / "metrics.jsonl"), strict=True):
         found = {key: value for key, value in one.items() if key.startswith("val/")}
         assert {key: two[key] for key in found} == pytest.approx(found, abs=1e-9)
+
+
+def test_prompts_that_the_reward_is_not_for_count_nowhere(model: Path, tmp_path: Path) -> None:
+    """Also one that is too long to be answered, and while a run trains, on whose rows the reward says nothing here."""
+    rows = write_rows(tmp_path / "in.jsonl", ROWS)
+    reward = ["reward.function=tasks:always_one", "reward.data_sources=[odd]"]
+    program.main(arguments(model, tmp_path / "out", f"data.path={rows}", *reward))
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    told = {key: results[f"in/{key}"] for key in ("n", f"mean@{K}", "num_unscored", "num_unanswered")}
+    assert told == {"n": 3, f"mean@{K}": 1.0, "num_unscored": 4, "num_unanswered": 1}
+    assert results["in/even/n"] == 0 and f"in/even/mean@{K}" not in results
+
+    write_rows(tmp_path / "in.jsonl", ROWS[:6])
+    train(tmp_path / "run", 1, f"data.val_path={rows}", "run.test_freq=1", *reward)
+    for metrics in read_output(tmp_path / "run" / "metrics.jsonl"):
+        assert metrics["val/reward_mean"] == metrics["val/in/mean@1"] == 1.0
+    assert metrics["reward/unscored"] == 16 and "reward/mean" not in metrics and metrics["critic/advantages/max"] == 0.0
+    none = write_rows(tmp_path / "none.jsonl", [{"prompt": "abc", "data_source": "odd"}])
+    val = f"{tasks.task()}/train.jsonl"
+    with pytest.raises(RewardError, match=r"^no reward scores any of the 20 responses to validation prompts$"):
+        train(tmp_path / "other", 1, f"data.path=[{none},{val}]", f"data.val_path={val}", "run.test_freq=1", *reward)
 
 
 def test_a_run_is_as_long_as_its_epochs(tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from ranks import run_ranks
-from tasks import MAX_RESPONSE, read_run, settings, task, token_ids, train_here
+from rlhf_spmd.rewards.results import RewardError
+from tasks import MAX_RESPONSE, read_run, settings, task, token_ids, train_alone, train_here, worst_metric
 
 FILE = """
 import asyncio
@@ -27,6 +28,12 @@ class Shares:
         assert len(set(prompts)) == 1 and len(completions) == 2
         total = sum(map(len, completions)) or 1
         return [self.scale * len(c) / total for c in completions]
+
+def some(prompts, completions):
+    return [len(c) / 10 if int(p[0], 36) % 2 else None for p, c in zip(prompts, completions)]
+
+def none(completions):
+    return [None] * len(completions)
 """
 
 
@@ -60,3 +67,25 @@ def test_a_file_s_functions_and_built_in_rewards_add_up(tmp_path: Path) -> None:
     assert metrics["reward/total_mean"] == pytest.approx((sum(digits) + sum(overlong) + sum(form)) / 16 + 5.0, abs=1e-5)
     clipped = sum(n == MAX_RESPONSE for n in lengths)
     assert metrics["response_length/clip_ratio"] == clipped / 16
+
+
+def test_rows_that_no_reward_scores_are_told_and_left_out_on_any_number_of_ranks(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(FILE)
+    names = [f"reward.function={tmp_path}/mine.py:some", "run.test_freq=1", f"data.val_path={task()}/train.jsonl"]
+    train_alone(tmp_path / "one", 2, *names)
+    run_ranks(2, train_here, str(task() / "ppo.json"), settings(tmp_path / "two", 2, *names))
+    one = read_run(tmp_path / "one")
+    assert worst_metric(one, read_run(tmp_path / "two"), 1e-3)[0] < 1e-3
+    samples = [json.loads(line) for line in (tmp_path / "one" / "rollouts.jsonl").read_text().splitlines()]
+    for metrics in one.metrics[1:]:
+        scores = [row["score"] for row in samples if row["step"] == metrics["step"]]
+        scored = [score for score in scores if score is not None]
+        assert metrics["reward/unscored"] == 16 - len(scored) and 0 < len(scored) < 16
+        assert metrics["reward/mean"] == pytest.approx(sum(scored) / len(scored))
+
+
+@pytest.mark.parametrize("more", [(), ("run.test_freq=1", "data.val_path={task}/train.jsonl")], ids=["a step", "validation"])
+def test_a_reward_that_scores_nothing_ends_the_run(tmp_path: Path, more: tuple[str, ...]) -> None:
+    (tmp_path / "mine.py").write_text(FILE)
+    with pytest.raises(RewardError, match=r"^reward.function '.*none' gave None for all of the first \d+ rows$"):
+        train_alone(tmp_path / "run", 1, f"reward.function={tmp_path}/mine.py:none", *(x.format(task=task()) for x in more))

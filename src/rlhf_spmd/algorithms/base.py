@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from rlhf_spmd.config.bounds import check_bounds
@@ -14,6 +15,7 @@ from rlhf_spmd.data.dataset import DatasetConfig, RowsConfig
 from rlhf_spmd.data.prompts import DataConfig
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.kernels import model_device
+from rlhf_spmd.rewards.results import RewardError
 from rlhf_spmd.workers import ActorWorker, BatchLimits, Computed, Function, RewardWorker, RoleClass, Rows, Whole
 
 
@@ -218,7 +220,8 @@ def sample(models: Any, data: Any, number: int) -> tuple[Reference, Reference]:
 
 
 def score(models: Any, rows: Reference) -> tuple[Reference, list[Reference]]:
-    """``scores`` of responses, the sum of all rewards that add up (``models.rewards``), and the calls that made them."""
+    """``scores`` of responses, the sum of all rewards that add up (``models.rewards``), nan where none of them scores a response; and
+    the calls that made them."""
     calls = [reward.compute_reward(rows) for reward in models.rewards]
     if len(calls) == 1:
         return calls[0].select("scores"), calls
@@ -229,10 +232,17 @@ def score(models: Any, rows: Reference) -> tuple[Reference, list[Reference]]:
 
 
 def add_scores(fields: dict[str, Tensor], rows: Rows, whole: Whole) -> Computed:
-    total = sum(field.double() for field in fields.values())
-    assert isinstance(total, Tensor)
-    sums = whole.sum(total.new_tensor([float(total.sum()), len(rows)]))
-    return {"scores": total}, {"reward/total_mean": float(sums[0] / sums[1])}
+    """Raises RewardError where no reward has scored any row of the run so far."""
+    given = torch.stack([field.double() for field in fields.values()])
+    scored = ~given.isnan().all(0)
+    total = given.masked_fill(given.isnan(), 0.0).cumsum(0)[-1]  # in order, whatever the number of rows
+    sums = whole.sum(torch.stack([total.sum(), scored.sum().double(), total.new_tensor(len(rows))])).tolist()
+    if not sums[1] and not whole.state.get("scored"):
+        raise RewardError(
+            f"no reward scores any of the first {sums[2]:.0f} rows; look at what the functions return, and at data_sources"
+        )
+    whole.state["scored"] = True
+    return {"scores": total.where(scored, torch.nan)}, {"reward/total_mean": sums[0] / sums[1]} if sums[1] else {}
 
 
 def validate(models: Any, data: Any, config: Any, number: int, stream: str = "prompts") -> dict[str, float]:

@@ -93,8 +93,9 @@ def check_groups(group_ids: Tensor, num_samples: int | None) -> None:
 def in_group(config: CriticFreeConfig, num_samples: int | None = None) -> Function:
     """Advantages [tokens] by ``config.adv_estimator``, of the score, minus KL with ``use_kl_in_reward``.
 
-    ``num_samples``: rows of every group, if it is known. reinforce_plus_plus: REINFORCE++ (arXiv 2501.03262), a token's discounted
-    rewards to come, whitened over all tokens; with ``_baseline`` the row's reward minus its group's mean, whitened likewise.
+    ``num_samples``: rows of every group, if it is known. Rows without a score (nan) count nowhere and get 0.
+    reinforce_plus_plus: REINFORCE++ (arXiv 2501.03262), a token's discounted rewards to come, whitened over all tokens; with
+    ``_baseline`` the row's reward minus its group's mean, whitened likewise.
     The function raises ValueError for groups that are not whole.
     """
     by_token, whitened = config.adv_estimator == BY_TOKEN, config.adv_estimator in WHITENED
@@ -103,6 +104,8 @@ def in_group(config: CriticFreeConfig, num_samples: int | None = None) -> Functi
         if not by_token:
             check_groups(rows.group_ids, num_samples)
         kl, scores = MeasuredKL(config, fields, rows, whole.state), fields["scores"]
+        scored = ~scores.isnan()
+        learnt = rows.spread(scored)
         if by_token:
             rewards = token_level_rewards(scores, kl.values if config.use_kl_in_reward else None, kl.coefficient, rows.lengths)
             advantages, _ = gae(rewards, torch.zeros_like(rewards), rows.lengths, config.gamma, 1.0)
@@ -112,22 +115,24 @@ def in_group(config: CriticFreeConfig, num_samples: int | None = None) -> Functi
         zeros = row_means(advantages.abs(), rows.lengths) == 0
         sums = whole.sums(
             kl=kl.sums(),
-            advantages=moments(advantages),
-            zeros=zeros.sum(),
-            rewards=rewards.double().sum(),
+            advantages=moments(advantages[learnt]),
+            zeros=(zeros | ~scored).sum(),
+            rewards=rewards[learnt if by_token else scored].double().sum(),
+            scored=scored.sum(),
             groups=group_statistics(scores, rows.group_ids),
         )
         if whitened:
             advantages = whiten(advantages, sums["advantages"])
-        num_rows, tokens = sums["kl"][:2].tolist()
-        metrics = {"reward/token_level_sum": float(sums["rewards"]) / num_rows}
-        metrics |= {"actor/zero_advantage_fraction": float(sums["zeros"]) / num_rows}
-        metrics |= {"critic/advantage_mean": float(sums["advantages"][1]) / tokens}
+        advantages = advantages.masked_fill(~learnt, 0.0)
+        count, total, _ = sums["advantages"].tolist()
+        metrics = {"reward/token_level_sum": float(sums["rewards"]) / max(float(sums["scored"]), 1.0)}
+        metrics |= {"actor/zero_advantage_fraction": float(sums["zeros"]) / float(sums["kl"][0])}
+        metrics |= {"critic/advantage_mean": total / max(count, 1.0)}
         if num_samples != 1:
             num_groups, equal, right, wrong, spread = sums["groups"].tolist()
             shares = {"equal": equal, "right": right, "wrong": wrong}
-            metrics |= {f"group/{name}_fraction": count / num_groups for name, count in shares.items()}
-            metrics |= {"group/score_std_mean": spread / num_groups}
+            metrics |= {f"group/{name}_fraction": share / max(num_groups, 1.0) for name, share in shares.items()}
+            metrics |= {"group/score_std_mean": spread / max(num_groups, 1.0)}
         if config.use_kl_in_reward or "ref_log_prob" in fields:
             metrics |= kl.settle(sums["kl"])
         return {"advantages": rows.per_token(advantages)}, metrics | whole.ranges(**{"critic/advantages": advantages})

@@ -60,13 +60,16 @@ def step(models: Any, data: Any, config: Config, number: int) -> list[Reference]
 
 def minus_greedy(fields: dict[str, Tensor], rows: Rows, whole: Whole) -> Computed:
     """A row's score minus that of its group's greedy row, which is the one with the highest id; on every token of the row
-    (section 3.1, algorithm 1)."""
+    (section 3.1, algorithm 1); 0 where one of the two has none (nan)."""
     scores = fields["scores"].double()
     groups, at = rows.group_ids.unique(return_inverse=True)
     greedy = torch.zeros_like(groups).scatter_reduce_(0, at, rows.row_ids, "amax", include_self=False)[at] == rows.row_ids
     baseline = scores.new_zeros(len(groups)).index_copy_(0, at[greedy], scores[greedy])
     advantages = scores - baseline[at]
-    sums = whole.sum(torch.stack([baseline.sum(), advantages.sum(), advantages.new_tensor(len(groups))]))
-    num_rows = whole.sum(torch.tensor(int((~greedy).sum())))
-    report = {"actor/baseline_mean": float(sums[0] / sums[2]), "actor/advantage_mean": float(sums[1] / num_rows)}
+    learnt, known = ~advantages.isnan(), ~baseline.isnan()
+    advantages = advantages.masked_fill(~learnt, 0.0)
+    counts = torch.stack([known.sum(), (learnt & ~greedy).sum()])
+    sums = whole.sum(torch.cat([torch.stack([baseline[known].sum(), advantages.sum()]), counts.double()]))
+    means = (sums[:2] / sums[2:].clamp(min=1)).tolist()
+    report = {"actor/baseline_mean": means[0], "actor/advantage_mean": means[1]}
     return {"advantages": rows.per_token(rows.spread(advantages))}, report

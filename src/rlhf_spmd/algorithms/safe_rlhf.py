@@ -113,13 +113,18 @@ def step(models: Any, data: Any, config: Config, number: int) -> list[Reference]
 
 def lagrangian(config: Config, number: int) -> Function:
     """The multiplier's step on the mean cost, d log(lambda) = lr * lambda * (cost - threshold), then (A_r - lambda A_c) / (1 + lambda),
-    each of GAE over a score at the last token and half of the KL penalty, whitened over the batch (section 3.3, appendix B)."""
+    each of GAE over a score at the last token and half of the KL penalty, whitened over the batch (section 3.3, appendix B).
+
+    Rows without a cost (nan) count nowhere on that side: A_c is 0, and the cost critic's returns are its values; so are those
+    without a score on the other. In a step without any cost the multiplier stays.
+    """
 
     def compute_advantage(fields: dict[str, Tensor], rows: Rows, whole: Whole) -> Computed:
         kl = kl_penalty(fields["old_log_probs"], fields["ref_log_prob"], config.kl_penalty)
-        mine = [float(len(rows)), float(fields["costs"].double().sum()), float(len(kl)), float(kl.double().sum())]
+        costs, multiplier = fields["costs"][~fields["costs"].isnan()], whole.state.get("lambda", config.lambda_init)
+        mine = [float(len(costs)), float(costs.double().sum()), float(len(kl)), float(kl.double().sum())]
         count, cost, tokens, kl_sum = whole.sum(torch.tensor(mine, dtype=torch.float64)).tolist()
-        excess, multiplier = cost / count - config.threshold, whole.state.get("lambda", config.lambda_init)
+        excess = cost / count - config.threshold if count else 0.0
         if number > config.lambda_update_delay_steps:
             logarithm = math.log(multiplier) + config.lambda_lr * multiplier * excess
             multiplier = math.exp(max(min(logarithm, math.log(config.lambda_max)), LEAST_LOGARITHM))
@@ -128,10 +133,13 @@ def lagrangian(config: Config, number: int) -> Function:
         for name, coef, values in (("scores", 0.5, "old_values"), ("costs", -0.5, "old_cost_values")):
             rewards = token_level_rewards(fields[name], kl, coef * config.kl_ctrl.kl_coef, rows.lengths)
             found = gae(rewards, fields[values], rows.lengths, config.gamma, config.lam)
-            sides.append(whiten(found[0], whole.sum(moments(found[0]))))
-            returns.append(rows.per_token(found[1]))
+            learnt = rows.spread(~fields[name].isnan())
+            sides.append(whiten(found[0], whole.sum(moments(found[0][learnt]))).masked_fill(~learnt, 0.0))
+            returns.append(rows.per_token(found[1].where(learnt, fields[values])))
         advantages = rows.per_token((sides[0] - multiplier * sides[1]) / (1 + multiplier))
-        told = {"safe_rlhf/lambda": multiplier, "safe_rlhf/cost_excess": excess, "actor/kl": kl_sum / tokens}
+        told = {"safe_rlhf/lambda": multiplier, "actor/kl": kl_sum / tokens} | (
+            {"safe_rlhf/cost_excess": excess} if count else {}
+        )
         return {"advantages": advantages, "returns": returns[0], "cost_returns": returns[1]}, told
 
     return compute_advantage

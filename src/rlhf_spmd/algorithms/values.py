@@ -43,26 +43,33 @@ class CriticConfig(KLRewardConfig):
 
 
 def gae_advantages(config: CriticConfig) -> Function:
-    """Generalized advantages, whitened over the whole batch, of the score on the last token minus KL on every token."""
+    """Generalized advantages, whitened over the whole batch, of the score on the last token minus KL on every token.
+
+    Rows without a score (nan) count nowhere: their advantages are 0, and their returns what the critic says already.
+    """
 
     def compute_advantage(fields: dict[str, Tensor], rows: Rows, whole: Whole) -> Computed:
         kl, known = MeasuredKL(config, fields, rows, whole.state), RunningMoments("value_norm", whole.state)
         scores = normalised_scores(config, fields["scores"], whole)
+        scored = ~scores.isnan()
+        learnt = rows.spread(scored)
         values = known.restore(fields["values"]) if config.norm_value else fields["values"]
         rewards = token_level_rewards(scores, kl.values if config.use_kl_in_reward else None, kl.coefficient, rows.lengths)
         advantages, returns = gae(rewards, values, rows.lengths, config.gamma, config.lam)
         sums = whole.sums(
             kl=kl.sums(),
-            rewards=rewards.double().sum(),
-            advantages=moments(advantages),
-            returns=moments(returns),
-            variance=explained_variance_sums(values, returns),
+            scored=scored.sum(),
+            rewards=rewards[learnt].double().sum(),
+            advantages=moments(advantages[learnt]),
+            returns=moments(returns[learnt]),
+            variance=explained_variance_sums(values[learnt], returns[learnt]),
         )
-        num_rows, tokens = sums["kl"][:2].tolist()
+        tokens = max(float(sums["returns"][0]), 1.0)
         advantages_mean, returns_mean = (float(sums[name][1]) / tokens for name in ("advantages", "returns"))
-        advantages = whiten(advantages, sums["advantages"])
+        advantages = whiten(advantages, sums["advantages"]).masked_fill(~learnt, 0.0)
+        returns = returns.where(learnt, values)
         metrics = {
-            "reward/token_level_sum": float(sums["rewards"]) / num_rows,
+            "reward/token_level_sum": float(sums["rewards"]) / max(float(sums["scored"]), 1.0),
             **kl.settle(sums["kl"]),
             "critic/advantage_mean": advantages_mean,
             "critic/returns/mean": returns_mean,
@@ -71,7 +78,7 @@ def gae_advantages(config: CriticConfig) -> Function:
         }
         if config.norm_value:
             known.add(sums["returns"])
-            returns = known.normalise(returns)
+            returns = known.normalise(returns).where(learnt, fields["values"])
             metrics |= {"critic/value_norm_mean": known.mean, "critic/value_norm_std": known.std}
         return {"advantages": rows.per_token(advantages), "returns": rows.per_token(returns)}, metrics
 
@@ -79,11 +86,11 @@ def gae_advantages(config: CriticConfig) -> Function:
 
 
 def normalised_scores(config: CriticConfig, scores: Tensor, whole: Whole) -> Tensor:
-    """``scores`` [rows] by ``config.norm_reward``; those of this step count. Every rank must call."""
+    """``scores`` [rows] by ``config.norm_reward``; those of this step count, nan stays. Every rank must call."""
     if config.norm_reward == "none":
         return scores
     known = RunningMoments("reward_norm", whole.state)
-    known.add(whole.sum(moments(scores)))
+    known.add(whole.sum(moments(scores[~scores.isnan()])))
     return known.normalise(scores, center=config.norm_reward == "mean_std")
 
 

@@ -28,7 +28,8 @@ def token_level_rewards(scores: Tensor, kl: Tensor | None, coef: float, lengths:
     """Reward of each response token: minus ``coef`` times its KL, plus the row's score on the row's last token.
 
     ``scores`` [rows], any device; ``kl`` [T] nats per token (:func:`kl.kl_penalty`) or None for none; returns [T] on the device
-    and in the dtype of ``kl`` (of ``scores`` without one), at least float32. Every row must have a token to carry its score.
+    and in the dtype of ``kl`` (of ``scores`` without one), at least float32. Every row must have a token to carry its score; that of
+    a row without one (nan) is taken as 0.
     """
     assert len(scores) == len(lengths), f"{len(scores)} scores for {len(lengths)} rows"
     assert bool((lengths > 0).all()), "a row without response tokens has nowhere to carry its score"
@@ -40,7 +41,7 @@ def token_level_rewards(scores: Tensor, kl: Tensor | None, coef: float, lengths:
         check_packed(kl, lengths)
         rewards = kl.to(dtype) * -coef
     last = (lengths.cumsum(0) - 1).to(rewards.device)
-    rewards[last] += scores.to(device=rewards.device, dtype=dtype)
+    rewards[last] += scores.masked_fill(scores.isnan(), 0.0).to(device=rewards.device, dtype=dtype)
     return rewards
 
 
@@ -92,19 +93,23 @@ def gae(rewards: Tensor, values: Tensor, lengths: Tensor, gamma: float, lam: flo
 
 def _centered(scores: Tensor, group_ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """float64 [rows], scores minus their group's mean by ``weights`` [rows]: 0 to the bit where all of a group are equal. And the
-    index of each row's group, and the groups' numbers of rows."""
-    _, index, counts = torch.unique(group_ids, return_inverse=True, return_counts=True)
-    first = torch.full_like(counts, len(scores)).scatter_reduce_(0, index, torch.arange(len(scores)), "amin")
+    index of each row's group, and the groups' numbers of rows with a score; the others (nan) do not count and get 0."""
+    groups, index = torch.unique(group_ids, return_inverse=True)
+    scored = ~scores.isnan()
+    counts = torch.bincount(index[scored], minlength=len(groups))
+    rows = torch.arange(len(scores))[scored]
+    first = torch.zeros_like(counts).scatter_reduce_(0, index[scored], rows, "amin", include_self=False)
     wide = scores.double()
     shifted = wide - wide[first][index]  # the mean of equal numbers need not be that number
     total, weight = (
-        torch.zeros(len(counts), dtype=torch.float64).index_add_(0, index, x) for x in (shifted * weights, weights)
+        torch.zeros(len(counts), dtype=torch.float64).index_add_(0, index[scored], x[scored])
+        for x in (shifted * weights, weights)
     )
-    return shifted - (total / weight.clamp(min=1))[index], index, counts
+    return (shifted - (total / weight.clamp(min=1))[index]).masked_fill(~scored, 0.0), index, counts
 
 
 def _deviations(centered: Tensor, index: Tensor, counts: Tensor) -> Tensor:
-    """The unbiased standard deviation of each group, that of a single row taken as 0."""
+    """The unbiased standard deviation of each group, that of a single row, or of none, taken as 0."""
     squares = torch.zeros(len(counts), dtype=torch.float64).index_add_(0, index, centered.square())
     return (squares / (counts - 1).clamp(min=1)).sqrt()
 
@@ -115,7 +120,7 @@ def group_advantages(scores: Tensor, group_ids: Tensor, by_std: bool) -> Tensor:
 
     GRPO (arXiv 2402.03300, section 4.1.2) and, without ``by_std``, Dr. GRPO (arXiv 2503.20783). ``scores`` [rows], ``group_ids`` int64
     [rows]; whole groups. Returns [rows] in the dtype of ``scores``, at least float32: 0 to the bit where all scores of a group
-    are equal.
+    are equal, and for a row without a score (nan), which does not count in its group.
     """
     centered, index, counts = _centered(scores, group_ids, torch.ones(len(scores), dtype=torch.float64))
     if by_std:
@@ -127,12 +132,13 @@ def group_advantages(scores: Tensor, group_ids: Tensor, by_std: bool) -> Tensor:
 def leave_one_out(scores: Tensor, group_ids: Tensor) -> Tensor:
     """A row's score minus the mean of the *other* rows of its group: RLOO (arXiv 2402.14740, section 3.3).
 
-    Shapes as of :func:`group_advantages`. Raises ValueError for a group of one row, which has no others.
+    Shapes, and rows without a score, as of :func:`group_advantages`; where a single row of a group has one it gets 0. Raises
+    ValueError for a group of one row, which has no others.
     """
     centered, index, counts = _centered(scores, group_ids, torch.ones(len(scores), dtype=torch.float64))
-    if bool((counts < 2).any()):
+    if bool((torch.bincount(index) < 2).any()):
         raise ValueError("a group of one row has no others to be compared with: leave-one-out needs at least 2 rows per group")
-    return (centered * (counts / (counts - 1))[index]).to(torch.promote_types(scores.dtype, torch.float32))
+    return (centered * (counts / (counts - 1).clamp(min=1))[index]).to(torch.promote_types(scores.dtype, torch.float32))
 
 
 @torch.no_grad()
@@ -145,13 +151,14 @@ def length_weighted_advantages(scores: Tensor, group_ids: Tensor, lengths: Tenso
 
 @torch.no_grad()
 def group_statistics(scores: Tensor, group_ids: Tensor) -> Tensor:
-    """float64 [5]: the groups, of them those whose scores are all equal, all equal and at least 1, all equal and at most 0; and the
-    sum of the groups' standard deviations. ``scores``, ``group_ids`` [rows]; whole groups. Sum it over ranks."""
+    """float64 [5]: the groups with a score, of them those whose scores are all equal, all equal and at least 1, all equal and at most
+    0; and the sum of the groups' standard deviations. ``scores`` (nan: none), ``group_ids`` [rows]; whole groups. Sum it over ranks."""
     centered, index, counts = _centered(scores, group_ids, torch.ones(len(scores), dtype=torch.float64))
     spread = _deviations(centered, index, counts)
-    equal = torch.ones(len(counts), dtype=torch.bool).scatter_reduce_(0, index, centered == 0, "amin")
-    score = torch.zeros(len(counts), dtype=torch.float64).scatter_(0, index, scores.double())
-    shares = torch.stack([torch.ones_like(equal), equal, equal & (score >= 1), equal & (score <= 0)]).sum(1)
+    equal = (counts > 0).scatter_reduce_(0, index, centered == 0, "amin")
+    scored = ~scores.isnan()
+    score = torch.zeros(len(counts), dtype=torch.float64).scatter_(0, index[scored], scores[scored].double())
+    shares = torch.stack([counts > 0, equal, equal & (score >= 1), equal & (score <= 0)]).sum(1)
     return torch.cat([shares.double(), spread.sum()[None]])
 
 

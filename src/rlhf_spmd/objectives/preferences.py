@@ -35,10 +35,11 @@ def pair_indices(group_ids: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
 
 def best_and_worst(scores: Tensor, group_ids: Tensor) -> Tensor:
     """float64 [rows]: 1 for a group's first row of the highest score, 0 for its first of the lowest, else -1, as in a group whose
-    ``scores`` [rows] are equal. ``group_ids`` int64 [rows]; whole groups."""
+    ``scores`` [rows] are equal; a row without a score (nan) is neither. ``group_ids`` int64 [rows]; whole groups."""
     result = torch.full((len(scores),), -1.0, dtype=torch.float64)
-    for group in torch.unique(group_ids):
-        rows = torch.nonzero(group_ids == group)[:, 0]
+    scored = ~scores.isnan()
+    for group in torch.unique(group_ids[scored]):
+        rows = torch.nonzero((group_ids == group) & scored)[:, 0]
         best, worst = rows[scores[rows].argmax()], rows[scores[rows].argmin()]
         if scores[best] > scores[worst]:
             result[best], result[worst] = 1.0, 0.0

@@ -7,7 +7,7 @@
   the one that came first; 0 where none gives an answer.
 - ``ci95``: a 95 % interval of ``mean@k`` over prompts. Where all scores are 0 or 1, Wilson's with the effective number of samples (as
   Korn and Graubard 1998 take it: a prompt's responses are not independent), which is none too narrow where all are right;
-  else Student's t of the prompts' means. With one prompt there is none but Wilson's.
+  else Student's t of the prompts' means. Where these are all the same, as of one prompt, there is none but Wilson's.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def interval(scores: np.ndarray) -> tuple[float, float] | None:
         middle = (mean + NORMAL_95**2 / (2 * size)) / shrink
         half = NORMAL_95 / shrink * math.sqrt(mean * (1 - mean) / size + NORMAL_95**2 / (4 * size**2))
         return max(middle - half, 0.0), min(middle + half, 1.0)
-    if num_prompts < 2:
+    if (means == means[0]).all():  # t would say a point
         return None
     half = student_95(num_prompts - 1) * math.sqrt(variance / num_prompts)
     return mean - half, mean + half

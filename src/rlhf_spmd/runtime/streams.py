@@ -23,6 +23,7 @@ from rlhf_spmd.data.batch import Batch, Field, concat
 from rlhf_spmd.data.loader import Loader, validation_batches
 from rlhf_spmd.data.tokenizer import decode
 from rlhf_spmd.generation.config import SamplingConfig
+from rlhf_spmd.rewards.results import RewardError
 from rlhf_spmd.runtime.measures import final_answer, measure
 from rlhf_spmd.workers import Function, Rows, Whole
 
@@ -287,33 +288,36 @@ class Data:
     def validate_rewards(
         self, name: str, script: Callable[[Reference, SamplingConfig, Function], tuple[Reference, list[Reference]]]
     ) -> dict[str, float]:
-        """``val/reward_mean``, the mean sum of the rewards that ``script`` reports, means of their extras, and for each set of prompts
-        ``val/<set>/...`` as :func:`measures.measure`. The first prompts of each set, with a response each, go to ``shown``.
+        """``val/reward_mean``, the mean of the scores, means of the rewards' extras, and for each set of prompts ``val/<set>/...`` as
+        :func:`measures.measure`, of prompts whose responses all have a score. The first prompts of each set, with a response each, go
+        to ``shown``.
 
-        ``script`` gets rows, sampling and a function for ``arithmetic.apply``, and returns the rows' ``scores`` and ``answer_codes``.
+        ``script`` gets rows, sampling and a function for ``arithmetic.apply``, and returns the rows' ``scores`` (nan: none) and
+        ``answer_codes``, and the calls that report. Raises RewardError where no response has a score.
         Collective over the world: every rank of it must call, in program order.
         """
         given = self.validation[name]
         reports: list[dict[str, Any]] = []
-        rows, fields = 0, {"scores": [torch.empty(0)], "answer_codes": [torch.empty(0)]}
+        fields = {"scores": [torch.empty(0)], "answer_codes": [torch.empty(0)]}
         for batch in validation_batches(given.dataset, given.batch_size):
             repeated = batch.repeat(self.val_sampling.n)
             found, calls = self._controller.run(script, source(repeated), self.val_sampling, self._reader(given))
             for wanted, parts in fields.items():
                 parts.append(self._controller.get_field(found, wanted))
             reports += [report for members in self._controller.get(*calls) for report in members]
-            rows += len(repeated)
         samples = [sample for report in reports for sample in report.get("answers", [])]
         self.shown += sorted(samples, key=lambda sample: int(sample["row_id"]))
-        total = sum(report["score_sum"] for report in reports if "score_sum" in report)
         means = {f"val/{key}": value for key, value in mean_extras(reports).items()}
         scores, codes = (torch.cat(parts).reshape(-1, self.val_sampling.n).numpy() for parts in fields.values())
+        scored = ~np.isnan(scores)
+        if not scored.any():
+            raise RewardError(f"no reward scores any of the {scores.size} responses to validation prompts")
         answers = [[None if code < 0 else code for code in row] for row in codes.tolist()]
         for number, its in enumerate(given.sets):
-            of_set = (given.dataset.sources == number).nonzero()[:, 0].tolist()
-            measured = measure(scores[of_set], [answers[i] for i in of_set]) if of_set else {}
+            of_set = np.flatnonzero((given.dataset.sources == number).numpy() & scored.all(1))
+            measured = measure(scores[of_set], [answers[i] for i in of_set]) if len(of_set) else {}
             means |= {f"val/{its}/{key}": value for key, value in measured.items()}
-        return {"val/reward_mean": total / rows, **means}
+        return {"val/reward_mean": float(scores[scored].mean(dtype=np.float64)), **means}
 
     def _reader(self, given: ValidationRows) -> Function:
         """A function for ``arithmetic.apply``: ``answer_codes`` float64 [rows], equal where final answers are, -1 for none."""

@@ -16,7 +16,7 @@ from rlhf_spmd.data.tokenizer import decode
 from rlhf_spmd.environments.config import environment_of
 from rlhf_spmd.rewards.binding import Row
 from rlhf_spmd.rewards.config import reward_key
-from rlhf_spmd.rewards.results import check_failures
+from rlhf_spmd.rewards.results import RewardError, check_failures
 from rlhf_spmd.rewards.runner import RewardRunner
 from rlhf_spmd.workers.model_worker import ModelWorker
 from rlhf_spmd.workers.objective import last_token_value, model_tokens
@@ -79,7 +79,8 @@ class RewardWorker(ModelWorker):
     def _report(self, batch: Batch, made: Batch | None, noted: list[dict[str, Any]]) -> dict[str, Any]:
         """Statistics of the global batch's scored rows, and as samples the texts of the call's first rows. ``noted``: of each run.
 
-        Raises RewardError if more calls failed than ``max_failure_rate`` allows, or all in the first step.
+        Raises RewardError if more calls failed than ``max_failure_rate`` allows, or all in the first step, or if the only reward
+        scores none of the first rows that it is asked for.
         Collective over the pool: every rank of it must call, in program order.
         """
         report: dict[str, Any] = {
@@ -88,11 +89,10 @@ class RewardWorker(ModelWorker):
         report["first_error"] = next((note["first_error"] for note in noted if note["first_error"]), None)
         text_of = {row: text for note in noted for row, text in note["texts"].items()}
         texts = [text_of[row] for row in batch.row_ids.tolist()] if text_of else []
-        scored = ~torch.isin(batch.row_ids, torch.cat([note["unscored"] for note in noted]))
         scores = torch.zeros(len(batch)) if made is None else made["scores"]
+        scored = ~scores.isnan()
         report |= self._statistics(batch, scores[scored], report)
         report["extras"] = _add_up([*(note["extras"] for note in noted), *self._by_source(texts, scores, scored)])
-        report |= {"score_sum": float(scores[scored].double().sum()), "rows": int(scored.sum())}
         report["samples"] = [
             self.sample(batch, i, texts[i], scores) for i in range(len(texts)) if int(batch.row_ids[i]) in self.shown
         ]
@@ -106,7 +106,7 @@ class RewardWorker(ModelWorker):
         report=_report,
     )
     def compute_reward(self, batch: Batch) -> tuple[Batch | None, dict[str, Any]]:
-        """``scores`` [rows]: weight * function + model_weight * model, 0 for rows that this reward does not score; of the first
+        """``scores`` [rows]: weight * function + model_weight * model, nan for rows that this reward does not score; of the first
         reward + weight * reward of the row's environment.
 
         Collective over the pool: every rank of it must call, in program order.
@@ -121,14 +121,13 @@ class RewardWorker(ModelWorker):
                 given = by_model.to(dtype)
                 given[list(refused)] = self.reward.default
                 scores += self.reward.model_weight * given
-        note, scored = self._score_text(batch, scores, refused)
+        note = self._score_text(batch, scores, refused)
         if self.first and "environment_reward" in batch:
             known = self.build.environments
             names = [environment_of(known, row) for row in decode_json(batch["row"])]
-            weights = [0.0 if name is None else known[name].weight for name in names]
-            scores += torch.tensor(weights, dtype=torch.float64) * batch["environment_reward"]
-            scored |= torch.tensor([name is not None for name in names])
-        note["unscored"] = batch.row_ids[~scored]
+            weights = [torch.nan if name is None else known[name].weight for name in names]
+            more = torch.tensor(weights, dtype=torch.float64) * batch["environment_reward"]
+            scores = scores.where(more.isnan(), (scores.masked_fill(scores.isnan(), 0.0) + more).to(dtype))
         return (batch.with_fields(scores=scores) if self.mesh.last_stage and len(batch) else None), note
 
     def score_by_model(self, batch: Batch) -> tuple[Tensor | None, dict[int, str]]:
@@ -182,8 +181,10 @@ class RewardWorker(ModelWorker):
         *extremes, highest, lowest, first = self.mesh.pool.all_reduce(largest, "control", "max").tolist()
         if failures + timeouts:
             self._report_failures(int(failures + timeouts), int(calls), int(-first), report["first_error"])
+        if calls and not scored and not self.called and len(self.build.rewards) == 1:  # of several others may score them
+            raise RewardError(f"{reward_key(self.name)}.{self.reward.scorer} gave None for all of the first {int(calls)} rows")
         self.called = self.called or calls > 0
-        found = {"failures": failures, "timeouts": timeouts}
+        found = {"failures": failures, "timeouts": timeouts, "unscored": rows - scored}
         if scored:
             mean = score / scored
             found |= {"mean": mean, "std": max(squares / scored - mean**2, 0.0) ** 0.5, "max": highest, "min": -lowest}
@@ -228,19 +229,18 @@ class RewardWorker(ModelWorker):
             rows = [(prompt, text, row | its) for (prompt, text, row), its in zip(rows, more, strict=True)]
         return batch.row_ids[chosen].tolist(), rows, batch.group_ids[chosen].tolist()
 
-    def _score_text(self, batch: Batch, scores: Tensor, refused: dict[int, str]) -> tuple[dict[str, Any], Tensor]:
-        """Add the function's scores to ``scores`` in place, the same on all tp ranks of the last stage; what :meth:`_report` has to
-        know of the calls, on tp 0 with (prompt, response, row) of each row id, without special tokens in the response; and which
-        rows are scored, bool [rows]. ``refused``: rows that the model could not read, and why."""
+    def _score_text(self, batch: Batch, scores: Tensor, refused: dict[int, str]) -> dict[str, Any]:
+        """Add the function's scores to ``scores`` in place, nan for rows that are not scored, the same on all tp ranks of the last
+        stage. Returns what :meth:`_report` has to know of the calls, on tp 0 with (prompt, response, row) of each row id, without
+        special tokens in the response. ``refused``: rows that the model could not read, and why."""
         report: dict[str, Any] = {"calls": 0, "failures": 0, "timeouts": 0, "first_error": None, "extras": {}, "clipped": 0}
         report["texts"] = {}
-        scored = torch.ones(len(batch), dtype=torch.bool)
         if not self.mesh.last_stage or not len(batch):
-            return report, scored
+            return report
         if self.answers:
             texts, scored = self._texts(batch)
             report["texts"] = dict(zip(batch.row_ids.tolist(), texts, strict=True))
-            scores[~scored] = 0.0
+            scores[~scored] = torch.nan
             limits = torch.tensor([row.get("max_response_length") or math.inf for _, _, row in texts])
             limits = limits.clamp(max=self.build.max_response_length or math.inf)
             report["clipped"] = int((batch["response_ids"].lengths >= limits).sum())
@@ -252,9 +252,7 @@ class RewardWorker(ModelWorker):
             keys, rows, groups = self._asked(batch, texts, scored)
             result = self.runner.score(rows, groups, self.controller.tick, keys)
             given = torch.tensor([torch.nan if score is None else score for score in result.scores], dtype=scores.dtype)
-            scores[chosen] += self.reward.weight * given.nan_to_num(0.0)
-            if self.spec is None:
-                scored[chosen] = ~given.isnan()
+            scores[chosen] += self.reward.weight * (given if self.spec is None else given.nan_to_num(0.0))
             report["calls"] += len(chosen)
             report["failures"] += result.failures
             report["timeouts"] = result.timeouts
@@ -262,7 +260,7 @@ class RewardWorker(ModelWorker):
             report |= {"first_error": report["first_error"] or result.first_error, "extras": extras}
         if self.reward.function is not None or self.reward.data_sources is not None:
             self.mesh.tp.broadcast(scores, 0, "batch")
-        return report, scored
+        return report
 
 
 def _add_up(parts: Iterable[Mapping[str, tuple[float, int]]]) -> dict[str, tuple[float, int]]:
