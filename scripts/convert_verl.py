@@ -24,15 +24,20 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from rlhf_spmd.config.bounds import idle_settings
 from rlhf_spmd.config.foreign import foreign_names
+from rlhf_spmd.config.load import sections_of
 from rlhf_spmd.config.registry import find
+from rlhf_spmd.config.schema import ConfigError, Reader
+from rlhf_spmd.data.prompts import DataConfig
 from rlhf_spmd.telemetry.logger import PACKAGES
 
 ROLLOUT, ACTOR = "actor_rollout_ref.rollout.", "actor_rollout_ref.actor."
 VALIDATION, FILTER = ROLLOUT + "val_kwargs.", "algorithm.filter_groups."
+OVERLONG = ("reward_model.overlong_buffer.enable", "reward_model.reward_kwargs.overlong_buffer_cfg.enable")
 DEFAULTS: dict[str, Any] = {  # verl's; those that this project has too are not written
     "algorithm.adv_estimator": "gae",
     "algorithm.use_kl_in_reward": False,
@@ -40,6 +45,8 @@ DEFAULTS: dict[str, Any] = {  # verl's; those that this project has too are not 
     "algorithm.lam": 1.0,
     "algorithm.norm_adv_by_std_in_grpo": True,
     "algorithm.kl_ctrl.kl_coef": 0.001,
+    FILTER + "enable": False,
+    OVERLONG[0]: False,
     ACTOR + "use_kl_loss": False,
     ACTOR + "kl_loss_coef": 0.001,
     ACTOR + "kl_loss_type": "low_var_kl",
@@ -96,7 +103,10 @@ def read_script(path: Path) -> list[str]:
         said = (done.stderr.strip().splitlines() or ["no reason given"])[-1].split(": ", 1)[-1]
         raise Refused(f"{path}: bash cannot expand it: {said}; set the variable in the environment of this command")
     found = [word.lstrip("+") for word in done.stdout.split("\0") if re.match(r"[+~]*[a-z_]+\.[\w.]+=", word)]
-    return [*found, *(["algorithm.filter_groups.enable=True"] if "main_dapo" in command else [])]
+    return [
+        *(["algorithm.filter_groups.enable=True"] if "main_dapo" in command else []),
+        *found,
+    ]  # the last word is the script's
 
 
 def value_of(text: str) -> Any:
@@ -141,7 +151,7 @@ def algorithm_of(verl: dict[str, Any]) -> dict[str, Any]:
     name, more = {"gae": "ppo"}.get(estimator, estimator), {}
     if estimator == "opo":
         name, more = "grpo", {"algorithm.adv_estimator": "opo"}
-    if name == "grpo" and verl.get(FILTER + "enable"):
+    if name == "grpo" and (verl.get(FILTER + "enable") or any(verl.get(key) for key in OVERLONG)):
         name = "dapo"
     elif name == "grpo" and not more and mode in ("gspo", "cispo"):
         name, mode = mode, "vanilla"
@@ -210,15 +220,28 @@ def convert(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
         elif key in given or not ours.startswith("algorithm.") or default_of(config, ours) != value:
             found[ours] = value
     settle(found, left, given, config)
-    plain = {
-        key.partition(".")[2]: value for key, value in found.items() if key.startswith("algorithm.") and key.count(".") == 1
+    tree = OmegaConf.to_container(tree_of(found))
+    made = {
+        name: Reader(kind, {}, tree.get(name, {}), interpolated=False).read()
+        for name, kind in (("algorithm", config), ("data", DataConfig))
     }
-    roles = list(config(**plain).roles)
+    idle = {key: needed for path, section in sections_of(made) for key, _, needed in idle_settings(section, path)}
+    for key in idle:
+        del found[key]
+    left |= {key: f"does nothing without {idle[ours]}" for key, ours in names.items() if key in given and ours in idle}
+    roles = list(made["algorithm"].roles)
     for key in [key for key in found if key.startswith("models.") and key.split(".")[1] not in roles]:
         del found[key]
     if not verl.get("reward_model.enable"):
         found.pop("reward.model", None)
     return {**run_of(verl, roles), **rewards_of(verl), **found}, left
+
+
+def tree_of(found: dict[str, Any]) -> DictConfig:
+    tree = OmegaConf.create()
+    for key in sorted(found):
+        OmegaConf.update(tree, key, found[key])
+    return tree
 
 
 def settle(found: dict[str, Any], left: dict[str, str], given: dict[str, Any], config: type) -> None:
@@ -291,16 +314,13 @@ def main(arguments: Sequence[str]) -> None:
     try:
         verl = read(Path(arguments[0]), arguments[1:])
         found, left = convert(verl)
-    except (Refused, yaml.YAMLError) as error:
+    except (ConfigError, Refused, yaml.YAMLError) as error:
         print(f"convert_verl: {error}", file=sys.stderr)
         sys.exit(2)
-    tree = OmegaConf.create()
-    for key in sorted(found):
-        OmegaConf.update(tree, key, found[key])
     gpus, nodes = verl.get("trainer.n_gpus_per_node", 8), verl.get("trainer.nnodes", 1)
     several = f"torchrun --nnodes {nodes} --nproc-per-node {gpus} -m rlhf_spmd.train"
     print(f"# {several if nodes > 1 else f'rlhf-spmd train --nproc-per-node {gpus}'} --config THIS_FILE")
-    print(OmegaConf.to_yaml(tree), end="")
+    print(OmegaConf.to_yaml(tree_of(found)), end="")
     for key, why in left.items():
         print(f"{key}: left out, {why}", file=sys.stderr)
 

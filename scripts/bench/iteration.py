@@ -52,7 +52,7 @@ def settings(root: Path, algorithm: str, kl: float, steps: int) -> list[str]:
     if algorithm == "ppo":
         chosen += [f"algorithm.kl_ctrl.kl_coef={kl}", f"reward.model={root / 'scorer'}", "reward.function=null"]
     else:
-        chosen += [f"algorithm.use_kl_loss={str(kl > 0).lower()}", f"algorithm.kl_loss_coef={kl}"]
+        chosen += [f"algorithm.kl_loss_coef={kl}"] if kl else ["algorithm.use_kl_loss=false"]
         chosen += ["reward.function=happy_words", f"sampling.n={GROUP}"]
     return [
         *chosen,

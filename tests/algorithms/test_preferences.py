@@ -92,6 +92,14 @@ def test_forms_of_pairs(row: dict[str, Any], prompt: Any, chosen: str, rejected:
     assert [response.numbers for response in pair] == [{"chosen": 1.0, "margin": 0.0}, {"chosen": 0.0, "margin": 0.0}]
 
 
+def test_a_margin_that_is_named_must_be_there() -> None:
+    row = {"prompt": "p", "chosen": "a", "rejected": "b", "score_gap": 3.0}
+    pair = PreferencesConfig(path="x", margin_key="score_gap").pair(Row(row, "x:1"))
+    assert [response.numbers["margin"] for response in pair] == [3.0, 3.0]
+    with pytest.raises(DataError, match=r"x:1: no key 'score_gapp' \(data\.margin_key=score_gapp\)"):
+        PreferencesConfig(path="x", margin_key="score_gapp").pair(Row(row, "x:1"))
+
+
 def test_pku_s_fields_for_a_cost_model() -> None:
     """The safer response is the chosen one, whichever is better."""
     pair = SafetyPreferencesConfig(path="x").pair(Row(PKU, "x:1"))

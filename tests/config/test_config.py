@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -276,3 +276,47 @@ def test_find_by_name_and_by_dotted_path(tmp_path: Path, monkeypatch: pytest.Mon
             resolve_function(name, "reward.function")
     for module in ("some_algorithms", "my_algo"):
         sys.modules.pop(module, None)
+
+
+@dataclass(frozen=True)
+class Inner:
+    size: int = 1
+    kind: str = "a"
+
+
+@dataclass(frozen=True)
+class Switched:
+    on: bool = False
+    off: bool = False
+    inner: Inner = field(default_factory=Inner)
+    weight: float = 1.0
+    needs: ClassVar[Mapping[str, tuple[str, ...]]] = {"on or off": ("weight", "inner.size")}
+
+
+@dataclass(frozen=True)
+class Derived(Switched):
+    inner: Inner = field(default_factory=lambda: Inner(size=7))
+    mode: str | None = None
+    depth: int = 2
+    needs: ClassVar[Mapping[str, tuple[str, ...]]] = {"mode=deep": ("depth",)}
+
+
+@pytest.mark.parametrize(
+    ("config", "found"),
+    [
+        (Derived(), None),
+        (Derived(weight=2.0), "a.weight=2.0 does nothing without a.on or off; leave it out"),
+        (Derived(weight=2.0, off=True), None),
+        (Derived(inner=Inner(kind="b", size=7)), None),
+        (Derived(inner=Inner()), "a.inner.size=1 does nothing without a.on or off; leave it out"),
+        (Derived(mode="flat", depth=3), "a.depth=3 does nothing without a.mode=deep; leave it out"),
+        (Derived(mode="deep", depth=3), None),
+    ],
+)
+def test_a_setting_that_does_nothing_is_refused(config: Derived, found: str | None) -> None:
+    """Which a class says and its bases say; what a class has as its own default is no setting."""
+    if found is None:
+        check_tree({"a": config})
+    else:
+        with pytest.raises(ConfigError, match=f"^{re.escape(found)}$"):
+            check_tree({"a": config})

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rlhf_spmd.algorithms.policy import LOSS_MODES, PolicyConfig, clipped_policy
+from rlhf_spmd.config.load import check_tree
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.objectives.losses import LOSS_AGG_MODES
 from rlhf_spmd.objectives.rollout_correction import RS_KINDS, RolloutCorrectionConfig, correction_weights, mismatch_sums
@@ -295,7 +296,8 @@ def test_an_aggregation_is_computed_or_refused(mode: str, agg: str) -> None:
         ({"rollout_is": "tokens"}, "unknown .*rollout_is 'tokens'; available: token, sequence, or null"),
         ({"rollout_rs": "geometric"}, "unknown .*rollout_rs 'geometric'"),
         ({"rollout_rs": "token_k1"}, "needs .*rollout_rs_threshold"),
-        ({"rollout_rs_threshold": 2.0}, "does nothing without"),
+        ({"rollout_rs_threshold": 2.0}, "rollout_rs_threshold=2.0 does nothing without .*rollout_rs; leave it out"),
+        ({"rollout_is_threshold": 5.0}, "rollout_is_threshold=5.0 does nothing without .*rollout_is; leave it out"),
         ({"rollout_rs": "token_k3", "rollout_rs_threshold": 2.0, "rollout_rs_threshold_lower": 0.1}, "is for .* with _k1"),
         ({"rollout_rs": "token_k1", "rollout_rs_threshold": 0.5}, "must include 1"),
         ({"rollout_is_threshold": 0.0}, "must be above 0"),
@@ -303,4 +305,4 @@ def test_an_aggregation_is_computed_or_refused(mode: str, agg: str) -> None:
 )
 def test_corrections_that_cannot_be_are_refused(knobs: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        RolloutCorrectionConfig(**knobs).check("algorithm.rollout_correction")
+        check_tree(RolloutCorrectionConfig(**knobs), "algorithm.rollout_correction")

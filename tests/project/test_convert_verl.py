@@ -122,13 +122,36 @@ python3 -m recipe.dapo.main_dapo "${DATA[@]}" algorithm.adv_estimator=grpo actor
     assert subprocess.run(command, capture_output=True, text=True).returncode == 2
 
 
+def test_dapo_is_what_the_script_turns_on(tmp_path: Path) -> None:
+    """Also where it turns filtering off; what does nothing as the script has it is left out and said."""
+    script, keys = tmp_path / "dapo.sh", ("filter_groups", "overlong_buffer")
+    command = """on=FILTER
+python3 -m recipe.dapo.main_dapo data.train_files=/d.parquet algorithm.adv_estimator=grpo algorithm.filter_groups.enable=$on \\
+    actor_rollout_ref.model.path=/m reward_model.overlong_buffer.enable=OVERLONG reward_model.overlong_buffer.penalty_factor=0.7 \\
+    actor_rollout_ref.actor.use_kl_loss=False actor_rollout_ref.actor.kl_loss_coef=0.0 algorithm.kl_ctrl.kl_coef=0.0 data.seed=3 \\
+    data.shuffle=False
+"""
+    for filtering, overlong in ((False, True), (True, False), (True, True), (False, False)):
+        script.write_text(command.replace("FILTER", str(filtering)).replace("OVERLONG", str(overlong)))
+        _, written, said = run_script(str(script))
+        (tmp_path / "mine.yaml").write_text(written)
+        config = read_config(str(tmp_path / "mine.yaml"), [])[0]
+        found = [getattr(config.algorithm, key).enable for key in keys if config.algorithm.name == "dapo"]
+        assert found == ([filtering, overlong] if filtering or overlong else [])
+        assert "kl_loss_coef: left out, does nothing without algorithm.use_kl_loss" in said and "kl_coef" not in written
+        assert "data.seed: left out, does nothing without data.shuffle" in said
+        assert ("penalty_factor: left out" in said) != overlong
+
+
 @pytest.mark.parametrize(
     ("estimator", "expected"),
-    [("rloo", ("token-mean", 0.001, False)), ("opo", ("token-mean", 0.001, False))],
+    [("rloo", 0.001), ("opo", 0.001)],
 )
-def test_verls_defaults_are_kept(tmp_path: Path, estimator: str, expected: tuple[str, float, bool]) -> None:
+def test_verls_defaults_are_kept(tmp_path: Path, estimator: str, expected: float) -> None:
     algorithm = convert(tmp_path, estimator)[0].algorithm
-    assert (algorithm.loss_agg_mode, algorithm.kl_ctrl.kl_coef, algorithm.use_kl_in_reward) == expected
+    assert (algorithm.loss_agg_mode, algorithm.use_kl_in_reward) == ("token-mean", False)
+    algorithm = convert(tmp_path, estimator, "algorithm.use_kl_in_reward=True")[0].algorithm
+    assert (algorithm.kl_ctrl.kl_coef, algorithm.use_kl_in_reward) == (expected, True)
 
 
 def test_an_estimator_that_is_not_there(tmp_path: Path) -> None:

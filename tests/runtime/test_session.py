@@ -104,7 +104,7 @@ def test_a_run_that_went_on_is_exported_as_it_ended(tmp_path: Path) -> None:
 
 
 def test_a_coefficient_that_was_fixed_is_not_gone_on_with(tmp_path: Path) -> None:
-    control = ["algorithm.kl_ctrl.type=fixed", "algorithm.kl_ctrl.kl_coef=0"]
+    control = ["algorithm.kl_ctrl={type: fixed, kl_coef: 0, target_kl: 0.1, horizon: 10000}"]
     train(tmp_path, 1, *control)
     train(tmp_path, 2)
     assert tasks.read_run(tmp_path).metrics[-1]["actor/kl_coef"] > 0
@@ -399,7 +399,7 @@ def test_an_actor_that_learns_too_fast_is_named(tmp_path: Path) -> None:
     apart += [f"models.{role}.pool=train" for role in ("actor", "critic", "reference", "reward")]
     more = [
         "placement.max_staleness=1",
-        "algorithm.kl_ctrl.type=fixed",
+        "algorithm.kl_ctrl={type: fixed, target_kl: 0.1, horizon: 10000}",
         "algorithm.ppo_mini_batch_size=8",
         "algorithm.ppo_epochs=1",
     ]

@@ -111,6 +111,7 @@ class MovingReferenceConfig(AlgorithmConfig):
     sync_ref_model: bool = False
     ref_model_mixup_alpha: float = 0.6
     ref_model_sync_steps: int = 512
+    needs: ClassVar[Mapping[str, tuple[str, ...]]] = {"sync_ref_model": ("ref_model_mixup_alpha", "ref_model_sync_steps")}
 
     def check(self, where: str) -> None:
         check_bounds(self, where, "ref_model_mixup_alpha", above=0, most=1)

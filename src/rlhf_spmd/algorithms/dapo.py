@@ -3,6 +3,7 @@ responses, and prompts whose responses all score alike replaced by further ones.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -30,6 +31,7 @@ class OverlongConfig:
     enable: bool = True
     len: int | None = None
     penalty_factor: float = 1.0
+    needs: ClassVar[Mapping[str, tuple[str, ...]]] = {"enable": ("len", "penalty_factor")}
 
     def check(self, where: str) -> None:
         check_bounds(self, where, "len", least=1)
@@ -48,6 +50,7 @@ class FilterGroupsConfig:
     enable: bool = True
     metric: str = "score"
     max_num_gen_batches: int = 10
+    needs: ClassVar[Mapping[str, tuple[str, ...]]] = {"enable": ("metric", "max_num_gen_batches")}
 
     def check(self, where: str) -> None:
         check_bounds(self, where, "max_num_gen_batches", least=1)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -28,6 +29,10 @@ class KLRewardConfig(PolicyConfig):
     use_kl_in_reward: bool = True
     kl_penalty: str = "kl"
     kl_ctrl: KLControlConfig = field(default_factory=KLControlConfig)
+    needs: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "use_kl_in_reward": ("kl_ctrl.kl_coef", "kl_ctrl.type"),
+        "use_kl_in_reward or use_kl_loss": ("kl_penalty",),
+    }
 
     def check(self, where: str) -> None:
         super().check(where)

@@ -1,8 +1,12 @@
-"""Bounds of the numbers in a configuration: one way to check them, one form of the message."""
+"""Bounds of the numbers in a configuration, and settings that do nothing: one way to check them, one form of the message."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from dataclasses import MISSING, Field
+from operator import attrgetter
+from typing import Any
 
 
 def check_bounds(
@@ -19,3 +23,23 @@ def check_bounds(
         if value is not None and not (math.isfinite(value) and least <= value <= most and above < value):
             allowed = " and ".join(limits) if limits and math.isfinite(value) else ", ".join(["a finite number", *limits])
             raise ValueError(f"{where}{'.' if where else ''}{key}={value}: must be {allowed}")
+
+
+def idle_settings(section: Any, where: str) -> Iterator[tuple[str, Any, str]]:
+    """Settings of a dataclass that are not their defaults and do nothing beside the others: dotted key, value, and without what.
+
+    ``needs`` of its class and of the bases says which: ``{"val_path": ("val_batch_size",), "type=adaptive": ("horizon",)}``. What they
+    need is given, true, or has that value; of several with ``or`` between, one. ``where``: dotted path of ``section``.
+    """
+    for kind in type(section).__mro__:
+        for needed, keys in vars(kind).get("needs", {}).items():
+            pairs = [condition.partition("=") for condition in needed.split(" or ")]
+            if any(getattr(section, name) == value if value else getattr(section, name) for name, _, value in pairs):
+                continue
+            for key in keys:
+                first, _, inner = key.partition(".")
+                field: Field[Any] = section.__dataclass_fields__[first]
+                default = field.default if field.default_factory is MISSING else field.default_factory()
+                value = attrgetter(key)(section)
+                if value != (attrgetter(inner)(default) if inner else default):
+                    yield f"{where}.{key}", value, f"{where}.{needed}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError, YAMLError, safe_load
 
+from rlhf_spmd.config.bounds import idle_settings
 from rlhf_spmd.config.foreign import foreign_hint
 from rlhf_spmd.config.schema import ConfigError, Reader, first_line, leaves
 
@@ -66,15 +67,24 @@ def load(
 def check_tree(config: Any, where: str = "") -> None:
     """Call ``check(where)`` of every dataclass in ``config``, outermost first; ``where`` is its dotted path ("" for the root).
 
-    A ``check`` raises ValueError; it comes out as ConfigError with the same text.
+    A ``check`` raises ValueError; it comes out as ConfigError with the same text. So does a setting that does nothing.
     """
-    try:
-        if dataclasses.is_dataclass(config) and hasattr(config, "check"):
-            config.check(where)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+    for path, section in sections_of(config, where):
+        try:
+            if hasattr(section, "check"):
+                section.check(path)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        for key, value, needed in idle_settings(section, path):
+            raise ConfigError(f"{key}={value} does nothing without {needed}; leave it out")
+
+
+def sections_of(config: Any, where: str = "") -> Iterator[tuple[str, Any]]:
+    """Every dataclass in ``config`` with its dotted path, outermost first; ``where``: that of ``config``."""
+    if dataclasses.is_dataclass(config):
+        yield where, config
     for key, value in _children(config).items():
-        check_tree(value, f"{where}.{key}" if where else str(key))
+        yield from sections_of(value, f"{where}.{key}" if where else str(key))
 
 
 def to_dict(config: Any, text: Callable[[str], str] = str) -> Any:

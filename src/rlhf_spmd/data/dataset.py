@@ -121,6 +121,11 @@ class DatasetConfig(StoredRowsConfig):
     curriculum_key: str | None = None
     curriculum_epochs: int = 1
     duplicates: str = "refuse"
+    needs: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "val_path": ("val_split", "val_batch_size", "val_max_samples"),
+        "shuffle": ("seed",),
+        "curriculum_key": ("curriculum_epochs",),
+    }
 
     def check(self, where: str) -> None:
         super().check(where)

@@ -42,7 +42,8 @@ class PreferencesConfig(ResponsesConfig):
     - val_batch_size: pairs per batch of validation; null: all
     - chosen_key: column of the better response, of `cost_model` the safer one
     - rejected_key: column of the other response
-    - margin_key: column that says by how much it is better, at least 0; rows need not have it; read by `reward_model`
+    - margin_key: column that says by how much it is better, at least 0; read by `reward_model`; where it is not
+      named, rows need not have it
     """
 
     chosen_key: str = "chosen"
@@ -284,7 +285,7 @@ def _flag(row: Row, key: str, setting: str) -> bool:
 
 
 def _number(row: Row, key: str, default: float) -> float:
-    value = row.get(key, "data.margin_key") if key in row else default
+    value = row.get(key, "data.margin_key") if key in row or key != PreferencesConfig.margin_key else default
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
         raise DataError(f"{row.where}: '{key}' must be a number of at least 0, not {value!r}")
     return float(value)

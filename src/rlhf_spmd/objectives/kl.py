@@ -8,7 +8,9 @@ in the form that TRL and verl use.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -82,6 +84,7 @@ class KLControlConfig:
     kl_coef: float = 0.001
     target_kl: float = 0.1
     horizon: int = 10000
+    needs: ClassVar[Mapping[str, tuple[str, ...]]] = {"type=adaptive": ("target_kl", "horizon")}
 
     def check(self, where: str = "kl_ctrl") -> None:
         """Raises ValueError naming the key, the value and what is allowed."""

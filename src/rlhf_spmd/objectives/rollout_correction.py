@@ -9,8 +9,9 @@ All tensors are [T] packed, nats, ``lengths`` int64 [rows]; nothing takes gradie
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -46,6 +47,10 @@ class RolloutCorrectionConfig:
     rollout_rs_threshold: float | None = None
     rollout_rs_threshold_lower: float | None = None
     bypass_mode: bool = False
+    needs: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "rollout_is": ("rollout_is_threshold",),
+        "rollout_rs": ("rollout_rs_threshold",),
+    }
 
     def check(self, where: str) -> None:
         for key, value, known in (("rollout_is", self.rollout_is, IS_LEVELS), ("rollout_rs", self.rollout_rs, RS_KINDS)):
@@ -61,10 +66,6 @@ class RolloutCorrectionConfig:
         by_ratio = self.rollout_rs is not None and self.rollout_rs.endswith("_k1")
         if self.rollout_rs is not None and self.rollout_rs_threshold is None:
             raise ValueError(f"{where}.rollout_rs={self.rollout_rs} needs {where}.rollout_rs_threshold, above 0")
-        if self.rollout_rs is None and self.rollout_rs_threshold is not None:
-            raise ValueError(
-                f"{where}.rollout_rs_threshold={self.rollout_rs_threshold} does nothing without {where}.rollout_rs"
-            )
         if self.rollout_rs_threshold_lower is not None and not by_ratio:
             raise ValueError(f"{where}.rollout_rs_threshold_lower is for {where}.rollout_rs with _k1, not {self.rollout_rs}")
         if by_ratio and not self.bounds[0] <= 1 <= self.bounds[1]:

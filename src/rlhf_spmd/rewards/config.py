@@ -93,6 +93,12 @@ class RewardConfig:
             except TypeError as error:  # a setting is missing, or of another type
                 raise bound.refusal(f"with kwargs={self.kwargs}: {error}") from error
 
+    def check_no_model(self, where: str) -> None:
+        """Raises ValueError for a setting of a model, where none scores."""
+        for key in ("model_weight", "retokenize", "apply_chat_template", "chat_template"):
+            if (value := getattr(self, key)) != self.__dataclass_fields__[key].default:
+                raise ValueError(f"{where}.{key}={value} does nothing without a model that scores; leave it out")
+
     @property
     def scorer(self) -> str:
         """What scores, for messages."""

@@ -141,6 +141,7 @@ def check_set(
     for setting, value in (("model", reward.model), ("judge", reward.judge)):
         if value is not None:
             raise ValueError(f"{key}.{setting}={value}: here responses are scored by a function; leave it out")
+    reward.check_no_model(key)
     reward.check_rows(key, seen, [row.where for row in rows])
     given = [row.get(config.data.prompt_key, "") if config.data.prompt_key in row else None for row in rows]
     return PromptSet(name, key, sampling, reward, given, seen, prompts, limits, errors)

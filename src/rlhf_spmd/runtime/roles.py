@@ -113,7 +113,12 @@ def describe_roles(
     for role, worker in known.items():
         if issubclass(worker, RewardWorker) and role != exported:
             given = rewarded and role == next(iter(declared), role)
-            configs[role] = _reward_model(role, configs[role], rewards.get(role, RewardConfig()), given)
+            reward = rewards.get(role, RewardConfig())
+            configs[role] = _reward_model(role, configs[role], reward, given)
+            if configs[role].path is None:
+                reward.check_no_model(reward_key(role))
+                if reward.weight == 0 and len(rewards) == 1 and not given:
+                    raise ValueError(f"{reward_key(role)}.weight=0: nothing else is rewarded; leave it out")
         elif configs[role].path is None:
             configs[role] = replace(configs[role], path=own.path, random_init=configs[role].random_init or own.random_init)
     plans = {
