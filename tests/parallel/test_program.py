@@ -114,7 +114,9 @@ def test_a_file_that_one_rank_cannot_read_ends_all_ranks(refused):
 def test_a_rank_with_another_setting_ends_all_ranks(refused):
     ended = refused["bad_lr"]
     assert len(ended.ours) == 1 and ended.codes == {0: 2, 1: 2}
-    assert re.fullmatch(r"rank \d on \S+ has another models.actor.optim.lr than rank \d on \S+: .*", ended.ours[0])
+    assert re.fullmatch(
+        r"rank \d on \S+ has another models.actor.optim.lr than rank \d on \S+ \(.*, not .*\): .*", ended.ours[0]
+    )
 
 
 def test_a_rank_that_raises_is_the_one_named(failed):

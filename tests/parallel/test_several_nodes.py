@@ -50,4 +50,4 @@ def test_hosts_with_different_numbers_of_ranks_are_refused(tmp_path: Path):
         for agent in agents:
             tasks.kill(agent)
     assert json.loads((tmp_path / "exit_status.json").read_text())["class"] == "config"
-    assert "give all the same --nproc-per-node" in (tmp_path / "output.txt").read_text()
+    assert "has another --nproc-per-node than" in (tmp_path / "output.txt").read_text()

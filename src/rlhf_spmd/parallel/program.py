@@ -222,7 +222,8 @@ def _agree_on_input(
         mine = {"--nproc-per-node": str(launch.local_size), **(alike(prepared) if prepared is not None else {})}
         there, first = json.loads(store.compare_set("prepare/alike", "", json.dumps([here, mine])))  # the first that came here
         for name in [name for name in {**first, **mine} if first.get(name) != mine.get(name)][:1]:
-            refusal = ("config", f"{here} has another {name} than {there}: give all ranks the same", "")
+            values = f"{one_line(str(mine.get(name)))[:80]}, not {one_line(str(first.get(name)))[:80]}"
+            refusal = ("config", f"{here} has another {name} than {there} ({values}): give all ranks the same", "")
     if refusal:
         record = json.dumps([*refusal[:2], launch.rank])
         if store.compare_set("prepare/verdict", "", record) == record.encode():
