@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_spmd.data.balance import micro_batches_by_count, micro_batches_by_tokens, partition_by_tokens, share_out
+from rlhf_spmd.data.balance import cut_rows, micro_batches_by_count, micro_batches_by_tokens, partition_by_tokens, share_out
 
 LENGTHS = st.lists(st.integers(0, 300), max_size=60)
 
@@ -162,3 +163,38 @@ def test_micro_batches_by_count() -> None:
     assert micro_batches_by_count([9] * 3, 2, 4) == [[0, 1], [2], [], []]
     assert micro_batches_by_count([], 2) == []
     assert micro_batches_by_tokens([], 2, 2) == [[], []]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 6), st.integers(1, 30)), max_size=40),
+    st.integers(30, 120),
+    st.booleans(),
+    st.integers(0, 2),
+)
+def test_rows_are_cut_into_no_more_micro_batches_than_one_by_one(
+    rows: list[tuple[int, int]], budget: int, keep: bool, extra: int
+) -> None:
+    groups, lengths = np.array([group for group, _ in rows], dtype=np.int64), [length for _, length in rows]
+    largest = max((sum(n for g, n in rows if g == group) for group, _ in rows), default=0)
+    budget = max(budget, largest) if keep else budget
+    bins = cut_rows(lengths, groups, budget, keep_groups=keep)
+    assert sorted(itertools.chain(*bins)) == list(range(len(rows)))
+    assert all(sum(lengths[row] for row in rows) <= budget for rows in bins)
+    assert all(rows == sorted(rows) for rows in bins)
+    if keep:
+        assert all(len({i for i, rows in enumerate(bins) if groups[row] in groups[rows]}) == 1 for row in range(len(rows)))
+    else:
+        assert len(bins) == len(micro_batches_by_tokens(lengths, budget))
+    assert len(cut_rows(lengths, groups, budget, keep_groups=keep, number=len(bins) + extra)) == len(bins) + extra
+
+
+def test_rows_of_a_group_come_together_where_they_fit() -> None:
+    fours = np.arange(8) % 2
+    assert cut_rows([5] * 8, fours, 20) == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert cut_rows([5] * 8, fours, 15) == [[0, 2, 4], [1, 3, 5], [6, 7]]
+    assert cut_rows([9, 9, 9, 9], np.zeros(4), 20) == [[0, 1], [2, 3]]
+    assert cut_rows([5] * 6, np.array([0, 0, 0, 1, 1, 1]), 20) == [[0, 1, 2], [3, 4, 5]]
+    assert cut_rows([5] * 8, fours, 20, max_rows=3) == [[0, 1, 2], [3, 4, 5], [6, 7]]
+    assert cut_rows([5] * 8, fours, 20, max_rows=5, keep_groups=True) == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    with pytest.raises(ValueError, match="20 tokens of group 0"):
+        cut_rows([5] * 8, fours, 19, keep_groups=True)

@@ -112,6 +112,57 @@ def micro_batches_by_count(
     return bins + [[] for _ in range(wanted - len(bins))]
 
 
+def cut_rows(
+    lengths: Sequence[int],
+    groups: np.ndarray,
+    max_tokens: int,
+    max_rows: int | None = None,
+    keep_groups: bool = False,
+    number: int | None = None,
+    where: str = "ppo_max_token_len_per_gpu",
+) -> list[list[int]]:
+    """The rows of each micro-batch, ascending, by ``max_rows`` rows where it is given, or by tokens. ``groups``: one id per row.
+
+    Those of a group come together with ``keep_groups``. Without, as many of them as fit, or half as many, where that takes no more
+    micro-batches than rows one by one: they have a prompt in common, which is computed once.
+    ``number`` and errors as in :func:`micro_batches_by_tokens`.
+    """
+    _, items = np.unique(groups, return_inverse=True)
+    together = [rows.tolist() for rows in np.split(np.argsort(items, kind="stable"), np.bincount(items).cumsum()[:-1]) if len(rows)]
+
+    def cut(items: list[list[int]], number: int | None) -> list[list[int]]:
+        weights, most = [sum(lengths[row] for row in item) for item in items], max(map(len, items), default=1)
+        if max_rows is not None:
+            chosen = micro_batches_by_count(weights, max(max_rows // most, 1), number)
+        else:
+            chosen = micro_batches_by_tokens(weights, max_tokens, number, where, "row" if most == 1 else "group")
+        return [sorted(row for item in bin for row in items[item]) for bin in chosen]
+
+    if keep_groups:
+        return cut(together, number)
+    apart = cut([[row] for row in range(len(lengths))], number)
+    if max_rows is not None or len(together) == len(lengths):
+        return apart
+    for room in (max_tokens, max_tokens // 2):
+        runs = [run for rows in together for run in _runs(rows, lengths, room)]
+        if len(cut(runs, None)) <= len(apart):
+            return cut(runs, len(apart))
+    return apart
+
+
+def _runs(rows: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """``rows`` in their order, in runs of at most ``max_tokens`` tokens; a longer row is a run of its own."""
+    runs: list[list[int]] = []
+    tokens = max_tokens + 1
+    for row in rows:
+        tokens += lengths[row]
+        if tokens > max_tokens:
+            runs.append([])
+            tokens = lengths[row]
+        runs[-1].append(row)
+    return runs
+
+
 def _deal(weights: Sequence[int], room: list[int], extra: int, held: Sequence[int]) -> list[int]:
     """The part of each weight, heaviest given first: always the part of fewest tokens that has room, of the lower number.
 

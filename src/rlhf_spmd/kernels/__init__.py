@@ -11,6 +11,7 @@ Must not know: modules, models, ranks.
 
 from rlhf_spmd.kernels.choice import ATTENTION, choose_ops, suspended
 from rlhf_spmd.kernels.devices import can, model_device, wait
+from rlhf_spmd.kernels.gradients import Node
 from rlhf_spmd.kernels.library import Kernels
 from rlhf_spmd.kernels.ops import Ops
 from rlhf_spmd.kernels.packing import AttentionRule, Context, Packing
@@ -20,6 +21,7 @@ __all__ = [
     "AttentionRule",
     "Context",
     "Kernels",
+    "Node",
     "Ops",
     "Packing",
     "can",

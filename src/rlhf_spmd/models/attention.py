@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from rlhf_spmd.kernels import AttentionRule, Ops, Packing, choose_ops
+from rlhf_spmd.kernels import AttentionRule, Node, Ops, Packing, choose_ops
 
 
 class Attention(Protocol):
@@ -27,17 +27,71 @@ class PackedAttention:
     ``lengths``: tokens per sequence, in the order in which they are packed. ``positions`` [T] count from 0 in each.
     Sequences are sorted and padded to a common length only inside the attention, among sequences of similar length.
     ``ops``: what computes it; None: the best for the queries.
+
+    ``places`` int64 [sum(lengths)] on the CPU: sequences that begin with the same tokens have these once; it says which of the T
+    tokens lies at each place of the sequences, in the order in which they first do. Only attention lays the sequences out whole.
     """
 
-    def __init__(self, lengths: Sequence[int], device: torch.device | str = "cpu", ops: Ops | None = None) -> None:
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        device: torch.device | str = "cpu",
+        ops: Ops | None = None,
+        places: Tensor | None = None,
+    ) -> None:
         assert all(n >= 0 for n in lengths), f"negative sequence length in {lengths}"
         self.packing, self._ops = Packing([int(n) for n in lengths], torch.device(device)), ops
         positions = torch.cat([torch.arange(n) for n in self.packing.lengths] or [torch.arange(0)])
-        self.positions = positions.to(self.packing.device)
-        self.kernel_context = self.packing.context if ops is None or ops.joins_layers else None
+        self._copies = None if places is None else Copies(places, self.packing.device)
+        positions = positions.to(self.packing.device)
+        self.positions = positions if self._copies is None else positions[self._copies.firsts]
+        joins = (ops is None or ops.joins_layers) and places is None
+        self.kernel_context = self.packing.context if joins else None
 
     def attend(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
         """q [T, H * G, D], k and v [T, H, D] -> [T, H * G, D]. Nothing is kept between layers: ``layer_index`` is not used."""
         assert len(q) == len(self.positions), f"{len(q)} tokens for sequences of {len(self.positions)} in all"
         ops = self._ops or choose_ops(q.dtype, q.device)
-        return ops.attend_packed(q, k, v, self.packing, rule)
+        if self._copies is None:
+            return ops.attend_packed(q, k, v, self.packing, rule)
+        # a token sees the same in each sequence that begins with it: the first one's output and query stand for all
+        laid = self._copies.spread(q, only_first=True), self._copies.spread(k), self._copies.spread(v)
+        return self._copies.first(ops.attend_packed(*laid, self.packing, rule))
+
+
+class Copies:
+    """Where each of U tokens lies in sequences that have T places: ``places`` int64 [T], numbered in the order of first places.
+
+    Gradients of copies are summed in their order and in fp32, so that equal runs have equal bits on GPUs too.
+    """
+
+    def __init__(self, places: Tensor, device: torch.device) -> None:
+        order, counts = torch.argsort(places, stable=True), torch.bincount(places)
+        starts = counts.cumsum(0) - counts
+        self.places, self.firsts = places.to(device), order[starts].to(device)
+        self._several: list[tuple[Tensor, Tensor]] = []  # tokens of equally many copies [S], and where these are [copies, S]
+        for number in counts[counts > 1].unique().tolist():
+            tokens = (counts == number).nonzero()[:, 0]
+            at = order[starts[tokens] + torch.arange(number)[:, None]]
+            self._several.append((tokens.to(device), at.to(device)))
+
+    def spread(self, x: Tensor, only_first: bool = False) -> Tensor:
+        """x [U, ...] -> [T, ...]. ``only_first``: copies other than the first have no gradient."""
+
+        def backward(_: object, grad: Tensor) -> tuple[Tensor]:
+            total = grad.index_select(0, self.firsts)
+            for tokens, at in () if only_first else self._several:
+                copies = grad.index_select(0, at.flatten()).view(*at.shape, *grad.shape[1:])
+                summed = copies.sum(0, dtype=torch.promote_types(grad.dtype, torch.float32))
+                total.index_copy_(0, tokens, summed.to(grad.dtype))
+            return (total,)
+
+        return Node.apply(lambda x: (x.index_select(0, self.places), ()), backward, x)
+
+    def first(self, x: Tensor) -> Tensor:
+        """x [T, ...] -> [U, ...], what lies at the first copies."""
+
+        def backward(_: object, grad: Tensor) -> tuple[Tensor]:
+            return (grad.new_zeros(len(self.places), *grad.shape[1:]).index_copy_(0, self.firsts, grad),)
+
+        return Node.apply(lambda x: (x.index_select(0, self.firsts), ()), backward, x)

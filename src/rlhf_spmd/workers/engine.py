@@ -48,6 +48,7 @@ class Packed:
     """A micro-batch of whole sequences: ``tokens`` int64 [T] on the device, ``lengths`` int64 [rows] on the CPU, summing to T.
 
     ``extra`` holds the fields of the same rows that heads and losses use. No rows at all is a valid micro-batch.
+    ``places``: where sequences share tokens, so that lengths sum to more, see :class:`~rlhf_spmd.models.attention.PackedAttention`.
     """
 
     tokens: Tensor
@@ -55,6 +56,7 @@ class Packed:
     extra: Batch = field(
         default_factory=lambda: Batch(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), {})
     )
+    places: Tensor | None = None
 
 
 T = TypeVar("T")
@@ -251,7 +253,7 @@ class TrainEngine:
         self, chunk: Decoder, batch: Packed, received: Tensor | None, last: Callable[[Decoder, Tensor], Any]
     ) -> Any:
         """One micro-batch through a chunk. One without rows goes through as a single token, whose result nobody uses."""
-        attention = PackedAttention(batch.lengths.tolist() or [1], self.device, self.attention)
+        attention = PackedAttention(batch.lengths.tolist() or [1], self.device, self.attention, batch.places)
         if received is None:
             received = batch.tokens if len(batch.lengths) else batch.tokens.new_zeros(1)
         return chunk(received, attention, last)

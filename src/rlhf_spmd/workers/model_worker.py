@@ -22,7 +22,7 @@ from rlhf_spmd.controller import (
     Worker,
     register,
 )
-from rlhf_spmd.data.balance import micro_batches_by_count, micro_batches_by_tokens
+from rlhf_spmd.data.balance import cut_rows
 from rlhf_spmd.data.batch import Batch, Ragged
 from rlhf_spmd.environments.config import EnvironmentConfig
 from rlhf_spmd.models.activations import CHECKPOINTING
@@ -195,33 +195,23 @@ class ModelWorker(Worker):
 
     def micro_batches(self, batch: Batch, keep_groups: bool = False) -> tuple[list[list[int]], list[Packed], Totals]:
         """Cut rows, or with ``keep_groups`` groups of rows, into packed micro-batches, as many on every data-parallel rank.
+        Rows of a group come together where that takes no more micro-batches: they share their prompt.
 
         Returns the row positions of each micro-batch, the micro-batches, and the mini-batch's global counts.
         Collective over mesh.dp: every rank of it must call, in program order.
         """
-        items = [[row] for row in range(len(batch))]
-        if keep_groups and len(batch):
-            order, sizes = torch.argsort(batch.group_ids, stable=True), torch.unique(batch.group_ids, return_counts=True)[1]
-            items = [rows.tolist() for rows in order.split(sizes.tolist())]
-        lengths = sequence_lengths(batch)
-        weights = [sum(lengths[row] for row in item) for item in items]
-        most = max(map(len, items), default=1)
-        index = self._cut(weights, most, None)
+        limits, lengths = self.build.limits, sequence_lengths(batch)
+        cut = functools.partial(
+            cut_rows, lengths, batch.group_ids.numpy(), limits.max_tokens, limits.rows, keep_groups, where=limits.where
+        )
+        index = cut()
         response_tokens = int(model_tokens(batch).sum()) if len(batch) else 0
         counts = torch.stack(self.mesh.dp.all_gather(torch.tensor([len(index), response_tokens, len(batch)]), "control"))
         agreed = int(counts[:, 0].max())
         if agreed > len(index):
-            index = self._cut(weights, most, agreed)
+            index = cut(number=agreed)
         totals = Totals(int(counts[:, 1].sum()), int(counts[:, 2].sum()))
-        rows_of = [sorted(row for item in chosen for row in items[item]) for chosen in index]
-        return rows_of, [pack_rows(batch.take(rows), self.device) for rows in rows_of], totals
-
-    def _cut(self, weights: list[int], most: int, number: int | None) -> list[list[int]]:
-        """``most``: rows of the largest item."""
-        limits = self.build.limits
-        if limits.rows is not None:
-            return micro_batches_by_count(weights, max(limits.rows // most, 1), number)
-        return micro_batches_by_tokens(weights, limits.max_tokens, number, limits.where, "row" if most == 1 else "group")
+        return index, [pack_rows(batch.take(rows), self.device) for rows in index], totals
 
     def infer(
         self, batch: Batch, head: Callable[[Decoder, Tensor, Packed], Tensor], lengths: Tensor | None = None

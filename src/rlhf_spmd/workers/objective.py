@@ -128,12 +128,25 @@ def sequence_lengths(batch: Batch) -> list[int]:
 
 
 def pack_rows(batch: Batch, device: torch.device) -> Packed:
-    """Prompt and response of each row, one after the other, on ``device``; the other fields stay with the rows."""
+    """Prompt and response of each row, one after the other, on ``device``; the other fields stay with the rows. Rows of one prompt
+    share its tokens but the last one: what is read of the hidden states, from there on, is each row's own."""
     if not len(batch):
         return Packed(torch.empty(0, dtype=torch.int64, device=device), torch.empty(0, dtype=torch.int64), batch)
-    prompts, responses = batch["prompt_ids"].rows(), batch["response_ids"].rows()
-    whole = ragged([part for pair in zip(prompts, responses, strict=True) for part in pair], torch.int64)
-    return Packed(whole.values.to(device), batch["prompt_ids"].lengths + batch["response_ids"].lengths, batch)
+    parts: list[Tensor] = []
+    places: list[Tensor] = []
+    num_tokens, first_of = 0, dict[bytes, int]()
+    for prompt, response in zip(batch["prompt_ids"].rows(), batch["response_ids"].rows(), strict=True):
+        begin = prompt[:-1]
+        first = first_of.setdefault(begin.numpy().tobytes(), num_tokens)
+        if first == num_tokens:  # not held yet
+            parts.append(begin)
+            num_tokens += len(begin)
+        own = len(prompt) - len(begin) + len(response)
+        parts += [prompt[-1:], response]
+        places += [torch.arange(first, first + len(begin)), torch.arange(num_tokens, num_tokens + own)]
+        num_tokens += own
+    tokens, lengths = ragged(parts, torch.int64).values.to(device), batch["prompt_ids"].lengths + batch["response_ids"].lengths
+    return Packed(tokens, lengths, batch, torch.cat(places) if num_tokens < int(lengths.sum()) else None)
 
 
 def model_tokens(batch: Batch) -> Tensor:
@@ -143,7 +156,7 @@ def model_tokens(batch: Batch) -> Tensor:
 
 
 def response_positions(micro: Packed) -> Tensor:
-    """Positions in the packed tokens whose hidden state predicts each response token of the model, int64 [response tokens]."""
+    """Which of the packed tokens' hidden states predicts each response token of the model, int64 [response tokens]."""
     if not len(micro.lengths):
         return torch.empty(0, dtype=torch.int64, device=micro.tokens.device)
     responses: Tensor = micro.extra["response_ids"].lengths
@@ -151,7 +164,8 @@ def response_positions(micro: Packed) -> Tensor:
     first = ends - responses - 1
     within = torch.arange(int(responses.sum())) - torch.repeat_interleave(responses.cumsum(0) - responses, responses)
     positions = torch.repeat_interleave(first, responses) + within
-    return (positions[micro.extra[MASK].values] if MASK in micro.extra else positions).to(micro.tokens.device)
+    positions = positions[micro.extra[MASK].values] if MASK in micro.extra else positions
+    return (positions if micro.places is None else micro.places[positions]).to(micro.tokens.device)
 
 
 def response_log_probs(
@@ -169,8 +183,8 @@ def response_values(decoder: Decoder, hidden: Tensor, micro: Packed) -> Tensor:
 
 def last_token_value(decoder: Decoder, hidden: Tensor, micro: Packed) -> Tensor:
     """The value head on each row's last token, [rows]."""
-    ends = (micro.lengths.cumsum(0) - 1).to(hidden.device)
-    return values(decoder, hidden[ends])
+    ends = micro.lengths.cumsum(0) - 1
+    return values(decoder, hidden[(ends if micro.places is None else micro.places[ends]).to(hidden.device)])
 
 
 def drawn(batch: Batch, name: str) -> Tensor:
