@@ -174,5 +174,5 @@ def test_a_branch_that_takes_other_rows_than_the_trace(easy: int) -> None:
 def test_a_row_set_that_outlives_many_steps_keeps_few_placements() -> None:
     rows = RowSet(np.arange(8), np.arange(8))
     for serial in range(10 * KEPT_PLACEMENTS):
-        rows.place(Cut(2), serial, lambda: np.ones(8, dtype=np.int64))
+        rows.place(Cut(2), serial, lambda: np.ones((2, 8), dtype=np.int64))
     assert len(rows._placements) == KEPT_PLACEMENTS

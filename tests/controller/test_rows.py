@@ -209,12 +209,17 @@ def tokens_of(num_rows: int, seed: int = 0) -> np.ndarray:
     return np.minimum(np.random.default_rng(seed).lognormal(4, 1, num_rows), 2000).astype(np.int64) + 1
 
 
+def apart(tokens: np.ndarray) -> np.ndarray:
+    """Of rows that have none of them in common."""
+    return np.stack([tokens, np.zeros_like(tokens)])
+
+
 @pytest.mark.parametrize("num_parts", [1, 2, 3, 8, 40])
 @pytest.mark.parametrize("num_chunks", [1, 3, 5])
 def test_every_row_has_one_place_and_groups_are_whole(num_parts: int, num_chunks: int) -> None:
     groups = np.repeat(np.arange(30), 4)
     cut = Cut(num_parts, keep_groups=True, num_chunks=num_chunks, epochs=2, seed=7)
-    parts, chunks = place_rows(cut, groups, tokens_of(120))
+    parts, chunks = place_rows(cut, groups, apart(tokens_of(120)))
     assert parts.shape == chunks.shape == (2 if num_chunks > 1 else 1, 120)
     for epoch in range(len(parts)):
         for of_row in (parts[epoch], chunks[epoch]):
@@ -229,19 +234,19 @@ def test_every_row_has_one_place_and_groups_are_whole(num_parts: int, num_chunks
 def test_mini_batches_are_the_same_for_any_number_of_parts_and_any_tokens() -> None:
     groups = np.repeat(np.arange(13) * 5, 3)
     chunks = [
-        place_rows(Cut(parts, keep, 4, 3, seed=1), groups, tokens_of(39, seed=parts))[1]
+        place_rows(Cut(parts, keep, 4, 3, seed=1), groups, apart(tokens_of(39, seed=parts)))[1]
         for parts in (1, 2, 5, 8)
         for keep in (True, False)
     ]
     assert all(np.array_equal(chunks[0], other) for other in chunks)
     first, second, third = (tuple(epoch) for epoch in chunks[0])
     assert len({first, second, third}) == 3, "each epoch deals anew"
-    assert tuple(place_rows(Cut(1, True, 4, 3, seed=2), groups, tokens_of(39))[1][0]) != first, "the seed decides"
+    assert tuple(place_rows(Cut(1, True, 4, 3, seed=2), groups, apart(tokens_of(39)))[1][0]) != first, "the seed decides"
 
 
 def test_single_rows_balance_better_than_groups() -> None:
     groups, tokens = np.repeat(np.arange(16), 8), tokens_of(128)
-    fullest = [np.bincount(place_rows(Cut(8, keep), groups, tokens)[0][0], tokens).max() for keep in (True, False)]
+    fullest = [np.bincount(place_rows(Cut(8, keep), groups, apart(tokens))[0][0], tokens).max() for keep in (True, False)]
     assert fullest[1] < fullest[0] and fullest[1] < 1.02 * tokens.sum() / 8
 
 
@@ -249,7 +254,7 @@ def test_a_part_says_which_of_its_rows_each_update_takes() -> None:
     reference = rows(5, 2)
     assert reference.rows is not None
     for num_parts in (1, 2, 4):
-        placement = reference.rows.place(Cut(num_parts, True, 2, 3, seed=3), "none", lambda: np.ones(10, np.int64))
+        placement = reference.rows.place(Cut(num_parts, True, 2, 3, seed=3), "none", lambda: apart(np.ones(10, np.int64)))
         parts = [placement.part(i) for i in range(num_parts)]
         updates = [sorted(row for part in parts for row in part.row_ids[part.updates[u]].tolist()) for u in range(6)]
         for epoch in range(3):
@@ -258,7 +263,7 @@ def test_a_part_says_which_of_its_rows_each_update_takes() -> None:
         if num_parts == 1:
             alone = updates
         assert updates == alone
-    empty: Part = reference.rows.place(Cut(8), "none", lambda: np.ones(10, np.int64)).part(7)
+    empty: Part = reference.rows.place(Cut(8), "none", lambda: apart(np.ones(10, np.int64))).part(7)
     assert not len(empty.positions) and [len(update) for update in empty.updates] == [0]
 
 
@@ -268,7 +273,7 @@ def test_rows_keep_the_part_that_was_given_to_them() -> None:
     reference = source(batch, {Cut(2): homes})
     whole = reference.take(np.ones(4, bool))
     for same in (reference, whole):
-        assert same.rows.place(Cut(2), "", lambda: np.array([100, 1, 1, 1])).parts.tolist() == [homes.tolist()]
+        assert same.rows.place(Cut(2), "", lambda: apart(np.array([100, 1, 1, 1]))).parts.tolist() == [homes.tolist()]
     assert len(reference.take([0, 1, 2]).rows.given) == 0
 
 
@@ -281,7 +286,7 @@ def test_all_placements_of_a_step_for_hundreds_of_ranks_take_milliseconds() -> N
         of_step = RowSet(np.arange(8192), groups)
         start = time.process_time()
         for cut in cuts:
-            of_step.place(cut, "tokens", lambda: tokens).part(3)
+            of_step.place(cut, "tokens", lambda: apart(tokens)).part(3)
         return time.process_time() - start
 
     taken = min(seconds() for _ in range(5))
@@ -307,8 +312,10 @@ def test_parts_of_a_replica_have_the_speed_of_its_slowest_rank() -> None:
 def test_rows_go_to_parts_in_proportion_to_their_speeds() -> None:
     tokens, groups = tokens_of(240), np.arange(240) // 4
     cut = Cut(3, True, 4, 2, 1, (1.0, 0.25, 0.5))
-    parts, chunks = place_rows(cut, groups, tokens)
-    assert (chunks == place_rows(Cut(1, True, 4, 2, 1), groups, tokens)[1]).all(), "a mini-batch has the same rows everywhere"
+    parts, chunks = place_rows(cut, groups, apart(tokens))
+    assert (chunks == place_rows(Cut(1, True, 4, 2, 1), groups, apart(tokens))[1]).all(), (
+        "a mini-batch has the same rows everywhere"
+    )
     most = np.bincount(groups, tokens).max()
     for epoch in range(2):
         for chunk in range(4):

@@ -12,7 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_spmd.data.balance import cut_rows, micro_batches_by_count, micro_batches_by_tokens, partition_by_tokens, share_out
+from rlhf_spmd.data.balance import (
+    cut_rows,
+    micro_batches_by_count,
+    micro_batches_by_tokens,
+    partition_by_tokens,
+    partition_sharing,
+    share_out,
+)
 
 LENGTHS = st.lists(st.integers(0, 300), max_size=60)
 
@@ -198,3 +205,40 @@ def test_rows_of_a_group_come_together_where_they_fit() -> None:
     assert cut_rows([5] * 8, fours, 20, max_rows=5, keep_groups=True) == [[0, 2, 4, 6], [1, 3, 5, 7]]
     with pytest.raises(ValueError, match="20 tokens of group 0"):
         cut_rows([5] * 8, fours, 19, keep_groups=True)
+
+
+def computed(parts: np.ndarray, lengths: np.ndarray, common: np.ndarray, groups: np.ndarray, num_parts: int) -> list[int]:
+    """Tokens of each part, by hand."""
+    held = [0] * num_parts
+    for part, group in {*zip(parts.tolist(), groups.tolist(), strict=True)}:
+        mine = (parts == part) & (groups == group)
+        held[part] += int((lengths - common)[mine].sum() + common[mine][0])
+    return held
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 40)), min_size=1, max_size=40), st.integers(1, 5), st.integers(0, 50)
+)
+def test_dealing_by_what_is_computed_is_never_worse(rows: list[tuple[int, int]], num_parts: int, prompt: int) -> None:
+    groups, lengths = np.array([group for group, _ in rows]), np.array([prompt + response for _, response in rows])
+    common = np.full_like(lengths, prompt)
+    parts = partition_sharing(lengths, common, num_parts, groups)
+    apart, together = partition_by_tokens(lengths, num_parts), partition_by_tokens(lengths, num_parts, groups)
+    largest = [max(computed(way, lengths, common, groups, num_parts)) for way in (parts, apart)]
+    assert largest[0] <= largest[1]
+    whole = all(len(np.unique(parts[groups == group])) == 1 for group in np.unique(groups))
+    assert whole or np.array_equal(parts, apart)
+    assert len(together) == len(parts) and set(parts.tolist()) <= set(range(num_parts))
+
+
+def test_groups_stay_whole_where_their_prompts_are_long() -> None:
+    groups, common = np.arange(32) // 8, np.full(32, 64)
+    long = partition_sharing(np.full(32, 128), common, 4, groups)
+    assert computed(long, np.full(32, 128), common, groups, 4) == [64 + 8 * 64] * 4
+    # one prompt's responses are long: apart, as prompts save less than that
+    lengths = np.where(groups == 0, 1064, 128)
+    uneven = partition_sharing(lengths, common, 4, groups)
+    assert np.array_equal(uneven, partition_by_tokens(lengths, 4))
+    # a part of three times the speed takes three of the four groups
+    fast = partition_sharing(np.full(32, 128), common, 2, groups, (3.0, 1.0))
+    assert np.bincount(fast).tolist() == [24, 8]

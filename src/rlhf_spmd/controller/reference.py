@@ -90,10 +90,14 @@ class Intake:
         return self._placement
 
     def _count(self) -> np.ndarray:
-        total = np.zeros(len(self.rows), dtype=np.int64)
+        """int64 [2, rows]: tokens in all, and of those the prompt's, which a group has in common."""
+        found = np.zeros((2, len(self.rows)), dtype=np.int64)
         for piece in self.tokens:
-            total[piece.at] += piece.producer.lengths(piece.name, piece.ids)
-        return total if self.tokens else total + 1
+            lengths = piece.producer.lengths(piece.name, piece.ids)
+            found[0, piece.at] += lengths
+            found[1, piece.at] += lengths if piece.name == "prompt_ids" else 0
+        found[0] += not self.tokens
+        return found
 
     def part(self, index: int) -> Part:
         return self.placement.part(index)

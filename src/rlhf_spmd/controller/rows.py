@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhf_spmd.data.balance import partition_by_tokens
+from rlhf_spmd.data.balance import partition_by_tokens, partition_sharing
 
 KEPT_PLACEMENTS = 32  # of a row set, more than the calls of a script need; rows that outlive their step get new ones in each
 
@@ -106,13 +106,14 @@ class RowSet:
         return self is other or np.array_equal(self.row_ids, other.row_ids)
 
     def place(self, cut: Cut, counted: Hashable, tokens: Callable[[], np.ndarray]) -> Placement:
-        """``tokens()`` int64 [rows]: what balances the parts; ``counted`` says in short which counts these are."""
+        """``tokens()`` int64 [2, rows]: what balances the parts, and how much of it a row has in common with those of its group;
+        ``counted`` says in short which counts these are."""
         key = cut, counted
         if key not in self._placements:
             if cut in self.given:
                 parts, chunks = self.given[cut][None], np.zeros((1, len(self)), dtype=np.int64)
             else:
-                parts, chunks = place_rows(cut, self.group_ids, tokens() if cut.num_parts > 1 else np.ones_like(self.row_ids))
+                parts, chunks = place_rows(cut, self.group_ids, tokens() if cut.num_parts > 1 else np.zeros((2, len(self))))
             if len(self._placements) == KEPT_PLACEMENTS:
                 del self._placements[next(iter(self._placements))]
             self._placements[key] = Placement(self, cut, parts, chunks)
@@ -126,9 +127,10 @@ def distinct(parts: np.ndarray) -> list[int]:
 
 
 def place_rows(cut: Cut, group_ids: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Part and mini-batch of each row, int64 [epochs, rows] both; [1, rows] where all epochs are alike."""
+    """Part and mini-batch of each row, int64 [epochs, rows] both; [1, rows] where all epochs are alike. ``tokens``: see
+    :meth:`RowSet.place`."""
     epochs = cut.epochs if cut.num_chunks > 1 else 1
-    chunks = np.zeros((epochs, len(tokens)), dtype=np.int64)
+    chunks = np.zeros((epochs, len(group_ids)), dtype=np.int64)
     if cut.num_chunks > 1:
         found, group_of = np.unique(group_ids, return_inverse=True)
         bounds = np.arange(len(found)) * cut.num_chunks // max(len(found), 1)  # runs of as many groups, or one more
@@ -142,8 +144,11 @@ def place_rows(cut: Cut, group_ids: np.ndarray, tokens: np.ndarray) -> tuple[np.
         for epoch in range(epochs):
             for chunk in range(cut.num_chunks):
                 rows = np.flatnonzero(chunks[epoch] == chunk)
-                groups = group_ids[rows] if cut.keep_groups else None
-                parts[epoch, rows] = partition_by_tokens(tokens[rows], cut.num_parts, groups, cut.speeds)
+                (lengths, common), groups = tokens[:, rows], group_ids[rows]
+                if cut.keep_groups:
+                    parts[epoch, rows] = partition_by_tokens(lengths, cut.num_parts, groups, cut.speeds)
+                else:
+                    parts[epoch, rows] = partition_sharing(lengths, common, cut.num_parts, groups, cut.speeds)
     return parts, chunks
 
 

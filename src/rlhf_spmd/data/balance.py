@@ -46,6 +46,29 @@ def partition_by_tokens(
     return parts if groups is None else parts[items]
 
 
+def partition_sharing(
+    lengths: np.ndarray, common: np.ndarray, num_parts: int, groups: np.ndarray, speeds: Sequence[float] = ()
+) -> np.ndarray:
+    """:func:`partition_by_tokens` of single rows or of whole groups, whichever leaves less to the part that has most (of its speed):
+    rows of a group have their first ``common`` [rows] tokens in common, and a part computes these once."""
+    apart = partition_by_tokens(lengths, num_parts, speeds=speeds)
+    _, items, sizes = np.unique(groups, return_inverse=True, return_counts=True)
+    if not (common * (sizes[items] > 1)).any():
+        return apart
+
+    def once(parts: np.ndarray) -> np.ndarray:
+        """What each row adds to the tokens of its part."""
+        _, firsts = np.unique(parts * len(sizes) + items, return_index=True)
+        return lengths - np.where(np.isin(np.arange(len(items)), firsts), 0, common)
+
+    def most(parts: np.ndarray) -> float:
+        held = np.bincount(parts, once(parts), num_parts)
+        return float(np.max(held / speeds if len(speeds) else held))
+
+    together = partition_by_tokens(once(np.zeros_like(items)), num_parts, groups, speeds)
+    return min(apart, together, key=most)
+
+
 def share_out(number: int, speeds: Sequence[float] | np.ndarray, held: np.ndarray) -> np.ndarray:
     """``held`` int64 [parts], items of equal size, filled up to ``number`` in all: to each part in proportion to its speed, within
     one where none has more already."""
@@ -128,7 +151,9 @@ def cut_rows(
     ``number`` and errors as in :func:`micro_batches_by_tokens`.
     """
     _, items = np.unique(groups, return_inverse=True)
-    together = [rows.tolist() for rows in np.split(np.argsort(items, kind="stable"), np.bincount(items).cumsum()[:-1]) if len(rows)]
+    together = [
+        rows.tolist() for rows in np.split(np.argsort(items, kind="stable"), np.bincount(items).cumsum()[:-1]) if len(rows)
+    ]
 
     def cut(items: list[list[int]], number: int | None) -> list[list[int]]:
         weights, most = [sum(lengths[row] for row in item) for item in items], max(map(len, items), default=1)
