@@ -245,7 +245,7 @@ class RewardWorker(ModelWorker):
             limits = limits.clamp(max=self.build.max_response_length or math.inf)
             report["clipped"] = int((batch["response_ids"].lengths >= limits).sum())
             if self.retokenizer is not None:
-                errors = [f"row {index}: {why}" for index, why in refused.items() if scored[index]]
+                errors = [f"row {texts[index][2].get('id')}: {why}" for index, why in refused.items() if scored[index]]
                 report |= {"calls": int(scored.sum()), "failures": len(errors), "first_error": next(iter(errors), None)}
         if self.runner is not None:
             chosen = scored.nonzero()[:, 0]
