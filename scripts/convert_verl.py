@@ -251,7 +251,7 @@ def convert(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
         name: Reader(kind, {}, tree.get(name, {}), interpolated=False).read()
         for name, kind in (("algorithm", config), ("data", DataConfig))
     }
-    idle = {key: needed for path, section in sections_of(made) for key, _, needed in idle_settings(section, path)}
+    idle = {key: needed for path, section in sections_of(made) for key, *_, needed in idle_settings(section, path)}
     for key in idle:
         del found[key]
     left |= {key: f"does nothing without {idle[ours]}" for key, ours in names.items() if key in given and ours in idle}
