@@ -366,7 +366,8 @@ def _fail(board: Board, error: BaseException, saves_on_signal: bool, call: tuple
     elif error_class == "preempted":
         # torchrun also sends SIGTERM to the survivors of a rank that was killed: the cause is that rank then
         patience_s = 0.0 if saves_on_signal else board.limits.suspect_s + 2.0
-    if board.failure is None and not (patience_s and board.await_verdict(patience_s)):
+    waited = error_class == "hang" and "timed out" in str(error).lower()
+    if board.failure is None and not (patience_s and board.await_verdict(patience_s, waited)):
         _post(board, error, error_class, text, call or board.call)
     if board.launch.size == 1:
         assert board.failure is not None, "a failure was posted"
