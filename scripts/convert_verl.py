@@ -20,6 +20,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,25 @@ DEFAULTS: dict[str, Any] = {  # verl's; those that this project has too are not 
 }
 
 
+NEWER = (  # names since February 2026: the ones before, by which the rest of this file and foreign.yaml know them
+    (r"^reward\.reward_model\.model_path$", "reward_model.model.path"),
+    (r"^reward\.reward_manager\.name$", "reward_model.reward_manager"),
+    (r"^reward\.(custom_reward_function\.|reward_model\.)", r"\1"),
+    (r"^reward\.", "reward_model."),
+)
+NUMBERS = (  # what is compared here
+    "trainer.nnodes",
+    "trainer.n_gpus_per_node",
+    "trainer.test_freq",
+    "trainer.save_freq",
+    "data.train_max_samples",
+    "data.val_max_samples",
+    ROLLOUT + "top_k",
+    VALIDATION + "top_k",
+    ACTOR + "clip_ratio_low",
+)
+
+
 class Refused(ValueError):
     """What cannot be converted, in one line."""
 
@@ -102,11 +122,7 @@ def read_script(path: Path) -> list[str]:
     if done.returncode:
         said = (done.stderr.strip().splitlines() or ["no reason given"])[-1].split(": ", 1)[-1]
         raise Refused(f"{path}: bash cannot expand it: {said}; set the variable in the environment of this command")
-    found = [word.lstrip("+") for word in done.stdout.split("\0") if re.match(r"[+~]*[a-z_]+\.[\w.]+=", word)]
-    return [
-        *(["algorithm.filter_groups.enable=True"] if "main_dapo" in command else []),
-        *found,
-    ]  # the last word is the script's
+    return [word.lstrip("+") for word in done.stdout.split("\0") if re.match(r"[+~]*[a-z_]+\.[\w.]+=", word)]
 
 
 def value_of(text: str) -> Any:
@@ -130,24 +146,31 @@ def read(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
     """Everything that the file and the overrides say, by dotted key, without what is null."""
     if not path.is_file():
         raise Refused(f"{path}: there is no such file")
-    if path.suffix in (".yaml", ".yml"):
-        tree = OmegaConf.load(path)
-        for text in overrides:
-            key, _, value = text.partition("=")
-            OmegaConf.update(tree, key, value_of(value))
+    for text in overrides:
+        if not re.match(r"\+*[\w.]+=", text):
+            raise Refused(f"'{text}' is no override; give key=value, such as trainer.nnodes=2")
+    is_tree = path.suffix in (".yaml", ".yml")
+    words = [*([] if is_tree else read_script(path)), *overrides]
+    given = {key.lstrip("+"): value_of(value) for key, _, value in (word.partition("=") for word in words)}
+    if is_tree:
         try:
+            tree = OmegaConf.load(path)
+            if not OmegaConf.is_dict(tree) or not tree:
+                raise Refused(
+                    f"{path}: must hold verl's settings (section: key: value), and is {'a list' if tree else 'empty'}"
+                )
+            for key, value in given.items():
+                OmegaConf.update(tree, key, value)
             given = flatten(OmegaConf.to_container(tree, resolve=True))
-        except OmegaConfBaseException as error:
+        except (OmegaConfBaseException, OSError) as error:
             raise Refused(f"{path}: {str(error).splitlines()[0]}") from error
-    else:
-        words = [*read_script(path), *overrides]
-        given = {key: value_of(value) for key, _, value in (word.partition("=") for word in words)}
-    return {key: value for key, value in given.items() if value is not None and not key.endswith("_target_")}
+    named = {reduce(lambda name, newer: re.sub(*newer, name), NEWER, key): value for key, value in given.items()}
+    return {key: value for key, value in named.items() if value is not None and not key.endswith("_target_")}
 
 
 def algorithm_of(verl: dict[str, Any]) -> dict[str, Any]:
     """Its name, and what is not by a name of its own here."""
-    estimator, mode = verl["algorithm.adv_estimator"], verl.get(ACTOR + "policy_loss.loss_mode", "vanilla")
+    estimator, mode = str(verl["algorithm.adv_estimator"]), verl.get(ACTOR + "policy_loss.loss_mode", "vanilla")
     name, more = {"gae": "ppo"}.get(estimator, estimator), {}
     if estimator == "opo":
         name, more = "grpo", {"algorithm.adv_estimator": "opo"}
@@ -200,6 +223,9 @@ def run_of(verl: dict[str, Any], roles: Sequence[str]) -> dict[str, Any]:
 def convert(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     """This project's settings by dotted key, and of each of verl's keys that is not carried over, why."""
     verl = DEFAULTS | given
+    for key in NUMBERS:
+        if not isinstance(verl.get(key, 0), int | float):
+            raise Refused(f"{key}={verl[key]} must be a number")
     chosen = algorithm_of(verl)
     name = chosen["algorithm.name"]
     config = find("algorithm", "rlhf_spmd.algorithms", name, exports="step").Config
@@ -225,7 +251,7 @@ def convert(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
         name: Reader(kind, {}, tree.get(name, {}), interpolated=False).read()
         for name, kind in (("algorithm", config), ("data", DataConfig))
     }
-    idle = {key: needed for path, section in sections_of(made) for key, _, needed in idle_settings(section, path)}
+    idle = {key: needed for path, section in sections_of(made) for key, *_, needed in idle_settings(section, path)}
     for key in idle:
         del found[key]
     left |= {key: f"does nothing without {idle[ours]}" for key, ours in names.items() if key in given and ours in idle}
@@ -314,8 +340,8 @@ def main(arguments: Sequence[str]) -> None:
     try:
         verl = read(Path(arguments[0]), arguments[1:])
         found, left = convert(verl)
-    except (ConfigError, Refused, yaml.YAMLError) as error:
-        print(f"convert_verl: {error}", file=sys.stderr)
+    except (ConfigError, Refused, yaml.YAMLError, UnicodeDecodeError) as error:
+        print(f"convert_verl: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)
     gpus, nodes = verl.get("trainer.n_gpus_per_node", 8), verl.get("trainer.nnodes", 1)
     several = f"torchrun --nnodes {nodes} --nproc-per-node {gpus} -m rlhf_spmd.train"

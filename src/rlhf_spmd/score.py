@@ -5,6 +5,7 @@ rlhf-spmd score --nproc-per-node 2 model.path=runs/quickstart/ppo/export \\
 
 In: one row per response with ``prompt_ids`` and ``response_ids``, or with ``prompt`` (text or chat messages) and ``response``
 (text); optional ``id`` (else the row's number). Nothing is appended to a response.
+``model.path`` is a Hugging Face directory, a run's directory or one of its checkpoints.
 Out, in input order: ``id``, ``response_ids``, ``log_probs`` (of the response tokens, temperature 1, in nats, full precision).
 The numbers come from the forward pass and the head that training uses.
 """
@@ -24,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlhf_spmd.checkpoint.save import RoleState
 from rlhf_spmd.config.bounds import check_bounds
 from rlhf_spmd.config.keys import Key, list_keys
 from rlhf_spmd.data.balance import micro_batches_by_tokens, partition_by_tokens
@@ -34,7 +36,6 @@ from rlhf_spmd.data.sft import ID_KEYS, PairsConfig, encode_pairs, has_ids
 from rlhf_spmd.data.tokenizer import load_tokenizer
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.spec import ModelSpec
-from rlhf_spmd.models.weights import check_pretrained
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.parallel.world import Launch, World
@@ -61,11 +62,13 @@ class ScoreConfig(inference.InferenceConfig):
 
 @dataclass(frozen=True)
 class Prepared:
-    """The checked input. ``batch``: prompt_ids and response_ids, rows in input order; ``ids``: what names each row outside."""
+    """The checked input. ``checkpoint``: where the weights are, if not in the model's directory. ``batch``: prompt_ids and
+    response_ids, rows in input order; ``ids``: what names each row outside."""
 
     config: ScoreConfig
     spec: ModelSpec
     layout: Layout
+    checkpoint: Path | None
     ids: list[Any]
     batch: Batch
 
@@ -73,7 +76,10 @@ class Prepared:
     def alike(self) -> dict[str, str]:
         """See :class:`~rlhf_spmd.parallel.program.ProgramSettings`."""
         tokens = [zlib.crc32(self.batch[key].values.numpy()) for key in ID_KEYS]
-        return {"set of rows": str([len(self.ids), *tokens]), "set of weights": weights_digest(Path(self.config.model.path))}
+        return {
+            "set of rows": str([len(self.ids), *tokens]),
+            "set of weights": weights_digest(self.checkpoint or Path(self.config.model.path)),
+        }
 
 
 def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> Prepared:
@@ -81,8 +87,7 @@ def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> Prepa
     config = inference.read_config(ScoreConfig, path, overrides)
     if launch.rank == 0:
         inference.check_out(Path(config.out), *list_paths(config.data.path))
-    config, spec, layout = inference.read_model(config, launch)
-    check_pretrained(spec, config.model.path, "lm")
+    config, spec, layout, checkpoint = inference.read_weights(config, launch)
     rows = config.data.read()
     tokenizer = None if all(map(has_ids, rows)) else load_tokenizer(config.model.path, required=False)
     pairs = encode_pairs(rows, config.data, tokenizer, spec.vocab_size)
@@ -93,7 +98,7 @@ def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> Prepa
     number = torch.arange(len(rows))
     columns = {key: ragged([pair[side] for pair in pairs], torch.int64) for side, key in enumerate(ID_KEYS)}
     ids = [row.values.get("id", index) for index, row in enumerate(rows)]
-    return Prepared(config, spec, layout, ids, Batch(number, number.clone(), columns))
+    return Prepared(config, spec, layout, checkpoint, ids, Batch(number, number.clone(), columns))
 
 
 def check_length(row: Row, prompt: int, response: int, config: ScoreConfig, spec: ModelSpec) -> None:
@@ -117,7 +122,10 @@ def score(ready: Prepared, world: World) -> None:
     mesh = build_mesh(world, range(world.size), layout)
     dtype = config.model.torch_dtype(world.device)
     model = config.model
-    engine = TrainEngine(ready.spec, model.path, "lm", mesh, None, dtype=dtype, device=world.device, attention=model.attention)
+    source = inference.read_first(model.path, ready.checkpoint)
+    engine = TrainEngine(ready.spec, source, "lm", mesh, None, dtype=dtype, device=world.device, attention=model.attention)
+    held = RoleState(engine.param_shards(), engine.local_tensors())
+    inference.take_checkpoint(ready.spec, held, model.path, ready.checkpoint, world)
     # before any rank computes: one that cannot load its weights must not leave the others in a collective for long
     world.all.barrier("score:loaded")
     loaded = time.perf_counter()

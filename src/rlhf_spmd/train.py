@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType, ModuleType
@@ -18,7 +18,7 @@ from rlhf_spmd import notebook
 from rlhf_spmd.algorithms.base import AlgorithmConfig, move_reference
 from rlhf_spmd.config.keys import Key, list_keys
 from rlhf_spmd.config.load import check_tree, load
-from rlhf_spmd.config.registry import find
+from rlhf_spmd.config.registry import find, located
 from rlhf_spmd.controller import MICRO_DP, Controller, Graph, Reference
 from rlhf_spmd.controller.protocols import Members
 from rlhf_spmd.data.batch import Batch
@@ -128,19 +128,7 @@ def read_config(
         name = str(algorithm.get("name", default)) if isinstance(algorithm, Mapping) else str(algorithm)
         module = find("algorithm", "rlhf_spmd.algorithms", name, exports="step")
         chosen.append(module)
-        config = getattr(module, "Config", None)
-        if not (isinstance(config, type) and issubclass(config, AlgorithmConfig) and is_dataclass(config)):
-            raise ValueError(
-                f"algorithm '{module.__name__}': its Config must be a dataclass that derives from rlhf_spmd.algorithms.base."
-                f"AlgorithmConfig; it is {config!r}"
-            )
-        own = vars(config)
-        silent = [f.name for f in fields(config) if f.name in own and f.name not in own.get("__annotations__", {})]
-        if "__dataclass_fields__" not in own or silent:
-            remedy = (
-                f"give {silent[0]} a type, as in '{silent[0]}: int = ...'" if silent else "put @dataclass(frozen=True) above it"
-            )
-            raise ValueError(f"algorithm '{module.__name__}': its Config's own settings would be ignored; {remedy}")
+        config = checks.settings_of(module)
         streams = config.streams.values()
         data = {s.key: None if s.optional and raw.get(s.key) is None else s.config for s in streams}
         return {"algorithm": config, **data, **more}
@@ -216,8 +204,10 @@ def prepare(
     ready = Prepared(config, module, plans, rewards, tokenizer, training, validation)
     if launch is None:
         return ready
-    checkpointing, memory, warning = check_launch(ready, traced(), launch)
-    return replace(ready, checkpointing=checkpointing, memory=memory, warnings=() if warning is None else (warning,))
+    checkpointing, memory, *warnings = check_launch(ready, traced(), launch)
+    if not any(call.spec.kind == "train" for call in traced().nodes):
+        warnings.append(f"{module.__name__}.step makes no update: nothing is trained")
+    return replace(ready, checkpointing=checkpointing, memory=memory, warnings=tuple(filter(None, warnings)))
 
 
 def describe_run(
@@ -287,9 +277,13 @@ def build_settings(ready: Prepared, controller: Controller, world: World) -> Bui
 
 def script_of(ready: Prepared, models: Any, data: Data, number: int) -> list[Reference]:
     """The algorithm's step and what ends each; returns the calls that are reported."""
-    calls, name = ready.algorithm.step(models, data, ready.config.algorithm, number), f"{ready.algorithm.__name__}.step"
+    with located("algorithm", ready.config.algorithm.name, ready.algorithm):
+        calls = ready.algorithm.step(models, data, ready.config.algorithm, number)
     if not (isinstance(calls, list) and all(isinstance(call, Reference) for call in calls)):
-        raise TypeError(f"{name} returned {type(calls).__name__}; it must return the list of the calls that it reports")
+        raise ValueError(
+            f"{ready.algorithm.__name__}.step returned {calls!r:.80}; it must return the list of the calls that it reports: what "
+            "models.actor.update(...) and other calls of roles return"
+        )
     return [*calls, *move_reference(models, ready.config.algorithm, number)]
 
 
@@ -326,7 +320,8 @@ def train(context: ProgramContext[Prepared]) -> None:
         return calls, rows
 
     def validate(number: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        found: dict[str, float] = ready.algorithm.validate(models, data, algorithm, number)
+        with located("algorithm", algorithm.name, ready.algorithm):
+            found: dict[str, float] = ready.algorithm.validate(models, data, algorithm, number)
         shown, data.shown = data.shown, []
         return found, shown
 

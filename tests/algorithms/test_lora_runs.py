@@ -16,6 +16,7 @@ from algorithm_cases import CASES, CONFIGS
 from overrides import layout
 from ranks import run_ranks
 from rlhf_spmd.checkpoint.adapters import find_adapters
+from rlhf_spmd.checkpoint.save import RoleState
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.quantized import rounded
 from rlhf_spmd.models.spec import read_spec
@@ -116,7 +117,7 @@ def test_an_export_has_the_base_that_was_trained_beside(directory: Path) -> None
         decoder = Decoder(read_spec(path), "lm", 0, 1, solo(), torch.float32, "cpu")
         load_pretrained(decoder, path)
         if path != out:
-            saved.add_to(decoder, path)
+            saved.add_to(decoder.spec, RoleState(decoder.shards, dict(decoder.named_parameters())), path)
         loaded[path] = dict(decoder.named_parameters())
     one, other = loaded.values()
     assert all(torch.equal(one[name], other[name]) for name in one), "generate and evaluate would read another model"

@@ -305,11 +305,20 @@ class Derived(Switched):
     ("config", "found"),
     [
         (Derived(), None),
-        (Derived(weight=2.0), "a.weight=2.0 does nothing without a.on or off; leave it out"),
+        (
+            Derived(weight=2.0),
+            "a.weight=2.0 does nothing without a.on or off; leave it out, or where a file has it give a.weight=1.0",
+        ),
         (Derived(weight=2.0, off=True), None),
         (Derived(inner=Inner(kind="b", size=7)), None),
-        (Derived(inner=Inner()), "a.inner.size=1 does nothing without a.on or off; leave it out"),
-        (Derived(mode="flat", depth=3), "a.depth=3 does nothing without a.mode=deep; leave it out"),
+        (
+            Derived(inner=Inner()),
+            "a.inner.size=1 does nothing without a.on or off; leave it out, or where a file has it give a.inner.size=7",
+        ),
+        (
+            Derived(mode="flat", depth=3),
+            "a.depth=3 does nothing without a.mode=deep; leave it out, or where a file has it give a.depth=2",
+        ),
         (Derived(mode="deep", depth=3), None),
     ],
 )

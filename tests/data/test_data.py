@@ -54,6 +54,9 @@ def test_file_formats_agree(tmp_path: Path) -> None:
     (tmp_path / "c.json").write_text(text)
     with gzip.open(tmp_path / "d.jsonl.gz", "wt") as stream:
         stream.write(text)
+    for name in ("b.json", "c.json", "a.jsonl"):  # a mark of the encoding, as some programs put there
+        (tmp_path / f"marked_{name}").write_bytes(b"\xef\xbb\xbf" + (tmp_path / name).read_bytes().lstrip())
+        assert [row.values for row in read_rows(str(tmp_path / f"marked_{name}"))] == rows
     for name in ("a.jsonl", "b.json", "c.json", "d.jsonl.gz"):
         assert [row.values for row in read_rows(str(tmp_path / name))] == rows
     assert len(read_rows(str(tmp_path / "[ac].json*"))) == 4

@@ -337,7 +337,7 @@ def test_an_adapter_is_added_to_the_weights_before_they_are_rounded(tmp_path: Pa
     decoder, wide = (Decoder(read_spec(path), "lm", 0, 1, solo(), dtype, "cpu") for dtype in (torch.bfloat16, torch.float32))
     for one in (decoder, wide):
         load_pretrained(one, path)
-        adapters.add_to(one, path)
+        adapters.add_to(one.spec, RoleState(one.shards, dict(one.named_parameters())), path)
     for name, parameter in decoder.named_parameters():
         assert torch.equal(parameter, wide.get_parameter(name).bfloat16()), name
     block = trained.layers[0]

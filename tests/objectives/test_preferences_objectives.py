@@ -248,6 +248,10 @@ def test_the_best_against_the_worst() -> None:
     assert best_and_worst(scores, groups).tolist() == [0.0, 1.0, -1.0, -1.0, -1.0, -1.0, 1.0, 0.0]
     scores[[0, 4, 5, 6]] = torch.nan  # a response without a score is not one of 0
     assert best_and_worst(scores, groups).tolist() == [-1.0, 1.0, 0.0, -1.0, -1.0, -1.0, -1.0, -1.0]
+    assert best_and_worst(scores[:0], groups[:0]).tolist() == [] and best_and_worst(scores[4:6], groups[4:6]).tolist() == [
+        -1,
+        -1,
+    ]
 
 
 # -- Safe-RLHF

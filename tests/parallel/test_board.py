@@ -244,3 +244,27 @@ def test_every_sign_of_life_goes_into_the_heartbeat():
         before = progress()
         sign()
         assert progress() > before
+
+
+def test_who_is_at_work_is_to_blame_and_not_who_waited_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reward call of rank 1 goes on, as its heartbeats say, when rank 0 has waited in vain; rank 2 waits as well."""
+    all_boards = boards(3)
+    board, store = all_boards[0], all_boards[0]._store
+    monkeypatch.setattr(board, "_thread", threading.current_thread())
+    board.enter_call(17, "reward.compute_reward", "ppo.py:33")
+
+    def beats(progress: int) -> None:
+        for rank in range(3):
+            last = beat(rank, seq=17, name="reward.compute_reward", progress=progress if rank == 1 else 5)
+            store.set(f"board/beat/{rank}", last.encode())
+
+    beats(5)
+    monkeypatch.setattr(board._known, "wait", lambda seconds: beats(6))
+    assert not board.await_verdict(15.0), "another failure may come of what another rank does"
+    beats(5)
+    assert board.await_verdict(15.0, waited=True) and board.failure is not None
+    assert (board.failure.rank, board.failure.call) == (1, "reward.compute_reward")
+    assert board.failure.message == (
+        "rank 1 was still at work in reward.compute_reward (call 17, ppo.py:31, step 3) when rank 0 had waited for it as long as "
+        "timeout_s allows"
+    )

@@ -11,9 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from places import ROOT
+from rlhf_spmd.parallel import program
 from rlhf_spmd.parallel.program import Preempted, ProgramContext, ProgramSettings, classify, lost_connection, run_program
+from rlhf_spmd.parallel.world import Launch
 from tasks import free_port
 
 PROGRAM = ROOT / "tests" / "started" / "failing.py"
@@ -288,3 +291,32 @@ def test_classes_of_exceptions():
     assert lost_connection(RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1"))
     assert lost_connection(ConnectionResetError("reset"))
     assert not lost_connection(RuntimeError("The size of tensor a (3) must match the size of tensor b (4)"))
+
+
+class Unready(dist.HashStore):
+    """A store in which ranks wait in vain ``times`` times; then all of them have succeeded. ``waited``: how long, in seconds."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.times, self.waited = times, []
+        self.set("prepare/ok/0", "1")
+        self.add("prepare/known", 1)  # rank 1 knows of the verdict, too
+
+    def wait(self, keys, timeout):
+        self.waited.append(timeout.total_seconds())
+        if len(self.waited) <= self.times:
+            raise RuntimeError("wait timeout")
+        self.set("prepare/verdict", "ok")
+
+
+def test_ranks_that_come_late_to_the_agreement_are_named(capsys, monkeypatch, tmp_path):
+    late = "ranks [1] did not finish checking their input within"
+    program._await_input_verdict(Launch(rank=0, size=2), store := Unready(1), 4200.0, None)
+    assert store.waited == [300.0, 3900.0] and capsys.readouterr().err == f"{late} 300 s; the others wait for 4200 s\n"
+    monkeypatch.setattr(program, "_exit", lambda launch, code: sys.exit(code))
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    with pytest.raises(SystemExit) as ending:
+        program._await_input_verdict(Launch(rank=0, size=2), Unready(2), 4200.0, tmp_path)
+    *_, last = capsys.readouterr().err.splitlines()
+    assert ending.value.code == 5 and last == f"{late} 4200 s"
+    assert json.loads((tmp_path / "exit_status.json").read_text())["class"] == "hang"

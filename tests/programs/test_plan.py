@@ -226,6 +226,17 @@ def test_a_run_plans_itself(directory: Path) -> None:
     )
 
 
+def test_a_run_that_plans_itself_reads_its_data_once(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokenised for the rows that the plan is made for, and not again for the run."""
+    from rlhf_spmd import train as program
+
+    read, read_data = [], program.read_data
+    monkeypatch.setattr(program, "read_data", lambda *given: read.append(given) or read_data(*given))
+    own = ["models.actor.generation.exact=false", f"placement={{strategy: auto, profile: {host_profile(directory)}}}"]
+    ready = program.prepare(PPO, tasks.settings(directory / "once", STEPS, *CASES["ppo"].overrides(), *own), 4)
+    assert ready.config.placement.pools and len(read) == 1
+
+
 def test_profiles_of_one_rank_are_refused_for_several(directory: Path) -> None:
     with pytest.raises(ValueError, match="the profile is of one rank"):
         read_profile(host_profile(directory, size=1)).check_ranks(2, "cluster.gpu")

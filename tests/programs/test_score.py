@@ -31,7 +31,7 @@ from score_runs import (
     write_lines,
 )
 from small_models import CONFIGS, make_model
-from tasks import free_port
+from tasks import free_port, train_alone
 
 INPUT_CODES = (2, 3)  # configuration, data
 LENGTHS = [(1, 1), (40, 30), (3, 17), (1, 44), (25, 1), (9, 9), (60, 8)]  # (prompt, response) tokens
@@ -230,3 +230,19 @@ def test_bad_weights_are_one_line(case, capfd, tmp_path, scale, code, word):
     found, line = refusal(capfd, f"model.path={broken}", f"data.path={data}", f"out={tmp_path}/out.jsonl")
     assert found == code and word in line and str(broken) in line, line
     assert not (tmp_path / "out.jsonl").exists()
+
+
+@pytest.mark.parametrize("more", [(), ("models.actor.lora.rank=2",)], ids=["weights", "adapters"])
+def test_a_run_and_its_checkpoints_stand_for_their_weights(tmp_path: Path, more: tuple[str, ...]) -> None:
+    """In a layout of its own, with ZeRO, as the export of the same step."""
+    train_alone(tmp_path / "run", 1, "run.export=true", "models.actor.optim.lr=1e-2", *more)
+    data = write_lines(tmp_path / "rows.jsonl", [{"prompt": "12", "response": "3"}, {"prompt": "4", "response": "56"}])
+    scored = {
+        path: run_program_in(LAYOUTS[layout], tmp_path / path, data, tmp_path / f"{number}.jsonl")
+        for number, (path, layout) in enumerate(
+            (("run/export", "alone"), ("run", "alone"), ("run/checkpoints/step_1", "dp2-zero3"))
+        )
+    }
+    expected = [row["log_probs"] for row in scored["run/export"]]
+    assert largest_difference(scored["run"], expected) == 0.0
+    assert largest_difference(scored["run/checkpoints/step_1"], expected) < 1e-6

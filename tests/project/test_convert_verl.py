@@ -107,7 +107,8 @@ DATA=(
   data.max_prompt_length=${max}
 )
 python3 -m recipe.dapo.main_dapo "${DATA[@]}" algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=4 \\
-    actor_rollout_ref.model.path=$MODEL trainer.default_local_dir=$OUT algorithm.filter_groups.metric=acc 2>&1 | tee log
+    actor_rollout_ref.model.path=$MODEL trainer.default_local_dir=$OUT algorithm.filter_groups.enable=True \\
+    algorithm.filter_groups.metric=acc 2>&1 | tee log
 """
     command = [sys.executable, str(ROOT / "scripts" / "convert_verl.py"), str(script)]
     script.write_text(text)
@@ -141,6 +142,8 @@ python3 -m recipe.dapo.main_dapo data.train_files=/d.parquet algorithm.adv_estim
         assert "kl_loss_coef: left out, does nothing without algorithm.use_kl_loss" in said and "kl_coef" not in written
         assert "data.seed: left out, does nothing without data.shuffle" in said
         assert ("penalty_factor: left out" in said) != overlong
+    script.write_text("python3 -m recipe.dapo.main_dapo algorithm.adv_estimator=grpo actor_rollout_ref.model.path=/m\n")
+    assert "name: grpo" in run_script(str(script))[1], "verl's own default: filtering is off"
 
 
 @pytest.mark.parametrize(
@@ -157,6 +160,43 @@ def test_verls_defaults_are_kept(tmp_path: Path, estimator: str, expected: float
 def test_an_estimator_that_is_not_there(tmp_path: Path) -> None:
     code, written, said = run_script(str(write_script(tmp_path, "gpg")))
     assert code == 2 and not written and "algorithm.adv_estimator=gpg" in said
+
+
+BROKEN = [
+    ("run.sh", SCRIPT, "trainer.nnodes=two", "trainer.nnodes=two must be a number"),
+    ("run.sh", SCRIPT, "data.seed", "'data.seed' is no override; give key=value"),
+    ("a.yaml", "data: {seed: 1}", "data.seed", "'data.seed' is no override; give key=value"),
+    ("a.yaml", "", "data.seed=1", "must hold verl's settings (section: key: value), and is empty"),
+    ("a.yaml", "- data\n- trainer", "data.seed=1", "must hold verl's settings (section: key: value), and is a list"),
+    ("a.yaml", "data: {seed: 1", "data.seed=1", "line 1"),
+    ("a.yaml", "trainer: {test_freq: often}", "data.seed=1", "trainer.test_freq=often must be a number"),
+    ("a.yaml", "algorithm: {adv_estimator: [grpo]}", "data.seed=1", "algorithm.adv_estimator=['grpo']"),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "override", "message"), BROKEN)
+def test_what_cannot_be_converted_is_one_line(tmp_path: Path, name: str, text: str, override: str, message: str) -> None:
+    text = text.replace("ESTIMATOR", "grpo").replace("KL", "False").replace("MORE", "").replace("$PLACE", "/data")
+    (tmp_path / name).write_text(text)
+    code, written, said = run_script(str(tmp_path / name), override)
+    *lines, last = said.splitlines()
+    assert code == 2 and not written and message in last and not any("convert_verl" in line for line in lines)
+
+
+def test_newer_names_of_rewards(tmp_path: Path) -> None:
+    """verl's since February 2026, in which the reward has a section of its own."""
+    (tmp_path / "mine.py").write_text("def compute_score(solution_str, scale):\n    return 1.0\n")
+    config, _, said = convert(
+        tmp_path,
+        "grpo",
+        f"reward.custom_reward_function.path={tmp_path}/mine.py reward.custom_reward_function.name=compute_score",
+        "+reward.custom_reward_function.reward_kwargs.scale=2 +reward.reward_kwargs.overlong_buffer_cfg.enable=True",
+        "+reward.reward_kwargs.overlong_buffer_cfg.len=32 reward.reward_manager.name=dapo",
+    )
+    assert config.reward.function == f"{tmp_path}/mine.py:compute_score" and config.reward.kwargs == {"scale": 2}
+    assert (config.algorithm.name, config.algorithm.overlong_buffer.len) == ("dapo", 32) and "reward." not in said
+    model = "reward.reward_model.enable=True", "reward.reward_model.model_path=/rm"
+    assert convert(tmp_path, "gae", *model)[0].reward.model == "/rm"
 
 
 def test_a_yaml(tmp_path: Path) -> None:

@@ -89,3 +89,17 @@ def test_a_reward_that_scores_nothing_ends_the_run(tmp_path: Path, more: tuple[s
     (tmp_path / "mine.py").write_text(FILE)
     with pytest.raises(RewardError, match=r"^reward.function '.*none' gave None for all of the first \d+ rows$"):
         train_alone(tmp_path / "run", 1, f"reward.function={tmp_path}/mine.py:none", *(x.format(task=task()) for x in more))
+
+
+def test_rewards_that_are_not_added_up_have_to_score_each(tmp_path: Path) -> None:
+    """As safe_rlhf's cost, without which the policy would be constrained by nothing."""
+    (tmp_path / "mine.py").write_text(FILE)
+    config = json.loads((task() / "ppo.json").read_text())
+    config["models"] = {"actor": config["models"]["actor"]}
+    config["algorithm"] = {"name": "outside.two_rewards", "ppo_mini_batch_size": 4}
+    (tmp_path / "two.json").write_text(json.dumps(config))
+    both = [f"{key}.function={tmp_path}/mine.py:digits" for key in ("reward", "rewards.cost")]
+    for key in ("reward", "rewards.cost"):
+        own = f"{key}.function={tmp_path}/mine.py:none"
+        with pytest.raises(RewardError, match=rf"^{key}.function '.*none' gave None for all of the first \d+ rows"):
+            train_alone(tmp_path / key, 1, *both, own, config=tmp_path / "two.json")

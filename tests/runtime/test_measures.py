@@ -101,6 +101,7 @@ def test_the_interval_of_few_prompts() -> None:
     assert high == pytest.approx(1.0, abs=1e-12) and low == pytest.approx(
         10 / (10 + 1.959964**2), abs=1e-6
     )  # Wilson's at p = 1, of 10 prompts
+    assert interval(np.zeros((7, 2)))[0] == 0.0 and interval(np.ones((10, 4)))[1] == 1.0  # type: ignore[index]
     assert interval(np.array([[0.3, 0.4]])) is None and interval(np.full((5, 2), 0.3)) is None  # no point
     low, high = interval(np.array([[0.0, 0.0], [2.0, 2.0], [4.0, 4.0]]))  # type: ignore[misc]
     assert (low, high) == pytest.approx((2 - 4.30265 * 2 / 3**0.5, 2 + 4.30265 * 2 / 3**0.5), abs=1e-4)

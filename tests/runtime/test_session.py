@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -415,28 +417,65 @@ def test_a_step_that_does_nothing_is_told(tmp_path: Path, monkeypatch: pytest.Mo
     from rlhf_spmd.algorithms import ppo
 
     for result, message in (
-        (None, "step returned NoneType; it must return the list of the calls"),
+        (None, "step returned None; it must return the list of the calls"),
+        ([1, 2], r"step returned \[1, 2\]; it must return the list of the calls that it reports: what models.actor.update"),
         ([], "made no call in step 1"),
     ):
         monkeypatch.setattr(ppo, "step", lambda *args, result=result: result)
-        with pytest.raises((TypeError, RuntimeError), match=message):
+        with pytest.raises((ValueError, RuntimeError), match=message):
             train(tmp_path / str(result), 1)
 
 
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("class Config(PPOConfig):\n    ppo_epochs: int = 4\n", "put @dataclass(frozen=True) above it"),
+        ("class Config(PPOConfig):\n    ppo_epochs: int = 4\n", "put @dataclass(frozen=True) above Config"),
         ("@dataclass(frozen=True)\nclass Config(PPOConfig):\n    ppo_epochs = 4\n", "give ppo_epochs a type"),
+        ("@dataclass(frozen=True)\nclass Config(PPOConfig):\n    beta = 0.3\n", "give beta a type"),
+        (
+            "class Base(PPOConfig):\n    beta: float = 0.3\n\n\n@dataclass(frozen=True)\nclass Config(Base):\n    pass\n",
+            "put @dataclass(frozen=True) above Base",
+        ),
     ],
 )
 def test_settings_of_an_algorithm_s_own_are_not_ignored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, message: str
 ) -> None:
-    name = f"own_{'frozen' in message}"
+    name = f"own_{len(source)}"
     head = "from dataclasses import dataclass\nfrom rlhf_spmd.algorithms.ppo import Config as PPOConfig, step\n"
     (tmp_path / name).mkdir()
     (tmp_path / name / "algorithm.py").write_text(head + source)
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ValueError, match=re.escape(message)):
         prepare(str(tasks.task() / "ppo.json"), tasks.settings(tmp_path, 1, f"algorithm.name={name}.algorithm"), 1)
+
+
+def test_what_an_own_step_raises_names_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before a run, in its trace, and in a step that only runs; and a step without an update says so."""
+    own = tmp_path / "mine.py"
+    text = """from rlhf_spmd.algorithms import ppo
+Config = ppo.Config
+
+
+def step(models, data, config, number):
+    calls = [models.actor.generate_sequences(data.prompts.next(), data.sampling, number)]
+    check(models.controller.get(*calls)[0])
+    return calls
+
+
+def check(values):
+    if WHEN:
+        raise ValueError("not like this")
+"""
+    arguments = ["--config", str(tasks.task() / "ppo.json"), f"algorithm.name={own}"]
+    for when, ended in (("True", 2), ("values", 1), ("None", 0)):
+        own.write_text(text.replace("WHEN", when))
+        sys.modules.pop(f"mine@{own}", None)
+        with pytest.raises(SystemExit) if ended else contextlib.nullcontext() as ending:
+            main([*arguments, *tasks.settings(tmp_path / when, 1)])
+        *_, line = lines = capsys.readouterr().err.splitlines()
+        if ended:
+            assert ending is not None and ending.value.code == ended
+            assert line.endswith(f"not like this (algorithm '{own}', {own}:13)"), line
+        else:
+            assert sum("makes no update: nothing is trained" in line for line in lines) == 1

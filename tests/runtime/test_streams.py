@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from rlhf_spmd.controller import source
+from rlhf_spmd.data import batch
 from rlhf_spmd.data.batch import Batch, ragged
 from rlhf_spmd.data.files import Row
 from rlhf_spmd.data.loader import Loader
@@ -121,3 +122,14 @@ def test_a_function_that_writes_to_its_fields_changes_no_other_call_s_result() -
     made, _ = ArithmeticWorker.apply.spec.body(worker, batch, centre, ("scores",), ("centred",))
     assert np.allclose(made["centred"], torch.arange(8.0) - 3.5)
     assert torch.equal(scores, torch.arange(8.0))
+
+
+@pytest.mark.parametrize("index", [[2, 0, 2, 3], [1], []])
+def test_long_rows_are_copied_by_slices_to_the_same_rows(index: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [torch.arange(length) + 1000 * i for i, length in enumerate((40, 0, 33, 90))]
+    field, at = ragged([row.tolist() for row in rows], torch.int64), torch.tensor(index, dtype=torch.int64)
+    taken = []
+    for limit in (0, math.inf):  # always slices, never
+        monkeypatch.setattr(batch, "LONG", limit)
+        taken.append([row.tolist() for row in field.take(at).rows()])
+    assert taken[0] == taken[1] == [rows[i].tolist() for i in index]

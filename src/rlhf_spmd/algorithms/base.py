@@ -238,7 +238,7 @@ def add_scores(fields: dict[str, Tensor], rows: Rows, whole: Whole) -> Computed:
     scored = ~given.isnan().all(0)
     total = given.masked_fill(given.isnan(), 0.0).cumsum(0)[-1]  # in order, whatever the number of rows
     sums = whole.sum(torch.stack([total.sum(), scored.sum().double(), total.new_tensor(len(rows))])).tolist()
-    if not sums[1] and not whole.state.get("scored"):
+    if not sums[1] and "scored" not in whole.state:
         raise RewardError(
             f"no reward scores any of the first {sums[2]:.0f} rows; look at what the functions return, and at data_sources"
         )

@@ -16,13 +16,13 @@ from rlhf_spmd.checkpoint.directory import read_manifest
 from rlhf_spmd.checkpoint.files import Spec, write_safetensors
 from rlhf_spmd.checkpoint.load import read_whole
 from rlhf_spmd.checkpoint.manifest import DTYPES, PARAM
+from rlhf_spmd.checkpoint.save import RoleState
 from rlhf_spmd.kernels import choose_ops
 from rlhf_spmd.models.adapters import merge
-from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.lora import ALL_LINEAR, PREFIX, LoraConfig, Part, adapter_tensor
 from rlhf_spmd.models.quantized import quantized_tensors, rounded
 from rlhf_spmd.models.sharding import tensor_shapes
-from rlhf_spmd.models.spec import Names, read_spec
+from rlhf_spmd.models.spec import ModelSpec, Names, read_spec
 from rlhf_spmd.models.weights import ADAPTER_CONFIG, ADAPTER_FILE, StoredModel
 from rlhf_spmd.parallel.boxes import Box, whole_shard
 
@@ -59,14 +59,14 @@ class SavedAdapters:
         return merge(choose_ops(self.dtype, values.device), values, a, b, parts, self.lora.scale)
 
     @torch.no_grad()
-    def add_to(self, decoder: Decoder, source: Path) -> None:
+    def add_to(self, spec: ModelSpec, held: RoleState, source: Path) -> None:
         """To the weights of the model in ``source``, beside which they were trained, in any layout: sums are rounded once."""
         with ExitStack() as stack:
-            stored, few_bits = StoredModel(source, decoder.spec, stack), quantized_tensors(decoder.spec, self.lora)
-            for name, parameter in decoder.named_parameters():
-                for box in decoder.shards[name].boxes:
+            stored, few_bits = StoredModel(source, spec, stack), quantized_tensors(spec, self.lora)
+            for name, parameter in held.tensors.items():
+                for box in held.shards[name].boxes:
                     if adapter_tensor(box.name, "A") in self.pieces or box.name in few_bits:
-                        found = stored.find(decoder.spec, box.name, box.shape, False)
+                        found = stored.find(spec, box.name, box.shape, False)
                         parameter[box.local_slices].copy_(self.add(box, found, parameter.device, few_bits))
 
     def merged(self, source: Path, stack: ExitStack) -> tuple[list[Spec], Callable[[Spec], Tensor]]:

@@ -25,8 +25,9 @@ def check_bounds(
             raise ValueError(f"{where}{'.' if where else ''}{key}={value}: must be {allowed}")
 
 
-def idle_settings(section: Any, where: str) -> Iterator[tuple[str, Any, str]]:
-    """Settings of a dataclass that are not their defaults and do nothing beside the others: dotted key, value, and without what.
+def idle_settings(section: Any, where: str) -> Iterator[tuple[str, Any, Any, str]]:
+    """Settings of a dataclass that are not their defaults and do nothing beside the others: dotted key, value, default, and without
+    what.
 
     ``needs`` of its class and of the bases says which: ``{"val_path": ("val_batch_size",), "type=adaptive": ("horizon",)}``. What they
     need is given, true, or has that value; of several with ``or`` between, one. ``where``: dotted path of ``section``.
@@ -40,6 +41,6 @@ def idle_settings(section: Any, where: str) -> Iterator[tuple[str, Any, str]]:
                 first, _, inner = key.partition(".")
                 field: Field[Any] = section.__dataclass_fields__[first]
                 default = field.default if field.default_factory is MISSING else field.default_factory()
-                value = attrgetter(key)(section)
-                if value != (attrgetter(inner)(default) if inner else default):
-                    yield f"{where}.{key}", value, f"{where}.{needed}"
+                value, default = attrgetter(key)(section), attrgetter(inner)(default) if inner else default
+                if value != default:
+                    yield f"{where}.{key}", value, default, f"{where}.{needed}"

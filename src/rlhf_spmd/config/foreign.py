@@ -10,7 +10,7 @@ from typing import Any
 
 from yaml import safe_load
 
-SHARED = ("algorithm", "data")  # sections that are ours too
+SHARED = ("algorithm", "data", "reward")  # sections that are ours too
 
 
 @cache

@@ -75,8 +75,11 @@ def check_tree(config: Any, where: str = "") -> None:
                 section.check(path)
         except ValueError as error:
             raise ConfigError(str(error)) from error
-        for key, value, needed in idle_settings(section, path):
-            raise ConfigError(f"{key}={value} does nothing without {needed}; leave it out")
+        for key, value, default, needed in idle_settings(section, path):
+            plain = default if isinstance(default, str) else json.dumps(default)
+            raise ConfigError(
+                f"{key}={value} does nothing without {needed}; leave it out, or where a file has it give {key}={plain}"
+            )
 
 
 def sections_of(config: Any, where: str = "") -> Iterator[tuple[str, Any]]:

@@ -7,8 +7,10 @@ import importlib
 import importlib.util
 import pkgutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from traceback import walk_tb
 from types import ModuleType
 from typing import Any
 
@@ -71,6 +73,19 @@ def resolve_function(name: str, kind: str = "function") -> Callable[..., Any]:
         f"{kind} '{name}': module {module_name} has no function '{function_name}'"
         f"{nearest(function_name, functions) or ';'} it has: {', '.join(functions) or 'none'}"
     )
+
+
+@contextmanager
+def located(kind: str, name: str, module: ModuleType) -> Iterator[None]:
+    """What the user's own ``module`` raises says, as a note, the line of its file where it came from."""
+    try:
+        yield
+    # The boundary to the user's code: whatever it raises goes on.
+    except Exception as error:
+        lines = [line for frame, line in walk_tb(error.__traceback__) if frame.f_code.co_filename == module.__file__]
+        if lines and not module.__name__.startswith("rlhf_spmd."):
+            error.add_note(f"{kind} '{name}', {module.__file__}:{lines[-1]}")
+        raise
 
 
 def _import(kind: str, name: str) -> ModuleType:

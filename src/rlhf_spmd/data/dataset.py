@@ -89,6 +89,12 @@ class StoredRowsConfig(RowsConfig):
         super().check(where)
         check_bounds(self, where, "max_bad_rows", least=0)
 
+    def usable(self, row: Given) -> Row:
+        """The row, as far as it can be told without its tokens. Raises DataError."""
+        if isinstance(row, DataError):
+            raise row
+        return row
+
 
 @dataclass(frozen=True)
 class DatasetConfig(StoredRowsConfig):

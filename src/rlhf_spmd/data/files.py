@@ -191,7 +191,7 @@ def _jsonl_rows(file: Path) -> Iterable[Given]:
 def _json_rows(file: Path) -> Iterable[Given]:
     """One JSON list of objects; a file that holds several lines of objects is read as jsonl."""
     with _open(file) as stream:
-        text = stream.read().decode()
+        text = stream.read().decode("utf-8-sig")
     if not text.lstrip().startswith("["):
         yield from _jsonl_rows(file)
         return
@@ -205,13 +205,15 @@ def _json_rows(file: Path) -> Iterable[Given]:
 
 def _parse(data: bytes, where: str) -> Any:
     try:
-        line = data.decode()
+        line = data.decode("utf-8-sig")  # some programs of Windows begin a file with a mark of its encoding
         value = json.loads(line)
         if "\\u" in line:  # an escape may stand for half a character
             json.dumps(value, ensure_ascii=False).encode()
         return value
     except UnicodeDecodeError as error:
-        raise DataError(f"{where}: not valid UTF-8: byte {error.start} of the line is 0x{data[error.start]:02x}") from error
+        raise DataError(
+            f"{where}: not valid UTF-8: byte {error.start} of the line is 0x{error.object[error.start]:02x}"
+        ) from error
     except UnicodeEncodeError as error:
         half = error.object[error.start]
         raise DataError(

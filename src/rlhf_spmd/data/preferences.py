@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from rlhf_spmd.data.dataset import TokenDataset
 from rlhf_spmd.data.encoding import PromptEncoder, check_messages
-from rlhf_spmd.data.files import DataError, Row
+from rlhf_spmd.data.files import DataError, Given, Row
 from rlhf_spmd.data.sft import ResponsesConfig, end_ids
 
 HUMAN, TURN = "\n\nHuman:", "\n\nAssistant:"  # before what each says in dialogues that are one text, as those of hh-rlhf
@@ -127,6 +127,10 @@ class UnpairedConfig(ResponsesConfig):
         prompt = row.get(self.prompt_key, "data.prompt_key")
         text = answer_to(prompt, _response(row, self.completion_key, "data.completion_key"), row.where)
         return [Response(prompt, text, row, {"desirable": float(_flag(row, self.label_key, "data.label_key"))})]
+
+    def usable(self, row: Given) -> Row:
+        self.single(found := super().usable(row))  # here, since :meth:`encode` would read all rows again after each bad one
+        return found
 
     def encode(self, rows: Sequence[Row], tokenizer: Any) -> GroupDataset:
         responses = [response for row in rows for response in self.single(row)]

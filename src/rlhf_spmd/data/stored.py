@@ -189,7 +189,10 @@ def _encode(
     """``seen``: where the row of each id is; only rows that can be used have one, so that a bad one stands in no other's way."""
     rows: list[Row] = []
     for row in chunk:
-        leave_out(row, tally, config.max_bad_rows) if isinstance(row, DataError) else rows.append(row)
+        try:
+            rows.append(config.usable(row))
+        except DataError as error:
+            leave_out(error, tally, config.max_bad_rows)
     while True:
         own, ids, again = (rows, {}, []) if duplicates == "keep" else _first_of_each_id(rows, seen)
         try:

@@ -37,12 +37,16 @@ def best_and_worst(scores: Tensor, group_ids: Tensor) -> Tensor:
     """float64 [rows]: 1 for a group's first row of the highest score, 0 for its first of the lowest, else -1, as in a group whose
     ``scores`` [rows] are equal; a row without a score (nan) is neither. ``group_ids`` int64 [rows]; whole groups."""
     result = torch.full((len(scores),), -1.0, dtype=torch.float64)
-    scored = ~scores.isnan()
-    for group in torch.unique(group_ids[scored]):
-        rows = torch.nonzero((group_ids == group) & scored)[:, 0]
-        best, worst = rows[scores[rows].argmax()], rows[scores[rows].argmin()]
-        if scores[best] > scores[worst]:
-            result[best], result[worst] = 1.0, 0.0
+    rows = torch.nonzero(~scores.isnan())[:, 0]
+    scores, group_ids = scores[rows], group_ids[rows]
+    ends = []
+    for order in (scores.argsort(descending=True, stable=True), scores.argsort(stable=True)):
+        order = order[group_ids[order].argsort(stable=True)]
+        of_group = group_ids[order]
+        ends.append(order[of_group.diff(prepend=of_group[:1] - 1) != 0])  # the first of each group
+    best, worst = ends
+    differ = scores[best] > scores[worst]
+    result[rows[best[differ]]], result[rows[worst[differ]]] = 1.0, 0.0
     return result
 
 

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
@@ -153,13 +153,24 @@ class Board:
         call = call or self.call[1]
         return Failure(error_class, message, self.launch.rank, call or None, self.step, self.last_checkpoint)
 
-    def await_verdict(self, seconds: float) -> bool:
-        """For a rank that another one may have taken down: waits for the failure that explains it; whether one is known."""
+    def await_verdict(self, seconds: float, waited: bool = False) -> bool:
+        """For a rank that another one may have taken down: waits for the failure that explains it; whether one is known. ``waited``:
+        this rank has waited in vain; then a rank that has come no further, and is at work meanwhile, is the one to blame."""
         if self._thread is None:
             return self.failure is not None
         self._suspect = True
         self._wake.set()
-        return self._known.wait(seconds)
+        before = self._beats_of(set(range(self.launch.size)) - {self.launch.rank}) if waited else []
+        if self._known.wait(seconds):
+            return True
+        pairs = zip(before, self._beats_of([beat.rank for beat in before]), strict=True)
+        at_work = [now for then, now in pairs if now.inside and now.seq <= self.call[0] and now.progress > then.progress]
+        for beat in sorted(at_work, key=lambda beat: (beat.seq, beat.rank))[:1]:
+            message = (
+                f"rank {beat.rank} was still at work in {beat.where} when rank {self.launch.rank} had waited for it as long as "
+            )
+            self._post(Failure("hang", f"{message}timeout_s allows", beat.rank, beat.name, beat.step, self.last_checkpoint))
+        return bool(at_work)
 
     def leave(self) -> NoReturn:
         """Ends this process with the code of the job's failure, once every living rank knows of it."""
@@ -254,15 +265,19 @@ class Board:
             self._store.set("board/suspect", "1")
 
     def _look(self, watch: Watch) -> Finding | None:
-        keys = [f"board/beat/{rank}" for rank in watch.ranks]
-        if not self._store.check(keys):  # not all have started
-            keys = [key for key in keys if self._store.check([key])]
-        beats = [Beat.decode(data) for data in self._store.multi_get(keys)] if keys else []
+        beats = self._beats_of(watch.ranks)
         num_calls = self._num_calls
         own = [self._log[n % HISTORY] for n in range(max(0, num_calls - HISTORY), num_calls)]
         new = [(seq, chain) for seq, _, _, chain in own if seq > max(watch.history, default=0)]
         suspect = self._suspect or self._store.check(["board/suspect"])
         return watch.judge(time.monotonic(), {b.rank: b for b in beats}, new, suspect, self._call_text)
+
+    def _beats_of(self, ranks: Iterable[int]) -> list[Beat]:
+        """Of those that have started."""
+        keys = [f"board/beat/{rank}" for rank in ranks]
+        if not self._store.check(keys):
+            keys = [key for key in keys if self._store.check([key])]
+        return [Beat.decode(data) for data in self._store.multi_get(keys)] if keys else []
 
     def _call_text(self, rank: int, seq: int) -> str:
         entries = self._log if rank == self.launch.rank else json.loads(self._store.get(f"board/log/{rank}"))

@@ -276,8 +276,13 @@ def _refusal(launch: Launch, error: Exception) -> tuple[str, str, str]:
         error_class = "data"  # a file that is named in the configuration and cannot be read
     origin = f" [rank {launch.rank} on {socket.gethostname()}]" if launch.size > 1 else ""
     if error_class == "error":
-        return error_class, f"{type(error).__name__}: {error}{origin}", traceback.format_exc()
-    return error_class, f"{error_class} error: {one_line(str(error))}{origin}", ""
+        return error_class, f"{type(error).__name__}: {_told(error)}{origin}", traceback.format_exc()
+    return error_class, f"{error_class} error: {_told(error)}{origin}", ""
+
+
+def _told(error: BaseException) -> str:
+    """In one line, with what was noted on its way here."""
+    return one_line(" ".join([str(error), *(f"({note})" for note in getattr(error, "__notes__", ()))]))
 
 
 def _write_refusal(run_dir: Path | None, status: ExitStatus) -> None:
@@ -361,7 +366,8 @@ def _fail(board: Board, error: BaseException, saves_on_signal: bool, call: tuple
     elif error_class == "preempted":
         # torchrun also sends SIGTERM to the survivors of a rank that was killed: the cause is that rank then
         patience_s = 0.0 if saves_on_signal else board.limits.suspect_s + 2.0
-    if board.failure is None and not (patience_s and board.await_verdict(patience_s)):
+    waited = error_class == "hang" and "timed out" in str(error).lower()
+    if board.failure is None and not (patience_s and board.await_verdict(patience_s, waited)):
         _post(board, error, error_class, text, call or board.call)
     if board.launch.size == 1:
         assert board.failure is not None, "a failure was posted"
@@ -372,7 +378,7 @@ def _fail(board: Board, error: BaseException, saves_on_signal: bool, call: tuple
 def _post(board: Board, error: BaseException, error_class: str, text: str, call: tuple[int, str, str]) -> None:
     seq, name, site = call
     where = place(name, seq, site, board.step)
-    told = one_line(str(error))
+    told = _told(error)
     if error_class == "preempted":
         line = f"preempted at step {board.step}: {told or 'saved and ended'}"
     elif isinstance(error, KeyboardInterrupt):

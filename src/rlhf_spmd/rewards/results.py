@@ -38,7 +38,7 @@ class RewardResult:
     ``calls``: the rows of each call of the function; ``overrun``: what is said of a row whose call took too long. ``scores``: the
     function's scores, ``default`` where a call failed, None where the function does not apply, without weights. ``extras``: one dict
     per row, the other numeric entries of what the function returned. ``late``: rows whose call overran. ``errors``: by row, why its
-    call failed.
+    call failed. ``names``: what each row is called outside.
     """
 
     def __init__(self, default: float, overrun: str) -> None:
@@ -47,13 +47,15 @@ class RewardResult:
         self.scores: list[float | None] = []
         self.extras: list[dict[str, float]] = []
         self.errors: dict[int, str] = {}
+        self.names: list[Any] = []
         self.late: set[int] = set()
 
-    def add_rows(self, number: int) -> range:
+    def add_rows(self, names: Sequence[Any]) -> range:
         first = len(self.scores)
-        self.scores += [self.default] * number
-        self.extras += [{} for _ in range(number)]
-        return range(first, first + number)
+        self.names += names
+        self.scores += [self.default] * len(names)
+        self.extras += [{} for _ in names]
+        return range(first, len(self.scores))
 
     def add_calls(self, calls: Sequence[Sequence[int]]) -> range:
         first = len(self.calls)
@@ -65,6 +67,7 @@ class RewardResult:
         """What was found for these rows, in this order."""
         found = RewardResult(self.default, self.overrun)
         found.scores, found.extras = [self.scores[row] for row in rows], [self.extras[row] for row in rows]
+        found.names = [self.names[row] for row in rows]
         found.errors = {at: self.errors[row] for at, row in enumerate(rows) if row in self.errors}
         found.late = {at for at, row in enumerate(rows) if row in self.late}
         return found
@@ -82,7 +85,7 @@ class RewardResult:
     def first_error(self) -> str | None:
         """Of the lowest row that failed, None without one."""
         first = min(self.errors, default=None)
-        return None if first is None else f"row {first}: {self.errors[first]}"
+        return None if first is None else f"row {self.names[first]}: {self.errors[first]}"
 
     def take(self, call: int, results: list[Any] | str) -> None:
         """What a worker answered; a message in place of the list is why the whole call failed."""

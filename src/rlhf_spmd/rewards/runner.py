@@ -225,7 +225,7 @@ class RewardRunner:
         self._waiting: deque[int] = deque()  # calls that no worker has
 
     def _add(self, keys: Sequence[int], rows: Sequence[Row], groups: Sequence[int] | None) -> None:
-        added = self._step.add_rows(len(rows))
+        added = self._step.add_rows([row.get("id", at) for at, (_, _, row) in enumerate(rows, len(self._rows))])
         self._rows += rows
         self._at |= zip(keys, added, strict=True)
         if self.config.by_group:
@@ -330,7 +330,9 @@ class RewardRunner:
         try:
             return json.dumps(self._rows[index])
         except (TypeError, ValueError) as error:
-            raise ValueError(f"row {index} for {self.where}.function {self._function!r} is not JSON: {error}") from error
+            raise ValueError(
+                f"row {self._step.names[index]} for {self.where}.function {self._function!r} is not JSON: {error}"
+            ) from error
 
     def _flush(self, worker: _Worker) -> None:
         """Write what the pipe takes; never blocks, since a hanging worker does not read."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
+from types import ModuleType
 from typing import Any
 
 from rlhf_spmd.algorithms.base import AlgorithmConfig
@@ -16,6 +17,27 @@ from rlhf_spmd.environments.config import EnvironmentConfig, tools_of
 from rlhf_spmd.kernels import can, choose_ops, model_device
 from rlhf_spmd.runtime.roles import RolePlan, check_sampling
 from rlhf_spmd.workers import ModelWorker, RewardWorker
+
+
+def settings_of(module: ModuleType) -> type[AlgorithmConfig]:
+    """The ``Config`` of an algorithm. Raises ValueError for one with settings that no configuration could change."""
+    config = getattr(module, "Config", None)
+    if not (isinstance(config, type) and issubclass(config, AlgorithmConfig) and is_dataclass(config)):
+        raise ValueError(
+            f"algorithm '{module.__name__}': its Config must be a dataclass that derives from rlhf_spmd.algorithms.base."
+            f"AlgorithmConfig; it is {config!r}"
+        )
+    said = f"algorithm '{module.__name__}': its Config's own settings would be ignored;"
+    settings = {f.name for f in fields(config)}
+    typed = {name for kind in config.__mro__ for name in vars(kind).get("__annotations__", {})}
+    for kind in config.__mro__:
+        if issubclass(kind, AlgorithmConfig) and "__dataclass_fields__" not in vars(kind):
+            raise ValueError(f"{said} put @dataclass(frozen=True) above {kind.__name__}")
+        for name, value in vars(kind).items():
+            is_code = name.startswith("_") or isinstance(value, type) or hasattr(value, "__get__")
+            if name not in vars(kind).get("__annotations__", {}) and (name in settings or not (is_code or name in typed)):
+                raise ValueError(f"{said} give {name} a type, as in '{name}: int = ...' (or ClassVar[int] if it is none)")
+    return config
 
 
 def check_duration(config: Any) -> tuple[Any, float | None]:

@@ -8,15 +8,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rlhf_spmd.checkpoint.save import RoleState
 from rlhf_spmd.data.tokenizer import decoding
 from rlhf_spmd.generation import CallLimits, Completion, GenerationConfig, Generator, Request, SamplingConfig
 from rlhf_spmd.generation.backends import choose_backend
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.spec import ModelSpec, read_eos_ids
+from rlhf_spmd.models.weights import load_pretrained
 from rlhf_spmd.parallel.layout import Layout, LayoutConfig
 from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.parallel.world import World
-from rlhf_spmd.runtime.inference import load_weights
+from rlhf_spmd.runtime.inference import read_first, take_checkpoint
 
 IN_FLIGHT = 8  # times generation.max_num_seqs rows are with the generator: each call builds its decode loop (graphs) anew
 ENDED = 0.5  # the share of their prompts that ends before rows are handed out and others follow, so that it never lacks any
@@ -45,7 +47,10 @@ def build_generator(
     """
     mesh, dtype = build_mesh(world, range(world.size), layout), config.model.torch_dtype(world.device)
     decoder = Decoder(spec, "lm", mesh.pp_rank, layout.pp, mesh.tp, dtype, world.device)
-    load_weights(decoder, config.model.path, checkpoint, world)
+    if (directory := read_first(config.model.path, checkpoint)) is not None:
+        load_pretrained(decoder, directory)
+    held = RoleState(decoder.shards, dict(decoder.named_parameters()))
+    take_checkpoint(spec, held, config.model.path, checkpoint, world)
     backend = choose_backend(config.generation.attention, config.model.attention, dtype, world.device, "generation.attention")
     generation = replace(config.generation, attention=backend)
     generator = Generator(decoder, mesh, generation, read_eos_ids(config.model.path), decoding(tokenizer))

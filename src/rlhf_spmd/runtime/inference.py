@@ -23,11 +23,10 @@ from rlhf_spmd.config.bounds import check_bounds
 from rlhf_spmd.config.keys import Key
 from rlhf_spmd.config.load import check_tree, flatten_yaml, load
 from rlhf_spmd.data.dataset import RowsConfig
-from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.hub import local_directory
 from rlhf_spmd.models.sharding import check_layout
 from rlhf_spmd.models.spec import ModelSpec, read_spec
-from rlhf_spmd.models.weights import check_pretrained, load_pretrained
+from rlhf_spmd.models.weights import check_pretrained
 from rlhf_spmd.parallel.command_line import read_command_line
 from rlhf_spmd.parallel.layout import Layout, LayoutConfig, resolve_layout
 from rlhf_spmd.parallel.program import ProgramSettings, run_program
@@ -42,8 +41,8 @@ ROLE = "actor"  # of a run's checkpoints: the role that generates
 class ModelConfig(ComputeConfig):
     """``model``.
 
-    - path: Hugging Face directory; of `generate` and `evaluate` also a run's directory (its export, else its newest checkpoint)
-      or one of its checkpoints
+    - path: Hugging Face directory, a run's directory (its newest checkpoint, read from its export where that is of it) or one of
+      its checkpoints
     """
 
     path: str = field(kw_only=True)
@@ -135,23 +134,28 @@ def read_weights(config: Config, launch: Launch) -> tuple[Config, ModelSpec, Lay
     return config, spec, layout, checkpoint
 
 
-def load_weights(decoder: Decoder, directory: str, checkpoint: Path | None, world: World) -> None:
-    """From the model's directory or the checkpoint, whose dtype is converted.
+def read_first(directory: str, checkpoint: Path | None) -> str | None:
+    """The directory whose weights :func:`take_checkpoint` adds to; None where the checkpoint has all of them."""
+    return directory if checkpoint is None or find_adapters(checkpoint, ROLE) is not None else None
+
+
+def take_checkpoint(spec: ModelSpec, held: RoleState, directory: str, checkpoint: Path | None, world: World) -> None:
+    """What the checkpoint, if there is one, has of the weights that this rank holds, in their dtype; of adapters their sum with
+    the weights of ``directory``, which are there.
 
     Collective over the world: every rank of it must call, in program order. Raises ValueError, CheckpointError.
     """
-    adapters = None if checkpoint is None else find_adapters(checkpoint, ROLE)
-    if checkpoint is None or adapters is not None:
-        load_pretrained(decoder, directory)
-        if adapters is not None:
-            adapters.add_to(decoder, Path(directory))
+    if checkpoint is None:
+        return
+    adapters = find_adapters(checkpoint, ROLE)
+    if adapters is not None:
+        adapters.add_to(spec, held, Path(directory))
         return
     pieces = next(iter(read_manifest(checkpoint).pieces_of(ROLE, PARAM).values()))
-    parameters = dict(decoder.named_parameters())
-    stored = {name: torch.empty(value.shape, dtype=DTYPES[pieces[0].dtype]) for name, value in parameters.items()}
-    load_checkpoint(checkpoint, ROLE, RoleState(decoder.shards, stored), world.all)
+    stored = {name: torch.empty(value.shape, dtype=DTYPES[pieces[0].dtype]) for name, value in held.tensors.items()}
+    load_checkpoint(checkpoint, ROLE, RoleState(held.shards, stored), world.all)
     with torch.no_grad():
-        for name, value in parameters.items():
+        for name, value in held.tensors.items():
             value.copy_(stored.pop(name))
 
 

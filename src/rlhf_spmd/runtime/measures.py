@@ -78,7 +78,7 @@ def interval(scores: np.ndarray) -> tuple[float, float] | None:
         shrink = 1 + NORMAL_95**2 / size
         middle = (mean + NORMAL_95**2 / (2 * size)) / shrink
         half = NORMAL_95 / shrink * math.sqrt(mean * (1 - mean) / size + NORMAL_95**2 / (4 * size**2))
-        return max(middle - half, 0.0), min(middle + half, 1.0)
+        return max(0.0, round(middle - half, 12)), min(1.0, round(middle + half, 12))
     if (means == means[0]).all():  # t would say a point
         return None
     half = student_95(num_prompts - 1) * math.sqrt(variance / num_prompts)

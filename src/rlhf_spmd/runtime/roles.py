@@ -330,8 +330,8 @@ def build_models(plans: Mapping[str, RolePlan], build: Build) -> SimpleNamespace
 
     Collective over the world: every rank of it must call.
     """
-    roles = {role: _build_role(role, plan, build) for role, plan in plans.items()}
-    added = [role for role in build.rewards if role == "reward" or plans[role].is_added]
+    added = tuple(role for role in build.rewards if role == "reward" or plans[role].is_added)
+    roles = {role: _build_role(role, plan, replace(build, added_rewards=added)) for role, plan in plans.items()}
     roles |= {name: roles[role] for role, plan in plans.items() for name in plan.serves}
     return SimpleNamespace(**roles, rewards=[roles[role] for role in added], controller=build.controller)
 

@@ -42,7 +42,7 @@ class RowStream:
         self.loader, self.n, self.number = loader, n, number
         self._given: list[tuple[Batch, Reference, dict[str, Any]]] = []  # of this step, each with the loader's state before it
         self._place = 0
-        self._told: list[tuple[str, Tensor, Tensor]] = []  # what the script has the data keep, in this execution of it
+        self._to_keep: list[tuple[str, Tensor, Tensor]] = []  # what the script has the data keep, in this execution of it
 
     def next(self, size: int | None = None) -> Reference:
         """The next ``size`` rows of the data, by default the batch size, each ``n`` times as a group."""
@@ -63,7 +63,7 @@ class RowStream:
         """``numbers`` float64 [rows], the same on every rank, of rows that ``next`` gave: from the next step on these rows of the
         data come with them as field ``name``, in a batch of which all are known; of others :meth:`split_by_kept` tells which are.
         Not in checkpoints: a resumed run asks again."""
-        self._told.append((name, self._entries(rows)["entry"], numbers))
+        self._to_keep.append((name, self._entries(rows)["entry"], numbers))
 
     def split_by_kept(self, rows: Reference, name: str) -> tuple[Reference, Reference]:
         """Of ``rows`` that ``next`` gave: those of which the field ``name`` is kept, with it; and the others."""
@@ -82,12 +82,16 @@ class RowStream:
     def begin(self) -> None:
         """Of a script: the trace and the run get the same rows."""
         self._place = 0
-        self._told.clear()
+        self.keep_nothing()
+
+    def keep_nothing(self) -> None:
+        """After a trace, in which what is computed are ones."""
+        self._to_keep.clear()
 
     def commit(self) -> Batch | None:
         """End of a step: the rows that it was given; those that only the trace asked for go back."""
         self._give_back()
-        for name, entries, numbers in self._told:
+        for name, entries, numbers in self._to_keep:
             self.loader.dataset.keep(name, entries, numbers)
         taken = [rows for rows, *_ in self._given]
         self._given.clear()
@@ -272,7 +276,7 @@ class Data:
             stream.begin()
         graph = self._controller.trace(script)
         for stream in self._streams.values():
-            stream._told.clear()  # while tracing, what is computed are ones
+            stream.keep_nothing()
             stream.commit()
         return graph
 

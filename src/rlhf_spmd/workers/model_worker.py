@@ -74,6 +74,7 @@ class Build:
     total_updates: Mapping[str, int] = field(default_factory=dict)  # role -> optimizer steps of the whole run
     temperature: float = 1.0
     rewards: Mapping[str, RewardConfig] = field(default_factory=dict)  # by role
+    added_rewards: tuple[str, ...] = ()  # those whose scores are added up
     environments: Mapping[str, EnvironmentConfig] = field(default_factory=dict)
     chat_template: str | None = None
     tokenizer: Any = None

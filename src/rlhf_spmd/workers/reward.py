@@ -79,8 +79,8 @@ class RewardWorker(ModelWorker):
     def _report(self, batch: Batch, made: Batch | None, noted: list[dict[str, Any]]) -> dict[str, Any]:
         """Statistics of the global batch's scored rows, and as samples the texts of the call's first rows. ``noted``: of each run.
 
-        Raises RewardError if more calls failed than ``max_failure_rate`` allows, or all in the first step, or if the only reward
-        scores none of the first rows that it is asked for.
+        Raises RewardError if more calls failed than ``max_failure_rate`` allows, or all in the first step, or if a reward
+        to which no other one adds scores none of the first rows that it is asked for.
         Collective over the pool: every rank of it must call, in program order.
         """
         report: dict[str, Any] = {
@@ -181,7 +181,8 @@ class RewardWorker(ModelWorker):
         *extremes, highest, lowest, first = self.mesh.pool.all_reduce(largest, "control", "max").tolist()
         if failures + timeouts:
             self._report_failures(int(failures + timeouts), int(calls), int(-first), report["first_error"])
-        if calls and not scored and not self.called and len(self.build.rewards) == 1:  # of several others may score them
+        others = set(self.build.added_rewards) - {self.name} if self.name in self.build.added_rewards else ()
+        if calls and not scored and not self.called and not others:  # which may score them
             raise RewardError(f"{reward_key(self.name)}.{self.reward.scorer} gave None for all of the first {int(calls)} rows")
         self.called = self.called or calls > 0
         found = {"failures": failures, "timeouts": timeouts, "unscored": rows - scored}
@@ -245,7 +246,7 @@ class RewardWorker(ModelWorker):
             limits = limits.clamp(max=self.build.max_response_length or math.inf)
             report["clipped"] = int((batch["response_ids"].lengths >= limits).sum())
             if self.retokenizer is not None:
-                errors = [f"row {index}: {why}" for index, why in refused.items() if scored[index]]
+                errors = [f"row {texts[index][2].get('id')}: {why}" for index, why in refused.items() if scored[index]]
                 report |= {"calls": int(scored.sum()), "failures": len(errors), "first_error": next(iter(errors), None)}
         if self.runner is not None:
             chosen = scored.nonzero()[:, 0]
