@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import importlib
 import multiprocessing as mp
 import os
 import pickle
@@ -103,6 +104,17 @@ def _train(output: int, environment: dict[str, str], arguments: Sequence[str]) -
     main(arguments)
 
 
+def _command(output: int, environment: dict[str, str], module: str, arguments: Sequence[str]) -> None:
+    """What ``python -m module`` does, with the file of errors behind that of output: ``output`` and ``output``.err."""
+    errors = os.open(os.readlink(f"/proc/self/fd/{output}") + ".err", os.O_CREAT | os.O_WRONLY)
+    os.dup2(output, 1)
+    os.dup2(errors, 2)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = [module, *arguments]
+    importlib.import_module(module).main()
+
+
 class Template:
     """The process from which the ranks of one number are forked, seen from the test process."""
 
@@ -172,6 +184,18 @@ class Program:
                 raise subprocess.TimeoutExpired("rlhf_spmd.train", timeout_s)
             time.sleep(0.01)
         return code
+
+
+def run_command(module: str, arguments: Sequence[str], environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    """``python -m module <arguments>``, but for what importing takes. Not for what depends on how an interpreter starts."""
+    with tempfile.TemporaryDirectory(prefix="rlhf_spmd_command_") as directory:
+        out = Path(directory) / "out"
+        with out.open("w") as file:
+            (template,) = _templates(1)
+            process = template.fork(_command, file.fileno(), dict(environment), module, list(arguments))
+        while (code := template.wait(process, os.WNOHANG)) is None:
+            time.sleep(0.01)
+        return subprocess.CompletedProcess([module, *arguments], code, out.read_text(), Path(f"{out}.err").read_text())
 
 
 class RankPool:

@@ -9,7 +9,7 @@ import tasks
 from overrides import FP64, STEADY, layout, micro_batches
 from ranks import run_ranks
 
-STEPS = 3
+STEPS = {"fp64": 3, "fp32": 2}
 OWN_POOLS = ("placement.pools.a=[0,1]", "placement.pools.b=[2,3]")
 
 
@@ -117,7 +117,14 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 # Where a generated token's log-prob is not bit for bit that of the training forward in fp32: generation and training then sum
 # the row-parallel products (o_proj, down_proj) and the softmax over the vocabulary in slices of other sizes, tp / tp_g in one.
-REGROUPED_TP = {"tp2 dp2 -> tp1", "tp4 -> tp2, KV heads replicated", "critic on ranks of its own"}
+REGROUPED_TP = {"tp2 dp2 -> tp1", "tp4 -> tp2, KV heads replicated"}
+# In fp32 the bits of each way to cut a model: these cut the actor as others do, only elsewhere.
+CUT_AS_OTHERS = {
+    "critic on ranks of its own",
+    "roles on overlapping pools of unequal size",
+    "unequal ranks, whose mini-batches leave the slowest without rows",
+}
+IN_FP32 = [name for name in LAYOUTS if name not in CUT_AS_OTHERS]
 
 
 @functools.cache
@@ -125,7 +132,7 @@ def run(directory: Path, name: str, precision: str) -> tasks.Run:
     ranks, overrides = LAYOUTS[name] if name else (1, ())
     run_dir = directory / f"{precision}_{sorted(LAYOUTS).index(name) if name else 'one_rank'}"
     more = (*overrides, *(FP64 if precision == "fp64" else STEADY))
-    run_ranks(ranks, tasks.train_here, str(tasks.task() / "ppo.json"), tasks.settings(run_dir, STEPS, *more))
+    run_ranks(ranks, tasks.train_here, str(tasks.task() / "ppo.json"), tasks.settings(run_dir, STEPS[precision], *more))
     return tasks.read_run(run_dir)
 
 
@@ -137,13 +144,13 @@ def directory(tmp_path_factory):
 def test_the_task_asks_for_something(directory):
     """Differences that the comparison below could not see in a run where nothing moves."""
     one = run(directory, "", "fp64")
-    assert len(one.responses) == STEPS * tasks.PROMPTS * tasks.SAMPLES
+    assert len(one.responses) == STEPS["fp64"] * tasks.PROMPTS * tasks.SAMPLES
     assert len({tuple(ids) for ids in one.responses.values()}) == len(one.responses)
     for row in one.metrics:
         assert row["reward/std"] > 0.05 and row["response_length/min"] < tasks.MAX_RESPONSE
         assert row["actor/kl"] > 0.01 and row["actor/clip_frac"] > 0.01 and row["critic/clip_frac"] > 0.01
         assert row["actor/grad_norm"] > 1.0  # it is clipped
-    assert len({row["actor/kl_coef"] for row in one.metrics}) == STEPS
+    assert len({row["actor/kl_coef"] for row in one.metrics}) == STEPS["fp64"]
     momenta = {name: tensor for (role, kind, name), tensor in one.weights.items() if (role, kind) == ("actor", "exp_avg")}
     assert all(float(tensor.abs().max()) > 0 for tensor in momenta.values()), "a tensor got no gradient"
 
@@ -160,7 +167,7 @@ def test_the_same_run_in_fp64(directory, name):
     assert other.log_prob_difference() < 1e-12
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", IN_FP32)
 def test_the_same_run_in_fp32(directory, name):
     one, other = run(directory, "", "fp32"), run(directory, name, "fp32")
     assert other.responses == one.responses
@@ -171,12 +178,12 @@ def test_the_same_run_in_fp32(directory, name):
     assert weights < 2e-6, tensor
 
 
-@pytest.mark.parametrize("name", ["", *LAYOUTS])
+@pytest.mark.parametrize("name", ["", *IN_FP32])
 def test_it_is_on_policy_exactly(directory, name):
     """A token's log-prob is the same number when it is drawn, when it is scored, and in the forward of the first update."""
     other = run(directory, name, "fp32")
     assert (0.0 < other.log_prob_difference() < 1e-5) if name in REGROUPED_TP else other.log_prob_difference() == 0.0
-    assert [row["actor/ppo_kl_first"] for row in other.metrics] == [0.0] * STEPS
+    assert [row["actor/ppo_kl_first"] for row in other.metrics] == [0.0] * STEPS["fp32"]
 
 
 def test_exact_rollouts_need_no_forward_for_old_log_probs(directory):

@@ -4,11 +4,8 @@ The table goes through the program's own ``prepare`` in this process, a few rows
 """
 
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import tasks
-from places import ROOT
+from ranks import run_command
 from rlhf_spmd.parallel.program import classify
 from rlhf_spmd.train import prepare
 
@@ -341,10 +338,9 @@ COMMANDS = {  # code of exit_status.json, override, the line; the process exits 
 def test_the_command_prints_the_line_alone_and_exits_with_2(kind: str, made: Path, tmp_path: Path) -> None:
     """As a person starts it, without torchrun."""
     code, override, line = COMMANDS[kind]
-    command = [sys.executable, "-m", "rlhf_spmd.train", "--config", str(tasks.task() / "ppo.json"), f"run.dir={tmp_path}"]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT / "tests")))}
+    arguments = ["--config", str(tasks.task() / "ppo.json"), f"run.dir={tmp_path}", *place([override], made)]
     since = time.monotonic()
-    ended = subprocess.run([*command, *place([override], made)], env=environment, capture_output=True, text=True)
+    ended = run_command("rlhf_spmd.train", arguments, tasks.environment())
     assert time.monotonic() - since < BUSY_LIMIT_S
     assert re.fullmatch(line + r"\n", ended.stderr), ended.stderr
     assert ended.stdout == ""

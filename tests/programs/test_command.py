@@ -14,6 +14,7 @@ import pytest
 
 import tasks
 from places import ROOT
+from ranks import run_command
 from rlhf_spmd import __main__ as command
 from rlhf_spmd import __version__
 from rlhf_spmd.config.load import flatten_yaml
@@ -24,6 +25,10 @@ LAYOUT = ("models.actor.layout.tp=2", "models.critic.layout.dp=2")
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return run_command("rlhf_spmd.__main__", arguments, tasks.environment())
+
+
+def run_fresh(*arguments: str) -> subprocess.CompletedProcess[str]:
     started = [sys.executable, "-m", "rlhf_spmd", *arguments]
     return subprocess.run(started, env=tasks.environment(), capture_output=True, text=True, timeout=600)
 
@@ -37,7 +42,7 @@ def test_it_trains_as_torchrun_does_bit_for_bit(tmp_path: Path) -> None:
     alone, under = tmp_path / "alone", tmp_path / "torchrun"
     process = tasks.start_torchrun(under, tasks.settings(under, 2, *LAYOUT), *tasks.one_node(2))
     try:
-        ended = run("train", "--nproc-per-node", "2", *CONFIG, *tasks.settings(alone, 2, *LAYOUT))
+        ended = run_fresh("train", "--nproc-per-node", "2", *CONFIG, *tasks.settings(alone, 2, *LAYOUT))
         assert ended.returncode == 0, ended.stderr
         assert tasks.finish(process, under) == 0, (under / "output.txt").read_text()
     finally:
@@ -175,7 +180,7 @@ def test_bash_completes_programs_and_keys() -> None:
 
 
 def test_without_arguments_it_lists_the_programs() -> None:
-    ended = run()
+    ended = run_fresh()
     assert ended.returncode == 2 and all(f"  {name} " in ended.stdout for name in command.PROGRAMS)
     assert run("--help").returncode == 0
     told = run("completion", "--help")

@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -102,9 +102,9 @@ class Manifest:
             "roles": roles,
             "files": self.files,
             "state": self.state,
-            "pieces": [asdict(piece) for piece in self.pieces],
+            "pieces": [vars(piece) for piece in self.pieces],
         }
-        return json.dumps(body, indent=1)
+        return json.dumps(body)
 
     @staticmethod
     def from_json(text: str, where: str) -> Manifest:
@@ -138,7 +138,7 @@ def _read_piece(row: Mapping[str, Any], files: Mapping[str, int], where: str) ->
 
 
 def piece_from_json(row: Mapping[str, Any]) -> Piece:
-    """The inverse of ``asdict`` through JSON. Raises KeyError, TypeError or ValueError where a field is missing or unfit."""
+    """The inverse of ``vars`` through JSON. Raises KeyError, TypeError or ValueError where a field is missing or unfit."""
     text: dict[str, Any] = {field: str(row[field]) for field in ("file", "key", "role", "kind", "name", "dtype", "sha256")}
     numbers: dict[str, Any] = {field: tuple(int(n) for n in row[field]) for field in ("shape", "start", "size")}
     return Piece(**text, **numbers)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +92,7 @@ def save_checkpoint(
             if keys:
                 file, size, pieces = _write_role(draft, role, roles[role], boxes[role], keys, group)
                 files[file] = size
-                rows += [asdict(piece) for piece in pieces]
+                rows += [vars(piece) for piece in pieces]
     except OSError as failure:
         error = _explain(failure, draft)
 

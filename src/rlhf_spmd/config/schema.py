@@ -12,6 +12,7 @@ import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Union, get_args, get_origin
 
 from rlhf_spmd.config.foreign import foreign_hint
@@ -28,6 +29,9 @@ SWITCH = {**dict.fromkeys(("true", "yes", "on", "1"), True), **dict.fromkeys(("f
 
 class ConfigError(ValueError):
     """A mistake in the configuration; the message is one line for the user."""
+
+
+type_hints = cache(typing.get_type_hints)
 
 
 def first_line(error: BaseException) -> str:
@@ -78,7 +82,7 @@ class Reader:
         return result
 
     def _fields(self, section: Any) -> dict[str, Any]:
-        hints = {**typing.get_type_hints(section), **(self.replaced if section is self.schema else {})}
+        hints = {**type_hints(section), **(self.replaced if section is self.schema else {})}
         return {f.name: hints[f.name] for f in dataclasses.fields(section)}
 
     def _section(self, section: Any, value: Mapping[str, Any], where: str, default: Any) -> Any:
