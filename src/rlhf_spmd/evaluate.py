@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 
 from rlhf_spmd.config.bounds import check_bounds
-from rlhf_spmd.config.keys import Key, list_keys
 from rlhf_spmd.config.load import check_tree, to_dict
 from rlhf_spmd.config.schema import ConfigError, Reader
 from rlhf_spmd.data.files import list_paths, names_of, read_rows
@@ -31,8 +30,8 @@ from rlhf_spmd.data.tokenizer import load_tokenizer
 from rlhf_spmd.generation import SamplingConfig
 from rlhf_spmd.parallel.world import Launch, World
 from rlhf_spmd.rewards.config import RewardConfig
-from rlhf_spmd.runtime.inference import check_out, read_config, read_weights, run_inference_program, write_rows
-from rlhf_spmd.runtime.journal import Journal
+from rlhf_spmd.runtime.inference import check_out, inference_program, read_config, read_weights, write_rows
+from rlhf_spmd.runtime.journal import Journal, other_job
 from rlhf_spmd.runtime.measures import final_answer, interval, measure
 from rlhf_spmd.runtime.responses import AnswerConfig, Prepared, PromptSet, answer, check_set, job_of
 from rlhf_spmd.telemetry.run_dir import atomic_write_json
@@ -134,10 +133,7 @@ def check_results(file: Path, job: str) -> None:
     except (ValueError, AttributeError):
         found = None
     if found != job:
-        raise ValueError(
-            f"out={file.parent}: its {file.name} is that of a job with another model, other prompts or other settings; remove it, "
-            "or give another out"
-        )
+        raise other_job(str(file.parent), f"its {file.name} is that")
 
 
 def named_sets(config: EvaluateConfig) -> dict[str, SetConfig]:
@@ -253,14 +249,7 @@ def _cell(value: Any) -> str:
     return "-" if value is None else f"{value:.4f}" if isinstance(value, float) else json.dumps(value)
 
 
-def keys(overrides: Sequence[str] = ()) -> Iterator[Key]:
-    """They are the same whatever the overrides."""
-    return list_keys(EvaluateConfig, {})
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """The command line: overrides, and ``--config FILE`` if there are many."""
-    run_inference_program("evaluate", __doc__, EvaluateConfig, keys, prepare, evaluate, argv)
+keys, main = inference_program("evaluate", __doc__, EvaluateConfig, prepare, evaluate)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rlhf_spmd.config.keys import Key, list_keys
 from rlhf_spmd.data.files import list_paths
 from rlhf_spmd.data.prompts import has_ids
 from rlhf_spmd.data.tokenizer import decoding, load_tokenizer
@@ -29,7 +28,7 @@ from rlhf_spmd.environments.config import EnvironmentConfig, check_rows, environ
 from rlhf_spmd.generation import StopStrings
 from rlhf_spmd.generation.stopping import special_stops
 from rlhf_spmd.parallel.world import Launch, World
-from rlhf_spmd.runtime.inference import check_out, read_config, read_weights, run_inference_program, write_rows
+from rlhf_spmd.runtime.inference import check_out, inference_program, read_config, read_weights, write_rows
 from rlhf_spmd.runtime.journal import Journal
 from rlhf_spmd.runtime.responses import AnswerConfig, Prepared, answer, check_set, job_of
 
@@ -158,14 +157,7 @@ def response_text(ready: Prepared, token_ids: Sequence[int], finish_reason: str)
     return decode(token_ids) + "".join(stop for stop, token in special.items() if token == token_ids[-1])
 
 
-def keys(overrides: Sequence[str] = ()) -> Iterator[Key]:
-    """They are the same whatever the overrides."""
-    return list_keys(GenerateConfig, {})
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """The command line: overrides, and ``--config FILE`` if there are many."""
-    run_inference_program("generate", __doc__, GenerateConfig, keys, prepare, generate, argv)
+keys, main = inference_program("generate", __doc__, GenerateConfig, prepare, generate)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from rlhf_spmd.parallel.command_line import read_command_line, refuse
 from rlhf_spmd.parallel.program import ProgramContext, run_program
 from rlhf_spmd.planner.machine import ClusterConfig, Machine, is_file
 from rlhf_spmd.planner.placement import AUTO
+from rlhf_spmd.planner.problem import Choice
 from rlhf_spmd.planner.profile import Measured, Profile, read_profile, write_profile
 from rlhf_spmd.planner.search import Found
 from rlhf_spmd.planner.shape import Workload
@@ -168,7 +169,7 @@ def evaluate(run: Run, machine: Machine, times: planning.Times) -> planning.Plan
         budget = int(file.algorithm.get(config.algorithm.limits.where.removeprefix("algorithm."), budget))
     made = planning.Planning(run.nodes, machine, times, budget, config.placement.max_staleness, file)
     problem = made.problem()
-    chosen = planning.fixed_plan(problem, file)
+    chosen = tuple(Choice(file.calls[call.name].mesh, 0) for call in problem.calls)
     schedule = simulate(problem, chosen)
     if not schedule.fits and path != "config":
         verdict = f"it needs {schedule.excess:.0%} more memory than a rank has"

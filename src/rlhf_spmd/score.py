@@ -16,7 +16,7 @@ import math
 import sys
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,6 @@ from torch import Tensor
 
 from rlhf_spmd.checkpoint.save import RoleState
 from rlhf_spmd.config.bounds import check_bounds
-from rlhf_spmd.config.keys import Key, list_keys
 from rlhf_spmd.data.balance import micro_batches_by_tokens, partition_by_tokens
 from rlhf_spmd.data.batch import Batch, ragged
 from rlhf_spmd.data.encoding import check_ids
@@ -180,16 +179,7 @@ def check_finite(ready: Prepared, scored: Sequence[tuple[int, list[float]]]) -> 
             raise inference.not_finite(row, ready.ids[row], ready.config.model)
 
 
-def keys(overrides: Sequence[str] = ()) -> Iterator[Key]:
-    """They are the same whatever the overrides."""
-    return list_keys(ScoreConfig, {})
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """The command line: overrides, and ``--config FILE`` if there are many."""
-    inference.run_inference_program(
-        "score", __doc__, ScoreConfig, keys, prepare, lambda ready, world, tick: score(ready, world), argv
-    )
+keys, main = inference.inference_program("score", __doc__, ScoreConfig, prepare, lambda ready, world, tick: score(ready, world))
 
 
 if __name__ == "__main__":

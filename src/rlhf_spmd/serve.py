@@ -19,7 +19,7 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -31,12 +31,11 @@ from typing import Any
 import torch
 
 from rlhf_spmd.config.bounds import check_bounds
-from rlhf_spmd.config.keys import Key, list_keys
 from rlhf_spmd.data.tokenizer import UNFINISHED, token_bytes
 from rlhf_spmd.generation import CallLimits, Request
 from rlhf_spmd.generation.sequence import NotFinite
 from rlhf_spmd.parallel.world import Launch, World
-from rlhf_spmd.runtime.inference import read_config, run_inference_program
+from rlhf_spmd.runtime.inference import inference_program, read_config
 from rlhf_spmd.runtime.llm import Asked, Engine, EngineConfig, LoadedModel, prepare_model
 from rlhf_spmd.runtime.openai_forms import choice, params_of, prompts_of, read_body
 from rlhf_spmd.runtime.sampling_params import CompletionOutput
@@ -374,13 +373,7 @@ def serve(ready: LoadedModel, world: World, tick: Callable[[], None]) -> None:
             raise
 
 
-def keys(overrides: Sequence[str] = ()) -> Iterator[Key]:
-    return list_keys(ServeConfig, {})
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """The command line: overrides, and ``--config FILE`` if there are many."""
-    run_inference_program("serve", __doc__, ServeConfig, keys, prepare, serve, argv)
+keys, main = inference_program("serve", __doc__, ServeConfig, prepare, serve)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ from rlhf_spmd.config.load import check_tree, load
 from rlhf_spmd.config.registry import find, located
 from rlhf_spmd.controller import MICRO_DP, Controller, Graph, Reference
 from rlhf_spmd.controller.protocols import Members
-from rlhf_spmd.data.batch import Batch
 from rlhf_spmd.data.dataset import DatasetConfig, TokenDataset
 from rlhf_spmd.data.loader import build_loader
 from rlhf_spmd.data.prompts import DataConfig, PromptDataset, PromptsConfig
@@ -43,7 +42,6 @@ from rlhf_spmd.runtime.memory import step_facts
 from rlhf_spmd.runtime.overview import describe
 from rlhf_spmd.runtime.placing import place
 from rlhf_spmd.runtime.plan_file import PlanFile, apply_plan, check_ranks, read_plan
-from rlhf_spmd.runtime.restart import restore, role_states
 from rlhf_spmd.runtime.reward_roles import rewarded_roles, with_templates
 from rlhf_spmd.runtime.session import RunConfig, Session, run_dir_hint, start_controller
 from rlhf_spmd.runtime.streams import Data, InFlightStream, RowStream, ValidationRows
@@ -169,10 +167,11 @@ def prepare(
     tokenizer = load_tokenizer(roles.model_directory(described, algorithm.exported))
     described = roles.find_text_readers(described, rewards, algorithm.exported, tokenizer)
     read = read or cache(lambda: read_data(config, sections, tokenizer, described))
-    traced = cache(lambda: trace(Prepared(config, module, described, rewards, tokenizer, *read())))
+    unplaced = cache(lambda: Prepared(config, module, described, rewards, tokenizer, *read()))
+    traced = cache(lambda: trace(unplaced()))
     if config.placement.strategy == AUTO:
         work = outline.usual_rows(next(iter(sections.values())), config.sampling.n, read()[0])
-        step = step_facts(Prepared(config, module, described, rewards, tokenizer, *read()), traced(), model_device())
+        step = step_facts(unplaced(), traced(), model_device())
         planned = plan_run(config, described, step, work, world_size, local_size or world_size)
         return prepare(path, overrides, world_size, default, local_size, launch, planned, read)
     plans = place(described, config.placement, world_size, local_size or world_size, traced)
@@ -300,32 +299,16 @@ def train(context: ProgramContext[Prepared]) -> None:
     controller, algorithm = start_controller(context), ready.config.algorithm
     models = roles.build_models(ready.plans, build_settings(ready, controller, world))
     data = build_data(ready, controller)
-    bad_rows = sum(found.tally.num_bad for found in (*ready.training.values(), *ready.validation.values()))
-    session = Session(
-        context,
-        models,
-        state=lambda: {"data": data.state_dict(), "roles": role_states(controller, models), "kept": sorted(data.kept)},
-        restore=lambda state: restore(state, data, models),
-        told=lambda: {"data/epoch": data.epoch} | ({"data/bad_rows": bad_rows} if bad_rows else {}),
-    )
+    session = Session(context, models, data)
     if session.is_first:
         print(describe(ready, world), file=sys.stderr)
 
-    def one_step(number: int) -> tuple[list[Reference], list[Batch]]:
-        calls, rows = data.run(number, lambda: script_of(ready, models, data, number))
-        if not calls and not controller.taken:
-            raise RuntimeError(
-                f"{ready.algorithm.__name__}.step made no call in step {number}: nothing was computed and nothing learnt"
-            )
-        return calls, rows
-
-    def validate(number: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    def validate(number: int) -> dict[str, float]:
         with located("algorithm", algorithm.name, ready.algorithm):
             found: dict[str, float] = ready.algorithm.validate(models, data, algorithm, number)
-        shown, data.shown = data.shown, []
-        return found, shown
+        return found
 
-    session.run(one_step, validate, goal=algorithm.goal)
+    session.run(partial(script_of, ready, models, data), validate)
 
 
 def build_data(ready: Prepared, controller: Controller) -> Data:

@@ -128,7 +128,7 @@ def test_round_trip_alone(tmp_path: Path, spec: ModelSpec) -> None:
     assert manifest.state == STATE and manifest.step == 7
     body = json.loads((path / "manifest.json").read_text())
     expected = {n: list(s) for n, s in tensor_shapes(spec, "lm").items()}
-    assert {name: t["shape"] for name, t in body["roles"]["actor"]["tensors"].items()} == expected
+    assert {piece["name"]: piece["shape"] for piece in body["pieces"]} == expected
     assert not [f for f in path.iterdir() if f.suffix not in (".safetensors", ".json", "")]
 
 

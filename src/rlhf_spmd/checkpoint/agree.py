@@ -11,13 +11,18 @@ from rlhf_spmd.parallel.collectives import Group
 LABEL = "checkpoint"
 
 
-def agree(group: Group, error: str | None, mine: Any, decide: Callable[[list[Any]], Any] = lambda everyone: None) -> Any:
-    """What group index 0 decides by ``mine`` (JSON) of every rank, which is JSON too, on every rank. ``error``: why this rank failed.
+def agree(group: Group, work: Callable[[], Any], decide: Callable[[list[Any]], Any] = lambda everyone: None) -> Any:
+    """``work`` on every rank, and what group index 0 decides by the values of all, as JSON both, on every rank.
 
-    Collective over the group: every rank of it must call, in program order. Raises CheckpointError on every rank for the error of
-    the lowest failing rank, named by its global rank, and else for one that ``decide`` raises.
+    Collective over the group: every rank of it must call, in program order. Where ``work`` or ``decide`` raises a CheckpointError,
+    every rank does: of ranks whose work fails that of the lowest one, named by its global rank.
     """
-    outcomes, value = group.gather_json([error, mine], LABEL), None
+    mine = error = value = None
+    try:
+        mine = work()
+    except CheckpointError as failure:
+        error = str(failure)
+    outcomes = group.gather_json([error, mine], LABEL)
     if outcomes is not None:
         failed = [(rank, error) for rank, (error, _) in zip(group.ranks, outcomes, strict=True) if error]
         if failed:

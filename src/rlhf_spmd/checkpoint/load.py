@@ -15,10 +15,8 @@ from rlhf_spmd.checkpoint.directory import committed, read_manifest
 from rlhf_spmd.checkpoint.files import Spec, hash_tensor
 from rlhf_spmd.checkpoint.manifest import DTYPE_NAMES, DTYPES, PARAM, CheckpointError, Manifest, Piece
 from rlhf_spmd.checkpoint.save import RoleState
-from rlhf_spmd.parallel.boxes import Box, cover
+from rlhf_spmd.parallel.boxes import Box, cover, whole_shard
 from rlhf_spmd.parallel.collectives import Group
-
-Copy = tuple[Tensor, Box]  # a view of a local tensor, and the part of the piece that it receives
 
 
 @dataclass(frozen=True)
@@ -51,58 +49,50 @@ def read_pieces(directory: Path, pieces: Sequence[Piece]) -> Iterator[tuple[Piec
 
 def read_whole(directory: Path, pieces: Sequence[Piece], spec: Spec) -> Tensor:
     """A full tensor from its pieces, in the exported dtype."""
-    whole = Box(spec.key, spec.shape, (0,) * len(spec.shape), spec.shape, (0,) * len(spec.shape))
-    taken, missing = cover(whole, [piece.box for piece in pieces])
-    if missing:
-        raise CheckpointError(f"{directory}: {spec.key} lacks the part from {missing[0].start} of size {missing[0].size}")
-    parts: dict[str, list[tuple[Box, Box]]] = {}
-    for i, source, target in taken:
-        parts.setdefault(pieces[i].key, []).append((source, target))
+    (whole,) = whole_shard(spec.key, spec.shape).boxes
     tensor = torch.empty(spec.shape, dtype=DTYPES[pieces[0].dtype])
-    for piece, values in read_pieces(directory, [piece for piece in pieces if piece.key in parts]):
-        for source, target in parts[piece.key]:
-            tensor[target.local_slices] = values[source.local_slices]
+    fill(directory, [(f"{directory}: {spec.key}", tensor, whole, pieces)])
     return tensor.to(spec.dtype)
 
 
-def plan_reads(manifest: Manifest, role: str, target: RoleState) -> dict[Piece, list[Copy]]:
-    """What fills a rank's tensors, by the piece that it comes from.
+def fill(directory: Path, wanted: Sequence[tuple[str, Tensor, Box, Sequence[Piece]]]) -> None:
+    """Boxes of local tensors, in place, from stored pieces of theirs; the text names each. Raises CheckpointError."""
+    copies: dict[Piece, list[tuple[Tensor, Box]]] = {}  # the parts of a piece, and the views that receive them
+    for what, tensor, box, pieces in wanted:
+        taken, missing = cover(box, [piece.box for piece in pieces])
+        if missing:
+            raise CheckpointError(f"{what} lacks the part from {missing[0].start} of size {missing[0].size}")
+        for i, source, part in taken:
+            copies.setdefault(pieces[i], []).append((tensor[part.local_slices], source))
+    for piece, values in read_pieces(directory, list(copies)):
+        for local, source in copies[piece]:
+            local.copy_(values[source.local_slices])
+
+
+@torch.no_grad()
+def read_role(directory: Path, manifest: Manifest, role: str, target: RoleState) -> None:
+    """Fill this rank's tensors in place. No communication.
 
     Raises CheckpointError where a tensor is missing, incomplete, or of another shape or dtype.
     """
+    target.check(role)
     where = f"checkpoint of step {manifest.step}, role '{role}'"
-    copies: dict[Piece, list[Copy]] = {}
+    wanted = []
     for kind, tensors in target.kinds().items():
         pieces = manifest.pieces_of(role, kind) if tensors else {}
         for parameter, tensor in tensors.items():
             for box in target.shards[parameter].boxes:
-                found = pieces.get(box.name, [])
+                found, what = pieces.get(box.name, []), f"{where}: {kind} of {box.name}"
                 for piece in found:
                     if piece.shape != box.shape:
-                        raise CheckpointError(f"{where}: {kind} of {box.name} is {piece.shape}, the model's is {box.shape}")
+                        raise CheckpointError(f"{what} is {piece.shape}, the model's is {box.shape}")
                     if piece.dtype != DTYPE_NAMES.get(tensor.dtype):
                         raise CheckpointError(
-                            f"{where}: {kind} of {box.name} is {piece.dtype}, the model's is {DTYPE_NAMES.get(tensor.dtype)}; "
+                            f"{what} is {piece.dtype}, the model's is {DTYPE_NAMES.get(tensor.dtype)}; "
                             f"resume with the dtype of the run that saved it"
                         )
-                taken, missing = cover(box, [piece.box for piece in found])
-                if missing:
-                    raise CheckpointError(
-                        f"{where}: {kind} of {box.name} lacks the part {missing[0].start} + {missing[0].size}"
-                    )
-                for i, source, part in taken:
-                    copies.setdefault(found[i], []).append((tensor[part.local_slices], source))
-    return copies
-
-
-def read_role(directory: Path, manifest: Manifest, role: str, target: RoleState) -> None:
-    """Fill this rank's tensors in place. No communication. Raises CheckpointError."""
-    target.check(role)
-    with torch.no_grad():
-        copies = plan_reads(manifest, role, target)
-        for piece, tensor in read_pieces(directory, list(copies)):
-            for local, source in copies[piece]:
-                local.copy_(tensor[source.local_slices])
+                wanted.append((what, tensor, box, found))
+    fill(directory, wanted)
 
 
 def load_checkpoint(directory: Path, role: str, target: RoleState, group: Group) -> None:
@@ -113,21 +103,19 @@ def load_checkpoint(directory: Path, role: str, target: RoleState, group: Group)
     are not read. Raises CheckpointError on every rank if any rank fails; the tensors are then in no defined state.
     """
     directory = Path(directory)
-    error, names = None, []
-    try:
+
+    def read() -> list[str]:
         manifest = read_manifest(directory)
         read_role(directory, manifest, role, target)
-        names = sorted({box.name for shard in target.shards.values() for box in shard.boxes})
-    except CheckpointError as failure:
-        error = str(failure)
+        taken = {box.name for shard in target.shards.values() for box in shard.boxes}
+        return sorted(manifest.pieces_of(role, PARAM).keys() - taken)
 
-    def compare(names_by_rank: list[list[str]]) -> None:
-        surplus = sorted(set(manifest.pieces_of(role, PARAM)).difference(*names_by_rank))
-        if surplus:
+    def compare(left_by_rank: list[list[str]]) -> None:
+        if surplus := sorted(set(left_by_rank[0]).intersection(*left_by_rank)):
             told = f"{len(surplus)} tensors that the model has not, such as {surplus[0]}"
             raise CheckpointError(f"{directory}: role '{role}' holds {told}")
 
-    agree(group, error, names, compare)
+    agree(group, read, compare)
 
 
 def verify_checkpoint(directory: Path, group: Group) -> None:
@@ -135,14 +123,13 @@ def verify_checkpoint(directory: Path, group: Group) -> None:
 
     Collective over the group: every rank of it must call, in program order.
     """
-    error = None
-    try:
-        pieces = read_manifest(Path(directory)).pieces
-        for _ in read_pieces(Path(directory), pieces[group.rank :: group.size]):
+
+    def read() -> None:
+        pieces = read_manifest(directory).pieces
+        for _ in read_pieces(directory, pieces[group.rank :: group.size]):
             pass
-    except CheckpointError as failure:
-        error = str(failure)
-    agree(group, error, None)
+
+    agree(group, read)
 
 
 def find_resumable(run_dir: Path, group: Group) -> Resumable:

@@ -91,20 +91,8 @@ class Manifest:
         return found
 
     def to_json(self) -> str:
-        roles: dict[str, dict[str, dict[str, Any]]] = {role: {"tensors": {}} for role in self.roles}
-        for piece in self.pieces:
-            if piece.kind == PARAM:
-                roles[piece.role]["tensors"][piece.name] = {"shape": piece.shape, "dtype": piece.dtype}
-        body = {
-            "format": FORMAT_VERSION,
-            "step": self.step,
-            "world_size": self.world_size,
-            "roles": roles,
-            "files": self.files,
-            "state": self.state,
-            "pieces": [vars(piece) for piece in self.pieces],
-        }
-        return json.dumps(body)
+        pieces = [vars(piece) for piece in self.pieces]
+        return json.dumps({"format": FORMAT_VERSION, **vars(self), "pieces": pieces})
 
     @staticmethod
     def from_json(text: str, where: str) -> Manifest:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -84,28 +85,25 @@ def save_checkpoint(
     boxes = {role: held_boxes(held.shards) for role, held in roles.items()}
     writes = _assign(run_dir, step, {role: list(held) for role, held in boxes.items()}, group)
 
-    rows: list[dict[str, Any]] = []
-    files: dict[str, int] = {}
-    error = None
-    try:
-        for role, keys in writes.items():
-            if keys:
-                file, size, pieces = _write_role(draft, role, roles[role], boxes[role], keys, group)
-                files[file] = size
-                rows += [vars(piece) for piece in pieces]
-    except OSError as failure:
-        error = _explain(failure, draft)
+    def write() -> list[Any]:
+        files: dict[str, int] = {}
+        rows: list[dict[str, Any]] = []
+        with _explained(draft):
+            for role, keys in writes.items():
+                if keys:
+                    file, size, pieces = _write_role(draft, role, roles[role], boxes[role], keys, group)
+                    files[file] = size
+                    rows += [vars(piece) for piece in pieces]
+        return [files, rows]
 
     def complete(written: list[Any]) -> None:
         all_files = {name: size for part, _ in written for name, size in part.items()}
         merged = tuple(piece_from_json(row) for _, part in written for row in part)
-        try:
+        with _explained(draft):
             commit(run_dir, Manifest(step, group.size, all_files, merged, dict(state)), keep)
-        except OSError as failure:
-            raise CheckpointError(_explain(failure, draft)) from failure
 
     try:
-        agree(group, error, [files, rows], complete)
+        agree(group, write, complete)
     except CheckpointError:
         if group.rank == 0:
             discard_draft(run_dir, step)
@@ -118,10 +116,8 @@ def _assign(run_dir: Path, step: int, held: dict[str, list[BoxKey]], group: Grou
 
     def plan_shares(everyone: list[dict[str, Any]]) -> dict[str, list[list[int]]]:
         plan = {}
-        try:
+        with _explained(draft_directory(run_dir, step)):
             prepare_draft(run_dir, step)
-        except OSError as failure:
-            raise CheckpointError(_explain(failure, draft_directory(run_dir, step))) from failure
         for role in sorted({role for rank in everyone for role in rank}):
             lists = [[(name, tuple(start), tuple(size)) for name, start, size in rank.get(role, ())] for rank in everyone]
             # sent back as positions in each rank's own list: a few bytes per piece
@@ -129,7 +125,7 @@ def _assign(run_dir: Path, step: int, held: dict[str, list[BoxKey]], group: Grou
             plan[role] = [[positions[rank][key] for key in keys] for rank, keys in enumerate(plan_writes(lists))]
         return plan
 
-    plan = agree(group, None, held, plan_shares)
+    plan = agree(group, lambda: held, plan_shares)
     return {role: [held[role][i] for i in plan[role][group.rank]] for role in sorted(held)}
 
 
@@ -156,8 +152,13 @@ def _write_role(
     return path.name, path.stat().st_size, pieces
 
 
-def _explain(failure: OSError, path: Path) -> str:
-    return (
-        f"cannot write checkpoint {failure.filename or path}: {failure.strerror or failure}; "
-        "the checkpoints before are intact; free space there or choose another run.dir"
-    )
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Raises CheckpointError for an OSError."""
+    try:
+        yield
+    except OSError as failure:
+        raise CheckpointError(
+            f"cannot write checkpoint {failure.filename or path}: {failure.strerror or failure}; "
+            "the checkpoints before are intact; free space there or choose another run.dir"
+        ) from failure

@@ -6,18 +6,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from rlhf_spmd.config.load import to_dict
+from rlhf_spmd.config.schema import Reader
 from rlhf_spmd.controller import Graph
-from rlhf_spmd.parallel.layout import LayoutConfig
 from rlhf_spmd.planner.machine import Machine
 from rlhf_spmd.planner.placement import PlacementConfig
 from rlhf_spmd.runtime import checks
 from rlhf_spmd.runtime.memory import StepFacts, measure
 from rlhf_spmd.runtime.placing import place
-from rlhf_spmd.runtime.plan_file import PlanFile
+from rlhf_spmd.runtime.plan_file import PlanFile, apply_plan
 from rlhf_spmd.runtime.planned_calls import PlannedNode
 from rlhf_spmd.runtime.planning import Planned, Times, best_plan
 from rlhf_spmd.runtime.roles import RolePlan
-from rlhf_spmd.workers.config import CallConfig
 
 ATTEMPTS = 8  # each with as much less memory as the last plan took too much
 SLACK = 1.01
@@ -58,26 +58,10 @@ def planned_roles(
     described: Mapping[str, RolePlan], file: PlanFile, graph: Callable[[], Graph], ahead: int
 ) -> dict[str, RolePlan]:
     """``described`` roles where and how a plan has them. Raises ValueError as :func:`place`."""
-    settings, roles = file.settings(), dict(described)
+    settings = apply_plan({"models": {role: to_dict(plan.config) for role, plan in described.items()}}, file)
+    roles = {}
     for role, plan in described.items():
-        given, config = settings["models"].get(role), plan.config
-        if given is None:
-            roles[role] = replace(plan, config=replace(config, pool=None))
-            continue
-        calls = {name: CallConfig(call["pool"], LayoutConfig(**call["layout"])) for name, call in given["calls"].items()}
-        config = replace(
-            config,
-            pool=given["pool"],
-            layout=LayoutConfig(**given["layout"]),
-            activation_checkpointing=given["activation_checkpointing"],
-            offload=given["offload"],
-            prefetch=config.prefetch and given["offload"],
-            optim=replace(config.optim, **given["optim"]),
-            calls=calls,
-            generation=replace(config.generation, **{"pp": 1, "tp": 1, **given.get("generation", {})}),
-        )
-        if "generate_sequences" in calls:
-            config = replace(config, generation=replace(config.generation, overlap=False, engine="zero_redundancy"))
-        roles[role] = replace(plan, config=config)
+        reader = Reader(type(plan.config), {}, settings["models"][role], interpolated=False)
+        roles[role] = replace(plan, config=reader.read())
     placement = PlacementConfig(pools=settings["placement"]["pools"], max_staleness=ahead)
     return place(roles, placement, file.ranks, file.local_size, graph)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from rlhf_spmd.models.weights import load_pretrained
 from rlhf_spmd.parallel.layout import Layout, LayoutConfig
 from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.parallel.world import World
+from rlhf_spmd.runtime.alike import weights_digest
 from rlhf_spmd.runtime.inference import read_first, take_checkpoint
 
 IN_FLIGHT = 8  # times generation.max_num_seqs rows are with the generator: each call builds its decode loop (graphs) anew
@@ -25,8 +26,25 @@ ENDED = 0.5  # the share of their prompts that ends before rows are handed out a
 HANDED_OUT_S = 60.0  # seconds after which those that have ended are handed out in any case
 
 
-def check_layouts(layout: LayoutConfig, generation: GenerationConfig) -> None:
-    """Raises ValueError for what only training has, and where ``generation`` says what ``layout`` says here."""
+@dataclass(frozen=True)
+class LoadedModel:
+    """What is known of it before there are ranks, checked. ``config`` has ``model`` and ``generation``. ``checkpoint``: where the
+    weights are, if not in the model's directory."""
+
+    config: Any
+    spec: ModelSpec
+    layout: Layout
+    checkpoint: Path | None
+    tokenizer: Any
+
+    @property
+    def alike(self) -> dict[str, str]:
+        """See :class:`~rlhf_spmd.parallel.program.ProgramSettings`."""
+        return {"set of weights": weights_digest(Path(self.config.model.path))}
+
+
+def check_generation(layout: LayoutConfig, generation: GenerationConfig) -> None:
+    """Raises ValueError for what only training has, what ``generation`` says and ``layout`` says here, and what the device lacks."""
     for axis in ("pp", "tp"):
         if getattr(generation, axis) != 1:
             raise ValueError(f"generation.{axis}={getattr(generation, axis)}: here layout.{axis} says it; leave it out")
@@ -36,24 +54,24 @@ def check_layouts(layout: LayoutConfig, generation: GenerationConfig) -> None:
         raise ValueError(f"layout.vpp={layout.vpp}: generation does not interleave stages; allowed is 1")
     if layout.sequence_parallel:
         raise ValueError("layout.sequence_parallel=true: generation runs without it; allowed is false")
+    generation.check_device("generation")
 
 
-def build_generator(
-    config: Any, spec: ModelSpec, layout: Layout, checkpoint: Path | None, tokenizer: Any, world: World
-) -> Generator:
-    """On all ranks, with its weights. ``config`` has ``model`` and ``generation``.
+def build_generator(ready: LoadedModel, world: World) -> Generator:
+    """On all ranks, with its weights.
 
     Collective over the world: every rank of it must call, in program order. Raises ValueError, CheckpointError.
     """
+    config, layout = ready.config, ready.layout
     mesh, dtype = build_mesh(world, range(world.size), layout), config.model.torch_dtype(world.device)
-    decoder = Decoder(spec, "lm", mesh.pp_rank, layout.pp, mesh.tp, dtype, world.device)
-    if (directory := read_first(config.model.path, checkpoint)) is not None:
+    decoder = Decoder(ready.spec, "lm", mesh.pp_rank, layout.pp, mesh.tp, dtype, world.device)
+    if (directory := read_first(config.model.path, ready.checkpoint)) is not None:
         load_pretrained(decoder, directory)
     held = RoleState(decoder.shards, dict(decoder.named_parameters()))
-    take_checkpoint(spec, held, config.model.path, checkpoint, world)
+    take_checkpoint(ready.spec, held, config.model.path, ready.checkpoint, world)
     backend = choose_backend(config.generation.attention, config.model.attention, dtype, world.device, "generation.attention")
     generation = replace(config.generation, attention=backend)
-    generator = Generator(decoder, mesh, generation, read_eos_ids(config.model.path), decoding(tokenizer))
+    generator = Generator(decoder, mesh, generation, read_eos_ids(config.model.path), decoding(ready.tokenizer))
     # before any rank generates: one that cannot load its weights must not leave the others in a collective for long
     world.all.barrier("generate:loaded")
     return generator

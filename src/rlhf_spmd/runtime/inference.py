@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from rlhf_spmd.checkpoint.load import load_checkpoint
 from rlhf_spmd.checkpoint.manifest import DTYPES, PARAM
 from rlhf_spmd.checkpoint.save import RoleState
 from rlhf_spmd.config.bounds import check_bounds
-from rlhf_spmd.config.keys import Key
+from rlhf_spmd.config.keys import Key, list_keys
 from rlhf_spmd.config.load import check_tree, flatten_yaml, load
 from rlhf_spmd.data.dataset import RowsConfig
 from rlhf_spmd.models.hub import local_directory
@@ -194,20 +194,28 @@ def write_rows(out: str, rows: Iterable[Mapping[str, Any]]) -> None:
     atomic_write_text(out, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
-def run_inference_program(
+def inference_program(
     name: str,
     description: str | None,
     schema: type[LoadedConfig],
-    keys: Callable[[Sequence[str]], Iterable[Key]],
     prepare: Callable[[str | None, Sequence[str], Launch], Any],
     work: Callable[[Any, World, Callable[[], None]], None],
-    argv: Sequence[str] | None,
-) -> None:
-    """The command line: ``prepare(config file, overrides, launch)``, then ``work(prepared, world, tick)`` on all ranks."""
-    command = read_command_line(name, description, keys, partial(read_config, schema), argv)
-    run_program(
-        lambda: prepare(command.config, command.overrides, command.launch),
-        lambda context: work(context.prepared, context.world, context.board.tick),
-        lambda ready: ProgramSettings(timeout_s=ready.config.timeout_s, threads=ready.config.threads, alike=ready.alike),
-        dry_run=(lambda ready: f"{name}: good for {command.launch.size} rank(s), {ready.layout}") if command.dry_run else None,
-    )
+) -> tuple[Callable[..., Iterator[Key]], Callable[..., None]]:
+    """``keys(overrides)`` and ``main(argv)`` of a program: ``prepare(config file, overrides, launch)``, then
+    ``work(prepared, world, tick)`` on all ranks. The command line has overrides, and ``--config FILE`` if there are many."""
+
+    def keys(overrides: Sequence[str] = ()) -> Iterator[Key]:
+        return list_keys(schema, {})
+
+    def main(argv: Sequence[str] | None = None) -> None:
+        command = read_command_line(name, description, keys, partial(read_config, schema), argv)
+        run_program(
+            lambda: prepare(command.config, command.overrides, command.launch),
+            lambda context: work(context.prepared, context.world, context.board.tick),
+            lambda ready: ProgramSettings(timeout_s=ready.config.timeout_s, threads=ready.config.threads, alike=ready.alike),
+            dry_run=(lambda ready: f"{name}: good for {command.launch.size} rank(s), {ready.layout}")
+            if command.dry_run
+            else None,
+        )
+
+    return keys, main

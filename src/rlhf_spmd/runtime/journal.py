@@ -11,6 +11,13 @@ from pathlib import Path
 from typing import Any
 
 
+def other_job(out: str, what: str) -> ValueError:
+    """What to raise where this job would be mixed with another one."""
+    return ValueError(
+        f"out={out}: {what} of a job with another model, other prompts or other settings; remove it, or give another out"
+    )
+
+
 class Journal:
     """Rows that have ended, on disk as soon as they have: a file for each rank that answers for some, of lines [set, row id, row].
 
@@ -25,10 +32,7 @@ class Journal:
             with path.open(encoding="utf-8", errors="replace") as lines:
                 first = lines.readline()
             if first.endswith("\n") and first.rstrip("\n") != json.dumps(job):
-                raise ValueError(
-                    f"out={out}: {directory} holds rows of a job with another model, other prompts or other settings; remove it, "
-                    "or give another out"
-                )
+                raise other_job(out, f"{directory} holds rows")
 
     def read(self, places: Collection[tuple[int, int]]) -> dict[tuple[int, int], dict[str, Any]]:
         """What earlier starts of the same job have left of the rows at these places, (set, row id)."""

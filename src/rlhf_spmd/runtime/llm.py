@@ -28,11 +28,8 @@ from rlhf_spmd.generation.stopping import Ends, build_ends, special_stops
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import gather_logits, local_logits, log_probs_of
-from rlhf_spmd.models.spec import ModelSpec
-from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.world import Launch, World, join_world, read_launch
-from rlhf_spmd.runtime.alike import weights_digest
-from rlhf_spmd.runtime.generating import build_generator, check_layouts, generate_in_parts
+from rlhf_spmd.runtime.generating import LoadedModel, build_generator, check_generation, generate_in_parts
 from rlhf_spmd.runtime.inference import LoadedConfig, gather_records, read_weights
 from rlhf_spmd.runtime.sampling_params import CompletionOutput, Logprob, RequestOutput, SamplingParams
 
@@ -48,30 +45,13 @@ class EngineConfig(LoadedConfig):
 
     def check(self, where: str) -> None:
         super().check(where)
-        check_layouts(self.layout, self.generation)
-        self.generation.check_device("generation")
+        check_generation(self.layout, self.generation)
         if self.layout.pp != 1:
             raise ValueError(f"layout.pp={self.layout.pp}: a model that is asked has no stages; allowed is 1, and layout.tp")
         if self.generation.rebalance_steps:
             raise ValueError(
                 f"generation.rebalance_steps={self.generation.rebalance_steps}: rows stay where they are; allowed is 0"
             )
-
-
-@dataclass(frozen=True)
-class LoadedModel:
-    """Checked. ``checkpoint``: where the weights are, if not in the model's directory."""
-
-    config: Any
-    spec: ModelSpec
-    layout: Layout
-    checkpoint: Path | None
-    tokenizer: Any
-
-    @property
-    def alike(self) -> dict[str, str]:
-        """See :class:`~rlhf_spmd.parallel.program.ProgramSettings`."""
-        return {"set of weights": weights_digest(Path(self.config.model.path))}
 
 
 def prepare_model(config: EngineConfig, launch: Launch) -> LoadedModel:
@@ -108,7 +88,7 @@ class Engine:
     def __init__(self, ready: LoadedModel, world: World, seed: int = 0, tick: Callable[[], None] = lambda: None) -> None:
         self.world, self.seed, self.tick, self.spec, self.path = world, seed, tick, ready.spec, ready.config.model.path
         self.tokenizer = ready.tokenizer
-        self.generator = build_generator(ready.config, ready.spec, ready.layout, ready.checkpoint, ready.tokenizer, world)
+        self.generator = build_generator(ready, world)
         self.mesh, self.longest = self.generator.mesh, ready.spec.max_position_embeddings
         self._num_rows = 0
 

@@ -85,6 +85,26 @@ class MemoryReport:
         return sorted(found, key=lambda part: -part[1])[:most]
 
 
+def role_settings(plan: RolePlan, itemsize: int, on_host: bool, **more: Any) -> model.RoleSettings:
+    """What memory depends on as the configuration of a role with a model has it; ``more``: what else is known or decided."""
+    config, spec = plan.config, plan.spec
+    assert spec is not None
+    settings = model.RoleSettings(
+        plan.worker.trained,  # type: ignore[union-attr]
+        itemsize,
+        config.optim.master_weights,
+        config.optim.offload,
+        config.offload,
+        config.activation_offload,
+        on_host=on_host,
+        optim=config.optim.name,
+        adapters=adapter_numel(spec, config.lora),
+        quantized=quantized_numel(spec, config.lora),
+        bits=config.lora.bits or 0,
+    )
+    return replace(settings, **more)
+
+
 def measure(plans: Mapping[str, RolePlan], step: StepFacts) -> MemoryReport:
     """The peak of every rank that ``plans`` name, of the largest micro-batches that the settings allow."""
     models = {role: plan for role, plan in plans.items() if plan.spec is not None}
@@ -124,21 +144,9 @@ class _Home:
         assert plan.spec is not None and issubclass(plan.worker, ModelWorker)
         self.role, self.plan, self.step, self.stages = role, plan, step, stages
         self.shape, self.config, on_host = shape_of(plan.spec, plan.worker.head), plan.config, not can(step.device).streams
-        self.settings = model.RoleSettings(
-            plan.worker.trained,
-            self.config.torch_dtype(step.device).itemsize,
-            self.config.optim.master_weights,
-            self.config.optim.offload,
-            self.config.offload,
-            self.config.activation_offload,
-            plan.shape.layout.vpp,
-            on_host,
-            (ExactOps if on_host else Ops).chunk_logits,
-            optim=self.config.optim.name,
-            adapters=adapter_numel(plan.spec, self.config.lora),
-            quantized=quantized_numel(plan.spec, self.config.lora),
-            bits=self.config.lora.bits or 0,
-        )
+        chunk = (ExactOps if on_host else Ops).chunk_logits
+        itemsize = self.config.torch_dtype(step.device).itemsize
+        self.settings = role_settings(plan, itemsize, on_host, vpp=plan.shape.layout.vpp, chunk=chunk)
         self.lent = replace(self.settings, trained=False, offload=False)
 
     def _choices(self, grid: Grid) -> Choices:

@@ -11,9 +11,7 @@ from rlhf_spmd.models.quantized import check_quantized
 from rlhf_spmd.models.sharding import check_layout
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.planner.cluster import waits
-from rlhf_spmd.planner.machine import Machine
-from rlhf_spmd.planner.memory import RoleSettings
-from rlhf_spmd.planner.shape import ModelShape, Workload, adapter_numel, quantized_numel, shape_of
+from rlhf_spmd.planner.shape import ModelShape, Workload, shape_of
 from rlhf_spmd.runtime.plan_file import PlannedCall, span_of
 from rlhf_spmd.runtime.roles import RolePlan
 
@@ -44,22 +42,6 @@ class PlannedNode:
     @property
     def trained(self) -> bool:
         return bool(self.plan.worker.trained)  # type: ignore[union-attr]
-
-    def settings(self, machine: Machine, offload: bool, optim_offload: bool) -> RoleSettings:
-        config, device = self.plan.config, machine.device
-        return RoleSettings(
-            self.trained,
-            device.itemsize,
-            config.optim.master_weights,
-            optim_offload,
-            offload,
-            config.activation_offload,
-            on_host=device.on_host,
-            optim=config.optim.name,
-            adapters=adapter_numel(self.spec, config.lora),
-            quantized=quantized_numel(self.spec, config.lora),
-            bits=config.lora.bits or 0,
-        )
 
 
 def planned_nodes(graph: Graph, plans: Mapping[str, RolePlan], work: Workload, sampling: SamplingConfig) -> list[PlannedNode]:

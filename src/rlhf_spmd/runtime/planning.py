@@ -17,12 +17,12 @@ from rlhf_spmd.planner import costs, memory
 from rlhf_spmd.planner.machine import GIB, Machine
 from rlhf_spmd.planner.memory import RoleSettings
 from rlhf_spmd.planner.meshes import Meshes
-from rlhf_spmd.planner.problem import Call, Choice, Mesh, Option, Plan, Problem
+from rlhf_spmd.planner.problem import Call, Mesh, Option, Plan, Problem
 from rlhf_spmd.planner.profile import micro_batches
 from rlhf_spmd.planner.search import Found, NoPlanError
 from rlhf_spmd.planner.shape import CHECKPOINTING, Choices, ModelShape, Workload, choices
 from rlhf_spmd.planner.simulate import Schedule, simulate
-from rlhf_spmd.runtime.memory import HOST_RESERVE
+from rlhf_spmd.runtime.memory import HOST_RESERVE, role_settings
 from rlhf_spmd.runtime.plan_file import PlanFile, PlannedCall, span_of
 from rlhf_spmd.runtime.planned_calls import PlannedNode, divisors, layouts
 from rlhf_spmd.workers.config import BatchLimits
@@ -166,7 +166,7 @@ class Planning:
 
     def _ways(self, tied: Sequence[PlannedNode], size: int) -> list[Way]:
         """Of calls that run together on ``size`` ranks, at home if the first one's role is: those that no other one beats."""
-        first, found = tied[0], list[Way]()
+        first, device, found = tied[0], self.machine.device, list[Way]()
         slices = self.times.slices(first.shape)
         if not slices:
             raise ValueError(
@@ -183,10 +183,10 @@ class Planning:
         offloads = [(False, False)]
         if self.fixed is not None:
             offloads = [(planned.offload, planned.optim_offload)]
-        elif first.home and not self.machine.device.on_host:
+        elif first.home and not device.on_host:
             offloads.append((False, True) if first.trained else (True, False))
         for offload, optim_offload in offloads:
-            role = first.settings(self.machine, offload, optim_offload)
+            role = role_settings(first.plan, device.itemsize, device.on_host, offload=offload, optim_offload=optim_offload)
             seconds, active, cache = zip(*(self._estimate(node, chosen, role) for node in tied), strict=True)
             held = np.zeros(len(chosen))
             if first.home:
@@ -320,11 +320,6 @@ def best_plan(
     bound, optimal = min(one.found.lower_bound for one in plans), all(one.found.optimal for one in plans)
     took = time.perf_counter() - started
     return replace(best, found=replace(best.found, lower_bound=bound, optimal=optimal, search_seconds=took))
-
-
-def fixed_plan(problem: Problem, file: PlanFile) -> Plan:
-    """The plan of a problem that was made for it."""
-    return tuple(Choice(file.calls[call.name].mesh, 0) for call in problem.calls)
 
 
 def to_file(planning: Planning, problem: Problem, plan: Plan, schedule: Schedule, algorithm: Mapping[str, Any]) -> PlanFile:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rlhf_spmd.controller import ordered_values
+from rlhf_spmd.controller import Production, ordered_values
 from rlhf_spmd.data.batch import Batch, Ragged
 from rlhf_spmd.runtime.streams import merge_values
 from rlhf_spmd.telemetry.jsonl import JsonlLog
@@ -16,25 +16,27 @@ from rlhf_spmd.telemetry.progress import Progress
 from rlhf_spmd.telemetry.run_dir import METRICS_FILE, ROLLOUTS_FILE, STARTS_FILE, VALIDATION_FILE
 
 
-class StepSize(NamedTuple):
-    """Of what the data gave a step: ``tokens`` without those that were generated, if any were. ``calls``: those whose values are
-    reported."""
+class MadeStep(NamedTuple):
+    """A step that this rank has made, and others perhaps not yet. ``rows``: what the data gave it. ``calls``: all that it made;
+    ``num_reported``: how many report values. ``told``: metrics of its data; ``preempted``: waits for all ranks."""
 
-    rows: int
-    tokens: int
-    calls: int
-    generates: bool
+    number: int
+    rows: Sequence[Batch]
+    calls: Sequence[Production]
+    num_reported: int
+    told: dict[str, float]
+    preempted: Callable[[], bool]
 
 
 def merge_reports(
-    size: StepSize, reports: Sequence[Any], utilisation: Callable[[int, float, float], float]
+    step: MadeStep, reports: Sequence[Any], utilisation: Callable[[Sequence[Production], int, float, float], float]
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """A step's metrics and samples. ``reports``: of each rank the values of its calls, and [seconds, seconds by phase, GiB, bytes].
 
-    ``utilisation(rows, tokens, seconds)``: the share of the devices' arithmetic that the step used.
+    ``utilisation(calls, rows, tokens, seconds)``: the share of the devices' arithmetic that the step used.
     """
     values, parts = zip(*reports, strict=True)
-    metrics, samples = merge_values(ordered_values(values, size.calls))
+    metrics, samples = merge_values(ordered_values(values, step.num_reported))
     seconds = max(part[0] for part in parts)
     metrics = {**metrics, "timing_s/step": seconds, "reshard/bytes": 0.0}
     for _, phase_seconds, peak, num_bytes in parts:
@@ -44,14 +46,13 @@ def merge_reports(
         metrics["memory/peak_gb"] = max(metrics.get("memory/peak_gb", 0.0), peak)
     if metrics.get("generation/seconds_max"):
         metrics["generation/idle_fraction"] = 1 - metrics["generation/seconds"] / metrics["generation/seconds_max"]
-    if size.rows and (
-        "response_length/mean" in metrics or not size.generates
-    ):  # which a reward reports; its call may be left out
+    num_rows, generates = sum(map(len, step.rows)), any(call.spec.kind == "generate" for call in step.calls)
+    if num_rows and ("response_length/mean" in metrics or not generates):  # which a reward reports; its call may be left out
         responses = metrics.get("response_length/mean", 0.0) + metrics.get("rollout/environment_tokens_mean", 0.0)
-        num_tokens = size.tokens + responses * size.rows
+        num_tokens = sum(map(token_count, step.rows)) + responses * num_rows
         metrics["perf/tokens_per_s"] = num_tokens / seconds
-        metrics["perf/mfu"] = utilisation(size.rows, num_tokens, seconds)
-    return metrics, samples
+        metrics["perf/mfu"] = utilisation(step.calls, num_rows, num_tokens, seconds)
+    return {**step.told, **metrics}, samples
 
 
 class Recorder:
@@ -89,5 +90,4 @@ class Recorder:
 
 def token_count(batch: Batch) -> int:
     """Of all token fields that the data gave."""
-    lengths = [x.lengths for name, x in batch.fields.items() if isinstance(x, Ragged) and name.endswith("_ids")]
-    return int(sum(int(x.sum()) for x in lengths))
+    return sum(int(x.lengths.sum()) for name, x in batch.fields.items() if isinstance(x, Ragged) and name.endswith("_ids"))

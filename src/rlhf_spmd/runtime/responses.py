@@ -32,14 +32,13 @@ from rlhf_spmd.generation import Completion, GenerationConfig, Generator, NotFin
 from rlhf_spmd.generation.episodes import Environments
 from rlhf_spmd.generation.stopping import build_ends
 from rlhf_spmd.models.spec import ModelSpec
-from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import Mesh
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.rewards.config import RewardConfig
 from rlhf_spmd.rewards.results import check_failures
 from rlhf_spmd.rewards.runner import RewardRunner
 from rlhf_spmd.runtime.alike import sample_of
-from rlhf_spmd.runtime.generating import build_generator, check_layouts, generate_in_parts
+from rlhf_spmd.runtime.generating import LoadedModel, build_generator, check_generation, generate_in_parts
 from rlhf_spmd.runtime.inference import InferenceConfig, gather_records, not_finite
 from rlhf_spmd.runtime.journal import Journal
 
@@ -55,8 +54,7 @@ class AnswerConfig(InferenceConfig):
 
     def check(self, where: str) -> None:
         super().check(where)
-        check_layouts(self.layout, self.generation)
-        self.generation.check_device("generation")
+        check_generation(self.layout, self.generation)
 
 
 @dataclass(frozen=True)
@@ -85,15 +83,9 @@ class PromptSet:
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """The checked input of a job. ``checkpoint``: where the weights are, if not in the model's directory. ``keeps_tokens``: rows keep
-    their token ids and log-probs, and not only how many there are."""
+class Prepared(LoadedModel):
+    """The checked input of a job. ``keeps_tokens``: rows keep their token ids and log-probs, and not only how many there are."""
 
-    config: Any
-    spec: ModelSpec
-    layout: Layout
-    checkpoint: Path | None
-    tokenizer: Any
     sets: list[PromptSet]
     journal: Journal
     environments: Mapping[str, EnvironmentConfig] = field(default_factory=dict)
@@ -192,7 +184,7 @@ def answer(
     Collective over the world: every rank of it must call. Raises FloatingPointError where a log-prob is not finite.
     """
     config, started = ready.config, time.perf_counter()
-    generator = build_generator(config, ready.spec, ready.layout, ready.checkpoint, ready.tokenizer, world)
+    generator = build_generator(ready, world)
     mesh, backend = generator.mesh, generator.config.attention
     loaded = time.perf_counter()
     answerers = [Answerer(ready, number, mesh, generator, tick) for number in range(len(ready.sets))]

@@ -220,12 +220,9 @@ def _refuse_unusual(config: Any, usual: Any, where: str, why: str) -> None:
 
 def _check_judge(where: str, config: RoleConfig, layout: Layout) -> None:
     """Raises ValueError for what a judge, which generates with its weights as they lie, cannot have."""
-    usual = GenerationConfig()
-    for key in ("pp", "tp", "engine", "overlap"):
-        if getattr(config.generation, key) != getattr(usual, key):
-            raise ValueError(
-                f"{where}.generation.{key}={getattr(config.generation, key)}: a judge generates in {where}.layout; leave it out"
-            )
+    own, usual = config.generation, GenerationConfig()
+    rest = replace(usual, pp=own.pp, tp=own.tp, engine=own.engine, overlap=own.overlap)
+    _refuse_unusual(rest, usual, f"{where}.generation", f"a judge generates in {where}.layout")
     if layout.vpp > 1:
         raise ValueError(
             f"{where}.layout.vpp={layout.vpp}: a judge generates in this layout, and generation has no vpp; leave it out"

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
@@ -24,7 +24,6 @@ from rlhf_spmd.config.bounds import check_bounds
 from rlhf_spmd.config.load import to_yaml
 from rlhf_spmd.controller import Controller, Production, Reference
 from rlhf_spmd.controller.versions import Versions
-from rlhf_spmd.data.batch import Batch
 from rlhf_spmd.kernels import wait
 from rlhf_spmd.kernels.devices import peak_bytes
 from rlhf_spmd.parallel.collectives import RECORDER
@@ -32,15 +31,18 @@ from rlhf_spmd.parallel.program import Preempted, ProgramContext
 from rlhf_spmd.reshard import LABELS
 from rlhf_spmd.runtime.exports import Exports
 from rlhf_spmd.runtime.overview import start_facts
-from rlhf_spmd.runtime.recorder import Recorder, StepSize, merge_reports, token_count
+from rlhf_spmd.runtime.recorder import MadeStep, Recorder, merge_reports
 from rlhf_spmd.runtime.restart import (
     compare_runs,
+    restore,
     restore_rows_in_flight,
     restore_weights_ahead,
     role_state,
+    role_states,
     rows_in_flight,
     weights_ahead,
 )
+from rlhf_spmd.runtime.streams import Data
 from rlhf_spmd.telemetry import run_dir
 from rlhf_spmd.telemetry.report import write_report
 from rlhf_spmd.telemetry.summary import places
@@ -134,33 +136,17 @@ def run_dir_hint(path: str | None, overrides: Sequence[str]) -> Path | None:
     return Path(written) if isinstance(written, str) and "${" not in written else None
 
 
-Step = Callable[[int], tuple[list[Reference], list[Batch]]]  # number -> the calls whose values are its metrics, and its rows
-Validate = Callable[[int], tuple[dict[str, float], list[dict[str, Any]]]]
-
-
-class _Taken(NamedTuple):
-    """A step that this rank has made, and others perhaps not yet. ``told``: metrics of its data; ``preempted``: waits for all ranks."""
-
-    number: int
-    size: StepSize
-    calls: Sequence[Production]
-    told: dict[str, float]
-    preempted: Callable[[], bool]
+Script = Callable[[int], list[Reference]]  # number of a step -> the calls whose values are its metrics
+Validate = Callable[[int], dict[str, float]]
 
 
 @dataclass
 class Session:
-    """What a run carries besides its ``models``. ``state``/``restore``: what a checkpoint holds besides the roles that change.
-    ``told``: metrics of the data so far.
-
-    ``context.prepared`` has ``config`` (with ``run``, ``algorithm`` and ``logger``) and ``plans``.
-    """
+    """A run of ``models`` by ``data``. ``context.prepared``: the checked run (``Prepared`` of the training program)."""
 
     context: ProgramContext[Any]
     models: SimpleNamespace
-    state: Callable[[], dict[str, Any]]
-    restore: Callable[[dict[str, Any]], None]
-    told: Callable[[], dict[str, float]]
+    data: Data
     started_at: int = field(default=0, init=False)
     finished_before: bool = field(default=False, init=False)  # its goal was reached in an earlier start
     _received: int = field(default=0, init=False)  # bytes of weights that have been reported
@@ -180,14 +166,16 @@ class Session:
             if isinstance(worker, ModelWorker) and worker.name == role
         }
         algorithm, device = ready.config.algorithm, self.world.device
+        self.goal = algorithm.goal
+        self.num_bad = sum(rows.tally.num_bad for rows in (*ready.training.values(), *ready.validation.values()))
         self.saved = {role: worker for role, worker in workers.items() if worker.trained or role in algorithm.moved}
         # FLOP/s of one rank, by which utilisation (perf/mfu) is measured
         self.peak_flops = matmul_rate(device, ready.plans[algorithm.exported].config.torch_dtype(device))
 
-    def run(self, one_step: Step, validate: Validate, goal: float | None = None) -> None:
-        """All steps from where the run stands; what ``validate`` gives, metrics and samples, is the same on every rank.
+    def run(self, script: Script, validate: Validate) -> None:
+        """All steps from where the run stands; what ``validate`` gives is the same on every rank.
 
-        ``validate`` is called where ``run.test_freq`` says. The run ends when ``val/reward_mean`` has reached ``goal``.
+        ``validate`` is called where ``run.test_freq`` says. The run ends when ``val/reward_mean`` has reached the algorithm's goal.
         Collective over the world: every rank of it must call. Raises Preempted after saving if any rank was signalled.
         """
         self.started_at = self.resume()
@@ -209,16 +197,15 @@ class Session:
             recorder = Recorder(self.run_dir, self.context.prepared.config, self.started_at, start_facts(self.world))
             self.controller.timeline.listener = recorder.progress.phase
         test_freq = self.config.test_freq
-        shown: list[dict[str, Any]]
         if test_freq and self.started_at == 0:
-            first, shown = validate(0)
+            first, shown = validate(0), self.data.take_shown()
             self.exports.is_best(0, first)
             if recorder is not None:
                 recorder.log(0, first, [], shown)
         self._moved_bytes()
-        under_way: deque[_Taken] = deque()  # steps that some ranks may not have ended yet
+        under_way: deque[MadeStep] = deque()  # steps that some ranks may not have ended yet
         for number in range(self.started_at + 1, self.steps + 1):
-            under_way.append(self._take(one_step, number))
+            under_way.append(self._make(script, number))
             is_tested = bool(test_freq) and (number % test_freq == 0 or number == self.steps)
             is_saved = any(freq and number % freq == 0 for freq in (self.config.save_freq, self.config.export_freq))
             spare = 0 if is_tested or is_saved or number == self.steps else self.controller.versions.ahead
@@ -228,13 +215,13 @@ class Session:
                 if step.preempted():
                     preempted, spare = True, 0  # the checkpoint comes after all steps
                 metrics, samples = self._receive(step)
-                shown = []
                 if is_tested and not under_way:
-                    found, shown = validate(number)
+                    found = validate(number)
                     self._moved_bytes()  # not of a step
                     metrics |= found
                     is_best = self.exports.is_best(number, found)
-                    stopped = goal is not None and found.get("val/reward_mean", -math.inf) >= goal
+                    stopped = self.goal is not None and found.get("val/reward_mean", -math.inf) >= self.goal
+                shown = self.data.take_shown()
                 if recorder is not None:
                     recorder.log(step.number, metrics, samples, shown)
             ended = stopped or number == self.steps
@@ -249,12 +236,15 @@ class Session:
                 break
         self._close(recorder, "done", number)
 
-    def _take(self, one_step: Step, number: int) -> _Taken:
+    def _make(self, script: Script, number: int) -> MadeStep:
         """One step, and this rank's part of what is told of it, on its way to rank 0 while the rank goes on."""
         self.board.set_step(number)
         self.controller.timeline.begin_step(number)
         start = time.perf_counter()
-        calls, rows = one_step(number)
+        calls, rows = self.data.run(number, partial(script, number))
+        if not calls and not self.controller.taken:
+            name = self.context.prepared.algorithm.__name__
+            raise RuntimeError(f"{name}.step made no call in step {number}: nothing was computed and nothing learnt")
         seconds = time.perf_counter() - start
         phases = self.controller.timeline.phase_totals(number)
         own_phases: dict[str, float] = {}  # of a method the sum over roles
@@ -264,26 +254,25 @@ class Session:
                 own_phases[key] = own_phases.get(key, 0.0) + value
         own = [seconds, own_phases, peak_bytes(self.world.device) / 2**30, self._moved_bytes()]
         self.controller.send_report([self.controller.values(*calls), own])
-        made = self.controller.taken
-        generates = any(call.spec.kind == "generate" for call in made)
-        size = StepSize(sum(map(len, rows)), sum(map(token_count, rows)), len(calls), generates)
-        return _Taken(number, size, made, self.told(), self.controller.vote(self.board.preempted))
+        told = {"data/epoch": self.data.epoch} | ({"data/bad_rows": self.num_bad} if self.num_bad else {})
+        preempted = self.controller.vote(self.board.preempted)
+        return MadeStep(number, rows, self.controller.taken, len(calls), told, preempted)
 
     def _moved_bytes(self) -> int:
         """Of weights that this rank has received since this was last asked: they may come between steps, too."""
         before, self._received = self._received, sum(RECORDER.received[label] for label in LABELS)
         return self._received - before
 
-    def _receive(self, step: _Taken) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    def _receive(self, step: MadeStep) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """On rank 0 what all ranks tell of a step, as metrics and samples; waits for those that have yet to end it."""
         if not self.is_first:
             return {}, []
         reports = self.controller.receive_reports()
-        metrics, samples = merge_reports(step.size, reports, partial(self._utilisation, step.calls))
+        metrics, samples = merge_reports(step, reports, self._utilisation)
         if "generation/idle_fraction" in metrics:
             idle = round(metrics["generation/idle_fraction"], 4)
             self.controller.timeline.instant("generation", of_step=step.number, idle_fraction=idle)
-        return {**step.told, **metrics}, samples
+        return metrics, samples
 
     def _utilisation(self, calls: Sequence[Production], num_rows: int, num_tokens: float, seconds: float) -> float:
         """Of all devices, by the calls that the step made; an update counts three forward passes in each epoch: one, and backward
@@ -300,13 +289,18 @@ class Session:
 
     # Checkpoints
 
+    def _state(self) -> dict[str, Any]:
+        """What a checkpoint holds besides the roles that change."""
+        roles = role_states(self.controller, self.models)
+        return {"data": self.data.state_dict(), "roles": roles, "kept": sorted(self.data.kept)}
+
     def save(self, number: int, stopped: bool = False) -> None:
         """Collective over the world: every rank of it must call, in program order. Raises CheckpointError on all of them."""
         with self.controller.timeline.span("save_checkpoint", category="io"):
             progress = self.controller.get(*(worker.progress() for worker in self.saved.values()))
             steps = {role: values[0]["optimizer_steps"] for role, values in zip(self.saved, progress, strict=True)}
             versions = self.controller.versions.state()
-            state = {"step": number, "stopped": stopped, "optimizer_steps": steps, "versions": versions, **self.state()}
+            state = {"step": number, "stopped": stopped, "optimizer_steps": steps, "versions": versions, **self._state()}
             state["best"] = self.exports.best
             configs = {role: worker.config.lora for role, worker in self.saved.items()}
             state[ADAPTERS] = {role: asdict(lora) for role, lora in configs.items() if lora.rank}
@@ -335,7 +329,7 @@ class Session:
         if path is None:
             return 0
         state = read_manifest(path).state
-        told = compare_runs(path, self.context.prepared.config, state, self.state())
+        told = compare_runs(path, self.context.prepared.config, state, self._state())
         if told and self.is_first:
             print(told, file=sys.stderr)
         self.controller.versions.load_state(state.get("versions", Versions().state()))  # older checkpoints do not count them
@@ -347,7 +341,7 @@ class Session:
                 if worker.engine.optimizer is not None:
                     worker.engine.optimizer.take_states(held.optim)
                     worker.engine.optimizer.step_count = int(state["optimizer_steps"][role])
-        self.restore(dict(state))
+        restore(dict(state), self.data, self.models)
         restore_rows_in_flight(path, self.saved)
         restore_weights_ahead(path, self.saved)
         self.finished_before = bool(state["stopped"])

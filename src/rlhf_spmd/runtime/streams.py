@@ -253,6 +253,11 @@ class Data:
         """Passes over the first stream's data so far."""
         return next(iter(self._streams.values())).loader.epochs
 
+    def take_shown(self) -> list[dict[str, Any]]:
+        """What validations have shown since this was last asked."""
+        taken, self.shown = self.shown, []
+        return taken
+
     def run(self, number: int, script: Callable[[], Any]) -> tuple[Any, list[Batch]]:
         """Trace and run step ``number``: what it returns, and the rows that it was given of each stream.
 

@@ -32,7 +32,7 @@ def forward_flops(spec: ModelSpec, num_tokens: float, mean_length: float) -> flo
 
 def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
     """FLOP/s of square matrix products on this rank's device, the best of three: the peak that utilisation is measured by."""
-    size = 8192 if can(device).streams else 384
+    size = 8192 if can(device).streams else 768
     a, b = (torch.rand(size, size, device=device, dtype=dtype) for _ in range(2))
     best = float("inf")
     for _ in range(4):  # the first is warm-up, and the best of the others counts
