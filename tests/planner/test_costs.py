@@ -23,17 +23,9 @@ from rlhf_spmd.models.spec import Experts, ModelSpec, read_spec
 from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel.collectives import RECORDER
 from rlhf_spmd.parallel.layout import Layout
-from rlhf_spmd.planner.costs import (
-    PAGE,
-    Calibration,
-    generate_seconds,
-    infer_seconds,
-    kv_bytes_per_token,
-    offload_seconds,
-    train_seconds,
-)
+from rlhf_spmd.planner.costs import PAGE, Calibration, Formulas, kv_bytes_per_token
 from rlhf_spmd.planner.machine import GPUS, Gpu, Machine
-from rlhf_spmd.planner.shape import CHECKPOINTING, Workload, choices, shape_of
+from rlhf_spmd.planner.shape import CHECKPOINTING, Choices, ModelShape, Workload, choices, shape_of
 from rlhf_spmd.workers.engine import Packed
 from rlhf_spmd.workers.flops import forward_flops
 
@@ -45,6 +37,23 @@ FREE = Gpu(math.inf, math.inf, math.inf, math.inf, math.inf, 0.0, 4, 0.0)  # wha
 
 def machine(size: int = 16, local_size: int = 8, network: float = math.inf, **rates: float) -> Machine:
     return Machine(size, local_size, replace(FREE, **rates), (math.inf,) * size, network)
+
+
+H100S = Calibration()
+
+
+def infer_seconds(shape: ModelShape, work: Workload, how: Choices, on: Machine, costs: Calibration = H100S) -> np.ndarray:
+    return Formulas(on, costs).infer_seconds(shape, work, how)
+
+
+def train_seconds(shape: ModelShape, work: Workload, how: Choices, on: Machine, costs: Calibration = H100S) -> np.ndarray:
+    return Formulas(on, costs).train_seconds(shape, work, how)
+
+
+def generate_seconds(
+    shape: ModelShape, work: Workload, how: Choices, on: Machine, kv_bytes: float, costs: Calibration = H100S
+) -> np.ndarray:
+    return Formulas(on, costs).generate_seconds(shape, work, how, kv_bytes)
 
 
 def rows(number: int, length: float, **more: int) -> Workload:
@@ -245,7 +254,7 @@ def test_what_zero_sends_goes_on_beside_computing() -> None:
 
 
 def test_bytes_over_the_memory() -> None:
-    """An optimizer step, which ZeRO divides; a head's logits; what is offloaded."""
+    """An optimizer step, which ZeRO divides; a head's logits."""
     shape, on = shape_of(LLAMA, "none"), machine(bandwidth=1.0, host_link=2.0)
     only = replace(IDEAL, reads=math.inf)
     how = choices([(1, 1, 1), (1, 1, 2)], zero=[0, 1])
@@ -257,7 +266,6 @@ def test_bytes_over_the_memory() -> None:
         shape, rows(16, 100), how, on, only
     )
     assert head == pytest.approx(1600 * 1000 * 28 / np.array([1, 1, 2, 2]))
-    assert offload_seconds(10.0, on) == 5.0
 
 
 def test_graphs_and_lanes() -> None:
@@ -353,7 +361,7 @@ def test_a_large_model_stays_within_reason() -> None:
     shape, on = shape_of(spec, "lm"), replace(H100S, size=128, memory=H100S.memory * 2)
     work = Workload(2048, 1024, (1024.0,), mini_batches=4)
     how = choices([(4, 4, 8), (8, 4, 4), (4, 8, 4)], zero=[1], micro_tokens=[4096], sequence_parallel=[1])
-    share = 3 * forward_flops(spec, work.tokens, 2048) / (128 * 989e12) / train_seconds(shape, work, how, on)
+    share = 3 * forward_flops(spec, work.rows * work.length, 2048) / (128 * 989e12) / train_seconds(shape, work, how, on)
     assert ((share > 0.2) & (share < 0.55)).all(), share
     decode = choices([(1, 8, 16)], graphs=[1], max_num_seqs=[256])
     read = 1024 * (80 * shape.layer * 2 / 8 + 2048 / 16 * 512 * float(kv_bytes_per_token(shape, decode)[0])) / 3.35e12
