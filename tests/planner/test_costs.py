@@ -17,7 +17,8 @@ from engine_runs import CONFIGS, build, next_token_loss
 from generators import row_of
 from places import ROOT
 from ranks import run_ranks
-from rlhf_spmd.generation.scheduler import Scheduler, SchedulerLimits
+from rlhf_spmd.generation.config import GenerationConfig
+from rlhf_spmd.generation.scheduler import Scheduler
 from rlhf_spmd.generation.sequence import Interner
 from rlhf_spmd.models.spec import Experts, ModelSpec, read_spec
 from rlhf_spmd.models.weights import write_random_model
@@ -187,7 +188,7 @@ def test_bytes_of_dp_are_those_of_a_step(models: dict[int, str], zero: int) -> N
 def scheduled(work: Workload, flight: int, pages: int, layers: float, weights: float, token: float) -> float:
     """Seconds of the scheduler's own steps: ``layers`` to start a step, ``weights`` for what it reads, ``token`` for each token that a
     row has by then; prompts are free. Lengths are dealt so that any few rows have all of them."""
-    scheduler = Scheduler(SchedulerLimits(PAGE, pages, flight, 1 << 20))
+    scheduler = Scheduler(GenerationConfig(num_pages=pages, max_num_seqs=flight, max_num_batched_tokens=1 << 20))
     order = np.random.default_rng(0).permutation(np.resize(work.responses, work.rows))
     ends, interner = {}, Interner(PAGE)
     for index, length in enumerate(order):
