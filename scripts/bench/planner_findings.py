@@ -29,14 +29,14 @@ from measure import machine_facts, save, table
 
 from rlhf_spmd import plan
 from rlhf_spmd.config.registry import find
-from rlhf_spmd.planner.costs import Calibration
+from rlhf_spmd.planner.costs import Calibration, Formulas
 from rlhf_spmd.planner.meshes import Meshes
 from rlhf_spmd.planner.problem import Mesh, Problem
 from rlhf_spmd.planner.search import NoPlanError
 from rlhf_spmd.planner.search.filling import fill, whole_plan
 from rlhf_spmd.planner.search.ways import Ways
 from rlhf_spmd.planner.simulate import simulate
-from rlhf_spmd.runtime.planning import Formulas, Planning
+from rlhf_spmd.runtime.planning import Planning
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 SHAPES = {  # ReaL's table 1; HybridFlow's models are Llama's of the same sizes

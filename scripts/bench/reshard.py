@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 from measure import MIB, machine_facts, median, on_ranks, table
+from reshard_costs import costs_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -233,7 +234,7 @@ def interleaved(world: World, bodies: list[Callable[[], object]], repeats: int) 
 
 
 def hybrid_costs(name: str, layout: GenerationLayout) -> Any:
-    return choose_method(name, layout).costs(layout)
+    return costs_of(choose_method(name, layout), layout)
 
 
 def timed(body: Callable[[], object]) -> float:
@@ -326,7 +327,7 @@ def plan_rows(models: Sequence[str], most_ranks: int) -> Iterator[Planned]:
 def plan_row(model: str, spec: ModelSpec, name: str, train: Layout, pp: int, tp: int) -> Planned:
     layout, whole = layout_of(name, train, pp, tp), 2 * split_elements(spec)
     method = choose_method(name, layout)
-    costs, sides = method.costs(layout), (train_shards_at(spec, train), generation_shards_at(spec, layout))
+    costs, sides = costs_of(method, layout), (train_shards_at(spec, train), generation_shards_at(spec, layout))
     indices, seconds, sums = planned_ranks(method, layout), [], torch.zeros(3, dtype=torch.float64)
     for index in indices:
         begin = time.process_time()

@@ -25,6 +25,7 @@ from rlhf_spmd.data.dataset import DatasetConfig
 from rlhf_spmd.data.files import DataError
 from rlhf_spmd.parallel.command_line import read_command_line, refuse
 from rlhf_spmd.parallel.program import ProgramContext, run_program
+from rlhf_spmd.planner.costs import Formulas
 from rlhf_spmd.planner.machine import ClusterConfig, Machine, is_file
 from rlhf_spmd.planner.placement import AUTO
 from rlhf_spmd.planner.problem import Choice
@@ -128,7 +129,7 @@ def plan(run: Run) -> planning.Planned:
     """Raises ValueError, one line."""
     settings: SearchConfig = run.config.plan
     machine, measured = machine_of(run.config.cluster)  # type: ignore[attr-defined]
-    times: planning.Times = Measured(measured, machine) if measured else planning.Formulas(machine)
+    times: planning.Times = Measured(measured, machine) if measured else Formulas(machine)
     if settings.fixed is not None:
         return evaluate(run, machine, times)
     search: dict[str, Any] = {"name": settings.search, "time_limit_s": settings.time_limit_s, "seed": settings.seed}

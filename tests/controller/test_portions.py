@@ -107,7 +107,7 @@ def other_than_foreseen(world: World) -> tuple[Any, int]:
     for whole in (True, False, True):
         (call,) = controller.run(script, whole)
         values.append([value["rows"] for value in controller.get(call)[0]])
-    return values, len(controller._delivery._pushed)
+    return values, len(controller.delivery._pushed)
 
 
 def never_called(world: World) -> Any:

@@ -94,5 +94,5 @@ def test_in_every_layout_and_wherever_a_row_moves(path: str, layout: Layout, cha
 
 def test_settings_that_cannot_be_are_named(path: str) -> None:
     generator = Generator(load(path, alone()[1]), alone()[1], SMALL, {2})
-    with pytest.raises(ValueError, match=r"sampling of row 5\.top_p=0.0: must be in \(0, 1\]"):
+    with pytest.raises(ValueError, match=r"sampling of row 5\.top_p=0.0: must be above 0 and at most 1"):
         generator.generate([Request(4, 0, [3], 4), Request(5, 0, [3], 4, drawing=Drawing(top_p=0.0))], COMMON, 0, 0)

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from generators import row_of
 from places import ROOT
+from rlhf_spmd.generation.config import GenerationConfig
 from rlhf_spmd.generation.page_pool import PagePool
-from rlhf_spmd.generation.scheduler import Scheduler, SchedulerLimits, Step
+from rlhf_spmd.generation.scheduler import Scheduler, Step
 from rlhf_spmd.generation.sequence import Interner, Row
 
 
@@ -23,7 +24,7 @@ class FakeCache:
     """Remembers which token of which text each cache slot holds, as the runner would write it, and since when: ``epoch`` counts
     how often prompts were forgotten."""
 
-    def __init__(self, limits: SchedulerLimits, texts: list[list[int]]) -> None:
+    def __init__(self, limits: GenerationConfig, texts: list[list[int]]) -> None:
         self.page_size, self.texts = limits.page_size, texts
         self.slots: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = {}
         self.epoch = 0
@@ -119,7 +120,7 @@ def draw(row: Row, text: list[int], last: int, stops: bool) -> None:
 
 
 def run_to_the_end(
-    limits: SchedulerLimits, prompts: list[list[int]], response_lengths: list[int], stops: list[bool], chaos: Chaos = QUIET
+    limits: GenerationConfig, prompts: list[list[int]], response_lengths: list[int], stops: list[bool], chaos: Chaos = QUIET
 ) -> Scheduler:
     interner = Interner(limits.page_size)
     responses = [[1000 * (i + 1) + j for j in range(n + 3)] for i, n in enumerate(response_lengths)]
@@ -180,12 +181,12 @@ def test_random_schedules(data: st.DataObject) -> None:
     prompts = [stems[stem] + [7] * (extra if extra < 4 else 0) for stem, extra, _, _ in rows]
     longest = max([-(-(len(p) + n + 3) // page_size) for p, (_, _, n, _) in zip(prompts, rows, strict=True)], default=1)
     max_num_seqs = data.draw(st.integers(1, 8))
-    limits = SchedulerLimits(
-        page_size,
+    limits = GenerationConfig(
+        page_size=page_size,
         num_pages=longest + data.draw(st.integers(0, 20)),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_seqs + data.draw(st.integers(0, 60)),
-        prefix_caching=data.draw(st.booleans()),
+        enable_prefix_caching=data.draw(st.booleans()),
     )
     run_to_the_end(limits, prompts, [n for _, _, n, _ in rows], [stop for _, _, _, stop in rows])
 
@@ -198,12 +199,12 @@ def random_schedule(rng: random.Random, chaos: Chaos) -> Scheduler:
     prompts = [rng.choice(stems) + [7] * rng.choice((0, 0, 1, 3)) for _ in range(count)]
     lengths = [rng.randint(1, 7) for _ in range(count)]
     longest = max(-(-(len(prompt) + n + 3) // page_size) for prompt, n in zip(prompts, lengths, strict=True))
-    limits = SchedulerLimits(
-        page_size,
+    limits = GenerationConfig(
+        page_size=page_size,
         num_pages=longest + rng.choice((0, 0, 1, 2, 5, 20)),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_seqs + rng.randint(0, 12),
-        prefix_caching=rng.random() < 0.8,
+        enable_prefix_caching=rng.random() < 0.8,
     )
     return run_to_the_end(limits, prompts, lengths, [rng.random() < 0.3 for _ in range(count)], chaos)
 
@@ -215,8 +216,8 @@ def test_ten_thousand_random_schedules() -> None:
     counts = Counter[str]()
     for number in range(10_000):
         scheduler = random_schedule(rng, chaos if number % 2 else QUIET)
-        counts["preempted"] += scheduler.num_preemptions > 0
-        counts["shared"] += scheduler.num_hit_tokens > 0
+        counts["preempted"] += scheduler.stats.preemptions > 0
+        counts["shared"] += scheduler.stats.hit_tokens > 0
     assert min(counts["preempted"], counts["shared"]) > 1000, counts  # the schedules are not all easy
     assert len(chaos.done) == 6 and min(chaos.done.values()) > 500, chaos.done
 
@@ -224,33 +225,37 @@ def test_ten_thousand_random_schedules() -> None:
 @settings(max_examples=50, deadline=None)
 @given(lengths=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 20)), min_size=1, max_size=12), extra=st.integers(0, 10))
 def test_whole_prompts_without_chunking(lengths: list[tuple[int, int]], extra: int) -> None:
-    limits = SchedulerLimits(4, num_pages=14 + extra, max_num_seqs=5, max_num_batched_tokens=55, chunked_prefill=False)
+    limits = GenerationConfig(
+        page_size=4, num_pages=14 + extra, max_num_seqs=5, max_num_batched_tokens=55, enable_chunked_prefill=False
+    )
     prompts = [list(range(n)) for n, _ in lengths]
     run_to_the_end(limits, prompts, [n for _, n in lengths], [False] * len(lengths))
 
 
 @pytest.mark.parametrize("prompt_length", [1, 7, 8, 9, 16, 17, 50])
 def test_a_prompt_is_computed_once(prompt_length: int) -> None:
-    limits = SchedulerLimits(8, num_pages=200, max_num_seqs=3, max_num_batched_tokens=64)
+    limits = GenerationConfig(page_size=8, num_pages=200, max_num_seqs=3, max_num_batched_tokens=64)
     prompts = [list(range(prompt_length))] * 6 + [[99] * prompt_length] * 6
     scheduler = run_to_the_end(limits, prompts, [5] * 12, [False] * 12)
     # all rows but the first of each prompt; the last prompt token is every row's own
-    assert scheduler.num_hit_tokens == (prompt_length - 1) * 10
-    assert scheduler.num_preemptions == 0
+    assert scheduler.stats.hit_tokens == (prompt_length - 1) * 10
+    assert scheduler.stats.preemptions == 0
 
 
 def test_pressure_preempts_and_still_ends() -> None:
-    limits = SchedulerLimits(4, num_pages=10, max_num_seqs=8, max_num_batched_tokens=64)
+    limits = GenerationConfig(page_size=4, num_pages=10, max_num_seqs=8, max_num_batched_tokens=64)
     scheduler = run_to_the_end(limits, [[i, i + 1, i + 2] for i in range(8)], [30] * 8, [False] * 8)
-    assert scheduler.num_preemptions > 0
+    assert scheduler.stats.preemptions > 0
 
 
 def test_rows_that_cannot_fit_are_refused() -> None:
-    scheduler = Scheduler(SchedulerLimits(4, num_pages=2, max_num_seqs=8, max_num_batched_tokens=64))
-    with pytest.raises(ValueError, match="needs 3 pages of 4 tokens, but the KV cache has 2"):
+    scheduler = Scheduler(GenerationConfig(page_size=4, num_pages=2, max_num_seqs=8, max_num_batched_tokens=64))
+    with pytest.raises(ValueError, match="num_pages=2: a row may have up to 10 tokens, which need 3 pages of page_size=4"):
         scheduler.add(row_of(0, [0] * 5, 5, contents=(0, 1)))
     scheduler.add(row_of(0, [0] * 5, 4, contents=(0, 1)))  # the last token is never written
-    whole = Scheduler(SchedulerLimits(4, num_pages=20, max_num_seqs=8, max_num_batched_tokens=16, chunked_prefill=False))
+    whole = Scheduler(
+        GenerationConfig(page_size=4, num_pages=20, max_num_seqs=8, max_num_batched_tokens=16, enable_chunked_prefill=False)
+    )
     with pytest.raises(ValueError, match="max_num_batched_tokens=16"):
         whole.add(row_of(0, [0] * 15, 2, contents=(0, 1, 2, 3)))
 
@@ -280,7 +285,7 @@ def test_the_schedulers_half_imports_no_torch() -> None:
 def test_a_row_that_comes_back_computes_the_last_token_of_its_prompt_anew() -> None:
     """As a fresh one does: in a cached page that nobody holds, a row of one token may have written over that position."""
     scheduler, contents = (
-        Scheduler(SchedulerLimits(page_size=4, num_pages=8, max_num_seqs=4, max_num_batched_tokens=64)),
+        Scheduler(GenerationConfig(page_size=4, num_pages=8, max_num_seqs=4, max_num_batched_tokens=64)),
         Interner(4),
     )
     prompt = [1, 2, 3, 4, 5, 6]
@@ -293,4 +298,4 @@ def test_a_row_that_comes_back_computes_the_last_token_of_its_prompt_anew() -> N
     second.tokens += [7, 8, 9]  # it was preempted with three tokens
     scheduler.add(second)
     (work,) = scheduler.schedule().work
-    assert (work.start, work.num_tokens) == (5, 4) and scheduler.num_hit_tokens == 5
+    assert (work.start, work.num_tokens) == (5, 4) and scheduler.stats.hit_tokens == 5

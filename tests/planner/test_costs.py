@@ -17,23 +17,16 @@ from engine_runs import CONFIGS, build, next_token_loss
 from generators import row_of
 from places import ROOT
 from ranks import run_ranks
-from rlhf_spmd.generation.scheduler import Scheduler, SchedulerLimits
+from rlhf_spmd.generation.config import GenerationConfig
+from rlhf_spmd.generation.scheduler import Scheduler
 from rlhf_spmd.generation.sequence import Interner
 from rlhf_spmd.models.spec import Experts, ModelSpec, read_spec
 from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel.collectives import RECORDER
 from rlhf_spmd.parallel.layout import Layout
-from rlhf_spmd.planner.costs import (
-    PAGE,
-    Calibration,
-    generate_seconds,
-    infer_seconds,
-    kv_bytes_per_token,
-    offload_seconds,
-    train_seconds,
-)
+from rlhf_spmd.planner.costs import PAGE, Calibration, Formulas, kv_bytes_per_token
 from rlhf_spmd.planner.machine import GPUS, Gpu, Machine
-from rlhf_spmd.planner.shape import CHECKPOINTING, Workload, choices, shape_of
+from rlhf_spmd.planner.shape import CHECKPOINTING, Choices, ModelShape, Workload, choices, shape_of
 from rlhf_spmd.workers.engine import Packed
 from rlhf_spmd.workers.flops import forward_flops
 
@@ -45,6 +38,23 @@ FREE = Gpu(math.inf, math.inf, math.inf, math.inf, math.inf, 0.0, 4, 0.0)  # wha
 
 def machine(size: int = 16, local_size: int = 8, network: float = math.inf, **rates: float) -> Machine:
     return Machine(size, local_size, replace(FREE, **rates), (math.inf,) * size, network)
+
+
+H100S = Calibration()
+
+
+def infer_seconds(shape: ModelShape, work: Workload, how: Choices, on: Machine, costs: Calibration = H100S) -> np.ndarray:
+    return Formulas(on, costs).infer_seconds(shape, work, how)
+
+
+def train_seconds(shape: ModelShape, work: Workload, how: Choices, on: Machine, costs: Calibration = H100S) -> np.ndarray:
+    return Formulas(on, costs).train_seconds(shape, work, how)
+
+
+def generate_seconds(
+    shape: ModelShape, work: Workload, how: Choices, on: Machine, kv_bytes: float, costs: Calibration = H100S
+) -> np.ndarray:
+    return Formulas(on, costs).generate_seconds(shape, work, how, kv_bytes)
 
 
 def rows(number: int, length: float, **more: int) -> Workload:
@@ -178,7 +188,7 @@ def test_bytes_of_dp_are_those_of_a_step(models: dict[int, str], zero: int) -> N
 def scheduled(work: Workload, flight: int, pages: int, layers: float, weights: float, token: float) -> float:
     """Seconds of the scheduler's own steps: ``layers`` to start a step, ``weights`` for what it reads, ``token`` for each token that a
     row has by then; prompts are free. Lengths are dealt so that any few rows have all of them."""
-    scheduler = Scheduler(SchedulerLimits(PAGE, pages, flight, 1 << 20))
+    scheduler = Scheduler(GenerationConfig(num_pages=pages, max_num_seqs=flight, max_num_batched_tokens=1 << 20))
     order = np.random.default_rng(0).permutation(np.resize(work.responses, work.rows))
     ends, interner = {}, Interner(PAGE)
     for index, length in enumerate(order):
@@ -245,7 +255,7 @@ def test_what_zero_sends_goes_on_beside_computing() -> None:
 
 
 def test_bytes_over_the_memory() -> None:
-    """An optimizer step, which ZeRO divides; a head's logits; what is offloaded."""
+    """An optimizer step, which ZeRO divides; a head's logits."""
     shape, on = shape_of(LLAMA, "none"), machine(bandwidth=1.0, host_link=2.0)
     only = replace(IDEAL, reads=math.inf)
     how = choices([(1, 1, 1), (1, 1, 2)], zero=[0, 1])
@@ -257,7 +267,6 @@ def test_bytes_over_the_memory() -> None:
         shape, rows(16, 100), how, on, only
     )
     assert head == pytest.approx(1600 * 1000 * 28 / np.array([1, 1, 2, 2]))
-    assert offload_seconds(10.0, on) == 5.0
 
 
 def test_graphs_and_lanes() -> None:
@@ -353,7 +362,7 @@ def test_a_large_model_stays_within_reason() -> None:
     shape, on = shape_of(spec, "lm"), replace(H100S, size=128, memory=H100S.memory * 2)
     work = Workload(2048, 1024, (1024.0,), mini_batches=4)
     how = choices([(4, 4, 8), (8, 4, 4), (4, 8, 4)], zero=[1], micro_tokens=[4096], sequence_parallel=[1])
-    share = 3 * forward_flops(spec, work.tokens, 2048) / (128 * 989e12) / train_seconds(shape, work, how, on)
+    share = 3 * forward_flops(spec, work.rows * work.length, 2048) / (128 * 989e12) / train_seconds(shape, work, how, on)
     assert ((share > 0.2) & (share < 0.55)).all(), share
     decode = choices([(1, 8, 16)], graphs=[1], max_num_seqs=[256])
     read = 1024 * (80 * shape.layer * 2 / 8 + 2048 / 16 * 512 * float(kv_bytes_per_token(shape, decode)[0])) / 3.35e12

@@ -290,7 +290,7 @@ def test_the_least_cache_is_what_the_generator_takes_of_just_enough_memory(
     free = float(others + model.least_cache(others, row, most, config))
 
     def runs(free: float) -> bool:
-        cache = float(model.cache_bytes(free, most, config))
+        cache = most if num_pages is not None else min(share * free, most)
         return cache >= row * (1 - 1e-9) and cache + others <= free * (1 + 1e-9)
 
     assert runs(free)

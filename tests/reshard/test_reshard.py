@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import runpy
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from fractions import Fraction
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from places import ROOT
 from reshard_cases import SPECS, Simulated, cases, fits, layout_of
 from reshard_plans import check_plans
 from rlhf_spmd.models.sharding import plan_params
@@ -21,7 +23,6 @@ from rlhf_spmd.parallel.boxes import Box, ParamShard, zero_rows
 from rlhf_spmd.parallel.layout import GenerationLayout, Layout, generation_layout
 from rlhf_spmd.reshard import METHODS, Holding, missing_elements, plan_transfer
 from rlhf_spmd.reshard.messages import Ends, Message, Step, plan_bucket
-from rlhf_spmd.reshard.methods import num_shards
 from rlhf_spmd.reshard.plan import Part, single_slice
 from rlhf_spmd.reshard.transfer import IN_FLIGHT, Transfer
 
@@ -109,6 +110,9 @@ def test_views_for_all_but_replicated_kv_heads(zero: int) -> None:
 EVEN = ModelSpec("llama", 64, 64, 64, 4, 16, 16, 4)  # everything divides; norms are replicated and listed apart
 
 
+COSTS = runpy.run_path(str(ROOT / "scripts" / "bench" / "reshard_costs.py"))  # the formulas
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_received_bytes_are_the_formula(name: str) -> None:
     """Of the tensors that a layout splits; embedding and head lie on single stages, so for them the mean over ranks counts."""
@@ -117,7 +121,7 @@ def test_received_bytes_are_the_formula(name: str) -> None:
             continue
         run = Simulated(name, layout_of(method, train, pp, tp), EVEN, without="norm")
         whole = sum(box.numel for n, s in plan_params(EVEN, "lm", 0, 1, 0, 1).items() if "norm" not in n for box in s.boxes)
-        received = run.method.costs(run.layout).received
+        received = COSTS["costs_of"](run.method, run.layout).received
         mean = Fraction(sum(plan.received for plan in run.plans), train.size)
         if received is None:
             assert mean == Fraction(sum(map(missing_elements, run.train, run.wanted)), train.size)
@@ -129,11 +133,11 @@ def test_the_table_of_the_paper() -> None:
     p, t, d = 2, 4, 3
     layout = GenerationLayout(Layout(p, t, d), 1, 2)
     flat = GenerationLayout(Layout(p, t, d), 1, 2, consecutive=True)
-    ours, full, naive = (METHODS[name].costs(layout if name == "zero_redundancy" else flat) for name in METHODS)
+    ours, full, naive = (COSTS["costs_of"](METHODS[name], layout if name == "zero_redundancy" else flat) for name in METHODS)
     assert ours.received == Fraction(t * p - 2, 2 * t * p) and ours.peak == Fraction(1, 2) and ours.twice == 0
     assert full.received == Fraction(t * p * d - 1, t * p * d) and full.peak == 1 + full.twice
     assert naive.received == Fraction(t * p - 1, t * p) and naive.peak == 1 + naive.twice and naive.twice == Fraction(1, t * p)
-    assert num_shards(GenerationLayout(Layout(p, t, d, 3), 1, 2)) == p * t * d
+    assert COSTS["num_shards"](GenerationLayout(Layout(p, t, d, 3), 1, 2)) == p * t * d
 
 
 @pytest.mark.parametrize("name", METHODS)

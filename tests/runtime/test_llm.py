@@ -204,7 +204,7 @@ def test_a_call_that_ended_early_leaves_nothing_behind(llm: LLM) -> None:
         ("abc", {"temperature": -1.0}, "sampling_params.temperature=-1.0: must be 0 (greedy) or at least 0.001"),
         ("abc", {"max_tokens": 0}, "sampling_params.max_tokens=0: must be at least 1"),
         ("abc", {"min_tokens": 17}, "sampling_params.min_tokens=17: must be at most 16, the tokens that are left"),
-        ("abc", {"logprobs": 101}, "sampling_params.logprobs=101: must be between 0 and 100"),
+        ("abc", {"logprobs": 101}, "sampling_params.logprobs=101: must be at least 0 and at most 100"),
         ("abc", {"stop_token_ids": [200]}, "sampling_params.stop_token_ids: token id 200 must lie in 0 .. 199"),
         ("abc", {"prompt_logprobs": 101}, "sampling_params.prompt_logprobs=101: must be at least 0 and at most 100"),
         ("abc", {"temperature": 1e39}, "sampling_params.temperature=1e+39: must be 0 (greedy) or at least 0.001, at most 1"),

@@ -19,6 +19,7 @@ What holds, and what the code below rests on:
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 from collections import defaultdict, deque
@@ -26,7 +27,6 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -68,8 +68,8 @@ class Controller:
         self.graph = Graph()  # of the last script
         self.taken: list[Production] = []  # the calls of the last script that it made, as they were traced
         self.handing_out: HandingOut | None = None  # of the generate call under way, where rows go on as they end
-        self._delivery = Delivery(world, num_portions)
-        self._streaming = Streaming(self, self._delivery, num_portions)
+        self.delivery = Delivery(world, num_portions)
+        self._streaming = Streaming(self, self.delivery, num_portions)
         self._seq = 1  # for the board 0 is before the first call
         self._tracing = False
         self.versions = Versions(ahead)
@@ -86,7 +86,7 @@ class Controller:
         self._streaming.drop_begun()
         self.graph = self.trace(script, *args)
         self.taken = []
-        self._delivery.begin(self.graph)
+        self.delivery.begin(self.graph)
         own: list[Production] = []  # calls that this rank has a part in
         for node in self.graph.nodes:
             self._nodes[node.name, node.site].append(node)
@@ -110,7 +110,7 @@ class Controller:
     def trace(self, script: Callable[..., Any], *args: Any) -> Graph:
         """The script's dataflow graph; nothing is computed and nothing moves."""
         outer, versions = self.graph, self.versions
-        self.graph, self.versions, self._tracing = Graph(), versions.copy(), True
+        self.graph, self.versions, self._tracing = Graph(), copy.deepcopy(versions), True
         try:
             script(*args)
             return self.graph
@@ -123,7 +123,7 @@ class Controller:
         Every rank of the world must call, in program order; it waits only for the ranks it exchanged data with.
         """
         self._streaming.run_waiting()
-        self._delivery.settle(spare)
+        self.delivery.settle(spare)
         self._nodes.clear()
         self._next.clear()
 
@@ -195,15 +195,11 @@ class Controller:
 
     def send_report(self, report: Any) -> None:
         """JSON for the first rank of the world, on its way while this rank goes on."""
-        self._delivery.send_report(json.dumps(report).encode())
+        self.delivery.send_report(json.dumps(report).encode())
 
     def receive_reports(self) -> list[Any]:
         """On the first rank: what each rank has sent, in rank order; waits for those that have yet to send."""
-        return [json.loads(report) for report in self._delivery.receive_reports()]
-
-    def learn(self, maker: Production) -> np.ndarray:
-        """Token counts int64 [rows] that a call made; waits for those made elsewhere. Only for ranks that are told."""
-        return self._delivery.learn(maker)
+        return [json.loads(report) for report in self.delivery.receive_reports()]
 
     def values(self, *references: Reference) -> list[list[Any]]:
         """This rank's share of what :meth:`get` collects: [which reference, position in its list, value] each, as JSON."""
@@ -262,7 +258,7 @@ class Controller:
             self.taken.append(coming[0])
             production.node = coming.popleft().node
         takes_portions = self._streaming.enter(production)
-        self._delivery.send_inputs(production)
+        self.delivery.send_inputs(production)
         if takes_portions:
             self._streaming.wait_for_rows(production, args, kwargs)
         else:
@@ -291,7 +287,7 @@ class Controller:
     def end(self, production: Production) -> None:
         """After the body, on every rank: what it made goes to its consumers."""
         production.role.leave(production)
-        self._delivery.push(production)
+        self.delivery.push(production)
         for intake in production.intakes:
             intake.forget()
 
@@ -340,7 +336,7 @@ class Controller:
             per_member = production.spec.protocol.per_member
             return [batch[production.role.pool.ranks.index(self.rank)] if per_member else batch]
         with self.timeline.span(f"{production.name}: inputs", category="wait", call=production.seq):
-            batches = [self._delivery.assemble(production, intake, index) for intake in production.intakes]
+            batches = [self.delivery.gather(production, intake, index, intake.part(index)) for intake in production.intakes]
         if production.spec.kind != "train":
             return batches
         updates = [intake.part(index).updates for intake in production.intakes]

@@ -77,12 +77,9 @@ class Delivery:
 
     # What comes in
 
-    def assemble(self, consumer: Production, intake: Intake, index: int) -> Batch:
-        """The fields of one part's rows, out of this rank's memory and what others have sent."""
-        return self.gather(consumer, intake, index, intake.part(index))
-
     def gather(self, consumer: Production, intake: Intake, index: int, part: Part, arrived: Batch | None = None) -> Batch:
-        """``part``: the rows of part ``index``, or some of them; ``arrived``: what a call has made for these, if it is here."""
+        """Fields of rows, out of this rank's memory and what others have sent. ``part``: the rows of part ``index``, or some of them;
+        ``arrived``: what a call has made for these, if it is here."""
         if not len(part.positions):  # a member without rows gets a batch without fields
             return Batch(part.row_ids, part.group_ids, {})
         fields: dict[str, Field] = {}
@@ -170,14 +167,13 @@ class Delivery:
 
     def _announce(self, producer: Production, foreseen: Production, intakes: Sequence[Intake]) -> list[Share]:
         """Note that ``producer`` sends to a foreseen call; returns what it sends."""
-        consumer = Production(-1, foreseen.node, foreseen.role, foreseen.spec, foreseen.name, (), [], (), 0)
         shares = [
             (intake, Piece(producer, piece.name, piece.at, piece.ids), names)
             for intake in intakes
             for piece, names in intake.shares
             if isinstance(piece.producer, Production) and piece.producer.seq < 0 and piece.producer.node == producer.node
         ]
-        self._pushed[producer.seq, foreseen.node] = consumer, shares
+        self._pushed[producer.seq, foreseen.node] = foreseen, shares
         return shares
 
     def foreseen_consumers(self, producer: Production) -> Sequence[Production]:

@@ -172,7 +172,7 @@ class Production:
         assert name == self.spec.lengths_of, (
             f"{self.name} makes token field {name!r}, but declares lengths_of={self.spec.lengths_of!r}"
         )
-        return _at(self.intakes[0].rows.row_ids, self.role.controller.learn(self), ids)
+        return _at(self.intakes[0].rows.row_ids, self.role.controller.delivery.learn(self), ids)
 
     def parts_of(self, ids: np.ndarray) -> np.ndarray:
         """The part of this call that made each of the rows ``ids``, int64."""

@@ -179,9 +179,8 @@ class Streaming:
             if consumer.intakes[0].cut.follows is not None and consumer.role not in self._begun:
                 self._begun[consumer.role] = call
                 inputs = partial(self._gather, consumer, consumer.members.part_of[rank])
-                found.append(
-                    EarlyCall(consumer.role, inputs, len({*call.members.workers(index)} & {*consumer.role.pool.ranks}))
-                )
+                ranks = {*call.members.workers(index)} & {*consumer.role.pool.ranks}
+                found.append(EarlyCall(consumer.role, inputs, len(ranks)))
         return found
 
     def expect(self, call: Production) -> None:

@@ -55,12 +55,6 @@ class Versions:
         first = -1 if self._step is None else self._step + 1 - self.ahead
         return {self._newest[role], *(version for step, version in self._sent.get(role, {}).items() if step >= first)}
 
-    def copy(self) -> Versions:
-        other = Versions(self.ahead)
-        other._newest, other._step = self._newest.copy(), self._step
-        other._sent = {role: dict(sent) for role, sent in self._sent.items()}
-        return other
-
     def state(self) -> dict[str, Any]:
         """For a checkpoint, between two steps."""
         return {

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rlhf_spmd.generation.config import SamplingConfig as SamplingConfig
     from rlhf_spmd.generation.generator import Generator as Generator
     from rlhf_spmd.generation.interruption import CallLimits as CallLimits
-    from rlhf_spmd.generation.lanes import GenerationStats as GenerationStats
+    from rlhf_spmd.generation.scheduler import GenerationStats as GenerationStats
     from rlhf_spmd.generation.sequence import Completion as Completion
     from rlhf_spmd.generation.sequence import NotFinite as NotFinite
     from rlhf_spmd.generation.sequence import Request as Request
@@ -29,7 +29,7 @@ _MODULES = {
     "config": ("GenerationConfig", "SamplingConfig"),
     "generator": ("Generator",),
     "interruption": ("CallLimits",),
-    "lanes": ("GenerationStats",),
+    "scheduler": ("GenerationStats",),
     "sequence": ("Completion", "NotFinite", "Request"),
     "stopping": ("StopStrings",),
 }

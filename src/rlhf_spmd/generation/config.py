@@ -14,10 +14,8 @@ from rlhf_spmd.kernels import can, model_device
 BUFFERS = KV_CACHES = ("free", "keep", "offload")
 MAX_LOGPROBS = 100
 MIN_TEMPERATURE = 1e-3  # below it scaled logits overflow before they differ from greedy
-MAX_SHIFT, MAX_FACTOR = (
-    1e9,
-    1e6,
-)  # of what is added to logits, and of what they are multiplied by: fp32 has room for the results
+# of what is added to logits, and of what they are multiplied by: fp32 has room for the results
+MAX_SHIFT, MAX_FACTOR = 1e9, 1e6
 
 
 @dataclass(frozen=True)
@@ -85,17 +83,8 @@ class GenerationConfig:
 
     def check(self, where: str) -> None:
         """Raises ValueError naming key, value and what is allowed. ``where``: the section, as ``models.actor.generation``."""
-        counts = (
-            "pp",
-            "tp",
-            "page_size",
-            "num_pages",
-            "max_num_seqs",
-            "max_num_batched_tokens",
-            "steps_per_sync",
-            "micro_batches",
-        )
-        check_bounds(self, where, *counts, least=1)
+        sizes = ("pp", "tp", "page_size", "num_pages", "max_num_seqs", "max_num_batched_tokens")
+        check_bounds(self, where, *sizes, "steps_per_sync", "micro_batches", least=1)
         check_bounds(self, where, "rebalance_steps", "speculative_tokens", least=0)
         for key, allowed in (("buffers", BUFFERS), ("kv_cache", KV_CACHES), ("attention", BACKENDS)):
             if getattr(self, key) not in allowed:
@@ -104,8 +93,7 @@ class GenerationConfig:
             raise ValueError(
                 f"{where}.page_size={self.page_size}: flash_attn's pages are multiples of {FLASH_PAGE} tokens; set it to {FLASH_PAGE}"
             )
-        if not 0.0 < self.gpu_memory_utilization <= 1.0:
-            raise ValueError(f"{where}.gpu_memory_utilization={self.gpu_memory_utilization}: must be in (0, 1]")
+        check_bounds(self, where, "gpu_memory_utilization", above=0, most=1)
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"{where}.max_num_batched_tokens={self.max_num_batched_tokens} is less than max_num_seqs={self.max_num_seqs}: "
@@ -125,7 +113,7 @@ class GenerationConfig:
         if self.num_pages is not None and pages > self.num_pages:
             raise ValueError(
                 f"{where}.num_pages={self.num_pages}: {words}, which need {pages} pages of page_size={self.page_size}; raise it to at "
-                f"least {pages}, or leave it out"
+                f"least {pages}, or leave it out and see that {where}.gpu_memory_utilization leaves the cache so much memory"
             )
         if not self.enable_chunked_prefill and longest > self.max_num_batched_tokens:
             raise ValueError(
@@ -211,19 +199,14 @@ class SamplingConfig:
 
     def check(self, where: str) -> None:
         """Raises ValueError naming key, value and what is allowed. ``where``: the section, as ``sampling``."""
-        check_bounds(self, where, "n", least=1)
+        check_bounds(self, where, "n", "max_response_length", least=1)
         if self.temperature != 0.0 and not MIN_TEMPERATURE <= self.temperature <= MAX_FACTOR:
             raise ValueError(
                 f"{where}.temperature={self.temperature}: must be 0 (greedy) or at least {MIN_TEMPERATURE}, at most {MAX_FACTOR}"
             )
-        if not 0.0 < self.top_p <= 1.0:
-            raise ValueError(f"{where}.top_p={self.top_p}: must be in (0, 1]; 1 turns it off")
-        if self.top_k < -1:
-            raise ValueError(f"{where}.top_k={self.top_k}: must be at least 1; 0 or -1 turns it off")
-        if not 0.0 <= self.min_p <= 1.0:
-            raise ValueError(f"{where}.min_p={self.min_p}: must be in [0, 1]; 0 turns it off")
-        if self.max_response_length is not None and self.max_response_length < 1:
-            raise ValueError(f"{where}.max_response_length={self.max_response_length}: must be at least 1, or null")
+        check_bounds(self, where, "top_p", above=0, most=1)  # 1 turns it off, as 0 does the other two
+        check_bounds(self, where, "top_k", least=-1)
+        check_bounds(self, where, "min_p", least=0, most=1)
         if not 0 <= self.min_response_length <= (self.max_response_length or math.inf):
             raise ValueError(
                 f"{where}.min_response_length={self.min_response_length}: must be at least 0 and at most "
@@ -239,8 +222,7 @@ class SamplingConfig:
                 )
         if not all(self.stop):
             raise ValueError(f"{where}.stop={self.stop}: a stop string must not be empty")
-        if not 0 <= self.logprobs <= MAX_LOGPROBS:
-            raise ValueError(f"{where}.logprobs={self.logprobs}: must be between 0 and {MAX_LOGPROBS}")
+        check_bounds(self, where, "logprobs", least=0, most=MAX_LOGPROBS)
 
     def check_ids(self, vocab_size: int, stop_ids: Collection[int], rows_have_minimum: bool, where: str) -> None:
         """Raises ValueError for token ids that the model has not, and where no token is left to draw.

@@ -21,10 +21,10 @@ from rlhf_spmd.generation.config import GenerationConfig, SamplingConfig
 from rlhf_spmd.generation.episodes import Environments
 from rlhf_spmd.generation.interruption import CallLimits, Interrupts, LimitWatch
 from rlhf_spmd.generation.kv_cache import Backend, KVCache
-from rlhf_spmd.generation.lanes import GenerationStats, Lane, Lanes, share_out
+from rlhf_spmd.generation.lanes import Lane, Lanes, share_out
 from rlhf_spmd.generation.portions import Portions
 from rlhf_spmd.generation.runner import Call
-from rlhf_spmd.generation.scheduler import SchedulerLimits
+from rlhf_spmd.generation.scheduler import GenerationStats
 from rlhf_spmd.generation.sequence import Completion, Request, Row
 from rlhf_spmd.generation.stopping import build_ends
 from rlhf_spmd.kernels.devices import free_bytes
@@ -48,9 +48,8 @@ class Generator:
         self.decoder, self.mesh, self.config, self.decoding = decoder, mesh, config, decoding
         self.eos_ids = frozenset(eos_ids)
         self.stats = GenerationStats()
-        self.reserved = (
-            False  # by :meth:`reserve_pages`: pages stay, with the prompts that lie there, also where no row is left
-        )
+        # by :meth:`reserve_pages`: pages stay, with the prompts that lie there, also where no row is left
+        self.reserved = False
         self.reserved_bytes = 0  # free memory that others will take before the first step has ended
         self.kept: list[Row] = []
         self._lanes: Lanes | None = None  # of the kept rows, if their pages are kept too
@@ -243,9 +242,8 @@ class Generator:
         for its in share_out(rows, [()] * number):
             most = sum(sorted((needs[row] for row in its), reverse=True)[:num_seqs])
             num_pages = share if config.num_pages else max(min(most, share), 1)
-            shared, chunked = config.enable_prefix_caching, config.enable_chunked_prefill
-            limits = SchedulerLimits(config.page_size, num_pages, num_seqs, config.max_num_batched_tokens, shared, chunked)
-            lanes.append(Lane(limits, KVCache(*shape, num_pages, config.page_size, dtype, self._device, self._backend)))
+            cache = KVCache(*shape, num_pages, config.page_size, dtype, self._device, self._backend)
+            lanes.append(Lane(replace(config, num_pages=num_pages, max_num_seqs=num_seqs), cache))
         return lanes
 
     @property
@@ -269,9 +267,8 @@ class Generator:
     def _backend(self) -> Backend:
         """Chosen at the first call: before it the decoder may be without memory."""
         dtype, device = self.decoder.dtype, self._device
-        return build_backend(
-            choose_backend(self.config.attention, "auto", dtype, device, "generation.attention"), dtype, device
-        )
+        name = choose_backend(self.config.attention, "auto", dtype, device, "generation.attention")
+        return build_backend(name, dtype, device)
 
     @property
     def _device(self) -> torch.device:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from rlhf_spmd.config.bounds import check_bounds
 from rlhf_spmd.generation.scheduler import Step
 from rlhf_spmd.generation.sequence import Row
 from rlhf_spmd.parallel.collectives import Group
@@ -34,12 +35,8 @@ class CallLimits:
 
     def __post_init__(self) -> None:
         """Raises ValueError."""
-        for key in ("steps", "tokens", "seconds", "fraction"):
-            value = getattr(self, key)
-            if value is not None and not value > 0:
-                raise ValueError(f"limits.{key}={value}: must be above 0, or null")
-        if self.fraction is not None and self.fraction > 1:
-            raise ValueError(f"limits.fraction={self.fraction}: must be at most 1")
+        check_bounds(self, "limits", "steps", "tokens", "seconds", above=0)
+        check_bounds(self, "limits", "fraction", above=0, most=1)
 
 
 class LimitWatch:

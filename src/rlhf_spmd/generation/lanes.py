@@ -13,43 +13,19 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import islice
 
 import torch
 
+from rlhf_spmd.generation.config import GenerationConfig
 from rlhf_spmd.generation.episodes import Episodes
 from rlhf_spmd.generation.interruption import Interrupts
 from rlhf_spmd.generation.kv_cache import KVCache
 from rlhf_spmd.generation.runner import Call, Runner
-from rlhf_spmd.generation.scheduler import Scheduler, SchedulerLimits, Step
+from rlhf_spmd.generation.scheduler import GenerationStats, Scheduler, Step
 from rlhf_spmd.generation.sequence import Completion, Interner, Notes, Row
 from rlhf_spmd.generation.speculation import Speculation
 from rlhf_spmd.generation.stages import Stages
-
-
-@dataclass
-class GenerationStats:
-    """Counts of one call on this replica. ``prompt_tokens``: of rows that began, or came back after a preemption; ``hit_tokens``: of
-    these, found in the cache. ``prefill_tokens``: computed tokens beyond one per drawn token (prompts, and what preemption made to
-    be computed again). ``num_pages``: size of the cache. ``draft_tokens``: guessed and computed, of which ``accepted_tokens`` came
-    true. ``moved_rows``: that left for other replicas. ``seconds``: of the call; ``busy_seconds``: those without waits for other
-    replicas; ``stage_seconds``: of these, the waits of this rank's host for other pipeline stages. ``steps``: of all ``lanes``."""
-
-    steps: int = 0
-    prefill_tokens: int = 0
-    decode_tokens: int = 0
-    prompt_tokens: int = 0
-    hit_tokens: int = 0
-    preemptions: int = 0
-    num_pages: int = 0
-    lanes: int = 0
-    draft_tokens: int = 0
-    accepted_tokens: int = 0
-    moved_rows: int = 0
-    busy_seconds: float = 0.0
-    stage_seconds: float = 0.0
-    seconds: float = 0.0
 
 
 class Lane:
@@ -58,8 +34,8 @@ class Lane:
 
     runner: Runner
 
-    def __init__(self, limits: SchedulerLimits, cache: KVCache) -> None:
-        self.scheduler, self.cache, self.interner = Scheduler(limits), cache, Interner(limits.page_size)
+    def __init__(self, config: GenerationConfig, cache: KVCache) -> None:
+        self.scheduler, self.cache, self.interner = Scheduler(config), cache, Interner(config.page_size)
         self.rows: dict[int, Row] = {}
         self.step: Step | None = None  # under way
 
@@ -156,7 +132,7 @@ class Lanes:
             lane.cache.reload()
             if call.version != self.version:  # what other weights have computed serves only the rows that lie there
                 lane.scheduler.forget_prompts()
-            lane.scheduler.num_prompt_tokens = lane.scheduler.num_hit_tokens = lane.scheduler.num_preemptions = 0
+            lane.scheduler.stats = stats
         self.version, stages = call.version, Stages(call.mesh)
         busy = []
         for lane, share in zip(self.lanes, self._share(rows), strict=True):
@@ -171,18 +147,14 @@ class Lanes:
         stages.finish()
         for lane in busy:
             lane.leave(call.version)
-        for scheduler in (lane.scheduler for lane in self.lanes):
-            stats.prompt_tokens += scheduler.num_prompt_tokens
-            stats.hit_tokens += scheduler.num_hit_tokens
-            stats.preemptions += scheduler.num_preemptions
         stats.stage_seconds += stages.waited
         stats.lanes = len(self.lanes)
-        stats.num_pages = sum(lane.scheduler.limits.num_pages for lane in self.lanes)
+        stats.num_pages = sum(lane.cache.num_pages for lane in self.lanes)
 
     def fits(self, rows: Sequence[Row]) -> bool:
         """Whether each of these rows could run alone in its lane."""
         return all(
-            row.limit - 1 <= lane.scheduler.limits.num_pages * lane.scheduler.limits.page_size
+            row.limit - 1 <= lane.cache.num_pages * lane.cache.page_size
             for lane, share in zip(self.lanes, self._share(rows), strict=True)
             for row in share
         )

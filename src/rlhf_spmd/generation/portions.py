@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -28,9 +29,7 @@ class Portions:
     ) -> None:
         self.number, self.send, self.begin = number, send, begin
         self.num_sent = self.num_whole = 0
-        self._unfinished: dict[int, set[int]] = {}  # group -> its rows that have not ended
-        for request in requests:
-            self._unfinished.setdefault(request.group_id, set()).add(request.row_id)
+        self._unfinished = Counter(request.group_id for request in requests)  # group -> how many of its rows have not ended
         self.num_groups = len(self._unfinished)
         self._ended: dict[int, list[tuple[Lane, Row]]] = {}  # of groups of which some rows have ended
         self._whole: list[tuple[Lane, Row]] = []  # not yet sent
@@ -39,7 +38,7 @@ class Portions:
     def note(self, lane: Lane, row: Row) -> None:
         """``row`` has ended, and nothing of it changes any more."""
         group = row.request.group_id
-        self._unfinished[group].remove(row.request.row_id)
+        self._unfinished[group] -= 1
         self._ended.setdefault(group, []).append((lane, row))
         if not self._unfinished[group]:
             whole = self._ended.pop(group)

@@ -119,9 +119,8 @@ class Runner:
         self.top_log_probs = torch.zeros(shape, dtype=dtype, device=self.device)
         repeatable = decoder.pp == 1 and not config.speculative_tokens  # else others decide what follows a step
         self.captures = self.pads = repeatable and not config.enforce_eager and self._can_capture()
-        self.max_repeats = (
-            config.steps_per_sync if repeatable and (config.steps_per_sync > 1 or not config.enforce_eager) else 0
-        )
+        looks_ahead = repeatable and (config.steps_per_sync > 1 or not config.enforce_eager)
+        self.max_repeats = config.steps_per_sync if looks_ahead else 0
         if not (config.enforce_eager or self.captures):
             _say_not_captured(call.mesh.replica.rank)
         self._graphs: dict[torch.Size, _Captured] = {}

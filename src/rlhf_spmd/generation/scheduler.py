@@ -20,10 +20,13 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from rlhf_spmd.generation.page_pool import PagePool
 from rlhf_spmd.generation.sequence import Row
+
+if TYPE_CHECKING:
+    from rlhf_spmd.generation.config import GenerationConfig
 
 GROWING_ROWS_PER_SPARE_PAGE = 4  # an admission leaves a page free for so many running rows that will need more
 
@@ -46,45 +49,48 @@ class Step:
     copies: list[tuple[int, int]] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class SchedulerLimits:
-    page_size: int
-    num_pages: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    prefix_caching: bool = True
-    chunked_prefill: bool = True
+@dataclass
+class GenerationStats:
+    """Counts of one call on this replica. ``prompt_tokens``: of rows that began, or came back after a preemption; ``hit_tokens``: of
+    these, found in the cache. ``prefill_tokens``: computed tokens beyond one per drawn token (prompts, and what preemption made to
+    be computed again). ``num_pages``: size of the cache. ``draft_tokens``: guessed and computed, of which ``accepted_tokens`` came
+    true. ``moved_rows``: that left for other replicas. ``seconds``: of the call; ``busy_seconds``: those without waits for other
+    replicas; ``stage_seconds``: of these, the waits of this rank's host for other pipeline stages. ``steps``: of all ``lanes``."""
+
+    steps: int = 0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    prompt_tokens: int = 0
+    hit_tokens: int = 0
+    preemptions: int = 0
+    num_pages: int = 0
+    lanes: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    moved_rows: int = 0
+    busy_seconds: float = 0.0
+    stage_seconds: float = 0.0
+    seconds: float = 0.0
 
 
 class Scheduler:
-    """A row that has not ended is in exactly one of ``waiting`` (no pages, in the order of admission), ``running`` (it may have pages,
+    """``config`` has the lane's share of pages and rows; to ``stats``, those of the call under way, it adds.
+
+    A row that has not ended is in exactly one of ``waiting`` (no pages, in the order of admission), ``running`` (it may have pages,
     oldest admission first) and ``paused`` (held for its environment's answer, no pages)."""
 
-    def __init__(self, limits: SchedulerLimits) -> None:
-        self.limits = limits
-        self.pages = PagePool(limits.num_pages)
+    def __init__(self, config: GenerationConfig) -> None:
+        assert config.num_pages is not None, "pages are counted by the generator"
+        self.config, self.stats = config, GenerationStats()
+        self.pages = PagePool(config.num_pages)
         self.waiting: deque[Row] = deque()
         self.running: list[Row] = []
         self.paused: set[Row] = set()
-        self.num_preemptions = 0  # in this call, as the next two
-        self.num_prompt_tokens = 0  # of admitted rows, those that come back included
-        self.num_hit_tokens = 0  # of these, found in the cache
         self._claimed: set[int] = set()
 
     def add(self, row: Row) -> None:
         """Raises ValueError if the row could never run, even alone."""
-        limits = self.limits
-        needed = self._pages_for(row.limit - 1)
-        if needed > limits.num_pages:
-            raise ValueError(
-                f"a row of up to {row.limit} tokens needs {needed} pages of {limits.page_size} tokens, but the KV cache has "
-                f"{limits.num_pages}; raise num_pages (or the memory for it) or lower the response length"
-            )
-        if not limits.chunked_prefill and row.limit > limits.max_num_batched_tokens:
-            raise ValueError(
-                f"a row of up to {row.limit} tokens exceeds max_num_batched_tokens={limits.max_num_batched_tokens}; "
-                "raise it or set enable_chunked_prefill=true"
-            )
+        self.config.check_row("generation", row.limit, f"a row may have up to {row.limit} tokens")
         self.waiting.append(row)
 
     @property
@@ -107,7 +113,7 @@ class Scheduler:
     def schedule(self) -> Step:
         """The next step's work; it always makes progress while rows are left and none is held."""
         step = Step()
-        budget = self._continue_running(step, self.limits.max_num_batched_tokens)
+        budget = self._continue_running(step, self.config.max_num_batched_tokens)
         self._admit(step, budget)
         stuck = not step.work and not self.paused and not any(row.held for row in self.running)
         assert not stuck, "a step without work: the scheduler cannot make progress"
@@ -145,7 +151,7 @@ class Scheduler:
             self.running = [row for row in self.running if not row.ended]
 
     def _pages_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.limits.page_size)
+        return -(-num_tokens // self.config.page_size)
 
     def _continue_running(self, step: Step, budget: int) -> int:
         position = 0
@@ -157,7 +163,7 @@ class Scheduler:
             if row.draft:
                 self._shorten_draft(row, budget - (len(self.running) - position))  # one token stays for each row behind
             count = min(row.length + len(row.draft) - row.num_computed, budget)
-            if row.num_computed + count > len(row.pages) * self.limits.page_size and not self._grow(row, count):
+            if row.num_computed + count > len(row.pages) * self.config.page_size and not self._grow(row, count):
                 break
             self._plan(step, row, count)
             budget -= count
@@ -166,7 +172,7 @@ class Scheduler:
 
     def _shorten_draft(self, row: Row, spare: int) -> None:
         """To ``spare`` tokens, and to its own and free pages. A draft follows one last token."""
-        room = (len(row.pages) + self.pages.num_free) * self.limits.page_size - row.length
+        room = (len(row.pages) + self.pages.num_free) * self.config.page_size - row.length
         row.draft = row.draft[: max(min(spare, room), 0)] if row.num_computed == row.length - 1 else []
 
     def _grow(self, row: Row, count: int) -> bool:
@@ -199,7 +205,7 @@ class Scheduler:
             self.paused.add(row)
         else:
             self.waiting.appendleft(row)
-        self.num_preemptions += 1
+        self.stats.preemptions += 1
 
     def _release(self, row: Row) -> None:
         self._claimed.difference_update(row.claims)
@@ -213,10 +219,10 @@ class Scheduler:
 
     def _admit(self, step: Step, budget: int) -> None:
         """First come, first served, but rows whose prompt is being computed by another are overtaken."""
-        limits = self.limits
+        config = self.config
         skipped = 0
         growing = sum(len(row.pages) < self._pages_for(row.limit - 1) for row in self.running)
-        while skipped < min(len(self.waiting), limits.max_num_seqs) and len(self.running) < limits.max_num_seqs and budget > 0:
+        while skipped < min(len(self.waiting), config.max_num_seqs) and len(self.running) < config.max_num_seqs and budget > 0:
             row = self.waiting[skipped]
             found = self._lookup(row)
             if found is None:
@@ -224,10 +230,10 @@ class Scheduler:
                 continue
             shared, tail, claims = found
             # the last token of a prompt anew: its logits give the first draw, and rows that come back do as fresh ones
-            tokens_at_hand = len(shared) * limits.page_size if tail is None else row.prompt_length - 1
+            tokens_at_hand = len(shared) * config.page_size if tail is None else row.prompt_length - 1
             start = min(tokens_at_hand, row.length - 1)
             count = min(row.length - start, budget)
-            if not limits.chunked_prefill and count < row.length - start:
+            if not config.enable_chunked_prefill and count < row.length - start:
                 break
             revived = sum(self.pages.references(page) == 0 for page in shared)
             take_over = tail is not None and self.pages.references(tail) == 0
@@ -240,8 +246,8 @@ class Scheduler:
             row.num_computed = start
             row.claims = claims
             self._claimed.update(claims)
-            self.num_prompt_tokens += row.prompt_length
-            self.num_hit_tokens += start
+            self.stats.prompt_tokens += row.prompt_length
+            self.stats.hit_tokens += start
             self.running.append(row)
             self._plan(step, row, count)
             budget -= count
@@ -260,7 +266,7 @@ class Scheduler:
 
     def _lookup(self, row: Row) -> tuple[list[int], int | None, list[int]] | None:
         """(full pages to share, tail page to copy, contents that this row will compute); None: it waits for another's claim."""
-        if not self.limits.prefix_caching:
+        if not self.config.enable_prefix_caching:
             return [], None, []
         shared: list[int] = []
         for content in islice(row.contents, len(row.contents) - 1):
@@ -280,7 +286,7 @@ class Scheduler:
     def _fulfil_claims(self, row: Row) -> None:
         """Register the prompt pages that are computed by now."""
         whole = row.num_computed >= row.prompt_length
-        num_done = len(row.contents) if whole else row.num_computed // self.limits.page_size
+        num_done = len(row.contents) if whole else row.num_computed // self.config.page_size
         first = len(row.contents) - len(row.claims)
         for number in range(first, num_done):
             content = row.claims.pop(0)

@@ -32,10 +32,8 @@ class StopStrings:
         while True:
             window = token_ids[max(len(token_ids) - width, first) :]
             text = self.decode(window)
-            if (
-                len(text.lstrip(UNFINISHED)) > self._longest + len(self.decode(window[-1:]))
-                or len(window) == len(token_ids) - first
-            ):
+            is_whole = len(window) == len(token_ids) - first
+            if is_whole or len(text.lstrip(UNFINISHED)) > self._longest + len(self.decode(window[-1:])):
                 return self._find(text, window) is not None
             width *= 2
 

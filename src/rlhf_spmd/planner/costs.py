@@ -14,7 +14,7 @@ import numpy as np
 
 from rlhf_spmd.generation.config import GenerationConfig
 from rlhf_spmd.planner.machine import Machine
-from rlhf_spmd.planner.shape import Choices, ModelShape, Workload
+from rlhf_spmd.planner.shape import Choices, ModelShape, Workload, divisors
 
 Numbers = Any  # float array [n], or one that broadcasts to it
 
@@ -26,6 +26,7 @@ SAMPLE_BYTES = 80  # for a logit on the way to a drawn token and its log-prob
 OPTIMIZER_BYTES = 50  # for a parameter in an optimizer step: norm, clipping, AdamW in fp32, the copy in half precision
 SUM_BYTES = 10  # to add a micro-batch's gradient of a parameter to the sum
 PAGE = GenerationConfig.page_size  # of the cache; a row's last one is half full
+CALL_SECONDS = 0.05  # of a call beside its work; of this trainer's controller it is less than a hundredth, the rest is rows
 OUTSIDE = 5  # what a decode step starts outside of the layers (sampler, plan, embedding), against a layer
 
 
@@ -105,9 +106,8 @@ class _Rates:
     def products(self, tokens: Numbers) -> Numbers:
         """A layer's matrix products: at least as long as their weights take to be read."""
         shape, tp = self.shape, self.choices.tp
-        read = (
-            np.minimum(shape.layer, shape.active * np.maximum(tokens, 1)) * self.itemsize / tp
-        )  # of experts, those that are met
+        met = np.minimum(shape.layer, shape.active * np.maximum(tokens, 1))  # of experts, those that tokens go to
+        read = met * self.itemsize / tp
         return np.maximum(2 * shape.active * tokens / tp / self.flops, read / self.reads) + self.calibration.kernels
 
     def attention(self, tokens: Numbers, seen: Numbers) -> Numbers:
@@ -191,85 +191,75 @@ def kv_bytes_per_token(shape: ModelShape, choices: Choices, itemsize: int = 2) -
     return np.ceil(shape.layers / choices.pp) * 2 * keys * itemsize
 
 
-def _micro_batches(work: Workload, rows: Numbers, choices: Choices) -> tuple[Numbers, Numbers]:
-    """Of ``rows`` whole rows in all, dealt evenly over dp: (how many of each replica, at least one; tokens of each)."""
-    rows = np.maximum(np.ceil(rows / choices.dp), 1)
-    number = np.ceil(rows / np.maximum(choices.micro_tokens // work.length, 1))
-    return number, rows * work.length / number
+def _age(lengths: np.ndarray) -> float:
+    """Tokens that a row has on average, of rows that grow to these lengths one token at a time."""
+    return float((lengths**2).mean() / lengths.mean() / 2)
+
+
+@dataclass(frozen=True)
+class Formulas:
+    """Seconds [n] of calls by these formulas, with what a call of this trainer costs by itself."""
+
+    machine: Machine
+    calibration: Calibration = Calibration(call=CALL_SECONDS)
+
+    def captured(self, config: GenerationConfig) -> bool:
+        """Whether steps that a CUDA graph can be made of are taken to be one."""
+        return not self.machine.device.on_host
+
+    def slices(self, shape: ModelShape) -> list[int]:
+        """The tp that there are times for."""
+        return divisors(self.machine.local_size)
+
+    def infer_seconds(self, shape: ModelShape, work: Workload, choices: Choices) -> np.ndarray:
+        """Of a forward pass over all rows."""
+        rates = _Rates(shape, choices, self.machine, self.calibration)
+        number, tokens = work.micro_batches(work.rows, choices)
+        compute = rates.forward(tokens, _seen(work), tokens * work.response / work.length).times(number)
+        return compute + rates.zero(number, compute, trains=False) + self.calibration.call
+
+    def train_seconds(self, shape: ModelShape, work: Workload, choices: Choices) -> np.ndarray:
+        """Of learning: ``work.mini_batches`` optimizer steps in each of its epochs."""
+        rates = _Rates(shape, choices, self.machine, self.calibration)
+        number, tokens = work.micro_batches(work.rows / work.mini_batches, choices)
+        compute = rates.train(tokens, _seen(work), tokens * work.response / work.length).times(number)
+        step = compute + rates.zero(number, compute, trains=True) + rates.optimizer()
+        return step * work.mini_batches * work.epochs + self.calibration.call
+
+    def generate_seconds(self, shape: ModelShape, work: Workload, choices: Choices, kv_bytes: Numbers) -> np.ndarray:
+        """Of generating all responses with ``kv_bytes`` for keys and values on each rank, a number or an array [n].
+
+        Prompts are computed once for a group. So many rows are in flight as ``max_num_seqs`` and memory allow; while rows wait,
+        others take the places of those that end; then fewer and fewer are left, down to the longest. A step is costed at each of
+        these numbers.
+        """
+        rates = _Rates(shape, choices, self.machine, self.calibration)
+        groups = np.maximum(np.ceil(work.rows / work.group / choices.dp), 1)
+        rows, prompts = groups * work.group, groups * work.prompt
+        number, tokens = np.ceil(prompts / choices.micro_tokens), np.minimum(prompts, choices.micro_tokens)
+        prefill = rates.forward(tokens, work.prompt / 2, 0.0).times(np.maximum(number, 1))
+        flight = np.maximum(np.minimum(rows_in_flight(shape, work, choices, self.machine, kv_bytes), rows), 1)
+        lengths, held = np.array(work.responses), kv_bytes_per_token(shape, choices, self.machine.device.itemsize)
+        waiting = (rows - flight) * lengths.mean() / flight  # steps in which all places are taken
+        total = prefill + waiting * rates.decode(flight, work.prompt + _age(lengths), held) + self.calibration.call
+        begun = 0.0
+        for index, end in enumerate(lengths):
+            if end > begun:
+                alive = np.maximum(flight * (1 - index / len(lengths)), 1)
+                total = total + (end - begun) * rates.decode(alive, work.prompt + (begun + end) / 2, held)
+                begun = end
+        return total
 
 
 def _seen(work: Workload) -> float:
     """Tokens that a token of a row attends to, on average."""
-    lengths = work.prompt + np.array(work.responses)
-    return float((lengths**2).mean() / lengths.mean() / 2)
-
-
-def infer_seconds(
-    shape: ModelShape, work: Workload, choices: Choices, machine: Machine, calibration: Calibration = Calibration()
-) -> np.ndarray:
-    """Seconds [n] of a forward pass over all rows."""
-    rates = _Rates(shape, choices, machine, calibration)
-    number, tokens = _micro_batches(work, work.rows, choices)
-    compute = rates.forward(tokens, _seen(work), tokens * work.response / work.length).times(number)
-    return compute + rates.zero(number, compute, trains=False) + calibration.call
-
-
-def train_seconds(
-    shape: ModelShape, work: Workload, choices: Choices, machine: Machine, calibration: Calibration = Calibration()
-) -> np.ndarray:
-    """Seconds [n] of learning: ``work.mini_batches`` optimizer steps in each of its epochs."""
-    rates = _Rates(shape, choices, machine, calibration)
-    number, tokens = _micro_batches(work, work.rows / work.mini_batches, choices)
-    compute = rates.train(tokens, _seen(work), tokens * work.response / work.length).times(number)
-    step = compute + rates.zero(number, compute, trains=True) + rates.optimizer()
-    return step * work.mini_batches * work.epochs + calibration.call
-
-
-def generate_seconds(
-    shape: ModelShape,
-    work: Workload,
-    choices: Choices,
-    machine: Machine,
-    kv_bytes: Numbers,
-    calibration: Calibration = Calibration(),
-) -> np.ndarray:
-    """Seconds [n] of generating all responses with ``kv_bytes`` for keys and values on each rank, a number or an array [n].
-
-    Prompts are computed once for a group. So many rows are in flight as ``max_num_seqs`` and memory allow; while rows wait, others take
-    the places of those that end; then fewer and fewer are left, down to the longest. A step is costed at each of these numbers.
-    """
-    rates = _Rates(shape, choices, machine, calibration)
-    groups = np.maximum(np.ceil(work.rows / work.group / choices.dp), 1)
-    rows = groups * work.group
-    number, tokens = (
-        np.ceil(groups * work.prompt / choices.micro_tokens),
-        np.minimum(groups * work.prompt, choices.micro_tokens),
-    )
-    prefill = rates.forward(tokens, work.prompt / 2, 0.0).times(np.maximum(number, 1))
-    flight = np.maximum(np.minimum(rows_in_flight(shape, work, choices, machine, kv_bytes), rows), 1)
-    lengths, held = np.array(work.responses), kv_bytes_per_token(shape, choices, machine.device.itemsize)
-    waiting = (rows - flight) * lengths.mean() / flight  # steps in which all places are taken
-    average = work.prompt + (lengths**2).mean() / lengths.mean() / 2  # tokens of a row in flight
-    total = prefill + waiting * rates.decode(flight, average, held) + calibration.call
-    begun = 0.0
-    for index, end in enumerate(lengths):
-        if end > begun:
-            alive = np.maximum(flight * (1 - index / len(lengths)), 1)
-            total = total + (end - begun) * rates.decode(alive, work.prompt + (begun + end) / 2, held)
-            begun = end
-    return total
+    return _age(work.prompt + np.array(work.responses))
 
 
 def rows_in_flight(shape: ModelShape, work: Workload, choices: Choices, machine: Machine, kv_bytes: Numbers) -> np.ndarray:
     """Rows of a replica that ``max_num_seqs`` and memory allow at once, [n]: a row of the average age, with its part of a
     group's prompt, whose last page each row has for itself."""
-    lengths = np.array(work.responses)
     tail = min(work.prompt, PAGE / 2)
-    tokens = (work.prompt - tail) / work.group + tail + (lengths**2).mean() / lengths.mean() / 2 + PAGE / 2
+    tokens = (work.prompt - tail) / work.group + tail + _age(np.array(work.responses)) + PAGE / 2
     fitting = kv_bytes / kv_bytes_per_token(shape, choices, machine.device.itemsize) / tokens
     return np.maximum(np.floor(np.minimum(fitting, choices.max_num_seqs)), 1)
-
-
-def offload_seconds(size: Numbers, machine: Machine) -> Numbers:
-    """To bring ``size`` bytes of a rank to host memory, or back."""
-    return np.asarray(size) / machine.device.host_link

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 
 from rlhf_spmd.config.bounds import check_bounds
 from rlhf_spmd.config.schema import nearest
 
 GIB = 1 << 30
-LEAST = {"network_gb_s": 0.0, "memory_gb": 2.5}  # of a GPU's memory what the driver and nccl take
+DRIVER_GB = 2.5  # of a GPU's memory what the driver and nccl take
 
 
 @dataclass(frozen=True)
@@ -97,27 +98,17 @@ class ClusterConfig:
             raise ValueError(f"{where}.groups: a profile is of one kind of device; give all groups the same gpu")
         if len({devices for _, devices, _ in self.hosts}) > 1:
             raise ValueError(f"{where}.groups: hosts of different numbers of devices; training refuses them, too")
-        for key in ("network_gb_s", "memory_gb"):
-            value = getattr(self, key)
-            if value is not None and not value > LEAST[key]:
-                raise ValueError(f"{where}.{key}={value}: must be above {LEAST[key]:g}")
+        check_bounds(self, where, "network_gb_s", above=0)
+        check_bounds(self, where, "memory_gb", above=DRIVER_GB)
 
     def machine(self, measured: Gpu | None = None) -> Machine:
         """``measured``: the device of the profile that ``gpu`` names."""
-        memory: list[float] = []
-        devices = []
-        for hosts, each, kind in self.hosts:
-            device = measured or GPUS[kind]
-            amount = device.memory if self.memory_gb is None else min(self.memory_gb * GIB, device.memory)
-            memory += [amount] * hosts * each
-            devices.append(device)
-        slowest = replace(
-            devices[0],
-            flops=min(device.flops for device in devices),
-            bandwidth=min(device.bandwidth for device in devices),
-            link=min(device.link for device in devices),
-            host_link=min(device.host_link for device in devices),
-        )
+        devices = [measured or GPUS[kind] for _, _, kind in self.hosts]
+        most, memory = math.inf if self.memory_gb is None else self.memory_gb * GIB, list[float]()
+        for device, (hosts, each, _) in zip(devices, self.hosts, strict=True):
+            memory += [min(most, device.memory)] * hosts * each
+        rates = ("flops", "bandwidth", "link", "host_link")
+        slowest = replace(devices[0], **{name: min(getattr(device, name) for device in devices) for name in rates})
         return Machine(len(memory), self.hosts[0][1], slowest, tuple(memory), self.network_gb_s * 1e9)
 
 

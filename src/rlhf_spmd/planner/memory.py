@@ -149,9 +149,8 @@ def train(shape: ModelShape, work: Workload, choices: Choices, role: RoleSetting
     reducing = root * (b + a + (a + b) / part.shards) + np.where(choices.zero > 0, layer * (b + a), largest)
     reducing = np.maximum(reducing, largest * frozen)
     bucket = np.maximum(BUCKET_ELEMENTS, part.largest / part.shards)
-    step = a * bucket * ((choices.zero == 0) & (choices.dp > 1)) + role.states * bucket * (
-        role.optim_offload and not role.on_host
-    )
+    summed, brought = (choices.zero == 0) & (choices.dp > 1), role.optim_offload and not role.on_host
+    step = a * bucket * summed + role.states * bucket * brought
     if role.optim == "muon":  # a bucket's steps, on their way and back, the rank's own matrices, and of one the product
         matrices = np.minimum(MATRIX_ELEMENTS, part.layers * part.layer / part.shards)
         step = step + 10 * matrices + 18 * part.largest * choices.tp
@@ -190,8 +189,8 @@ def generate(
     rows = np.ceil(work.rows / choices.dp)
     flying = np.minimum(rows, choices.max_num_seqs)
     batch = np.minimum(config.max_num_batched_tokens, rows * work.longest)
-    copies = np.where(
-        choices.tp > 1, 2 + 2 * choices.tp, 2
+    copies = 2 + np.where(
+        choices.tp > 1, 2 * choices.tp, 0
     )  # logits of the slice and what is drawn from; of all slices, joined
     logits = np.where(part.last, 4 * flying * part.vocab * copies, 0) * (1 + choices.graphs)
     texts = rows * (8 * work.longest + 8 * work.responses[-1])
@@ -210,11 +209,6 @@ def least_cache(others: Any, row: Any, most: Any, config: GenerationConfig) -> A
         return most
     free = np.maximum(row / share, np.minimum(others / max(1 - share, 1e-9), most + others))
     return np.maximum(free - others, row)
-
-
-def cache_bytes(free: Any, most: Any, config: GenerationConfig) -> Any:
-    """What the generator takes for keys and values, of ``free`` bytes beside the weights."""
-    return most if config.num_pages is not None else np.minimum(config.gpu_memory_utilization * free, most)
 
 
 def weights_for_generation(
@@ -242,11 +236,11 @@ def weights_for_generation(
 def fullest(choices: Choices, parts: Callable[[Stage], tuple[Parts, Parts]]) -> tuple[Any, Any]:
     """(held, active) [n] of the pipeline rank that needs most: the first, which has most micro-batches under way, or the last, with
     the logits. ``parts``: both of a stage."""
-    ends = [
-        tuple(np.broadcast_to(total(each), choices.pp.shape) for each in parts(at)) for at in (0 * choices.pp, choices.pp - 1)
-    ]
-    last = np.add(*ends[1]) > np.add(*ends[0])
-    return np.where(last, ends[1][0], ends[0][0]), np.where(last, ends[1][1], ends[0][1])
+    ends = np.array(
+        [[np.broadcast_to(total(each), choices.pp.shape) for each in parts(at)] for at in (0 * choices.pp, choices.pp - 1)]
+    )
+    held, active = np.where(ends[1].sum(0) > ends[0].sum(0), ends[1], ends[0])
+    return held, active
 
 
 def _micro_batches(work: Workload, choices: Choices) -> tuple[Any, Any]:
@@ -279,10 +273,8 @@ def _head(part: _Slice, work: Workload, tokens: Any, role: RoleSettings, backwar
     chunk = np.minimum(np.maximum(role.chunk, 64 * part.vocab), asked * part.vocab)
     of_hidden = (part.vocab > 0) * asked * part.hidden * (role.itemsize + (4 + role.itemsize) * backward)
     copies = 2 + 0.5 * backward if role.entropy else 1 + 0.5 * backward
-    return (
-        np.where(part.vocab > 1, of_hidden + 4 * chunk * copies, 2 * of_hidden)
-        + backward * (role.adapters == 0) * role.itemsize * part.vocab * part.hidden
-    )
+    of_weight = backward * (role.adapters == 0) * role.itemsize * part.vocab * part.hidden
+    return np.where(part.vocab > 1, of_hidden + 4 * chunk * copies, 2 * of_hidden) + of_weight
 
 
 def _trained(part: _Slice, role: RoleSettings) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from itertools import pairwise
 
 from rlhf_spmd.planner.problem import Mesh, Problem
 
@@ -33,12 +32,7 @@ class Meshes:
         for mesh in sorted({*nodes, *self.left}):
             if mesh.count in sizes:
                 self.of.setdefault(mesh.count, []).append(mesh)
-        starts = [
-            0,
-            *(rank for rank in range(1, problem.size) if problem.memory[rank] != problem.memory[rank - 1]),
-            problem.size,
-        ]
-        self._memory = [(Mesh(a, b - a), problem.memory[a]) for a, b in pairwise(starts)]
+        self._memory = problem.memory_runs
         self.places = cache(self._places)
 
     def _places(self, size: int, taken: frozenset[Mesh]) -> tuple[Mesh, ...]:

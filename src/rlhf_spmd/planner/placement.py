@@ -62,12 +62,6 @@ class PlacementConfig:
                 f"{where}.speeds: {wrong[0]} is not allowed; a rank's speed is a number above 0, 1 that of the others"
             )
 
-    def check_speeds(self, world_size: int) -> None:
-        if self.speeds and len(self.speeds) != world_size:
-            raise ValueError(
-                f"placement.speeds has {len(self.speeds)} numbers, this job has {world_size} ranks; give one for each, or none"
-            )
-
 
 def place_roles(
     config: PlacementConfig,
@@ -82,7 +76,10 @@ def place_roles(
 
     Raises ValueError for pools that do not exist or fit, that nothing names, ratios that cannot be, and for ranks in no pool.
     """
-    config.check_speeds(world_size)
+    if config.speeds and len(config.speeds) != world_size:
+        raise ValueError(
+            f"placement.speeds has {len(config.speeds)} numbers, this job has {world_size} ranks; give one for each, or none"
+        )
     pools = {name: _checked(f"placement.pools.{name}", name, ranks, world_size) for name, ranks in config.pools.items()}
     placed = {}
     for key, name in named.items():
@@ -112,7 +109,7 @@ def place_roles(
 
 
 def _check_ratios(config: PlacementConfig, named: Mapping[str, str | None], roles: Mapping[str, RoleFacts]) -> None:
-    known = [*roles, *(f"{role}.{method}" for role, facts in roles.items() for method in facts.calls)]
+    known = _placeable(roles)
     for name in config.ratios:
         if name not in known:
             hint = nearest(name, known) or ";"
@@ -143,7 +140,7 @@ def _by_strategy(
         raise ValueError(
             f"{where} returned {type(found).__name__}; its place() must return an Assignment (rlhf_spmd.planner.cluster)"
         )
-    known = [*roles, *(f"{role}.{method}" for role, facts in roles.items() for method in facts.calls)]
+    known = _placeable(roles)
     for name in (*found.roles, *found.calls):
         if name not in known:
             raise ValueError(
@@ -167,6 +164,11 @@ def _by_strategy(
     pools = {name: _checked(where, sharing[its], its, cluster.size) for name, its in ranks.items()}
     keys = {name: name.replace(".", ".calls.") for name in ranks}
     return {keys[name]: pool for name, pool in pools.items() if named.get(keys[name]) is None}
+
+
+def _placeable(roles: Mapping[str, RoleFacts]) -> list[str]:
+    """Roles, and calls that may run elsewhere than their role."""
+    return [*roles, *(f"{role}.{method}" for role, facts in roles.items() for method in facts.calls)]
 
 
 def _checked(where: str, name: str, ranks: Sequence[int], world_size: int) -> ResourcePool:

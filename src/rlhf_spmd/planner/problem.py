@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 
@@ -121,6 +122,28 @@ class Problem:
     @property
     def size(self) -> int:
         return len(self.memory)
+
+    @cached_property
+    def memory_runs(self) -> list[tuple[Mesh, float]]:
+        """Ranks in succession that have equal memory, and how much."""
+        memory = self.memory
+        starts = [rank for rank in range(self.size) if rank == 0 or memory[rank] != memory[rank - 1]]
+        return [(Mesh(a, b - a), memory[a]) for a, b in pairwise([*starts, self.size])]
+
+    @cached_property
+    def options_by_size(self) -> list[dict[int, list[int]]]:
+        """Of each call: number of ranks -> the options on as many, by their numbers."""
+        found: list[dict[int, list[int]]] = []
+        for call in self.calls:
+            found.append({})
+            for number, option in enumerate(call.options):
+                found[-1].setdefault(option.size, []).append(number)
+        return found
+
+    @cached_property
+    def least_held(self) -> dict[str, float]:
+        """Role -> the fewest bytes that it can hold on all of its ranks together."""
+        return {role: min(o.held * o.size for o in self.calls[node].options) for role, node in self.homes.items()}
 
     @cached_property
     def homes(self) -> dict[str, int]:

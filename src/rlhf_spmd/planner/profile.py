@@ -17,11 +17,8 @@ from rlhf_spmd.generation.config import GenerationConfig
 from rlhf_spmd.planner.machine import Gpu, Machine
 from rlhf_spmd.planner.shape import Choices, ModelShape, Workload
 
-AGAIN = (
-    0.0,
-    0.4,
-    1.0,
-)  # of a layer's forward pass, what is computed again by CHECKPOINTING: selective keeps the large products
+# of a layer's forward pass, what is computed again by CHECKPOINTING: selective keeps the large products
+AGAIN = (0.0, 0.4, 1.0)
 
 
 @dataclass(frozen=True)
@@ -101,7 +98,7 @@ class Measured:
     def infer_seconds(self, shape: ModelShape, work: Workload, choices: Choices) -> np.ndarray:
         """[n] of a forward pass over all rows."""
         took = self._by_tp(shape, work, choices, partial(self._passes, "forward", work.rows))
-        count = micro_batches(np.ceil(work.rows / choices.dp), work, choices)
+        count, _ = work.micro_batches(work.rows, choices)
         gathered = self.profile.zero_forward * shape.stage_params(choices.pp, choices.tp) * self._slower(choices)
         return took + (choices.zero == 3) * count * gathered
 
@@ -112,10 +109,9 @@ class Measured:
         params = shape.stage_params(choices.pp, choices.tp)
         link = self.profile.device.link / self._slower(choices)
         summed = 2 * 4 * params * (choices.dp - 1) / choices.dp / link + self.profile.latency
-        count = micro_batches(np.ceil(work.rows / work.mini_batches / choices.dp), work, choices)
-        sliced = (
-            np.asarray(self.profile.zero)[choices.zero] * params * self._slower(choices) * np.where(choices.zero >= 2, count, 1)
-        )
+        count, _ = work.micro_batches(work.rows / work.mini_batches, choices)
+        slower = np.asarray(self.profile.zero)[choices.zero] * self._slower(choices)
+        sliced = slower * params * np.where(choices.zero >= 2, count, 1)
         over_dp = np.where(choices.dp == 1, 0.0, np.where(choices.zero > 0, sliced, summed))
         return steps * (passes + over_dp + self.profile.update * np.where(choices.zero > 0, params / choices.dp, params))
 
@@ -140,9 +136,7 @@ class Measured:
     def _passes(
         self, name: str, rows: float, shape: ModelShape, work: Workload, choices: Choices, times: LayerTimes
     ) -> np.ndarray:
-        own = np.ceil(rows / choices.dp)
-        count = micro_batches(own, work, choices)
-        tokens = own * work.length / count
+        count, tokens = work.micro_batches(rows, choices)
         layer, ends = times.at(name, tokens), times.at(f"{name}_ends", tokens)
         if name == "both":
             layer = layer + np.asarray(AGAIN)[choices.checkpointing] * times.at("forward", tokens)
@@ -166,12 +160,6 @@ class Measured:
 
     def _step(self, shape: ModelShape, rows: Any, times: LayerTimes) -> Any:
         return shape.layers * times.at("decode", rows) + times.at("decode_ends", rows)
-
-
-def micro_batches(rows: np.ndarray, work: Workload, choices: Choices) -> np.ndarray:
-    """[n]: of ``rows`` rows on each replica, whole rows in a token budget."""
-    in_budget = np.maximum(np.floor(choices.micro_tokens / work.length), 1)
-    return np.maximum(np.ceil(rows / in_budget), 1)
 
 
 def write_profile(profile: Profile, path: Path) -> None:

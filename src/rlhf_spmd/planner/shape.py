@@ -121,9 +121,11 @@ class Workload:
     def longest(self) -> float:
         return self.prompt + self.responses[-1]
 
-    @property
-    def tokens(self) -> float:
-        return self.rows * self.length
+    def micro_batches(self, rows: float, choices: Choices) -> tuple[np.ndarray, np.ndarray]:
+        """Of ``rows`` whole rows in all, dealt evenly over dp: (how many of each replica, at least one; tokens of each), [n] both."""
+        own = np.maximum(np.ceil(rows / choices.dp), 1)
+        number = np.ceil(own / np.maximum(choices.micro_tokens // self.length, 1))
+        return number, own * self.length / number
 
 
 @dataclass(frozen=True)
@@ -156,9 +158,8 @@ class Choices:
 
     def set(self, **values: Any) -> Choices:
         """With some fields replaced, numbers for all places alike or arrays [n]."""
-        return replace(
-            self, **{name: np.broadcast_to(np.asarray(value, dtype=np.int64), self.pp.shape) for name, value in values.items()}
-        )
+        shape = self.pp.shape
+        return replace(self, **{name: np.broadcast_to(np.asarray(x, dtype=np.int64), shape) for name, x in values.items()})
 
     def one(self, index: int) -> dict[str, int]:
         """One of them by name of the field."""
@@ -169,7 +170,9 @@ def choices(layouts: Sequence[tuple[int, int, int]], **options: Sequence[int]) -
     """All combinations of (pp, tp, dp) with the values of the other fields; of a field that is not given, one usual value."""
     usual = {"zero": 0, "micro_tokens": 16384, "checkpointing": 0, "sequence_parallel": 0, "max_num_seqs": 256, "graphs": 0}
     values = [options.get(name, (one,)) for name, one in usual.items()]
-    rows = np.array([(*layout, *rest) for layout in layouts for rest in product(*values)], dtype=np.int64).reshape(
-        -1, 3 + len(usual)
-    )
-    return Choices(*rows.T)
+    rows = [(*layout, *rest) for layout in layouts for rest in product(*values)]
+    return Choices(*np.array(rows, dtype=np.int64).reshape(-1, 3 + len(usual)).T)
+
+
+def divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]

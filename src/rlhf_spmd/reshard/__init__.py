@@ -16,18 +16,3 @@ from rlhf_spmd.reshard.transfer import LABEL as LOAN_LABEL
 from rlhf_spmd.reshard.transfer import Transfer, start_transfer
 
 LABELS = (LABEL, LOAN_LABEL)  # under which weights that move are counted
-
-__all__ = [
-    "LABELS",
-    "METHODS",
-    "Delta",
-    "Holding",
-    "HybridWeights",
-    "Storages",
-    "Transfer",
-    "choose_method",
-    "holdings",
-    "missing_elements",
-    "plan_transfer",
-    "start_transfer",
-]

@@ -116,12 +116,8 @@ def _all_gather(moves: Sequence[Piece], copies: Sequence[Piece], ends: Ends) -> 
         return None
     (size,) = sizes
     if into := _stacked(parts, ends.targets):
-        return Step(
-            [_gathered(ends, member, pieces, None) for member, pieces in enumerate(parts)],
-            copies=copies,
-            gathers=True,
-            into=into,
-        )
+        messages = [_gathered(ends, member, pieces, None) for member, pieces in enumerate(parts)]
+        return Step(messages, copies=copies, gathers=True, into=into)
     if size * len(parts) + sum(piece.source.numel for piece in copies) > ends.limit:
         return None
     messages = [_gathered(ends, member, pieces, member * size) for member, pieces in enumerate(parts)]

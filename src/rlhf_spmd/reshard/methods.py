@@ -1,4 +1,4 @@
-"""How a rank gets its generation shard from training shards: each method is a choice of sides for the planner, with its costs. Pure.
+"""How a rank gets its generation shard from training shards: each method is a choice of sides for the planner. Pure.
 
 ``zero_redundancy`` (HybridFlow): generation ranks are regrouped so that a training shard is part of its rank's generation shard;
 the ranks of a micro-DP group exchange what they lack (in one all-gather where their parts are equal), and the training shard lives
@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from fractions import Fraction
 
 from rlhf_spmd.parallel.boxes import ParamShard, whole_shard
 from rlhf_spmd.parallel.layout import GenerationLayout
@@ -21,19 +20,6 @@ from rlhf_spmd.reshard.plan import Holding, HostOf, Piece, Plan, Shards, ShardsA
 
 REMEDY = "generation.pp must divide layout.pp, generation.tp layout.tp, and layout.pp the number of layers"
 ONE_HOST: HostOf = lambda index: 0  # noqa: E731
-
-
-@dataclass(frozen=True)
-class Costs:
-    """In multiples of M, the bytes of the tensors that the layout splits; the mean over ranks where stages differ.
-
-    received: per rank and transition; None: it differs from rank to rank, see :func:`missing_elements`. peak: most parameter
-    memory, buckets aside. twice: what is held a second time while generating.
-    """
-
-    received: Fraction | None
-    peak: Fraction
-    twice: Fraction
 
 
 @dataclass(frozen=True)
@@ -119,15 +105,6 @@ class Method:
                 raise ValueError(f"training parameter {name} is not part of this rank's generation shard; {REMEDY}")
         return TransitionPlan(transfer, made, received, buckets, homes)
 
-    def costs(self, layout: GenerationLayout) -> Costs:
-        """(t p - t_g p_g) / (t_g p_g * t p) received by ``zero_redundancy`` without ZeRO."""
-        part, own = Fraction(1, layout.pp * layout.tp), Fraction(1, num_shards(layout))
-        if not self.consecutive:
-            return Costs(part - own, part, Fraction(0))
-        if not self.whole:
-            return Costs(None, part + own, own)
-        return Costs(1 - (Fraction(1, layout.train.size) if self.everyone else own), 1 + own, own)
-
 
 METHODS: dict[str, Method] = {
     "zero_redundancy": Method(consecutive=False),
@@ -140,12 +117,6 @@ def choose_method(name: str, layout: GenerationLayout) -> Method:
     """The method of a setting for a layout: ``zero_redundancy`` gathers in place where the layout was regrouped for it."""
     method = METHODS[name]
     return Method(everyone=True) if layout.consecutive and not method.consecutive else method
-
-
-def num_shards(layout: GenerationLayout) -> int:
-    """Distinct training shards: p * t, and with ZeRO p * t * d."""
-    train = layout.train
-    return train.pp * train.tp * (train.dp if train.zero else 1)
 
 
 def plan_buckets(source: Sequence[Holding], made: Shards, limit: int) -> list[list[str]]:

@@ -261,15 +261,10 @@ Choices = list[tuple[list[int], list[int]]]  # (equal sources, ranks that take f
 
 def _chooser(host_of: HostOf) -> Callable[[frozenset[int], frozenset[int]], Choices]:
     @cache
-    def by_host(ranks: frozenset[int]) -> dict[Hashable, list[int]]:
-        hosts: dict[Hashable, list[int]] = {}
-        for rank in sorted(ranks):
-            hosts.setdefault(host_of(rank), []).append(rank)
-        return hosts
-
-    @cache
     def choose(sources: frozenset[int], targets: frozenset[int]) -> Choices:
-        on_host, takers = by_host(sources), dict[Hashable, list[int]]()
+        on_host, takers = dict[Hashable, list[int]](), dict[Hashable, list[int]]()
+        for rank in sorted(sources):
+            on_host.setdefault(host_of(rank), []).append(rank)
         for rank in sorted(targets - sources):
             host = host_of(rank)
             takers.setdefault(host if host in on_host else None, []).append(rank)

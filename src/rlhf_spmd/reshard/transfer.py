@@ -146,9 +146,8 @@ class Transfer:
     def _start(self, step: Step) -> _Flight:
         if step.into:  # an all-gather in place reads this rank's part there
             self._copy(step.copies)
-            return _Flight(
-                step, [self._group.start_all_gather(self._targets[step.into].detach().view(-1), self._label)], None, []
-            )
+            whole = self._targets[step.into].detach().view(-1)
+            return _Flight(step, [self._group.start_all_gather(whole, self._label)], None, [])
         buffer = torch.empty(step.buffer, dtype=self._dtype, device=self._device) if step.buffer else None
         travels = [self._memory(message, buffer) for message in step.messages]
         for message, memory in zip(step.messages, travels, strict=True):

@@ -9,6 +9,7 @@ import torch
 
 from rlhf_spmd.kernels import can, model_device
 from rlhf_spmd.kernels.devices import total_bytes
+from rlhf_spmd.planner.costs import Formulas
 from rlhf_spmd.planner.machine import GPUS, ClusterConfig, Gpu, Machine
 from rlhf_spmd.planner.profile import Measured, read_profile
 from rlhf_spmd.planner.shape import Workload
@@ -16,7 +17,6 @@ from rlhf_spmd.runtime.checked_plan import checked_plan
 from rlhf_spmd.runtime.memory import StepFacts
 from rlhf_spmd.runtime.plan_file import PlanFile
 from rlhf_spmd.runtime.planned_calls import planned_nodes
-from rlhf_spmd.runtime.planning import Formulas
 from rlhf_spmd.runtime.roles import RolePlan
 
 

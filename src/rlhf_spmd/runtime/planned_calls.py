@@ -11,7 +11,7 @@ from rlhf_spmd.models.quantized import check_quantized
 from rlhf_spmd.models.sharding import check_layout
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.planner.cluster import waits
-from rlhf_spmd.planner.shape import ModelShape, Workload, shape_of
+from rlhf_spmd.planner.shape import ModelShape, Workload, divisors, shape_of
 from rlhf_spmd.runtime.plan_file import PlannedCall, span_of
 from rlhf_spmd.runtime.roles import RolePlan
 
@@ -113,10 +113,6 @@ def layouts(node: PlannedNode, size: int, slices: Sequence[int]) -> list[tuple[i
                 continue
             found.append((pp, tp, dp))
     return found
-
-
-def divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def placed_calls(nodes: Sequence[PlannedNode], plans: Mapping[str, RolePlan]) -> dict[str, PlannedCall]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from typing import Any, Protocol
 
@@ -13,24 +13,22 @@ import numpy as np
 from rlhf_spmd.config.registry import find
 from rlhf_spmd.generation.config import GenerationConfig
 from rlhf_spmd.models.sharding import check_layout
-from rlhf_spmd.planner import costs, memory
+from rlhf_spmd.planner import memory
 from rlhf_spmd.planner.machine import GIB, Machine
 from rlhf_spmd.planner.memory import RoleSettings
 from rlhf_spmd.planner.meshes import Meshes
 from rlhf_spmd.planner.problem import Call, Mesh, Option, Plan, Problem
-from rlhf_spmd.planner.profile import micro_batches
 from rlhf_spmd.planner.search import Found, NoPlanError
 from rlhf_spmd.planner.shape import CHECKPOINTING, Choices, ModelShape, Workload, choices
 from rlhf_spmd.planner.simulate import Schedule, simulate
 from rlhf_spmd.runtime.memory import HOST_RESERVE, role_settings
 from rlhf_spmd.runtime.plan_file import PlanFile, PlannedCall, span_of
-from rlhf_spmd.runtime.planned_calls import PlannedNode, divisors, layouts
+from rlhf_spmd.runtime.planned_calls import PlannedNode, layouts
 from rlhf_spmd.workers.config import BatchLimits
 
 BUDGETS = (2.0, 1.0, 0.5, 0.25)  # of the configuration's token budget, those that are tried
 FLYING = (1, 4, 16, 64, 256, 1024)  # rows in flight that are tried
 ROWS_OF = (0, 1, 1, 3)  # how weights lie under ZeRO 0 to 3, see ``Option.zero``
-CALL_SECONDS = 0.05  # of a call beside its work; of this trainer's controller it is less than a hundredth, the rest is rows
 SPARE = 1.02  # of the cache that a plan counts on, in what the generator is told to take
 
 
@@ -44,29 +42,6 @@ class Times(Protocol):
     def infer_seconds(self, shape: ModelShape, work: Workload, choices: Choices) -> np.ndarray: ...
     def train_seconds(self, shape: ModelShape, work: Workload, choices: Choices) -> np.ndarray: ...
     def generate_seconds(self, shape: ModelShape, work: Workload, choices: Choices, kv_bytes: Any) -> np.ndarray: ...
-
-
-@dataclass(frozen=True)
-class Formulas:
-    """Times by the cost model's formulas, with what a call of this trainer costs by itself."""
-
-    machine: Machine
-    calibration: costs.Calibration = field(default_factory=lambda: costs.Calibration(call=CALL_SECONDS))
-
-    def captured(self, config: GenerationConfig) -> bool:
-        return not self.machine.device.on_host
-
-    def slices(self, shape: ModelShape) -> list[int]:
-        return divisors(self.machine.local_size)
-
-    def infer_seconds(self, shape: ModelShape, work: Workload, choices: Choices) -> np.ndarray:
-        return costs.infer_seconds(shape, work, choices, self.machine, self.calibration)
-
-    def train_seconds(self, shape: ModelShape, work: Workload, choices: Choices) -> np.ndarray:
-        return costs.train_seconds(shape, work, choices, self.machine, self.calibration)
-
-    def generate_seconds(self, shape: ModelShape, work: Workload, choices: Choices, kv_bytes: Any) -> np.ndarray:
-        return costs.generate_seconds(shape, work, choices, self.machine, kv_bytes, self.calibration)
 
 
 @dataclass(frozen=True)
@@ -356,7 +331,7 @@ def to_file(planning: Planning, problem: Problem, plan: Plan, schedule: Schedule
 def _micro_batches(work: Workload, chosen: Mapping[str, int]) -> int:
     """Of a mini-batch, on each replica."""
     one = Choices(*(np.array([chosen[f.name]]) for f in fields(Choices)))
-    return int(micro_batches(np.ceil(work.rows / work.mini_batches / one.dp), work, one)[0])
+    return int(work.micro_batches(work.rows / work.mini_batches, one)[0][0])
 
 
 def _edges(mesh: Mesh, plan: Plan) -> list[int]:

@@ -11,7 +11,7 @@ from rlhf_spmd.data.batch import Batch, Field, ragged
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.generation.generator import Generator
 from rlhf_spmd.generation.interruption import CallLimits
-from rlhf_spmd.generation.lanes import GenerationStats
+from rlhf_spmd.generation.scheduler import GenerationStats
 from rlhf_spmd.generation.sequence import Completion, Notes, Request, Row
 
 REASONS: tuple[Literal["stop", "length"] | None, ...] = (None, "stop", "length")

@@ -20,11 +20,6 @@ class Found:
     evaluations: int
     search_seconds: float
 
-    @property
-    def gap(self) -> float:
-        """By what share the plan may be slower than the best one."""
-        return self.seconds / self.lower_bound - 1 if self.lower_bound else float("inf")
-
 
 class NoPlanError(ValueError):
     """No plan fits into the ranks' memory; says what is missing."""
@@ -36,28 +31,26 @@ def no_plan(problem: Problem, searched: str) -> NoPlanError:
     ``searched``: the search's words for plans that it has not tried, empty where it has tried all.
     """
     size, most = problem.size, max(problem.memory)
-    fewest = []  # of each call (GiB per rank, ranks, name) where it needs least
-    for call in problem.calls:
-        need = min((option.active + (option.held if call.home else 0), option.size) for option in call.options)
-        fewest.append((need[0], need[1], f"{call.name} of {call.role}"))
-    bytes_, ranks, name = max(fewest)
+    needs = (  # of each call (bytes on each rank, ranks) where it needs least
+        (min((option.active + option.held * call.home, option.size) for option in call.options), f"{call.name} of {call.role}")
+        for call in problem.calls
+    )
+    (bytes_, ranks), name = max(needs)
     if bytes_ > most:
         return NoPlanError(
             f"no plan fits: {name} needs at least {bytes_ / GIB:.1f} GiB on each of {ranks} ranks, and a rank has {most / GIB:.1f}; "
             f"{_remedy(bytes_ * ranks, most)}"
         )
-    held = {
-        role: min(option.held * option.size for option in problem.calls[node].options) for role, node in problem.homes.items()
-    }
+    held = problem.least_held
     role, total = max(held, key=lambda name: held[name]), sum(held.values())
+    hold = (
+        f"the roles hold at least {total / size / GIB:.1f} GiB on each of {size} ranks, {role} most of it "
+        f"({held[role] / size / GIB:.1f})"
+    )
     if total > sum(problem.memory):
-        return NoPlanError(
-            f"no plan fits: the roles hold at least {total / size / GIB:.1f} GiB on each of {size} ranks, {role} most of it "
-            f"({held[role] / size / GIB:.1f}), and a rank has {most / GIB:.1f}; {_remedy(total, most)}"
-        )
+        return NoPlanError(f"no plan fits: {hold}, and a rank has {most / GIB:.1f}; {_remedy(total, most)}")
     return NoPlanError(
-        f"no plan fits{searched}: {name} needs at least {bytes_ / GIB:.1f} of the {most / GIB:.1f} GiB of a rank, and the roles hold "
-        f"at least {total / size / GIB:.1f} GiB on each of {size} ranks, {role} most of it ({held[role] / size / GIB:.1f}); "
+        f"no plan fits{searched}: {name} needs at least {bytes_ / GIB:.1f} of the {most / GIB:.1f} GiB of a rank, and {hold}; "
         f"{_remedy(total + bytes_ * ranks, most)}"
     )
 

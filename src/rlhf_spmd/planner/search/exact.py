@@ -12,6 +12,7 @@ import heapq
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from itertools import count
 
 from rlhf_spmd.planner.meshes import Meshes
@@ -45,11 +46,7 @@ class _Exact:
         self.phases = [Phase(problem, nodes, self.meshes, self.effort) for nodes in phases(problem)]
         self.best = INFINITE
         self.plan: Plan | None = None
-        held = {
-            role: min(option.held * option.size for option in problem.calls[node].options)
-            for role, node in problem.homes.items()
-        }
-        self.roles = sorted(held, key=lambda role: -held[role])
+        self.roles = sorted(problem.homes, key=lambda role: -problem.least_held[role])
         self.numbers = count()
         self.tables: dict[Homes, dict[int, Table]] = {}  # of the last homes
         self.open: list[tuple[tuple[float, float, int], Parts, Homes, Mesh | None]] = []
@@ -126,36 +123,31 @@ class _Exact:
         found = list(parts)
         for number, phase in enumerate(self.phases):
             budget = self.best - (sum(found) - found[number])
-            mine = {node: fixed[node] for node in phase.nodes if node in fixed}
-            rest = {node: free[node] for node in phase.nodes if node in free}
-            found[number] = phase.bound(mine, rest, found[number], budget)
+            found[number] = phase.bound(fixed, free, found[number], budget)
             if found[number] >= budget:
                 return None
         return tuple(found)
 
+    def decided(self, homes: Homes) -> dict[str, tuple[Mesh, int]]:
+        return dict(zip(self.roles, homes, strict=False))
+
     def held(self, homes: Homes) -> Held:
-        roles = zip(self.roles, homes, strict=False)
-        return tuple((mesh, self.ways.needs(role, option)[0]) for role, (mesh, option) in roles)
+        return tuple((mesh, self.ways.needs(role, option)[0]) for role, (mesh, option) in self.decided(homes).items())
 
     def fits(self, homes: Homes) -> bool:
-        held = self.held(homes)
-        roles = zip(self.roles, homes, strict=False)
-        return all(self.ways.needs(role, option)[1] <= self.ways.room(held, mesh) for role, (mesh, option) in roles)
+        held, needs = self.held(homes), self.ways.needs
+        return all(needs(role, option)[1] <= self.ways.room(held, mesh) for role, (mesh, option) in self.decided(homes).items())
 
     def fixed(self, homes: Homes) -> dict[int, tuple[Mesh, float]]:
-        calls, roles = self.problem.calls, zip(self.roles, homes, strict=False)
-        return {
-            node: (mesh, calls[node].options[option].seconds)
-            for role, (mesh, option) in roles
-            for node in self.problem.tied[role]
-        }
+        calls, tied = self.problem.calls, self.problem.tied
+        at = self.decided(homes).items()
+        return {node: (mesh, calls[node].options[o].seconds) for role, (mesh, o) in at for node in tied[role]}
 
     def free(self, homes: Homes) -> dict[int, Table]:
         """Of the calls that are not decided: the fewest seconds on each size of mesh, wherever most memory is left."""
         if homes in self.tables:
             return self.tables[homes]
-        rooms = self.ways.most_room(self.held(homes), self.meshes)
-        decided = dict(zip(self.roles, homes, strict=False))
+        rooms, decided = self.ways.most_room(self.held(homes), self.meshes), self.decided(homes)
         found = {}
         for node, call in enumerate(self.problem.calls):
             lent = node in self.problem.lent
@@ -172,11 +164,9 @@ class _Exact:
 
     def complete(self, parts: Parts, homes: Homes) -> None:
         """A plan with these homes soon: the others where the packing behind the bound has them, if options fit there."""
-        free, fixed, meshes = self.free(homes), self.fixed(homes), dict[int, Mesh]()
+        free, fixed, decided, meshes = self.free(homes), self.fixed(homes), self.decided(homes), dict[int, Mesh]()
         for phase in self.phases:
-            mine = {node: fixed[node] for node in phase.nodes if node in fixed}
-            meshes |= phase.packed(mine, {node: free[node] for node in phase.nodes if node in free})
-        decided = dict(zip(self.roles, homes, strict=False))
+            meshes |= phase.packed(fixed, free)
         where = {role: decided[role][0] if role in decided else meshes.get(self.problem.homes[role]) for role in self.roles}
         placed = {role: mesh for role, mesh in where.items() if mesh and self.ways.homes(role, mesh.count)}
         found = fill(self.ways, placed, {}, {role: option for role, (_, option) in decided.items()})
@@ -186,27 +176,17 @@ class _Exact:
 
     def finish(self, parts: Parts, homes: Homes) -> None:
         """All homes are decided: the best plan with them, phase by phase."""
-        held, decided = self.held(homes), dict(zip(self.roles, homes, strict=True))
-        calls, taken, free, fixed = (
-            self.problem.calls,
-            frozenset(mesh for mesh, _ in homes),
-            self.free(homes),
-            self.fixed(homes),
-        )
-        known: dict[tuple[int, Mesh], tuple[float, int]] = {}
+        held, decided, calls = self.held(homes), self.decided(homes), self.problem.calls
+        free, fixed, taken = self.free(homes), self.fixed(homes), frozenset(mesh for mesh, _ in homes)
 
+        @cache
         def way(node: int, mesh: Mesh) -> tuple[float, int]:
-            if (node, mesh) not in known:
-                steps = self.ways.lent(node, decided[calls[node].role], mesh)
-                known[node, mesh] = steps.within(self.ways.room(held, mesh))
-            return known[node, mesh]
+            return self.ways.lent(node, decided[calls[node].role], mesh).within(self.ways.room(held, mesh))
 
         found, lent = list(parts), dict[int, Mesh]()
         for number, phase in enumerate(self.phases):
-            rest = {node: free[node] for node in phase.nodes if node in free}
             budget = self.best - (sum(found) - found[number])
-            mine = {node: fixed[node] for node in phase.nodes if node in fixed}
-            found[number], meshes = phase.pack(mine, rest, budget, lambda node, mesh: way(node, mesh)[0], taken)
+            found[number], meshes = phase.pack(fixed, free, budget, lambda node, mesh: way(node, mesh)[0], taken)
             if meshes is None:
                 return
             lent |= meshes

@@ -38,9 +38,8 @@ def search(problem: Problem, limit: float = 60.0, seed: int = 0) -> Found:
             at = mesh.end if mesh else at
         homes = {role: mesh for role, mesh in zip(roles, placed, strict=False) if mesh}
         predicts = dict(zip(copies, placed[len(roles) :], strict=True))
-        choices = fill(
-            ways, homes, {node: predicts[role] or homes[role] for node in problem.lent if (role := problem.calls[node].role)}
-        )
+        lent = {node: problem.calls[node].role for node in problem.lent}
+        choices = fill(ways, homes, {node: predicts[role] or homes[role] for node, role in lent.items()})
         if choices:
             evaluations += 1
             plan = whole_plan(choices)

@@ -33,12 +33,12 @@ def least_load(meshes: Meshes, fixed: Sequence[tuple[Mesh, float]], free: Sequen
         return members @ np.array(seconds) if free else np.zeros(1)
 
     def node(mesh: Mesh, among: Sequence[tuple[Mesh, float]]) -> np.ndarray:
-        load = sum(seconds for other, seconds in among if other.first <= mesh.first and mesh.end <= other.end)
-        partly = [
-            (other, s)
-            for other, s in among
-            if other.overlaps(mesh) and not (other.first <= mesh.first and mesh.end <= other.end)
-        ]
+        load, partly = 0.0, []
+        for other, seconds in among:
+            if other.first <= mesh.first and mesh.end <= other.end:
+                load += seconds
+            elif other.overlaps(mesh):
+                partly.append((other, seconds))
         if not partly:
             return load + empty(mesh.count)
         first, second = (node(half, partly) for half in halves(mesh, meshes.local_size))

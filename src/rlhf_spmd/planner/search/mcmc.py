@@ -20,14 +20,9 @@ def search(problem: Problem, limit: float = 10.0, seed: int = 0) -> Found:
     call. Cost is the step's seconds, more where memory is exceeded; ``beta`` is over the start's cost, so it has no unit. Raises
     NoPlanError where no plan that it met fits."""
     started, draw, meshes = time.perf_counter(), random.Random(seed), Meshes(problem)
-    options: list[dict[int, list[int]]] = []  # of each call: size -> options
-    for call in problem.calls:
-        options.append({})
-        for number, option in enumerate(call.options):
-            if option.size in meshes.of:
-                options[-1].setdefault(option.size, []).append(number)
+    options = [{size: its for size, its in by_size.items() if size in meshes.of} for by_size in problem.options_by_size]
 
-    def moved(plan: list[Choice], node: int, choice: Choice) -> Plan:
+    def moved(plan: Plan, node: int, choice: Choice) -> Plan:
         """With another choice for this call and, at a role's home, for all that run there."""
         call = problem.calls[node]
         nodes = problem.tied[call.role] if call.home else (node,)
@@ -36,10 +31,9 @@ def search(problem: Problem, limit: float = 10.0, seed: int = 0) -> Found:
     free = [node for node, call in enumerate(problem.calls) if not call.at_home]
     plan: Plan = (Choice(meshes.whole, 0),) * len(problem.calls)
     for node in free:
-        best = min(
-            (n for numbers in options[node].values() for n in numbers), key=lambda n: problem.calls[node].options[n].seconds
-        )
-        plan = moved(list(plan), node, Choice(meshes.of[problem.calls[node].options[best].size][0], best))
+        its = problem.calls[node].options
+        best = min((n for numbers in options[node].values() for n in numbers), key=lambda n: its[n].seconds)
+        plan = moved(plan, node, Choice(meshes.of[its[best].size][0], best))
     found: tuple[float, Plan] | None = None
     now, evaluations = simulate(problem, plan), 1
     scale = _cost(now)
@@ -50,7 +44,7 @@ def search(problem: Problem, limit: float = 10.0, seed: int = 0) -> Found:
             break
         node = draw.choice(free)
         size = draw.choice(list(options[node]))
-        other = moved(list(plan), node, Choice(draw.choice(meshes.of[size]), draw.choice(options[node][size])))
+        other = moved(plan, node, Choice(draw.choice(meshes.of[size]), draw.choice(options[node][size])))
         then, evaluations = simulate(problem, other), evaluations + 1
         if draw.random() < math.exp(min(BETA / scale * (_cost(now) - _cost(then)), 0.0)):
             plan, now = other, then

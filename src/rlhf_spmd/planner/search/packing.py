@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TypeVar
 
 from rlhf_spmd.planner.meshes import Meshes
 from rlhf_spmd.planner.problem import Mesh, Problem
@@ -15,6 +16,7 @@ from rlhf_spmd.planner.simulate import start_times
 
 Table = tuple[tuple[int, float], ...]  # (size, the fewest seconds on as many ranks)
 Fixed = Mapping[int, tuple[Mesh, float]]
+T = TypeVar("T")
 
 
 def phases(problem: Problem) -> list[range]:
@@ -51,7 +53,7 @@ class Effort:
 
 
 class Phase:
-    """One of :func:`phases`."""
+    """One of :func:`phases`. Of the calls that its methods are given it looks at its own."""
 
     def __init__(self, problem: Problem, nodes: range, meshes: Meshes, effort: Effort) -> None:
         self.problem, self.nodes, self.meshes, self._effort = problem, nodes, meshes, effort
@@ -64,11 +66,12 @@ class Phase:
 
         Packings that were found earlier are tried first: one that ends by ``floor`` saves the search.
         """
+        fixed, free = self._own(fixed), self._own(free)
         key = (tuple(fixed.items()), tuple(free.items()))
         lower, upper = self._known.get(key, (-1.0, math.inf))
         if lower >= 0 and max(lower, floor) >= min(budget, upper):
             return min(max(lower, floor), budget)
-        packing = _Packing(self, fixed, free, budget, None, frozenset())
+        packing = _Packing(self, fixed, free, budget)
         witnesses = self._witnesses.setdefault(tuple(free), [])
         if lower < 0:
             lower = packing.least_area()
@@ -90,31 +93,31 @@ class Phase:
 
     def packed(self, fixed: Fixed, free: Mapping[int, Table]) -> Mapping[int, Mesh]:
         """The best known packing of these calls, empty where there is none."""
-        packing = _Packing(self, fixed, free, math.inf, None, frozenset())
-        return min(self._witnesses.get(tuple(free), ()), key=packing.ends, default={})
+        packing = _Packing(self, self._own(fixed), self._own(free), math.inf)
+        return min(self._witnesses.get(tuple(self._own(free)), ()), key=packing.ends, default={})
 
     def pack(
         self,
         fixed: Fixed,
         free: Mapping[int, Table],
         budget: float,
-        seconds_on: Callable[[int, Mesh], float] | None = None,
-        taken: frozenset[Mesh] = frozenset(),
+        seconds_on: Callable[[int, Mesh], float],
+        taken: frozenset[Mesh],
     ) -> tuple[float, dict[int, Mesh] | None]:
         """The fewest seconds below ``budget`` and the meshes of the free calls, or ``budget`` and None.
 
         ``seconds_on`` says more than the tables, whose seconds it never goes below; ``taken``: meshes that it depends on.
         """
-        return _Packing(self, fixed, free, budget, seconds_on, taken).run()
+        return _Packing(self, self._own(fixed), self._own(free), budget, seconds_on, taken).run()
+
+    def _own(self, calls: Mapping[int, T]) -> dict[int, T]:
+        return {node: calls[node] for node in self.nodes if node in calls}
 
     def start_times(self, meshes: Sequence[Mesh | None], seconds: Sequence[float], until: float = math.inf) -> float:
         self._effort.spend()
         if self._effort.evaluations > until:
             raise _OutOfPatienceError
         return start_times(self.problem, self.nodes, meshes, seconds)[1]
-
-    def places(self, size: int, taken: frozenset[Mesh]) -> tuple[Mesh, ...]:
-        return self.meshes.places(size, taken)
 
 
 class _Packing:
@@ -128,8 +131,8 @@ class _Packing:
         fixed: Fixed,
         free: Mapping[int, Table],
         budget: float,
-        seconds_on: Callable[[int, Mesh], float] | None,
-        taken: frozenset[Mesh],
+        seconds_on: Callable[[int, Mesh], float] | None = None,
+        taken: frozenset[Mesh] = frozenset(),
     ) -> None:
         self._phase, self._free, self._seconds_on, self._taken = phase, free, seconds_on, taken
         size = len(phase.problem.calls)
@@ -198,7 +201,7 @@ class _Packing:
         for size, least in self._free[node]:
             if least >= self._best or rest + size * least >= self._best * whole:
                 continue
-            for mesh in self._phase.places(size, taken):
+            for mesh in self._phase.meshes.places(size, taken):
                 seconds = self._seconds_on(node, mesh) if self._seconds_on else least
                 if seconds >= self._best or rest + size * seconds >= self._best * whole:
                     continue

@@ -37,13 +37,6 @@ class Ways:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self._by_size: list[dict[int, list[int]]] = []
-        for call in problem.calls:
-            self._by_size.append({})
-            for number, option in enumerate(call.options):
-                self._by_size[-1].setdefault(option.size, []).append(number)
-        memory = problem.memory
-        self._starts = [rank for rank in range(problem.size) if rank == 0 or memory[rank] != memory[rank - 1]]
         self.rooms = lru_cache(maxsize=256)(self._rooms)
         self.needs = cache(self._needs)
         self.at_home = cache(self._at_home)
@@ -52,12 +45,10 @@ class Ways:
 
     def _rooms(self, held: Held) -> list[tuple[Mesh, float]]:
         """Bytes that are left on each rank, by runs of ranks that are alike."""
-        size, memory = self.problem.size, self.problem.memory
-        cuts = sorted({size, *self._starts, *(edge for home, _ in held for edge in (home.first, home.end))})
-        found = []
-        for first, end in pairwise(cuts):
-            found.append((Mesh(first, end - first), memory[first] - sum(b for at, b in held if at.first <= first < at.end)))
-        return found
+        memory, meshes = self.problem.memory, [mesh for mesh, _ in (*self.problem.memory_runs, *held)]
+        cuts = sorted({edge for mesh in meshes for edge in (mesh.first, mesh.end)})
+        kept = [sum(b for at, b in held if at.first <= first < at.end) for first in cuts]
+        return [(Mesh(a, b - a), memory[a] - amount) for (a, b), amount in zip(pairwise(cuts), kept, strict=False)]
 
     def room(self, held: Held, mesh: Mesh) -> float:
         """Bytes that are left on the fullest rank of ``mesh``."""
@@ -79,15 +70,15 @@ class Ways:
 
     def _at_home(self, node: int, size: int) -> Steps:
         """Of a call that runs at its role's home."""
-        call = self.problem.calls[node]
-        return Steps((sum(self.needs(call.role, o)), call.options[o].seconds, o) for o in self._by_size[node].get(size, ()))
+        call, numbers = self.problem.calls[node], self.problem.options_by_size[node].get(size, ())
+        return Steps((sum(self.needs(call.role, o)), call.options[o].seconds, o) for o in numbers)
 
     def _homes(self, role: str, size: int) -> list[int]:
         """Options of a role's home, the fastest first, without those that another of this size makes superfluous: it takes no longer
         in any of the calls there, holds and needs no more, and has the same layout where calls are lent. Then it is as good in every
         plan: on the same mesh, which leaves every schedule no later and every rank no fuller, and with equal layouts equal moves."""
         problem, tied = self.problem, self.problem.tied[role]
-        numbers = self._by_size[problem.homes[role]].get(size, [])
+        numbers = self.problem.options_by_size[problem.homes[role]].get(size, [])
         rows = [[*(problem.calls[node].options[o].seconds for node in tied), *self.needs(role, o)] for o in numbers]
         lent = any(problem.calls[node].role == role for node in problem.lent)
         options = [problem.calls[problem.homes[role]].options[o] for o in numbers]
@@ -97,7 +88,7 @@ class Ways:
         """Of a call on ``size`` ranks that are not its home's, or with ``layout``, the home's, on the same; ``holders`` 0: weights
         that come for nothing. Of two options in one layout moves are equal, so the better one is as good in every plan."""
         call, problem = self.problem.calls[node], self.problem
-        numbers = self._by_size[node].get(size, [])
+        numbers = self.problem.options_by_size[node].get(size, [])
         options = [call.options[number] for number in numbers]
         ways = []
         for i in best_of([[o.seconds, o.active] for o in options], [o.layout for o in options]):
