@@ -242,6 +242,16 @@ def test_prompts_are_computed_once_for_a_group() -> None:
         assert found == pytest.approx(np.array([1, 12 / 40 if group == 4 else 1 / 4]) * (prompts * 4 / group + drawn))
 
 
+def test_passes_compute_a_prompt_once_for_the_rows_of_a_micro_batch() -> None:
+    """Of 4 rows in a micro-batch, and of 1; attention is over whole rows, whose tokens see 55 on average."""
+    shape, work = shape_of(LLAMA, "none"), Workload(8, 100, (10.0,), group=4)
+    how = choices([(1, 1, 1)], micro_tokens=[440, 110])
+    tokens, attention = np.array([2 * (100 + 4 * 10), 8 * 110]), 4 * shape.queries * 55 * 8 * 110
+    for seconds, times in ((infer_seconds, 1), (train_seconds, 3)):
+        found = seconds(shape, work, how, machine(flops=1.0), IDEAL)
+        assert found == pytest.approx(times * shape.layers * (2 * shape.active * tokens + attention))
+
+
 def test_what_zero_sends_goes_on_beside_computing() -> None:
     shape, work, how = shape_of(LLAMA, "none"), rows(64, 100), choices([(1, 1, 4)] * 2, zero=[1, 2, 3], micro_tokens=[400])
     compute = (

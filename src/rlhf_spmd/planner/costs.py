@@ -215,14 +215,16 @@ class Formulas:
         """Of a forward pass over all rows."""
         rates = _Rates(shape, choices, self.machine, self.calibration)
         number, tokens = work.micro_batches(work.rows, choices)
-        compute = rates.forward(tokens, _seen(work), tokens * work.response / work.length).times(number)
+        own = work.computed(tokens)  # of which each is seen from all its rows
+        compute = rates.forward(own, _seen(work) * tokens / own, tokens * work.response / work.length).times(number)
         return compute + rates.zero(number, compute, trains=False) + self.calibration.call
 
     def train_seconds(self, shape: ModelShape, work: Workload, choices: Choices) -> np.ndarray:
         """Of learning: ``work.mini_batches`` optimizer steps in each of its epochs."""
         rates = _Rates(shape, choices, self.machine, self.calibration)
         number, tokens = work.micro_batches(work.rows / work.mini_batches, choices)
-        compute = rates.train(tokens, _seen(work), tokens * work.response / work.length).times(number)
+        own = work.computed(tokens)  # of which each is seen from all its rows
+        compute = rates.train(own, _seen(work) * tokens / own, tokens * work.response / work.length).times(number)
         step = compute + rates.zero(number, compute, trains=True) + rates.optimizer()
         return step * work.mini_batches * work.epochs + self.calibration.call
 

@@ -137,6 +137,7 @@ class Measured:
         self, name: str, rows: float, shape: ModelShape, work: Workload, choices: Choices, times: LayerTimes
     ) -> np.ndarray:
         count, tokens = work.micro_batches(rows, choices)
+        tokens = work.computed(tokens)
         layer, ends = times.at(name, tokens), times.at(f"{name}_ends", tokens)
         if name == "both":
             layer = layer + np.asarray(AGAIN)[choices.checkpointing] * times.at("forward", tokens)

@@ -127,6 +127,11 @@ class Workload:
         number = np.ceil(own / np.maximum(choices.micro_tokens // self.length, 1))
         return number, own * self.length / number
 
+    def computed(self, tokens: np.ndarray) -> np.ndarray:
+        """Of the tokens of a micro-batch, those that go through the layers: rows of a group have their prompt in common."""
+        together = np.clip(tokens / self.length, 1, self.group)
+        return tokens * (self.response + self.prompt / together) / self.length
+
 
 @dataclass(frozen=True)
 class Choices:
