@@ -31,7 +31,7 @@ from score_runs import (
     write_lines,
 )
 from small_models import CONFIGS, make_model
-from tasks import free_port, train_alone
+from tasks import free_port, other_task, train_alone
 
 INPUT_CODES = (2, 3)  # configuration, data
 LENGTHS = [(1, 1), (40, 30), (3, 17), (1, 44), (25, 1), (9, 9), (60, 8)]  # (prompt, response) tokens
@@ -230,6 +230,15 @@ def test_bad_weights_are_one_line(case, capfd, tmp_path, scale, code, word):
     found, line = refusal(capfd, f"model.path={broken}", f"data.path={data}", f"out={tmp_path}/out.jsonl")
     assert found == code and word in line and str(broken) in line, line
     assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_a_run_whose_actor_is_the_critic_is_scored_without_the_value_head(tmp_path: Path) -> None:
+    config = other_task({"name": "ppo", "share_actor_critic": True, "use_kl_in_reward": False}, "actor")
+    train_alone(tmp_path / "run", 1, "run.export=true", config=Path(config))
+    data = write_lines(tmp_path / "rows.jsonl", [{"prompt": "12", "response": "3"}])
+    paths = "run/export", "run/checkpoints/step_1"
+    found = [run_program_in(LAYOUTS["alone"], tmp_path / path, data, tmp_path / f"{path[-3:]}.jsonl") for path in paths]
+    assert found[0][0]["log_probs"] == found[1][0]["log_probs"]
 
 
 @pytest.mark.parametrize("more", [(), ("models.actor.lora.rank=2",)], ids=["weights", "adapters"])

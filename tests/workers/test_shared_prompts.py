@@ -47,6 +47,15 @@ def test_prompts_but_their_last_tokens_are_held_once() -> None:
     assert [seen.index(token) for token in range(len(micro.tokens))] == sorted(seen.index(t) for t in range(len(micro.tokens)))
 
 
+def test_little_to_share_is_laid_out() -> None:
+    batch = batch_of(PROMPTS, RESPONSES)
+    whole = int((batch["prompt_ids"].lengths + batch["response_ids"].lengths).sum())
+    assert pack_rows(batch, CPU, 12 / whole - 0.01).places is not None
+    micro = pack_rows(batch, CPU, 12 / whole)
+    assert micro.places is None
+    assert torch.equal(micro.tokens, alone(pack_rows(batch, CPU)).tokens)
+
+
 @pytest.mark.parametrize("prompts", [[[1, 2], [1, 3, 4], [2]], [[5], [5]], []], ids=str)
 def test_where_nothing_is_shared_rows_lie_as_they_are(prompts: list[list[int]]) -> None:
     micro = pack_rows(batch_of(prompts, [[8, 9]] * len(prompts)), CPU)

@@ -95,12 +95,13 @@ def read_role(directory: Path, manifest: Manifest, role: str, target: RoleState)
     fill(directory, wanted)
 
 
-def load_checkpoint(directory: Path, role: str, target: RoleState, group: Group) -> None:
+def load_checkpoint(directory: Path, role: str, target: RoleState, group: Group, without: frozenset[str] = frozenset()) -> None:
     """Fill the tensors of ``target`` in place from a checkpoint of any layout.
 
     Collective over ``group`` (the role's pool, all ranks that hold the role): every rank of it must call, in program order.
-    Together the ranks must take every tensor of the role that the checkpoint holds. Kinds that ``target.optim`` does not name
-    are not read. Raises CheckpointError on every rank if any rank fails; the tensors are then in no defined state.
+    Together the ranks must take every tensor of the role that the checkpoint holds, but those in ``without``. Kinds that
+    ``target.optim`` does not name are not read. Raises CheckpointError on every rank if any rank fails; the tensors are then in no
+    defined state.
     """
     directory = Path(directory)
 
@@ -108,7 +109,7 @@ def load_checkpoint(directory: Path, role: str, target: RoleState, group: Group)
         manifest = read_manifest(directory)
         read_role(directory, manifest, role, target)
         taken = {box.name for shard in target.shards.values() for box in shard.boxes}
-        return sorted(manifest.pieces_of(role, PARAM).keys() - taken)
+        return sorted(manifest.pieces_of(role, PARAM).keys() - taken - without)
 
     def compare(left_by_rank: list[list[str]]) -> None:
         if surplus := sorted(set(left_by_rank[0]).intersection(*left_by_rank)):

@@ -58,12 +58,13 @@ class Controller:
         ahead: int = 0,
         speeds: Sequence[float] = (),
         num_portions: int = 1,
+        limits: tuple[int, int] = (0, 0),
     ) -> None:
         self.world = world
         self.rank = world.ranks[world.rank]
         self.board = board
         self.timeline = timeline or Timeline(self.rank)
-        self.seed, self.speeds, self.num_portions = seed, speeds, num_portions
+        self.seed, self.speeds, self.num_portions, self.limits = seed, speeds, num_portions, limits
         self.span: dict[str, Argument] = {}  # arguments of the last call's span: a worker may add to them
         self.graph = Graph()  # of the last script
         self.taken: list[Production] = []  # the calls of the last script that it made, as they were traced
@@ -305,7 +306,7 @@ class Controller:
             assert rows is not None, f"{name}: a reference without rows"
             wanted = stream.wanted(reference, name, role.unused)
             tokens = tuple([piece for token in spec.tokens for piece in reference.fields.get(token, ())])
-            cut = Cut(production.members.num_parts, stream.keep_groups, speeds=production.members.speeds)
+            cut = Cut(production.members.num_parts, stream.keep_groups, speeds=production.members.speeds, limits=self.limits)
             if spec.kind == "train":
                 if not (len(rows) or self._tracing):
                     raise ValueError(

@@ -24,6 +24,7 @@ from rlhf_spmd.data.batch import Batch
 if TYPE_CHECKING:
     from rlhf_spmd.controller.worker import MethodSpec, Worker
 
+PROMPT = "prompt_ids"  # the field that rows of a group have in common
 COPY_STRIDE = 1 << 48  # between the id of a row and that of its copy
 _serial = count()
 
@@ -90,12 +91,15 @@ class Intake:
         return self._placement
 
     def _count(self) -> np.ndarray:
-        """int64 [2, rows]: tokens in all, and of those the prompt's, which a group has in common."""
+        """int64 [2, rows]: tokens in all, and of those the prompt's, which a group has in common: none where only prompts count, as of
+        rows that are to grow."""
         found = np.zeros((2, len(self.rows)), dtype=np.int64)
         for piece in self.tokens:
             lengths = piece.producer.lengths(piece.name, piece.ids)
             found[0, piece.at] += lengths
-            found[1, piece.at] += lengths if piece.name == "prompt_ids" else 0
+            found[1, piece.at] += lengths if piece.name == PROMPT else 0
+        if all(piece.name == PROMPT for piece in self.tokens):
+            found[1] = 0
         found[0] += not self.tokens
         return found
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhf_spmd.data.balance import partition_by_tokens, partition_sharing
+from rlhf_spmd.data.balance import partition_sharing
 
 KEPT_PLACEMENTS = 32  # of a row set, more than the calls of a script need; rows that outlive their step get new ones in each
 
@@ -24,7 +24,8 @@ class Cut(NamedTuple):
     """Into ``num_parts``. ``keep_groups``: the rows of a group go to one part. Of training: into ``num_chunks`` mini-batches of
     about as many groups each, dealt anew in each of ``epochs``, in an order that follows from (``seed``, epoch, group id).
     ``speeds``: of each part, which gets tokens in proportion; empty: all alike. ``follows``: of rows that stay where a call made
-    them, that call's cut and token counts, and which part here each of its parts is; such rows are never dealt."""
+    them, that call's cut and token counts, and which part here each of its parts is; such rows are never dealt.
+    ``limits``: tokens and rows of a micro-batch, 0: any."""
 
     num_parts: int
     keep_groups: bool = True
@@ -33,6 +34,7 @@ class Cut(NamedTuple):
     seed: int = 0
     speeds: tuple[float, ...] = ()
     follows: Hashable = None
+    limits: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,10 +147,8 @@ def place_rows(cut: Cut, group_ids: np.ndarray, tokens: np.ndarray) -> tuple[np.
             for chunk in range(cut.num_chunks):
                 rows = np.flatnonzero(chunks[epoch] == chunk)
                 (lengths, common), groups = tokens[:, rows], group_ids[rows]
-                if cut.keep_groups:
-                    parts[epoch, rows] = partition_by_tokens(lengths, cut.num_parts, groups, cut.speeds)
-                else:
-                    parts[epoch, rows] = partition_sharing(lengths, common, cut.num_parts, groups, cut.speeds)
+                way = cut.num_parts, cut.keep_groups, cut.speeds, cut.limits
+                parts[epoch, rows] = partition_sharing(lengths, common, groups, *way)
     return parts, chunks
 
 

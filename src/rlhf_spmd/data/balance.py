@@ -6,10 +6,12 @@ The same input gives the same answer on every rank and every machine: ties are b
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
 
+MICRO_BATCH = 1 / 32  # what a micro-batch costs beside its tokens (launches, gathers), of the tokens that it may have
 SHARE_UNITS = 1 << 16  # of a token: shares by speed are whole numbers of these, so that they are compared exactly
 
 
@@ -47,26 +49,45 @@ def partition_by_tokens(
 
 
 def partition_sharing(
-    lengths: np.ndarray, common: np.ndarray, num_parts: int, groups: np.ndarray, speeds: Sequence[float] = ()
+    lengths: np.ndarray,
+    common: np.ndarray,
+    groups: np.ndarray,
+    num_parts: int,
+    keep_groups: bool = False,
+    speeds: Sequence[float] = (),
+    limits: tuple[int, int] = (0, 0),
 ) -> np.ndarray:
-    """:func:`partition_by_tokens` of single rows or of whole groups, whichever leaves less to the part that has most (of its speed):
-    rows of a group have their first ``common`` [rows] tokens in common, and a part computes these once."""
-    apart = partition_by_tokens(lengths, num_parts, speeds=speeds)
+    """:func:`partition_by_tokens` of whole groups, or of single rows where that leaves less to the part that has most (of its speed)
+    and ``keep_groups`` does not forbid it. Rows of a group have their first ``common`` tokens [rows] in common; a part computes
+    these once for as many rows as fit into ``limits``, the tokens and the rows of a micro-batch (0: any number)."""
     _, items, sizes = np.unique(groups, return_inverse=True, return_counts=True)
     if not (common * (sizes[items] > 1)).any():
-        return apart
-
-    def once(parts: np.ndarray) -> np.ndarray:
-        """What each row adds to the tokens of its part."""
-        _, firsts = np.unique(parts * len(sizes) + items, return_index=True)
-        return lengths - np.where(np.isin(np.arange(len(items)), firsts), 0, common)
+        return partition_by_tokens(lengths, num_parts, groups if keep_groups else None, speeds)
+    max_tokens, max_rows = limits
+    of_group = np.bincount(items, lengths) / sizes
+    fits = np.maximum(max_tokens // np.maximum(of_group, 1), 1) if max_tokens else sizes
+    fits = (np.minimum(fits, max_rows) if max_rows else fits)[items]
 
     def most(parts: np.ndarray) -> float:
-        held = np.bincount(parts, once(parts), num_parts)
+        held = np.bincount(parts, own_tokens(parts, items, lengths, common, fits), num_parts)
         return float(np.max(held / speeds if len(speeds) else held))
 
-    together = partition_by_tokens(once(np.zeros_like(items)), num_parts, groups, speeds)
-    return min(apart, together, key=most)
+    weights = own_tokens(np.zeros_like(items), items, lengths, common, fits)
+    together = partition_by_tokens(weights, num_parts, groups, speeds)
+    return together if keep_groups else min(partition_by_tokens(lengths, num_parts, speeds=speeds), together, key=most)
+
+
+def own_tokens(
+    parts: np.ndarray, items: np.ndarray, lengths: np.ndarray, common: np.ndarray, fits: np.ndarray | int
+) -> np.ndarray:
+    """What each row adds to the tokens that its part computes, int64 [rows]: of the rows of one item that a part has, only each
+    ``fits``-th adds its ``common`` tokens."""
+    order = np.lexsort((items, parts))
+    begins = np.ones(len(order), dtype=bool)
+    begins[1:] = (np.diff(parts[order]) != 0) | (np.diff(items[order]) != 0)
+    place = np.empty_like(order)
+    place[order] = np.arange(len(order)) - np.maximum.accumulate(np.where(begins, np.arange(len(order)), 0))
+    return lengths - np.where(place % fits == 0, 0, common)
 
 
 def share_out(number: int, speeds: Sequence[float] | np.ndarray, held: np.ndarray) -> np.ndarray:
@@ -136,7 +157,8 @@ def micro_batches_by_count(
 
 
 def cut_rows(
-    lengths: Sequence[int],
+    lengths: np.ndarray,
+    common: np.ndarray,
     groups: np.ndarray,
     max_tokens: int,
     max_rows: int | None = None,
@@ -144,35 +166,43 @@ def cut_rows(
     number: int | None = None,
     where: str = "ppo_max_token_len_per_gpu",
 ) -> list[list[int]]:
-    """The rows of each micro-batch, ascending, by ``max_rows`` rows where it is given, or by tokens. ``groups``: one id per row.
+    """The rows of each micro-batch, ascending, by ``max_rows`` rows where it is given, or by tokens; those that compute most first.
 
-    Those of a group come together with ``keep_groups``. Without, as many of them as fit, or half as many, where that takes no more
-    micro-batches than rows one by one: they have a prompt in common, which is computed once.
+    Rows of a group (one id of ``groups`` per row) have ``common`` tokens in common, which a micro-batch computes once. With
+    ``keep_groups`` they come together. Without, the way is taken that computes least: rows one by one, as many of a group as
+    fit, or group after group until a micro-batch is full. A micro-batch is counted as MICRO_BATCH of its budget beside.
     ``number`` and errors as in :func:`micro_batches_by_tokens`.
     """
     _, items = np.unique(groups, return_inverse=True)
-    together = [
-        rows.tolist() for rows in np.split(np.argsort(items, kind="stable"), np.bincount(items).cumsum()[:-1]) if len(rows)
-    ]
+    bounds = np.bincount(items).cumsum()[:-1]
+    whole = [rows.tolist() for rows in np.split(np.argsort(items, kind="stable"), bounds)] if len(items) else []
+    sizes = lengths.tolist()
 
-    def cut(items: list[list[int]], number: int | None) -> list[list[int]]:
-        weights, most = [sum(lengths[row] for row in item) for item in items], max(map(len, items), default=1)
+    def cut(way: list[list[int]], number: int | None) -> list[list[int]]:
+        weights, most = [sum(sizes[row] for row in run) for run in way], max(map(len, way), default=1)
         if max_rows is not None:
             chosen = micro_batches_by_count(weights, max(max_rows // most, 1), number)
         else:
             chosen = micro_batches_by_tokens(weights, max_tokens, number, where, "row" if most == 1 else "group")
-        return [sorted(row for item in bin for row in items[item]) for bin in chosen]
+        return [sorted(row for run in bin for row in way[run]) for bin in chosen]
 
-    if keep_groups:
-        return cut(together, number)
-    apart = cut([[row] for row in range(len(lengths))], number)
-    if max_rows is not None or len(together) == len(lengths):
-        return apart
-    for room in (max_tokens, max_tokens // 2):
-        runs = [run for rows in together for run in _runs(rows, lengths, room)]
-        if len(cut(runs, None)) <= len(apart):
-            return cut(runs, len(apart))
-    return apart
+    def computed(bins: list[list[int]]) -> np.ndarray:
+        rows = np.fromiter(itertools.chain(*bins), dtype=np.int64)
+        of = np.repeat(np.arange(len(bins)), [len(rows) for rows in bins])
+        return np.bincount(of, own_tokens(of, items[rows], lengths[rows], common[rows], len(rows) + 1), len(bins))
+
+    ways = [whole] if keep_groups else [[[row] for row in range(len(lengths))]]
+    if not keep_groups and max_rows is None and len(whole) < len(lengths):
+        ways += [[run for rows in whole for run in _runs(rows, sizes, max_tokens)]]
+        ways += [_runs([row for rows in whole for row in rows], sizes, max_tokens)]
+    cuts = [(way, cut(way, None)) for way in ways]
+    if len(cuts) > 1:
+        may = [(way, bins) for way, bins in cuts if number is None or len(bins) <= number] or cuts[:1]
+        cuts = [min(may, key=lambda one: computed(one[1]).sum() + len(one[1]) * max_tokens * MICRO_BATCH)]
+    (way, bins), *_ = cuts
+    bins = bins if number is None else cut(way, number)
+    found = sorted(zip(computed(bins).tolist(), bins, strict=True), key=lambda one: (not one[1], -one[0], one[1]))
+    return [rows for _, rows in found]
 
 
 def _runs(rows: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
@@ -211,10 +241,12 @@ def _deal(weights: Sequence[int], room: list[int], extra: int, held: Sequence[in
 
 
 def _first_fit(order: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    free = [max_tokens] * len(order)
-    bins: list[list[int]] = [[] for _ in order]
+    free = np.full(len(order), max_tokens)
+    bins: list[list[int]] = []
     for row in order:
-        home = next(b for b, tokens in enumerate(free) if lengths[row] <= tokens)
+        home = int(np.argmax(free[: len(bins) + 1] >= lengths[row]))
+        if home == len(bins):
+            bins.append([])
         bins[home].append(row)
         free[home] -= lengths[row]
-    return [rows for rows in bins if rows]
+    return bins

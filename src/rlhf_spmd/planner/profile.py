@@ -136,9 +136,9 @@ class Measured:
     def _passes(
         self, name: str, rows: float, shape: ModelShape, work: Workload, choices: Choices, times: LayerTimes
     ) -> np.ndarray:
-        count, tokens = work.micro_batches(rows, choices)
-        tokens = work.computed(tokens)
-        layer, ends = times.at(name, tokens), times.at(f"{name}_ends", tokens)
+        count, whole = work.micro_batches(rows, choices)
+        tokens = work.computed(whole)
+        layer, ends = times.at(name, tokens), times.at(f"{name}_ends", whole)
         if name == "both":
             layer = layer + np.asarray(AGAIN)[choices.checkpointing] * times.at("forward", tokens)
         stage = np.ceil(shape.layers / choices.pp) * layer

@@ -153,7 +153,8 @@ def take_checkpoint(spec: ModelSpec, held: RoleState, directory: str, checkpoint
         return
     pieces = next(iter(read_manifest(checkpoint).pieces_of(ROLE, PARAM).values()))
     stored = {name: torch.empty(value.shape, dtype=DTYPES[pieces[0].dtype]) for name, value in held.tensors.items()}
-    load_checkpoint(checkpoint, ROLE, RoleState(held.shards, stored), world.all)
+    beside = frozenset([spec.names.second_head])  # of an actor that is the critic, too
+    load_checkpoint(checkpoint, ROLE, RoleState(held.shards, stored), world.all, beside)
     with torch.no_grad():
         for name, value in held.tensors.items():
             value.copy_(stored.pop(name))

@@ -377,7 +377,7 @@ def start_controller(context: ProgramContext[Any]) -> Controller:
     names = sorted({pool.name for pool in pools if world.rank in pool.ranks})
     timeline = Timeline(world.rank, names, synchronize=partial(wait, world.device))
     config = context.prepared.config
-    placement = config.placement
+    placement, limits = config.placement, config.algorithm.limits
     return Controller(
         world.all,
         context.board,
@@ -386,4 +386,5 @@ def start_controller(context: ProgramContext[Any]) -> Controller:
         ahead=placement.max_staleness,
         speeds=placement.speeds,
         num_portions=placement.stream,
+        limits=(limits.max_tokens, limits.rows or 0),
     )

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -194,17 +195,23 @@ class ModelWorker(Worker):
             changed = self.engine.trained_tensors() if call.spec.kind == "train" else {}
             self.resting.rest(held_tensors(self.engine), changed.values())
 
-    def micro_batches(self, batch: Batch, keep_groups: bool = False) -> tuple[list[list[int]], list[Packed], Totals]:
+    def micro_batches(
+        self, batch: Batch, keep_groups: bool = False, least: float = 0.0
+    ) -> tuple[list[list[int]], list[Packed], Totals]:
         """Cut rows, or with ``keep_groups`` groups of rows, into packed micro-batches, as many on every data-parallel rank.
-        Rows of a group come together where that takes no more micro-batches: they share their prompt.
+        Rows of a group come together where that pays: they share their prompt. ``least``: see :func:`pack_rows`.
 
         Returns the row positions of each micro-batch, the micro-batches, and the mini-batch's global counts.
         Collective over mesh.dp: every rank of it must call, in program order.
         """
-        limits, lengths = self.build.limits, sequence_lengths(batch)
-        cut = functools.partial(
-            cut_rows, lengths, batch.group_ids.numpy(), limits.max_tokens, limits.rows, keep_groups, where=limits.where
-        )
+        limits, lengths = self.build.limits, np.array(sequence_lengths(batch), dtype=np.int64)
+        prompts = batch["prompt_ids"].lengths.numpy() if len(batch) else lengths
+        sizes = (
+            lengths,
+            np.maximum(prompts - 1, 0),
+            batch.group_ids.numpy(),
+        )  # of a prompt all but the last token, see pack_rows
+        cut = functools.partial(cut_rows, *sizes, limits.max_tokens, limits.rows, keep_groups, where=limits.where)
         index = cut()
         response_tokens = int(model_tokens(batch).sum()) if len(batch) else 0
         counts = torch.stack(self.mesh.dp.all_gather(torch.tensor([len(index), response_tokens, len(batch)]), "control"))
@@ -212,7 +219,7 @@ class ModelWorker(Worker):
         if agreed > len(index):
             index = cut(number=agreed)
         totals = Totals(int(counts[:, 1].sum()), int(counts[:, 2].sum()))
-        return index, [pack_rows(batch.take(rows), self.device) for rows in index], totals
+        return index, [pack_rows(batch.take(rows), self.device, least) for rows in index], totals
 
     def infer(
         self, batch: Batch, head: Callable[[Decoder, Tensor, Packed], Tensor], lengths: Tensor | None = None
@@ -221,7 +228,8 @@ class ModelWorker(Worker):
         the tokens of environments then get 0. None off the last stage and where there are no rows.
         Collective over the pool: every rank of it must call, in program order.
         """
-        index, packed, _ = self.micro_batches(batch)
+        # a layer as one kernel reads its rows whole
+        index, packed, _ = self.micro_batches(batch, least=0.25 if self.engine.ops.joins_layers else 0.0)
         outputs = self.engine.forward(packed, head)
         if not self.mesh.last_stage or not len(batch):
             return None

@@ -127,9 +127,10 @@ def sequence_lengths(batch: Batch) -> list[int]:
     return total.tolist()
 
 
-def pack_rows(batch: Batch, device: torch.device) -> Packed:
+def pack_rows(batch: Batch, device: torch.device, least: float = 0.0) -> Packed:
     """Prompt and response of each row, one after the other, on ``device``; the other fields stay with the rows. Rows of one prompt
-    share its tokens but the last one: what is read of the hidden states, from there on, is each row's own."""
+    share its tokens but the last one: what is read of the hidden states, from there on, is each row's own. ``least``: the part of
+    all tokens that must be saved so."""
     if not len(batch):
         return Packed(torch.empty(0, dtype=torch.int64, device=device), torch.empty(0, dtype=torch.int64), batch)
     parts: list[Tensor] = []
@@ -145,8 +146,9 @@ def pack_rows(batch: Batch, device: torch.device) -> Packed:
         parts += [prompt[-1:], response]
         places += [torch.arange(first, first + len(begin)), torch.arange(num_tokens, num_tokens + own)]
         num_tokens += own
-    tokens, lengths = ragged(parts, torch.int64).values.to(device), batch["prompt_ids"].lengths + batch["response_ids"].lengths
-    return Packed(tokens, lengths, batch, torch.cat(places) if num_tokens < int(lengths.sum()) else None)
+    lengths, at = batch["prompt_ids"].lengths + batch["response_ids"].lengths, torch.cat(places)
+    tokens, shares = ragged(parts, torch.int64).values, len(at) - num_tokens > least * len(at)
+    return Packed((tokens if shares else tokens[at]).to(device), lengths, batch, at if shares else None)
 
 
 def model_tokens(batch: Batch) -> Tensor:
