@@ -53,7 +53,7 @@ CONFIG = [
     (["run.dir=${run.nmae}"], 1, ["run.dir", "run.nmae"]),
     (["sampling.temperature=-1"], 1, ["sampling.temperature=-1.0", "0.001"]),
     (["sampling.temperature=0"], 1, ["sampling.temperature=0", "above 0"]),
-    (["sampling.top_p=2"], 1, ["sampling.top_p=2.0", "(0, 1]"]),
+    (["sampling.top_p=2"], 1, ["sampling.top_p=2.0", "above 0 and at most 1"]),
     (["algorithm.gamma=1.5"], 1, ["algorithm.gamma=1.5", "at least 0 and at most 1"]),
     (["algorithm.clip_ratio_low=nan"], 1, ["algorithm.clip_ratio_low = nan", "[0, 1]"]),
     (["algorithm.cliprange_value=nan"], 1, ["algorithm.cliprange_value=nan", "at least 0"]),
