@@ -177,7 +177,8 @@ def row_means(x: Tensor, lengths: Tensor) -> Tensor:
 
 def of_tokens(per_row: Tensor, lengths: Tensor) -> Tensor:
     """A number of each row [rows] for each of its tokens [T]; it passes gradients."""
-    return torch.repeat_interleave(per_row, lengths.to(per_row.device), output_size=int(lengths.sum()))
+    rows = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    return per_row[rows.to(per_row.device)]  # whose gradients GPUs add in order, unlike those of repeat_interleave
 
 
 @torch.no_grad()
