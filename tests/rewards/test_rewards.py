@@ -56,8 +56,8 @@ def test_results_come_in_the_order_of_the_rows(patient):
 
 def test_a_call_that_fails_gets_the_default_and_is_counted(patient):
     result = patient.score(rows(1, "raise", "nan", "none", "exit", 2, {"do": "return", "value": "5"}))
-    assert result.scores == [1.0, -9.0, -9.0, -9.0, -9.0, 2.0, -9.0]
-    assert (result.failures, result.timeouts) == (5, 0)
+    assert result.scores == [1.0, -9.0, -9.0, None, -9.0, 2.0, -9.0], "None: the function does not apply, as in a list"
+    assert (result.failures, result.timeouts) == (4, 0)
     assert re.fullmatch(r"row 1: RuntimeError: broken on purpose \(\S*/reward_functions.py:\d+ in by_row\)", result.first_error)
     named = [(prompt, response, row | {"id": f"aime-{i}"}) for i, (prompt, response, row) in enumerate(rows(1, 2, "raise"))]
     assert patient.score(named[1:], keys=[8, 9]).first_error.startswith("row aime-2: RuntimeError"), "as the data call it"
