@@ -101,6 +101,8 @@ def _check_generation(config: Any, plans: Mapping[str, RolePlan]) -> None:
     prompts, least = config.data.train_batch_size, config.algorithm.min_samples
     if config.sampling.greedy:
         raise ValueError("sampling.temperature=0: training needs samples; use a temperature above 0")
+    if config.sampling.top_k == 1:
+        raise ValueError("sampling.top_k=1: training needs samples; use more, or 0 for no limit")
     if in_flight(config) is not None and not config.algorithm.rows_in_flight:
         raise ValueError(
             f"data.gen_batch_size={config.data.gen_batch_size}: {config.algorithm.name} takes no prompts in flight; leave it out"
