@@ -248,7 +248,11 @@ def test_a_batched_function_gets_a_share_of_the_rows_from_each_worker():
     with RewardRunner(
         RewardConfig(function="reward_functions:trl_dict", num_workers=1)
     ) as shared:  # list() would take its keys
-        assert "a dict was returned" in shared.score([("p", "a", {})] * 2).first_error
+        assert "one dict was returned for 2 completions" in shared.score([("p", "a", {})] * 2).first_error
+    with RewardRunner(RewardConfig(function="reward_functions:trl_scalar", num_workers=1)) as shared:
+        assert "one float was returned for 2 completions; return a list" in shared.score([("p", "a", {})] * 2).first_error
+    with RewardRunner(RewardConfig(function="reward_functions:in_a_list", num_workers=1)) as shared:
+        assert "with an argument completions takes and returns lists" in shared.score([("p", "a", {})]).first_error
 
 
 def test_what_cannot_be_bound_is_refused_in_one_line():

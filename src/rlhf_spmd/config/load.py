@@ -151,13 +151,15 @@ def _read_file(path: str | Path | Mapping[str, Any] | None) -> DictConfig:
 def _merge_overrides(file: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     raw = OmegaConf.create(dict(file))
     for override in overrides:
-        key, equals, _ = override.partition("=")
+        key, equals, value = override.partition("=")
         if key.startswith("-"):
             raise ConfigError(_not_an_option(override, overrides))
         if not equals and (override.endswith((".yaml", ".yml")) or Path(override).is_file()):
             raise ConfigError(f"'{override}' is a file; give it as --config {override}")
         if not equals or not key.strip() or key != key.strip():
             raise ConfigError(f"override '{override}' is not of the form key.subkey=value")
+        if not value:
+            raise ConfigError(f"override '{override}' has no value; write {key}=null, or {key}='' for an empty text")
         try:
             given = OmegaConf.from_dotlist([override])
             clash = _clash(OmegaConf.to_container(raw), OmegaConf.to_container(given), "")

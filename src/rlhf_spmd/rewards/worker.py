@@ -40,7 +40,8 @@ def _die_with_parent(parent: int) -> None:
 def _number(value: Any) -> float:
     """Python and NumPy numbers, and tensors of one element; text that looks like a number is a mistake, not a score."""
     if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
-        raise TypeError(f"{type(value).__name__} is not a number")
+        hint = "; a function with an argument completions takes and returns lists" if isinstance(value, list) else ""
+        raise TypeError(f"{type(value).__name__} is not a number{hint}")
     number = float(value)
     if not math.isfinite(number):
         raise ValueError(f"{number} is not finite")
