@@ -214,8 +214,16 @@ CONFIG = [
         1,
         ["models.actor.path=/nowhere/model is not a directory", "(ORGANISATION/NAME, where"],
     ),
-    (["models.critic.path=@no_weights"], 1, ["@no_weights", "model.safetensors", "is there; models.critic.random_init=true draws"]),
-    (["models.actor.path=@a_run"], 1, ["models.actor.path=@a_run has no config.json: it is of a run", "into @a_run/export; give"]),
+    (
+        ["models.critic.path=@no_weights"],
+        1,
+        ["@no_weights", "model.safetensors", "is there; models.critic.random_init=true draws"],
+    ),
+    (
+        ["models.actor.path=@a_run"],
+        1,
+        ["models.actor.path=@a_run has no config.json: it is of a run", "into @a_run/export; give"],
+    ),
     (["models.actor.path=@a_run/checkpoints/step_1"], 1, ["step_1 has no config.json", "into @a_run/export; give that"]),
     (["models.actor.path=@cut_weights"], 1, ["@cut_weights/model.safetensors", "cannot be read as safetensors"]),
     (["models.actor.path=@other_shapes"], 1, ["@other_shapes/model.safetensors", "[96, 64]", "[128, 64]"]),

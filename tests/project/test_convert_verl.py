@@ -182,8 +182,18 @@ BROKEN = [
     ("a.yaml", "data: {seed: 1", "data.seed=1", "line 1"),
     ("a.yaml", "trainer: {test_freq: often}", "data.seed=1", "trainer.test_freq=often must be a number"),
     ("a.yaml", "algorithm: {adv_estimator: [grpo]}", "data.seed=1", "algorithm.adv_estimator=['grpo']"),
-    ("a.yaml", "learning_rate: 1e-6\nbeta: 0.1", "output_dir=here", "has no key of verl; learning_rate is TRL's; docs/migrating.md"),
-    ("a.yaml", "data: {train_batch_size: 8}", "models.actor.path=/m", "is a configuration of rlhf_spmd already: models.actor.path"),
+    (
+        "a.yaml",
+        "learning_rate: 1e-6\nbeta: 0.1",
+        "output_dir=here",
+        "has no key of verl; learning_rate is TRL's; docs/migrating.md",
+    ),
+    (
+        "a.yaml",
+        "data: {train_batch_size: 8}",
+        "models.actor.path=/m",
+        "is a configuration of rlhf_spmd already: models.actor.path",
+    ),
     ("a.yaml", "mode: fast", "deep=1", "a.yaml: has no key of verl; docs/migrating.md"),
 ]
 

@@ -77,6 +77,12 @@ def check_tree(config: Any, where: str = "") -> None:
                 section.check(path)
         except ValueError as error:
             raise ConfigError(str(error)) from error
+        # The boundary to the user's code: whatever the check of an algorithm of one's own raises.
+        except Exception as error:
+            kind, reason = type(section), f"{type(error).__name__}: {first_line(error)}"
+            if kind.__module__.startswith("rlhf_spmd."):
+                raise
+            raise ConfigError(f"{path}: the check of {kind.__module__}.{kind.__qualname__} raises {reason}") from error
         for key, value, default, needed in idle_settings(section, path):
             plain = default if isinstance(default, str) else json.dumps(default)
             raise ConfigError(
