@@ -30,7 +30,7 @@ def settings_of(module: ModuleType) -> type[AlgorithmConfig]:
         )
     for what, check in (
         ("step must take (models, data, config, number)", lambda: inspect.signature(module.step).bind(*"mdcn")),
-        ("the types of its Config cannot be read", lambda: type_hints(config)),
+        ("the types of its Config cannot be read", lambda: type_hints(module.Config)),
     ):
         try:
             check()
