@@ -168,6 +168,18 @@ def read(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
     return {key: value for key, value in named.items() if value is not None and not key.endswith("_target_")}
 
 
+def check_is_verl(path: Path, given: dict[str, Any]) -> None:
+    """Raises Refused for another project's settings, or this one's."""
+    own = next((key for key in given if key.startswith(("models.", "run.", "sampling.", "algorithm.name"))), None)
+    if own is not None:
+        raise Refused(f"{path}: is a configuration of rlhf_spmd already: {own} is no key of verl")
+    of_verl = "actor_rollout_ref.", "critic.", "trainer.", "reward_model.", "custom_reward_function."
+    known = {project: {**names["keys"], **names["said"]} for project, names in foreign_names().items()}
+    if not any(key.startswith(of_verl) or key in known["verl"] for key in given):
+        hint = next((f"; {key} is {project}'s" for key in given for project in known if key in known[project]), "")
+        raise Refused(f"{path}: has no key of verl{hint}; docs/migrating.md says what stands for those of other projects")
+
+
 def algorithm_of(verl: dict[str, Any]) -> dict[str, Any]:
     """Its name, and what is not by a name of its own here."""
     estimator, mode = str(verl["algorithm.adv_estimator"]), verl.get(ACTOR + "policy_loss.loss_mode", "vanilla")
@@ -197,8 +209,8 @@ def rewards_of(verl: dict[str, Any]) -> dict[str, Any]:
     return {"reward.function": function, **kwargs}
 
 
-def run_of(verl: dict[str, Any], roles: Sequence[str]) -> dict[str, Any]:
-    """Sharding and activation memory of each role, the run's length, directory and tracker."""
+def run_of(verl: dict[str, Any], roles: Sequence[str], left: dict[str, str]) -> dict[str, Any]:
+    """Sharding and activation memory of each role, the run's length, directory and tracker; into ``left`` what there is not."""
     found: dict[str, Any] = {}
     for role in roles:
         section = "critic.model" if role == "critic" else "actor_rollout_ref.model"
@@ -209,14 +221,19 @@ def run_of(verl: dict[str, Any], roles: Sequence[str]) -> dict[str, Any]:
     if "trainer.total_training_steps" not in verl:
         found |= {"data.epochs": verl["trainer.total_epochs"], "run.steps": None}
     found["run.dir"] = f"runs/{verl.get('trainer.experiment_name', 'verl')}"
-    asked = str(verl.get("trainer.logger", "wandb"))
+    asked = re.findall(r"\w+", str(verl.get("trainer.logger", "wandb")))
+    if absent := [name for name in asked if name not in ("console", "file", "wandb", *PACKAGES)]:
+        left[f"trainer.logger={','.join(absent)}"] = f"there is wandb, {', '.join(PACKAGES)}"
     found |= {
         "logger.wandb": "online" if "wandb" in asked else "disabled",
         "logger.trackers": [p for p in PACKAGES if p in asked],
     }
     resume = {"auto": "auto", "disable": "never", "resume_path": verl.get("trainer.resume_from_path")}
-    if verl.get("trainer.resume_mode", "auto") != "auto":
-        found["run.resume"] = resume.get(verl["trainer.resume_mode"], "auto")
+    mode = verl.get("trainer.resume_mode", "auto")
+    if resume.get(mode) is None:
+        left["trainer.resume_mode"] = f"{mode} {'has no trainer.resume_from_path' if mode in resume else 'is not known'}"
+    elif mode != "auto":
+        found["run.resume"] = resume[mode]
     return found
 
 
@@ -260,7 +277,7 @@ def convert(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
         del found[key]
     if not verl.get("reward_model.enable"):
         found.pop("reward.model", None)
-    return {**run_of(verl, roles), **rewards_of(verl), **found}, left
+    return {**run_of(verl, roles, left), **rewards_of(verl), **found}, left
 
 
 def tree_of(found: dict[str, Any]) -> DictConfig:
@@ -339,6 +356,7 @@ def main(arguments: Sequence[str]) -> None:
         return
     try:
         verl = read(Path(arguments[0]), arguments[1:])
+        check_is_verl(Path(arguments[0]), verl)
         found, left = convert(verl)
     except (ConfigError, Refused, yaml.YAMLError, UnicodeDecodeError) as error:
         print(f"convert_verl: {' '.join(str(error).split())}", file=sys.stderr)

@@ -257,5 +257,13 @@ def by_process(response, directory):
     return len(response) / 10
 
 
+def trl_scalar(completions):
+    return 1.0
+
+
+def in_a_list(response):
+    return [1.0]
+
+
 def trl_dict(completions, **kwargs):
     return dict.fromkeys(range(len(completions)), 0.0)

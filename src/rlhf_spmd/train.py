@@ -278,9 +278,13 @@ def script_of(ready: Prepared, models: Any, data: Data, number: int) -> list[Ref
     """The algorithm's step and what ends each; returns the calls that are reported."""
     with located("algorithm", ready.config.algorithm.name, ready.algorithm):
         calls = ready.algorithm.step(models, data, ready.config.algorithm, number)
-    if not (isinstance(calls, list) and all(isinstance(call, Reference) for call in calls)):
+    is_list = isinstance(calls, list)
+    bad = [(at, type(one).__name__) for at, one in enumerate(calls if is_list else ()) if not isinstance(one, Reference)]
+    if bad or not is_list:
+        entry = ", whose entry {} is of type {}".format(*bad[0]) if bad else ""
+        what = "one call; return [it]" if isinstance(calls, Reference) else f"{calls!r:.80}{entry}"
         raise ValueError(
-            f"{ready.algorithm.__name__}.step returned {calls!r:.80}; it must return the list of the calls that it reports: what "
+            f"{ready.algorithm.__name__}.step returned {what}; it must return the list of the calls that it reports: what "
             "models.actor.update(...) and other calls of roles return"
         )
     return [*calls, *move_reference(models, ready.config.algorithm, number)]

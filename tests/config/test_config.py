@@ -174,6 +174,7 @@ def test_file_then_overrides(tmp_path: Path) -> None:
         ("data.path=${data.zzz}", "data.path: Interpolation key 'data.zzz' not found"),
         ("algorithm.name=grop", "unknown algorithm 'grop'"),
         ("no_value", "override 'no_value' is not of the form key.subkey=value"),
+        ("data.path=", "override 'data.path=' has no value; write data.path=null, or data.path='' for an empty text"),
         ("data.path=[1", "override 'data.path=[1' cannot be read"),
     ],
 )
@@ -270,7 +271,9 @@ def test_find_by_name_and_by_dotted_path(tmp_path: Path, monkeypatch: pytest.Mon
         "my_algo.score": "is not of the form package.module:function",
         "my_algo:scor": "has no function 'scor'; did you mean 'score'\\?",
         "my_algo:step": "step is a int, not a function",
-        "wrong:f": "cannot be imported: ModuleNotFoundError: No module named 'not_there_at_all'",
+        "wrong:f": "cannot be imported: ModuleNotFoundError: No module named 'not_there_at_all'$",
+        "absent.too:f": "No module named 'absent'; is it on PYTHONPATH\\?$",
+        "my_algo.score:score": "; my_algo is a module: write my_algo, or my_algo:score for what is in it$",
     }.items():
         with pytest.raises(ValueError, match=message):
             resolve_function(name, "reward.function")

@@ -393,6 +393,14 @@ def test_config_checks(config: Any, message: str) -> None:
         config.check("data")
 
 
+def test_a_directory_of_files_with_other_columns_each_says_how_to_read_them(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"prompt": "12", "n": 1}\n')
+    (tmp_path / "b.jsonl").write_text('{"prompt": "12", "m": {"x": "z"}}\n')
+    with pytest.raises(DataError, match=r"; to read its files one after the other give \S*/\*\.jsonl, or one of them$"):
+        read_rows(str(tmp_path))
+    assert len(read_rows(f"{tmp_path}/*.jsonl")) == 2
+
+
 def test_tokenizer_errors(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="does not exist"):
         load_tokenizer(tmp_path / "none")

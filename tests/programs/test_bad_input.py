@@ -53,6 +53,8 @@ CONFIG = [
     (["run.dir=${run.nmae}"], 1, ["run.dir", "run.nmae"]),
     (["sampling.temperature=-1"], 1, ["sampling.temperature=-1.0", "0.001"]),
     (["sampling.temperature=0"], 1, ["sampling.temperature=0", "above 0"]),
+    (["sampling.top_k=1"], 1, ["sampling.top_k=1: training needs samples; use more, or 0 for no limit"]),
+    (["models.actor.optim.momentum=0.9"], 1, ["optim.momentum=0.9 does nothing without models.actor.optim.name=muon; leave"]),
     (["sampling.top_p=2"], 1, ["sampling.top_p=2.0", "above 0 and at most 1"]),
     (["algorithm.gamma=1.5"], 1, ["algorithm.gamma=1.5", "at least 0 and at most 1"]),
     (["algorithm.clip_ratio_low=nan"], 1, ["algorithm.clip_ratio_low = nan", "[0, 1]"]),
@@ -212,7 +214,17 @@ CONFIG = [
         1,
         ["models.actor.path=/nowhere/model is not a directory", "(ORGANISATION/NAME, where"],
     ),
-    (["models.critic.path=@no_weights"], 1, ["@no_weights", "model.safetensors", "is there"]),
+    (
+        ["models.critic.path=@no_weights"],
+        1,
+        ["@no_weights", "model.safetensors", "is there; models.critic.random_init=true draws"],
+    ),
+    (
+        ["models.actor.path=@a_run"],
+        1,
+        ["models.actor.path=@a_run has no config.json: it is of a run", "into @a_run/export; give"],
+    ),
+    (["models.actor.path=@a_run/checkpoints/step_1"], 1, ["step_1 has no config.json", "into @a_run/export; give that"]),
     (["models.actor.path=@cut_weights"], 1, ["@cut_weights/model.safetensors", "cannot be read as safetensors"]),
     (["models.actor.path=@other_shapes"], 1, ["@other_shapes/model.safetensors", "[96, 64]", "[128, 64]"]),
     (["models.reference.path=@a_tensor_less"], 1, ["@a_tensor_less/model.safetensors", "'model.norm.weight' is missing"]),
@@ -259,6 +271,11 @@ def drop_tensor(model: Path) -> None:
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
 
 
+def as_run(directory: Path) -> None:
+    (directory / "checkpoints" / "step_1").mkdir(parents=True)
+    (directory / "config.json").rename(directory / "config.yaml")
+
+
 MADE: dict[str, bytes | Callable[[Path], object]] = {
     "file": b"",
     "broken.jsonl": b'{"prompt": "12"}\n{"prompt": \n',
@@ -275,6 +292,7 @@ MADE: dict[str, bytes | Callable[[Path], object]] = {
     "unknown_family": with_config(model_type="lama"),
     "other_vocabulary": with_config(vocab_size=40),
     "broken_config": lambda model: (model / "config.json").write_text('{"a":'),
+    "a_run": as_run,
     "no_value_head": lambda model: None,
     "no_tokenizer": lambda model: [file.unlink() for file in model.glob("tokenizer*")],
 }

@@ -98,6 +98,17 @@ def test_what_is_left_out_is_said(tmp_path: Path) -> None:
     assert "use_remove_padding: left out, rows are always packed" in said and "trainer.nnodes" not in said
 
 
+def test_trackers_and_ways_to_resume_that_are_not_there_are_said(tmp_path: Path) -> None:
+    more = "trainer.logger=[console,swanlab,vemlp_wandb,tensorboard]", "trainer.resume_mode=maybe"
+    config, _, said = convert(tmp_path, "grpo", *more)
+    assert (config.logger.wandb, config.logger.trackers, config.run.resume) == ("disabled", ["tensorboard"], "auto")
+    assert "trainer.logger=swanlab,vemlp_wandb: left out, there is wandb, tensorboard, mlflow, trackio\n" in said
+    assert "trainer.resume_mode: left out, maybe is not known\n" in said
+    known = "trainer.logger=[console,file,wandb]", "trainer.resume_mode=resume_path", "trainer.resume_from_path=/c"
+    _, written, said = run_script(str(write_script(tmp_path, "grpo", *known)))
+    assert "wandb: online" in written and "resume: /c" in written and "logger" not in said and "resume" not in said
+
+
 def test_bash_expands_the_script_and_what_it_cannot_is_refused(tmp_path: Path) -> None:
     script = tmp_path / "run.sh"
     text = """max=$((1024 * 2))
@@ -171,6 +182,19 @@ BROKEN = [
     ("a.yaml", "data: {seed: 1", "data.seed=1", "line 1"),
     ("a.yaml", "trainer: {test_freq: often}", "data.seed=1", "trainer.test_freq=often must be a number"),
     ("a.yaml", "algorithm: {adv_estimator: [grpo]}", "data.seed=1", "algorithm.adv_estimator=['grpo']"),
+    (
+        "a.yaml",
+        "learning_rate: 1e-6\nbeta: 0.1",
+        "output_dir=here",
+        "has no key of verl; learning_rate is TRL's; docs/migrating.md",
+    ),
+    (
+        "a.yaml",
+        "data: {train_batch_size: 8}",
+        "models.actor.path=/m",
+        "is a configuration of rlhf_spmd already: models.actor.path",
+    ),
+    ("a.yaml", "mode: fast", "deep=1", "a.yaml: has no key of verl; docs/migrating.md"),
 ]
 
 

@@ -56,8 +56,8 @@ def test_results_come_in_the_order_of_the_rows(patient):
 
 def test_a_call_that_fails_gets_the_default_and_is_counted(patient):
     result = patient.score(rows(1, "raise", "nan", "none", "exit", 2, {"do": "return", "value": "5"}))
-    assert result.scores == [1.0, -9.0, -9.0, -9.0, -9.0, 2.0, -9.0]
-    assert (result.failures, result.timeouts) == (5, 0)
+    assert result.scores == [1.0, -9.0, -9.0, None, -9.0, 2.0, -9.0], "None: the function does not apply, as in a list"
+    assert (result.failures, result.timeouts) == (4, 0)
     assert re.fullmatch(r"row 1: RuntimeError: broken on purpose \(\S*/reward_functions.py:\d+ in by_row\)", result.first_error)
     named = [(prompt, response, row | {"id": f"aime-{i}"}) for i, (prompt, response, row) in enumerate(rows(1, 2, "raise"))]
     assert patient.score(named[1:], keys=[8, 9]).first_error.startswith("row aime-2: RuntimeError"), "as the data call it"
@@ -248,7 +248,11 @@ def test_a_batched_function_gets_a_share_of_the_rows_from_each_worker():
     with RewardRunner(
         RewardConfig(function="reward_functions:trl_dict", num_workers=1)
     ) as shared:  # list() would take its keys
-        assert "a dict was returned" in shared.score([("p", "a", {})] * 2).first_error
+        assert "one dict was returned for 2 completions" in shared.score([("p", "a", {})] * 2).first_error
+    with RewardRunner(RewardConfig(function="reward_functions:trl_scalar", num_workers=1)) as shared:
+        assert "one float was returned for 2 completions; return a list" in shared.score([("p", "a", {})] * 2).first_error
+    with RewardRunner(RewardConfig(function="reward_functions:in_a_list", num_workers=1)) as shared:
+        assert "with an argument completions takes and returns lists" in shared.score([("p", "a", {})]).first_error
 
 
 def test_what_cannot_be_bound_is_refused_in_one_line():

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 import tasks
 from overrides import layout
 from ranks import run_ranks
-from rlhf_spmd.controller import Controller
+from rlhf_spmd.controller import Controller, Reference
 from rlhf_spmd.data.files import DataError
 from rlhf_spmd.models.spec import read_spec
 from rlhf_spmd.parallel.world import World
@@ -418,7 +418,8 @@ def test_a_step_that_does_nothing_is_told(tmp_path: Path, monkeypatch: pytest.Mo
 
     for result, message in (
         (None, "step returned None; it must return the list of the calls"),
-        ([1, 2], r"step returned \[1, 2\]; it must return the list of the calls that it reports: what models.actor.update"),
+        ([1, 2], r"step returned \[1, 2\], whose entry 0 is of type int; it must return the list of the calls that it reports"),
+        (Reference(None), r"step returned one call; return \[it\]"),
         ([], "made no call in step 1"),
     ):
         monkeypatch.setattr(ppo, "step", lambda *args, result=result: result)
@@ -435,6 +436,18 @@ def test_a_step_that_does_nothing_is_told(tmp_path: Path, monkeypatch: pytest.Mo
         (
             "class Base(PPOConfig):\n    beta: float = 0.3\n\n\n@dataclass(frozen=True)\nclass Config(Base):\n    pass\n",
             "put @dataclass(frozen=True) above Base",
+        ),
+        (
+            "Config = PPOConfig\n\n\ndef step(models, data, config):\n    return []\n",
+            "algorithm': step must take (models, data, config, number): too many positional arguments",
+        ),
+        (
+            "@dataclass(frozen=True)\nclass Config(PPOConfig):\n    beta: 'Absent' = 0.3\n",
+            "algorithm': the types of its Config cannot be read: name 'Absent' is not defined",
+        ),
+        (
+            "@dataclass(frozen=True)\nclass Config(PPOConfig):\n    def check(self, where):\n        assert self.lam < 0, 'no'\n",
+            "algorithm.Config raises AssertionError: no",
         ),
     ],
 )

@@ -77,6 +77,12 @@ def check_tree(config: Any, where: str = "") -> None:
                 section.check(path)
         except ValueError as error:
             raise ConfigError(str(error)) from error
+        # The boundary to the user's code: whatever the check of an algorithm of one's own raises.
+        except Exception as error:
+            kind, reason = type(section), f"{type(error).__name__}: {first_line(error)}"
+            if kind.__module__.startswith("rlhf_spmd."):
+                raise
+            raise ConfigError(f"{path}: the check of {kind.__module__}.{kind.__qualname__} raises {reason}") from error
         for key, value, default, needed in idle_settings(section, path):
             plain = default if isinstance(default, str) else json.dumps(default)
             raise ConfigError(
@@ -151,13 +157,15 @@ def _read_file(path: str | Path | Mapping[str, Any] | None) -> DictConfig:
 def _merge_overrides(file: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     raw = OmegaConf.create(dict(file))
     for override in overrides:
-        key, equals, _ = override.partition("=")
+        key, equals, value = override.partition("=")
         if key.startswith("-"):
             raise ConfigError(_not_an_option(override, overrides))
         if not equals and (override.endswith((".yaml", ".yml")) or Path(override).is_file()):
             raise ConfigError(f"'{override}' is a file; give it as --config {override}")
         if not equals or not key.strip() or key != key.strip():
             raise ConfigError(f"override '{override}' is not of the form key.subkey=value")
+        if not value:
+            raise ConfigError(f"override '{override}' has no value; write {key}=null, or {key}='' for an empty text")
         try:
             given = OmegaConf.from_dotlist([override])
             clash = _clash(OmegaConf.to_container(raw), OmegaConf.to_container(given), "")

@@ -95,7 +95,11 @@ def _import(kind: str, name: str) -> ModuleType:
     # The boundary to the user's code: whatever its module raises when it is imported.
     except Exception as error:
         reason = f"{type(error).__name__}: {first_line(error)}"
-        hint = "" if is_file else "; is it on PYTHONPATH?"
+        absent = error.name if isinstance(error, ModuleNotFoundError) and not is_file else None
+        hint = "; is it on PYTHONPATH?" if absent and f"{name}.".startswith(f"{absent}.") else ""
+        outer, _, inner = name.rpartition(".")
+        if absent == name and outer in sys.modules and not hasattr(sys.modules[outer], "__path__"):
+            hint = f"; {outer} is a module: write {outer}, or {outer}:{inner} for what is in it"
         raise ValueError(f"{kind} '{name}' cannot be imported: {reason}{hint}") from error
 
 

@@ -264,7 +264,10 @@ def _dataset_rows(path: str, split: str, subset: str | None) -> Iterable[Given]:
     except (DatasetsError, OSError, ValueError, RuntimeError) as error:
         where = "" if Path(path).exists() else f"'{path}' is not a file or directory here; "
         reason = first_line(error.__cause__ or error)
-        raise DataError(f"{where}data set '{path}' (split '{split}') cannot be loaded: {reason}") from error
+        endings = [its for its in JSON_SUFFIXES + PARQUET_SUFFIXES if any(Path(path).glob(f"*{its}"))]
+        is_mixed = bool(endings) and isinstance(error, DatasetsError)
+        hint = f"; to read its files one after the other give {path}/*{endings[0]}, or one of them" if is_mixed else ""
+        raise DataError(f"{where}data set '{path}' (split '{split}') cannot be loaded: {reason}{hint}") from error
     if isinstance(loaded, datasets.DatasetDict):
         if split not in loaded:
             raise DataError(f"data set '{path}' has no split '{split}'; it has: {', '.join(loaded)}")

@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from rlhf_spmd.models.weights import ADAPTER_CONFIG
+from rlhf_spmd.telemetry.run_dir import CONFIG_FILE, EXPORT_DIR
 
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 SMALL = ["*.json", "*.jinja", "*.txt", "*.model"]  # configuration and tokenizer
@@ -23,7 +24,14 @@ def local_directory(path: str, key: str, weights: bool = True) -> str:
     """
     directory = Path(path).expanduser()
     if directory.is_dir():
-        if (directory / ADAPTER_CONFIG).is_file() and not (directory / "config.json").is_file():
+        if (directory / "config.json").is_file():
+            return str(directory)
+        for run in (directory, *directory.absolute().parents[:2]):  # a checkpoint is a run's checkpoints/NAME
+            if (run / CONFIG_FILE).is_file() and (run == directory or (run / "checkpoints").is_dir()):
+                raise ValueError(
+                    f"{key}={path} has no config.json: it is of a run, which writes its model into {run / EXPORT_DIR}; give that"
+                )
+        if (directory / ADAPTER_CONFIG).is_file():
             base = json.loads((directory / ADAPTER_CONFIG).read_bytes()).get("base_model_name_or_path")
             raise ValueError(f"{key}={path} holds adapters of {base}, not a model; of a run, its export/ has both in one")
         return str(directory)

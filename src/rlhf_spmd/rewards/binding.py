@@ -90,8 +90,8 @@ class BoundReward:
         ]
         returned = self.function(**self._keywords(columns))
         given = self.loop.run(returned) if self.loop is not None else returned
-        if isinstance(given, str | bytes | Mapping | Set):  # of which list() makes something, too
-            raise TypeError(f"a {type(given).__name__} was returned; a function that takes lists returns a list of scores")
+        if not isinstance(given, Iterable) or isinstance(given, str | bytes | Mapping | Set):
+            raise TypeError(f"one {type(given).__name__} was returned for {len(rows)} completions; return a list of scores")
         results = list(given)
         if len(results) != len(rows):
             raise ValueError(f"{len(results)} scores were returned for {len(rows)} completions")

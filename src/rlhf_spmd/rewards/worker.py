@@ -40,7 +40,8 @@ def _die_with_parent(parent: int) -> None:
 def _number(value: Any) -> float:
     """Python and NumPy numbers, and tensors of one element; text that looks like a number is a mistake, not a score."""
     if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
-        raise TypeError(f"{type(value).__name__} is not a number")
+        hint = "; a function with an argument completions takes and returns lists" if isinstance(value, list) else ""
+        raise TypeError(f"{type(value).__name__} is not a number{hint}")
     number = float(value)
     if not math.isfinite(number):
         raise ValueError(f"{number} is not finite")
@@ -83,14 +84,14 @@ def _said(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"[: 2000 - len(place)] + place
 
 
-def _read(value: Any, batched: bool) -> tuple[float | None, dict[str, float]] | str | None:
-    """A row's result as the protocol has it. None, in a list, says that the function does not apply to the row."""
+def _read(value: Any) -> tuple[float | None, dict[str, float]] | str | None:
+    """A row's result as the protocol has it. None says that the function does not apply to the row."""
     if value is OVERRUN:
         return None
     try:
         if isinstance(value, BaseException):
             raise value
-        return (None, {}) if batched and value is None else read_result(value)
+        return (None, {}) if value is None else read_result(value)
     except Exception as error:  # the process boundary: the value's class is the user's too
         return _said(error)
 
@@ -110,7 +111,7 @@ def _serve(bound: BoundReward, requests: Any, answers: Any, timeout_s: float) ->
         start = time.monotonic()
         results: Any
         try:
-            results = [_read(value, bound.batched) for value in bound.call(rows, timeout_s)]
+            results = [_read(value) for value in bound.call(rows, timeout_s)]
         # The process boundary: whatever the user's function raises, sys.exit() included, is that call's failure.
         except BaseException as error:
             results = _said(error)

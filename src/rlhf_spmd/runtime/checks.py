@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass, replace
@@ -9,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from rlhf_spmd.algorithms.base import AlgorithmConfig
-from rlhf_spmd.config.schema import ConfigError
+from rlhf_spmd.config.schema import ConfigError, first_line, type_hints
 from rlhf_spmd.controller import Graph
 from rlhf_spmd.data.dataset import DatasetConfig, TokenDataset
 from rlhf_spmd.data.prompts import DataConfig, PromptDataset, PromptsConfig
@@ -27,6 +28,15 @@ def settings_of(module: ModuleType) -> type[AlgorithmConfig]:
             f"algorithm '{module.__name__}': its Config must be a dataclass that derives from rlhf_spmd.algorithms.base."
             f"AlgorithmConfig; it is {config!r}"
         )
+    for what, check in (
+        ("step must take (models, data, config, number)", lambda: inspect.signature(module.step).bind(*"mdcn")),
+        ("the types of its Config cannot be read", lambda: type_hints(module.Config)),
+    ):
+        try:
+            check()
+        # The boundary to the user's code: whatever its annotations raise.
+        except Exception as error:
+            raise ValueError(f"algorithm '{module.__name__}': {what}: {first_line(error)}") from error
     said = f"algorithm '{module.__name__}': its Config's own settings would be ignored;"
     settings = {f.name for f in fields(config)}
     typed = {name for kind in config.__mro__ for name in vars(kind).get("__annotations__", {})}
@@ -101,6 +111,8 @@ def _check_generation(config: Any, plans: Mapping[str, RolePlan]) -> None:
     prompts, least = config.data.train_batch_size, config.algorithm.min_samples
     if config.sampling.greedy:
         raise ValueError("sampling.temperature=0: training needs samples; use a temperature above 0")
+    if config.sampling.top_k == 1:
+        raise ValueError("sampling.top_k=1: training needs samples; use more, or 0 for no limit")
     if in_flight(config) is not None and not config.algorithm.rows_in_flight:
         raise ValueError(
             f"data.gen_batch_size={config.data.gen_batch_size}: {config.algorithm.name} takes no prompts in flight; leave it out"

@@ -9,7 +9,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -62,6 +62,7 @@ class OptimConfig:
     clip_grad: float | None = 1.0
     master_weights: bool = True
     offload: bool = False
+    needs: ClassVar[Mapping[str, tuple[str, ...]]] = {"name=muon": ("momentum",)}
 
     def check(self, where: str) -> None:
         """``where`` names the config node, as in ``models.actor.optim``. Raises ValueError: key, value and what is allowed."""
