@@ -55,7 +55,7 @@ CONFIG = [
     (["sampling.temperature=0"], 1, ["sampling.temperature=0", "above 0"]),
     (["sampling.top_k=1"], 1, ["sampling.top_k=1: training needs samples; use more, or 0 for no limit"]),
     (["models.actor.optim.momentum=0.9"], 1, ["optim.momentum=0.9 does nothing without models.actor.optim.name=muon; leave"]),
-    (["sampling.top_p=2"], 1, ["sampling.top_p=2.0", "(0, 1]"]),
+    (["sampling.top_p=2"], 1, ["sampling.top_p=2.0", "above 0 and at most 1"]),
     (["algorithm.gamma=1.5"], 1, ["algorithm.gamma=1.5", "at least 0 and at most 1"]),
     (["algorithm.clip_ratio_low=nan"], 1, ["algorithm.clip_ratio_low = nan", "[0, 1]"]),
     (["algorithm.cliprange_value=nan"], 1, ["algorithm.cliprange_value=nan", "at least 0"]),
