@@ -306,7 +306,8 @@ class Controller:
             assert rows is not None, f"{name}: a reference without rows"
             wanted = stream.wanted(reference, name, role.unused)
             tokens = tuple([piece for token in spec.tokens for piece in reference.fields.get(token, ())])
-            cut = Cut(production.members.num_parts, stream.keep_groups, speeds=production.members.speeds, limits=self.limits)
+            limits = (0, 0) if stream.keep_groups else self.limits  # of whole groups nothing hangs on them
+            cut = Cut(production.members.num_parts, stream.keep_groups, speeds=production.members.speeds, limits=limits)
             if spec.kind == "train":
                 if not (len(rows) or self._tracing):
                     raise ValueError(
