@@ -244,6 +244,14 @@ def test_mini_batches_are_the_same_for_any_number_of_parts_and_any_tokens() -> N
     assert tuple(place_rows(Cut(1, True, 4, 3, seed=2), groups, apart(tokens_of(39)))[1][0]) != first, "the seed decides"
 
 
+def test_rows_whose_responses_are_unknown_are_dealt_one_by_one() -> None:
+    """Prompts are then all that counts, and of a whole group they would count once: half of the parts would get no row."""
+    index = torch.arange(2)
+    prompts = source(Batch(index, index, {"prompt_ids": ragged([[5] * 90, [5] * 91], torch.int32)})).repeat(16)
+    intake = Intake(prompts.rows, {}, prompts.fields["prompt_ids"], Cut(8, keep_groups=False))
+    assert np.bincount(intake.placement.parts[0], minlength=8).tolist() == [4] * 8
+
+
 def test_single_rows_balance_better_than_groups() -> None:
     groups, tokens = np.repeat(np.arange(16), 8), tokens_of(128)
     fullest = [np.bincount(place_rows(Cut(8, keep), groups, apart(tokens))[0][0], tokens).max() for keep in (True, False)]

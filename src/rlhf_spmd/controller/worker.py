@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_spmd.controller.pool import GroupShape, ResourcePool
 from rlhf_spmd.controller.protocols import Members, Protocol
-from rlhf_spmd.controller.reference import Production, Reference
+from rlhf_spmd.controller.reference import PROMPT, Production, Reference
 from rlhf_spmd.data.batch import Batch
 
 if TYPE_CHECKING:
     from rlhf_spmd.controller.controller import Controller
 
 KINDS = ("generate", "infer", "train", "arithmetic", "control")
-TOKENS = ("prompt_ids", "response_ids")
+TOKENS = (PROMPT, "response_ids")
 
 
 @dataclass(frozen=True)

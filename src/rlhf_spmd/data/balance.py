@@ -196,10 +196,8 @@ def cut_rows(
         ways += [[run for rows in whole for run in _runs(rows, sizes, max_tokens)]]
         ways += [_runs([row for rows in whole for row in rows], sizes, max_tokens)]
     cuts = [(way, cut(way, None)) for way in ways]
-    if len(cuts) > 1:
-        may = [(way, bins) for way, bins in cuts if number is None or len(bins) <= number] or cuts[:1]
-        cuts = [min(may, key=lambda one: computed(one[1]).sum() + len(one[1]) * max_tokens * MICRO_BATCH)]
-    (way, bins), *_ = cuts
+    may = [(way, bins) for way, bins in cuts if number is None or len(bins) <= number] or cuts[:1]
+    way, bins = min(may, key=lambda one: computed(one[1]).sum() + len(one[1]) * max_tokens * MICRO_BATCH)
     bins = bins if number is None else cut(way, number)
     found = sorted(zip(computed(bins).tolist(), bins, strict=True), key=lambda one: (not one[1], -one[0], one[1]))
     return [rows for _, rows in found]
