@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 
@@ -15,7 +16,7 @@ from rlhf_spmd.planner.meshes import Meshes
 from rlhf_spmd.planner.problem import Call, Choice, Mesh, Option, Plan, Problem
 from rlhf_spmd.planner.search import NoPlanError, exact
 from rlhf_spmd.planner.search import enumerate as enumerate_roles
-from rlhf_spmd.planner.search.loads import least_load
+from rlhf_spmd.planner.search.loads import Loads
 from rlhf_spmd.planner.simulate import simulate, start_times
 
 
@@ -139,9 +140,32 @@ def test_bounds_are_bounds() -> None:
             placed = [(choice.mesh, its) for choice, its in zip(plan, seconds, strict=True)]
             tables = [{mesh.count: its} for mesh, its in placed]
             for decided in range(len(plan) + 1):
-                assert least_load(meshes, placed[:decided], tables[decided:]) <= schedule.seconds + 1e-9
+                alone, ordered = (Loads(meshes, tables[decided:], order).least(placed[:decided]) for order in (False, True))
+                assert alone <= ordered <= schedule.seconds + 1e-9
                 some = [choice.mesh if node < decided else None for node, choice in enumerate(plan)]
                 assert start_times(problem, range(len(plan)), some, seconds)[1] <= schedule.seconds
+
+
+@pytest.mark.parametrize(("size", "local"), [(4, 4), (8, 4), (6, 2)])
+def test_calls_that_wait_for_ranks_alone_are_packed_as_well_as_can_be(size: int, local: int) -> None:
+    rng, in_order = random.Random(size), 0
+    for _ in range(25):
+        options = [tuple(one(n, rng.randint(1, 20)) for n in range(1, size + 1)) for _ in range(3)]
+        calls = tuple(call(f"c{number}", set(), *its) for number, its in enumerate(options))
+        problem = Problem(calls, local, (1e6,) * size, {c.role: 0.0 for c in calls}, 4.0, 1.0)
+        meshes = Meshes(problem)
+        nodes = [mesh for its in meshes.of.values() for mesh in its if mesh not in meshes.left]
+        tables = [{option.size: option.seconds for option in its} for its in options]
+
+        def end(places: Sequence[Mesh], problem: Problem = problem, tables: list[dict[int, float]] = tables) -> float:
+            seconds = [table[mesh.count] for table, mesh in zip(tables, places, strict=True)]
+            return start_times(problem, range(3), places, seconds)[1]
+
+        loads = Loads(meshes, tables, True, nodes_only=True)
+        packing = loads.packing()
+        assert end([packing[number] for number in range(3)]) == loads.least() == min(map(end, product(nodes, repeat=3)))
+        in_order += loads.least() > Loads(meshes, tables, False, nodes_only=True).least()
+    assert in_order  # in some the order of calls makes a difference
 
 
 def test_time_that_is_up_leaves_a_plan_and_its_bound() -> None:

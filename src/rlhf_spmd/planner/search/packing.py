@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from rlhf_spmd.planner.meshes import Meshes
 from rlhf_spmd.planner.problem import Mesh, Problem
-from rlhf_spmd.planner.search.loads import least_load
+from rlhf_spmd.planner.search.loads import Loads
 from rlhf_spmd.planner.simulate import start_times
 
 Table = tuple[tuple[int, float], ...]  # (size, the fewest seconds on as many ranks)
@@ -59,7 +59,7 @@ class Phase:
         self.problem, self.nodes, self.meshes, self._effort = problem, nodes, meshes, effort
         self._known: dict[object, tuple[float, float]] = {}  # a lower bound, and a packing's seconds
         self._witnesses: dict[tuple[int, ...], list[dict[int, Mesh]]] = {}
-        self.patience = 0 if problem.ahead else 1000  # schedules for a bound
+        self.patience = 0 if problem.ahead else 20_000  # schedules for a bound
 
     def bound(self, fixed: Fixed, free: Mapping[int, Table], floor: float, budget: float) -> float:
         """The fewest seconds, from ``floor`` to ``budget``, where free calls may take any mesh for the seconds of its size.
@@ -77,6 +77,7 @@ class Phase:
             lower = packing.least_area()
             if free and max(lower, floor) < budget:
                 lower = max(lower, packing.least_load())
+                witnesses[:] = [*packing.of_nodes(), *witnesses[:5]]
         if max(lower, floor) < min(budget, upper):
             upper = min([upper, *(packing.ends(meshes) for meshes in witnesses)])
         if max(lower, floor) < min(budget, upper):
@@ -146,6 +147,7 @@ class _Packing:
         self._order = sorted(free, key=lambda node: -self._least(node, math.inf))
         self._best = budget
         self._chosen: dict[int, Mesh] | None = None
+        self._loads: dict[int, Loads] = {}  # of the calls from each depth on
 
     def _least(self, node: int, below: float) -> float:
         """Ranks times seconds that a call needs at least if it is to take less than so many seconds."""
@@ -166,10 +168,19 @@ class _Packing:
             value = min([need, *(seconds for seconds in steps if seconds > within)])
         return value
 
-    def least_load(self) -> float:
-        """Of the busiest rank, beside the calls that have a mesh."""
-        placed = [(mesh, seconds) for mesh, seconds in zip(self._meshes, self._seconds, strict=True) if mesh]
-        return least_load(self._phase.meshes, placed, [dict(t) for node, t in self._free.items() if self._meshes[node] is None])
+    def least_load(self, depth: int = 0) -> float:
+        """Of the calls from ``depth`` on, beside those that have a mesh."""
+        if depth not in self._loads:
+            tables = [dict(table) for node, table in self._free.items() if node in self._order[depth:]]
+            self._loads[depth] = Loads(self._phase.meshes, tables, not self._phase.problem.ahead)
+        return self._loads[depth].least([(mesh, its) for mesh, its in zip(self._meshes, self._seconds, strict=True) if mesh])
+
+    def of_nodes(self) -> list[dict[int, Mesh]]:
+        """The best packing of the free calls onto nodes of the tree of halves, where nothing stands in their way."""
+        if self._phase.problem.ahead or any(self._meshes):
+            return []
+        packing = Loads(self._phase.meshes, [dict(table) for table in self._free.values()], True, nodes_only=True).packing()
+        return [{node: packing[number] for number, node in enumerate(self._free)}] if packing else []
 
     def ends(self, meshes: Mapping[int, Mesh]) -> float:
         """Of a packing of the free calls."""
@@ -192,7 +203,7 @@ class _Packing:
             self._best, self._chosen = value, {node: mesh for node in self._order if (mesh := self._meshes[node])}
             return
         node, alone = self._order[depth], self._seconds[self._order[depth]]
-        if 0 < depth <= len(self._order) - 3 and self.least_load() >= self._best:
+        if 0 < depth <= len(self._order) - 3 and self.least_load(depth) >= self._best:
             return
         whole = len(self._phase.problem.memory)
         rest = area + sum(self._least(other, self._best) for other in self._order[depth + 1 :])
