@@ -183,6 +183,7 @@ def prepare(
                 one.check_together(environment_key(name), config.run.timeout_s, steps, ahead)
     checks.check_validation(config, algorithm, hasattr(module, "validate"))
     checks.check_batches(config, plans)
+    checks.check_idle(config, algorithm)
     checks.check_staleness(config, plans, traced)
     checks.check_lengths(config, algorithm, plans)
     checks.exact_rollouts(config, plans)  # raises if it is demanded and cannot be
@@ -204,8 +205,7 @@ def prepare(
     if launch is None:
         return ready
     checkpointing, memory, *warnings = check_launch(ready, traced(), launch)
-    if not any(call.spec.kind == "train" for call in traced().nodes):
-        warnings.append(f"{module.__name__}.step makes no update: nothing is trained")
+    warnings += checks.idle_updates(config, plans, traced())
     return replace(ready, checkpointing=checkpointing, memory=memory, warnings=tuple(filter(None, warnings)))
 
 

@@ -53,6 +53,11 @@ CONFIG = [
     (["run.dir=${run.nmae}"], 1, ["run.dir", "run.nmae"]),
     (["sampling.temperature=-1"], 1, ["sampling.temperature=-1.0", "0.001"]),
     (["sampling.temperature=0"], 1, ["sampling.temperature=0", "above 0"]),
+    (
+        ["sampling.temperature=0", "sampling.n=2"],
+        1,
+        ["sampling.temperature=0 is greedy: the sampling.n=2 responses to a prompt would be the same"],
+    ),
     (["sampling.top_k=1"], 1, ["sampling.top_k=1: training needs samples; use more, or 0 for no limit"]),
     (["models.actor.optim.momentum=0.9"], 1, ["optim.momentum=0.9 does nothing without models.actor.optim.name=muon; leave"]),
     (["sampling.top_p=2"], 1, ["sampling.top_p=2.0", "above 0 and at most 1"]),

@@ -155,6 +155,7 @@ def _read_file(path: str | Path | Mapping[str, Any] | None) -> DictConfig:
 
 
 def _merge_overrides(file: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """``key=null`` takes a section out, as if the file did not have it."""
     raw = OmegaConf.create(dict(file))
     for override in overrides:
         key, equals, value = override.partition("=")
@@ -169,6 +170,11 @@ def _merge_overrides(file: Mapping[str, Any], overrides: Sequence[str]) -> dict[
         try:
             given = OmegaConf.from_dotlist([override])
             clash = _clash(OmegaConf.to_container(raw), OmegaConf.to_container(given), "")
+            outer, _, last = key.rpartition(".")
+            section = OmegaConf.select(raw, outer) if outer else raw
+            if value == "null" and OmegaConf.is_dict(section) and OmegaConf.is_dict(section.get(last)):
+                del section[last]
+                continue
             raw = cast(DictConfig, OmegaConf.unsafe_merge(raw, given))
         except (YAMLError, OmegaConfBaseException, ValueError, TypeError) as error:
             raise ConfigError(f"override '{override}' cannot be read: {first_line(error)}") from error

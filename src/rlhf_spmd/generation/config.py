@@ -200,6 +200,11 @@ class SamplingConfig:
     def check(self, where: str) -> None:
         """Raises ValueError naming key, value and what is allowed. ``where``: the section, as ``sampling``."""
         check_bounds(self, where, "n", "max_response_length", least=1)
+        if self.greedy and self.n > 1:
+            raise ValueError(
+                f"{where}.temperature=0 is greedy: the {where}.n={self.n} responses to a prompt would be the same; set n to 1, or the "
+                "temperature above 0"
+            )
         if self.temperature != 0.0 and not MIN_TEMPERATURE <= self.temperature <= MAX_FACTOR:
             raise ValueError(
                 f"{where}.temperature={self.temperature}: must be 0 (greedy) or at least {MIN_TEMPERATURE}, at most {MAX_FACTOR}"

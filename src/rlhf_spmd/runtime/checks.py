@@ -15,9 +15,11 @@ from rlhf_spmd.controller import Graph
 from rlhf_spmd.data.dataset import DatasetConfig, TokenDataset
 from rlhf_spmd.data.prompts import DataConfig, PromptDataset, PromptsConfig
 from rlhf_spmd.environments.config import EnvironmentConfig, tools_of
+from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.kernels import can, choose_ops, model_device
 from rlhf_spmd.runtime.roles import RolePlan, check_sampling
 from rlhf_spmd.workers import ModelWorker, RewardWorker
+from rlhf_spmd.workers.optimizer import learning_rate, warmup_steps
 
 
 def settings_of(module: ModuleType) -> type[AlgorithmConfig]:
@@ -182,6 +184,38 @@ def scored_rows(
         if isinstance(data, PromptDataset):
             found += [(f"{where}, row {row['id']!r}", row) for row in data.examples()]
     return [place for place, _ in found], [row for _, row in found]
+
+
+def check_idle(config: Any, algorithm: AlgorithmConfig) -> None:
+    """Raises ValueError for settings of samples that the algorithm does not draw. (``temperature`` is that of all log-probs.)"""
+    kinds = [section.config for section in algorithm.streams.values() if issubclass(section.config, PromptsConfig)]
+    trains = any(issubclass(kind, DatasetConfig) for kind in kinds)
+    for name, draws, when in (("sampling", trains, "in training"), ("val_sampling", bool(kinds), "in validation")):
+        section, usual = getattr(config, name), SamplingConfig()
+        keys = [f.name for f in fields(section) if getattr(section, f.name) != getattr(usual, f.name)]
+        key = next((key for key in keys if key != "temperature"), None)
+        if key is not None and not draws:
+            raise ValueError(
+                f"{name}.{key}={getattr(section, key)}: {algorithm.name} draws no samples {when}; leave {name} out"
+            )
+
+
+def idle_updates(config: Any, plans: Mapping[str, RolePlan], graph: Graph) -> list[str]:
+    """In words, what keeps weights as they are that the run is to train."""
+    trained = dict.fromkeys(call.role.name for call in graph.nodes if call.spec.kind == "train")
+    found = [] if trained else [f"{config.algorithm.name} makes no update: nothing is trained"]
+    for role in trained:
+        optim, where = plans[role].config.optim, f"models.{role}.optim"
+        updates = config.algorithm.updates(role, config.run.steps, config.data.train_batch_size)
+        warmup = warmup_steps(optim, updates)
+        if not (optim.lr or optim.head_lr):
+            found.append(f"{where}.lr={optim.lr}: the weights of {role} stay as they are")
+        elif warmup > updates:
+            rate = f"{learning_rate(optim, updates - 1, updates):.2g}"
+            found.append(
+                f"{where}.lr_warmup_steps={warmup}, and {role} has {updates} updates: its learning rate ends at {rate}"
+            )
+    return found
 
 
 def check_lengths(config: Any, algorithm: AlgorithmConfig, plans: Mapping[str, RolePlan]) -> None:

@@ -1,0 +1,52 @@
+"""Settings by which a run would learn nothing, or that nothing reads: said before it starts; and sections that an override drops."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import tasks
+from rlhf_spmd.config.load import load
+from rlhf_spmd.parallel.world import Launch
+from rlhf_spmd.train import TrainConfig, prepare
+
+
+def ppo(tmp_path: Path, *overrides: str) -> tuple[str, ...]:
+    """Warnings of the small PPO task, four steps of two mini-batches, with these settings."""
+    settings = [*tasks.settings(tmp_path, 1), "run.steps=4", *overrides]
+    return prepare(str(tasks.task() / "ppo.json"), settings, 1, launch=Launch()).warnings
+
+
+def test_an_update_that_changes_nothing_and_a_warm_up_that_never_ends_are_said(tmp_path: Path) -> None:
+    assert ppo(tmp_path) == ()
+    lines = sorted(
+        ppo(tmp_path, "models.actor.optim.lr=0", "models.critic.optim.lr=1e-3", "models.critic.optim.lr_warmup_steps=400")
+    )
+    assert lines[0] == "models.actor.optim.lr=0.0: the weights of actor stay as they are"
+    found = re.fullmatch(
+        r"models\.critic\.optim\.lr_warmup_steps=400, and critic has (\d+) updates: .* ends at (\S+)", lines[1]
+    )
+    assert found is not None, lines
+    updates, rate = int(found[1]), float(found[2])
+    assert updates >= 4
+    assert rate == pytest.approx(1e-3 * updates / 400, rel=0.06)  # two digits are shown
+    assert ppo(tmp_path, f"models.critic.optim.lr_warmup_steps={updates}") == ()
+
+
+@pytest.mark.parametrize(("key", "when"), [("sampling.n=2", "in training"), ("val_sampling.top_p=0.5", "in validation")])
+def test_settings_of_samples_that_nobody_draws_are_refused(key: str, when: str, tmp_path: Path) -> None:
+    given = ["algorithm.name=dpo", f"data.path={tmp_path}/none.jsonl", f"models.actor.path={tasks.task() / 'actor'}"]
+    with pytest.raises(ValueError, match=rf"^{key.replace('.', chr(92) + '.')}.*: dpo draws no samples {when}; leave \w+ out$"):
+        prepare(None, [*given, f"run.dir={tmp_path}", "run.test_freq=0", key], 1)
+
+
+def test_null_takes_a_section_of_the_file_out(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("models: {actor: {path: here}, critic: {path: there}}\nrun: {seed: 3}\n")
+    assert sorted(load(TrainConfig, file).models) == ["actor", "critic"]
+    found = load(TrainConfig, file, ["models.critic=null", "run=null"])
+    assert (sorted(found.models), found.run.seed) == (["actor"], TrainConfig().run.seed)
+    again = load(TrainConfig, file, ["models.critic=null", "models.critic.path=elsewhere"])
+    assert again.models["critic"].path == "elsewhere"
+    with pytest.raises(ValueError, match=r"models\.critic=None must be a mapping"):
+        load(TrainConfig, {"models": {"critic": None}})
