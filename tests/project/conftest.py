@@ -26,11 +26,13 @@ def run_script(out: Path, name: str, *arguments: str, **environment: str) -> Ran
     return json.loads(out.read_text()), done.stdout
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def scripts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[Ran]]]:
-    """By test, the runs of all tests of this session, two side by side: alone, each leaves other cores idle most of the time."""
+    """By test, the runs of all tests of this file, two side by side: alone, each leaves other cores idle most of the time. Not those of
+    other files, which another worker of pytest may run."""
     directory = tmp_path_factory.mktemp("bench")
-    marks = {item.nodeid: mark for item in request.session.items if (mark := item.get_closest_marker("script"))}
+    own = [item for item in request.session.items if item.path == request.path]
+    marks = {item.nodeid: mark for item in own if (mark := item.get_closest_marker("script"))}
     with ThreadPoolExecutor(2) as pool:
         outs = {test: directory / f"{number}.json" for number, test in enumerate(marks)}
         yield {test: pool.submit(run_script, outs[test], *mark.args[0].split(), **mark.kwargs) for test, mark in marks.items()}

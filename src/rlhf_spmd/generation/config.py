@@ -127,7 +127,7 @@ class SamplingConfig:
     """How the next token is drawn. What changes the distribution applies in this order, which is vLLM's: allowed, forbidden and
     stop tokens, bias, penalties, temperature, min_p, top_k, top_p.
 
-    - n: responses per prompt
+    - n: responses per prompt; 1 where `temperature` is 0
     - temperature: 0 is greedy (of `train` only in validation); 1e-3 to 1e6
     - top_p: keeps the smallest set of likeliest tokens that reach this probability, of what is left; 1: off
     - top_k: keeps the likeliest, and ties with the last of them; 0 or -1: off
