@@ -174,7 +174,7 @@ DOUBLE = {family: 1e-12 for family in FAMILIES if family != "qwen3-moe"} | {
 }  # transformers' experts have no float64
 CASES = [
     *((family, torch.float64, most) for family, most in DOUBLE.items()),
-    *((name, torch.float32, 3e-5) for name in FAMILIES),
+    *((name, torch.float32, 1e-4) for name in FAMILIES),  # their order of sums; float64 holds the formula
 ]
 
 
