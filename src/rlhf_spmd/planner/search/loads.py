@@ -29,9 +29,6 @@ class Loads:
     def __init__(self, meshes: Meshes, free: Sequence[Mapping[int, float]], ordered: bool, nodes_only: bool = False) -> None:
         self.meshes, self.free, self.ordered = meshes, free, ordered
         self.subsets, self.rests, self.starts = _splits(len(free))
-        self.members = np.array(
-            [[number >> call & 1 for call in range(len(free))] for number in range(1 << len(free))], dtype=float
-        )
         self.inside = {half.count for half in halves(meshes.whole, meshes.local_size)} if meshes.whole.count > 1 else set()
         self.left = {mesh.count for mesh in meshes.left if not nodes_only}
         self.times, self.ways = cache(self._times), cache(self._ways)
@@ -51,7 +48,7 @@ class Loads:
     def _times(self, count: int) -> np.ndarray:
         left = self.left if count in self.inside else ()
         seconds = [min([table.get(count, NEVER), *(table.get(n, NEVER) for n in left)]) for table in self.free]
-        return self.members @ np.array(seconds) if self.free else np.zeros(1)
+        return _members(len(self.free)) @ np.array(seconds) if self.free else np.zeros(1)
 
     def _end(self, mesh: Mesh, among: Sequence[tuple[Mesh, float]]) -> np.ndarray:
         """Of all sets of free calls in a node, beside those ``among`` which lie in it or around it."""
@@ -94,6 +91,12 @@ class Loads:
     def _best(self, ends: np.ndarray, calls: int) -> int:
         pairs = slice(self.starts[calls], [*self.starts, len(ends)][calls + 1])
         return int(self.starts[calls] + np.argmin(ends[pairs]))
+
+
+@cache
+def _members(calls: int) -> np.ndarray:
+    """[sets, calls]: 1 where a set, as bits, has a call."""
+    return (np.arange(1 << calls)[:, None] >> np.arange(calls) & 1).astype(float)
 
 
 @cache
