@@ -181,8 +181,8 @@ class SamplingConfig:
         return Drawing(self.temperature, self.top_p, self.top_k, self.min_p)
 
     def drawn_by(self, drawing: Drawing) -> SamplingConfig:
-        """The same but for ``drawing``."""
-        return replace(self, **drawing._asdict())
+        """That of a row which is drawn so."""
+        return replace(self, n=1, **drawing._asdict())
 
     @property
     def plain(self) -> bool:

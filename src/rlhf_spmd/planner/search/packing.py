@@ -80,7 +80,8 @@ class Phase:
                 witnesses[:] = [*packing.of_nodes(), *witnesses[:5]]
         if max(lower, floor) < min(budget, upper):
             upper = min([upper, *(packing.ends(meshes) for meshes in witnesses)])
-        if max(lower, floor) < min(budget, upper):
+        is_worth = budget < math.inf or not witnesses  # before there is a plan any packing will do
+        if is_worth and max(lower, floor) < min(budget, upper):
             try:
                 found, chosen = packing.run(max(lower, floor), self._effort.evaluations + self.patience)
                 if chosen is not None:
