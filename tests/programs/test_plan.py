@@ -104,7 +104,13 @@ def test_a_plan_for_sixteen_gpus(capsys: pytest.CaptureFixture[str], tmp_path: P
 
 @pytest.mark.parametrize("name", ["exact", "mcmc", "enumerate", "grid"])
 def test_searches(capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str) -> None:
-    arguments = [*large("actor", "reward"), "cluster.nodes=2", f"plan.out={tmp_path / 'plan.yaml'}", "plan.time_limit_s=4"]
+    limit = 60 if name == "exact" else 4  # mcmc takes all of it; a proof must not end because the machine is busy
+    arguments = [
+        *large("actor", "reward"),
+        "cluster.nodes=2",
+        f"plan.out={tmp_path / 'plan.yaml'}",
+        f"plan.time_limit_s={limit}",
+    ]
     best = made(capsys, *arguments)["step_seconds"]
     found = made(capsys, *arguments, f"plan.search={name}")
     assert found["step_seconds"] >= best * (1 - 1e-6) and found["optimal"] is (name == "exact")
