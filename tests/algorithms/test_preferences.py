@@ -361,8 +361,8 @@ def test_the_multiplier_is_in_checkpoints(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "more", "message"),
     [
-        ("safe_rlhf", ("algorithm.ptx_coeff=0",), r"algorithm.ptx_coeff=0.0: the coefficient and the section ptx go together"),
-        ("safe_rlhf", ("ptx=null",), r"algorithm.ptx_coeff=0.1: the coefficient and the section ptx go together"),
+        ("safe_rlhf", ("algorithm.ptx_coeff=0",), r"algorithm.ptx_coeff=0.0: it and the section ptx go together"),
+        ("safe_rlhf", ("ptx=null",), r"algorithm.ptx_coeff=0.1: it and the section ptx go together"),
         ("safe_rlhf", ("rewards.cost.model=null",), r"there is no cost: give rewards.cost.function, a reward model as"),
         ("dpo", ("algorithm.max_token_len_per_gpu=30",), r"the longest pair of data has \d+ tokens.*must hold a pair"),
         ("dpo", ("reward.function=exact_match",), r"reward scores responses to prompts, and there are none: leave it out"),

@@ -62,7 +62,7 @@ def test_files_and_functions_are_short() -> None:
     for path in sorted(SOURCE.rglob("*.py")):
         text = path.read_text()
         name = str(path.relative_to(SOURCE))
-        if text.count("\n") > 400:
+        if text.count("\n") > (150 if name.startswith("algorithms/") and "\ndef step(" in text else 400):
             long_files.append(name)
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):

@@ -1,5 +1,5 @@
 """DAPO (Yu et al. 2025, arXiv 2503.14476): GRPO's advantages without a reference, a wider upper clip, a penalty for over-long
-responses, and prompts whose responses all score alike replaced by further ones."""
+responses, and prompts whose responses all score alike replaced by further ones. The settings' names are verl's."""
 
 from __future__ import annotations
 
@@ -60,8 +60,6 @@ class FilterGroupsConfig:
 
 @dataclass(frozen=True)
 class Config(PolicyConfig):
-    """The names are verl's."""
-
     name: str = "dapo"
     clip_ratio_low: float | None = 0.2
     clip_ratio_high: float | None = 0.28
@@ -77,8 +75,7 @@ class Config(PolicyConfig):
 
     def check_together(self, config: Any, plans: Any, tokenizer: Any) -> None:
         super().check_together(config, plans, tokenizer)
-        limit = config.sampling.max_response_length or config.data.max_response_length
-        room = self.overlong_buffer.len
+        limit, room = config.sampling.max_response_length or config.data.max_response_length, self.overlong_buffer.len
         if self.overlong_buffer.enable and (room or 1) > limit:
             raise ValueError(f"algorithm.overlong_buffer.len={room} must be at most data.max_response_length={limit}")
 
@@ -86,17 +83,14 @@ class Config(PolicyConfig):
 def step(models: Any, data: Any, config: Config, number: int) -> list[Reference]:
     """One DAPO step. Returns the calls whose values are the step's metrics; those of rewards are of its first batch of prompts."""
     # 1. prompts, until enough of them have responses that score differently; counted in rows, of which each group has as many
-    calls: list[Reference] = []
-    batches: list[Reference] = []
-    found = wanted = 0
+    calls, batches, found, wanted = list[Reference](), list[Reference](), 0, 0
     filtering, judge = config.filter_groups, shaped(config, data.sampling.max_response_length)
     for _ in range(filtering.max_num_gen_batches if filtering.enable else 1):
         batch, rollout = sample(models, data, number)
         scores, scored = score(models, batch)
-        batch = batch.union(scores)
-        judged = models.arithmetic.apply(batch, judge, ("scores",), gives=("seq_rewards", "spread"), keep_groups=True)
+        judged = models.arithmetic.apply(batch.union(scores), judge, ("scores",), ("seq_rewards", "spread"), keep_groups=True)
         calls, wanted = calls or [rollout, *scored, judged], wanted or len(batch)
-        batch = batch.union(judged)
+        batch = batch.union(scores, judged)
         if filtering.enable:
             batch = batch.take(models.controller.get_field(judged, "spread") > 0)
         batches.append(batch)

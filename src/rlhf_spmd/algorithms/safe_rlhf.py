@@ -61,17 +61,13 @@ class Config(PPOConfig):
             raise ValueError(f"{where}.lambda_init={self.lambda_init} must be at most {where}.lambda_max={self.lambda_max}")
         for key in ("share_actor_critic", "norm_reward", "norm_value"):
             if getattr(self, key) != self.__dataclass_fields__[key].default:
-                raise ValueError(
-                    f"{where}.{key}={getattr(self, key)}: safe_rlhf has two critics and no such thing; leave it out"
-                )
+                raise ValueError(f"{where}.{key}={getattr(self, key)}: safe_rlhf has two critics, not this; leave it out")
         if not self.use_kl_in_reward or self.kl_ctrl.type != "fixed":
             raise ValueError(f"{where}: safe_rlhf has the KL in the rewards, with kl_ctrl.type=fixed; use_kl_loss may be added")
 
     def check_streams(self, given: Collection[str], where: str) -> None:
         if ("texts" in given) != (self.ptx_coeff > 0):
-            raise ValueError(
-                f"{where}.ptx_coeff={self.ptx_coeff}: the coefficient and the section ptx go together; give both or none"
-            )
+            raise ValueError(f"{where}.ptx_coeff={self.ptx_coeff}: it and the section ptx go together; give both or none")
 
     @property
     def roles(self) -> Mapping[str, RoleClass]:
@@ -96,9 +92,8 @@ def step(models: Any, data: Any, config: Config, number: int) -> list[Reference]
     advantages = models.lagrange.apply(judged, lagrangian(config, number), reads, ("advantages", "returns", "cost_returns"))
 
     # 3. updates
-    of_costs = batch.union(
-        cost_values.rename(old_cost_values="old_values"), advantages.select("cost_returns").rename(cost_returns="returns")
-    )
+    cost_returns = advantages.select("cost_returns").rename(cost_returns="returns")
+    of_costs = batch.union(cost_values.rename(old_cost_values="old_values"), cost_returns)
     calls = [rollout, *scored, costs, old, advantages]
     calls.append(models.critic.update(batch.union(values, advantages), clipped_value(config), **config.schedule))
     calls.append(models.cost_critic.update(of_costs, of_cost_critic(clipped_value(config)), **config.schedule))
@@ -137,9 +132,8 @@ def lagrangian(config: Config, number: int) -> Function:
             sides.append(whiten(found[0], whole.sum(moments(found[0][learnt]))).masked_fill(~learnt, 0.0))
             returns.append(rows.per_token(found[1].where(learnt, fields[values])))
         advantages = rows.per_token((sides[0] - multiplier * sides[1]) / (1 + multiplier))
-        told = {"safe_rlhf/lambda": multiplier, "actor/kl": kl_sum / tokens} | (
-            {"safe_rlhf/cost_excess": excess} if count else {}
-        )
+        told = {"safe_rlhf/lambda": multiplier, "actor/kl": kl_sum / tokens}
+        told |= {"safe_rlhf/cost_excess": excess} if count else {}
         return {"advantages": advantages, "returns": returns[0], "cost_returns": returns[1]}, told
 
     return compute_advantage
