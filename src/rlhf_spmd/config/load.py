@@ -169,11 +169,10 @@ def _merge_overrides(file: Mapping[str, Any], overrides: Sequence[str]) -> dict[
             raise ConfigError(f"override '{override}' has no value; write {key}=null, or {key}='' for an empty text")
         try:
             given = OmegaConf.from_dotlist([override])
-            clash = _clash(OmegaConf.to_container(raw), OmegaConf.to_container(given), "")
-            outer, _, last = key.rpartition(".")
-            section = OmegaConf.select(raw, outer) if outer else raw
-            if value == "null" and OmegaConf.is_dict(section) and OmegaConf.is_dict(section.get(last)):
-                del section[last]
+            before = OmegaConf.to_container(raw)
+            clash = _clash(before, OmegaConf.to_container(given), "")
+            if value == "null" and _drop_section(before, key.split(".")):
+                raw = OmegaConf.create(cast(dict[str, Any], before))
                 continue
             raw = cast(DictConfig, OmegaConf.unsafe_merge(raw, given))
         except (YAMLError, OmegaConfBaseException, ValueError, TypeError) as error:
@@ -183,6 +182,17 @@ def _merge_overrides(file: Mapping[str, Any], overrides: Sequence[str]) -> dict[
                 f"override '{override}': '{clash}' is a section and has no value of its own; set '{clash}.<key>=...'"
             )
     return cast(dict[str, Any], OmegaConf.to_container(raw))
+
+
+def _drop_section(tree: Any, path: Sequence[str]) -> bool:
+    """Whether there was a section there. On plain values: interpolations in the tree may need overrides that are still to come."""
+    *outer, last = path
+    for name in outer:
+        tree = tree.get(name) if isinstance(tree, dict) else None
+    found = isinstance(tree, dict) and isinstance(tree.get(last), dict)
+    if found:
+        del tree[last]
+    return found
 
 
 def _not_an_option(given: str, overrides: Sequence[str]) -> str:
