@@ -19,11 +19,11 @@ What holds, and what the code below rests on:
 
 from __future__ import annotations
 
-import copy
 import json
 import sys
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from functools import cache
 from types import FrameType
 from typing import Any
 
@@ -111,7 +111,7 @@ class Controller:
     def trace(self, script: Callable[..., Any], *args: Any) -> Graph:
         """The script's dataflow graph; nothing is computed and nothing moves."""
         outer, versions = self.graph, self.versions
-        self.graph, self.versions, self._tracing = Graph(), copy.deepcopy(versions), True
+        self.graph, self.versions, self._tracing = Graph(), versions.copy(), True
         try:
             script(*args)
             return self.graph
@@ -368,6 +368,8 @@ def ordered_values(parts: Sequence[Any], num_references: int) -> list[list[Any]]
 
 
 def _references(batch: Any) -> list[Reference]:
+    if batch is None:
+        return []
     if isinstance(batch, Reference):
         return [batch]
     several = isinstance(batch, (list, tuple)) and bool(batch) and all(isinstance(entry, Reference) for entry in batch)
@@ -375,4 +377,9 @@ def _references(batch: Any) -> list[Reference]:
 
 
 def _site(caller: FrameType) -> str:
-    return f"{caller.f_code.co_filename.rsplit('/', 1)[-1]}:{caller.f_lineno}"
+    return _line(caller.f_code.co_filename, caller.f_lineno)
+
+
+@cache
+def _line(path: str, number: int) -> str:
+    return f"{path.rsplit('/', 1)[-1]}:{number}"

@@ -45,7 +45,7 @@ class Delivery:
         self._foreseen = {call.node: call for call in graph.nodes}
         readers: dict[Production, frozenset[int]] = {}
         for call in graph.nodes:
-            for maker, ranks in lengths_needed(call).items():
+            for maker, ranks in lengths_needed(call).items() if call.intakes else ():
                 readers[maker] = readers.get(maker, frozenset()) | ranks
         for maker, ranks in readers.items():
             if maker.seq < 0:
@@ -159,22 +159,36 @@ class Delivery:
         for foreseen in self._consumers.get(producer.node, ()):
             if (producer.seq, foreseen.node) in self._portioned:
                 continue
-            intakes = [self._real(intake) for intake in foreseen.intakes]
-            if any(intake is None for intake in intakes):
+            intakes = [known for intake in foreseen.intakes if (known := self._real(intake)) is not None]
+            if len(intakes) < len(foreseen.intakes):
                 continue  # its rows are decided later, or placed by token counts that a later call makes
-            for share in self._announce(producer, foreseen, [intake for intake in intakes if intake is not None]):
+            for share in self._announce(producer, foreseen, intakes):
                 self._send(producer, foreseen, share)
 
     def _announce(self, producer: Production, foreseen: Production, intakes: Sequence[Intake]) -> list[Share]:
-        """Note that ``producer`` sends to a foreseen call; returns what it sends."""
+        """Note that ``producer`` sends to a foreseen call; returns what it sends: nothing where all of it stays."""
         shares = [
             (intake, Piece(producer, piece.name, piece.at, piece.ids), names)
             for intake in intakes
             for piece, names in intake.shares
             if isinstance(piece.producer, Production) and piece.producer.seq < 0 and piece.producer.node == producer.node
         ]
+        if self._all_stay(producer, foreseen, shares):
+            return []
         self._pushed[producer.seq, foreseen.node] = foreseen, shares
         return shares
+
+    def _all_stay(self, producer: Production, consumer: Production, shares: list[Share]) -> bool:
+        """Whether a call works on what another made just where it lies, so that no rank sends any of it. False on ranks that do not
+        answer for what was made: they need not know yet where rows go."""
+        index = producer.members.part_of.get(self.rank)
+        if (
+            index is None
+            or producer.members.holders(index)[0] != self.rank
+            or not consumer.members.are_holders(producer.members)
+        ):
+            return False
+        return all(_cut_alike(piece, intake) for intake, piece, _ in shares)
 
     def foreseen_consumers(self, producer: Production) -> Sequence[Production]:
         """As they were traced; none if the call itself came otherwise."""
@@ -207,7 +221,8 @@ class Delivery:
                     return None
                 piece = Piece(self._made[maker.node], piece.name, piece.at, piece.ids)
             tokens.append(piece)
-        return Intake(intake.rows, intake.fields, tuple(tokens), intake.cut, intake.shares)
+        same = tokens == [*intake.tokens]  # none was made in this script
+        return intake if same else Intake(intake.rows, intake.fields, tuple(tokens), intake.cut, intake.shares)
 
     def _send(self, producer: Production, consumer: Production, share: Share) -> None:
         """This rank's part of moving rows to a consumer."""
@@ -227,8 +242,10 @@ class Delivery:
         holders = producer.members.holders(index)
         if holders[0] != self.rank or all(rank in holders for rank in consumer.members.part_of):
             return
-        parts = intake.placement.parts[:, piece.at]
         alike = _cut_alike(piece, intake)
+        if alike and consumer.members.are_holders(producer.members):
+            return
+        parts = intake.placement.parts[:, piece.at]
         mine = parts[0] == index if alike else producer.parts_of(piece.ids) == index
         for wanted in [index] if alike else distinct(parts[:, mine]):
             ranks = [rank for rank in consumer.members.workers(wanted) if rank not in holders]
@@ -302,9 +319,16 @@ def lengths_needed(consumer: Production) -> dict[Production, frozenset[int]]:
     Members also need those by which the senders' own rows were placed, and who knows a call's counts, those that placed its rows.
     """
     found: dict[Production, frozenset[int]] = {}
-    shares = [share for intake in consumer.intakes for share in intake.shares]
-    senders = {piece.producer: None for piece, _ in shares if isinstance(piece.producer, Production)}  # in program order
-    if not any(intake.token_makers for call in (consumer, *senders) for intake in call.intakes):
+    senders: dict[Production, None] = {}  # in program order
+    needed = False
+    for intake in consumer.intakes:
+        needed = needed or bool(intake.token_makers)
+        for piece, _ in intake.shares:
+            maker = piece.producer
+            if isinstance(maker, Production) and maker not in senders:
+                senders[maker] = None
+                needed = needed or any(its.token_makers for its in maker.intakes)
+    if not needed:
         return found
 
     def note(intake: Intake, ranks: frozenset[int]) -> None:

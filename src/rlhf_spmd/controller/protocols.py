@@ -38,7 +38,8 @@ class Members:
     """A protocol on a role's pool, in global ranks. Answers are kept: a script asks for the same ones in every step.
 
     ``part_of``: the part of each rank that runs. ``workers(part)``: the ranks that work on its rows. ``holders(part)``: those that
-    hold them after the call; the first is the one that others fetch from.
+    hold them after the call; the first is the one that others fetch from. ``are_holders(makers)``: whether each rank that works on a
+    part holds that part of what ``makers`` made.
 
     ``rank_speeds``: of each rank of the world; empty: all alike. ``speeds``: of each part, that of its slowest rank, since the ranks of
     a replica wait for each other: tensor slices in every layer, stages in every micro-batch. Every part has as many ranks, so
@@ -55,6 +56,10 @@ class Members:
         self.speeds = tuple(slowest) if len(set(slowest)) > 1 else ()
         self.workers: Callable[[int], list[int]] = cache(lambda part: [rank for rank, its in parts.items() if its == part])
         self.holders: Callable[[int], list[int]] = cache(lambda part: [pool.ranks[i] for i in protocol.holders(shape, part)])
+        self.are_holders: Callable[[Members], bool] = cache(self._are_holders)
+
+    def _are_holders(self, makers: Members) -> bool:
+        return self.num_parts == makers.num_parts and all(rank in makers.holders(part) for rank, part in self.part_of.items())
 
 
 def _everyone(shape: GroupShape) -> list[int]:

@@ -193,7 +193,7 @@ def _at(row_ids: np.ndarray, values: np.ndarray, ids: np.ndarray) -> np.ndarray:
     return values[found]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Reference:
     """A future: rows by id with fields. Operations cost nothing; none changes the reference that it is called on."""
 

@@ -60,8 +60,9 @@ def partition_sharing(
     """:func:`partition_by_tokens` of whole groups, or of single rows where that leaves less to the part that has most (of its speed)
     and ``keep_groups`` does not forbid it. Rows of a group have their first ``common`` tokens [rows] in common; a part computes
     these once for as many rows as fit into ``limits``, the tokens and the rows of a micro-batch (0: any number)."""
-    _, items, sizes = np.unique(groups, return_inverse=True, return_counts=True)
-    if not (common * (sizes[items] > 1)).any():
+    if common.any():
+        _, items, sizes = np.unique(groups, return_inverse=True, return_counts=True)
+    if not common.any() or not common[sizes[items] > 1].any():
         return partition_by_tokens(lengths, num_parts, groups if keep_groups else None, speeds)
     max_tokens, max_rows = limits
     of_group = np.bincount(items, lengths) / sizes
