@@ -32,6 +32,7 @@ import numpy as np
 import torch
 from measure import cpu_seconds, device_facts, machine_facts, on_ranks, run_case, save
 from measure import table as markdown
+from torch import Tensor
 
 from rlhf_spmd.controller import DP, ONE_TO_ALL, THREE_D, Controller, GroupShape, ResourcePool, Worker, register
 from rlhf_spmd.data.batch import Batch, ragged
@@ -166,15 +167,16 @@ class Bench:
         before = RECORDER.received["batch"]
         self.measure(moved(half, num_rows, mebibytes), 1, once)
         self.results[-1]["received_by_rank_0"] = RECORDER.received["batch"] - before
-        self.measure(flat(mebibytes), 1, lambda: lambda: self.move_flat(half, mebibytes))
+        data = a.payload.view(torch.uint8).flatten()[: (mebibytes << 20) // half]
+        self.measure(flat(mebibytes), 1, lambda: lambda: self.move_flat(half, data))
 
-    def move_flat(self, half: int, mebibytes: int) -> None:
+    def move_flat(self, half: int, data: Tensor) -> None:
+        """As in the script, what is sent has been there before, and what is received comes into new memory."""
         world, rank = self.world.all, self.world.rank
-        data = torch.empty((mebibytes << 20) // half, dtype=torch.uint8)
         if rank < half:
             wait_all([world.isend(data, rank + half, "bench")])
         elif rank < 2 * half:
-            wait_all([world.irecv(data, rank - half, "bench")])
+            wait_all([world.irecv(torch.empty_like(data), rank - half, "bench")])
 
     def control_collectives(self) -> None:
         toy = self.toy("all", range(self.world.size))

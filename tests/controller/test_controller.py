@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from controllers import build, prompts
 from ranks import run_ranks
+from rlhf_spmd.controller.transport import LARGE, MAX_PARTS, Transport
+from rlhf_spmd.data.batch import Batch, Field, Ragged, pack_in_pieces, ragged, unpack
 from rlhf_spmd.parallel.collectives import RECORDER
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.world import World
@@ -142,6 +145,32 @@ def fewer_groups_than_replicas(world: World) -> Any:
 def test_a_replica_without_rows_takes_part() -> None:
     (rows,) = run_ranks(2, fewer_groups_than_replicas)[0]
     assert sorted(row for member in rows for row in member) == [0, 1]
+
+
+def large_messages(world: World, num_fields: int) -> Any:
+    """Fields above and below the size from which they are sent as they lie, one of them of no contiguous memory."""
+    length = LARGE // 8
+    values = torch.arange(num_fields * 8 * (length + 3), dtype=torch.float32).view(num_fields, 8, length + 3)
+    fields: dict[str, Field] = {f"large{i}": values[i, :, : length + 3 - i % 2] for i in range(num_fields)}
+    fields |= {"small": torch.arange(8), "tokens": ragged([list(range(i)) for i in range(8)], torch.int64)}
+    batch = Batch(torch.arange(8), torch.arange(8) // 2, fields)
+    transport = Transport(world.all)
+    if world.rank == 0:
+        transport.send(pack_in_pieces(batch), 1, 5, 6, "a call")
+        transport.finish()
+        return None
+    before = RECORDER.received["batch"]
+    (payload,) = transport.receive([0], 5, 6, "a call")
+    got = unpack(payload)
+    for name, field in batch.fields.items():
+        mine, theirs = (x.values if isinstance(x, Ragged) else x for x in (field, got[name]))
+        assert torch.equal(mine, theirs), name
+    return RECORDER.received["batch"] - before - len(payload)
+
+
+@pytest.mark.parametrize("num_fields", [0, 1, MAX_PARTS, 2 * MAX_PARTS])
+def test_large_fields_arrive_as_they_were(num_fields: int) -> None:
+    assert run_ranks(2, large_messages, num_fields)[1] == 8 * (3 + MAX_PARTS), "the payload and one header"
 
 
 def branch_not_foreseen(world: World) -> Any:

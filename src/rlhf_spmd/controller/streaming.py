@@ -23,7 +23,7 @@ import torch
 from rlhf_spmd.controller.reference import Intake, Production, Source
 from rlhf_spmd.controller.rows import Cut, Part, distinct
 from rlhf_spmd.controller.transport import Transport
-from rlhf_spmd.data.batch import Batch, concat, pack
+from rlhf_spmd.data.batch import Batch, concat, pack_in_pieces
 
 if TYPE_CHECKING:
     from rlhf_spmd.controller.controller import Controller
@@ -120,9 +120,10 @@ class HandingOut:
         self._gone = np.concatenate([self._gone, ids])
         for to in self._recipients:
             at = np.flatnonzero(np.isin(ids, to.row_ids))
-            payload = pack(rows.select(to.fields).take(at) if len(at) else Batch(rows.row_ids[:0], rows.group_ids[:0], {}))
+            theirs = rows.select(to.fields).take(at) if len(at) else Batch(rows.row_ids[:0], rows.group_ids[:0], {})
+            pieces = pack_in_pieces(theirs)
             for rank in to.ranks:
-                self._transport.send(payload, rank, self._seq, to.node, to.name)
+                self._transport.send(pieces, rank, self._seq, to.node, to.name)
 
     def begin(self, rows: Batch) -> None:
         """Whole groups that have ended."""
