@@ -149,16 +149,18 @@ def test_a_replica_without_rows_takes_part() -> None:
 
 def large_messages(world: World, num_fields: int) -> Any:
     """Fields above and below the size from which they are sent as they lie, one of them of no contiguous memory."""
-    length = LARGE // 8
+    length = LARGE // 32
     values = torch.arange(num_fields * 8 * (length + 3), dtype=torch.float32).view(num_fields, 8, length + 3)
     fields: dict[str, Field] = {f"large{i}": values[i, :, : length + 3 - i % 2] for i in range(num_fields)}
     fields |= {"small": torch.arange(8), "tokens": ragged([list(range(i)) for i in range(8)], torch.int64)}
     batch = Batch(torch.arange(8), torch.arange(8) // 2, fields)
     transport = Transport(world.all)
     if world.rank == 0:
-        transport.send(pack_in_pieces(batch), 1, 5, 6, "a call")
+        pieces = pack_in_pieces(batch)
+        transport.send(pieces, [1, 2], 5, 6, "a call")
+        under_way = {tensor.data_ptr(): tensor.nbytes for _, tensor in transport._pending}
         transport.finish()
-        return None
+        return sum(under_way.values())
     before = RECORDER.received["batch"]
     (payload,) = transport.receive([0], 5, 6, "a call")
     got = unpack(payload)
@@ -170,7 +172,9 @@ def large_messages(world: World, num_fields: int) -> Any:
 
 @pytest.mark.parametrize("num_fields", [0, 1, MAX_PARTS, 2 * MAX_PARTS])
 def test_large_fields_arrive_as_they_were(num_fields: int) -> None:
-    assert run_ranks(2, large_messages, num_fields)[1] == 8 * (3 + MAX_PARTS), "the payload and one header"
+    under_way, *beside = run_ranks(3, large_messages, num_fields)
+    assert beside == [8 * (3 + MAX_PARTS)] * 2, "the payload and one header"
+    assert under_way < LARGE * (num_fields + 1.5), "the receivers of a message have one copy in common"
 
 
 def branch_not_foreseen(world: World) -> Any:

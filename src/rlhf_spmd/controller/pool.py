@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from rlhf_spmd.parallel.layout import GenerationLayout, Layout
 
@@ -39,7 +40,7 @@ class GroupShape:
     def size(self) -> int:
         return self.layout.size
 
-    @property
+    @cached_property
     def generating(self) -> GenerationLayout:
         """The generation layout; without one, the replicas of the training layout generate as they are."""
         return self.generation or GenerationLayout(self.layout, self.layout.pp, self.layout.tp)

@@ -122,8 +122,7 @@ class HandingOut:
             at = np.flatnonzero(np.isin(ids, to.row_ids))
             theirs = rows.select(to.fields).take(at) if len(at) else Batch(rows.row_ids[:0], rows.group_ids[:0], {})
             pieces = pack_in_pieces(theirs)
-            for rank in to.ranks:
-                self._transport.send(pieces, rank, self._seq, to.node, to.name)
+            self._transport.send(pieces, to.ranks, self._seq, to.node, to.name)
 
     def begin(self, rows: Batch) -> None:
         """Whole groups that have ended."""

@@ -21,7 +21,7 @@ from rlhf_spmd.parallel.collectives import Group, wait_all
 LENGTHS = 1023  # the node number under which row lengths travel
 UNTRACED = 1022  # the node number of calls that no trace foresaw
 REPORTS = 1021  # the node number under which reports for the first rank travel
-MAX_PARTS = 8  # of a payload
+MAX_PARTS = 16  # of a payload
 LARGE = 1 << 21  # bytes of a piece that is sent uncopied: copying it takes longer than a message of its own, on busy cores too
 _LABEL = "batch"
 
@@ -40,15 +40,16 @@ class Transport:
         self._pending: list[tuple[dist.Work | None, Tensor]] = []
         self._earlier: deque[list[tuple[dist.Work | None, Tensor]]] = deque()  # of scripts that have ended
 
-    def send(self, pieces: Sequence[Tensor], to: int, production: int, node: int, name: str) -> None:
-        """Start sending uint8 ``pieces``, one payload, to a global rank, for call ``name`` at graph node ``node``. They must not change
-        until they have been received."""
-        parts = _joined(pieces)
+    def send(self, pieces: Sequence[Tensor], to: Sequence[int], production: int, node: int, name: str) -> None:
+        """Start sending uint8 ``pieces``, one payload, to some global ranks, for call ``name`` at graph node ``node``. They must not
+        change until they have been received."""
+        parts = _joined(pieces) if to else []
         sizes = [len(part) for part in parts] + [0] * (MAX_PARTS - len(parts))
         header = torch.tensor([production, node, zlib.crc32(name.encode()), *sizes])
         tag = _tag(production, node)
-        for tensor in (header, *parts):
-            self._pending.append((self.world.isend(tensor, to, _LABEL, tag), tensor))
+        for rank in to:
+            for tensor in (header, *parts):
+                self._pending.append((self.world.isend(tensor, rank, _LABEL, tag), tensor))
 
     def receive(self, sources: Sequence[int], production: int, node: int, name: str) -> list[Tensor]:
         """A uint8 payload from each of some global ranks. Raises CallOrderError if one was sent for another call.

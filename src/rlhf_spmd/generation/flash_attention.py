@@ -12,10 +12,10 @@ import torch
 from flash_attn import flash_attn_with_kvcache
 from torch import Tensor
 
-from rlhf_spmd.generation.kv_cache import KVCache, on_device
+from rlhf_spmd.generation.kv_cache import KVCache
 from rlhf_spmd.generation.scheduler import Work
 from rlhf_spmd.generation.step_pages import locate_tokens
-from rlhf_spmd.kernels import AttentionRule
+from rlhf_spmd.kernels import AttentionRule, on_device
 
 
 class FlashAttention:
@@ -30,11 +30,12 @@ class FlashAttention:
     def for_step(cls, work: Sequence[Work], cache: KVCache, num_heads: int) -> FlashAttention:
         """``work`` in the order in which its tokens are packed."""
         step, parts = locate_tokens(work, cache), []
-        lengths = on_device((step.starts + step.counts).astype(np.int32), step.table.device)
+        lengths, device = on_device((step.starts + step.counts).astype(np.int32), step.table.device), step.table.device
         groups = [np.flatnonzero(step.counts == 1), *np.flatnonzero(step.counts > 1)[:, None]]
         for lines in (group for group in groups if len(group)):
             tokens = step.firsts[lines, None] + np.arange(step.counts[lines[0]])
-            parts.append((on_device(tokens, step.table.device), lengths[lines], step.table[lines]))
+            at = on_device(lines, device)
+            parts.append((on_device(tokens, device), lengths.index_select(0, at), step.table.index_select(0, at)))
         return cls(cache, step.positions, step.slots, parts)
 
     @classmethod

@@ -15,24 +15,14 @@ import math
 import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from rlhf_spmd.generation.scheduler import Work
-from rlhf_spmd.kernels import Kernels, Ops, can
+from rlhf_spmd.kernels import Kernels, Ops, can, on_device
 from rlhf_spmd.models.attention import Attention
-
-
-def on_device(values: NDArray[Any], device: torch.device) -> Tensor:
-    """On a GPU by way of pinned memory: from other memory the host would wait for all work that was started before."""
-    tensor = torch.from_numpy(values)
-    if values.size and can(device).pinned:
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
 
 
 @dataclass(frozen=True)

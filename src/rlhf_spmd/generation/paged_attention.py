@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhf_spmd.generation.kv_cache import KVCache, on_device
+from rlhf_spmd.generation.kv_cache import KVCache
 from rlhf_spmd.generation.scheduler import Work
 from rlhf_spmd.generation.step_pages import locate_tokens
-from rlhf_spmd.kernels import AttentionRule, Context, Kernels
+from rlhf_spmd.kernels import AttentionRule, Context, Kernels, on_device
 from rlhf_spmd.kernels.packing import KEY_BLOCK, visible
 
 TILE_QUERIES = 64  # queries of one row computed together: cuts the unseen future of long prompts

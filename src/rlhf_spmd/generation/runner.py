@@ -26,7 +26,7 @@ from torch import Tensor
 
 from rlhf_spmd.generation.config import GenerationConfig, SamplingConfig
 from rlhf_spmd.generation.episodes import Environments
-from rlhf_spmd.generation.kv_cache import KVCache, on_device
+from rlhf_spmd.generation.kv_cache import KVCache
 from rlhf_spmd.generation.logit_rules import build_rules
 from rlhf_spmd.generation.portions import Portions
 from rlhf_spmd.generation.sampler import row_keys, sample, uniform
@@ -34,7 +34,7 @@ from rlhf_spmd.generation.scheduler import Step, Work
 from rlhf_spmd.generation.sequence import NotFinite, Row
 from rlhf_spmd.generation.stages import Stages
 from rlhf_spmd.generation.stopping import Ends
-from rlhf_spmd.kernels import can
+from rlhf_spmd.kernels import can, on_device
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import gather_logits, local_logits, log_probs_of
 from rlhf_spmd.parallel.mesh import Mesh

@@ -9,8 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rlhf_spmd.generation.kv_cache import KVCache, on_device
+from rlhf_spmd.generation.kv_cache import KVCache
 from rlhf_spmd.generation.scheduler import Work
+from rlhf_spmd.kernels import on_device
 
 Index = NDArray[np.int64]
 

@@ -22,10 +22,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlhf_spmd.generation.kv_cache import KVCache, on_device
+from rlhf_spmd.generation.kv_cache import KVCache
 from rlhf_spmd.generation.scheduler import Work
 from rlhf_spmd.generation.step_pages import locate_tokens
-from rlhf_spmd.kernels import AttentionRule
+from rlhf_spmd.kernels import AttentionRule, on_device
 
 SPLIT_KEYS = 512  # keys that one program of a single token walks over: a multiple of every block of keys
 BLOCK_BYTES = 1 << 14  # keys of a block, which is loaded as a whole: 64 of 128 bf16, 32 of 128 fp32

@@ -10,8 +10,11 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 EXTRAS = {"triton": "triton", "flash_attn": "gpu"}  # optional packages of GPUs: the extras of this one that bring them
 MIN_CAPABILITY = (8, 0)
@@ -48,6 +51,14 @@ def can(device: torch.device) -> Abilities:
 def model_device() -> torch.device:
     """The kind of device that this process's models are on, without a number."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def on_device(values: NDArray[Any] | Tensor, device: torch.device) -> Tensor:
+    """On a GPU by way of pinned memory: from other memory the host would wait for all work that was started before."""
+    tensor = values if isinstance(values, Tensor) else torch.from_numpy(values)
+    if tensor.numel() and tensor.device != device and not can(tensor.device).pinned and can(device).pinned:
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def wait(device: torch.device | None = None) -> None:

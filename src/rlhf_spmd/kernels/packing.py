@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rlhf_spmd.kernels.devices import on_device
+
 KEY_BLOCK = 64  # key lengths are multiples of it, see ``exact``
 Context = tuple[int, int, int, int, int, int, int]  # items or bounds, how many, table, cache, pages, page size, page elements
 QUERY_BLOCK = 64  # queries whose keys are cut at one length: skips most of the future in long sequences
@@ -61,8 +63,8 @@ class Alike:
         index = (torch.tensor(starts)[:, None] + offsets).masked_fill(~valid, 0).reshape(-1)
         real = valid.reshape(-1).nonzero()[:, 0]
         self.full = len(real) == len(index)
-        self.valid, self.index = valid.to(device), index.to(device)
-        self.real, self.target = real.to(device), index[real].to(device)
+        self.valid, self.index = on_device(valid, device), on_device(index, device)
+        self.real, self.target = on_device(real, device), on_device(index[real], device)
         self.num_keys = round_up(self.num_queries, KEY_BLOCK)
 
     def gather(self, x: Tensor) -> Tensor:

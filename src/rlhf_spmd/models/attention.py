@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from rlhf_spmd.kernels import AttentionRule, Node, Ops, Packing, choose_ops
+from rlhf_spmd.kernels import AttentionRule, Node, Ops, Packing, choose_ops, on_device
 
 
 class Attention(Protocol):
@@ -43,7 +43,7 @@ class PackedAttention:
         self.packing, self._ops = Packing([int(n) for n in lengths], torch.device(device)), ops
         positions = torch.cat([torch.arange(n) for n in self.packing.lengths] or [torch.arange(0)])
         self._copies = None if places is None else Copies(places, self.packing.device)
-        positions = positions.to(self.packing.device)
+        positions = on_device(positions, self.packing.device)
         self.positions = positions if self._copies is None else positions[self._copies.firsts]
         joins = (ops is None or ops.joins_layers) and places is None
         self.kernel_context = self.packing.context if joins else None
@@ -68,12 +68,12 @@ class Copies:
     def __init__(self, places: Tensor, device: torch.device) -> None:
         order, counts = torch.argsort(places, stable=True), torch.bincount(places)
         starts = counts.cumsum(0) - counts
-        self.places, self.firsts = places.to(device), order[starts].to(device)
+        self.places, self.firsts = on_device(places, device), on_device(order[starts], device)
         self._several: list[tuple[Tensor, Tensor]] = []  # tokens of equally many copies [S], and where these are [copies, S]
         for number in counts[counts > 1].unique().tolist():
             tokens = (counts == number).nonzero()[:, 0]
             at = order[starts[tokens] + torch.arange(number)[:, None]]
-            self._several.append((tokens.to(device), at.to(device)))
+            self._several.append((on_device(tokens, device), on_device(at, device)))
 
     def spread(self, x: Tensor, only_first: bool = False) -> Tensor:
         """x [U, ...] -> [T, ...]. ``only_first``: copies other than the first have no gradient."""

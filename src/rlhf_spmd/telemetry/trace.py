@@ -54,11 +54,14 @@ class Span:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
+            if kind is None and self.timeline.synchronize is not None and self.category == "compute":
+                self.timeline.synchronize()
+        except BaseException as error:  # of a GPU's work, which ends later than the call
+            kind = type(error)
+            raise
+        finally:
             if kind is not None:
                 self.args["error"] = kind.__name__
-            elif self.timeline.synchronize is not None and self.category == "compute":
-                self.timeline.synchronize()
-        finally:
             self.timeline.add(self.name, self.category, self.step, self.start_ns, now_ns(), self.args)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rlhf_spmd.data.batch import Batch, Ragged, ragged
+from rlhf_spmd.kernels import on_device
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import token_log_probs, values
 from rlhf_spmd.workers.engine import Packed
@@ -52,7 +53,7 @@ class Rows:
 
     def spread(self, per_row: Tensor) -> Tensor:
         """A number of each row [rows] for each of its tokens, [sum(lengths)]."""
-        return torch.repeat_interleave(per_row, self.lengths.to(per_row.device), output_size=int(self.lengths.sum()))
+        return torch.repeat_interleave(per_row, on_device(self.lengths, per_row.device), output_size=int(self.lengths.sum()))
 
 
 # (fields by name, [tokens] or [rows] each; rows; counts) -> loss and statistics, to be summed over micro-batches and ranks
@@ -117,7 +118,7 @@ def take_field(batch: Batch, name: str, device: torch.device) -> Tensor:
     if not len(batch):
         return torch.empty(0, device=device)
     field = batch[name]
-    return (drawn(batch, name) if isinstance(field, Ragged) else field).to(device)
+    return on_device(drawn(batch, name) if isinstance(field, Ragged) else field, device)
 
 
 def sequence_lengths(batch: Batch) -> list[int]:
@@ -148,7 +149,7 @@ def pack_rows(batch: Batch, device: torch.device, least: float = 0.0) -> Packed:
         num_tokens += own
     lengths, at = batch["prompt_ids"].lengths + batch["response_ids"].lengths, torch.cat(places)
     tokens, shares = ragged(parts, torch.int64).values, len(at) - num_tokens > least * len(at)
-    return Packed((tokens if shares else tokens[at]).to(device), lengths, batch, at if shares else None)
+    return Packed(on_device(tokens if shares else tokens[at], device), lengths, batch, at if shares else None)
 
 
 def model_tokens(batch: Batch) -> Tensor:
@@ -167,14 +168,14 @@ def response_positions(micro: Packed) -> Tensor:
     within = torch.arange(int(responses.sum())) - torch.repeat_interleave(responses.cumsum(0) - responses, responses)
     positions = torch.repeat_interleave(first, responses) + within
     positions = positions[micro.extra[MASK].values] if MASK in micro.extra else positions
-    return (positions if micro.places is None else micro.places[positions]).to(micro.tokens.device)
+    return on_device(positions if micro.places is None else micro.places[positions], micro.tokens.device)
 
 
 def response_log_probs(
     decoder: Decoder, hidden: Tensor, micro: Packed, temperature: float, entropy: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probability of every response token of the model, and the entropy of its distribution: [response tokens] each."""
-    labels = drawn(micro.extra, "response_ids").to(hidden.device, torch.int64)
+    labels = on_device(drawn(micro.extra, "response_ids").long(), hidden.device)
     return token_log_probs(decoder, hidden[response_positions(micro)], labels, temperature, entropy)
 
 
@@ -186,7 +187,7 @@ def response_values(decoder: Decoder, hidden: Tensor, micro: Packed) -> Tensor:
 def last_token_value(decoder: Decoder, hidden: Tensor, micro: Packed) -> Tensor:
     """The value head on each row's last token, [rows]."""
     ends = micro.lengths.cumsum(0) - 1
-    return values(decoder, hidden[(ends if micro.places is None else micro.places[ends]).to(hidden.device)])
+    return values(decoder, hidden[on_device(ends if micro.places is None else micro.places[ends], hidden.device)])
 
 
 def drawn(batch: Batch, name: str) -> Tensor:
