@@ -108,12 +108,12 @@ class Toy(Worker):
         return batch.with_fields(made=torch.zeros(len(batch)))
 
 
-def build(world: World, **roles: tuple[list[int], Layout]) -> tuple[Controller, dict[str, Toy]]:
+def build(world: World, kind: type[Toy] = Toy, /, **roles: tuple[list[int], Layout]) -> tuple[Controller, dict[str, Any]]:
     controller = Controller(world.all)
-    toys = {}
+    toys: dict[str, Any] = {}
     for name, (ranks, layout) in roles.items():
         shape = GroupShape(layout, GenerationLayout(layout, 1, 1))
-        toys[name] = Toy(controller, name, ResourcePool(name, tuple(ranks)), shape)
+        toys[name] = kind(controller, name, ResourcePool(name, tuple(ranks)), shape)
     return controller, toys
 
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 import torch
 
-from controllers import build, prompts
+from controllers import Toy, build, prompts
 from ranks import run_ranks
-from rlhf_spmd.controller.transport import LARGE, MAX_PARTS, Transport
-from rlhf_spmd.data.batch import Batch, Field, Ragged, pack_in_pieces, ragged, unpack
+from rlhf_spmd.controller import MICRO_DP, THREE_D, register
+from rlhf_spmd.data.batch import Batch, ragged
 from rlhf_spmd.parallel.collectives import RECORDER
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.world import World
@@ -147,34 +148,74 @@ def test_a_replica_without_rows_takes_part() -> None:
     assert sorted(row for member in rows for row in member) == [0, 1]
 
 
-def large_messages(world: World, num_fields: int) -> Any:
-    """Fields above and below the size from which they are sent as they lie, one of them of no contiguous memory."""
-    length = LARGE // 32
-    values = torch.arange(num_fields * 8 * (length + 3), dtype=torch.float32).view(num_fields, 8, length + 3)
-    fields: dict[str, Field] = {f"large{i}": values[i, :, : length + 3 - i % 2] for i in range(num_fields)}
-    fields |= {"small": torch.arange(8), "tokens": ragged([list(range(i)) for i in range(8)], torch.int64)}
-    batch = Batch(torch.arange(8), torch.arange(8) // 2, fields)
-    transport = Transport(world.all)
-    if world.rank == 0:
-        pieces = pack_in_pieces(batch)
-        transport.send(pieces, [1, 2], 5, 6, "a call")
-        under_way = {tensor.data_ptr(): tensor.nbytes for _, tensor in transport._pending}
-        transport.finish()
-        return sum(under_way.values())
-    before = RECORDER.received["batch"]
-    (payload,) = transport.receive([0], 5, 6, "a call")
-    got = unpack(payload)
-    for name, field in batch.fields.items():
-        mine, theirs = (x.values if isinstance(x, Ragged) else x for x in (field, got[name]))
-        assert torch.equal(mine, theirs), name
-    return RECORDER.received["batch"] - before - len(payload)
+class Reuses(Toy):
+    """Returns the same memory from each call, with other values."""
+
+    @register(THREE_D, inputs=("prompt_ids",), outputs=("values",))
+    def fill(self, batch: Batch, number: float) -> Batch:
+        if not hasattr(self, "buffer"):
+            self.buffer = torch.empty(len(batch), 1 << 18)  # 8 MiB
+        return batch.with_fields(values=self.buffer.fill_(number))
+
+    @register(THREE_D, inputs=("values",))
+    def mean(self, batch: Batch, patience: float) -> float:
+        time.sleep(patience)
+        return float(batch["values"].mean())
 
 
-@pytest.mark.parametrize("num_fields", [0, 1, MAX_PARTS, 2 * MAX_PARTS])
-def test_large_fields_arrive_as_they_were(num_fields: int) -> None:
-    under_way, *beside = run_ranks(3, large_messages, num_fields)
-    assert beside == [8 * (3 + MAX_PARTS)] * 2, "the payload and one header"
-    assert under_way < LARGE * (num_fields + 1.5), "the receivers of a message have one copy in common"
+def memory_used_again(world: World) -> Any:
+    controller, toys = build(world, Reuses, a=([0], Layout()), b=([1], Layout()))
+
+    def script(rows: Any) -> Any:
+        first = rows.union(toys["a"].fill(rows, 1.0))
+        means = [toys["b"].mean(first, 0.5)]
+        second = rows.union(toys["a"].fill(rows, 2.0))
+        return controller.get(*means, toys["b"].mean(second, 0.0))
+
+    return controller.run(script, controller.source(prompts(8, 1)))
+
+
+def test_what_was_sent_may_be_written_over() -> None:
+    assert run_ranks(2, memory_used_again)[0] == [[1.0], [2.0]]
+
+
+class Backwards(Toy):
+    @register(MICRO_DP, inputs=("prompt_ids",), outputs=("response_ids",), kind="generate", lengths_of="response_ids")
+    def generate(self, batch: Batch) -> Batch:
+        turned = batch.take(torch.arange(len(batch)).flip(0))
+        return turned.with_fields(response_ids=ragged([[int(i)] for i in turned.row_ids], torch.int64))
+
+
+def rows_in_another_order(world: World) -> Any:
+    controller, toys = build(world, Backwards, a=([0, 1], Layout(1, 1, 2)))
+    return controller.get(
+        controller.run(lambda rows: toys["a"].rows(toys["a"].generate(rows)), controller.source(prompts(8, 1)))
+    )
+
+
+def test_rows_that_come_out_in_another_order_are_refused() -> None:
+    with pytest.raises(AssertionError, match=r"a\.generate returned other rows than it got, or not in their order"):
+        run_ranks(2, rows_in_another_order)
+
+
+def equal_ids(world: World, consumer: list[int]) -> Any:
+    """Rows of the trace and those of the run have the same ids, but stand for other prompts in other groups."""
+    controller, toys = build(world, a=([0, 1], Layout(1, 1, 2)), b=(consumer, Layout(1, 1, 2)))
+    whole, half = controller.source(prompts(8, 1)), controller.source(prompts(4, 1))
+
+    def script() -> Any:
+        rows = whole.take(half).repeat(2) if controller.decide(True) else whole
+        return toys["b"].rows(rows.union(toys["a"].generate(rows)))
+
+    return controller.get(controller.run(script))
+
+
+@pytest.mark.parametrize("consumer", [[0, 1], [2, 3]])
+def test_rows_with_the_ids_of_others_are_not_taken_for_them(consumer: list[int]) -> None:
+    (members,) = run_ranks(4, equal_ids, consumer)[0]
+    assert sorted(row for member in members for row in member) == list(range(8))
+    for member in members:  # groups of two stay together, which those of the trace were not
+        assert {row ^ 1 for row in member} == set(member)
 
 
 def branch_not_foreseen(world: World) -> Any:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from controllers import prompts
 from rlhf_spmd.algorithms.ppo import Config as PPOConfig
 from rlhf_spmd.algorithms.ppo import gae_advantages
 from rlhf_spmd.controller import (
@@ -29,7 +30,7 @@ from rlhf_spmd.controller import (
     source,
 )
 from rlhf_spmd.controller.protocols import Members
-from rlhf_spmd.controller.reference import COPY_STRIDE, Intake
+from rlhf_spmd.controller.reference import COPY_STRIDE, Intake, Piece, Source
 from rlhf_spmd.controller.rows import Part, RowSet, place_rows
 from rlhf_spmd.data.batch import Batch, ragged
 from rlhf_spmd.parallel.layout import Layout
@@ -342,3 +343,29 @@ def test_sums_over_all_rows_are_in_float64() -> None:
     _, metrics = gae_advantages(PPOConfig())(fields, Rows(ids, ids, lengths), whole)
     kl = fields["old_log_probs"] - fields["ref_log_prob"]
     assert metrics["actor/kl"] == pytest.approx(float(kl.mean()), rel=1e-14)
+
+
+def test_rows_of_other_groups_are_other_rows() -> None:
+    """Repeated rows get the ids that others have."""
+    whole, half = source(prompts(8, 1)), source(prompts(4, 1))
+    few = whole.take(half).repeat(2)
+    assert few.rows.row_ids.tolist() == whole.rows.row_ids.tolist()
+    with pytest.raises(ValueError, match="union of references to different rows"):
+        few.select("prompt_ids").union(whole.select("row"))
+
+
+def test_a_cut_knows_which_rows_its_token_counts_are_of() -> None:
+    """The same rows, balanced by the prompts of other rows: pieces of one source, as long."""
+    rows = RowSet(np.arange(4), np.zeros(4, dtype=np.int64))
+    made = Source(prompts(8, 1))
+    ids = np.arange(4), np.arange(4)[::-1].copy(), np.arange(4, 8)
+    intakes = [Intake(rows, {}, (Piece(made, "prompt_ids", rows.everywhere, one),), Cut(2, keep_groups=False)) for one in ids]
+    assert len({intake.counted for intake in intakes}) == 3 and intakes[0].counted == intakes[0].counted
+    assert len({id(intake.placement) for intake in intakes}) == 3
+
+
+def test_taking_none_of_the_rows_by_a_decision_is_a_decision() -> None:
+    rows = source(prompts(4, 1))
+    none = rows.take(np.zeros(4, dtype=bool))
+    taken = rows.take(none)
+    assert none.rows.decided and taken.rows.decided and len(taken) == 0

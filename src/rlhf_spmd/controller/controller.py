@@ -355,7 +355,8 @@ class Controller:
             assert not (is_holder and len(data)), f"{name} declares {sorted(missing)}, but did not return it"
             same = data.row_ids is part.row_ids or torch.equal(data.row_ids, part.row_ids)
             some = production.spec.kind == "generate" and bool(torch.isin(data.row_ids, part.row_ids).all())
-            assert same or some, f"{name} returned other rows than it got"
+            some = some and bool((data.row_ids.diff() > 0).all())
+            assert same or some, f"{name} returned other rows than it got, or not in their order"
             production.data = data
         elif data is not None:
             production.values = data

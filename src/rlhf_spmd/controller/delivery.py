@@ -17,7 +17,7 @@ from rlhf_spmd.controller.graph import Graph
 from rlhf_spmd.controller.reference import Intake, Piece, Production, Source, pick_rows
 from rlhf_spmd.controller.rows import Part, distinct
 from rlhf_spmd.controller.transport import LENGTHS, REPORTS, Transport
-from rlhf_spmd.data.batch import Batch, Field, concat, pack_in_pieces, unpack
+from rlhf_spmd.data.batch import Batch, Field, concat, pack, unpack
 from rlhf_spmd.parallel.collectives import Group
 
 Share = tuple[Intake, Piece, dict[str, str]]  # of a consumer: what one producer makes for the same rows, as name here -> there
@@ -69,7 +69,7 @@ class Delivery:
         if self.rank == first:
             self._own_reports.append(report)
         else:
-            self.transport.send([torch.frombuffer(bytearray(report), dtype=torch.uint8)], [first], 0, REPORTS, "report")
+            self.transport.send(torch.frombuffer(bytearray(report), dtype=torch.uint8), [first], 0, REPORTS, "report")
 
     def receive_reports(self) -> list[bytes]:
         others = self.transport.receive(self.world.ranks[1:], 0, REPORTS, "report")
@@ -229,8 +229,8 @@ class Delivery:
         for ranks, row_ids in self.outgoing(producer, consumer, share):
             assert producer.data is not None, f"{producer.name} has made no data here"
             names = dict.fromkeys(share[2].values())
-            pieces = pack_in_pieces(pick_rows(producer.data.select(names), torch.from_numpy(row_ids)))
-            self.transport.send(pieces, ranks, producer.seq, consumer.node, consumer.name)
+            payload = pack(pick_rows(producer.data.select(names), torch.from_numpy(row_ids)))
+            self.transport.send(payload, ranks, producer.seq, consumer.node, consumer.name)
 
     def outgoing(self, producer: Production, consumer: Production, share: Share) -> Iterator[tuple[list[int], np.ndarray]]:
         """Ranks, and the rows that this rank sends to each of them: those it is the first holder of, to members that lack them."""
@@ -277,7 +277,7 @@ class Delivery:
             return
         if len(maker.intakes[0].part(index).positions):
             counts = torch.from_numpy(self._own_lengths(maker, index))
-            self.transport.send([counts.view(torch.uint8)], sorted(new - {self.rank}), maker.seq, LENGTHS, "lengths")
+            self.transport.send(counts.view(torch.uint8), sorted(new - {self.rank}), maker.seq, LENGTHS, "lengths")
 
     def _own_lengths(self, maker: Production, index: int) -> np.ndarray:
         """Of each row of the part; 0 for rows that have not come out."""

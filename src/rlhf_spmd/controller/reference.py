@@ -78,7 +78,9 @@ class Intake:
     def __post_init__(self) -> None:
         if self.fields and not self.shares:
             self.shares = _shares(self.fields)
-        self.counted: Hashable = tuple([(piece.producer.serial, piece.name, len(piece.at)) for piece in self.tokens])
+        self.counted: Hashable = tuple(
+            [(piece.producer.serial, piece.name, _rows_of(piece, self.rows)) for piece in self.tokens]
+        )
         self.token_makers: list[Production] = []
         if self.cut.num_parts > 1 and self.cut not in self.rows.given:
             self.token_makers = [piece.producer for piece in self.tokens if isinstance(piece.producer, Production)]
@@ -109,6 +111,13 @@ class Intake:
     def forget(self) -> None:
         """After the call: what came in is free to go when no reference needs it."""
         self.fields, self.shares = {}, []
+
+
+def _rows_of(piece: Piece, rows: RowSet) -> int:
+    """In short, which rows of its maker a piece has at which of ``rows``; 0: just these rows."""
+    if piece.ids is rows.row_ids or (len(piece.at) == len(rows) and np.array_equal(piece.ids, rows.row_ids)):
+        return 0
+    return hash((piece.at.tobytes(), piece.ids.tobytes()))
 
 
 def _shares(fields: Mapping[str, tuple[Piece, ...]]) -> list[tuple[Piece, dict[str, str]]]:
@@ -244,7 +253,10 @@ class Reference:
         assert self.rows is not None, "take() of a reference without rows"
         mine = self.rows
         if isinstance(which, Reference):
-            ids, decided = which.rows.row_ids if which.rows else np.empty(0, np.int64), bool(which.rows and which.rows.decided)
+            ids, decided = (
+                which.rows.row_ids if which.rows else np.empty(0, np.int64),
+                which.rows is not None and which.rows.decided,
+            )
         else:
             given = np.asarray(which)
             assert given.dtype.kind in "bi" or not given.size, (

@@ -105,7 +105,9 @@ class RowSet:
         return len(np.unique(self.group_ids))
 
     def same(self, other: RowSet) -> bool:
-        return self is other or np.array_equal(self.row_ids, other.row_ids)
+        """Whether these are the same rows: ids alone do not say that, since rows that are repeated get ids that others may have."""
+        pairs = (self.row_ids, other.row_ids), (self.group_ids, other.group_ids)
+        return self is other or all(mine is theirs or np.array_equal(mine, theirs) for mine, theirs in pairs)
 
     def place(self, cut: Cut, counted: Hashable, tokens: Callable[[], np.ndarray]) -> Placement:
         """``tokens()`` int64 [2, rows]: what balances the parts, and how much of it a row has in common with those of its group;

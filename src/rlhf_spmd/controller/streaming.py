@@ -23,7 +23,7 @@ import torch
 from rlhf_spmd.controller.reference import Intake, Production, Source
 from rlhf_spmd.controller.rows import Cut, Part, distinct
 from rlhf_spmd.controller.transport import Transport
-from rlhf_spmd.data.batch import Batch, concat, pack_in_pieces
+from rlhf_spmd.data.batch import Batch, concat, pack
 
 if TYPE_CHECKING:
     from rlhf_spmd.controller.controller import Controller
@@ -121,8 +121,7 @@ class HandingOut:
         for to in self._recipients:
             at = np.flatnonzero(np.isin(ids, to.row_ids))
             theirs = rows.select(to.fields).take(at) if len(at) else Batch(rows.row_ids[:0], rows.group_ids[:0], {})
-            pieces = pack_in_pieces(theirs)
-            self._transport.send(pieces, to.ranks, self._seq, to.node, to.name)
+            self._transport.send(pack(theirs), to.ranks, self._seq, to.node, to.name)
 
     def begin(self, rows: Batch) -> None:
         """Whole groups that have ended."""

@@ -1,9 +1,9 @@
 """Rank to rank: rows of a batch as flat bytes, without pickle, sent when they are made and received when they are needed.
 
-A message is a header of int64 (production, consumer node, hash of its name, bytes of each part of the payload) and a payload that
-describes itself, whose large pieces go from where they lie. Messages between two ranks carry the tag of (production, consumer), so
-that the order in which a rank consumes need not be the order in which others produce. Batch data are small beside weights (token
-ids, one number per token) and travel over gloo from host memory, on GPUs too.
+A message is a header of four int64 (production, consumer node, hash of its name, payload bytes) and a payload that
+describes itself. Messages between two ranks carry the tag of (production, consumer), so that the order in which a rank consumes
+need not be the order in which others produce. Batch data are small beside weights (token ids, one number per token) and travel
+over gloo from host memory, on GPUs too.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ from rlhf_spmd.parallel.collectives import Group, wait_all
 LENGTHS = 1023  # the node number under which row lengths travel
 UNTRACED = 1022  # the node number of calls that no trace foresaw
 REPORTS = 1021  # the node number under which reports for the first rank travel
-MAX_PARTS = 16  # of a payload
-LARGE = 1 << 21  # bytes of a piece that is sent uncopied: copying it takes longer than a message of its own, on busy cores too
 _LABEL = "batch"
 
 
@@ -40,15 +38,12 @@ class Transport:
         self._pending: list[tuple[dist.Work | None, Tensor]] = []
         self._earlier: deque[list[tuple[dist.Work | None, Tensor]]] = deque()  # of scripts that have ended
 
-    def send(self, pieces: Sequence[Tensor], to: Sequence[int], production: int, node: int, name: str) -> None:
-        """Start sending uint8 ``pieces``, one payload, to some global ranks, for call ``name`` at graph node ``node``. They must not
-        change until they have been received."""
-        parts = _joined(pieces) if to else []
-        sizes = [len(part) for part in parts] + [0] * (MAX_PARTS - len(parts))
-        header = torch.tensor([production, node, zlib.crc32(name.encode()), *sizes])
+    def send(self, payload: Tensor, to: Sequence[int], production: int, node: int, name: str) -> None:
+        """Start sending uint8 ``payload``, which nobody else changes, to global ranks, for call ``name`` at graph node ``node``."""
+        header = torch.tensor([production, node, zlib.crc32(name.encode()), payload.numel()])
         tag = _tag(production, node)
         for rank in to:
-            for tensor in (header, *parts):
+            for tensor in (header, payload):
                 self._pending.append((self.world.isend(tensor, rank, _LABEL, tag), tensor))
 
     def receive(self, sources: Sequence[int], production: int, node: int, name: str) -> list[Tensor]:
@@ -56,19 +51,18 @@ class Transport:
 
         All receives are posted before the first is waited for: one by one a thousand take a second.
         """
-        headers, tag = [torch.empty(3 + MAX_PARTS, dtype=torch.int64) for _ in sources], _tag(production, node)
+        headers, tag = [torch.empty(4, dtype=torch.int64) for _ in sources], _tag(production, node)
         wait_all([self.world.irecv(header, rank, _LABEL, tag) for header, rank in zip(headers, sources, strict=True)])
-        payloads, parts = [], []
+        payloads = []
         for header, rank in zip(headers, sources, strict=True):
-            got, sizes = header[:3].tolist(), header[3:].tolist()
+            *got, num_bytes = header.tolist()
             if got != [production, node, zlib.crc32(name.encode())]:
                 raise CallOrderError(
                     f"call order differs: rank {rank} sent the result of call {got[0]} to node {got[1]}, but {name} "
                     f"(node {node}) expects call {production}; a script may branch only on replicated values"
                 )
-            payloads.append(torch.empty(sum(sizes), dtype=torch.uint8))
-            parts += [(part, rank) for part in payloads[-1].split(sizes) if len(part)]
-        wait_all([self.world.irecv(part, rank, _LABEL, tag) for part, rank in parts])
+            payloads.append(torch.empty(num_bytes, dtype=torch.uint8))
+        wait_all([self.world.irecv(payload, rank, _LABEL, tag) for payload, rank in zip(payloads, sources, strict=True)])
         return payloads
 
     def finish(self, spare: int = 0) -> None:
@@ -81,14 +75,3 @@ class Transport:
 
 def _tag(production: int, node: int) -> int:
     return (production & 0xFFFFF) << 10 | node
-
-
-def _joined(pieces: Sequence[Tensor]) -> list[Tensor]:
-    """The parts in which a payload is sent: small pieces together, large ones as they are, if that is not too many."""
-    runs: list[list[Tensor]] = []
-    for piece in pieces:
-        if not runs or len(piece) >= LARGE or len(runs[-1][0]) >= LARGE:
-            runs.append([])
-        runs[-1].append(piece)
-    joined = [run[0] if len(run) == 1 else torch.cat(run) for run in runs if sum(map(len, run))]
-    return joined if len(joined) <= MAX_PARTS else [torch.cat(list(pieces))]

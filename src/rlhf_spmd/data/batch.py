@@ -159,11 +159,6 @@ def concat_field(parts: Sequence[Any]) -> Any:
 
 def pack(batch: Batch) -> Tensor:
     """Batch -> uint8 [bytes]: 8 bytes of length, a JSON description, then the tensors one after the other, aligned."""
-    return torch.cat(pack_in_pieces(batch))
-
-
-def pack_in_pieces(batch: Batch) -> list[Tensor]:
-    """What :func:`pack` puts into one, uncopied: a batch that is sent need not lie in one piece."""
     parts: list[Tensor] = [batch.row_ids, batch.group_ids]
     description = []
     for name, field in batch.fields.items():
@@ -175,7 +170,7 @@ def pack_in_pieces(batch: Batch) -> list[Tensor]:
     head = json.dumps([len(batch), description]).encode()
     flat = [torch.frombuffer(bytearray(len(head).to_bytes(8, "little") + head), dtype=torch.uint8)]
     flat += [part.reshape(-1).view(torch.uint8) for part in parts]
-    return [piece for part in flat for piece in (part, _PADDING[: -len(part) % _ALIGN])]
+    return torch.cat([piece for part in flat for piece in (part, _PADDING[: -len(part) % _ALIGN])])
 
 
 def unpack(data: Tensor) -> Batch:
