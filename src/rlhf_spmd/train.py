@@ -205,7 +205,7 @@ def prepare(
     if launch is None:
         return ready
     checkpointing, memory, *warnings = check_launch(ready, traced(), launch)
-    warnings += checks.idle_updates(config, plans, traced())
+    warnings += checks.idle_updates(config, plans, traced()) + checks.idle_stream(config, plans, traced())
     return replace(ready, checkpointing=checkpointing, memory=memory, warnings=tuple(filter(None, warnings)))
 
 

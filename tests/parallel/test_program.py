@@ -212,7 +212,7 @@ def test_the_first_interrupt_saves_and_the_second_ends_at_once(tmp_path):
     for process in (once, twice):
         os.killpg(process.pid, signal.SIGINT)
     errors = once.communicate(timeout=300)[1]
-    assert errors.count("interrupted: the run saves after this step and ends; again: it ends at once\n") == 1
+    assert errors.count("interrupted: the run saves after the steps under way and ends; again: it ends at once\n") == 1
     status = status_of(tmp_path / "once")
     assert (status["class"], status["code"], status["last_checkpoint"]) == ("preempted", 75, f"step_{status['step']}")
     while not (tmp_path / "twice" / "failed").exists():  # it saves, for two minutes

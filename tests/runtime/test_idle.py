@@ -11,10 +11,10 @@ from rlhf_spmd.parallel.world import Launch
 from rlhf_spmd.train import TrainConfig, prepare
 
 
-def ppo(tmp_path: Path, *overrides: str) -> tuple[str, ...]:
+def ppo(tmp_path: Path, *overrides: str, size: int = 1) -> tuple[str, ...]:
     """Warnings of the small PPO task, four steps of two mini-batches, with these settings."""
     settings = [*tasks.settings(tmp_path, 1), "run.steps=4", *overrides]
-    return prepare(str(tasks.task() / "ppo.json"), settings, 1, launch=Launch()).warnings
+    return prepare(str(tasks.task() / "ppo.json"), settings, size, launch=Launch(0, size, 0, size)).warnings
 
 
 def test_an_update_that_changes_nothing_and_a_warm_up_that_never_ends_are_said(tmp_path: Path) -> None:
@@ -31,6 +31,16 @@ def test_an_update_that_changes_nothing_and_a_warm_up_that_never_ends_are_said(t
     assert updates >= 4
     assert rate == pytest.approx(1e-3 * updates / 400, rel=0.06)  # two digits are shown
     assert ppo(tmp_path, f"models.critic.optim.lr_warmup_steps={updates}") == ()
+
+
+def test_a_stream_of_rows_that_nobody_takes_is_said(tmp_path: Path) -> None:
+    text = "placement.stream=4 does nothing: no call takes generated rows on ranks that do not generate"
+    assert ppo(tmp_path, "placement.stream=4") == (text,)
+    assert ppo(tmp_path, "placement.stream=4", "placement.strategy=interleave", size=2) == (text,)
+    assert ppo(tmp_path, "placement.stream=4", "placement.strategy=split", size=2) == ()
+    own = ("placement.pools={generate: [0], train: [1]}", "models.actor.pool=train", "models.critic.pool=train")
+    rest = ("models.reference.pool=train", "models.reward.pool=train", "models.actor.calls.generate_sequences.pool=generate")
+    assert ppo(tmp_path, "placement.stream=4", *own, *rest, size=2) == ()
 
 
 @pytest.mark.parametrize(("key", "when"), [("sampling.n=2", "in training"), ("val_sampling.top_p=0.5", "in validation")])

@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 import pkgutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from traceback import walk_tb
@@ -17,11 +17,11 @@ from typing import Any
 from rlhf_spmd.config.schema import first_line, nearest
 
 
-def find(kind: str, package: str, name: str, exports: str) -> ModuleType:
+def find(kind: str, package: str, name: str, exports: str, beside: Sequence[str] = ()) -> ModuleType:
     """The module that ``name`` stands for: ``package.name``, or for a dotted name that module itself.
 
     ``kind`` is the word for messages (``algorithm``, ``reward``). ``exports`` is an attribute that such a module must
-    have; other modules of the package (its helpers) are then neither found nor listed.
+    have; other modules of the package (its helpers) are then neither found nor listed. ``beside``: names that the caller knows itself.
     Raises ValueError that lists what exists, nearest first.
     """
     if "." in name:
@@ -33,9 +33,9 @@ def find(kind: str, package: str, name: str, exports: str) -> ModuleType:
         module = importlib.import_module(f"{package}.{name}")
         if hasattr(module, exports):
             return module
-    known = available(package, exports)
+    known = sorted([*available(package, exports), *beside])
     listed = ", ".join(known) or "none"
-    hint = nearest(name, known)
+    hint = nearest(name.lower(), known)
     raise ValueError(f"unknown {kind} '{name}'{hint or ';'} available: {listed} (or the dotted name of your own module)")
 
 

@@ -330,7 +330,7 @@ def _signals(board: Board, saves: bool) -> Iterator[None]:
         if number == signal.SIGINT and not interrupted_at:
             interrupted_at.append(time.monotonic())
             if board.launch.rank == 0:  # the streams may be in the middle of a line of their own
-                os.write(2, b"interrupted: the run saves after this step and ends; again: it ends at once\n")
+                os.write(2, b"interrupted: the run saves after the steps under way and ends; again: it ends at once\n")
 
     watched = (signal.SIGTERM, signal.SIGUSR1, *((signal.SIGINT,) if saves else ()))
     previous = {number: signal.signal(number, on_signal) for number in watched}

@@ -46,7 +46,7 @@ class PlacementConfig:
         check_bounds(self, where, "max_staleness", least=0)
         check_bounds(self, where, "stream", least=1)
         if self.strategy != AUTO:
-            find(f"{where}.strategy", "rlhf_spmd.planner.strategies", self.strategy, exports="place")
+            find(f"{where}.strategy", "rlhf_spmd.planner.strategies", self.strategy, exports="place", beside=[AUTO])
             if self.profile is not None:
                 raise ValueError(
                     f"{where}.profile={self.profile} is for {where}.strategy=auto, and that is {self.strategy}; leave it out"
@@ -81,6 +81,8 @@ def place_roles(
             f"placement.speeds has {len(config.speeds)} numbers, this job has {world_size} ranks; give one for each, or none"
         )
     pools = {name: _checked(f"placement.pools.{name}", name, ranks, world_size) for name, ranks in config.pools.items()}
+    if "all" in pools and len(pools["all"].ranks) < world_size:
+        raise ValueError(f"placement.pools.all={config.pools['all']}: the pool of all ranks is called so; use another name")
     placed = {}
     for key, name in named.items():
         if name in pools:

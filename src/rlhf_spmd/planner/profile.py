@@ -167,13 +167,13 @@ def write_profile(profile: Profile, path: Path) -> None:
     path.write_text(json.dumps(asdict(profile), indent=1))
 
 
-def read_profile(path: str) -> Profile:
-    """Raises ValueError that names the file."""
+def read_profile(path: str, key: str) -> Profile:
+    """Raises ValueError that names the file and the setting ``key`` that gave it."""
     try:
         raw = json.loads(Path(path).read_text(encoding="utf-8"))
         layers = tuple(LayerTimes(**one) for one in raw.pop("layers"))
         return Profile(Gpu(**raw.pop("device")), layers=layers, **raw)
     except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"cluster.gpu={path} is no file that `rlhf-spmd plan profile` wrote: {type(error).__name__}: {error}"
+            f"{key}={path} is no file that `rlhf-spmd plan profile` wrote: {type(error).__name__}: {error}"
         ) from error

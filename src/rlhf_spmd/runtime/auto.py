@@ -27,7 +27,7 @@ def plan_run(
     search that runs out of time may end elsewhere on each rank."""
     where, measured = "placement.strategy='auto'", None
     if config.placement.profile is not None:
-        measured = read_profile(config.placement.profile)
+        measured = read_profile(config.placement.profile, "placement.profile")
         measured.check_ranks(size, "placement.profile")
     elif not can(model_device()).streams:
         raise ValueError(

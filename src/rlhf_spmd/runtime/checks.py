@@ -11,7 +11,7 @@ from typing import Any
 
 from rlhf_spmd.algorithms.base import AlgorithmConfig
 from rlhf_spmd.config.schema import ConfigError, first_line, type_hints
-from rlhf_spmd.controller import Graph
+from rlhf_spmd.controller import Graph, Production
 from rlhf_spmd.data.dataset import DatasetConfig, TokenDataset
 from rlhf_spmd.data.prompts import DataConfig, PromptDataset, PromptsConfig
 from rlhf_spmd.environments.config import EnvironmentConfig, tools_of
@@ -198,6 +198,21 @@ def check_idle(config: Any, algorithm: AlgorithmConfig) -> None:
             raise ValueError(
                 f"{name}.{key}={getattr(section, key)}: {algorithm.name} draws no samples {when}; leave {name} out"
             )
+
+
+def idle_stream(config: Any, plans: Mapping[str, RolePlan], graph: Graph) -> list[str]:
+    """In words, that ``placement.stream`` does nothing, if no call takes generated rows on ranks that do not generate."""
+
+    def ranks(call: Production) -> set[int]:
+        plan = plans.get(call.role.name)
+        return set() if plan is None else set(plan.calls.get(call.spec.name, plan).pool.ranks)
+
+    generating = set().union(*(ranks(call) for call in graph.nodes if call.spec.kind == "generate"))
+    streams = any(generating and call.spec.streams and ranks(call).isdisjoint(generating) for call in graph.nodes)
+    text = (
+        f"placement.stream={config.placement.stream} does nothing: no call takes generated rows on ranks that do not generate"
+    )
+    return [text] if config.placement.stream > 1 and not streams else []
 
 
 def idle_updates(config: Any, plans: Mapping[str, RolePlan], graph: Graph) -> list[str]:

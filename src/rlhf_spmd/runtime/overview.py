@@ -34,11 +34,10 @@ def describe(ready: Any, world: World) -> str:
     if prompts and rules and all(row["answer"] is None for data in prompts for row in data.examples()):
         lines.append("  warning: no row has an answer (data.answer_key), so a reward that looks for one finds none")
     correction = getattr(ready.config.algorithm, "rollout_correction", None)
-    if ready.config.placement.max_staleness and correction is not None and not (correction.bypass_mode or correction.active):
-        lines.append(
-            f"  warning: placement.max_staleness={ready.config.placement.max_staleness} and nothing corrects for older weights: set "
-            "algorithm.rollout_correction.bypass_mode=true, or rollout_is"
-        )
+    if ready.config.placement.max_staleness and not (correction and (correction.bypass_mode or correction.active)):
+        advice = "set algorithm.rollout_correction.bypass_mode=true, or rollout_is" if correction else "this algorithm cannot"
+        stale = f"placement.max_staleness={ready.config.placement.max_staleness}"
+        lines.append(f"  warning: {stale} and nothing corrects for older weights: {advice}")
     lines += [line for data in (*ready.training.values(), *ready.validation.values()) for line in data.tally.warnings()]
     plan, device = ready.plans[ready.config.algorithm.exported], world.device
     dtype = plan.config.torch_dtype(device)
