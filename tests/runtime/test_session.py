@@ -92,6 +92,15 @@ def test_a_run_of_another_experiment_is_not_gone_on_with(tmp_path: Path, capsys:
     assert f"data.path={tasks.task() / 'train.jsonl'} (was " in capsys.readouterr().err
 
 
+def test_a_run_goes_on_in_the_dtype_that_it_had(tmp_path: Path) -> None:
+    train(tmp_path, 1, "models.critic.dtype=float64")
+    step_1 = tmp_path / "checkpoints" / "step_1"
+    told = f"models.critic.dtype=auto (float32), but {step_1} has float64; go on with float64"
+    with pytest.raises(ValueError, match="^" + re.escape(told) + "$"):
+        train(tmp_path, 2)
+    train(tmp_path, 2, "models.critic.dtype=float64")
+
+
 def test_a_run_that_went_on_is_exported_as_it_ended(tmp_path: Path) -> None:
     """Also if it was ended between its last checkpoint and its export, when an export of an earlier end is there."""
     export = tmp_path / "export" / "model.safetensors"

@@ -9,9 +9,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 from rlhf_spmd.checkpoint.directory import read_manifest
 from rlhf_spmd.checkpoint.load import load_checkpoint, read_pieces
-from rlhf_spmd.checkpoint.manifest import PARAM, CheckpointError
+from rlhf_spmd.checkpoint.manifest import DTYPE_NAMES, DTYPES, PARAM, CheckpointError
 from rlhf_spmd.checkpoint.save import RoleState
 from rlhf_spmd.config.load import flatten_yaml, to_yaml
 from rlhf_spmd.controller import Controller
@@ -19,6 +21,7 @@ from rlhf_spmd.parallel.boxes import whole_shard
 from rlhf_spmd.runtime.streams import Data
 from rlhf_spmd.telemetry.run_dir import CONFIG_FILE
 from rlhf_spmd.workers import ActorWorker, ArithmeticWorker, ModelWorker
+from rlhf_spmd.workers.config import RoleConfig
 from rlhf_spmd.workers.loan import LoanAhead
 
 ROWS_IN_FLIGHT = "rows_in_flight"  # a checkpoint's name for the rows that generation goes on with
@@ -112,6 +115,18 @@ def compare_runs(path: Path, config: Any, saved: Mapping[str, Any], present: Map
             f"{path} is of another experiment: {', '.join(other)}; give another run.dir, or run.resume=force to go on with it"
         )
     return f"other settings than in {file}: {', '.join(changed.values())}" if changed else ""
+
+
+def check_dtypes(path: Path, models: Mapping[str, RoleConfig], device: torch.device) -> None:
+    """Weights are in the dtype that the checkpoint ``path`` has them in. Raises ValueError; adapters have one of their own."""
+    manifest = read_manifest(path)
+    for role, config in models.items():
+        pieces = next(iter(manifest.pieces_of(role, PARAM).values()), None)
+        present = config.torch_dtype(device)
+        if pieces is not None and not config.lora.rank and pieces[0].dtype != DTYPE_NAMES[present]:
+            now, then = (str(dtype).removeprefix("torch.") for dtype in (present, DTYPES[pieces[0].dtype]))
+            where = f"models.{role}.dtype={config.dtype}{'' if config.dtype == now else f' ({now})'}"
+            raise ValueError(f"{where}, but {path} has {then}; go on with {then}")
 
 
 def full_path(text: str) -> Path:

@@ -33,6 +33,7 @@ from rlhf_spmd.runtime.exports import Exports
 from rlhf_spmd.runtime.overview import start_facts
 from rlhf_spmd.runtime.recorder import MadeStep, Recorder, merge_reports
 from rlhf_spmd.runtime.restart import (
+    check_dtypes,
     compare_runs,
     restore,
     restore_rows_in_flight,
@@ -332,6 +333,8 @@ class Session:
         told = compare_runs(path, self.context.prepared.config, state, self._state())
         if told and self.is_first:
             print(told, file=sys.stderr)
+        check_dtypes(path, {role: self.context.prepared.plans[role].config for role in self.saved}, self.context.world.device)
+        self.board.last_checkpoint = str(path)
         self.controller.versions.load_state(state.get("versions", Versions().state()))  # older checkpoints do not count them
         for role, worker in self.saved.items():
             worker.version = self.controller.versions.newest(role)
@@ -346,7 +349,6 @@ class Session:
         restore_weights_ahead(path, self.saved)
         self.finished_before = bool(state["stopped"])
         self.exports.restore(state.get("best"))
-        self.board.last_checkpoint = str(path)
         if self.is_first:
             print(f"resumed from {path} (step {state['step']})", file=sys.stderr)
         return int(state["step"])
