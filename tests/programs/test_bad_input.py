@@ -136,7 +136,7 @@ CONFIG = [
     (["placement.strategy=auto", "placement.profile=/nope"], 2, ["placement.profile=/nope", "rlhf-spmd plan profile"]),
     (["placement.pools.all=[0]"], 2, ["placement.pools.all=[0]", "another name"]),
     (["placement.speeds=[1.0,0.5,1.0]"], 2, ["placement.speeds has 3 numbers", "this job has 2 ranks"]),
-    (["placement.speeds=[1.0,0]"], 2, ["placement.speeds: 0.0 is not allowed", "above 0"]),
+    (["placement.speeds=[1.0,0]"], 2, ["placement.speeds[1]=0.0 is not allowed", "above 0"]),
     (["placement.stream=0"], 1, ["placement.stream=0", "at least 1"]),
     (["placement.strategy=split"], 1, ["placement.strategy='split'", "2 ranks", "has 1"]),
     (["placement.strategy=standalone"], 2, ["placement.strategy='standalone'", "3 ranks", "reference at least 1", "has 2"]),

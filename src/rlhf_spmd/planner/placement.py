@@ -56,10 +56,11 @@ class PlacementConfig:
         for name, ratio in self.ratios.items():
             if not 0 < ratio <= 1:
                 raise ValueError(f"{where}.ratios.{name}={ratio}: a share of the ranks must be above 0 and at most 1")
-        wrong = [speed for speed in self.speeds if not 0 < speed < math.inf]
+        wrong = [i for i, speed in enumerate(self.speeds) if not 0 < speed < math.inf]
         if wrong:
             raise ValueError(
-                f"{where}.speeds: {wrong[0]} is not allowed; a rank's speed is a number above 0, 1 that of the others"
+                f"{where}.speeds[{wrong[0]}]={self.speeds[wrong[0]]} is not allowed; a rank's speed is a number above 0, "
+                "1 that of the others"
             )
 
 
