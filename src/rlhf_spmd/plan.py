@@ -119,7 +119,7 @@ def without_exactness(config: Any) -> Any:
 
 def machine_of(cluster: ClusterConfig) -> tuple[Machine, Profile | None]:
     """Raises ValueError for a profile that cannot be read."""
-    measured = read_profile(cluster.hosts[0][2], "cluster.gpu") if is_file(cluster.hosts[0][2]) else None
+    measured = read_profile(cluster.hosts[0][2]) if is_file(cluster.hosts[0][2]) else None
     if measured:
         measured.check_ranks(sum(hosts * each for hosts, each, _ in cluster.hosts), "cluster.gpu")
     return cluster.machine(measured.device if measured else None), measured

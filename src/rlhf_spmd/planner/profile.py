@@ -167,7 +167,7 @@ def write_profile(profile: Profile, path: Path) -> None:
     path.write_text(json.dumps(asdict(profile), indent=1))
 
 
-def read_profile(path: str, key: str) -> Profile:
+def read_profile(path: str, key: str = "cluster.gpu") -> Profile:
     """Raises ValueError that names the file and the setting ``key`` that gave it."""
     try:
         raw = json.loads(Path(path).read_text(encoding="utf-8"))
