@@ -205,7 +205,8 @@ def prepare(
     if launch is None:
         return ready
     checkpointing, memory, *warnings = check_launch(ready, traced(), launch)
-    warnings += checks.idle_updates(config, plans, traced()) + checks.idle_stream(config, plans, traced())
+    for idle in (checks.idle_updates, checks.idle_stream, checks.idle_calls):
+        warnings += idle(config, plans, traced())
     return replace(ready, checkpointing=checkpointing, memory=memory, warnings=tuple(filter(None, warnings)))
 
 

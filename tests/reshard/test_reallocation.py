@@ -23,7 +23,7 @@ from rlhf_spmd.parallel.collectives import RECORDER
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.reshard import Delta, Holding, Storages, plan_transfer, start_transfer
-from rlhf_spmd.reshard.messages import cut_messages
+from rlhf_spmd.reshard.messages import Ends, Step, cut_messages, plan_steps
 from rlhf_spmd.reshard.plan import Part, Piece, Plan
 
 SPEC = ModelSpec("llama", 37, 8, 16, 5, 4, 2, 2, attention_bias=True)  # 37 tokens: no tp divides them; tp 4: KV heads twice
@@ -319,6 +319,41 @@ def test_buckets_are_bounded_and_hold_everything_once() -> None:
         )
         assert {part.numel // part.size[0] for bucket in buckets for part in bucket if part.parameter == "a"} == {4}
     assert len(buckets) == 1
+
+
+def exchanges(a: list[Holding], b: list[Holding], members: list[int], rank: int, limit: int) -> list[Step]:
+    shapes = ({name: shard.shape for name, shard in shards_of(side, rank).items()} for side in (a, b))
+    return plan_steps(plan_transfer(a, b, lambda rank: 0, rank), Ends(rank, members, *shapes, converted=False, limit=limit))
+
+
+@pytest.mark.parametrize("limit", [1 << 20, 1 << 10, 100])
+def test_exchanges_one_after_the_other_lock_nobody(limit: int) -> None:
+    """Each rank starts its next exchange when the one before has ended, as NCCL does: an exchange ends when all that have a part in
+    it have started theirs. What one sends to another is what the other takes, in the same order."""
+    rng = random.Random(limit)
+    for number in range(30):
+        spec, head = list(SPECS.values())[number % len(SPECS)]
+        a, b = (holdings(spec, head, *random_layout(rng, spec, 12)) for _ in range(2))
+        members = sorted({rank for holding in (*a, *b) for rank in holding.ranks})
+        steps = {rank: [step for step in exchanges(a, b, members, rank, limit) if step.messages] for rank in members}
+        messages: dict[tuple[int, int, bool], list[tuple[int, int]]] = {}  # (rank, peer, sends) -> its step, elements
+        for rank, some in steps.items():
+            for i, step in enumerate(some):
+                assert len(step.messages) == len({message.sends for message in step.messages})
+                for which, peer in step.transfers:
+                    message = step.messages[which]
+                    messages.setdefault((rank, members[peer], message.sends), []).append((i, message.numel))
+        needs: dict[tuple[int, int], list[tuple[int, int]]] = {}  # (rank, step) -> peers, which step each must have started
+        for (rank, peer, sends), mine in messages.items():
+            theirs = messages[peer, rank, not sends]
+            assert [numel for _, numel in mine] == [numel for _, numel in theirs]
+            for (i, _), (j, _) in zip(mine, theirs, strict=True):
+                needs.setdefault((rank, i), []).append((peer, j))
+        at = dict.fromkeys(members, 0)  # the step that each rank is in
+        while waiting := [rank for rank in members if at[rank] < len(steps[rank])]:
+            ended = [rank for rank in waiting if all(at[peer] >= step for peer, step in needs[rank, at[rank]])]
+            assert ended, f"ranks wait for each other: {at}"
+            at |= {rank: at[rank] + 1 for rank in ended}
 
 
 # -- on ranks

@@ -227,8 +227,8 @@ def test_messages_under_way_are_bounded() -> None:
     rows, sent = IN_FLIGHT // 4 // 1024, []
     weight = torch.empty(20 * rows, 1024, device="meta")
     messages = [Message(True, (Part("weight", (i * rows, 0), (rows, 1024)),), None) for i in range(20)]
-    steps = [Step([message], [(0, 1)], together=False) for message in messages]
-    group: Any = SimpleNamespace(irecv=None, isend=lambda flat, *_: sent.append(flat))
+    steps = [Step([message], [(0, 1)]) for message in messages]
+    group: Any = SimpleNamespace(start_exchange=lambda outward, *_: [sent.append(flat) for _, flat in outward])
     transfer = Transfer(20, steps.__getitem__, {"weight": weight}, {}, group, weight.dtype, 1, "loan")
     assert sum(flat.numel() for flat in sent) == IN_FLIGHT
     transfer.wait()

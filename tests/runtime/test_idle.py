@@ -43,6 +43,17 @@ def test_a_stream_of_rows_that_nobody_takes_is_said(tmp_path: Path) -> None:
     assert ppo(tmp_path, "placement.stream=4", *own, *rest, size=2) == ()
 
 
+def test_ranks_for_a_call_that_nobody_makes_are_said(tmp_path: Path) -> None:
+    pools = (
+        "placement.pools={a: [0], b: [1]}",
+        *(f"models.{role}.pool=a" for role in ("actor", "critic", "reference", "reward")),
+    )
+    said = "models.critic.calls.evaluate does nothing: no step of ppo makes this call"
+    assert ppo(tmp_path, *pools, "models.critic.calls.evaluate.pool=b", size=2) == (said,)
+    assert ppo(tmp_path, *pools, "models.critic.calls.compute_values.pool=b", size=2) == ()
+    assert ppo(tmp_path, *pools, "models.actor.calls.generate_sequences.pool=b", size=2) == ()
+
+
 @pytest.mark.parametrize(("key", "when"), [("sampling.n=2", "in training"), ("val_sampling.top_p=0.5", "in validation")])
 def test_settings_of_samples_that_nobody_draws_are_refused(key: str, when: str, tmp_path: Path) -> None:
     given = ["algorithm.name=dpo", f"data.path={tmp_path}/none.jsonl", f"models.actor.path={tasks.task() / 'actor'}"]

@@ -277,14 +277,17 @@ class Reference:
         return self._moved(np.sort(at), self.rows.row_ids[np.sort(at)], self.rows.decided)
 
     def repeat(self, n: int) -> Reference:
-        """n rows for each row, in its group, with the ids ``id * n + j``."""
+        """n rows for each row, in its group, with the ids ``id * n + j``. Raises ValueError for n below 1 and ids above 63 bits."""
         assert self.rows is not None
+        self._check_ids("repeat", n, int(self.rows.row_ids[-1]) * n + n - 1 if len(self) else 0)
         ids = np.repeat(self.rows.row_ids, n) * n + np.tile(np.arange(n), len(self))
         return self._moved(np.repeat(np.arange(len(self)), n), ids, self.rows.decided)
 
     def copy(self, number: int = 1) -> Reference:
-        """The same rows as other rows, which can stand beside them: greedy answers beside drawn ones. Groups stay."""
+        """The same rows as other rows, which can stand beside them: greedy answers beside drawn ones. Groups stay. Raises ValueError
+        for ids above 63 bits, and for a number below 1."""
         assert self.rows is not None
+        self._check_ids("copy", number, int(self.rows.row_ids[-1]) + number * COPY_STRIDE if len(self) else 0)
         return self._moved(np.arange(len(self)), self.rows.row_ids + number * COPY_STRIDE, self.rows.decided)
 
     def concat(self, *others: Reference) -> Reference:
@@ -294,7 +297,9 @@ class Reference:
         ids, groups = (np.concatenate([getattr(rows, name) for rows in sets]) for name in ("row_ids", "group_ids"))
         order = np.argsort(ids, kind="stable")
         if (np.diff(ids[order]) == 0).any():
-            raise ValueError("concat: a row is in two of the references; copy() makes other rows of the same")
+            raise ValueError(
+                "concat: a row is in two of the references; copy() makes other rows of the same, copy(2) others again"
+            )
         rows = RowSet(ids[order], groups[order], any(part.decided for part in sets))
         starts = np.cumsum([0, *(len(part) for part in parts)])
         where = np.empty_like(order)
@@ -307,6 +312,11 @@ class Reference:
                     at = moved.setdefault(id(piece.at), where[start + piece.at])
                     pieces.append(Piece(piece.producer, piece.name, at, piece.ids))
         return Reference(rows, {name: tuple(pieces) for name, pieces in fields.items()})
+
+    @staticmethod
+    def _check_ids(name: str, number: int, largest: int) -> None:
+        if number < 1 or largest >= 1 << 63:
+            raise ValueError(f"{name}({number}): the largest row id would be {largest}; at least 1, and ids stay below 2**63")
 
     def _moved(self, index: np.ndarray, ids: np.ndarray, decided: bool) -> Reference:
         """The rows at ``index``, which may repeat, as rows ``ids``."""

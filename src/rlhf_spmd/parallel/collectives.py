@@ -90,13 +90,23 @@ class Group:
         RECORDER.note("connect", self.name, 0)
         return self.communicator()
 
-    def connect(self) -> None:
-        """Collective over the group: every rank of it must call, in program order."""
-        if self.size > 1:
+    def connect(self, exchanges: torch.device | None = None) -> None:
+        """``exchanges``: the device of what some of the ranks will exchange. NCCL connects all ranks of a group in their first
+        exchange, in which not all may have a part; so it does here.
+
+        Collective over the group: every rank of it must call, in program order.
+        """
+        if self.size > 1 and not self.connected:
             _ = self.process_group
+            if exchanges is not None and can(exchanges).nccl:
+                self.all_reduce(torch.zeros(1, device=exchanges), "control")
+
+    @property
+    def connected(self) -> bool:
+        return "process_group" in self.__dict__
 
     def _connected(self) -> dist.ProcessGroup:
-        assert "process_group" in self.__dict__, f"group {self.name}: connect() it first, where all of its ranks pass"
+        assert self.connected, f"group {self.name}: connect() it first, where all of its ranks pass"
         return self.process_group
 
     def all_reduce(self, tensor: Tensor, label: str, op: str = "sum") -> Tensor:
@@ -153,10 +163,12 @@ class Group:
     def start_exchange(self, sends: Sequence[Message], receives: Sequence[Message], label: str) -> list[dist.Work]:
         """Many transfers at once, asynchronous: keep the tensors, which are contiguous, alive and untouched until they are done.
 
-        Collective over the ranks that take part: what one sends to another, the other receives in the same order.
+        Collective over the ranks that take part: what one sends to another, the other receives in the same order. On NCCL all of
+        them go through one communicator, where transfers outside an exchange would make one for each pair of ranks.
         """
         num_bytes = [sum(tensor.nbytes for _, tensor in messages) for messages in (sends, receives)]
-        RECORDER.note(f"exchange:{label}", self.name, sum(num_bytes))
+        peers = [",".join(str(self.ranks[member]) for member, _ in messages[:8]) for messages in (sends, receives)]
+        RECORDER.note(f"exchange:{label}->{peers[0]}<-{peers[1]}", self.name, sum(num_bytes))
         RECORDER.count(label, *num_bytes)
         if not sends and not receives:
             return []

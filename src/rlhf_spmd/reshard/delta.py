@@ -41,7 +41,8 @@ class Delta:
 
 
 class Changes:
-    """One later transfer: steps in place of ``steps`` (of a message each), with what they carry in ``sources`` and ``targets``.
+    """One later transfer: steps in place of ``steps`` (of a message each way at most), with what they carry in ``sources`` and
+    ``targets``.
 
     ``limit``: bytes that steps hold at a time. ``opens`` and ``closes`` are those of a ``Transfer``.
     """
@@ -58,24 +59,27 @@ class Changes:
         self.steps, self.number = steps, len(steps) + 1
         self.sources, self.targets = dict(sources), dict(targets)
         self._delta, self._dtype, self._limit = delta, dtype, limit
-        self._counts: dict[int, int] = {}  # step -> elements of its message that have changed
+        self._counts: dict[tuple[int, bool], int] = {}  # (step, whether it sends) -> elements of its message that have changed
         self._pairs: dict[tuple[bool, int], list[int]] = {}  # (sends, peer) -> steps; in the order of the steps on all ranks
         for number, step in enumerate(steps, 1):
-            for _, peer in step.transfers:
-                self._pairs.setdefault((step.messages[0].sends, peer), []).append(number)
+            for message, (_, peer) in zip(step.messages, step.transfers, strict=True):
+                self._pairs.setdefault((message.sends, peer), []).append(number)
 
     def step(self, number: int) -> Step:
         if number == HEADER:
             messages = [Message(sends, _whole(f"#{peer}", len(at)), None) for (sends, peer), at in self._pairs.items()]
             transfers = [(i, peer) for i, (_, peer) in enumerate(self._pairs)]
             # nothing else starts before it has ended: the sizes of the others are not known
-            return Step(messages, transfers, together=False, held=self._limit + 1)
+            return Step(messages, transfers, held=self._limit + 1)
         step = self.steps[number - 1]
         if not step.messages:
             return step
-        size = self._size(number) if number in self._counts else 0  # 0: only asked whether there is room, beside the header
-        message = Message(step.messages[0].sends, _whole(f"#step {number}", size), None)
-        return Step([message] if size else [], step.transfers if size else [], together=False, held=size)
+        messages, transfers = [], []
+        for message, (_, peer) in zip(step.messages, step.transfers, strict=True):
+            if size := self._size(number, message):
+                transfers.append((len(messages), peer))
+                messages.append(Message(message.sends, _whole(f"#step {number}", size), None))
+        return Step(messages, transfers, held=sum(message.numel for message in messages))
 
     def opens(self, number: int) -> None:
         """Make what a step sends, and room for what it receives."""
@@ -84,17 +88,18 @@ class Changes:
             for (sends, peer), at in self._pairs.items():
                 if sends:
                     self.sources[f"#{peer}"] = self._count(at)
-                    self._counts |= zip(at, self.sources[f"#{peer}"].tolist(), strict=True)
+                    self._note(sends, at, self.sources[f"#{peer}"])
                 else:
                     self.targets[f"#{peer}"] = torch.zeros(len(at), dtype=torch.int64, device=device)
             return
-        for message in self.steps[number - 1].messages if self._size(number) else ():
-            if message.sends:
+        for message in self.steps[number - 1].messages:
+            size = self._size(number, message)
+            if size and message.sends:
                 now, before = self._now(message.parts), self._delta.sent[message.parts]
-                self.sources[f"#step {number}"] = encode(now, before, self._counts[number])
-            else:
+                self.sources[f"#step {number}"] = encode(now, before, self._counts[number, True])
+            elif size:
                 device = self.targets[message.parts[0].parameter].device
-                self.targets[f"#step {number}"] = torch.empty(self._size(number), dtype=torch.uint8, device=device)
+                self.targets[f"#step {number}"] = torch.empty(size, dtype=torch.uint8, device=device)
         if number == len(self.steps):  # equal parts may go to several: only now are all messages made
             for parts, before in self._delta.sent.items():
                 before.copy_(self._now(parts))
@@ -104,14 +109,16 @@ class Changes:
         if number == HEADER:
             for (sends, peer), at in self._pairs.items():
                 if not sends:
-                    self._counts |= zip(at, self.targets[f"#{peer}"].tolist(), strict=True)
+                    self._note(sends, at, self.targets[f"#{peer}"])
             return
-        for message in self.steps[number - 1].messages if self._size(number) else ():
+        for message in self.steps[number - 1].messages:
+            if not self._size(number, message):
+                continue
             if message.sends:
                 del self.sources[f"#step {number}"]
                 continue
             values = flat(self.targets, message.parts).clone()
-            apply_encoded(values, self.targets.pop(f"#step {number}"), self._counts[number])
+            apply_encoded(values, self.targets.pop(f"#step {number}"), self._counts[number, False])
             for part, one in zip(message.parts, values.split([part.numel for part in message.parts]), strict=True):
                 self.targets[part.parameter].detach()[part.slices].copy_(one.view(part.size))
 
@@ -119,12 +126,16 @@ class Changes:
         return flat(self.sources, parts).to(self._dtype)
 
     def _count(self, numbers: Sequence[int]) -> Tensor:
-        parts = [self.steps[number - 1].messages[0].parts for number in numbers]
-        return torch.stack([differs(self._now(one), self._delta.sent[one]).sum() for one in parts])
+        sent = [next(message for message in self.steps[number - 1].messages if message.sends).parts for number in numbers]
+        return torch.stack([differs(self._now(parts), self._delta.sent[parts]).sum() for parts in sent])
 
-    def _size(self, number: int) -> int:
-        messages = self.steps[number - 1].messages
-        return encoded_bytes(messages[0].numel, self._counts[number], self._dtype.itemsize)[1] if messages else 0
+    def _note(self, sends: bool, numbers: Sequence[int], counts: Tensor) -> None:
+        self._counts |= zip([(number, sends) for number in numbers], counts.tolist(), strict=True)
+
+    def _size(self, number: int, message: Message) -> int:
+        """Bytes; 0 too before the header has come, where it is only asked whether there is room beside it."""
+        changed = self._counts.get((number, message.sends), 0)
+        return encoded_bytes(message.numel, changed, self._dtype.itemsize)[1]
 
 
 def _whole(name: str, size: int) -> Parts:

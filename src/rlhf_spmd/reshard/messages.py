@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import NamedTuple
 
 from rlhf_spmd.reshard.plan import Index, Part, Piece, Plan
@@ -38,8 +39,8 @@ class Message(NamedTuple):
 class Step:
     """Messages that start together, and pieces that stay on the rank. ``transfers``: (number of a message, member of the group), those
     between two members in the same order at both ends. ``buffer``: elements. ``gathers``: one all-gather moves the buffer, or without
-    one the whole target parameter ``into``. ``together``: the messages are one exchange; else they are one message at both ends.
-    ``held``: elements that stay allocated while it is under way and are not needed afterwards."""
+    one the whole target parameter ``into``; else the messages are one exchange. ``held``: elements that stay allocated while it is
+    under way and are not needed afterwards."""
 
     messages: Sequence[Message] = ()
     transfers: Sequence[tuple[int, int]] = ()
@@ -47,13 +48,12 @@ class Step:
     buffer: int = 0
     gathers: bool = False
     into: str = ""
-    together: bool = True
     held: int = 0
 
     @property
-    def alone(self) -> int:
-        """Elements of a message that is not part of an exchange: so many such steps may be under way as their limit allows."""
-        return 0 if self.together else sum(message.numel for message in self.messages)
+    def exchanged(self) -> int:
+        """Elements of the messages of an exchange, from wherever they travel."""
+        return 0 if self.gathers else sum(message.numel for message in self.messages)
 
 
 @dataclass(frozen=True)
@@ -71,33 +71,22 @@ class Ends:
 
 
 def plan_steps(plan: Plan, ends: Ends) -> list[Step]:
-    """Each message by itself, in one order on all ranks: by the distance of the two, then by number, then by sender. So the first
-    message that is not done is always started at both ends: no order of arrival and no limit can lock ranks into waiting. What
-    stays on the rank is copied when the first message is on its way."""
-    ordered = sorted(_by_pair(plan.moves(), ends, max(ends.limit // 64, ALONE_BETWEEN_TWO)), key=lambda item: item[0])
-    steps = []
-    for _, sends, peer, parts in ordered:
-        in_memory = _in_memory(sends, parts, ends)
-        message = Message(sends, parts, None if in_memory else 0)
-        steps.append(Step([message], [(0, peer)], buffer=0 if in_memory else message.numel, together=False))
+    """Exchanges in one order on all ranks: by the distance of giver and taker in the group, then by the number of the message between
+    the two. So a rank sends one message in each and receives one, and the first exchange that is not done is always started by all
+    that have a part in it: no order of arrival and no limit can lock ranks into waiting, nor does it where transfers of one group
+    follow each other (NCCL). What stays on the rank is copied when the first exchange is on its way."""
+    pairs = sorted(_by_pair(plan.moves(), ends, max(ends.limit // 64, ALONE_BETWEEN_TWO)), key=lambda pair: pair[0])
+    steps = [_exchange(list(some), (), ends) for _, some in groupby(pairs, key=lambda pair: pair[0][:2])]
     copies = list(plan.copies())
-    return [*steps[:1], *[Step(copies=copies, together=False)] * bool(copies), *steps[1:]]
+    return [*steps[:1], *[Step(copies=copies)] * bool(copies), *steps[1:]]
 
 
 def plan_bucket(moves: Sequence[Piece], copies: Sequence[Piece], ends: Ends, on_gpu: bool) -> Step:
     """All messages of parameters that every member of the group makes; on GPUs one all-gather if all give equal parts."""
     if on_gpu and moves and (step := _all_gather(moves, copies, ends)):
         return step
-    numbers: dict[tuple[bool, tuple[Part, ...]], int] = {}
-    messages, transfers, used = list[Message](), list[tuple[int, int]](), 0
-    for _, sends, peer, parts in sorted(_by_pair(moves, ends, min(ALONE, ends.limit // 64)), key=lambda item: item[0]):
-        number = numbers.setdefault((sends, parts), len(messages))
-        if number == len(messages):
-            in_memory = _in_memory(sends, parts, ends)
-            messages.append(Message(sends, parts, None if in_memory else used))
-            used += 0 if in_memory else messages[-1].numel
-        transfers.append((number, peer))
-    return Step(messages, transfers, copies, used)
+    pairs = sorted(_by_pair(moves, ends, min(ALONE, ends.limit // 64)), key=lambda pair: pair[0])
+    return _exchange(pairs, copies, ends)
 
 
 def _all_gather(moves: Sequence[Piece], copies: Sequence[Piece], ends: Ends) -> Step | None:
@@ -156,6 +145,20 @@ def _by_pair(moves: Iterable[Piece], ends: Ends, alone: int) -> Iterator[Pair]:
             sends = giver == me
             parts = tuple(piece.source if sends else piece.target for piece in cut)
             yield ((taker - giver) % size, number, giver), sends, taker if sends else giver, parts
+
+
+def _exchange(pairs: Sequence[Pair], copies: Sequence[Piece], ends: Ends) -> Step:
+    """One step of these messages; equal parts that go to several are one."""
+    numbers: dict[tuple[bool, tuple[Part, ...]], int] = {}
+    messages, transfers, used = list[Message](), list[tuple[int, int]](), 0
+    for _, sends, peer, parts in pairs:
+        number = numbers.setdefault((sends, parts), len(messages))
+        if number == len(messages):
+            in_memory = _in_memory(sends, parts, ends)
+            messages.append(Message(sends, parts, None if in_memory else used))
+            used += 0 if in_memory else messages[-1].numel
+        transfers.append((number, peer))
+    return Step(messages, transfers, copies, used)
 
 
 def cut_messages(pieces: Iterable[Piece], limit: int, alone: int) -> Iterator[list[Piece]]:

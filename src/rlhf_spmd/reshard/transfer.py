@@ -20,7 +20,7 @@ from rlhf_spmd.reshard.messages import Ends, Message, Step, plan_steps
 from rlhf_spmd.reshard.plan import Part, Piece, Plan
 
 LABEL = "loan"  # weights on loan, which may move beside a transition
-IN_FLIGHT = 1 << 27  # elements of messages by themselves, each of which may hold up a kernel or a socket, at a time
+IN_FLIGHT = 1 << 27  # elements of messages at a time, each of which may hold up a kernel or a socket
 
 Tensors = Mapping[str, Tensor]
 
@@ -29,7 +29,7 @@ class _Flight(NamedTuple):
     """A step that has been started. ``alive``: everything that is read or written meanwhile."""
 
     step: Step
-    works: Sequence[Work | None]
+    works: Sequence[Work]
     buffer: Tensor | None
     alive: list[Tensor]
 
@@ -133,8 +133,8 @@ class Transfer:
             while (number := self.landed + len(self._flights)) < self._number:
                 step = self._step(number)
                 held = sum(flight.step.buffer + flight.step.held for flight in self._flights)
-                alone = sum(flight.step.alone for flight in self._flights)
-                too_much = held + step.buffer + step.held > self._limit or alone + step.alone > IN_FLIGHT
+                exchanged = sum(flight.step.exchanged for flight in self._flights)
+                too_much = held + step.buffer + step.held > self._limit or exchanged + step.exchanged > IN_FLIGHT
                 if self._flights and too_much:
                     return
                 self._opens(number)
@@ -154,19 +154,15 @@ class Transfer:
             if message.sends and message.offset is not None:
                 for place, values in self._packed(message, memory):
                     values.copy_(place)
-        works: Sequence[Work | None]
         if step.gathers:
             assert buffer is not None, "an all-gather moves a buffer or a parameter"
             works = [self._group.start_all_gather(buffer, self._label)]
-        elif step.together:
+        else:
             outward, inward = (
                 [(peer, travels[number]) for number, peer in step.transfers if step.messages[number].sends == sends]
                 for sends in (True, False)
             )
             works = self._group.start_exchange(outward, inward, self._label) if travels else []
-        else:
-            start = (self._group.irecv, self._group.isend)
-            works = [start[step.messages[i].sends](travels[i], peer, self._label) for i, peer in step.transfers]
         self._copy(step.copies)
         return _Flight(step, works, buffer, travels)
 

@@ -215,6 +215,14 @@ def idle_stream(config: Any, plans: Mapping[str, RolePlan], graph: Graph) -> lis
     return [text] if config.placement.stream > 1 and not streams else []
 
 
+def idle_calls(config: Any, plans: Mapping[str, RolePlan], graph: Graph) -> list[str]:
+    """In words, which calls have ranks or a layout of their own, although no step makes them. Validations generate too."""
+    made = {(call.role.name, call.spec.name) for call in graph.nodes}
+    calls = [(role, method) for role, plan in plans.items() for method in plan.calls if method != "generate_sequences"]
+    text = "models.{}.calls.{} does nothing: no step of {} makes this call"
+    return [text.format(role, method, config.algorithm.name) for role, method in calls if (role, method) not in made]
+
+
 def idle_updates(config: Any, plans: Mapping[str, RolePlan], graph: Graph) -> list[str]:
     """In words, what keeps weights as they are that the run is to train."""
     trained = dict.fromkeys(call.role.name for call in graph.nodes if call.spec.kind == "train")

@@ -83,7 +83,7 @@ def build_generating(worker: ModelWorker, tokenizer: Any) -> Generating | None:
     # a channel of its own: the next bucket is on its way while the ranks' other groups compute
     gather = build.world.group([pool.ranks[i] for i in method.gather_ranks(layout, mesh.index)], "gather", channel="gather")
     assert spec is not None and gather is not None
-    gather.connect()
+    gather.connect(worker.device)
     dtype, blocks, ops = worker.engine.dtype, layout.blocks, worker.engine.ops
     decoder = Decoder(spec, "lm", mesh.pp_rank, layout.pp, mesh.tp, dtype, "meta", blocks, ops=ops)
     decoder.requires_grad_(False)

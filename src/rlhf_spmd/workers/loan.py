@@ -58,7 +58,7 @@ class Loan:
         self.settle()
         if self._group is None:
             return
-        self._group.connect()
+        self._group.connect(self.home.device)
         self._note_call()
         if self.home.resting is not None:
             self.home.resting.reload()
@@ -197,7 +197,7 @@ class LoanAhead(Loan):
         home, group = self.home, self._group
         assert group is not None
         self.settle()
-        group.connect()
+        group.connect(home.device)
         self._note_call()
         self.kept[version] = self._room()
         first = group.ranks.index(home.pool.ranks[0])
