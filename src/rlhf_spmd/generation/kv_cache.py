@@ -24,6 +24,8 @@ from rlhf_spmd.generation.scheduler import Work
 from rlhf_spmd.kernels import Kernels, Ops, can, on_device
 from rlhf_spmd.models.attention import Attention
 
+COPIED_BYTES = 4 << 20  # of pages that are copied at a time: what is larger comes in fresh memory, on CPUs a page fault per 4 KB
+
 
 @dataclass(frozen=True)
 class Backend:
@@ -82,8 +84,10 @@ class KVCache:
 
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
         """(source, destination) pages, in all layers."""
-        source, destination = on_device(np.array(copies, dtype=np.int64), self.pages.device).unbind(1)
-        self.pages[:, :, :, destination] = self.pages[:, :, :, source]
+        pairs = on_device(np.array(copies, dtype=np.int64), self.pages.device)
+        for some in pairs.split(max(COPIED_BYTES * self.num_pages // self.pages.nbytes, 1)):
+            source, destination = some.unbind(1)
+            self.pages[:, :, :, destination] = self.pages[:, :, :, source]
 
     def offload(self, used: Sequence[int]) -> None:
         """Give the memory back; what lies in the pages ``used`` waits in host memory, pinned where the cache is on a GPU."""
