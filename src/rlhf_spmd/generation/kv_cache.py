@@ -24,7 +24,7 @@ from rlhf_spmd.generation.scheduler import Work
 from rlhf_spmd.kernels import Kernels, Ops, can, on_device
 from rlhf_spmd.models.attention import Attention
 
-COPIED_BYTES = 4 << 20  # of pages that are copied at a time: what is larger comes in fresh memory, on CPUs a page fault per 4 KB
+COPIED_BYTES = 4 << 20  # of pages copied at a time: a larger block is fresh memory, on CPUs a page fault per 4 KB
 
 
 @dataclass(frozen=True)

@@ -138,6 +138,7 @@ class KernelAttention:
     def __init__(self, cache: KVCache, positions: Tensor, items: Tensor, table: Tensor) -> None:
         assert isinstance(cache.ops, Kernels), "pages of another form"
         self.cache, self.kernels, self.positions, self.items = cache, cache.ops, positions, items
+        self.space: Tensor | None = None
         self.table = table.contiguous().view(-1)  # of one column, reshape alone would be a view with gaps
 
     @classmethod

@@ -262,7 +262,9 @@ class Kernels(ExactOps):
             biases = [None if part.bias is None else part.bias.float() for part in (parts[1], parts[7])]
             rows, hidden = x.shape
             out = torch.empty_like(x)
-            space = x.new_empty(rows * (2 * heads + 2 * kv_heads) * dim)  # q, k and v, and the attention's output
+            size, space = rows * (2 * heads + 2 * kv_heads) * dim, attention.space  # of q, k and v, and the attention's output
+            if space is None or space.numel() < size or space.dtype != x.dtype:
+                space = attention.space = x.new_empty(size)
             at, half = space.data_ptr(), x.dtype == torch.bfloat16
             head = half, rows, num_tokens, hidden, *sizes, *options[1:], rule.window or 0, torch.get_num_threads()
             inputs = x.data_ptr(), cos.data_ptr(), sin.data_ptr()

@@ -13,7 +13,8 @@ from rlhf_spmd.kernels import AttentionRule, Node, Ops, Packing, choose_ops, on_
 
 class Attention(Protocol):
     """What a forward pass needs to know about its tokens. One whose ``attend`` the kernel of a whole layer can take over also has a
-    ``kernel_context(layer_index)``, see :meth:`~rlhf_spmd.kernels.Ops.layer`."""
+    ``kernel_context(layer_index)``, see :meth:`~rlhf_spmd.kernels.Ops.layer`, and from one layer to the next its ``space``: large
+    blocks that are allocated anew cost a page fault per 4 KB."""
 
     positions: Tensor  # [T]
 
@@ -45,6 +46,7 @@ class PackedAttention:
         self._copies = None if places is None else Copies(places, self.packing.device)
         positions = on_device(positions, self.packing.device)
         self.positions = positions if self._copies is None else positions[self._copies.firsts]
+        self.space: Tensor | None = None
         joins = (ops is None or ops.joins_layers) and places is None
         self.kernel_context = self.packing.context if joins else None
 
