@@ -271,12 +271,19 @@ LAYERS = [name for name in CONFIGS if name not in ("llama-tied-bias", "qwen3-moe
 def test_a_whole_layer_has_the_bits_of_its_operations(
     found: kernels.Kernels, name: str, dtype: torch.dtype, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Packed and paged, with and without gradients, in few rows and in many."""
-    calls, whole = [], found.layer
+    """Packed and paged, with and without gradients, in few rows and in many; the buffers stand from one layer to the next."""
+    calls, buffers, whole = [], set(), found.layer
 
     def counted(*args: Any) -> Any:
         run = whole(*args)
-        return run and (lambda *args: calls.append(len(args[0])) or run(*args))
+
+        def noted(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: Any, tokens: int) -> Any:
+            calls.append(len(x))
+            out = run(x, cos, sin, attention, tokens)
+            buffers.add((attention, attention.space.data_ptr()))
+            return out
+
+        return run and noted
 
     monkeypatch.setattr(found, "layer", counted)
     decoder = Decoder(spec_from_config(CONFIGS[name], name), "none", 0, 1, solo(), dtype, "cpu")
@@ -293,9 +300,12 @@ def test_a_whole_layer_has_the_bits_of_its_operations(
         backend, shape = build_backend("cpp", dtype, cpu), (len(decoder.layers), block.num_kv_heads, block.head_dim)
         cache = KVCache(*shape, 2 * len(rows), 128, dtype, cpu, backend)
         work = [Work(row, 0, row.length, True) for row in rows]
+        assert len(buffers) == 1
         with torch.no_grad():
             assert torch.equal(decoder(tokens, backend.for_step(work, cache, 4)), out)
+        assert len(buffers) == 2
         calls.clear()
+        buffers.clear()
 
 
 def test_draws_follow_the_cumulative_distribution(found: kernels.Kernels) -> None:
