@@ -147,9 +147,16 @@ def test_firsts_repeat_and_copy() -> None:
 def test_ids_of_repeated_rows_and_copies_fit() -> None:
     base = rows()
     assert ids(base.copy((1 << 15) - 1))[0] == (1 << 63) - COPY_STRIDE
-    for made in (lambda: base.copy(1 << 15), lambda: base.copy(0), lambda: base.repeat(0), lambda: base.copy().repeat(1 << 15)):
+    large: Any = np.int64(1 << 15)  # its products turn over
+    made = (
+        lambda: base.copy(1 << 15),
+        lambda: base.copy(large),
+        lambda: base.copy().repeat(1 << 15),
+        lambda: base.copy().repeat(large),
+    )
+    for one in (*made, lambda: base.copy(0), lambda: base.repeat(0)):
         with pytest.raises(ValueError, match=r"the largest row id would be -?\d+; at least 1, and ids stay below"):
-            made()
+            one()
 
 
 def test_concat_has_the_fields_that_all_have_in_the_order_of_ids() -> None:

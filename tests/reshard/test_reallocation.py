@@ -326,34 +326,51 @@ def exchanges(a: list[Holding], b: list[Holding], members: list[int], rank: int,
     return plan_steps(plan_transfer(a, b, lambda rank: 0, rank), Ends(rank, members, *shapes, converted=False, limit=limit))
 
 
+def rounds(a: list[Holding], b: list[Holding], limit: int) -> tuple[int, int]:
+    """Each rank starts its next exchange when the one before has ended, as NCCL does: an exchange ends when all that have a part in
+    it have started theirs. The rounds that this takes, and the exchanges of the rank that has most. What one sends to another must be
+    what the other takes, in the same order."""
+    members = sorted({rank for holding in (*a, *b) for rank in holding.ranks})
+    steps = {rank: [step for step in exchanges(a, b, members, rank, limit) if step.messages] for rank in members}
+    messages: dict[tuple[int, int, bool], list[tuple[int, int]]] = {}  # (rank, peer, sends) -> its step, elements
+    for rank, some in steps.items():
+        for i, step in enumerate(some):
+            assert len(step.messages) == len({message.sends for message in step.messages})
+            for which, peer in step.transfers:
+                message = step.messages[which]
+                messages.setdefault((rank, members[peer], message.sends), []).append((i, message.numel))
+    needs: dict[tuple[int, int], list[tuple[int, int]]] = {}  # (rank, step) -> peers, which step each must have started
+    for (rank, peer, sends), mine in messages.items():
+        theirs = messages[peer, rank, not sends]
+        assert [numel for _, numel in mine] == [numel for _, numel in theirs]
+        for (i, _), (j, _) in zip(mine, theirs, strict=True):
+            needs.setdefault((rank, i), []).append((peer, j))
+    at, number = dict.fromkeys(members, 0), 0  # the step that each rank is in
+    while waiting := [rank for rank in members if at[rank] < len(steps[rank])]:
+        ended = [rank for rank in waiting if all(at[peer] >= step for peer, step in needs[rank, at[rank]])]
+        assert ended, f"ranks wait for each other: {at}"
+        at, number = at | {rank: at[rank] + 1 for rank in ended}, number + 1
+    return number, max(map(len, steps.values()))
+
+
 @pytest.mark.parametrize("limit", [1 << 20, 1 << 10, 100])
 def test_exchanges_one_after_the_other_lock_nobody(limit: int) -> None:
-    """Each rank starts its next exchange when the one before has ended, as NCCL does: an exchange ends when all that have a part in
-    it have started theirs. What one sends to another is what the other takes, in the same order."""
     rng = random.Random(limit)
     for number in range(30):
         spec, head = list(SPECS.values())[number % len(SPECS)]
         a, b = (holdings(spec, head, *random_layout(rng, spec, 12)) for _ in range(2))
-        members = sorted({rank for holding in (*a, *b) for rank in holding.ranks})
-        steps = {rank: [step for step in exchanges(a, b, members, rank, limit) if step.messages] for rank in members}
-        messages: dict[tuple[int, int, bool], list[tuple[int, int]]] = {}  # (rank, peer, sends) -> its step, elements
-        for rank, some in steps.items():
-            for i, step in enumerate(some):
-                assert len(step.messages) == len({message.sends for message in step.messages})
-                for which, peer in step.transfers:
-                    message = step.messages[which]
-                    messages.setdefault((rank, members[peer], message.sends), []).append((i, message.numel))
-        needs: dict[tuple[int, int], list[tuple[int, int]]] = {}  # (rank, step) -> peers, which step each must have started
-        for (rank, peer, sends), mine in messages.items():
-            theirs = messages[peer, rank, not sends]
-            assert [numel for _, numel in mine] == [numel for _, numel in theirs]
-            for (i, _), (j, _) in zip(mine, theirs, strict=True):
-                needs.setdefault((rank, i), []).append((peer, j))
-        at = dict.fromkeys(members, 0)  # the step that each rank is in
-        while waiting := [rank for rank in members if at[rank] < len(steps[rank])]:
-            ended = [rank for rank in waiting if all(at[peer] >= step for peer, step in needs[rank, at[rank]])]
-            assert ended, f"ranks wait for each other: {at}"
-            at |= {rank: at[rank] + 1 for rank in ended}
+        rounds(a, b, limit)
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_ranks_wait_for_no_round_that_is_not_theirs(apart: bool) -> None:
+    """Every giver has something for every taker: as many rounds as a rank has peers, where pools lie apart too."""
+    spec, head = SPECS["value head"]
+    for taking in (Layout(1, 1, 4), Layout(1, 2, 2)):
+        a = holdings(spec, head, Layout(1, 1, 4, 3), [0, 1, 2, 3])
+        b = holdings(spec, head, taking, [4, 5, 6, 7] if apart else [0, 1, 2, 3])
+        number, most = rounds(a, b, 1 << 20)
+        assert number == most, (taking, number, most)
 
 
 # -- on ranks

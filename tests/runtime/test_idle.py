@@ -52,6 +52,8 @@ def test_ranks_for_a_call_that_nobody_makes_are_said(tmp_path: Path) -> None:
     assert ppo(tmp_path, *pools, "models.critic.calls.evaluate.pool=b", size=2) == (said,)
     assert ppo(tmp_path, *pools, "models.critic.calls.compute_values.pool=b", size=2) == ()
     assert ppo(tmp_path, *pools, "models.actor.calls.generate_sequences.pool=b", size=2) == ()
+    validated = *pools, f"data.val_path={tasks.task() / 'train.jsonl'}", "run.test_freq=2"
+    assert ppo(tmp_path, *validated, "models.critic.calls.evaluate.pool=b", size=2) == ()  # a validation's, it may be
 
 
 @pytest.mark.parametrize(("key", "when"), [("sampling.n=2", "in training"), ("val_sampling.top_p=0.5", "in validation")])

@@ -8,6 +8,7 @@ also keeps alive the calls whose token counts placed its rows.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -279,6 +280,7 @@ class Reference:
     def repeat(self, n: int) -> Reference:
         """n rows for each row, in its group, with the ids ``id * n + j``. Raises ValueError for n below 1 and ids above 63 bits."""
         assert self.rows is not None
+        n = operator.index(n)  # of numpy's 64 bits the products below would turn over
         self._check_ids("repeat", n, int(self.rows.row_ids[-1]) * n + n - 1 if len(self) else 0)
         ids = np.repeat(self.rows.row_ids, n) * n + np.tile(np.arange(n), len(self))
         return self._moved(np.repeat(np.arange(len(self)), n), ids, self.rows.decided)
@@ -287,6 +289,7 @@ class Reference:
         """The same rows as other rows, which can stand beside them: greedy answers beside drawn ones. Groups stay. Raises ValueError
         for ids above 63 bits, and for a number below 1."""
         assert self.rows is not None
+        number = operator.index(number)
         self._check_ids("copy", number, int(self.rows.row_ids[-1]) + number * COPY_STRIDE if len(self) else 0)
         return self._moved(np.arange(len(self)), self.rows.row_ids + number * COPY_STRIDE, self.rows.decided)
 

@@ -71,11 +71,13 @@ class Ends:
 
 
 def plan_steps(plan: Plan, ends: Ends) -> list[Step]:
-    """Exchanges in one order on all ranks: by the distance of giver and taker in the group, then by the number of the message between
-    the two. So a rank sends one message in each and receives one, and the first exchange that is not done is always started by all
-    that have a part in it: no order of arrival and no limit can lock ranks into waiting, nor does it where transfers of one group
-    follow each other (NCCL). What stays on the rank is copied when the first exchange is on its way."""
-    pairs = sorted(_by_pair(plan.moves(), ends, max(ends.limit // 64, ALONE_BETWEEN_TWO)), key=lambda pair: pair[0])
+    """Exchanges in one order on all ranks: by the distance of giver and taker, each counted on its own side (pools that lie apart
+    have as many distances as the larger one has ranks), then by the number of the message between the two. So a rank sends one message
+    in each and receives one, and the first exchange that is not done is always started by all that have a part in it: no order of
+    arrival and no limit can lock ranks into waiting, nor does it where transfers of one group follow each other (NCCL). What stays on
+    the rank is copied when the first exchange is on its way."""
+    alone = max(ends.limit // 64, ALONE_BETWEEN_TWO)
+    pairs = _in_order(plan.moves(), (plan.givers, plan.takers), ends, alone)
     steps = [_exchange(list(some), (), ends) for _, some in groupby(pairs, key=lambda pair: pair[0][:2])]
     copies = list(plan.copies())
     return [*steps[:1], *[Step(copies=copies)] * bool(copies), *steps[1:]]
@@ -85,7 +87,7 @@ def plan_bucket(moves: Sequence[Piece], copies: Sequence[Piece], ends: Ends, on_
     """All messages of parameters that every member of the group makes; on GPUs one all-gather if all give equal parts."""
     if on_gpu and moves and (step := _all_gather(moves, copies, ends)):
         return step
-    pairs = sorted(_by_pair(moves, ends, min(ALONE, ends.limit // 64)), key=lambda pair: pair[0])
+    pairs = _in_order(moves, (ends.members, ends.members), ends, min(ALONE, ends.limit // 64))
     return _exchange(pairs, copies, ends)
 
 
@@ -134,17 +136,21 @@ def _stacked(parts: Sequence[Sequence[Piece]], targets: Shapes) -> str:
 Pair = tuple[tuple[int, int, int], bool, int, tuple[Part, ...]]  # place in the global order, whether it sends, peer, parts
 
 
-def _by_pair(moves: Iterable[Piece], ends: Ends, alone: int) -> Iterator[Pair]:
-    """The messages between this rank and each other one."""
-    place, size = {rank: i for i, rank in enumerate(ends.members)}, len(ends.members)
-    me, pairs = place[ends.rank], dict[tuple[int, int], list[Piece]]()
+def _in_order(moves: Iterable[Piece], sides: tuple[Sequence[int], Sequence[int]], ends: Ends, alone: int) -> list[Pair]:
+    """The messages between this rank and each other one. ``sides``: the ranks that give and that take, whether this one knows of it
+    or not."""
+    among, to = ({rank: i for i, rank in enumerate(side)} for side in sides)
+    place, rounds = {rank: i for i, rank in enumerate(ends.members)}, max(map(len, sides))
+    pieces_of: dict[tuple[int, int], list[Piece]] = {}
     for piece in moves:
-        pairs.setdefault((place[piece.giver], place[piece.taker]), []).append(piece)
-    for (giver, taker), pieces in pairs.items():
+        pieces_of.setdefault((piece.giver, piece.taker), []).append(piece)
+    pairs = list[Pair]()
+    for (giver, taker), pieces in pieces_of.items():
+        sends, distance = giver == ends.rank, (to[taker] - among[giver]) % rounds
         for number, cut in enumerate(cut_messages(pieces, ends.limit, alone)):
-            sends = giver == me
             parts = tuple(piece.source if sends else piece.target for piece in cut)
-            yield ((taker - giver) % size, number, giver), sends, taker if sends else giver, parts
+            pairs.append(((distance, number, place[giver]), sends, place[taker if sends else giver], parts))
+    return sorted(pairs, key=lambda pair: pair[0])
 
 
 def _exchange(pairs: Sequence[Pair], copies: Sequence[Piece], ends: Ends) -> Step:

@@ -117,10 +117,12 @@ class _Alike(NamedTuple):
 @dataclass(frozen=True)
 class Plan:
     """What one rank gives, takes and keeps, or what all ranks do. ``order``: global tensors as the target side lists them; both ends
-    of a pair go through its pieces in this order."""
+    of a pair go through its pieces in this order. ``givers``, ``takers``: the ranks of the two sides, ascending."""
 
     order: Mapping[str, tuple[_Alike, int]]
     every: Sequence[_Alike]
+    givers: Sequence[int] = ()
+    takers: Sequence[int] = ()
 
     def moves(self, tensors: Iterable[str] | None = None) -> Iterator[Piece]:
         """What leaves its rank, of all or of some tensors."""
@@ -170,7 +172,8 @@ def plan_transfer(source: Sequence[Holding], target: Sequence[Holding], host_of:
         turn += len(tensors)
         every.append(alike)
     placed = [(tensor.position, tensor.name, alike, i) for alike in every for i, tensor in enumerate(alike.tensors)]
-    return Plan({name: (alike, i) for _, name, alike, i in sorted(placed, key=lambda x: x[0])}, every)
+    givers, takers = (sorted({rank for holding in side for rank in holding.ranks}) for side in sides)
+    return Plan({name: (alike, i) for _, name, alike, i in sorted(placed, key=lambda x: x[0])}, every, givers, takers)
 
 
 def missing_elements(held: Shards, wanted: Shards) -> int:

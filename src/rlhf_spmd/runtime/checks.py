@@ -216,11 +216,15 @@ def idle_stream(config: Any, plans: Mapping[str, RolePlan], graph: Graph) -> lis
 
 
 def idle_calls(config: Any, plans: Mapping[str, RolePlan], graph: Graph) -> list[str]:
-    """In words, which calls have ranks or a layout of their own, although no step makes them. Validations generate too."""
+    """In words, which calls have ranks or a layout of their own, although nothing makes them. A validation may make all but updates."""
     made = {(call.role.name, call.spec.name) for call in graph.nodes}
-    calls = [(role, method) for role, plan in plans.items() for method in plan.calls if method != "generate_sequences"]
+    idle = [(role, plan, method) for role, plan in plans.items() for method in plan.calls if (role, method) not in made]
     text = "models.{}.calls.{} does nothing: no step of {} makes this call"
-    return [text.format(role, method, config.algorithm.name) for role, method in calls if (role, method) not in made]
+    return [
+        text.format(role, method, config.algorithm.name)
+        for role, plan, method in idle
+        if not config.run.test_freq or getattr(plan.worker, method).spec.kind == "train"
+    ]
 
 
 def idle_updates(config: Any, plans: Mapping[str, RolePlan], graph: Graph) -> list[str]:
