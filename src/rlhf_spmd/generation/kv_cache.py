@@ -25,6 +25,7 @@ from rlhf_spmd.kernels import Kernels, Ops, can, on_device
 from rlhf_spmd.models.attention import Attention
 
 COPIED_BYTES = 4 << 20  # of pages copied at a time: a larger block is fresh memory, on CPUs a page fault per 4 KB
+QUEUED_BYTES = 256 << 20  # on GPUs, where each block costs launches instead
 
 
 @dataclass(frozen=True)
@@ -83,9 +84,10 @@ class KVCache:
         return num_layers * 2 * kv_heads * Kernels.page_elements(page_size, head_dim) * dtype.itemsize
 
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
-        """(source, destination) pages, in all layers."""
+        """(source, destination) pages, in all layers. No page is both."""
         pairs = on_device(np.array(copies, dtype=np.int64), self.pages.device)
-        for some in pairs.split(max(COPIED_BYTES * self.num_pages // self.pages.nbytes, 1)):
+        limit = QUEUED_BYTES if can(self.pages.device).streams else COPIED_BYTES
+        for some in pairs.split(max(limit * self.num_pages // self.pages.nbytes, 1)):
             source, destination = some.unbind(1)
             self.pages[:, :, :, destination] = self.pages[:, :, :, source]
 
