@@ -13,7 +13,9 @@ Each rank number has a template of its own, so that ranks hash texts differently
 from __future__ import annotations
 
 import atexit
+import contextlib
 import faulthandler
+import gc
 import importlib
 import multiprocessing as mp
 import os
@@ -30,7 +32,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 _TEMPLATES: dict[int, Template] = {}
 _STARTING = threading.Lock()
@@ -46,6 +48,8 @@ def _fork_ranks(orders: Connection) -> None:
 
     import rlhf_spmd.train  # noqa: F401
 
+    gc.collect()
+    gc.freeze()  # a rank that collects its garbage would write to, and so copy, every page that it shares
     while True:
         try:
             order, *arguments = orders.recv()
@@ -60,10 +64,34 @@ def _fork_ranks(orders: Connection) -> None:
         if process == 0:
             orders.close()
             function, more = arguments
-            function(file, *more)
-            sys.exit()
+            _leave(_code_of(function, file, *more))
         os.close(file)  # so that a rank that ends closes its pipe
         orders.send(process)
+
+
+def _code_of(function: Callable[..., None], *arguments: Any) -> int:
+    """With which a process would end that does nothing else."""
+    try:
+        function(*arguments)
+    except SystemExit as ending:
+        if isinstance(ending.code, int | None):
+            return ending.code or 0
+        print(ending.code, file=sys.stderr)
+        return 1
+    except BaseException:  # the process boundary
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def _leave(code: int) -> NoReturn:
+    """As Python ends a process, but for taking its objects apart, which after a fork takes over a second: it copies all of them."""
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
 
 
 def _serve(pipe: int, rank: int, size: int, port: int, stacks: str) -> None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
-from typing import NamedTuple
 
 from rlhf_spmd.reshard.plan import Index, Part, Piece, Plan
 
@@ -19,7 +19,8 @@ ALONE_BETWEEN_TWO = 1 << 16  # and one that a single rank takes: a message costs
 Shapes = Mapping[str, Sequence[int]]
 
 
-class Message(NamedTuple):
+@dataclass(frozen=True)
+class Message:
     """``parts`` of this rank's source parameters that go to members of the group, or of its target parameters that come from one.
     What goes to several is packed once.
 
@@ -30,7 +31,7 @@ class Message(NamedTuple):
     parts: tuple[Part, ...]
     offset: int | None
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return sum(part.numel for part in self.parts)
 
@@ -50,7 +51,7 @@ class Step:
     into: str = ""
     held: int = 0
 
-    @property
+    @cached_property
     def exchanged(self) -> int:
         """Elements of the messages of an exchange, from wherever they travel."""
         return 0 if self.gathers else sum(message.numel for message in self.messages)

@@ -68,6 +68,7 @@ class Transfer:
         self._device = next((tensor.device for tensor in chain(sources.values(), targets.values())), torch.device("cpu"))
         self._stream = (stream or side_stream()) if beside and can(self._device).streams else None
         self._flights: deque[_Flight] = deque()
+        self._held = self._exchanged = 0  # elements of the steps under way
         self.landed = self.peak_bytes = 0
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -121,7 +122,7 @@ class Transfer:
                 self._land(self._flights[0])
             buffers = sum(flight.buffer.nbytes for flight in self._flights if flight.buffer is not None)
             self.peak_bytes = max(self.peak_bytes, buffers + self._measure())
-            self._flights.popleft()
+            self._count(self._flights.popleft().step, -1)
             self.landed += 1
             with self._on_stream():
                 self._closes(self.landed - 1)
@@ -132,13 +133,16 @@ class Transfer:
         with self._on_stream():
             while (number := self.landed + len(self._flights)) < self._number:
                 step = self._step(number)
-                held = sum(flight.step.buffer + flight.step.held for flight in self._flights)
-                exchanged = sum(flight.step.exchanged for flight in self._flights)
-                too_much = held + step.buffer + step.held > self._limit or exchanged + step.exchanged > IN_FLIGHT
-                if self._flights and too_much:
+                held, exchanged = self._held + step.buffer + step.held, self._exchanged + step.exchanged
+                if self._flights and (held > self._limit or exchanged > IN_FLIGHT):
                     return
                 self._opens(number)
+                self._count(step, 1)
                 self._flights.append(self._start(step))
+
+    def _count(self, step: Step, sign: int) -> None:
+        self._held += sign * (step.buffer + step.held)
+        self._exchanged += sign * step.exchanged
 
     def _on_stream(self) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
