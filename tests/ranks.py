@@ -215,7 +215,7 @@ class Program:
 
 
 def run_command(module: str, arguments: Sequence[str], environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
-    """``python -m module <arguments>``, but for what importing takes. Not for what depends on how an interpreter starts."""
+    """``python -m module <arguments>``, but for what importing takes. Not for what depends on how an interpreter starts or ends."""
     with tempfile.TemporaryDirectory(prefix="rlhf_spmd_command_") as directory:
         out = Path(directory) / "out"
         with out.open("w") as file:
