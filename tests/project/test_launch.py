@@ -182,6 +182,7 @@ def test_slurm_one_and_two_nodes_save_requeue_and_resume(slurm, tmp_path):
     """A job on one node gets the signal that warns of its time limit; another runs on two nodes."""
     one, two = tmp_path / "one", tmp_path / "two"
     first = submit(slurm, "slurm_one_node.sbatch", one, 100, ranks=2)
+    second = submit(slurm, "slurm_multi_node.sbatch", two, 15, ranks=1)
     await_step(one)
     subprocess.run(["scancel", "--batch", "--signal=USR1", first], env=slurm, check=True)  # what --signal=B:USR1@300 sends
     assert await_end(slurm, first, one) == "COMPLETED", (one / "out").read_text()
@@ -191,7 +192,6 @@ def test_slurm_one_and_two_nodes_save_requeue_and_resume(slurm, tmp_path):
     assert int(starts(one)[1].split()[3]) > 1, "the second start resumed"
     assert "requeued" in (one / "out").read_text()
 
-    second = submit(slurm, "slurm_multi_node.sbatch", two, 15, ranks=1)
     assert await_end(slurm, second, two) == "COMPLETED", (two / "out").read_text()
     assert starts(two) == ["ranks 2 step 1 nodes [0, 1]"]
     assert status_of(two)["class"] == "done"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import cache
 
 import torch
 
@@ -30,8 +31,10 @@ def forward_flops(spec: ModelSpec, num_tokens: float, mean_length: float) -> flo
     return num_tokens * (2.0 * weights + 4.0 * attention_width * keys)
 
 
+@cache
 def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of square matrix products on this rank's device, the best of three: the peak that utilisation is measured by."""
+    """FLOP/s of square matrix products on this rank's device, the best of three: the peak that utilisation is measured by.
+    Measured once in a process: it takes a quarter of a second on CPUs, and a notebook trains more than once."""
     size = 8192 if can(device).streams else 768
     a, b = (torch.rand(size, size, device=device, dtype=dtype) for _ in range(2))
     best = float("inf")
