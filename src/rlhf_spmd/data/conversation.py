@@ -46,7 +46,8 @@ class ConversationEncoder:
             start = len(self._prefix(messages, first, text, where)) if first else 0
             mask = [bool(said) and at >= start for said, (at, _) in zip(found["assistant_masks"], places, strict=True)]
         else:
-            spans = [self._turn(messages, number, text, where) for number in self._turns(messages, first)]
+            turns = [number for number, message in enumerate(messages) if number >= first and message["role"] == "assistant"]
+            spans = [self._turn(messages, number, text, where) for number in turns]
             mask = [any(at < end and start < to for start, end in spans) for at, to in places]
         if not any(mask):
             raise DataError(f"{where}: no message is the assistant's, or none of its tokens; there is nothing to learn from")
@@ -55,10 +56,6 @@ class ConversationEncoder:
     def ends_itself(self, token: int) -> bool:
         """Whether a turn that ends with this token needs no end token: generation stops there."""
         return token in self._special.values()
-
-    @staticmethod
-    def _turns(messages: Sequence[Any], first: int) -> list[int]:
-        return [number for number, m in enumerate(messages) if number >= first and m["role"] == "assistant"]
 
     def _prefix(self, messages: list[dict[str, Any]], number: int, text: str, where: str) -> str:
         """What is rendered before message ``number``, the assistant's. Raises DataError where the text does not begin so."""

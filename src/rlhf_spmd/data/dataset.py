@@ -17,7 +17,7 @@ from torch import Tensor
 from rlhf_spmd.config.bounds import check_bounds
 from rlhf_spmd.data.batch import Batch, Field, Ragged, concat_field, ragged, take_rows
 from rlhf_spmd.data.encoding import EncodingConfig
-from rlhf_spmd.data.files import DataError, Given, Paths, Row, all_usable, list_paths, names_of, stream_rows
+from rlhf_spmd.data.files import DataError, Given, Paths, Row, list_paths, names_of, readable, stream_rows
 
 DUPLICATES = ("refuse", "drop", "keep")
 
@@ -60,7 +60,7 @@ class RowsConfig(EncodingConfig):
 
     def read(self, validation: bool = False) -> list[Row]:
         """All rows. Raises DataError."""
-        return all_usable(self.stream(validation))
+        return list(map(readable, self.stream(validation)))
 
     def encode(self, rows: Sequence[Row], tokenizer: Any) -> TokenDataset:
         """Some of the rows (or none) as this kind of data has them, for :func:`joined`. An error of a row begins with where it is."""
@@ -91,9 +91,7 @@ class StoredRowsConfig(RowsConfig):
 
     def usable(self, row: Given) -> Row:
         """The row, as far as it can be told without its tokens. Raises DataError."""
-        if isinstance(row, DataError):
-            raise row
-        return row
+        return readable(row)
 
 
 @dataclass(frozen=True)

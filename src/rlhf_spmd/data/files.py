@@ -100,17 +100,14 @@ def read_rows(path: Paths, split: str = "train", subset: str | None = None, limi
     directory that ``datasets`` saved or loads, or the name of a data set on the hub (these two take ``split`` and ``subset``).
     Raises DataError.
     """
-    return all_usable(stream_rows(path, split, subset, limit))
+    return list(map(readable, stream_rows(path, split, subset, limit)))
 
 
-def all_usable(rows: Iterable[Given]) -> list[Row]:
-    """The rows. Raises DataError at the first that cannot be used."""
-    found = []
-    for row in rows:
-        if isinstance(row, DataError):
-            raise row
-        found.append(row)
-    return found
+def readable(row: Given) -> Row:
+    """The row. Raises DataError where it is one."""
+    if isinstance(row, DataError):
+        raise row
+    return row
 
 
 def stream_rows(path: Paths, split: str, subset: str | None, limit: int | None = None) -> Iterator[Given]:
@@ -122,7 +119,7 @@ def local_files(path: str) -> list[Path]:
     """The files that ``path`` stands for, those of a directory at any depth; none for the name of a data set on the hub."""
     here = Path(path).expanduser()
     if any(mark in path for mark in "*?["):
-        return sorted(map(Path, glob.glob(str(here), recursive=True)))
+        return list(map(Path, sorted(glob.glob(str(here), recursive=True))))
     return sorted(file for file in here.rglob("*") if file.is_file()) if here.is_dir() else [here] if here.is_file() else []
 
 
@@ -138,17 +135,13 @@ def _numbered(path: Paths, split: str, subset: str | None) -> Iterator[Given]:
 
 
 def _rows(path: str, split: str, subset: str | None) -> Iterable[Given]:
-    expanded = str(Path(path).expanduser())
-    if any(mark in expanded for mark in "*?["):
-        matches = sorted(glob.glob(expanded, recursive=True))
-        if not matches:
-            raise DataError(f"no file matches '{path}'")
-        for match in matches:
-            yield from _file_rows(Path(match))
-    elif Path(expanded).is_file():
-        yield from _file_rows(Path(expanded))
-    elif Path(expanded).is_dir():
-        yield from _dataset_rows(expanded, split, subset)
+    here = Path(path).expanduser()
+    if here.is_dir():
+        yield from _dataset_rows(str(here), split, subset)
+    elif files := local_files(path):
+        yield from chain.from_iterable(map(_file_rows, files))
+    elif any(mark in path for mark in "*?["):
+        raise DataError(f"no file matches '{path}'")
     elif _looks_local(path):
         raise DataError(f"data file '{path}' does not exist")
     else:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,6 @@ from rlhf_spmd.data.dataset import DatasetConfig, TokenDataset
 from rlhf_spmd.data.files import DataError
 
 
-@lru_cache(maxsize=2)
 def epoch_order(num_rows: int, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
     """int64 [num_rows]. Sorts raw Philox words: numpy guarantees their stream, but not that of ``Generator.permutation``."""
     if not shuffle:
@@ -36,12 +34,10 @@ def mixture_order(sources: np.ndarray, weights: Sequence[float], seed: int, epoc
     for source in range(len(weights)):
         own = np.flatnonzero(sources == source)
         begin, end = (int(at * number * bounds[source + 1]) - int(at * number * bounds[source]) for at in (epoch, epoch + 1))
-        taken = np.arange(begin, end)
-        orders = {p: epoch_order(len(own), seed + 1 + source, int(p), shuffle) for p in np.unique(taken // len(own))}
-        parts.append(
-            np.array([own[orders[p][i]] for p, i in zip(taken // len(own), taken % len(own), strict=True)], dtype=np.int64)
-        )
-        places.append((np.arange(len(taken)) + 0.5) / max(len(taken), 1))
+        passes = range(begin // len(own), (end - 1) // len(own) + 1)
+        rows = np.concatenate([own[epoch_order(len(own), seed + 1 + source, number, shuffle)] for number in passes])
+        parts.append(rows[begin - passes.start * len(own) :][: end - begin])
+        places.append((np.arange(end - begin) + 0.5) / (end - begin))
     order = np.concatenate(parts)
     assert len(order) == number, f"{len(order)} of {number} rows"
     return order[epoch_order(len(order), seed, epoch, True) if shuffle else np.argsort(np.concatenate(places), kind="stable")]

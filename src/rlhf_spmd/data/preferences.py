@@ -17,6 +17,7 @@ from rlhf_spmd.data.encoding import PromptEncoder, check_messages
 from rlhf_spmd.data.files import DataError, Given, Row
 from rlhf_spmd.data.sft import ResponsesConfig, end_ids
 
+PKU = "PKU-SafeRLHF's"  # in place of the setting that names a column
 HUMAN, TURN = "\n\nHuman:", "\n\nAssistant:"  # before what each says in dialogues that are one text, as those of hh-rlhf
 
 
@@ -53,21 +54,29 @@ class PreferencesConfig(ResponsesConfig):
 
     def pair(self, row: Row) -> tuple[Response, Response]:
         """The chosen and the rejected response. Raises DataError."""
-        if self.chosen_key not in row and self.better in row:
-            first, texts = _index(row, self.better), [_response(row, f"response_{i}", "PKU-SafeRLHF's") for i in (0, 1)]
-            prompt: Any = row.get(self.prompt_key, "data.prompt_key")
-            texts = [texts[first], texts[1 - first]]
-        else:
-            keys = (self.chosen_key, "data.chosen_key"), (self.rejected_key, "data.rejected_key")
-            texts = [_response(row, *key) for key in keys]
-            prompt = row.get(self.prompt_key, "data.prompt_key") if self.prompt_key in row else common_prompt(texts, row.where)
+        keys = self.columns(row, ("chosen_key", "rejected_key"), "response_{}")
+        texts = [_response(row, *key) for key in keys]
+        has_prompt = self.prompt_key in row or keys[0][1] == PKU
+        prompt = row.get(self.prompt_key, "data.prompt_key") if has_prompt else common_prompt(texts, row.where)
         prompt, texts = without_repeated_prompt(prompt, texts, row.where)
-        margin = _number(row, self.margin_key, 0.0)
+        named = self.margin_key in row or self.margin_key != PreferencesConfig.margin_key
+        margin = row.get(self.margin_key, "data.margin_key") if named else 0.0
+        if isinstance(margin, bool) or not isinstance(margin, (int, float)) or not 0 <= margin < float("inf"):
+            raise DataError(f"{row.where}: '{self.margin_key}' must be a number of at least 0, not {margin!r}")
         chosen, rejected = (
-            Response(prompt, answer_to(prompt, text, row.where), row, {"chosen": is_chosen, "margin": margin})
+            Response(prompt, answer_to(prompt, text, row.where), row, {"chosen": is_chosen, "margin": float(margin)})
             for text, is_chosen in zip(texts, (1.0, 0.0), strict=True)
         )
         return chosen, rejected
+
+    def columns(self, row: Row, settings: tuple[str, str], theirs: str) -> list[tuple[str, str]]:
+        """Columns of the chosen and of the rejected response, each with what names it: those of ``settings``, or PKU-SafeRLHF's
+        ``theirs`` where it has those. Raises DataError."""
+        own = [(getattr(self, setting), f"data.{setting}") for setting in settings]
+        if own[0][0] in row or self.better not in row:
+            return own
+        first = _bit(row, self.better, PKU, "0 or 1")
+        return [(theirs.format(i), PKU) for i in (first, 1 - first)]
 
     def encode(self, rows: Sequence[Row], tokenizer: Any) -> GroupDataset:
         return GroupDataset([self.pair(row) for row in rows], self, tokenizer, "pairs")
@@ -87,13 +96,9 @@ class SafetyPreferencesConfig(PreferencesConfig):
 
     def pair(self, row: Row) -> tuple[Response, Response]:
         pair = super().pair(row)
-        if self.safe_chosen_key not in row and self.better in row:
-            first = _index(row, self.better)
-            flags = [_flag(row, f"is_response_{i}_safe", "PKU-SafeRLHF's") for i in (first, 1 - first)]
-        else:
-            keys = (self.safe_chosen_key, "data.safe_chosen_key"), (self.safe_rejected_key, "data.safe_rejected_key")
-            flags = [_flag(row, *key) for key in keys]
-        if flags == [False, True]:
+        keys = self.columns(row, ("safe_chosen_key", "safe_rejected_key"), "is_response_{}_safe")
+        flags = [_bit(row, *key) for key in keys]
+        if flags == [0, 1]:
             raise DataError(f"{row.where}: the chosen response, which is the safer one, is not safe, but the rejected one is")
         for response, is_safe in zip(pair, flags, strict=True):
             response.numbers["safe"] = 1.0 if is_safe else -1.0
@@ -126,7 +131,7 @@ class UnpairedConfig(ResponsesConfig):
             return [replace(response, numbers={"desirable": response.numbers["chosen"]}) for response in pairs.pair(row)]
         prompt = row.get(self.prompt_key, "data.prompt_key")
         text = answer_to(prompt, _response(row, self.completion_key, "data.completion_key"), row.where)
-        return [Response(prompt, text, row, {"desirable": float(_flag(row, self.label_key, "data.label_key"))})]
+        return [Response(prompt, text, row, {"desirable": float(_bit(row, self.label_key, "data.label_key"))})]
 
     def usable(self, row: Given) -> Row:
         self.single(found := super().usable(row))  # here, since :meth:`encode` would read all rows again after each bad one
@@ -274,22 +279,8 @@ def _response(row: Row, key: str, setting: str) -> Any:
     return value
 
 
-def _index(row: Row, key: str) -> int:
-    value = row.get(key, "PKU-SafeRLHF's")
-    if value not in (0, 1):
-        raise DataError(f"{row.where}: '{key}' must be 0 or 1, not {value!r}")
-    return int(value)
-
-
-def _flag(row: Row, key: str, setting: str) -> bool:
+def _bit(row: Row, key: str, setting: str, allowed: str = "true or false") -> int:
     value = row.get(key, setting)
     if value not in (0, 1):  # true and false are, too
-        raise DataError(f"{row.where}: '{key}' must be true or false, not {value!r}")
-    return bool(value)
-
-
-def _number(row: Row, key: str, default: float) -> float:
-    value = row.get(key, "data.margin_key") if key in row or key != PreferencesConfig.margin_key else default
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
-        raise DataError(f"{row.where}: '{key}' must be a number of at least 0, not {value!r}")
-    return float(value)
+        raise DataError(f"{row.where}: '{key}' must be {allowed}, not {value!r}")
+    return int(value)

@@ -106,14 +106,11 @@ def encode_pairs(
     """
     texts = [row for row in rows if not has_ids(row)]
     encoded = iter(_encode(texts, config, tokenizer, append_eos, text_key) if texts else ())
-    pairs = []
-    for row in rows:
-        if has_ids(row):
-            prompt, response = (check_ids(row.values[key], vocab_size, row.where, key) for key in ID_KEYS)
-            pairs.append((prompt, response))
-        else:
-            pairs.append(next(encoded))
-    return pairs
+
+    def given(row: Row, key: str) -> list[int]:
+        return check_ids(row.values[key], vocab_size, row.where, key)
+
+    return [(given(row, "prompt_ids"), given(row, "response_ids")) if has_ids(row) else next(encoded) for row in rows]
 
 
 def _encode(

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from rlhf_spmd.config.load import to_dict
 from rlhf_spmd.config.schema import first_line
-from rlhf_spmd.data.batch import Field, Ragged
+from rlhf_spmd.data.batch import Ragged
 from rlhf_spmd.data.dataset import DatasetConfig, StoredRowsConfig, Tally, TokenDataset, joined
 from rlhf_spmd.data.encoding import read_template
 from rlhf_spmd.data.files import DataError, Given, Row, local_files
@@ -143,13 +143,11 @@ def _mapped(path: Path, empty: TokenDataset) -> TokenDataset:
     """The file's data set; its tensors are views of the file. ``empty``: one without rows, of its kind."""
     with safe_open(path, "pt") as file:
         told, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-    for kind in ("columns", "numbers", "beside"):
-        fields: dict[str, Field] = {}
-        for name in tensors:
-            its, field, part = name.split("/")
-            if its == kind and part != "lengths":
-                fields[field] = Ragged(tensors[name], tensors[f"{kind}/{field}/lengths"]) if part else tensors[name]
-        setattr(empty, kind, fields)
+    empty.columns, empty.numbers, empty.beside = {}, {}, {}
+    for name, values in tensors.items():
+        kind, field, part = name.split("/")
+        if part != "lengths":
+            getattr(empty, kind)[field] = Ragged(values, tensors[f"{kind}/{field}/lengths"]) if part else values
     empty.tally, empty.fingerprint = Tally(**json.loads(told["tally"])), told["fingerprint"]
     return empty
 
@@ -159,11 +157,10 @@ def leave_out(error: DataError, tally: Tally, limit: int) -> None:
     tally.num_bad += 1
     if len(tally.bad) < SHOWN_ROWS:
         tally.bad.append(str(error))
-    if tally.num_bad > limit == 0:
-        raise error
     if tally.num_bad > limit:
-        shown = "; ".join(tally.bad)
-        raise DataError(f"{tally.num_bad} rows cannot be used, more than data.max_bad_rows={limit}; the first are {shown}")
+        first = "; ".join(tally.bad)
+        more = f"{tally.num_bad} rows cannot be used, more than data.max_bad_rows={limit}; the first are {first}"
+        raise DataError(more) if limit else error
 
 
 def build_dataset(

@@ -28,19 +28,15 @@ def _reward(data_source: object) -> Callable[..., Any] | None:
 
 def check_rows(where: str, rows: Sequence[Mapping[str, Any]], places: Sequence[str]) -> None:
     """Raises ValueError for a ``data_source`` that is not known, and one whose rows have no answers."""
-    without: dict[object, list[str]] = {}
+    answered = {str(row.get("data_source")) for row in rows if right_answer(row) is not None}
     for row, place in zip(rows, places, strict=True):
-        if _reward(row.get("data_source")) is None:
+        source = row.get("data_source")
+        function = _reward(source)
+        if function is None:
             known = ", ".join((*SOURCES, *(f"{prefix}*" for prefix in PREFIXES)))
-            raise ValueError(
-                f"{place}: {where}.function=auto has no reward for the data_source {row.get('data_source')!r}; it knows {known}"
-            )
-        if right_answer(row) is None and _reward(row.get("data_source")) is not code.score:
-            without.setdefault(row["data_source"], [place]).append(
-                ", ".join(sorted(k for k, v in row.items() if v is not None))
-            )
-    for source, (place, columns, *_) in without.items():
-        if not any(row.get("data_source") == source and right_answer(row) is not None for row in rows):
+            raise ValueError(f"{place}: {where}.function=auto has no reward for the data_source {source!r}; it knows {known}")
+        if function is not code.score and str(source) not in answered:
+            columns = ", ".join(sorted(key for key, value in row.items() if value is not None))
             raise ValueError(
                 f"{place}: {where}.function=auto: no row of the data_source {source!r} has an answer (data.answer_key names its "
                 f"column); the columns are {columns}"

@@ -154,9 +154,8 @@ def _program(response: str, row: Mapping[str, Any], task: Task) -> list[str]:
 
 def _same(output: str, expected: str) -> bool:
     """White space at the ends of lines and of the text aside."""
-    return [line.rstrip() for line in output.rstrip().splitlines()] == [
-        line.rstrip() for line in expected.rstrip().splitlines()
-    ]
+    one, other = ([line.rstrip() for line in text.rstrip().splitlines()] for text in (output, expected))
+    return one == other
 
 
 def score(

@@ -16,6 +16,7 @@ import collections
 import ctypes
 import importlib
 import json
+import operator
 import os
 import resource
 import struct
@@ -23,7 +24,9 @@ import sys
 from types import ModuleType
 from typing import Any, BinaryIO
 
-SEQUENCES: dict[str, type] = {"tuple": tuple, "set": set, "frozenset": frozenset, "deque": collections.deque}
+TYPES = {name: kind for name, kind in vars(builtins).items() if isinstance(kind, type)}
+SEQUENCES: dict[str, Any] = {"tuple": tuple, "set": set, "frozenset": frozenset, "deque": collections.deque}
+DECODERS = {**SEQUENCES, "dict": dict, "complex": lambda parts: complex(*parts), "bytes": bytes, "type": TYPES.__getitem__}
 WRITES = 0x1FF2  # Landlock's rights to write, remove and make files
 TRUNCATE = 1 << 14
 NAMESPACES = 0x10000000 | 0x40000000 | 0x20000000 | 0x08000000 | 0x00020000  # user, network, processes, IPC, mounts
@@ -75,7 +78,7 @@ def encode(value: Any, keep: Any) -> Any:
         return {"complex": [value.real, value.imag]}
     if isinstance(value, bytes | bytearray):
         return {"bytes": list(value)}
-    if isinstance(value, type) and value in vars(builtins).values():
+    if isinstance(value, type) and value in TYPES.values():
         return {"type": value.__name__}
     if hasattr(value, "tolist"):  # NumPy's
         return encode(value.tolist(), keep)
@@ -89,18 +92,7 @@ def decode(value: Any, find: Any) -> Any:
     if not isinstance(value, dict):
         return value
     ((kind, inside),) = value.items()
-    if kind == "object":
-        return find(inside)
-    if kind == "dict":
-        return {decode(key, find): decode(entry, find) for key, entry in inside}
-    if kind == "complex":
-        return complex(*inside)
-    if kind == "type":
-        found = getattr(builtins, inside)
-        return found if isinstance(found, type) else None
-    if kind == "bytes":
-        return bytes(inside)
-    return SEQUENCES[kind](decode(entry, find) for entry in inside)
+    return find(inside) if kind == "object" else DECODERS[kind](decode(inside, find))
 
 
 class Program:
@@ -185,29 +177,25 @@ def serve(scope: dict[str, Any], calls: BinaryIO, answers: BinaryIO) -> None:
         return len(objects) - 1
 
     def name(what: str) -> Any:
-        return scope[what] if what in scope or "Solution" not in scope else getattr(scope["Solution"](), what)
+        if what in scope:
+            return scope[what]
+        if "Solution" not in scope:
+            raise NameError(f"name {what!r} is not defined")
+        return getattr(scope["Solution"](), what)
 
+    methods: dict[str, Any] = {"call": operator.call, "attribute": getattr, "set": setattr, "item": operator.getitem}
+    methods |= {"length": len, "truth": bool, "list": list}
     for line in calls:
         how, what, arguments, keywords = json.loads(line)
-        given, after = decode(arguments, objects.__getitem__), []
+        given = decode(arguments, objects.__getitem__)
         try:
             if how == "wait":
                 result = None
             elif how == "name":
-                if what not in scope and "Solution" not in scope:
-                    raise NameError(f"name {what!r} is not defined")
                 result = name(what)
             else:
-                about = objects[what]
-                if how == "call":
-                    result = about(*given, **decode(keywords, objects.__getitem__))
-                    after = given
-                elif how == "item":
-                    result = about[given[0]]
-                else:
-                    functions = {"attribute": getattr, "set": setattr, "length": len, "truth": bool, "list": list}
-                    result = functions[how](about, *given)  # type: ignore[operator]
-            answer = [None, encode(result, keep), encode(after, keep)]
+                result = methods[how](objects[what], *given, **decode(keywords, objects.__getitem__))
+            answer = [None, encode(result, keep), encode(given if how == "call" else [], keep)]
         except BaseException as error:
             answer = [[type(error).__name__, str(error)[:500]], None, []]
         answers.write(json.dumps(answer).encode() + b"\n")

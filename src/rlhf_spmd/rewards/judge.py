@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rlhf_spmd.config.bounds import check_bounds
 from rlhf_spmd.config.schema import nearest
+from rlhf_spmd.rewards.format import check as check_pattern
 
 FIELDS = ("prompt", "response", "answer")
 LARGEST = 1e38  # of a score: a finite number in float32, too
@@ -38,10 +39,7 @@ class JudgeConfig:
         """Raises ValueError naming the key and the value; reads the template's file."""
         check_bounds(self, where, "max_response_length", least=1)
         check_bounds(self, where, "temperature", least=0)
-        try:
-            re.compile(self.pattern)
-        except re.error as error:
-            raise ValueError(f"{where}.pattern={self.pattern!r} is no regular expression: {error}") from error
+        check_pattern(where, self.pattern)
         limits = self.range
         if limits is not None and not (len(limits) == 2 and -LARGEST <= limits[0] < limits[1] <= LARGEST):
             raise ValueError(f"{where}.range={limits} must be [lowest, highest], two finite numbers in this order, or null")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rlhf_spmd.rewards.config import RewardConfig
@@ -87,12 +87,11 @@ class RewardResult:
         first = min(self.errors, default=None)
         return None if first is None else f"row {self.names[first]}: {self.errors[first]}"
 
-    def take(self, call: int, results: list[Any] | str) -> None:
-        """What a worker answered; a message in place of the list is why the whole call failed."""
-        if isinstance(results, str):
-            self.fail(call, results)
-            return
-        for index, result in zip(self.calls[call], results, strict=True):
+    def take(self, call: int, results: list[Any] | str | None) -> None:
+        """What a worker answered. In place of the list, for all rows of the call: why it failed, or None if it took too long."""
+        rows = self.calls[call]
+        each = results if isinstance(results, list) else [results] * len(rows)
+        for index, result in zip(rows, each, strict=True):
             if result is None:
                 self.late.add(index)
                 self.errors[index] = self.overrun
@@ -102,19 +101,15 @@ class RewardResult:
                 self.scores[index], self.extras[index] = result
         self.unanswered -= 1
 
-    def fail(self, call: int, message: str) -> None:
-        self.errors |= dict.fromkeys(self.calls[call], message)
-        self.unanswered -= 1
-
-    def time_out(self, call: int) -> None:
-        self.late.update(self.calls[call])
-        self.fail(call, self.overrun)
-
     def extra_sums(self) -> dict[str, tuple[float, int]]:
         """For each extra: its sum over rows and the number of rows that have it, so that a mean over ranks can be taken."""
-        sums: dict[str, tuple[float, int]] = {}
-        for row in self.extras:
-            for key, value in row.items():
-                total, count = sums.get(key, (0.0, 0))
-                sums[key] = (total + value, count + 1)
-        return sums
+        return add_up({key: (value, 1) for key, value in row.items()} for row in self.extras)
+
+
+def add_up(parts: Iterable[Mapping[str, tuple[float, int]]]) -> dict[str, tuple[float, int]]:
+    """Sums and counts, by name."""
+    found: dict[str, tuple[float, int]] = {}
+    for name, (total, count) in (item for part in parts for item in part.items()):
+        before = found.get(name, (0.0, 0))
+        found[name] = before[0] + total, before[1] + count
+    return found

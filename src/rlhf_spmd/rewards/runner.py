@@ -21,7 +21,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import TracebackType
 
 from rlhf_spmd.rewards.binding import Row
 from rlhf_spmd.rewards.config import RewardConfig
@@ -137,7 +136,7 @@ class RewardRunner:
             raise ValueError(f"{where}.function is not set: there is nothing for the reward's worker processes to call")
         self.config, self.where = config, where
         self.bound = config.bind(where)
-        self._function = config.function
+        self._name = f"{where}.function {config.function!r}"
         self._started = 0  # workers so far
         self._selector = selectors.DefaultSelector()
         self._workers: list[_Worker] = []
@@ -147,7 +146,7 @@ class RewardRunner:
     def __enter__(self) -> RewardRunner:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __del__(self) -> None:
@@ -330,9 +329,7 @@ class RewardRunner:
         try:
             return json.dumps(self._rows[index])
         except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"row {self._step.names[index]} for {self.where}.function {self._function!r} is not JSON: {error}"
-            ) from error
+            raise ValueError(f"row {self._step.names[index]} for {self._name} is not JSON: {error}") from error
 
     def _flush(self, worker: _Worker) -> None:
         """Write what the pipe takes; never blocks, since a hanging worker does not read."""
@@ -369,7 +366,7 @@ class RewardRunner:
                     continue
                 assert answer[0] == worker.pending[0], "an answer to another call"
                 call, seconds, results = answer
-                self._step.time_out(call) if seconds > self.config.timeout_s else self._step.take(call, results)
+                self._step.take(call, None if seconds > self.config.timeout_s else results)
                 worker.pending.popleft()
             # The process boundary: a function that wrote into all open files wrote into the pipe too.
             except (ValueError, TypeError, KeyError, IndexError, AssertionError):
@@ -380,15 +377,13 @@ class RewardRunner:
     def _died(self, worker: _Worker, how: str | None = None) -> None:
         how = how or _how_it_ended(worker.process.pid)
         if not worker.ready:
-            raise RewardError(f"a worker for {self.where}.function {self._function!r} ended before it was ready ({how})")
+            raise RewardError(f"a worker for {self._name} ended before it was ready ({how})")
         if worker.pending:
-            self._step.fail(worker.pending.popleft(), f"the worker process ended during the call ({how})")
+            self._step.take(worker.pending.popleft(), f"the worker process ended during the call ({how})")
         self._replace_worker(worker)
 
     def _overrun(self, worker: _Worker) -> None:
         if not worker.ready:
-            raise RewardError(
-                f"a worker for {self.where}.function {self._function!r} was not ready after {START_LIMIT_S:.0f} s"
-            )
-        self._step.time_out(worker.pending.popleft())
+            raise RewardError(f"a worker for {self._name} was not ready after {START_LIMIT_S:.0f} s")
+        self._step.take(worker.pending.popleft(), None)
         self._replace_worker(worker)

@@ -61,12 +61,9 @@ def read_result(value: Any) -> tuple[float, dict[str, float]]:
         raise KeyError(f"the returned dict has no 'score', only {sorted(map(str, value))}")
     extras = {}
     for key, entry in value.items():
-        if key == "score":
-            continue
-        try:
-            extras[str(key)] = _number(entry)
-        except (TypeError, ValueError, OverflowError, RuntimeError):  # the last is a tensor's of several elements
-            continue
+        if key != "score":
+            with suppress(TypeError, ValueError, OverflowError, RuntimeError):  # the last is a tensor's of several elements
+                extras[str(key)] = _number(entry)
     return _number(value["score"]), extras
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from rlhf_spmd.data.tokenizer import decode
 from rlhf_spmd.environments.config import environment_of
 from rlhf_spmd.rewards.binding import Row
 from rlhf_spmd.rewards.config import reward_key
-from rlhf_spmd.rewards.results import RewardError, check_failures
+from rlhf_spmd.rewards.results import RewardError, add_up, check_failures
 from rlhf_spmd.rewards.runner import RewardRunner
 from rlhf_spmd.workers.model_worker import ModelWorker
 from rlhf_spmd.workers.objective import last_token_value, model_tokens
@@ -92,7 +92,7 @@ class RewardWorker(ModelWorker):
         scores = torch.zeros(len(batch)) if made is None else made["scores"]
         scored = ~scores.isnan()
         report |= self._statistics(batch, scores[scored], report)
-        report["extras"] = _add_up([*(note["extras"] for note in noted), *self._by_source(texts, scores, scored)])
+        report["extras"] = add_up([*(note["extras"] for note in noted), *self._by_source(texts, scores, scored)])
         report["samples"] = [
             self.sample(batch, i, texts[i], scores) for i in range(len(texts)) if int(batch.row_ids[i]) in self.shown
         ]
@@ -262,12 +262,3 @@ class RewardWorker(ModelWorker):
         if self.reward.function is not None or self.reward.data_sources is not None:
             self.mesh.tp.broadcast(scores, 0, "batch")
         return report
-
-
-def _add_up(parts: Iterable[Mapping[str, tuple[float, int]]]) -> dict[str, tuple[float, int]]:
-    """Sums and counts, by name."""
-    found: dict[str, tuple[float, int]] = {}
-    for name, (total, count) in (item for part in parts for item in part.items()):
-        before = found.get(name, (0.0, 0))
-        found[name] = before[0] + total, before[1] + count
-    return found
