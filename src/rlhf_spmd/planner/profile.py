@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -152,11 +153,10 @@ class Measured:
         prefill = shape.layers * times.at("forward", own / work.group * work.prompt)
         waves = np.floor((own - 1) / choices.max_num_seqs)
         total = waves * work.response * self._step(shape, np.minimum(own, choices.max_num_seqs), times)
-        left, before = own - waves * choices.max_num_seqs, 0.0
-        for place, length in enumerate(work.responses):
+        left = own - waves * choices.max_num_seqs
+        for place, (before, length) in enumerate(pairwise([0.0, *work.responses])):
             alive = left * (len(work.responses) - place) / len(work.responses)
             total = total + (length - before) * self._step(shape, alive, times)
-            before = length
         return prefill + total * choices.pp
 
     def _step(self, shape: ModelShape, rows: Any, times: LayerTimes) -> Any:

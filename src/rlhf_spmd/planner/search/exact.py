@@ -31,11 +31,7 @@ INFINITE = float("inf")
 def search(problem: Problem, limit: float = 60.0, seed: int = 0) -> Found:
     """``limit``: seconds after which the best plan so far is returned with the bound that is proved by then; not before there is one.
     ``seed`` is not read. Raises NoPlanError where no plan fits."""
-    found = _Exact(problem, limit)
-    if problem.ahead:  # steps that do not overlap fall into phases, and their best plan takes no longer where they do
-        apart = search(replace(problem, ahead=0, generating=frozenset()), limit / 2)
-        found.start_from(apart.plan, apart.evaluations)
-    return found.run()
+    return _Exact(problem, limit).run()
 
 
 class _Exact:
@@ -51,12 +47,12 @@ class _Exact:
         self.tables: dict[Homes, dict[int, Table]] = {}  # of the last homes
         self.open: list[tuple[tuple[float, float, int], Parts, Homes, Mesh | None]] = []
 
-    def start_from(self, plan: Plan, evaluations: int) -> None:
-        self.plan, self.best = plan, simulate(self.problem, plan).seconds
-        self.effort.evaluations = evaluations
-
     def run(self) -> Found:
         """Deepest first until there is a plan, then best first."""
+        if self.problem.ahead:  # steps that do not overlap fall into phases, and their best plan takes no longer where they do
+            apart = search(replace(self.problem, ahead=0, generating=frozenset()), self.limit / 2)
+            self.plan, self.best = apart.plan, simulate(self.problem, apart.plan).seconds
+            self.effort.evaluations = apart.evaluations
         parts = self.raised((0.0,) * len(self.phases), {}, self.free(()))
         if parts:
             self.push(parts, (), None)
