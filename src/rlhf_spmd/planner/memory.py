@@ -165,7 +165,7 @@ def train(shape: ModelShape, work: Workload, choices: Choices, role: RoleSetting
     sums = np.array([np.broadcast_to(total(moment), pp.shape) for moment in moments])
     worst = sums.argmax(0)
     found = {name: np.choose(worst, [moment[name] for moment in moments]) for name in moments[0]}
-    return found | {"weights back": _back(part, role)}
+    return found | {"weights back": _resting(part, role) * role.offload}  # from host memory, for the call
 
 
 def infer(shape: ModelShape, work: Workload, choices: Choices, role: RoleSettings, stage: Stage) -> Parts:
@@ -174,7 +174,7 @@ def infer(shape: ModelShape, work: Workload, choices: Choices, role: RoleSetting
     gathered = _gathered(part, choices, role)
     layer = role.itemsize * tokens * _forward(part) + _merging(part, role)
     passing = np.maximum(layer, _head(part, work, tokens, role, backward=False))
-    return {"gathered weights": gathered, "work": passing, "weights back": _back(part, role)}
+    return {"gathered weights": gathered, "work": passing, "weights back": _resting(part, role) * role.offload}
 
 
 def generate(
@@ -286,11 +286,6 @@ def _resting(part: _Slice, role: RoleSettings) -> Any:
     """The model's weights between calls."""
     quantized = part.layers * role.quantized / part.tp
     return role.itemsize * (part.params - quantized) / part.shards + (role.bits / 8 + 4 / BLOCK) * quantized
-
-
-def _back(part: _Slice, role: RoleSettings) -> Any:
-    """Weights that rest in host memory between calls."""
-    return _resting(part, role) * role.offload
 
 
 assert CHECKPOINTING == ("none", "selective", "full"), "np.choose above goes by this order"
