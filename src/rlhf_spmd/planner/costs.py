@@ -117,9 +117,8 @@ class _Rates:
 
     def elementwise(self, tokens: Numbers) -> Numbers:
         shape, tp = self.shape, self.choices.tp
-        numbers = (
-            STREAM * shape.hidden / self.slices + (HEADS * (shape.queries + shape.keys) + COLUMNS * shape.intermediate) / tp
-        )
+        sliced = HEADS * (shape.queries + shape.keys) + COLUMNS * shape.intermediate
+        numbers = STREAM * shape.hidden / self.slices + sliced / tp
         return np.maximum(tokens * numbers * self.itemsize / self.bytes, self.calibration.kernels)
 
     def head(self, tokens: Numbers, products: float, reads: float) -> Numbers:
@@ -134,9 +133,7 @@ class _Rates:
         slowest = np.maximum(self.layers * layer, self.last_layers * layer + head) + hand_over
         return _Stages(self.shape.layers * layer + head + (self.choices.pp - 1) * hand_over, slowest)
 
-    def passes(
-        self, work: Workload, rows: float, one: Callable[[Numbers, Numbers, Numbers], _Stages]
-    ) -> tuple[Numbers, Numbers]:
+    def passes(self, work: Workload, rows: float, one: Callable[..., _Stages]) -> tuple[Numbers, Numbers]:
         """Micro-batches of so many rows, and seconds of ``one`` pass, :meth:`forward` or :meth:`train`, over each of them."""
         number, tokens = work.micro_batches(rows, self.choices)
         own = work.computed(tokens)  # of which each is seen from all its rows
