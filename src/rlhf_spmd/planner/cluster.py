@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rlhf_spmd.controller import Graph
@@ -33,6 +33,10 @@ class RoleFacts:
     calls: Mapping[str, int] = field(default_factory=dict)
 
 
+Roles = Mapping[str, RoleFacts]
+Trace = Callable[[], Graph]  # of a step
+
+
 @dataclass(frozen=True)
 class Assignment:
     """``roles``: role -> its ranks. ``calls``: ``role.method`` -> the ranks of a method that runs elsewhere than its role."""
@@ -51,13 +55,6 @@ class Part:
     fixed: bool = False
     work: float = 1.0
     replicas: tuple[tuple[int, int], ...] = ()
-
-    def sizes(self, host: int, most: int) -> list[int]:
-        """The numbers of ranks that it can have, up to ``most``, in whole hosts of ``host``."""
-        step = math.lcm(self.unit, host)
-        counts = range(step, most + 1, step)
-        fitting = [n for n in counts if all(prompts % max(n // of, 1) == 0 for of, prompts in self.replicas)]
-        return fitting or ([step] if host == 1 else [])
 
 
 @dataclass(frozen=True)
@@ -78,9 +75,15 @@ class Cluster:
         return max(math.floor(ratio * self.size / unit + 0.5), 1) * unit
 
     def _sizes(self, part: Part, ratio: float | None, host: int) -> list[int]:
+        """The numbers of ranks that a part can have, without a ratio in whole hosts of ``host``."""
         if part.fixed:
             return [part.unit]
-        return part.sizes(host, self.size) if ratio is None else [self.count(ratio, part.unit)]
+        if ratio is not None:
+            return [self.count(ratio, part.unit)]
+        step = math.lcm(part.unit, host)
+        counts = range(step, self.size + 1, step)
+        fitting = [n for n in counts if all(prompts % max(n // of, 1) == 0 for of, prompts in part.replicas)]
+        return fitting or ([step] if host == 1 else [])
 
     def cut(self, parts: Sequence[Part]) -> list[tuple[int, ...]]:
         """All ranks, in order, for one part after the other: as many as its ratio or its layout says, of the others so that each has
@@ -114,29 +117,27 @@ class Cluster:
         )
 
 
-def part_of(names: Iterable[str], roles: Mapping[str, RoleFacts], work: float = 1.0, graph: Graph | None = None) -> Part:
-    """Roles that are to have the same ranks. ``graph``: they generate there, too."""
+def unit_of(name: str, roles: Roles) -> int:
+    """Of a role, or of a method as ``role.method``."""
+    role, _, method = name.partition(".")
+    return roles[role].calls[method] if method else roles[role].unit
+
+
+def part_of(names: Iterable[str], roles: Roles, work: Mapping[str, float] | None = None, graph: Graph | None = None) -> Part:
+    """Roles, or methods as ``role.method``, that are to have the same ranks. ``work``: of all calls, see :func:`count_work`; that of
+    these roles counts. ``graph``: calls of it that generate there say what the ranks must divide."""
     names = tuple(names)
-    facts = [roles[name] for name in names]
-    unit, fixed = math.lcm(*(one.unit for one in facts)), any(one.fixed for one in facts)
-    return Part(names, unit, fixed, work, tuple(_replicas(graph, roles, names)) if graph else ())
-
-
-def part_of_calls(calls: Iterable[str], roles: Mapping[str, RoleFacts], graph: Graph) -> Part:
-    """Methods, as ``role.method``, that are to have the same ranks."""
-    names = tuple(calls)
-    units = (roles[role].calls[method] for role, method in (name.split(".") for name in names))
-    return Part(names, math.lcm(*units), replicas=tuple(_replicas(graph, roles, names)))
-
-
-def _replicas(graph: Graph, roles: Mapping[str, RoleFacts], names: tuple[str, ...]) -> Iterable[tuple[int, int]]:
-    for call in graph.nodes:
+    unit, fixed = math.lcm(*(unit_of(name, roles) for name in names)), any(roles[n].fixed for n in names if n in roles)
+    amount = 1.0 if work is None else sum(amount for call, amount in work.items() if call.split(".")[0] in names)
+    replicas = []
+    for call in graph.nodes if graph else ():
         role, method = call.role.name, call.spec.name
         if call.spec.kind == "generate" and call.rows is not None and (role in names or f"{role}.{method}" in names):
-            yield roles[role].calls[method], call.rows.num_groups
+            replicas.append((roles[role].calls[method], call.rows.num_groups))
+    return Part(names, unit, fixed, amount, tuple(replicas))
 
 
-def count_work(graph: Graph, roles: Mapping[str, RoleFacts]) -> dict[str, float]:
+def count_work(graph: Graph, roles: Roles) -> dict[str, float]:
     """``role.method`` -> weights that a step's calls of it pass over, summed over rows and epochs."""
     found: dict[str, float] = {}
     for call in graph.nodes:
@@ -145,12 +146,7 @@ def count_work(graph: Graph, roles: Mapping[str, RoleFacts]) -> dict[str, float]
     return found
 
 
-def work_of(names: Iterable[str], work: Mapping[str, float]) -> float:
-    """Of these roles, all their methods together."""
-    return sum(amount for call, amount in work.items() if call.split(".")[0] in set(names))
-
-
-def generating_calls(graph: Graph, roles: Mapping[str, RoleFacts]) -> list[str]:
+def generating_calls(graph: Graph, roles: Roles) -> list[str]:
     """The methods of these roles that generate, as ``role.method``, in program order."""
     calls = [call for call in graph.nodes if call.spec.kind == "generate" and call.role.name in roles]
     return list(dict.fromkeys(f"{call.role.name}.{call.spec.name}" for call in calls))
@@ -169,14 +165,3 @@ def waits(graph: Graph) -> list[set[int]]:
         if call.spec.kind == "train":
             trained.setdefault(call.role.name, set()).add(node)
     return found
-
-
-def independent_groups(graph: Graph, names: Sequence[str], kind: str) -> list[list[str]]:
-    """``names`` in groups, such that no call of ``kind`` of one group's roles waits for one of another's."""
-    waited, groups = waits(graph), [[name] for name in names]
-    nodes = {name: {i for i, c in enumerate(graph.nodes) if c.role.name == name and c.spec.kind == kind} for name in names}
-    for name in names:
-        after = set().union(*(waited[i] for i in nodes[name]))
-        joined = [group for group in groups if name in group or any(nodes[other] & after for other in group)]
-        groups = [group for group in groups if group not in joined] + [[one for group in joined for one in group]]
-    return sorted((sorted(group, key=list(names).index) for group in groups), key=lambda group: list(names).index(group[0]))

@@ -7,7 +7,9 @@ then the slowest stage for each micro-batch that follows. Formulas and what they
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -83,6 +85,7 @@ class _Rates:
         self.reads = device.bandwidth * calibration.reads
         self.layers = np.ceil(shape.layers / choices.pp)  # of the stage with most
         self.last_layers = shape.layers // choices.pp
+        self.slices = np.where(choices.sequence_parallel > 0, choices.tp, 1)  # of the residual stream
         self.tp_ring, self.dp_ring = self.ring(choices.tp, 1), self.ring(choices.dp, choices.tp)
 
     def ring(self, ranks: Numbers, apart: Numbers) -> _Ring:
@@ -97,11 +100,9 @@ class _Rates:
 
     def hand_over(self, tokens: Numbers) -> Numbers:
         """To the next stage."""
-        pp, tp = self.choices.pp, self.choices.tp
-        cut = np.where(self.choices.sequence_parallel > 0, tp, 1)
         rate = np.where(self.choices.size <= self.machine.local_size, self.machine.device.link, self.machine.network)
-        size = tokens * self.shape.hidden * self.itemsize / cut
-        return np.where(pp > 1, size / (rate * self.calibration.link) + self.machine.device.latency, 0.0)
+        size = tokens * self.shape.hidden * self.itemsize / self.slices
+        return np.where(self.choices.pp > 1, size / (rate * self.calibration.link) + self.machine.device.latency, 0.0)
 
     def products(self, tokens: Numbers) -> Numbers:
         """A layer's matrix products: at least as long as their weights take to be read."""
@@ -116,8 +117,8 @@ class _Rates:
 
     def elementwise(self, tokens: Numbers) -> Numbers:
         shape, tp = self.shape, self.choices.tp
-        cut = np.where(self.choices.sequence_parallel > 0, tp, 1)
-        numbers = STREAM * shape.hidden / cut + (HEADS * (shape.queries + shape.keys) + COLUMNS * shape.intermediate) / tp
+        sliced = HEADS * (shape.queries + shape.keys) + COLUMNS * shape.intermediate
+        numbers = STREAM * shape.hidden / self.slices + sliced / tp
         return np.maximum(tokens * numbers * self.itemsize / self.bytes, self.calibration.kernels)
 
     def head(self, tokens: Numbers, products: float, reads: float) -> Numbers:
@@ -131,6 +132,13 @@ class _Rates:
     def through(self, layer: Numbers, head: Numbers, hand_over: Numbers) -> _Stages:
         slowest = np.maximum(self.layers * layer, self.last_layers * layer + head) + hand_over
         return _Stages(self.shape.layers * layer + head + (self.choices.pp - 1) * hand_over, slowest)
+
+    def passes(self, work: Workload, rows: float, one: Callable[..., _Stages]) -> tuple[Numbers, Numbers]:
+        """Micro-batches of so many rows, and seconds of ``one`` pass, :meth:`forward` or :meth:`train`, over each of them."""
+        number, tokens = work.micro_batches(rows, self.choices)
+        own = work.computed(tokens)  # of which each is seen from all its rows
+        seen = _age(work.prompt + np.array(work.responses)) * tokens / own
+        return number, one(own, seen, tokens * work.response / work.length).times(number)
 
     def forward(self, tokens: Numbers, seen: Numbers, drawn: Numbers) -> _Stages:
         """A forward pass over a micro-batch of ``tokens``, of which ``drawn`` have their log-probs taken."""
@@ -214,17 +222,13 @@ class Formulas:
     def infer_seconds(self, shape: ModelShape, work: Workload, choices: Choices) -> np.ndarray:
         """Of a forward pass over all rows."""
         rates = _Rates(shape, choices, self.machine, self.calibration)
-        number, tokens = work.micro_batches(work.rows, choices)
-        own = work.computed(tokens)  # of which each is seen from all its rows
-        compute = rates.forward(own, _seen(work) * tokens / own, tokens * work.response / work.length).times(number)
+        number, compute = rates.passes(work, work.rows, rates.forward)
         return compute + rates.zero(number, compute, trains=False) + self.calibration.call
 
     def train_seconds(self, shape: ModelShape, work: Workload, choices: Choices) -> np.ndarray:
         """Of learning: ``work.mini_batches`` optimizer steps in each of its epochs."""
         rates = _Rates(shape, choices, self.machine, self.calibration)
-        number, tokens = work.micro_batches(work.rows / work.mini_batches, choices)
-        own = work.computed(tokens)  # of which each is seen from all its rows
-        compute = rates.train(own, _seen(work) * tokens / own, tokens * work.response / work.length).times(number)
+        number, compute = rates.passes(work, work.rows / work.mini_batches, rates.train)
         step = compute + rates.zero(number, compute, trains=True) + rates.optimizer()
         return step * work.mini_batches * work.epochs + self.calibration.call
 
@@ -244,18 +248,11 @@ class Formulas:
         lengths, held = np.array(work.responses), kv_bytes_per_token(shape, choices, self.machine.device.itemsize)
         waiting = (rows - flight) * lengths.mean() / flight  # steps in which all places are taken
         total = prefill + waiting * rates.decode(flight, work.prompt + _age(lengths), held) + self.calibration.call
-        begun = 0.0
-        for index, end in enumerate(lengths):
+        for index, (begun, end) in enumerate(pairwise([0.0, *lengths])):
             if end > begun:
                 alive = np.maximum(flight * (1 - index / len(lengths)), 1)
                 total = total + (end - begun) * rates.decode(alive, work.prompt + (begun + end) / 2, held)
-                begun = end
         return total
-
-
-def _seen(work: Workload) -> float:
-    """Tokens that a token of a row attends to, on average."""
-    return _age(work.prompt + np.array(work.responses))
 
 
 def rows_in_flight(shape: ModelShape, work: Workload, choices: Choices, machine: Machine, kv_bytes: Numbers) -> np.ndarray:

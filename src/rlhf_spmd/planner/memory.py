@@ -165,7 +165,7 @@ def train(shape: ModelShape, work: Workload, choices: Choices, role: RoleSetting
     sums = np.array([np.broadcast_to(total(moment), pp.shape) for moment in moments])
     worst = sums.argmax(0)
     found = {name: np.choose(worst, [moment[name] for moment in moments]) for name in moments[0]}
-    return found | {"weights back": _back(part, role)}
+    return found | {"weights back": _resting(part, role) * role.offload}  # from host memory, for the call
 
 
 def infer(shape: ModelShape, work: Workload, choices: Choices, role: RoleSettings, stage: Stage) -> Parts:
@@ -174,7 +174,7 @@ def infer(shape: ModelShape, work: Workload, choices: Choices, role: RoleSetting
     gathered = _gathered(part, choices, role)
     layer = role.itemsize * tokens * _forward(part) + _merging(part, role)
     passing = np.maximum(layer, _head(part, work, tokens, role, backward=False))
-    return {"gathered weights": gathered, "work": passing, "weights back": _back(part, role)}
+    return {"gathered weights": gathered, "work": passing, "weights back": _resting(part, role) * role.offload}
 
 
 def generate(
@@ -189,9 +189,8 @@ def generate(
     rows = np.ceil(work.rows / choices.dp)
     flying = np.minimum(rows, choices.max_num_seqs)
     batch = np.minimum(config.max_num_batched_tokens, rows * work.longest)
-    copies = 2 + np.where(
-        choices.tp > 1, 2 * choices.tp, 0
-    )  # logits of the slice and what is drawn from; of all slices, joined
+    # logits of the slice and what is drawn from; of all slices, joined
+    copies = 2 + np.where(choices.tp > 1, 2 * choices.tp, 0)
     logits = np.where(part.last, 4 * flying * part.vocab * copies, 0) * (1 + choices.graphs)
     texts = rows * (8 * work.longest + 8 * work.responses[-1])
     page = 2 * part.layers * part.keys * role.itemsize * config.page_size
@@ -236,10 +235,11 @@ def weights_for_generation(
 def fullest(choices: Choices, parts: Callable[[Stage], tuple[Parts, Parts]]) -> tuple[Any, Any]:
     """(held, active) [n] of the pipeline rank that needs most: the first, which has most micro-batches under way, or the last, with
     the logits. ``parts``: both of a stage."""
-    ends = np.array(
-        [[np.broadcast_to(total(each), choices.pp.shape) for each in parts(at)] for at in (0 * choices.pp, choices.pp - 1)]
+    first, last = (
+        np.array([np.broadcast_to(total(each), choices.pp.shape) for each in parts(stage)])
+        for stage in (0 * choices.pp, choices.pp - 1)
     )
-    held, active = np.where(ends[1].sum(0) > ends[0].sum(0), ends[1], ends[0])
+    held, active = np.where(last.sum(0) > first.sum(0), last, first)
     return held, active
 
 
@@ -286,11 +286,6 @@ def _resting(part: _Slice, role: RoleSettings) -> Any:
     """The model's weights between calls."""
     quantized = part.layers * role.quantized / part.tp
     return role.itemsize * (part.params - quantized) / part.shards + (role.bits / 8 + 4 / BLOCK) * quantized
-
-
-def _back(part: _Slice, role: RoleSettings) -> Any:
-    """Weights that rest in host memory between calls."""
-    return _resting(part, role) * role.offload
 
 
 assert CHECKPOINTING == ("none", "selective", "full"), "np.choose above goes by this order"

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rlhf_spmd.config.bounds import check_bounds
 from rlhf_spmd.config.registry import find
 from rlhf_spmd.config.schema import nearest
-from rlhf_spmd.controller import Graph, ResourcePool
-from rlhf_spmd.planner.cluster import Assignment, Cluster, PlacementError, RoleFacts
+from rlhf_spmd.controller import ResourcePool
+from rlhf_spmd.planner.cluster import Assignment, Cluster, PlacementError, Roles, Trace
 
 AUTO = "auto"
 
@@ -69,8 +69,8 @@ def place_roles(
     named: Mapping[str, str | None],
     world_size: int,
     local_size: int,
-    roles: Mapping[str, RoleFacts],
-    graph: Callable[[], Graph],
+    roles: Roles,
+    graph: Trace,
 ) -> dict[str, ResourcePool]:
     """Role, or ``<role>.calls.<method>`` for a method that runs elsewhere, -> pool. ``named``: of roles and of the calls that the
     configuration has -> the pool that it names, or None. ``graph`` traces a step, where the strategy asks for it.
@@ -111,14 +111,13 @@ def place_roles(
     return placed
 
 
-def _check_ratios(config: PlacementConfig, named: Mapping[str, str | None], roles: Mapping[str, RoleFacts]) -> None:
+def _check_ratios(config: PlacementConfig, named: Mapping[str, str | None], roles: Roles) -> None:
     known = _placeable(roles)
     for name in config.ratios:
         if name not in known:
             hint = nearest(name, known) or ";"
             raise ValueError(f"placement.ratios.{name}: no such role or call{hint} there are {', '.join(known)}")
-        key = name.replace(".", ".calls.")
-        given = next((at for at in (name.split(".")[0], key) if named.get(at) is not None), None)
+        given = next((at for at in (name.split(".")[0], _key(name)) if named.get(at) is not None), None)
         if given is not None:
             raise ValueError(f"placement.ratios.{name}: models.{given} says by itself where it runs; leave one of them out")
 
@@ -127,8 +126,8 @@ def _by_strategy(
     config: PlacementConfig,
     cluster: Cluster,
     named: Mapping[str, str | None],
-    roles: Mapping[str, RoleFacts],
-    graph: Callable[[], Graph],
+    roles: Roles,
+    graph: Trace,
 ) -> dict[str, ResourcePool]:
     """What the strategy says of ``roles``, and of calls that the configuration says nothing of."""
     where = f"placement.strategy={config.strategy!r}"
@@ -164,12 +163,16 @@ def _by_strategy(
             )
     sharing = {its: "+".join(name for name, others in ranks.items() if others == its) for its in ranks.values()}
     sharing[cluster.everyone] = "all"
-    pools = {name: _checked(where, sharing[its], its, cluster.size) for name, its in ranks.items()}
-    keys = {name: name.replace(".", ".calls.") for name in ranks}
-    return {keys[name]: pool for name, pool in pools.items() if named.get(keys[name]) is None}
+    pools = {_key(name): _checked(where, sharing[its], its, cluster.size) for name, its in ranks.items()}
+    return {key: pool for key, pool in pools.items() if named.get(key) is None}
 
 
-def _placeable(roles: Mapping[str, RoleFacts]) -> list[str]:
+def _key(name: str) -> str:
+    """Of a role or a call in the configuration, beside the ``models``."""
+    return name.replace(".", ".calls.")
+
+
+def _placeable(roles: Roles) -> list[str]:
     """Roles, and calls that may run elsewhere than their role."""
     return [*roles, *(f"{role}.{method}" for role, facts in roles.items() for method in facts.calls)]
 

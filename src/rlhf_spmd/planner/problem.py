@@ -34,6 +34,7 @@ class Mesh:
         return self.first < other.first + other.count and other.first < self.first + self.count
 
 
+Layout = tuple[int, int, int]  # how weights lie: pp, tp and ``zero`` of an option
 IMPOSSIBLE = 1e6, 1e15  # seconds and bytes; finite, so that a search that walks finds its way out
 
 
@@ -58,8 +59,7 @@ class Option:
     in_place: bool = False
 
     @property
-    def layout(self) -> tuple[int, int, int]:
-        """How weights lie."""
+    def layout(self) -> Layout:
         return self.pp, self.tp, self.zero
 
 
@@ -167,27 +167,35 @@ class Problem:
         hosts = {rank // self.local_size for mesh in meshes for rank in (mesh.first, mesh.first + mesh.count - 1)}
         return len(hosts) == 1
 
-    def move(self, role: str, home: Option, at: Mesh, option: Option, mesh: Mesh) -> tuple[float, float]:
-        """What a call on ``mesh`` costs more because its role's weights rest in ``home`` on the ranks ``at``: seconds, and bytes on
-        each of the ranks of ``mesh``.
+    def home_layout(self, role: str, home: Choice) -> Layout:
+        return self.calls[self.homes[role]].options[home.option].layout
+
+    def move(self, call: Call, home: Choice, choice: Choice) -> tuple[float, float]:
+        """What a call that runs by ``choice`` costs more because its role's weights rest at ``home``: seconds, and bytes on each of its
+        ranks.
 
         On the same ranks in the same layout nothing moves; where generation's layout is a part of the home's, each rank keeps what it
         has and gets the rest of its shard (HybridFlow, table 2: (tp - t_g p_g) / (t_g p_g t p) of the weights). Everywhere else a
         whole shard comes beside what is there (ReaL, section 6). The slower of receiving and of sending, which the holders share,
         counts. ``IMPOSSIBLE`` where the trainer cannot do it: a call with ``zero`` runs only as its home lies.
         """
-        return self.moved(role, home, at.count, option, self.on_one_host(at, mesh), at == mesh)
+        layout = self.home_layout(call.role, home) if home.mesh == choice.mesh else None
+        near = self.on_one_host(home.mesh, choice.mesh)
+        return self.moved(call.role, layout, home.mesh.count, call.options[choice.option], near)
 
-    def moved(self, role: str, home: Option, holders: int, option: Option, near: bool, same: bool) -> tuple[float, float]:
-        """:meth:`move` as it depends on where the meshes lie: whether both are on one host, and whether they are the ``same``. Between
-        different ones the home's layout does not matter, only the number of its ranks: the search relies on it."""
-        if same and home.layout == option.layout:
+    def moved(self, role: str, layout: Layout | None, holders: int, option: Option, near: bool) -> tuple[float, float]:
+        """:meth:`move` as it depends on where the meshes lie: whether both are on one host, and the home's ``layout`` where they are
+        the same. Between different ones it does not matter, only the number of the home's ranks: the search relies on it."""
+        if layout == option.layout:
             return 0.0, 0.0
-        if option.zero or (same and option.in_place and (home.pp, home.tp) == (option.pp, option.tp)):
+        if option.zero or (layout and option.in_place and layout[:2] == option.layout[:2]):
             return IMPOSSIBLE
-        shard, here = self.weights[role] / (option.pp * option.tp), holders if home.zero else home.pp * home.tp
-        if same and not option.in_place and home.pp % option.pp == 0 and home.tp % option.tp == 0:
-            shard -= self.weights[role] / here
+        shard = self.weights[role] / (option.pp * option.tp)
+        if layout:
+            pp, tp, zero = layout
+            here = holders if zero else pp * tp
+            if not option.in_place and pp % option.pp == 0 and tp % option.tp == 0:
+                shard -= self.weights[role] / here
+            near = near or here <= self.local_size
         sent = shard * option.size / holders
-        near = near or (same and here <= self.local_size)
         return max(shard, sent) / (self.link if near else self.network), shard

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +97,7 @@ class Measured:
 
     def infer_seconds(self, shape: ModelShape, work: Workload, choices: Choices) -> np.ndarray:
         """[n] of a forward pass over all rows."""
-        took = self._by_tp(shape, work, choices, partial(self._passes, "forward", work.rows))
+        took = self._passes("forward", shape, work, work.rows, choices)
         count, _ = work.micro_batches(work.rows, choices)
         gathered = self.profile.zero_forward * shape.stage_params(choices.pp, choices.tp) * self._slower(choices)
         return took + (choices.zero == 3) * count * gathered
@@ -105,7 +105,7 @@ class Measured:
     def train_seconds(self, shape: ModelShape, work: Workload, choices: Choices) -> np.ndarray:
         """[n] of all mini-batches and epochs: passes, the sum of gradients over dp, the update."""
         steps = work.mini_batches * work.epochs
-        passes = self._by_tp(shape, work, choices, partial(self._passes, "both", work.rows / work.mini_batches))
+        passes = self._passes("both", shape, work, work.rows / work.mini_batches, choices)
         params = shape.stage_params(choices.pp, choices.tp)
         link = self.profile.device.link / self._slower(choices)
         summed = 2 * 4 * params * (choices.dp - 1) / choices.dp / link + self.profile.latency
@@ -117,7 +117,15 @@ class Measured:
 
     def generate_seconds(self, shape: ModelShape, work: Workload, choices: Choices, kv_bytes: Any = None) -> np.ndarray:
         """[n] of prefill, shared by a group, and of decoding in waves of ``max_num_seqs`` rows on each replica."""
-        return self._by_tp(shape, work, choices, self._generate)
+        own = np.ceil(work.rows / choices.dp)
+        prefill = shape.layers * self._layer("forward", shape, choices, own / work.group * work.prompt)
+        waves = np.floor((own - 1) / choices.max_num_seqs)
+        total = waves * work.response * self._step(shape, choices, np.minimum(own, choices.max_num_seqs))
+        left = own - waves * choices.max_num_seqs
+        for place, (before, length) in enumerate(pairwise([0.0, *work.responses])):
+            alive = left * (len(work.responses) - place) / len(work.responses)
+            total = total + (length - before) * self._step(shape, choices, alive)
+        return prefill + total * choices.pp
 
     def _slower(self, choices: Choices) -> np.ndarray:
         """[n]: of a ring over dp, how many times as long it takes as over what was measured; between hosts it crosses the network on
@@ -126,41 +134,29 @@ class Measured:
         inside = (self.profile.size > host) | (choices.tp * choices.dp <= host)
         return np.where(inside, 1.0, np.maximum(link / (self.machine.network * np.maximum(host // choices.tp, 1)), 1.0))
 
-    def _by_tp(self, shape: ModelShape, work: Workload, choices: Choices, seconds: Any) -> np.ndarray:
+    def _layer(self, name: str, shape: ModelShape, choices: Choices, amount: np.ndarray) -> np.ndarray:
+        """Seconds [n] by this name of :class:`LayerTimes`, of tokens or rows [n], each by the times of its tp."""
         found = np.zeros(len(choices))
         for tp in np.unique(choices.tp):
             at = choices.tp == tp
-            found[at] = seconds(shape, work, choices.take(at), self.find(shape, int(tp)))
+            found[at] = self.find(shape, int(tp)).at(name, amount[at])
         return found
 
-    def _passes(
-        self, name: str, rows: float, shape: ModelShape, work: Workload, choices: Choices, times: LayerTimes
-    ) -> np.ndarray:
+    def _passes(self, name: str, shape: ModelShape, work: Workload, rows: float, choices: Choices) -> np.ndarray:
         count, whole = work.micro_batches(rows, choices)
         tokens = work.computed(whole)
-        layer, ends = times.at(name, tokens), times.at(f"{name}_ends", whole)
+        layer, ends = self._layer(name, shape, choices, tokens), self._layer(f"{name}_ends", shape, choices, whole)
         if name == "both":
-            layer = layer + np.asarray(AGAIN)[choices.checkpointing] * times.at("forward", tokens)
+            layer = layer + np.asarray(AGAIN)[choices.checkpointing] * self._layer("forward", shape, choices, tokens)
         stage = np.ceil(shape.layers / choices.pp) * layer
         near = choices.size <= self.machine.local_size
         link = np.where(near, self.machine.device.link, self.machine.network)
         sent = (choices.pp > 1) * (self.profile.latency + 4 * tokens * shape.hidden / link)
         return (count + choices.pp - 1) * (stage + sent) + count * ends
 
-    def _generate(self, shape: ModelShape, work: Workload, choices: Choices, times: LayerTimes) -> np.ndarray:
-        own = np.ceil(work.rows / choices.dp)
-        prefill = shape.layers * times.at("forward", own / work.group * work.prompt)
-        waves = np.floor((own - 1) / choices.max_num_seqs)
-        total = waves * work.response * self._step(shape, np.minimum(own, choices.max_num_seqs), times)
-        left, before = own - waves * choices.max_num_seqs, 0.0
-        for place, length in enumerate(work.responses):
-            alive = left * (len(work.responses) - place) / len(work.responses)
-            total = total + (length - before) * self._step(shape, alive, times)
-            before = length
-        return prefill + total * choices.pp
-
-    def _step(self, shape: ModelShape, rows: Any, times: LayerTimes) -> Any:
-        return shape.layers * times.at("decode", rows) + times.at("decode_ends", rows)
+    def _step(self, shape: ModelShape, choices: Choices, rows: np.ndarray) -> np.ndarray:
+        layers = shape.layers * self._layer("decode", shape, choices, rows)
+        return layers + self._layer("decode_ends", shape, choices, rows)
 
 
 def write_profile(profile: Profile, path: Path) -> None:

@@ -36,8 +36,7 @@ def simulate(problem: Problem, plan: Plan) -> Schedule:
         elif call.at_home:
             assert choice == home, f"{call.name}: runs at home"
         else:
-            at = problem.calls[problem.homes[call.role]].options[home.option]
-            extra, moved = problem.move(call.role, at, home.mesh, option, choice.mesh)
+            extra, moved = problem.move(call, home, choice)
         seconds.append(option.seconds + extra)
         needs.append((choice.mesh, option.active + moved))
     nodes = range(len(plan))

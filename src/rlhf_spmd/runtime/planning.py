@@ -303,12 +303,11 @@ def to_file(planning: Planning, problem: Problem, plan: Plan, schedule: Schedule
     homes = [(plan[place].mesh, problem.calls[place].options[plan[place].option].held) for place in problem.homes.values()]
     for number, (node, call, choice) in enumerate(zip(planning.nodes, problem.calls, plan, strict=True)):
         start, end = schedule.spans[number]
-        option, home = call.options[choice.option], problem.homes[call.role]
+        option = call.options[choice.option]
         way: Way = option.choice
         moved = 0.0
         if not (call.home or call.at_home):
-            at = problem.calls[home].options[plan[home].option]
-            moved = problem.move(call.role, at, plan[home].mesh, option, choice.mesh)[1]
+            moved = problem.move(call, plan[problem.homes[call.role]], choice)[1]
         held = max(sum(amount for mesh, amount in homes if rank in mesh.ranks) for rank in _edges(choice.mesh, plan))
         planned = replace(
             way.call(span_of(choice.mesh.ranks), call.home, node.kind),

@@ -236,11 +236,9 @@ def as_table(rows: list[dict[str, Any]]) -> Table:
 
 def hear_end(order: Order, end: Future[int]) -> None:
     """In a thread: wait until the training process says that it ends, or is gone. Then this process has ``timeout_s`` left."""
-    parent, line = os.getppid(), None
-    while line is None:
-        line = next_line(POLL_S)
-        if line is None and os.getppid() != parent:  # a forked child of the training process may hold the pipe open
-            line = ""
+    parent = os.getppid()
+    while (line := next_line(POLL_S)) is None and os.getppid() == parent:
+        pass  # the parent is asked for, too: a forked child of it may hold the pipe open
     end.set_result(int(json.loads(line)["exit_code"]) if line else 1)
     time.sleep(order.timeout_s)
     rest = "; 'wandb sync' on the run directory's wandb/ sends the rest" if order.tracker == "wandb" else ""

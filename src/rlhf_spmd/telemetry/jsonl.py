@@ -21,10 +21,11 @@ class JsonlLog:
 
     def __init__(self, path: str | os.PathLike[str], resume_step: int | None) -> None:
         self.path = Path(path)
-        if resume_step is not None:
-            truncate_after_step(self.path, resume_step)
-        elif self.path.exists():
-            os.replace(self.path, self.path.with_name(self.path.name + ".before"))
+        if self.path.exists():
+            if resume_step is None:
+                os.replace(self.path, self.path.with_name(self.path.name + ".before"))
+            else:
+                self._truncate_after(resume_step)
         self._file = open(self.path, "a", encoding="utf-8", errors="replace")  # noqa: SIM115 (closed by close)
 
     def append(self, objects: Iterable[Mapping[str, Any]]) -> None:
@@ -36,16 +37,12 @@ class JsonlLog:
     def close(self) -> None:
         self._file.close()
 
-
-def truncate_after_step(path: str | os.PathLike[str], step: int) -> None:
-    """Keep the whole lines with ``step`` <= the given one, byte for byte. The file is replaced atomically, or left as it is."""
-    source = Path(path)
-    if not source.exists():
-        return
-    data = source.read_bytes()
-    kept = b"".join(line for line in data.splitlines(keepends=True) if line.endswith(b"\n") and _step_of_line(line) <= step)
-    if kept != data:
-        atomic_write_bytes(source, kept)
+    def _truncate_after(self, step: int) -> None:
+        """Keep the whole lines with ``step`` <= the given one, byte for byte. The file is replaced atomically, or left as it is."""
+        data = self.path.read_bytes()
+        kept = b"".join(line for line in data.splitlines(keepends=True) if line.endswith(b"\n") and _step_of(line) <= step)
+        if kept != data:
+            atomic_write_bytes(self.path, kept)
 
 
 def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -54,8 +51,7 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         data = Path(path).read_bytes()
     except OSError:
         return []
-    parsed = (_parse(line) for line in data.splitlines())
-    return [value for value in parsed if isinstance(value, dict)]
+    return [value for line in data.splitlines() if (value := _parse(line)) is not None]
 
 
 def json_value(value: Any) -> Any:
@@ -76,14 +72,14 @@ def json_value(value: Any) -> Any:
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
 
 
-def _parse(line: bytes) -> Any:
+def _parse(line: bytes) -> dict[str, Any] | None:
     try:
-        return json.loads(line)
+        value = json.loads(line)
     except ValueError:
         return None
+    return value if isinstance(value, dict) else None
 
 
-def _step_of_line(line: bytes) -> float:
-    value = _parse(line)
-    step = value.get("step") if isinstance(value, dict) else None
+def _step_of(line: bytes) -> float:
+    step = (_parse(line) or {}).get("step")
     return step if isinstance(step, (int, float)) else math.inf

@@ -17,12 +17,10 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from rlhf_spmd.config.load import flatten_yaml
 from rlhf_spmd.telemetry import timeline_chart
 from rlhf_spmd.telemetry.jsonl import json_value, read_jsonl
 from rlhf_spmd.telemetry.run_dir import (
     CHECKPOINTS_DIR,
-    CONFIG_FILE,
     EXPORT_DIR,
     METRICS_FILE,
     REPORT_FILE,
@@ -33,6 +31,7 @@ from rlhf_spmd.telemetry.run_dir import (
     ExitStatus,
     atomic_write_text,
     list_checkpoints,
+    read_config,
     read_exit_status,
     read_json,
 )
@@ -46,6 +45,7 @@ MAX_TEXT = 4000
 NUM_COLORS = 10  # css variables --c0 ... --c9; everything after that is grey
 
 Values = Sequence[float | None]
+Sample = Mapping[str, Any]  # a line of rollouts.jsonl or validation.jsonl
 
 
 @dataclass(frozen=True)
@@ -66,9 +66,18 @@ class Run:
         seen = dict.fromkeys(name for row in self.metrics for name, value in row.items() if _number(value) is not None)
         return [name for name in seen if name not in NOT_DRAWN]
 
-    def lines(self, file: str) -> list[dict[str, Any]]:
-        """The objects of a JSON lines file that have a step."""
-        return [line for line in read_jsonl(self.directory / file) if isinstance(line.get("step"), int)]
+
+def read_lines(directory: Path, file: str) -> list[dict[str, Any]]:
+    """The objects of a JSON lines file that have a step."""
+    return [line for line in read_jsonl(directory / file) if isinstance(line.get("step"), int)]
+
+
+def first_and_last_samples(run: Run, most: int) -> list[Sequence[Sample]]:
+    """Up to so many rollouts of the first step that has some, and of the last one."""
+    rollouts = read_lines(run.directory, ROLLOUTS_FILE)
+    steps = sorted({sample["step"] for sample in rollouts})
+    ends = dict.fromkeys([*steps[:1], *steps[-1:]])
+    return [[sample for sample in rollouts if sample["step"] == step][:most] for step in ends]
 
 
 def read_run(run_dir: str | os.PathLike[str], status: ExitStatus | None = None) -> Run:
@@ -76,9 +85,9 @@ def read_run(run_dir: str | os.PathLike[str], status: ExitStatus | None = None) 
     directory = Path(run_dir)
     if not directory.is_dir():
         raise ValueError(f"run directory {directory} does not exist; give the run.dir of a run")
-    run = Run(directory, [], _config(directory / CONFIG_FILE), status or read_exit_status(directory))
-    by_step = {row["step"]: row for row in run.lines(METRICS_FILE)}
-    return Run(directory, [by_step[step] for step in sorted(by_step)], run.config, run.status)
+    by_step = {row["step"]: row for row in read_lines(directory, METRICS_FILE)}
+    metrics = [by_step[step] for step in sorted(by_step)]
+    return Run(directory, metrics, read_config(directory), status or read_exit_status(directory))
 
 
 def write_report(run_dir: str | os.PathLike[str], status: ExitStatus | None = None) -> Path:
@@ -133,8 +142,6 @@ def _run_data(
 ) -> dict[str, Any]:
     """What report.js reads of a run."""
     used = {box.key for row in chart.rows for track in row.tracks for box in track}
-    rollouts, validations = run.lines(ROLLOUTS_FILE), run.lines(VALIDATION_FILE)
-    steps = sorted({sample["step"] for sample in rollouts})
     return {
         "name": _name(run),
         "directory": str(run.directory),
@@ -142,11 +149,8 @@ def _run_data(
         "facts": _facts(run),
         **_curves(run),
         "timeline": {"note": chart.note, "keys": sorted(used & colors.keys(), key=lambda key: -busy.get(key, 0.0))},
-        "samples": [
-            [_short(sample) for sample in rollouts if sample["step"] == step][:SAMPLES_PER_STEP]
-            for step in dict.fromkeys([*steps[:1], *steps[-1:]])
-        ],
-        "validations": _validations(validations),
+        "samples": [[_short(sample) for sample in its] for its in first_and_last_samples(run, SAMPLES_PER_STEP)],
+        "validations": _validations(read_lines(run.directory, VALIDATION_FILE)),
         "artifacts": list(_artifacts(run.directory)),
         "config": run.config,
     }
@@ -161,13 +165,15 @@ def _status(status: ExitStatus | None) -> dict[str, str]:
     if status is None:
         return {"kind": "", "text": "not finished", "message": ""}
     kind = {"done": "good", "preempted": "warn"}.get(status.class_, "bad")
-    where = [f"rank {status.rank}" if status.rank is not None else "", f"in {status.call}" if status.call else ""]
-    where.append(f"after step {status.step}" if status.step is not None else "")
-    parts = [" ".join(part for part in where if part), status.message]
-    lines = [": ".join(part for part in parts if part)]
-    lines += [f"Last checkpoint: {status.last_checkpoint}"] if status.last_checkpoint else []
+    where = (
+        f"rank {status.rank}" if status.rank is not None else "",
+        f"in {status.call}" if status.call else "",
+        f"after step {status.step}" if status.step is not None else "",
+    )
+    stopped = ": ".join(filter(None, (" ".join(filter(None, where)), status.message)))
+    saved = f"Last checkpoint: {status.last_checkpoint}" if status.last_checkpoint else ""
     text = f"failed: {status.class_}" if kind == "bad" else status.class_
-    return {"kind": kind, "text": text, "message": "" if kind == "good" else "\n".join(filter(None, lines))}
+    return {"kind": kind, "text": text, "message": "" if kind == "good" else "\n".join(filter(None, (stopped, saved)))}
 
 
 def _facts(run: Run) -> dict[str, str]:
@@ -181,7 +187,7 @@ def _facts(run: Run) -> dict[str, str]:
     if run.metrics:
         total = config.get("run.steps")
         facts["Steps"] = f"{run.metrics[-1]['step']}" + (f" of {total}" if total else "")
-    starts = run.lines(STARTS_FILE)
+    starts = read_lines(run.directory, STARTS_FILE)
     if starts:
         facts |= {name.capitalize(): str(value) for name, value in starts[-1].items() if name != "step"}
     if len(starts) > 1:
@@ -216,7 +222,7 @@ def _extremes(column: Values, stretch: int) -> Iterator[float | None]:
         yield from (*kept, None, None)[: min(2, len(part))]
 
 
-def _validations(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _validations(samples: Sequence[Sample]) -> dict[str, Any]:
     """The responses to the same prompts; of many validations the first, the last and some between."""
     steps = sorted({sample["step"] for sample in samples})
     shown = sorted({steps[round(i * (len(steps) - 1) / (MAX_STEPS - 1))] for i in range(MAX_STEPS)}) if steps else []
@@ -241,10 +247,6 @@ def _phase_colors(runs: Sequence[Run], busy: Sequence[Mapping[str, float]]) -> d
     return {key: f"var(--c{i})" for i, key in enumerate(keys[:NUM_COLORS])} | {timeline_chart.WAITING: "var(--wait)"}
 
 
-def _config(path: Path) -> dict[str, str]:
-    return flatten_yaml(path.read_text(encoding="utf-8", errors="replace")) if path.exists() else {}
-
-
 def _trace(run: Run) -> Mapping[str, Any]:
     trace = read_json(run.directory / TRACE_FILE)
     return trace if isinstance(trace, dict) else {}
@@ -265,7 +267,7 @@ def _rounded(value: float | None) -> float | None:
     return int(short) if short.is_integer() and abs(short) < 1e15 else short
 
 
-def _short(sample: Mapping[str, Any]) -> dict[str, Any]:
+def _short(sample: Sample) -> dict[str, Any]:
     """A sample whose texts are not too long for the page."""
     return {
         key: f"{value[:MAX_TEXT]} [...]" if isinstance(value, str) and len(value) > MAX_TEXT else value

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from rlhf_spmd.config.load import flatten_yaml
+
 METRICS_FILE = "metrics.jsonl"
 ROLLOUTS_FILE = "rollouts.jsonl"
 VALIDATION_FILE = "validation.jsonl"
@@ -133,6 +135,12 @@ def read_json(path: str | os.PathLike[str]) -> Any:
         return json.loads(Path(path).read_text(encoding="utf-8", errors="replace"))
     except (OSError, ValueError):
         return None
+
+
+def read_config(run_dir: str | os.PathLike[str]) -> dict[str, str]:
+    """``config.yaml`` by dotted key; empty where there is none."""
+    path = Path(run_dir) / CONFIG_FILE
+    return flatten_yaml(path.read_text(encoding="utf-8", errors="replace")) if path.is_file() else {}
 
 
 def exported_checkpoint(run_dir: str | os.PathLike[str], export: str = EXPORT_DIR) -> str | None:

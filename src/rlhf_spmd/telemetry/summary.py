@@ -6,24 +6,16 @@ import argparse
 import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median_high
 from typing import Any
 
 from tqdm import tqdm
 
-from rlhf_spmd.config.load import flatten_yaml
 from rlhf_spmd.telemetry.progress import reward_of
-from rlhf_spmd.telemetry.report import read_run
-from rlhf_spmd.telemetry.run_dir import (
-    CONFIG_FILE,
-    EXPORT_DIR,
-    REPORT_FILE,
-    ROLLOUTS_FILE,
-    exported_checkpoint,
-    list_checkpoints,
-)
+from rlhf_spmd.telemetry.report import Sample, first_and_last_samples, read_run
+from rlhf_spmd.telemetry.run_dir import EXPORT_DIR, REPORT_FILE, exported_checkpoint, list_checkpoints, read_config
 
 LABEL_WIDTH = 20
 AVERAGED_STEPS = 5  # what "first" and "last" mean
@@ -49,21 +41,16 @@ def summarize(run_dir: str | os.PathLike[str]) -> str:
             lines.append(_row(label, f"{first:.4g} -> {last:.4g}  ({last - first:+.3f}; {which})"))
     if rates := run.values("perf/tokens_per_s"):
         lines.append(_row("tokens/s", f"{median_high(rates):,.0f} (median)"))
-    lines += _samples(run.lines(ROLLOUTS_FILE))
+    for samples in first_and_last_samples(run, NUM_SAMPLES):
+        lines += [f"  samples of step {samples[0]['step']}", *map(_sample, samples)]
     lines += places(run.directory)
     return "\n".join(lines)
 
 
-def _samples(rollouts: Sequence[Mapping[str, Any]]) -> list[str]:
-    steps = sorted({sample["step"] for sample in rollouts})
-    lines = []
-    for step in dict.fromkeys(steps[:1] + steps[-1:]):
-        lines.append(f"  samples of step {step}")
-        for sample in [sample for sample in rollouts if sample.get("step") == step][:NUM_SAMPLES]:
-            score = sample.get("score")
-            shown = f"{score:.4g}" if isinstance(score, (int, float)) else "?"
-            lines.append(f"    [{shown}] {_one_line(sample.get('prompt'))} => {_one_line(sample.get('response'))}")
-    return lines
+def _sample(sample: Sample) -> str:
+    score = sample.get("score")
+    shown = f"{score:.4g}" if isinstance(score, (int, float)) else "?"
+    return f"    [{shown}] {_one_line(sample.get('prompt'))} => {_one_line(sample.get('response'))}"
 
 
 def places(run_dir: str | os.PathLike[str]) -> list[str]:
@@ -71,8 +58,7 @@ def places(run_dir: str | os.PathLike[str]) -> list[str]:
     newest, of = list_checkpoints(run_dir)[-1:], exported_checkpoint(run_dir)
     stale = f" (of {of or 'an unknown checkpoint'}, not of the one below)" if newest and of != newest[0].name else ""
     named = [("report", Path(run_dir) / REPORT_FILE, ""), ("export", Path(run_dir) / EXPORT_DIR, stale)]
-    config = Path(run_dir) / CONFIG_FILE
-    if config.is_file() and flatten_yaml(config.read_text(encoding="utf-8")).get("run.keep_best", "null") != "null":
+    if read_config(run_dir).get("run.keep_best", "null") != "null":
         named += [("best by validation", Path(run_dir) / "exports" / "best", "")]
     named += [("checkpoint", path, "") for path in newest]
     return [_row(label, f"{path}{more}") for label, path, more in named if path.exists()]

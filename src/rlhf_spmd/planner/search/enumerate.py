@@ -36,7 +36,7 @@ def search(problem: Problem, limit: float = 60.0, seed: int = 0) -> Found:
         took = {node: problem.calls[node].options[choice.option].seconds for node, choice in found.items()}
         for node in lent:
             home = found[problem.homes[problem.calls[node].role]]
-            took[node] = ways.lent(node, (mesh, home.option), mesh).within(float("inf"))[0]
+            took[node] = ways.lent(node, home, mesh).within(float("inf"))[0]
         return found, [sum(took.get(node, 0.0) for node in stage) for stage in stages]
 
     best: tuple[float, Sequence[Group], tuple[int, ...]] | None = None

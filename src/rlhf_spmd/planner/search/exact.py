@@ -23,7 +23,7 @@ from rlhf_spmd.planner.search.packing import Effort, Fixed, OutOfTimeError, Phas
 from rlhf_spmd.planner.search.ways import Held, Ways
 from rlhf_spmd.planner.simulate import simulate
 
-Homes = tuple[tuple[Mesh, int], ...]  # mesh and option of the first roles, in the order of the search
+Homes = tuple[Choice, ...]  # of the first roles, in the order of the search
 Parts = tuple[float, ...]  # seconds, a lower bound for each phase
 INFINITE = float("inf")
 
@@ -31,11 +31,7 @@ INFINITE = float("inf")
 def search(problem: Problem, limit: float = 60.0, seed: int = 0) -> Found:
     """``limit``: seconds after which the best plan so far is returned with the bound that is proved by then; not before there is one.
     ``seed`` is not read. Raises NoPlanError where no plan fits."""
-    found = _Exact(problem, limit)
-    if problem.ahead:  # steps that do not overlap fall into phases, and their best plan takes no longer where they do
-        apart = search(replace(problem, ahead=0, generating=frozenset()), limit / 2)
-        found.start_from(apart.plan, apart.evaluations)
-    return found.run()
+    return _Exact(problem, limit).run()
 
 
 class _Exact:
@@ -51,12 +47,12 @@ class _Exact:
         self.tables: dict[Homes, dict[int, Table]] = {}  # of the last homes
         self.open: list[tuple[tuple[float, float, int], Parts, Homes, Mesh | None]] = []
 
-    def start_from(self, plan: Plan, evaluations: int) -> None:
-        self.plan, self.best = plan, simulate(self.problem, plan).seconds
-        self.effort.evaluations = evaluations
-
     def run(self) -> Found:
         """Deepest first until there is a plan, then best first."""
+        if self.problem.ahead:  # steps that do not overlap fall into phases, and their best plan takes no longer where they do
+            apart = search(replace(self.problem, ahead=0, generating=frozenset()), self.limit / 2)
+            self.plan, self.best = apart.plan, simulate(self.problem, apart.plan).seconds
+            self.effort.evaluations = apart.evaluations
         parts = self.raised((0.0,) * len(self.phases), {}, self.free(()))
         if parts:
             self.push(parts, (), None)
@@ -103,7 +99,7 @@ class _Exact:
         held, fixed, free = self.held(homes), self.fixed(homes), self.free(homes)
         rest = {node: table for node, table in free.items() if node not in tied}
         if mesh is None:
-            taken = frozenset(at for at, _ in homes)
+            taken = frozenset(home.mesh for home in homes)
             for size in self.meshes.of:
                 for place in self.meshes.places(size, taken):
                     room = self.ways.room(held, place)
@@ -113,7 +109,7 @@ class _Exact:
             return
         for option in self.ways.homes(role, mesh.count):
             its = {node: (mesh, self.problem.calls[node].options[option].seconds) for node in tied}
-            more: Homes = (*homes, (mesh, option))
+            more = (*homes, Choice(mesh, option))
             raised = self.raised(parts, fixed | its, rest) if self.fits(more) else None
             if raised and (raised := self.raised(raised, fixed | its, self.free(more))):
                 self.push(raised, more, None)
@@ -128,20 +124,20 @@ class _Exact:
                 return None
         return tuple(found)
 
-    def decided(self, homes: Homes) -> dict[str, tuple[Mesh, int]]:
+    def decided(self, homes: Homes) -> dict[str, Choice]:
         return dict(zip(self.roles, homes, strict=False))
 
     def held(self, homes: Homes) -> Held:
-        return tuple((mesh, self.ways.needs(role, option)[0]) for role, (mesh, option) in self.decided(homes).items())
+        return tuple((home.mesh, self.ways.needs(role, home.option)[0]) for role, home in self.decided(homes).items())
 
     def fits(self, homes: Homes) -> bool:
-        held, needs = self.held(homes), self.ways.needs
-        return all(needs(role, option)[1] <= self.ways.room(held, mesh) for role, (mesh, option) in self.decided(homes).items())
+        held, needs, decided = self.held(homes), self.ways.needs, self.decided(homes)
+        return all(needs(role, home.option)[1] <= self.ways.room(held, home.mesh) for role, home in decided.items())
 
     def fixed(self, homes: Homes) -> dict[int, tuple[Mesh, float]]:
         calls, tied = self.problem.calls, self.problem.tied
         at = self.decided(homes).items()
-        return {node: (mesh, calls[node].options[o].seconds) for role, (mesh, o) in at for node in tied[role]}
+        return {node: (home.mesh, calls[node].options[home.option].seconds) for role, home in at for node in tied[role]}
 
     def free(self, homes: Homes) -> dict[int, Table]:
         """Of the calls that are not decided: the fewest seconds on each size of mesh, wherever most memory is left."""
@@ -167,17 +163,16 @@ class _Exact:
         free, fixed, decided, meshes = self.free(homes), self.fixed(homes), self.decided(homes), dict[int, Mesh]()
         for phase in self.phases:
             meshes |= phase.packed(fixed, free)
-        where = {role: decided[role][0] if role in decided else meshes.get(self.problem.homes[role]) for role in self.roles}
+        where = {role: decided[role].mesh if role in decided else meshes.get(self.problem.homes[role]) for role in self.roles}
         placed = {role: mesh for role, mesh in where.items() if mesh and self.ways.homes(role, mesh.count)}
-        found = fill(self.ways, placed, {}, {role: option for role, (_, option) in decided.items()})
+        found = fill(self.ways, placed, {}, {role: home.option for role, home in decided.items()})
         if found and len(placed) == len(self.roles):
-            chosen = [found[self.problem.homes[role]] for role in self.roles]
-            self.finish(parts, tuple((choice.mesh, choice.option) for choice in chosen))
+            self.finish(parts, tuple(found[self.problem.homes[role]] for role in self.roles))
 
     def finish(self, parts: Parts, homes: Homes) -> None:
         """All homes are decided: the best plan with them, phase by phase."""
         held, decided, calls = self.held(homes), self.decided(homes), self.problem.calls
-        free, fixed, taken = self.free(homes), self.fixed(homes), frozenset(mesh for mesh, _ in homes)
+        free, fixed, taken = self.free(homes), self.fixed(homes), frozenset(home.mesh for home in homes)
 
         @cache
         def way(node: int, mesh: Mesh) -> tuple[float, int]:
@@ -193,6 +188,6 @@ class _Exact:
         if sum(found) < self.best:
             self.best = sum(found)
             self.plan = tuple(
-                Choice(lent[node], way(node, lent[node])[1]) if node in lent else Choice(*decided[call.role])
+                Choice(lent[node], way(node, lent[node])[1]) if node in lent else decided[call.role]
                 for node, call in enumerate(calls)
             )

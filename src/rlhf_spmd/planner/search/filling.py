@@ -44,7 +44,7 @@ def fill(
         found |= {node: Choice(mesh, option) for node in ways.problem.tied[role]}
     for node, mesh in lent.items():
         home = found[ways.problem.homes[calls[node].role]]
-        option = ways.lent(node, (home.mesh, home.option), mesh).within(ways.room(tuple(held), mesh))[1]
+        option = ways.lent(node, home, mesh).within(ways.room(tuple(held), mesh))[1]
         if option < 0:
             return None
         found[node] = Choice(mesh, option)

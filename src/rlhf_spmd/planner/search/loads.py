@@ -102,30 +102,17 @@ def _members(calls: int) -> np.ndarray:
 @cache
 def _splits(calls: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Of each set of calls, as bits, all subsets and what they leave, one set after the other; and where each set's begin."""
-    subsets: list[int] = []
-    rests: list[int] = []
-    starts: list[int] = []
-    for whole in range(1 << calls):
-        starts.append(len(subsets))
-        subset = whole
-        while True:
-            subsets.append(subset)
-            rests.append(whole ^ subset)
-            if not subset:
-                break
-            subset = (subset - 1) & whole
-    return np.array(subsets), np.array(rests), np.array(starts)
+    sets = np.arange(1 << calls, dtype=np.int32)
+    wholes, rests = np.nonzero(sets & ~sets[:, None] == 0)
+    return wholes - rests, rests, np.searchsorted(wholes, sets)
 
 
 @cache
 def _runs(calls: int) -> np.ndarray:
     """[calls + 1, pairs]: what each subset of :func:`_splits` leaves, by the runs between its calls in their order."""
     subsets, rests, _ = _splits(calls)
-    runs, run, pairs = (
-        np.zeros((calls + 1, len(subsets)), dtype=np.int64),
-        np.zeros(len(subsets), dtype=np.int64),
-        np.arange(len(subsets)),
-    )
+    run, pairs = np.zeros(len(subsets), dtype=np.int64), np.arange(len(subsets))
+    runs = np.zeros((calls + 1, len(subsets)), dtype=np.int64)
     for call in range(calls):
         runs[run, pairs] |= rests & 1 << call
         run += subsets >> call & 1

@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 
 from rlhf_spmd.planner.meshes import Meshes
-from rlhf_spmd.planner.problem import Mesh, Option, Problem
+from rlhf_spmd.planner.problem import Choice, Layout, Mesh, Problem
 
 Held = tuple[tuple[Mesh, float], ...]  # bytes that homes keep on each rank of a mesh
 
@@ -84,44 +84,36 @@ class Ways:
         options = [problem.calls[problem.homes[role]].options[o] for o in numbers]
         return [numbers[i] for i in best_of(rows, [o.layout if lent else (0, 0, 0) for o in options])]
 
-    def _lent(self, node: int, size: int, holders: int, layout: tuple[int, int, int] | None, near: bool) -> Steps:
+    def _lent(self, node: int, size: int, holders: int, layout: Layout | None, near: bool) -> Steps:
         """Of a call on ``size`` ranks that are not its home's, or with ``layout``, the home's, on the same; ``holders`` 0: weights
         that come for nothing. Of two options in one layout moves are equal, so the better one is as good in every plan."""
-        call, problem = self.problem.calls[node], self.problem
-        numbers = self.problem.options_by_size[node].get(size, [])
+        call, numbers = self.problem.calls[node], self.problem.options_by_size[node].get(size, [])
         options = [call.options[number] for number in numbers]
         ways = []
         for i in best_of([[o.seconds, o.active] for o in options], [o.layout for o in options]):
-            one, (more, moved) = options[i], (0.0, 0.0)
-            if holders:
-                pp, tp, zero = layout or (1, 1, 0)
-                home = Option(holders, pp, tp, 0.0, 0.0, 0.0, zero=zero)
-                more, moved = problem.moved(call.role, home, holders, one, near, layout is not None)
+            one = options[i]
+            more, moved = self.problem.moved(call.role, layout, holders, one, near) if holders else (0.0, 0.0)
             ways.append((one.active + moved, one.seconds + more, numbers[i]))
         return Steps(ways)
 
-    def lent(self, node: int, home: tuple[Mesh, int], mesh: Mesh) -> Steps:
-        """Of a call on ``mesh`` whose role rests in an option on its home's mesh, its weights' move included."""
-        at, option = home[0], self.home_option(node, home[1])
-        layout = option.layout if at == mesh else None
-        return self._tables(node, mesh.count, at.count, layout, self.problem.on_one_host(at, mesh))
+    def lent(self, node: int, home: Choice, mesh: Mesh) -> Steps:
+        """Of a call on ``mesh`` whose role rests at ``home``, its weights' move included."""
+        layout = self.problem.home_layout(self.problem.calls[node].role, home) if home.mesh == mesh else None
+        return self._tables(node, mesh.count, home.mesh.count, layout, self.problem.on_one_host(home.mesh, mesh))
 
-    def lent_anywhere(self, node: int, home: tuple[Mesh, int] | None, size: int) -> Sequence[Steps]:
+    def lent_anywhere(self, node: int, home: Choice | None, size: int) -> Sequence[Steps]:
         """A table for each way in which a mesh of this size can lie to the home's; without a home as if nothing had to move."""
         if home is None:
             return [self._tables(node, size, 0, None, False)]
-        at, option, local = home[0], self.home_option(node, home[1]), self.problem.local_size
-        near = at.count <= local and size <= local and self.problem.on_one_host(at)
-        found = [self._tables(node, size, at.count, None, near)]
-        if size == at.count:
-            found.append(self._tables(node, size, at.count, option.layout, self.problem.on_one_host(at)))
+        holders, inside = home.mesh.count, self.problem.on_one_host(home.mesh)
+        found = [self._tables(node, size, holders, None, inside and size <= self.problem.local_size)]
+        if size == holders:
+            layout = self.problem.home_layout(self.problem.calls[node].role, home)
+            found.append(self._tables(node, size, holders, layout, inside))
         return found
 
-    def home_option(self, node: int, number: int) -> Option:
-        return self.problem.calls[self.problem.homes[self.problem.calls[node].role]].options[number]
 
-
-def best_of(rows: list[list[float]], kinds: list[tuple[int, int, int]]) -> list[int]:
+def best_of(rows: list[list[float]], kinds: list[Layout]) -> list[int]:
     """Numbers of the rows that no other of the same kind is at least as good as in all columns (of equal ones the first), by the first
     column."""
     if not rows:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-
-from rlhf_spmd.controller import Graph
-from rlhf_spmd.planner.cluster import Assignment, Cluster, RoleFacts
+from rlhf_spmd.planner.cluster import Assignment, Cluster, Roles, Trace, unit_of
 
 
-def place(graph: Callable[[], Graph], cluster: Cluster, roles: Mapping[str, RoleFacts]) -> Assignment:
+def place(graph: Trace, cluster: Cluster, roles: Roles) -> Assignment:
     """Roles and calls with a ratio get that share of the ranks, one after the other, from the first rank again where these end."""
     shares: dict[str, tuple[int, ...]] = {}
     first = 0
     for name, ratio in cluster.ratios.items():
-        role, _, method = name.partition(".")
-        count = min(cluster.count(ratio, roles[role].calls[method] if method else roles[role].unit), cluster.size)
+        count = min(cluster.count(ratio, unit_of(name, roles)), cluster.size)
         first = 0 if first + count > cluster.size else first
         shares[name] = tuple(range(first, first + count))
         first += count

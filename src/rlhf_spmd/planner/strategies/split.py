@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-
-from rlhf_spmd.controller import Graph
-from rlhf_spmd.planner.cluster import Assignment, Cluster, PlacementError, RoleFacts, generating_calls, part_of
+from rlhf_spmd.planner.cluster import Assignment, Cluster, PlacementError, Roles, Trace, generating_calls, part_of
 
 
-def place(graph: Callable[[], Graph], cluster: Cluster, roles: Mapping[str, RoleFacts]) -> Assignment:
+def place(graph: Trace, cluster: Cluster, roles: Roles) -> Assignment:
     """First side: roles that generate (of an algorithm without any, the first that is trained), and those that only infer and start
     from the same weights. Where the others have no model, these go to the second side. Half of the ranks each, or by ratio.
 

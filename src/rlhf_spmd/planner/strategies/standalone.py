@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-
-from rlhf_spmd.controller import Graph
-from rlhf_spmd.planner.cluster import Assignment, Cluster, RoleFacts, count_work, part_of, part_of_calls, work_of
+from rlhf_spmd.planner.cluster import Assignment, Cluster, Roles, Trace, count_work, part_of
 
 
-def place(graph: Callable[[], Graph], cluster: Cluster, roles: Mapping[str, RoleFacts]) -> Assignment:
+def place(graph: Trace, cluster: Cluster, roles: Roles) -> Assignment:
     """Ranks by ratio, or else by work. A role without a model computes where the last of its inputs is made."""
     traced = graph()
     work = count_work(traced, roles)
@@ -17,8 +14,8 @@ def place(graph: Callable[[], Graph], cluster: Cluster, roles: Mapping[str, Role
         work.pop(name, None)
     at_home = {role: None if any(name.startswith(f"{role}.") for name in apart) else traced for role in roles}
     models = [role for role, facts in roles.items() if facts.weights]
-    parts = [part_of([role], roles, work_of([role], work), at_home[role]) for role in models]
-    parts += [part_of_calls([name], roles, traced) for name in apart]
+    parts = [part_of([role], roles, work, at_home[role]) for role in models]
+    parts += [part_of([name], roles, graph=traced) for name in apart]
     found = {part.names[0]: ranks for part, ranks in zip(parts, cluster.cut(parts), strict=True)}
     for producer, consumer, _ in traced.edges():
         maker, reader = traced.nodes[producer], traced.nodes[consumer].role.name
