@@ -104,7 +104,7 @@ def test_dpo(name: str) -> None:
         return sum(loss(r[w] - r[b]) for w, b in PAIRS) / 4  # type: ignore[return-value]
 
     fields = {"log_probs": LOG_PROBS, "chosen": torch.tensor(CHOSEN), "ref_logps": REF_LOGPS}
-    told = assert_same(dpo.objective(DATA, config), fields, "log_probs", derived)
+    told = assert_same(config.objective(1.0), fields, "log_probs", derived)
     implied = [0.3 * float(x) for x in ratios(list(LOG_PROBS.split(LENGTHS)), config.length_normalized)]
     margins = [implied[w] - implied[b] for w, b in PAIRS]
     assert told["rewards/margins"] == pytest.approx(sum(margins) / 4)
@@ -130,7 +130,7 @@ class Copies(TorchDispatchMode):
 
 def test_the_pairs_of_a_micro_batch_are_found_without_waiting_for_the_device() -> None:
     """``chosen`` stays on the CPU, and the positions go to the device once, for all fields and both sides."""
-    objective = dpo.objective(DATA, dpo.Config())
+    objective = dpo.Config().objective(1.0)
     assert objective.on_cpu == ("chosen",)
     there = {"log_probs": LOG_PROBS.to("meta"), "ref_logps": REF_LOGPS.to("meta")}
     with Copies() as copies:
@@ -148,7 +148,7 @@ def test_orpo() -> None:
         return sum(terms) / 4  # type: ignore[return-value]
 
     fields = {"log_probs": LOG_PROBS, "chosen": torch.tensor(CHOSEN)}
-    told = assert_same(orpo.objective(DATA, orpo.Config(beta=0.4)), fields, "log_probs", derived)
+    told = assert_same(orpo.Config(beta=0.4).objective(1.0), fields, "log_probs", derived)
     means = [float(row.mean()) for row in LOG_PROBS.split(LENGTHS)]
     assert told["nll_loss"] == pytest.approx(-sum(means[w] for w, _ in PAIRS) / 4)
 
@@ -163,7 +163,7 @@ def test_simpo() -> None:
         return sum(terms) / 4  # type: ignore[return-value]
 
     fields = {"log_probs": LOG_PROBS, "chosen": torch.tensor(CHOSEN)}
-    assert_same(simpo.objective(DATA, simpo.Config(beta=2.5, simpo_gamma=1.4)), fields, "log_probs", derived)
+    assert_same(simpo.Config(beta=2.5, simpo_gamma=1.4).objective(1.0), fields, "log_probs", derived)
 
 
 def test_kto() -> None:
@@ -206,7 +206,7 @@ def test_reward_model() -> None:
         return sum(-torch.log(sigma(r[w] - r[b] - margin[w])) for w, b in PAIRS) / 4  # type: ignore[return-value]
 
     fields = {"row_values": scores, "chosen": torch.tensor(CHOSEN), "margin": margin}
-    told = assert_same(reward_model.objective(), fields, "row_values", derived)
+    told = assert_same(reward_model.Config().objective(1.0), fields, "row_values", derived)
     assert told["accuracy"] == sum(bool(scores[w] > scores[b]) for w, b in PAIRS) / 4
 
 
@@ -223,7 +223,7 @@ def test_cost_model() -> None:
         return total / 4
 
     fields = {"row_values": costs, "chosen": torch.tensor(CHOSEN), "safe": torch.tensor(safe)}
-    told = assert_same(cost_model.objective(), fields, "row_values", derived)
+    told = assert_same(cost_model.Config().objective(1.0), fields, "row_values", derived)
     assert told["accuracy"] == sum(bool(costs[b] > costs[w]) for w, b in PAIRS) / 4
     assert told["accuracy_sign"] == sum(float(c) * s < 0 for c, s in zip(costs, safe, strict=True)) / 8
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor
 
 from rlhf_spmd.algorithms.base import Section
-from rlhf_spmd.algorithms.preferences import ScoresConfig, of_pairs, validate_by
-from rlhf_spmd.controller import Reference
+from rlhf_spmd.algorithms.preferences import ScoresConfig, of_pairs
+from rlhf_spmd.algorithms.reward_model import step, validate
 from rlhf_spmd.data.preferences import SafetyPreferencesConfig
 from rlhf_spmd.objectives.preferences import cost_preference
 from rlhf_spmd.workers.objective import Objective
@@ -23,22 +23,14 @@ class Config(ScoresConfig):
     streams: ClassVar[Mapping[str, Section]] = {"pairs": Section("data", SafetyPreferencesConfig)}
     exported: ClassVar[str] = "cost"
 
+    def objective(self, temperature: float) -> Objective:
+        """Order and signs of costs; which share of the pairs is in order, which share of the responses has its sign."""
 
-def step(models: Any, data: Any, config: Config, number: int) -> list[Reference]:
-    return [models.cost.update(data.pairs.next(), objective())]
+        def loss(safer: dict[str, Tensor], riskier: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+            low, high = safer["row_values"], riskier["row_values"]
+            signs = [(side["row_values"] * side["safe"] < 0).double() for side in (safer, riskier)]
+            told = {"accuracy": high > low, "accuracy_sign": (signs[0] + signs[1]) / 2}
+            told |= {"costs/chosen": low, "costs/rejected": high}
+            return cost_preference(low, high, safer["safe"], riskier["safe"]), told
 
-
-def objective() -> Objective:
-    """Order and signs of costs; which share of the pairs is in order, which share of the responses has its sign."""
-
-    def loss(safer: dict[str, Tensor], riskier: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        low, high = safer["row_values"], riskier["row_values"]
-        signs = [(side["row_values"] * side["safe"] < 0).double() for side in (safer, riskier)]
-        told = {"accuracy": high > low, "accuracy_sign": (signs[0] + signs[1]) / 2, "costs/chosen": low, "costs/rejected": high}
-        return cost_preference(low, high, safer["safe"], riskier["safe"]), told
-
-    return of_pairs(loss, ("safe",), "row_values")
-
-
-def validate(models: Any, data: Any, config: Config, number: int) -> dict[str, float]:
-    return validate_by(data, "pairs", lambda rows: models.cost.evaluate(rows, objective()))
+        return of_pairs(loss, ("safe",), "row_values")

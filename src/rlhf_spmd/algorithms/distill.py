@@ -82,9 +82,7 @@ def towards_teacher(gamma: float) -> Function:
         kl = fields["old_log_probs"].double() - fields["teacher_log_probs"].double()
         advantages, _ = gae(-kl, torch.zeros_like(kl), rows.lengths, gamma, 1.0)
         total, tokens, num_rows = whole.sum(torch.stack([kl.sum(), kl.new_tensor(len(kl)), kl.new_tensor(len(rows))])).tolist()
-        return {"advantages": rows.per_token(advantages)}, {
-            "actor/reverse_kl": total / tokens,
-            "actor/reverse_kl_per_row": total / num_rows,
-        }
+        report = {"actor/reverse_kl": total / tokens, "actor/reverse_kl_per_row": total / num_rows}
+        return {"advantages": rows.per_token(advantages)}, report
 
     return compute_advantage

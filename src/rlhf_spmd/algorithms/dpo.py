@@ -7,7 +7,6 @@ from typing import Any
 
 from rlhf_spmd.algorithms import preferences
 from rlhf_spmd.controller import Reference
-from rlhf_spmd.workers import Objective
 
 
 @dataclass(frozen=True)
@@ -18,17 +17,15 @@ class Config(preferences.DirectConfig, preferences.PairsConfig):
 def step(models: Any, data: Any, config: Config, number: int) -> list[Reference]:
     """One optimizer step. The reference is asked once about each pair, whatever the number of epochs."""
     pairs = preferences.next_with_reference(models, data.pairs)
-    return [models.actor.update(pairs, objective(data, config))]
-
-
-def objective(data: Any, config: Config) -> Objective:
-    return preferences.direct_preference(config, data.sampling.log_prob_temperature)
+    return [models.actor.update(pairs, config.objective(data.sampling.log_prob_temperature))]
 
 
 def validate(models: Any, data: Any, config: Config, number: int) -> dict[str, float]:
     """``val/rewards/accuracies``: the share of pairs that the implied rewards order."""
 
+    objective = config.objective(data.sampling.log_prob_temperature)
+
     def evaluate(rows: Reference) -> Reference:
-        return models.actor.evaluate(preferences.reference_log_probs(models, rows), objective(data, config))
+        return models.actor.evaluate(preferences.reference_log_probs(models, rows), objective)
 
     return preferences.validate_by(data, "pairs", evaluate)

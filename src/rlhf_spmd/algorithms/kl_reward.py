@@ -54,9 +54,8 @@ class MeasuredKL:
     def __init__(self, config: KLRewardConfig, fields: dict[str, Tensor], rows: Rows, state: dict[str, Any]) -> None:
         self.state, self.config, self.lengths = state, config, rows.lengths
         # of this step; one that does not move is the configuration's, also of a resumed run: a user who changes it means it
-        self.coefficient = float(
-            state.get("kl_coef", config.kl_ctrl.kl_coef) if config.kl_ctrl.moves else config.kl_ctrl.kl_coef
-        )
+        kept = state if config.kl_ctrl.moves else {}
+        self.coefficient = float(kept.get("kl_coef", config.kl_ctrl.kl_coef))
         self.values = torch.zeros(int(rows.lengths.sum()), dtype=fields["scores"].dtype)
         if config.use_kl_in_reward or "ref_log_prob" in fields:
             self.values = kl_penalty(fields["old_log_probs"], fields["ref_log_prob"], config.kl_penalty)
@@ -75,5 +74,4 @@ class MeasuredKL:
             coefficient = control.moved(coefficient, row_total / rows, int(rows))
         if control.moves:
             self.state["kl_coef"] = coefficient
-        metrics = {"actor/kl": total / tokens, "actor/kl_per_row": row_total / rows}
-        return metrics | {"actor/kl_coef": coefficient}
+        return {"actor/kl": total / tokens, "actor/kl_per_row": row_total / rows, "actor/kl_coef": coefficient}

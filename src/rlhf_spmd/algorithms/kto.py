@@ -15,7 +15,8 @@ from rlhf_spmd.algorithms.preferences import PairsConfig, next_with_reference, r
 from rlhf_spmd.config.bounds import check_bounds
 from rlhf_spmd.controller import Reference
 from rlhf_spmd.data.preferences import UnpairedConfig
-from rlhf_spmd.objectives.preferences import kto, row_sums
+from rlhf_spmd.objectives.advantages import row_sums
+from rlhf_spmd.objectives.preferences import kto
 from rlhf_spmd.workers import Computed, Objective, ReferenceWorker, RoleClass, Rows, Totals, Whole
 
 
@@ -62,7 +63,7 @@ def estimate_kl(models: Any, rows: Reference) -> tuple[Reference, float, float]:
 
 
 def mean_log_ratio(fields: dict[str, Tensor], rows: Rows, whole: Whole) -> Computed:
-    ratios = row_sums(fields["old_log_probs"], rows.lengths) - fields["ref_logps"]
+    ratios = row_sums(fields["old_log_probs"].double(), rows.lengths) - fields["ref_logps"]
     mine = [float(ratios.sum()), float(fields["desirable"].sum()), len(rows)]
     total, desirable, count = whole.sum(torch.tensor(mine, dtype=torch.float64)).tolist()
     return {}, {"kto/kl": total / count, "kto/desirable_fraction": desirable / count}
@@ -73,7 +74,7 @@ def objective(data: Any, config: Config, baseline: float, desirable: float) -> O
 
     def loss(fields: dict[str, Tensor], rows: Rows, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
         is_good = fields["desirable"] > 0
-        ratios = row_sums(fields["log_probs"], rows.lengths) - fields["ref_logps"]
+        ratios = row_sums(fields["log_probs"].double(), rows.lengths) - fields["ref_logps"]
         losses = kto(ratios, is_good, baseline, config.beta, (config.desirable_weight, config.undesirable_weight))
         told = {"accuracy": ((ratios > baseline) == is_good).double().sum() / totals.rows}
         for name, side, share in (("chosen", is_good, desirable), ("rejected", ~is_good, 1 - desirable)):

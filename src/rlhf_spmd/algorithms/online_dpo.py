@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rlhf_spmd.algorithms.base import RolloutConfig, sample, score, validate
-from rlhf_spmd.algorithms.preferences import DirectConfig, direct_preference, reference_log_probs
+from rlhf_spmd.algorithms.preferences import DirectConfig, reference_log_probs
 from rlhf_spmd.controller import Reference
 from rlhf_spmd.objectives.preferences import best_and_worst
 from rlhf_spmd.workers import Computed, Rows, Whole
@@ -33,11 +33,8 @@ def step(models: Any, data: Any, config: Config, number: int) -> list[Reference]
     if len(pairs) == 0:
         models.controller.tell(f"step {number}: the responses to each prompt score alike, so nothing was learnt")
         return calls
-    pairs = reference_log_probs(models, pairs)
-    return [
-        *calls,
-        models.actor.update(pairs, direct_preference(config, data.sampling.log_prob_temperature), **config.schedule),
-    ]
+    pairs, objective = reference_log_probs(models, pairs), config.objective(data.sampling.log_prob_temperature)
+    return [*calls, models.actor.update(pairs, objective, **config.schedule)]
 
 
 def decide(fields: dict[str, Tensor], rows: Rows, whole: Whole) -> Computed:

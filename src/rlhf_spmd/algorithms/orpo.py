@@ -4,13 +4,12 @@ reference."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
-from rlhf_spmd.algorithms.preferences import PairsConfig, implied_rewards, of_pairs, validate_by
+from rlhf_spmd.algorithms.preferences import PairsConfig, implied_rewards, of_pairs
+from rlhf_spmd.algorithms.reward_model import step, validate
 from rlhf_spmd.config.bounds import check_bounds
-from rlhf_spmd.controller import Reference
 from rlhf_spmd.objectives.preferences import odds_ratio
 from rlhf_spmd.workers.objective import Objective
 
@@ -29,20 +28,11 @@ class Config(PairsConfig):
         super().check(where)
         check_bounds(self, where, "beta", above=0)
 
+    def objective(self, temperature: float) -> Objective:
+        def loss(chosen: dict[str, Tensor], rejected: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+            means = [side["logps"] / side["tokens"] for side in (chosen, rejected)]
+            ratio = odds_ratio(*means)
+            told = implied_rewards(self.beta * means[0], self.beta * means[1], (chosen["logps"], rejected["logps"]))
+            return -means[0] + self.beta * ratio, told | {"nll_loss": -means[0], "odds_ratio_loss": ratio}
 
-def step(models: Any, data: Any, config: Config, number: int) -> list[Reference]:
-    return [models.actor.update(data.pairs.next(), objective(data, config))]
-
-
-def objective(data: Any, config: Config) -> Objective:
-    def loss(chosen: dict[str, Tensor], rejected: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        means = [side["logps"] / side["tokens"] for side in (chosen, rejected)]
-        ratio = odds_ratio(*means)
-        told = implied_rewards(config.beta * means[0], config.beta * means[1], (chosen["logps"], rejected["logps"]))
-        return -means[0] + config.beta * ratio, told | {"nll_loss": -means[0], "odds_ratio_loss": ratio}
-
-    return of_pairs(loss, (), "log_probs", data.sampling.log_prob_temperature)
-
-
-def validate(models: Any, data: Any, config: Config, number: int) -> dict[str, float]:
-    return validate_by(data, "pairs", lambda rows: models.actor.evaluate(rows, objective(data, config)))
+        return of_pairs(loss, (), "log_probs", temperature)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from rlhf_spmd.algorithms.base import sample, score, validate
 from rlhf_spmd.algorithms.policy import clipped_policy
@@ -30,6 +30,7 @@ class Config(CriticConfig):
     critic_warmup: int = 0
     share_actor_critic: bool = False
     vf_coef: float = 0.1
+    needs: ClassVar[Mapping[str, tuple[str, ...]]] = {"share_actor_critic": ("vf_coef",)}
 
     def check(self, where: str) -> None:
         super().check(where)
@@ -38,10 +39,6 @@ class Config(CriticConfig):
                 f"{where}.adv_estimator={self.adv_estimator!r}: ppo has gae; others are algorithms of their own, by name"
             )
         check_bounds(self, where, "critic_warmup", "vf_coef", least=0)
-        if not self.share_actor_critic and self.vf_coef != Config.vf_coef:
-            raise ValueError(
-                f"{where}.vf_coef={self.vf_coef} weighs nothing without {where}.share_actor_critic=true; leave it out"
-            )
         if self.share_actor_critic and self.critic_warmup:
             raise ValueError(
                 f"{where}.critic_warmup={self.critic_warmup} trains a critic by itself, and with {where}.share_actor_critic=true there "

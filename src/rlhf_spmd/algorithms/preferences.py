@@ -13,7 +13,8 @@ from rlhf_spmd.algorithms.base import AlgorithmConfig, Section
 from rlhf_spmd.config.bounds import check_bounds
 from rlhf_spmd.controller import Reference
 from rlhf_spmd.data.preferences import PreferencesConfig
-from rlhf_spmd.objectives.preferences import LOSS_TYPES, pair_indices, preference_loss, row_sums
+from rlhf_spmd.objectives.advantages import row_sums
+from rlhf_spmd.objectives.preferences import LOSS_TYPES, pair_indices, preference_loss
 from rlhf_spmd.workers import ActorWorker, BatchLimits, Objective, ReferenceWorker, RoleClass, Rows, ScoreWorker, Totals, Whole
 from rlhf_spmd.workers.arithmetic import Computed
 
@@ -33,6 +34,10 @@ class PairsConfig(AlgorithmConfig):
 
     def check(self, where: str) -> None:
         check_bounds(self, where, "max_token_len_per_gpu", least=1)
+
+    def objective(self, temperature: float) -> Objective:
+        """What a step learns by, and a validation measures. ``temperature``: of log-probs."""
+        raise NotImplementedError
 
     @property
     def roles(self) -> Mapping[str, RoleClass]:
@@ -91,6 +96,19 @@ class DirectConfig(AlgorithmConfig):
     def roles(self) -> Mapping[str, RoleClass]:
         return {**super().roles, "reference": ReferenceWorker}
 
+    def objective(self, temperature: float) -> Objective:
+        """``loss_type`` of sums of log-probs, or with ``length_normalized`` of means per token."""
+
+        def loss(chosen: dict[str, Tensor], rejected: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+            better, worse = (
+                (side["logps"] - side["ref_logps"]) / (side["tokens"] if self.length_normalized else 1)
+                for side in (chosen, rejected)
+            )
+            losses = preference_loss(better - worse, self.beta, self.loss_type, self.label_smoothing)
+            return losses, implied_rewards(self.beta * better, self.beta * worse, (chosen["logps"], rejected["logps"]))
+
+        return of_pairs(loss, ("ref_logps",), "log_probs", temperature)
+
 
 def of_pairs(loss: PairLoss, reads: tuple[str, ...], model: str, temperature: float = 1.0) -> Objective:
     """The mean of a loss over pairs. The loss gets of each side the fields that it reads, the sum of ``log_probs`` as ``logps`` and
@@ -99,7 +117,7 @@ def of_pairs(loss: PairLoss, reads: tuple[str, ...], model: str, temperature: fl
     def whole(fields: dict[str, Tensor], rows: Rows, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
         numbers = {name: x for name, x in fields.items() if name != "chosen"}
         if "log_probs" in numbers:
-            numbers["logps"] = row_sums(numbers.pop("log_probs"), rows.lengths)
+            numbers["logps"] = row_sums(numbers.pop("log_probs").double(), rows.lengths)
             numbers["tokens"] = rows.lengths.to(numbers["logps"])
         at = torch.stack(pair_indices(rows.group_ids, fields["chosen"])).to(next(iter(numbers.values())).device)
         chosen, rejected = ({name: x[side] for name, x in numbers.items()} for side in at)
@@ -117,20 +135,6 @@ def implied_rewards(chosen: Tensor, rejected: Tensor, logps: tuple[Tensor, Tenso
     return report | {"logps/chosen": logps[0], "logps/rejected": logps[1]}
 
 
-def direct_preference(config: DirectConfig, temperature: float) -> Objective:
-    """DPO's losses (``loss_type``), of sums of log-probs or with ``length_normalized`` of means per token."""
-
-    def loss(chosen: dict[str, Tensor], rejected: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        sides = [
-            (side["logps"] - side["ref_logps"]) / (side["tokens"] if config.length_normalized else 1)
-            for side in (chosen, rejected)
-        ]
-        losses = preference_loss(sides[0] - sides[1], config.beta, config.loss_type, config.label_smoothing)
-        return losses, implied_rewards(config.beta * sides[0], config.beta * sides[1], (chosen["logps"], rejected["logps"]))
-
-    return of_pairs(loss, ("ref_logps",), "log_probs", temperature)
-
-
 def reference_log_probs(models: Any, rows: Reference) -> Reference:
     """``rows`` with ``ref_logps``: the reference's log-prob of each response, float64 [rows]."""
     tokens = models.reference.compute_ref_log_prob(rows)
@@ -138,7 +142,7 @@ def reference_log_probs(models: Any, rows: Reference) -> Reference:
 
 
 def sum_log_probs(fields: dict[str, Tensor], rows: Rows, whole: Whole) -> Computed:
-    return {"ref_logps": row_sums(fields["ref_log_prob"], rows.lengths)}, {}
+    return {"ref_logps": row_sums(fields["ref_log_prob"].double(), rows.lengths)}, {}
 
 
 def next_with_reference(models: Any, stream: Any) -> Reference:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rlhf_spmd.algorithms.preferences import ScoresConfig, of_pairs, validate_by
+from rlhf_spmd.algorithms.preferences import PairsConfig, ScoresConfig, of_pairs, validate_by
 from rlhf_spmd.controller import Reference
 from rlhf_spmd.objectives.preferences import bradley_terry
 from rlhf_spmd.workers.objective import Objective
@@ -17,26 +17,24 @@ from rlhf_spmd.workers.objective import Objective
 class Config(ScoresConfig):
     name: str = "reward_model"
 
+    def objective(self, temperature: float) -> Objective:
+        """Bradley-Terry with the rows' margins; which share of the pairs is in order."""
 
-def step(models: Any, data: Any, config: Config, number: int) -> list[Reference]:
-    return [models.reward.update(data.pairs.next(), objective())]
+        def loss(chosen: dict[str, Tensor], rejected: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+            better, worse = chosen["row_values"], rejected["row_values"]
+            told = {"rewards/chosen": better, "rewards/rejected": worse, "rewards/margins": better - worse}
+            told["accuracy"] = better > worse
+            return bradley_terry(better, worse, chosen["margin"]), told
 
-
-def objective() -> Objective:
-    """Bradley-Terry with the rows' margins; which share of the pairs is in order."""
-
-    def loss(chosen: dict[str, Tensor], rejected: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        better, worse = chosen["row_values"], rejected["row_values"]
-        told = {
-            "accuracy": better > worse,
-            "rewards/chosen": better,
-            "rewards/rejected": worse,
-            "rewards/margins": better - worse,
-        }
-        return bradley_terry(better, worse, chosen["margin"]), told
-
-    return of_pairs(loss, ("margin",), "row_values")
+        return of_pairs(loss, ("margin",), "row_values")
 
 
-def validate(models: Any, data: Any, config: Config, number: int) -> dict[str, float]:
-    return validate_by(data, "pairs", lambda rows: models.reward.evaluate(rows, objective()))
+def step(models: Any, data: Any, config: PairsConfig, number: int) -> list[Reference]:
+    """One optimizer step on pairs, of all algorithms that need nothing but these: they differ in their objective."""
+    role = getattr(models, config.exported)
+    return [role.update(data.pairs.next(), config.objective(data.sampling.log_prob_temperature))]
+
+
+def validate(models: Any, data: Any, config: PairsConfig, number: int) -> dict[str, float]:
+    role, objective = getattr(models, config.exported), config.objective(data.sampling.log_prob_temperature)
+    return validate_by(data, "pairs", lambda rows: role.evaluate(rows, objective))

@@ -71,8 +71,7 @@ class Config(PPOConfig):
 
     @property
     def roles(self) -> Mapping[str, RoleClass]:
-        roles = dict(super().roles)
-        return {**roles, "cost_critic": CriticWorker, "cost": RewardWorker, "lagrange": ArithmeticWorker}
+        return {**super().roles, "cost_critic": CriticWorker, "cost": RewardWorker, "lagrange": ArithmeticWorker}
 
 
 def step(models: Any, data: Any, config: Config, number: int) -> list[Reference]:

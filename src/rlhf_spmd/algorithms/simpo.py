@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
-from rlhf_spmd.algorithms.preferences import PairsConfig, implied_rewards, of_pairs, validate_by
+from rlhf_spmd.algorithms.preferences import PairsConfig, implied_rewards, of_pairs
+from rlhf_spmd.algorithms.reward_model import step, validate
 from rlhf_spmd.config.bounds import check_bounds
-from rlhf_spmd.controller import Reference
 from rlhf_spmd.objectives.preferences import simpo
 from rlhf_spmd.workers.objective import Objective
 
@@ -31,19 +30,10 @@ class Config(PairsConfig):
         check_bounds(self, where, "beta", above=0)
         check_bounds(self, where, "simpo_gamma", least=0)
 
+    def objective(self, temperature: float) -> Objective:
+        def loss(chosen: dict[str, Tensor], rejected: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+            means = [side["logps"] / side["tokens"] for side in (chosen, rejected)]
+            told = implied_rewards(self.beta * means[0], self.beta * means[1], (chosen["logps"], rejected["logps"]))
+            return simpo(means[0], means[1], self.beta, self.simpo_gamma), told
 
-def step(models: Any, data: Any, config: Config, number: int) -> list[Reference]:
-    return [models.actor.update(data.pairs.next(), objective(data, config))]
-
-
-def objective(data: Any, config: Config) -> Objective:
-    def loss(chosen: dict[str, Tensor], rejected: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        means = [side["logps"] / side["tokens"] for side in (chosen, rejected)]
-        told = implied_rewards(config.beta * means[0], config.beta * means[1], (chosen["logps"], rejected["logps"]))
-        return simpo(means[0], means[1], config.beta, config.simpo_gamma), told
-
-    return of_pairs(loss, (), "log_probs", data.sampling.log_prob_temperature)
-
-
-def validate(models: Any, data: Any, config: Config, number: int) -> dict[str, float]:
-    return validate_by(data, "pairs", lambda rows: models.actor.evaluate(rows, objective(data, config)))
+        return of_pairs(loss, (), "log_probs", temperature)

@@ -23,6 +23,7 @@ import json
 import sys
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from functools import cache
 from types import FrameType
 from typing import Any
@@ -71,6 +72,7 @@ class Controller:
         self.handing_out: HandingOut | None = None  # of the generate call under way, where rows go on as they end
         self.delivery = Delivery(world, num_portions)
         self._streaming = Streaming(self, self.delivery, num_portions)
+        self._own_reports: deque[bytes] = deque()
         self._seq = 1  # for the board 0 is before the first call
         self._tracing = False
         self.versions = Versions(ahead)
@@ -111,7 +113,7 @@ class Controller:
     def trace(self, script: Callable[..., Any], *args: Any) -> Graph:
         """The script's dataflow graph; nothing is computed and nothing moves."""
         outer, versions = self.graph, self.versions
-        self.graph, self.versions, self._tracing = Graph(), versions.copy(), True
+        self.graph, self.versions, self._tracing = Graph(), deepcopy(versions), True
         try:
             script(*args)
             return self.graph
@@ -196,11 +198,17 @@ class Controller:
 
     def send_report(self, report: Any) -> None:
         """JSON for the first rank of the world, on its way while this rank goes on."""
-        self.delivery.send_report(json.dumps(report).encode())
+        data = json.dumps(report).encode()
+        if self.world.rank == 0:
+            self._own_reports.append(data)
+        else:
+            payload = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            self.delivery.transport.send(payload, self.world.ranks[:1], 0, REPORTS, "report")
 
     def receive_reports(self) -> list[Any]:
         """On the first rank: what each rank has sent, in rank order; waits for those that have yet to send."""
-        return [json.loads(report) for report in self.delivery.receive_reports()]
+        others = self.delivery.transport.receive(self.world.ranks[1:], 0, REPORTS, "report")
+        return [json.loads(report) for report in (self._own_reports.popleft(), *(bytes(one.numpy()) for one in others))]
 
     def values(self, *references: Reference) -> list[list[Any]]:
         """This rank's share of what :meth:`get` collects: [which reference, position in its list, value] each, as JSON."""
@@ -369,12 +377,8 @@ def ordered_values(parts: Sequence[Any], num_references: int) -> list[list[Any]]
 
 
 def _references(batch: Any) -> list[Reference]:
-    if batch is None:
-        return []
-    if isinstance(batch, Reference):
-        return [batch]
-    several = isinstance(batch, (list, tuple)) and bool(batch) and all(isinstance(entry, Reference) for entry in batch)
-    return list(batch) if several else []
+    given = batch if isinstance(batch, list | tuple) else [batch]
+    return list(given) if all(isinstance(entry, Reference) for entry in given) else []
 
 
 def _site(caller: FrameType) -> str:

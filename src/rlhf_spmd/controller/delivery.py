@@ -6,17 +6,16 @@ Every rank does the same bookkeeping in the same order, and its own part of the 
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from rlhf_spmd.controller.graph import Graph
 from rlhf_spmd.controller.reference import Intake, Piece, Production, Source, pick_rows
 from rlhf_spmd.controller.rows import Part, distinct
-from rlhf_spmd.controller.transport import LENGTHS, REPORTS, Transport
+from rlhf_spmd.controller.transport import LENGTHS, Transport
 from rlhf_spmd.data.batch import Batch, Field, concat, pack, unpack
 from rlhf_spmd.parallel.collectives import Group
 
@@ -27,7 +26,7 @@ class Delivery:
     """This rank's part of moving rows between the calls of a script. ``num_portions``: of rows that are handed out as they end."""
 
     def __init__(self, world: Group, num_portions: int = 1) -> None:
-        self.world, self.num_portions = world, num_portions
+        self.num_portions = num_portions
         self.rank = world.ranks[world.rank]
         self.transport = Transport(world)
         self._consumers: dict[int, list[Production]] = {}  # node -> who reads what it makes
@@ -36,8 +35,6 @@ class Delivery:
         self._made: dict[int, Production] = {}  # node -> the call that took its place, with the rows that it was traced with
         self._makers: list[Production] = []  # of token counts that were told in this script
         self._pushed: dict[tuple[int, int], tuple[Production, list[Share]]] = {}  # (call, node): sent ahead, not yet consumed
-        self._portioned: set[tuple[int, int]] = set()  # of these, those that come in portions
-        self._own_reports: deque[bytes] = deque()
 
     def begin(self, graph: Graph) -> None:
         """Of a script that was traced as ``graph``."""
@@ -45,7 +42,7 @@ class Delivery:
         self._foreseen = {call.node: call for call in graph.nodes}
         readers: dict[Production, frozenset[int]] = {}
         for call in graph.nodes:
-            for maker, ranks in lengths_needed(call).items() if call.intakes else ():
+            for maker, ranks in lengths_needed(call).items():
                 readers[maker] = readers.get(maker, frozenset()) | ranks
         for maker, ranks in readers.items():
             if maker.seq < 0:
@@ -61,19 +58,8 @@ class Delivery:
         for key in list(self._pushed):
             self._drop(*key)
         self.transport.finish(spare)
-        for kept in (self._consumers, self._readers, self._foreseen, self._made, self._makers, self._portioned):
+        for kept in (self._consumers, self._readers, self._foreseen, self._made, self._makers):
             kept.clear()
-
-    def send_report(self, report: bytes) -> None:
-        first = self.world.ranks[0]
-        if self.rank == first:
-            self._own_reports.append(report)
-        else:
-            self.transport.send(torch.frombuffer(bytearray(report), dtype=torch.uint8), [first], 0, REPORTS, "report")
-
-    def receive_reports(self) -> list[bytes]:
-        others = self.transport.receive(self.world.ranks[1:], 0, REPORTS, "report")
-        return [self._own_reports.popleft(), *(bytes(payload.numpy()) for payload in others)]
 
     # What comes in
 
@@ -154,11 +140,9 @@ class Delivery:
             return
         if producer.spec.lengths_of is not None:
             self._tell(producer, self._readers.get(producer.node, frozenset()))
-        if self._made.get(producer.node) is not producer:
-            return  # it came otherwise than foreseen, and so do its consumers: they pull
-        for foreseen in self._consumers.get(producer.node, ()):
-            if (producer.seq, foreseen.node) in self._portioned:
-                continue
+        for foreseen in self.foreseen_consumers(producer):
+            if foreseen.in_portions:
+                continue  # it has sent them
             intakes = [known for intake in foreseen.intakes if (known := self._real(intake)) is not None]
             if len(intakes) < len(foreseen.intakes):
                 continue  # its rows are decided later, or placed by token counts that a later call makes
@@ -181,23 +165,16 @@ class Delivery:
     def _all_stay(self, producer: Production, consumer: Production, shares: list[Share]) -> bool:
         """Whether a call works on what another made just where it lies, so that no rank sends any of it. False on ranks that do not
         answer for what was made: they need not know yet where rows go."""
-        index = producer.members.part_of.get(self.rank)
-        if (
-            index is None
-            or producer.members.holders(index)[0] != self.rank
-            or not consumer.members.are_holders(producer.members)
-        ):
-            return False
-        return all(_cut_alike(piece, intake) for intake, piece, _ in shares)
+        is_known = producer.members.answered(self.rank) is not None and consumer.members.are_holders(producer.members)
+        return is_known and all(_cut_alike(piece, intake) for intake, piece, _ in shares)
 
     def foreseen_consumers(self, producer: Production) -> Sequence[Production]:
-        """As they were traced; none if the call itself came otherwise."""
+        """As they were traced; none if the call itself came otherwise: then these do so too, and pull."""
         return self._consumers.get(producer.node, ()) if self._made.get(producer.node) is producer else ()
 
     def announce_portions(self, producer: Production) -> list[tuple[Production, Share]]:
         """Before a generate call: note that it sends in portions to those foreseen calls that take their rows so; what it sends."""
         calls = [call for call in self.foreseen_consumers(producer) if call.in_portions]
-        self._portioned |= {(producer.seq, call.node) for call in calls}
         return [(call, share) for call in calls for share in self._announce(producer, call, call.intakes)]
 
     def sends_portions(self, consumer: Production) -> bool:
@@ -206,8 +183,8 @@ class Delivery:
             return False
         (intake,) = consumer.intakes
         (share,) = [(intake, *share) for share in intake.shares if isinstance(share[0].producer, Production)]
-        key = share[1].producer.seq, consumer.node
-        return key in self._portioned and key in self._pushed and _alike(self._pushed[key][1], [share])
+        foreseen, pushed = self._pushed.get((share[1].producer.seq, consumer.node), (consumer, []))
+        return foreseen.in_portions and _alike(pushed, [share])
 
     def _real(self, intake: Intake) -> Intake | None:
         """A traced call's intake with the calls that now make its token counts; None where it cannot be known yet."""
@@ -235,11 +212,11 @@ class Delivery:
     def outgoing(self, producer: Production, consumer: Production, share: Share) -> Iterator[tuple[list[int], np.ndarray]]:
         """Ranks, and the rows that this rank sends to each of them: those it is the first holder of, to members that lack them."""
         intake, piece, _ = share
-        index = producer.members.part_of.get(self.rank)
+        index = producer.members.answered(self.rank)
         if index is None:
             return
         holders = producer.members.holders(index)
-        if holders[0] != self.rank or all(rank in holders for rank in consumer.members.part_of):
+        if all(rank in holders for rank in consumer.members.part_of):
             return
         alike = _cut_alike(piece, intake)
         if alike and consumer.members.are_holders(producer.members):
@@ -260,7 +237,7 @@ class Delivery:
         for intake, piece, _ in shares:
             _, ids = _within(piece, intake.part(index).positions, len(intake.rows))
             assert isinstance(piece.producer, Production)
-            for _ in range(self.num_portions if (seq, node) in self._portioned else 1):
+            for _ in range(self.num_portions if consumer.in_portions else 1):
                 self.receive(piece.producer, consumer, distinct(piece.producer.parts_of(ids)))
 
     # Token counts
@@ -272,10 +249,8 @@ class Delivery:
             return
         maker.told |= new
         self._makers.append(maker)
-        index = maker.members.part_of.get(self.rank)
-        if index is None or maker.members.holders(index)[0] != self.rank:
-            return
-        if len(maker.intakes[0].part(index).positions):
+        index = maker.members.answered(self.rank)
+        if index is not None and len(maker.intakes[0].part(index).positions):
             counts = torch.from_numpy(self._own_lengths(maker, index))
             self.transport.send(counts.view(torch.uint8), sorted(new - {self.rank}), maker.seq, LENGTHS, "lengths")
 
@@ -283,13 +258,9 @@ class Delivery:
         """Of each row of the part; 0 for rows that have not come out."""
         assert maker.data is not None, f"{maker.name} has made no data here"
         part = maker.intakes[0].part(index)
-        if not len(maker.data):
-            return np.zeros(len(part.positions), dtype=np.int64)
-        lengths: Tensor = maker.data[maker.spec.lengths_of or ""].lengths
-        if len(lengths) == len(part.positions):
-            return lengths.numpy()
         counts = torch.zeros(len(part.positions), dtype=torch.int64)
-        counts[torch.searchsorted(part.row_ids, maker.data.row_ids)] = lengths
+        if len(maker.data):  # without rows it may be without fields
+            counts[torch.searchsorted(part.row_ids, maker.data.row_ids)] = maker.data[maker.spec.lengths_of or ""].lengths
         return counts.numpy()
 
     def learn(self, maker: Production) -> np.ndarray:
@@ -317,16 +288,9 @@ def lengths_needed(consumer: Production) -> dict[Production, frozenset[int]]:
     Members also need those by which the senders' own rows were placed, and who knows a call's counts, those that placed its rows.
     """
     found: dict[Production, frozenset[int]] = {}
-    senders: dict[Production, None] = {}  # in program order
-    needed = False
-    for intake in consumer.intakes:
-        needed = needed or bool(intake.token_makers)
-        for piece, _ in intake.shares:
-            maker = piece.producer
-            if isinstance(maker, Production) and maker not in senders:
-                senders[maker] = None
-                needed = needed or any(its.token_makers for its in maker.intakes)
-    if not needed:
+    pieces = [piece for intake in consumer.intakes for piece, _ in intake.shares]
+    senders = dict.fromkeys(piece.producer for piece in pieces if isinstance(piece.producer, Production))  # in program order
+    if not any(intake.token_makers for call in (consumer, *senders) for intake in call.intakes):
         return found
 
     def note(intake: Intake, ranks: frozenset[int]) -> None:
@@ -391,7 +355,7 @@ def held_first(piece: Piece, rank: int) -> tuple[Batch | None, np.ndarray]:
     producer = piece.producer
     if isinstance(producer, Source):
         return producer.data, np.arange(len(piece.ids))  # every rank has them all
-    index = producer.members.part_of.get(rank)
-    if index is None or producer.members.holders(index)[0] != rank:
+    index = producer.members.answered(rank)
+    if index is None:
         return None, np.empty(0, dtype=np.int64)
     return producer.data, np.flatnonzero(producer.parts_of(piece.ids) == index)

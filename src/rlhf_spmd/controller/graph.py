@@ -33,14 +33,8 @@ class Graph:
 
     def to_json(self) -> dict[str, object]:
         nodes = [
-            {
-                "call": call.name,
-                "kind": call.spec.kind,
-                "site": call.site,
-                "outputs": call.outputs,
-                "ranks": call.role.pool.ranks,
-            }
-            | {"rows": call.num_rows, "mini_batches": call.num_chunks, "epochs": call.epochs}
+            {"call": call.name, "kind": call.spec.kind, "site": call.site, "outputs": call.outputs}
+            | {"ranks": call.role.pool.ranks, "rows": call.num_rows, "mini_batches": call.num_chunks, "epochs": call.epochs}
             for call in self.nodes
         ]
         return {"nodes": nodes, "edges": [{"from": a, "to": b, "fields": list(fields)} for a, b, fields in self.edges()]}

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from rlhf_spmd.controller.pool import GroupShape, ResourcePool
-from rlhf_spmd.parallel.layout import Grid
+from rlhf_spmd.parallel.layout import GenerationLayout, Layout
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +58,11 @@ class Members:
         self.holders: Callable[[int], list[int]] = cache(lambda part: [pool.ranks[i] for i in protocol.holders(shape, part)])
         self.are_holders: Callable[[Members], bool] = cache(self._are_holders)
 
+    def answered(self, rank: int) -> int | None:
+        """The part that others fetch from this rank, if there is one."""
+        part = self.part_of.get(rank)
+        return part if part is not None and self.holders(part)[0] == rank else None
+
     def _are_holders(self, makers: Members) -> bool:
         return self.num_parts == makers.num_parts and all(rank in makers.holders(part) for rank, part in self.part_of.items())
 
@@ -66,8 +71,20 @@ def _everyone(shape: GroupShape) -> list[int]:
     return list(range(shape.size))
 
 
-def _last_stage(layout: Grid, dp: int) -> list[int]:
-    return [layout.index(layout.pp - 1, dp, tp) for tp in range(layout.tp)]
+def _by_replica(name: str, grid: Callable[[GroupShape], Layout | GenerationLayout]) -> Protocol:
+    """Split over the replicas of a grid, the same rows on the pp * tp ranks of each, results from its last stage."""
+
+    def last_stage(shape: GroupShape, dp: int) -> list[int]:
+        layout = grid(shape)
+        return [layout.index(layout.pp - 1, dp, tp) for tp in range(layout.tp)]
+
+    return Protocol(
+        name,
+        parts=lambda shape: grid(shape).dp,
+        distribute=lambda shape, index: grid(shape).coordinate(index).dp,
+        collect=lambda shape: [last_stage(shape, dp)[0] for dp in range(grid(shape).dp)],
+        replicas=last_stage,
+    )
 
 
 ONE_TO_ALL = Protocol(  # the same input everywhere, results from everyone: building models, checkpoints
@@ -90,38 +107,15 @@ RANK_ZERO = Protocol(  # only the first member runs
     distribute=lambda shape, index: 0 if index == 0 else None,
     collect=lambda shape: [0],
 )
-DP = Protocol(  # every rank is a data-parallel rank
-    "DP",
-    parts=lambda shape: shape.size,
-    distribute=lambda shape, index: index,
-    collect=_everyone,
-)
-THREE_D = Protocol(  # split over dp, the same rows on a replica's pp * tp ranks, results from the last stage
-    "THREE_D",
-    parts=lambda shape: shape.layout.dp,
-    distribute=lambda shape, index: shape.layout.coordinate(index).dp,
-    collect=lambda shape: [_last_stage(shape.layout, dp)[0] for dp in range(shape.layout.dp)],
-    replicas=lambda shape, part: _last_stage(shape.layout, part),
-)
-MICRO_DP = Protocol(  # the generation layout: d_g * d replicas of p_g * t_g ranks
-    "MICRO_DP",
-    parts=lambda shape: shape.generating.dp,
-    distribute=lambda shape, index: shape.generating.coordinate(index).dp,
-    collect=lambda shape: [_last_stage(shape.generating, dp)[0] for dp in range(shape.generating.dp)],
-    replicas=lambda shape, part: _last_stage(shape.generating, part),
-)
+DP = replace(ALL_TO_ALL, name="DP", per_member=False)  # every rank is a data-parallel rank
+THREE_D = _by_replica("THREE_D", lambda shape: shape.layout)  # the replicas of training
+MICRO_DP = _by_replica("MICRO_DP", lambda shape: shape.generating)  # of the generation layout: d_g * d of p_g * t_g ranks
 PP_ONLY = Protocol(  # the same input everywhere, one result per pipeline stage (dp 0, tp 0): looking at weight names
     "PP_ONLY",
     parts=lambda shape: 1,
     distribute=lambda shape, index: 0,
     collect=lambda shape: [shape.layout.index(pp, 0, 0) for pp in range(shape.layout.pp)],
 )
-PP_AS_DP = Protocol(  # pipeline stages take rows of their own, as data-parallel ranks do
-    "PP_AS_DP",
-    parts=lambda shape: shape.layout.dp * shape.layout.pp,
-    distribute=lambda shape, index: shape.layout.coordinate(index).dp * shape.layout.pp + shape.layout.coordinate(index).pp,
-    collect=lambda shape: [shape.layout.index(pp, dp, 0) for dp in range(shape.layout.dp) for pp in range(shape.layout.pp)],
-    replicas=lambda shape, part: [
-        shape.layout.index(part % shape.layout.pp, part // shape.layout.pp, tp) for tp in range(shape.layout.tp)
-    ],
+PP_AS_DP = _by_replica(  # pipeline stages take rows of their own, as if they were replicas that generate
+    "PP_AS_DP", cache(lambda shape: GenerationLayout(shape.layout, 1, shape.layout.tp))
 )

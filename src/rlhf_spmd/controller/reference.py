@@ -122,16 +122,12 @@ def _rows_of(piece: Piece, rows: RowSet) -> int:
 
 
 def _shares(fields: Mapping[str, tuple[Piece, ...]]) -> list[tuple[Piece, dict[str, str]]]:
-    found: list[tuple[Piece, dict[str, str]]] = []
+    found: dict[tuple[int, int, int], tuple[Piece, dict[str, str]]] = {}
     for name, pieces in fields.items():
         for piece in pieces:
-            for known, names in found:
-                if known.producer is piece.producer and known.at is piece.at and known.ids is piece.ids:
-                    names[name] = piece.name
-                    break
-            else:
-                found.append((piece, {name: piece.name}))
-    return sorted(found, key=lambda share: share[0].producer.seq) if len(found) > 1 else found
+            its_rows = id(piece.producer), id(piece.at), id(piece.ids)
+            found.setdefault(its_rows, (piece, {}))[1][name] = piece.name
+    return sorted(found.values(), key=lambda share: share[0].producer.seq)
 
 
 @dataclass(eq=False)
@@ -254,20 +250,19 @@ class Reference:
         assert self.rows is not None, "take() of a reference without rows"
         mine = self.rows
         if isinstance(which, Reference):
-            ids, decided = (
-                which.rows.row_ids if which.rows else np.empty(0, np.int64),
-                which.rows is not None and which.rows.decided,
-            )
+            theirs = RowSet(mine.row_ids[:0], mine.group_ids[:0]) if which.rows is None else which.rows
+            ids, groups, decided = theirs.row_ids, theirs.group_ids, theirs.decided
         else:
             given = np.asarray(which)
             assert given.dtype.kind in "bi" or not given.size, (
                 f"take() of {given.dtype}: it takes a mask or ids, such as get_field(...) > 0"
             )
-            ids, decided = (mine.row_ids[given] if given.dtype == bool else np.unique(given).astype(np.int64)), True
+            ids = mine.row_ids[given] if given.dtype == bool else np.unique(given).astype(np.int64)
+            groups, decided = None, True
         at = np.searchsorted(mine.row_ids, ids)
         if len(ids) and not (len(mine) and np.array_equal(mine.row_ids[np.minimum(at, len(mine) - 1)], ids)):
             raise ValueError(f"take: of {len(ids)} rows some are not among the {len(mine)} of the reference")
-        if isinstance(which, Reference) and which.rows and not np.array_equal(mine.group_ids[at], which.rows.group_ids):
+        if groups is not None and not np.array_equal(mine.group_ids[at], groups):
             raise ValueError("take: the rows have other groups than those of the other reference, so they are other rows")
         return self._moved(at, ids, mine.decided or decided)
 

@@ -57,9 +57,8 @@ def staying(call: Production, intake: Intake) -> Intake | None:
         return None
     if not {*call.role.pool.ranks} <= maker.members.part_of.keys():  # the others would score nothing
         return None
-    answering = [maker.members.holders(part)[0] for part in range(maker.members.num_parts)]
-    parts = [call.members.part_of.get(rank, -1) for rank in answering]
-    if any(part < 0 or call.members.holders(part)[0] != rank for part, rank in zip(parts, answering, strict=True)):
+    parts = [call.members.answered(maker.members.holders(part)[0]) for part in range(maker.members.num_parts)]
+    if None in parts:
         return None
     cut = Cut(call.members.num_parts, follows=(its.cut, its.counted, tuple(parts)))
     if cut not in rows.given:
@@ -96,32 +95,28 @@ class EarlyCall(NamedTuple):
     ranks: int
 
 
+@dataclass
 class HandingOut:
     """A generating rank's sends of its replica's rows, in ``num_portions`` to each recipient; empty ones too, so that nobody has to be
     told how many come. ``early``: the calls that begin on these rows here."""
 
-    def __init__(
-        self,
-        transport: Transport,
-        seq: int,
-        num_portions: int,
-        recipients: Sequence[Recipients],
-        early: Sequence[EarlyCall] = (),
-    ) -> None:
-        self.num_portions, self._transport, self._seq, self._recipients = num_portions, transport, seq, recipients
-        self.early = early
-        self._num_sent = 0
-        self._gone = np.empty(0, dtype=np.int64)
+    transport: Transport
+    seq: int
+    num_portions: int
+    recipients: Sequence[Recipients]
+    early: Sequence[EarlyCall]
+    _num_sent: int = 0
+    _gone: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
 
     def send(self, rows: Batch) -> None:
         """The next portion; sends are under way when it returns."""
         self._num_sent += 1
         ids = rows.row_ids.numpy()
         self._gone = np.concatenate([self._gone, ids])
-        for to in self._recipients:
+        for to in self.recipients:
             at = np.flatnonzero(np.isin(ids, to.row_ids))
             theirs = rows.select(to.fields).take(at) if len(at) else Batch(rows.row_ids[:0], rows.group_ids[:0], {})
-            self._transport.send(pack(theirs), to.ranks, self._seq, to.node, to.name)
+            self.transport.send(pack(theirs), to.ranks, self.seq, to.node, to.name)
 
     def begin(self, rows: Batch) -> None:
         """Whole groups that have ended."""
@@ -131,7 +126,7 @@ class HandingOut:
     def finish(self, rows: Batch | None) -> None:
         """The portions that are left, of which the first has those of the call's ``rows`` that have not been sent."""
         assert rows is not None, "the call has made no data here"
-        while self._recipients and self._num_sent < self.num_portions:
+        while self.recipients and self._num_sent < self.num_portions:
             self.send(rows.take(np.flatnonzero(~np.isin(rows.row_ids.numpy(), self._gone))))
 
 
@@ -170,8 +165,8 @@ class Streaming:
 
     def _early(self, call: Production) -> list[EarlyCall]:
         rank = self.controller.rank
-        index = call.members.part_of.get(rank)
-        if index is None or call.members.holders(index)[0] != rank:
+        index = call.members.answered(rank)
+        if index is None:
             return []
         found = []
         for consumer in self.delivery.foreseen_consumers(call):

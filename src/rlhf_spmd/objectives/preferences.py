@@ -10,14 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from rlhf_spmd.objectives import advantages
-
 LOSS_TYPES = ("sigmoid", "ipo", "hinge", "robust")
-
-
-def row_sums(x: Tensor, lengths: Tensor) -> Tensor:
-    """The sum of each row's tokens in float64, [rows] of ``x`` [T]; ``lengths`` int64 [rows] on the CPU."""
-    return advantages.row_sums(x.double(), lengths)
 
 
 def pair_indices(group_ids: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:

@@ -240,8 +240,7 @@ class Board:
 
     def _publish(self) -> None:
         self._beats += 1
-        rank, num_calls = self.launch.rank, self._num_calls
-        recent = [self._log[n % HISTORY] for n in range(max(0, num_calls - WINDOW), num_calls)]
+        rank, recent = self.launch.rank, self._recent(WINDOW)
         seq, name, site, _ = recent[-1] if recent else (0, "", "", 0)
         beat = Beat(
             rank=rank,
@@ -257,20 +256,23 @@ class Board:
             host=socket.gethostname(),
             calls=tuple((entry[0], entry[3]) for entry in recent),
         )
-        if num_calls != self._logged:  # before the beat: who reads of a call in a beat finds its words in the log
+        if seq != self._logged:  # before the beat: who reads of a call in a beat finds its words in the log
             self._store.set(f"board/log/{rank}", json.dumps([entry[:3] for entry in recent]))
-            self._logged = num_calls
+            self._logged = seq
         self._store.set(f"board/beat/{rank}", beat.encode())
         if self._suspect:
             self._store.set("board/suspect", "1")
 
-    def _look(self, watch: Watch) -> Finding | None:
-        beats = self._beats_of(watch.ranks)
+    def _recent(self, number: int) -> list[tuple[int, str, str, int]]:
+        """The last calls, at most so many."""
         num_calls = self._num_calls
-        own = [self._log[n % HISTORY] for n in range(max(0, num_calls - HISTORY), num_calls)]
-        new = [(seq, chain) for seq, _, _, chain in own if seq > max(watch.history, default=0)]
+        return [self._log[n % HISTORY] for n in range(max(0, num_calls - number), num_calls)]
+
+    def _look(self, watch: Watch) -> Finding | None:
+        beats = {beat.rank: beat for beat in self._beats_of(watch.ranks)}
+        own = [(seq, chain) for seq, _, _, chain in self._recent(HISTORY)]
         suspect = self._suspect or self._store.check(["board/suspect"])
-        return watch.judge(time.monotonic(), {b.rank: b for b in beats}, new, suspect, self._call_text)
+        return watch.judge(time.monotonic(), beats, own, suspect, self._call_text)
 
     def _beats_of(self, ranks: Iterable[int]) -> list[Beat]:
         """Of those that have started."""
@@ -281,10 +283,7 @@ class Board:
 
     def _call_text(self, rank: int, seq: int) -> str:
         entries = self._log if rank == self.launch.rank else json.loads(self._store.get(f"board/log/{rank}"))
-        for number, name, site, *_ in entries:
-            if number == seq:
-                return f"{name} ({site})"
-        return "another call"
+        return next((f"{name} ({site})" for number, name, site, *_ in entries if number == seq), "another call")
 
     def _blame(self, finding: Finding) -> Failure:
         beat, message = finding.beat, finding.message
@@ -318,15 +317,8 @@ class Board:
         if failure.class_ == "hang":
             self._dump_stacks()
         self._kill_silent_neighbour(failure)
-        try:
-            acknowledged = self._store.add("board/known", 1)
-            while time.monotonic() < deadline:
-                if acknowledged >= self.launch.size and self._main_ready.is_set():
-                    break
-                time.sleep(0.05)
-                acknowledged = self._store.add("board/known", 0)
-        except RuntimeError:
-            pass  # the store ended with its host, which knew
+        with suppress(RuntimeError):  # the store ended with its host, which knew
+            await_all(self._store, "board/known", self.launch.size, deadline, self._main_ready.is_set)
         end_process(failure.code)
 
     def _dump_stacks(self) -> None:
@@ -365,6 +357,14 @@ def _own_connection(store: dist.Store) -> dist.Store:
     clone: dist.Store = cast(Any, store).clone()  # missing in torch's stubs
     clone.set_timeout(_CLIENT_TIMEOUT)
     return clone
+
+
+def await_all(store: dist.Store, key: str, size: int, deadline: float, ready: Callable[[], bool] = lambda: True) -> None:
+    """Counts this process under ``key`` and waits until all are counted and this one is ``ready``, until ``deadline`` at most."""
+    known = store.add(key, 1)
+    while not (known >= size and ready()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+        known = store.add(key, 0)
 
 
 def one_line(text: str) -> str:

@@ -6,6 +6,7 @@ holds. Loading, checkpoints, resharding and reallocation are all intersections o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -25,10 +26,7 @@ class Box(NamedTuple):
 
     @property
     def numel(self) -> int:
-        n = 1
-        for extent in self.size:
-            n *= extent
-        return n
+        return math.prod(self.size)
 
     @property
     def global_slices(self) -> tuple[slice, ...]:

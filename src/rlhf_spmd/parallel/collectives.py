@@ -33,19 +33,16 @@ class FlightRecorder:
     ticks: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)  # weights on loan are sent from a thread of their own
 
-    def note(self, operation: str, group: str, num_bytes: int) -> None:
+    def note(self, operation: str, group: str, num_bytes: int, label: str = "", sent: int = 0, received: int = 0) -> None:
         with self._lock:
             self.sequence += 1
             self.entries.append((self.sequence, operation, group, num_bytes, time.time()))
+            self.sent[label] += sent
+            self.received[label] += received
 
     def tick(self) -> None:
         """Counts a sign of life beside the collectives: a call that begins or ends, a piece of a long one, of a file."""
         self.ticks += 1
-
-    def count(self, label: str, sent: int, received: int) -> None:
-        with self._lock:
-            self.sent[label] += sent
-            self.received[label] += received
 
     def dump(self, last: int = 8) -> str:
         now = time.time()
@@ -112,7 +109,7 @@ class Group:
     def all_reduce(self, tensor: Tensor, label: str, op: str = "sum") -> Tensor:
         """In place. Collective over the group: every rank of it must call, in program order."""
         if self.size > 1:
-            self._note("all_reduce", label, tensor, tensor.nbytes)
+            self._note("all_reduce", label, tensor.nbytes)
             dist.all_reduce(tensor, _OPS[op], self.process_group)
         return tensor
 
@@ -120,7 +117,7 @@ class Group:
         """In place and asynchronous. Collective over the group: every rank of it must call, in program order."""
         if self.size == 1:
             return None
-        self._note("all_reduce", label, tensor, tensor.nbytes)
+        self._note("all_reduce", label, tensor.nbytes)
         return dist.all_reduce(tensor, _OPS[op], self.process_group, async_op=True)
 
     def all_gather_into(self, output: Tensor, tensor: Tensor, label: str) -> Tensor:
@@ -131,7 +128,7 @@ class Group:
         if self.size == 1:
             output.copy_(tensor.view_as(output))
         else:
-            self._note("all_gather", label, tensor, output.nbytes - tensor.nbytes)
+            self._note("all_gather", label, tensor.nbytes, received=output.nbytes - tensor.nbytes)
             _all_gather(output, tensor.contiguous(), self.process_group)
         return output
 
@@ -143,8 +140,7 @@ class Group:
         if self.size == 1:
             output.copy_(tensor.view_as(output))
         else:
-            RECORDER.note(f"reduce_scatter:{label}", self.name, tensor.nbytes)
-            RECORDER.count(label, *[tensor.nbytes - output.nbytes] * 2)
+            self._note("reduce_scatter", label, tensor.nbytes, *[tensor.nbytes - output.nbytes] * 2)
             _reduce_scatter(output, tensor, dist.ReduceOp.SUM, self.process_group)
         return output
 
@@ -154,8 +150,7 @@ class Group:
         Collective over the group: every rank of it must call, in program order.
         """
         mine = flat.chunk(self.size)[self.rank]
-        RECORDER.note(f"all_gather:{label}", self.name, mine.nbytes)
-        RECORDER.count(label, flat.nbytes - mine.nbytes, flat.nbytes - mine.nbytes)
+        self._note("all_gather", label, mine.nbytes, *[flat.nbytes - mine.nbytes] * 2)
         work = _all_gather(flat, mine, self.process_group, True)
         assert work is not None
         return work
@@ -168,8 +163,7 @@ class Group:
         """
         num_bytes = [sum(tensor.nbytes for _, tensor in messages) for messages in (sends, receives)]
         peers = [",".join(str(self.ranks[member]) for member, _ in messages[:8]) for messages in (sends, receives)]
-        RECORDER.note(f"exchange:{label}->{peers[0]}<-{peers[1]}", self.name, sum(num_bytes))
-        RECORDER.count(label, *num_bytes)
+        self._note("exchange", label, sum(num_bytes), *num_bytes, way=f"->{peers[0]}<-{peers[1]}")
         if not sends and not receives:
             return []
         pg = self._connected()
@@ -193,8 +187,7 @@ class Group:
         """
         if self.size == 1:
             return tensor
-        RECORDER.note(f"all_to_all:{label}", self.name, tensor.nbytes)
-        RECORDER.count(label, *[tensor.nbytes // self.size * (self.size - 1)] * 2)
+        self._note("all_to_all", label, tensor.nbytes, *[tensor.nbytes // self.size * (self.size - 1)] * 2)
         output = torch.empty_like(tensor, memory_format=torch.contiguous_format)
         dist.all_to_all_single(output, tensor.contiguous(), group=self.process_group)
         return output
@@ -202,8 +195,7 @@ class Group:
     def broadcast(self, tensor: Tensor, source: int, label: str) -> Tensor:
         """In place, from group index ``source``. Collective over the group: every rank of it must call, in program order."""
         if self.size > 1:
-            received = 0 if self.rank == source else tensor.nbytes
-            self._note("broadcast", label, tensor, received)
+            self._note("broadcast", label, tensor.nbytes, received=0 if self.rank == source else tensor.nbytes)
             dist.broadcast(tensor, self.ranks[source], self.process_group)
         return tensor
 
@@ -216,8 +208,9 @@ class Group:
             return [payload]
         lengths = [int(n) for n in self.all_gather(torch.tensor([len(payload)]), label)]
         if self.rank:
-            mine = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else None
-            wait_all([] if mine is None else [self.isend(mine, 0, label, _GATHER_TAG)])
+            if payload:
+                mine = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+                wait_all([self.isend(mine, 0, label, _GATHER_TAG)])
             return None
         parts = [torch.empty(n if member else 0, dtype=torch.uint8) for member, n in enumerate(lengths)]
         wait_all([self.irecv(part, member, label, _GATHER_TAG) for member, part in enumerate(parts) if len(part)])
@@ -233,7 +226,7 @@ class Group:
             return b""
         data = torch.empty(int(length), dtype=torch.uint8)
         if self.rank == source and payload:
-            data.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+            data = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
         return bytes(self.broadcast(data, source, label).numpy())
 
     def gather_json(self, value: Any, label: str) -> list[Any] | None:
@@ -251,19 +244,20 @@ class Group:
 
     def isend(self, tensor: Tensor, to: int, label: str, tag: int = 0) -> dist.Work | None:
         """Asynchronous send to group index ``to``; keep ``tensor`` alive until the work is done."""
-        RECORDER.count(label, tensor.nbytes, 0)
-        RECORDER.note(f"isend:{label}->{self.ranks[to]}", self.name, tensor.nbytes)
+        self._note("isend", label, tensor.nbytes, received=0, way=f"->{self.ranks[to]}")
         return self._connected().send([tensor], to, tag)
 
     def irecv(self, tensor: Tensor, source: int, label: str, tag: int = 0) -> dist.Work | None:
         """Asynchronous receive from group index ``source``."""
-        RECORDER.count(label, 0, tensor.nbytes)
-        RECORDER.note(f"irecv:{label}<-{self.ranks[source]}", self.name, tensor.nbytes)
+        self._note("irecv", label, tensor.nbytes, sent=0, way=f"<-{self.ranks[source]}")
         return self._connected().recv([tensor], source, tag)
 
-    def _note(self, operation: str, label: str, tensor: Tensor, received: int) -> None:
-        RECORDER.note(f"{operation}:{label}", self.name, tensor.nbytes)
-        RECORDER.count(label, tensor.nbytes, received)
+    def _note(
+        self, operation: str, label: str, size: int, sent: int | None = None, received: int | None = None, *, way: str = ""
+    ) -> None:
+        """``sent``, ``received``: bytes; each is ``size``, that of the operation, where it is not given."""
+        moved = [size if number is None else number for number in (sent, received)]
+        RECORDER.note(f"{operation}:{label}{way}", self.name, size, label, *moved)
 
 
 def solo(rank: int = 0) -> Group:

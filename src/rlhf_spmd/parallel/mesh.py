@@ -32,7 +32,6 @@ class Mesh:
     """
 
     layout: Layout | GenerationLayout
-    pool_ranks: tuple[int, ...]
     index: int
     pp_rank: int
     dp_rank: int
@@ -68,7 +67,7 @@ class Mesh:
         groups = {
             axis: group.process_group for axis in AXES if shape[axis] > 1 and isinstance(group := getattr(self, axis), Group)
         }
-        ranks = torch.tensor(self.pool_ranks)[torch.from_numpy(self.layout.ranks)].reshape([shape[axis] for axis in groups])
+        ranks = torch.tensor(self.pool.ranks)[torch.from_numpy(self.layout.ranks)].reshape([shape[axis] for axis in groups])
         return DeviceMesh.from_group([*groups.values()], self.device_type, ranks, mesh_dim_names=tuple(groups))
 
 
@@ -84,7 +83,6 @@ def build_mesh(world: World, pool: Sequence[int], layout: Layout | GenerationLay
 
     return Mesh(
         layout,
-        tuple(pool),
         index,
         *(layout.coordinate(index) if index >= 0 else (-1, -1, -1)),
         tp=along("tp", "tp"),

@@ -8,7 +8,7 @@ order in which it runs them. Activations and gradients travel between neighbours
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
@@ -37,8 +37,7 @@ def _rounds(num_micro_batches: int, pp: int) -> list[range]:
     return [range(a, b) for a, b in pairwise(cuts)]
 
 
-def _order(kind: Literal["F", "B"], num_micro_batches: int, pp: int, chunks: Iterable[int]) -> list[Action]:
-    chunks = list(chunks)
+def _order(kind: Literal["F", "B"], num_micro_batches: int, pp: int, chunks: range) -> list[Action]:
     return [Action(kind, i, chunk) for run in _rounds(num_micro_batches, pp) for chunk in chunks for i in run]
 
 
@@ -60,7 +59,7 @@ def schedule_1f1b(num_micro_batches: int, pp: int, stage: int, vpp: int = 1) -> 
     """
     assert 0 <= stage < pp, f"stage {stage} of {pp}"
     forwards = _order("F", num_micro_batches, pp, range(vpp))
-    backwards = _order("B", num_micro_batches, pp, reversed(range(vpp)))
+    backwards = _order("B", num_micro_batches, pp, range(vpp)[::-1])
     ahead = pp - 1 - stage
     if vpp > 1:
         ahead = 2 * ahead + (vpp - 1) * max(len(run) for run in _rounds(num_micro_batches, pp))
@@ -130,7 +129,7 @@ def connect_stages(mesh: Mesh, device: torch.device) -> None:
     def token(action: Action, received: Tensor | None) -> Tensor:
         return torch.zeros(1, device=device)
 
-    for actions in (_order("F", 1, mesh.pp.size, chunks), _order("B", 1, mesh.pp.size, reversed(chunks))):
+    for actions in (_order("F", 1, mesh.pp.size, chunks), _order("B", 1, mesh.pp.size, chunks[::-1])):
         run_pipeline(actions, mesh, [(1,)], torch.float32, device, token, token)
 
 

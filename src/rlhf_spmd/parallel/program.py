@@ -28,7 +28,7 @@ from typing import Generic, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from rlhf_spmd.parallel.board import Board, announce, end_process, one_line
+from rlhf_spmd.parallel.board import Board, announce, await_all, end_process, one_line
 from rlhf_spmd.parallel.collectives import RECORDER
 from rlhf_spmd.parallel.watch import Limits, place
 from rlhf_spmd.parallel.world import (
@@ -50,6 +50,7 @@ _CONNECTION_WORDS = ("gloo", "nccl", "connection closed", "connection reset", "c
 SAME_PRESS_S = 1.0
 TELL_LATE_S = 300.0  # until ranks that are still checking their input are named
 PREPARE_TIMEOUT_S = 4200.0  # for them; more than one of them may wait for another process to make a file of data.cache_dir
+_CLASSES = {"config": (ValueError,), "numerics": (FloatingPointError,), "memory": (MemoryError, torch.OutOfMemoryError)}
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 
@@ -86,8 +87,6 @@ def run_program(
     settings: Callable[[T], ProgramSettings] = lambda prepared: ProgramSettings(),
     run_dir_hint: Path | None = None,
     saves_on_signal: bool = False,
-    prepare_timeout_s: float = PREPARE_TIMEOUT_S,
-    device: torch.device | None = None,
     dry_run: Callable[[T], str] | None = None,
 ) -> None:
     """Runs a program to its end on this rank; returns only if it succeeded on all ranks, otherwise ends the process.
@@ -112,7 +111,7 @@ def run_program(
                 run_lock.take(chosen.run_dir)
         return prepared, chosen
 
-    (prepared, chosen), store = _agree_on_input(launch, checked, lambda both: both[1].alike, run_dir_hint, prepare_timeout_s)
+    prepared, chosen, store = _agree_on_input(launch, checked, run_dir_hint)
     board = Board(launch, store, replace(chosen.limits, stall_s=chosen.timeout_s))
     board.run_dir = chosen.run_dir
     owns_group = not dist.is_initialized()
@@ -120,7 +119,7 @@ def run_program(
         try:
             _open_run_dir(board)
             board.start()
-            world = init_world(launch, store, chosen.timeout_s * chosen.calls_apart, device, chosen.threads)
+            world = init_world(launch, store, chosen.timeout_s * chosen.calls_apart, threads=chosen.threads)
             body(ProgramContext(world, board, prepared))
             board.finish(store)
             if launch.rank == 0 and board.run_dir is not None:
@@ -141,13 +140,7 @@ def classify(error: BaseException) -> str:
         return str(own)
     if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
         return "checkpoint"
-    if isinstance(error, ValueError):
-        return "config"
-    if isinstance(error, FloatingPointError):
-        return "numerics"
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return "memory"
-    return "error"
+    return next((name for name, kinds in _CLASSES.items() if isinstance(error, kinds)), "error")
 
 
 def lost_connection(error: BaseException) -> bool:
@@ -193,33 +186,28 @@ def _try_input(launch: Launch, check: Callable[[], str]) -> NoReturn:
 
 
 def _agree_on_input(
-    launch: Launch,
-    prepare: Callable[[], T],
-    alike: Callable[[T], Mapping[str, str]],
-    run_dir_hint: Path | None,
-    timeout_s: float,
-) -> tuple[T, dist.Store]:
-    """Runs ``prepare`` and waits until it has succeeded on every rank. The first rank that fails prints for the job. ``alike``: see
-    :class:`ProgramSettings`.
+    launch: Launch, prepare: Callable[[], tuple[T, ProgramSettings]], run_dir_hint: Path | None
+) -> tuple[T, ProgramSettings, dist.Store]:
+    """Runs ``prepare`` and waits until it has succeeded on every rank. The first rank that fails prints for the job.
 
     Costs every rank a few store messages; nobody leaves before the others know (30 s), so that each exits with the code.
     """
-    prepared: T | None = None
+    prepared: tuple[T, ProgramSettings] | None = None
     refusal: tuple[str, str, str] | None = None  # class, line, traceback
     try:
         prepared = prepare()
     except Exception as error:  # the process boundary
         refusal = _refusal(launch, error)
     try:
-        store = connect_store(launch, timeout_s=20.0 if refusal else min(60.0, timeout_s))
+        store = connect_store(launch, timeout_s=20.0 if refusal else 60.0)
     except (RuntimeError, OSError) as error:
         line = f"rank {launch.rank} cannot reach the store that all ranks share: {one_line(str(error))[:300]}"
         refusal = refusal or ("hang", line, "")
         announce(refusal[1], refusal[2])
         _exit(launch, input_exit_code(refusal[0]))
-    if refusal is None:
+    if prepared is not None:
         here = f"rank {launch.rank} on {socket.gethostname()}"
-        mine = {"--nproc-per-node": str(launch.local_size), **(alike(prepared) if prepared is not None else {})}
+        mine = {"--nproc-per-node": str(launch.local_size), **prepared[1].alike}
         there, first = json.loads(store.compare_set("prepare/alike", "", json.dumps([here, mine])))  # the first that came here
         for name in [name for name in {**first, **mine} if first.get(name) != mine.get(name)][:1]:
             values = f"{one_line(str(mine.get(name)))[:80]}, not {one_line(str(first.get(name)))[:80]}"
@@ -232,9 +220,9 @@ def _agree_on_input(
         store.set(f"prepare/ok/{launch.rank}", "1")
         if store.add("prepare/ok", 1) == launch.size:
             store.compare_set("prepare/verdict", "", "ok")
-    _await_input_verdict(launch, store, timeout_s, run_dir_hint)
-    assert prepared is not None or not refusal, "a refusal ends the process"
-    return prepared, store  # type: ignore[return-value]  # prepare() may return None as its T
+    _await_input_verdict(launch, store, PREPARE_TIMEOUT_S, run_dir_hint)
+    assert prepared is not None, "a refusal ends the process"
+    return *prepared, store
 
 
 def _await_input_verdict(launch: Launch, store: dist.Store, timeout_s: float, run_dir_hint: Path | None) -> None:
@@ -254,13 +242,11 @@ def _await_input_verdict(launch: Launch, store: dist.Store, timeout_s: float, ru
     error_class, line, culprit = json.loads(verdict)
     if launch.size > 1:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it when the first rank leaves; the code must stay ours
-    if launch.rank == 0:  # whose process is the owner, if it is this job's
-        _write_refusal(run_dir_hint, ExitStatus(error_class, line, rank=culprit))
-    known = store.add("prepare/known", 1)
-    deadline = time.monotonic() + 30.0
-    while known < launch.size and time.monotonic() < deadline:
-        time.sleep(0.05)
-        known = store.add("prepare/known", 0)
+    if launch.rank == 0 and run_dir_hint is not None:  # whose process is the owner, if it is this job's
+        with suppress(OSError):  # the refusal itself was told, and run_dir may be what is wrong
+            if run_lock.other_owner(run_dir_hint) is None:
+                write_exit_status(run_dir_hint, ExitStatus(error_class, line, rank=culprit))
+    await_all(store, "prepare/known", launch.size, time.monotonic() + 30.0)
     _exit(launch, input_exit_code(error_class))
 
 
@@ -283,14 +269,6 @@ def _refusal(launch: Launch, error: Exception) -> tuple[str, str, str]:
 def _told(error: BaseException) -> str:
     """In one line, with what was noted on its way here."""
     return one_line(" ".join([str(error), *(f"({note})" for note in getattr(error, "__notes__", ()))]))
-
-
-def _write_refusal(run_dir: Path | None, status: ExitStatus) -> None:
-    if run_dir is None:
-        return
-    with suppress(OSError):  # the refusal itself was told, and run_dir may be what is wrong
-        if run_lock.other_owner(run_dir) is None:
-            write_exit_status(run_dir, status)
 
 
 # ---- running and failing -----------------------------------------------------------------------------------------------

@@ -7,10 +7,10 @@ by the watcher's own clock, as the time in which the rank's beat count did not c
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 
-WINDOW = 64  # calls that a beat carries; rank 0 remembers HISTORY of its own to compare with ranks that lag behind
+WINDOW = 64  # calls that a beat carries; a rank remembers HISTORY of its own: rank 0 compares them with ranks that lag behind
 HISTORY = 4096
 
 
@@ -81,7 +81,6 @@ class Watch:
     self_rank: int
     ranks: Sequence[int]
     limits: Limits
-    history: dict[int, int] = field(default_factory=dict)  # own calls: sequence number -> chained hash
     _counts: dict[int, int] = field(default_factory=dict)
     _silence: dict[int, float] = field(default_factory=dict)
     _compared: dict[int, int] = field(default_factory=dict)  # rank -> last sequence number found equal
@@ -94,26 +93,24 @@ class Watch:
         self,
         now: float,
         beats: dict[int, Beat],
-        own_calls: Sequence[tuple[int, int]],
+        own_calls: Iterable[tuple[int, int]],
         suspect: bool,
         call_text: Callable[[int, int], str],
     ) -> Finding | None:
-        """One look at all beats (``now`` in seconds of a monotonic clock); ``call_text(rank, seq)`` words a call of a rank."""
+        """One look at all beats (``now`` in seconds of a monotonic clock). ``own_calls``: this rank's last ones, as a beat's;
+        ``call_text(rank, seq)`` words a call of a rank."""
         # a watcher that was itself held up must not count that time as the others' silence
         elapsed = min(now - self._last, 4 * self.limits.beat_s) if self._last is not None else 0.0
         self._last = now
-        self.history.update(own_calls)
-        while len(self.history) > HISTORY:
-            del self.history[next(iter(self.history))]
         return (
-            self._diverged(beats, call_text)
+            self._diverged(beats, dict(own_calls), call_text)
             or self._ended_early(beats)
             or self._lost(elapsed, beats, suspect)
             or self._stalled(elapsed, beats)
         )
 
-    def _diverged(self, beats: dict[int, Beat], call_text: Callable[[int, int], str]) -> Finding | None:
-        newest = max(self.history, default=0)
+    def _diverged(self, beats: dict[int, Beat], own: dict[int, int], call_text: Callable[[int, int], str]) -> Finding | None:
+        newest = max(own, default=0)
         first: tuple[int, int] | None = None
         for rank in self.ranks:
             if rank == self.self_rank or rank not in beats:
@@ -126,7 +123,7 @@ class Watch:
                 if seq > newest:
                     break
                 chain = ahead.pop(seq)
-                if self.history.get(seq, chain) != chain:
+                if own.get(seq, chain) != chain:
                     first = min(first or (seq, rank), (seq, rank))
                     break
                 self._compared[rank] = seq

@@ -112,9 +112,7 @@ class Zero:
         for part, reduction in zip(self._parts, self._collectives, strict=True):
             assert isinstance(part, nn.Module)
             for param in part.parameters():
-                if not param.requires_grad:
-                    continue
-                if self._reductions.setdefault(id(param), reduction) is reduction:
+                if param.requires_grad and self._reductions.setdefault(id(param), reduction) is reduction:
                     reduction.readers += 1
 
     def before_backward(self, is_last: bool) -> None:
