@@ -93,15 +93,15 @@ class Ops:
 
     def attend_packed(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, rule: AttentionRule) -> Tensor:
         """Causal attention within each sequence: q [T, H * G, D], k and v [T, H, D] -> [T, H * G, D]."""
-        out = torch.zeros_like(q)
+        outs = []
         for part in packing.alike(q.shape[1], math.inf):
             queries, keys, values = (part.gather(x).transpose(1, 2) for x in (q, k, v))
             at = torch.arange(part.num_queries, device=q.device)
             reached = rule.window is not None and part.num_queries > rule.window
             allowed = visible(at, at, rule.window) if reached else None
             mixed = attend_dense(queries, keys, values, rule, allowed).transpose(1, 2)
-            out = out.index_copy(0, part.target, part.picked(mixed))
-        return out
+            outs.append(part.picked(mixed))
+        return torch.cat(outs).index_select(0, packing.places(q.shape[1], math.inf)) if outs else torch.zeros_like(q)
 
     def layer(
         self, parts: Sequence[Any], sizes: Sequence[int], options: tuple[float, bool, bool], rule: AttentionRule, index: int

@@ -104,6 +104,7 @@ class Packing:
         self.lengths, self.device = lengths, device
         self.bounds = torch.tensor([0, *itertools.accumulate(lengths)])
         self._alike: dict[tuple[int, float], list[Alike]] = {}
+        self._places: dict[tuple[int, float], Tensor] = {}
 
     def context(self, layer_index: int) -> Context:
         """For the kernel that computes a whole layer."""
@@ -125,3 +126,10 @@ class Packing:
                     groups.append([i])
             self._alike[key] = [Alike([starts[i] for i in group], [lengths[i] for i in group], self.device) for group in groups]
         return self._alike[key]
+
+    def places(self, num_heads: int, max_scores: float) -> Tensor:
+        """int64 [T]: where each token lies among those of :meth:`alike`'s parts, one part behind the other."""
+        key = num_heads, max_scores
+        if key not in self._places:
+            self._places[key] = torch.argsort(torch.cat([part.target for part in self.alike(*key)]))
+        return self._places[key]

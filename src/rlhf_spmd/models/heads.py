@@ -111,9 +111,9 @@ class _TokenLogProbs(torch.autograd.Function):
                 numbers = labels[rows], first + block.start, log_z[rows, None], grad_log_probs[rows, None], entropy
                 grad = ops.logit_gradients(logits, *numbers)
                 grad = _tempered(grad if slope is None else grad.mul_(slope), temperature).to(wide.dtype)
-                _add_product(grad_hidden[rows], grad, wide)
+                _add_product(ops, grad_hidden[rows], grad, wide)
                 if part is not None:
-                    _add_product(part, grad.t(), hidden[rows].to(grad.dtype))
+                    _add_product(ops, part, grad.t(), hidden[rows].to(grad.dtype))
                 del logits, slope, grad  # before the next chunk's are made
             if grad_weight is not None and part is not None and part.dtype != weight.dtype:
                 grad_weight[block] = part
@@ -122,12 +122,12 @@ class _TokenLogProbs(torch.autograd.Function):
         return None, grad_hidden, grad_weight, *[None] * 8
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """In place; ``total`` may have a wider dtype."""
+def _add_product(ops: Ops, total: Tensor, a: Tensor, b: Tensor) -> None:
+    """In place; ``total`` may have a wider dtype, to which the product is not rounded on its way."""
     if total.dtype == a.dtype:
         total.addmm_(a, b)
     else:
-        total += torch.mm(a, b)
+        total += ops.wide_product(a, b.t())
 
 
 def _scaled(ops: Ops, hidden: Tensor, weight: Tensor, softcap: float | None, temperature: float) -> Tensor:

@@ -1,7 +1,7 @@
 """The tensor-parallel operations as autograd functions over a Group. A group of one rank communicates nothing.
 
 Between two column- and row-parallel pairs every rank holds all rows (copy, reduce), or, with sequence parallelism (Korthikanti
-et al. 2022), an equal part of them: gather, scatter. The sums of both forms have the same bits.
+et al. 2022), an equal part of them: gather, scatter. On exact devices the sums of both forms have the same bits.
 
 Collective over the tp group: every rank of it must call each of them, and run its backward, in program order.
 """
@@ -42,7 +42,10 @@ def _sum(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _sum_own_rows(x: Tensor, group: Group, label: str) -> Tensor:
-    """This rank's part [R / t, ...] of the sum of x [R, ...] over the group, with the bits of :func:`reduce_in_order`."""
+    """This rank's part [R / t, ...] of the sum of x [R, ...] over the group, on exact devices with the bits of
+    :func:`reduce_in_order`."""
+    if group.size > 1 and not can(x.device).exact:
+        return group.reduce_scatter_into(x.new_empty(x.shape[0] // group.size, *x.shape[1:]), x.contiguous(), label)
     return _sum(group.all_to_all(x.view(group.size, -1, *x.shape[1:]), label).unbind())
 
 
