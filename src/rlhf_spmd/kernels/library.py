@@ -21,12 +21,12 @@ from rlhf_spmd.kernels.gradients import differentiable
 from rlhf_spmd.kernels.packing import AttentionRule, Context, Packing
 
 
-class _Pointer(ctypes.c_void_p):
+class _Pointer:
     """To a tensor's elements; None is null."""
 
-    @classmethod
-    def from_param(cls, value: Tensor | None) -> Any:
-        return super().from_param(None if value is None else value.data_ptr())
+    @staticmethod
+    def from_param(value: Tensor | None) -> ctypes.c_void_p:
+        return ctypes.c_void_p(None if value is None else value.data_ptr())
 
 
 _LETTERS = {"i": ctypes.c_int, "l": ctypes.c_int64, "f": ctypes.c_float, "p": _Pointer, "s": ctypes.c_char_p}
@@ -82,6 +82,8 @@ class Kernels(ExactOps):
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, recomputed: bool = False) -> Tensor:
         if not self.multiplies(x, weight):
             return super().linear(x, weight, bias)
+        if not torch.is_grad_enabled():
+            return self.product(x, weight, bias)
 
         def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Sequence[Tensor]]:
             return x.new_empty(len(x), len(weight)) if recomputed else self.product(x, weight, bias), (x, weight)

@@ -61,6 +61,8 @@ class Ops:
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, plus_one: bool = False) -> Tensor:
         """weight * x / sqrt(mean(x^2) + eps) over the last dim; ``plus_one``: (1 + weight) * ..."""
+        if not torch.is_grad_enabled():  # before the halves are made: decoding has no host time to spare
+            return self.norm(x, weight, eps, plus_one)[0]
 
         def forward(x: Tensor, weight: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
             out, scale = self.norm(x, weight, eps, plus_one)
@@ -70,10 +72,14 @@ class Ops:
 
     def gated(self, gate_up: Tensor, gelu: bool) -> Tensor:
         """[T, 2n] = [gate; up] -> silu(gate) * up [T, n], or gelu(gate) * up, gelu in its tanh form."""
+        if not torch.is_grad_enabled():
+            return self.gate(gate_up, gelu)
         return differentiable(lambda x: (self.gate(x, gelu), [x]), partial(self.gate_backward, gelu), gate_up)
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotary embedding of x [T, heads, D] in half-split form; cos and sin [T, 1, D / 2]."""
+        if not torch.is_grad_enabled():
+            return self.turn(x, cos, sin)
         return differentiable(lambda x: (self.turn(x, cos, sin), (cos, sin)), self.turn_backward, x)
 
     def per_expert(self, x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
