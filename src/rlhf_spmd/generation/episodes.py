@@ -11,7 +11,7 @@ When answers come decides what is computed together, and nothing else: tokens do
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,13 +21,12 @@ from rlhf_spmd.data.tokenizer import decode, encode
 from rlhf_spmd.environments.base import Message
 from rlhf_spmd.environments.config import EnvironmentConfig, environment_of
 from rlhf_spmd.environments.runner import Answer, EnvironmentFailure, EnvironmentRunner
-from rlhf_spmd.generation.portions import Portions
 from rlhf_spmd.generation.scheduler import Step
 from rlhf_spmd.generation.sequence import Row
-from rlhf_spmd.parallel.collectives import Group
 
 if TYPE_CHECKING:
     from rlhf_spmd.generation.lanes import Lane
+    from rlhf_spmd.generation.runner import Call
 
 Encoded = tuple[int, list[int], float, bool]  # an answer: row id, observation, reward, done
 
@@ -44,28 +43,21 @@ class Environments:
 
 
 class Episodes:
-    """The environments of ``rows``, those in ``lanes`` that have one; ``tick`` is called while it waits. ``portions`` is told of them
-    at their last answer.
+    """The environments of ``rows``, those of ``call`` in ``lanes`` that have one; its ``tick`` is called while it waits, its
+    ``portions`` are told of them at their last answer.
 
     Use it in a ``with`` statement: at its end all answers are there.
     """
 
-    def __init__(
-        self,
-        environments: Environments,
-        lanes: Sequence[Lane],
-        replica: Group,
-        tick: Callable[[], None],
-        portions: Portions | None = None,
-    ) -> None:
-        self.environments, self.replica, self.tick, self.portions = environments, replica, tick, portions
+    def __init__(self, environments: Environments, call: Call, lanes: Sequence[Lane]) -> None:
+        self.environments, self.replica, self.tick, self.portions = environments, call.mesh.replica, call.tick, call.portions
         configs, chosen = environments.configs, environments.rows.items()
         self._names = {row_id: name for row_id, row in chosen if (name := environment_of(configs, row))}
         self.rows = {row_id: (lane, row) for lane in lanes for row_id, row in lane.rows.items() if row_id in self._names}
         self._awaited = set(self.rows)  # row ids; the same on every rank
         self._encoder = PromptEncoder(environments.tokenizer, EncodingConfig(chat_template=environments.chat_template))
         self._runner: EnvironmentRunner | None = None
-        if replica.rank == 0:
+        if self.replica.rank == 0:
             self._runner = EnvironmentRunner(configs, self._names, environments.rows)
         for row in (row for lane in lanes for row in lane.rows.values()):
             row.mask = []

@@ -26,7 +26,7 @@ from rlhf_spmd.generation.portions import Portions
 from rlhf_spmd.generation.runner import Call
 from rlhf_spmd.generation.scheduler import GenerationStats
 from rlhf_spmd.generation.sequence import Completion, Request, Row
-from rlhf_spmd.generation.stopping import build_ends
+from rlhf_spmd.generation.stopping import Ends, build_ends
 from rlhf_spmd.kernels.devices import free_bytes
 from rlhf_spmd.models.decoder import Block, Decoder
 from rlhf_spmd.parallel.mesh import Mesh
@@ -77,7 +77,8 @@ class Generator:
         started = time.perf_counter()
         self.stats = GenerationStats()
         version = step if version is None else version
-        call = self._call(requests, sampling, seed, version, tick, environments, portions)
+        ends = self._check(requests, sampling)
+        call = Call(self.decoder, self.mesh, self.config, sampling, ends, seed, version, tick, environments, portions)
         rows = [Row(request, step) for request in requests]
         if self.config.rebalance_steps and self.mesh.dp.size > 1:
             assert environments is portions is None, "the rows of environments, and of portions, do not move between replicas"
@@ -105,7 +106,8 @@ class Generator:
         old ones computed is good enough.
         Collective over the replica: every rank of it must call, in program order, with the same arguments.
         """
-        call = self._call([*(row.request for row in self.kept), *requests], sampling, seed, version, tick)
+        ends = self._check([*(row.request for row in self.kept), *requests], sampling)
+        call = Call(self.decoder, self.mesh, self.config, sampling, ends, seed, version, tick)
         self.kept += [Row(request, step) for request in requests]
         self.stats = GenerationStats()
         if self.kept:
@@ -144,17 +146,8 @@ class Generator:
         elif self.config.kv_cache == "offload" and self._lanes is not None:
             self._lanes.offload()
 
-    def _call(
-        self,
-        requests: Sequence[Request],
-        sampling: SamplingConfig,
-        seed: int,
-        version: int,
-        tick: Callable[[], None],
-        environments: Environments | None = None,
-        portions: Portions | None = None,
-    ) -> Call:
-        """Raises ValueError for rows that cannot be generated."""
+    def _check(self, requests: Sequence[Request], sampling: SamplingConfig) -> Ends:
+        """Raises ValueError for rows that cannot be generated; returns what ends them."""
         vocabulary, ends = self.decoder.spec.vocab_size, build_ends(sampling, self.eos_ids, self.decoding, "sampling")
         for drawing, row_id in {r.drawing: r.row_id for r in requests if r.drawing}.items():
             sampling.drawn_by(drawing).check(f"sampling of row {row_id}")
@@ -168,7 +161,7 @@ class Generator:
                 raise ValueError(f"row {request.row_id}: prompt ids must lie in 0 .. {vocabulary - 1}, the model's vocabulary")
         if len({request.row_id for request in requests}) < len(requests):
             raise ValueError("row ids must differ: they key the random draws")
-        return Call(self.decoder, self.mesh, self.config, sampling, ends, seed, version, tick, environments, portions)
+        return ends
 
     def _usable(self, lanes: Lanes | None, rows: Sequence[Row], version: int) -> Lanes | None:
         """``lanes`` if these rows fit, and the same weights filled their pages or that does not matter."""

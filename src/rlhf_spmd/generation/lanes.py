@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import nullcontext
 from itertools import islice
 
 import torch
@@ -139,11 +140,8 @@ class Lanes:
             if share:
                 lane.enter(share, call, stages)
                 busy.append(lane)
-        if call.environments is None:
-            self._take_turns(busy, call, stats, interrupts, None)
-        else:
-            with Episodes(call.environments, busy, call.mesh.replica, call.tick, call.portions) as episodes:
-                self._take_turns(busy, call, stats, interrupts, episodes)
+        with Episodes(call.environments, call, busy) if call.environments is not None else nullcontext() as episodes:
+            self._take_turns(busy, call, stats, interrupts, episodes)
         stages.finish()
         for lane in busy:
             lane.leave(call.version)

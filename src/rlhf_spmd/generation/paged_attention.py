@@ -16,9 +16,9 @@ from torch import Tensor
 
 from rlhf_spmd.generation.kv_cache import KVCache
 from rlhf_spmd.generation.scheduler import Work
-from rlhf_spmd.generation.step_pages import locate_tokens
+from rlhf_spmd.generation.step_pages import fill_lines, locate_tokens
 from rlhf_spmd.kernels import AttentionRule, Context, Kernels, on_device
-from rlhf_spmd.kernels.packing import KEY_BLOCK, visible
+from rlhf_spmd.kernels.packing import KEY_BLOCK, Alike, visible
 
 TILE_QUERIES = 64  # queries of one row computed together: cuts the unseen future of long prompts
 MAX_TILE_SCORES = 1 << 22  # elements of one score matrix
@@ -27,13 +27,9 @@ GROUP_COST = 6000  # and one more group of tiles about as much as so many such l
 
 
 class Tile(NamedTuple):
-    """``num_queries`` tokens of the step from ``token`` on, at positions ``start`` .. of the row that owns ``pages``.
-
-    ``num_pages``: how many of those to gather.
-    """
+    """``num_queries`` tokens of the step from ``token`` on, of the row that owns ``pages``; ``num_pages``: how many to gather."""
 
     token: int
-    start: int
     num_queries: int
     num_pages: int
     pages: list[int]
@@ -47,7 +43,7 @@ def cut_tiles(work: Sequence[Work], page_size: int) -> list[Tile]:
         for first in range(start, start + count, TILE_QUERIES):
             last = min(first + TILE_QUERIES, start + count)
             num_pages = -(-last // (page_size * align)) * align
-            tiles.append(Tile(token, first, last - first, num_pages, row.pages))
+            tiles.append(Tile(token, last - first, num_pages, row.pages))
             token += last - first
     return tiles
 
@@ -83,26 +79,12 @@ def group_tiles(tiles: Sequence[Tile], page_size: int, num_heads: int) -> list[l
 class _Bucket:
     """Tiles padded to one number of queries and pages. Padded queries repeat the step's first token; nobody reads them."""
 
-    def __init__(self, tiles: list[Tile], cache: KVCache, group_size: int) -> None:
-        num_pages = tiles[-1].num_pages  # groups ascend
-        self.num_tiles, self.num_queries = len(tiles), max(tile.num_queries for tile in tiles)
-        table = np.zeros((len(tiles), num_pages), dtype=np.int64)
-        for line, tile in zip(table, tiles, strict=True):
-            held = tile.pages[:num_pages]
-            line[: len(held)] = held
-        bounds = np.array([(tile.token, tile.start, tile.num_queries) for tile in tiles], dtype=np.int64)
-        offsets = np.arange(self.num_queries)
-        valid = offsets < bounds[:, 2:]
-        queries = np.where(valid, bounds[:, :1] + offsets, 0)
-        positions = np.where(valid, bounds[:, 1:2] + offsets, 0)
-        device = cache.pages.device
+    def __init__(self, tiles: list[Tile], cache: KVCache, positions: Tensor, group_size: int) -> None:
+        num_pages, device = tiles[-1].num_pages, cache.pages.device  # groups ascend
+        table = fill_lines([tile.pages for tile in tiles], num_pages, np.int64)
         self.pages = cache.spread(on_device(table, device), cache.num_pages)
-        self.index = on_device(queries.reshape(-1), device)
-        self.padded = not valid.all()
-        if self.padded:
-            self.valid = on_device(np.flatnonzero(valid), device)
-            self.target = self.index[self.valid]
-        self.positions = on_device(positions, device)
+        self.tiles = Alike([tile.token for tile in tiles], [tile.num_queries for tile in tiles], device)
+        self.positions = positions.index_select(0, self.tiles.index).view(len(tiles), -1)
         self.keys = torch.arange(num_pages * cache.page_size, device=device)
         self.group_size = group_size
         self._allowed: dict[int | None, Tensor] = {}  # by window
@@ -113,20 +95,6 @@ class _Bucket:
             seen = visible(self.positions, self.keys, window)  # [B, S, L]
             self._allowed[window] = seen.repeat_interleave(self.group_size, 1)[None]
         return self._allowed[window]
-
-    def rows(self, q: Tensor, kv_heads: int) -> Tensor:
-        """[T, H * G, D] -> [H, B, S * G, D], the G heads of one query together."""
-        picked = q.index_select(0, self.index).view(self.num_tiles, self.num_queries, kv_heads, -1, q.shape[-1])
-        return picked.permute(2, 0, 1, 3, 4).reshape(kv_heads, self.num_tiles, -1, q.shape[-1])
-
-    def scatter(self, rows: Tensor, out: Tensor) -> None:
-        """Inverse of :meth:`rows` into out [T, H * G, D]."""
-        split = rows.view(*rows.shape[:2], self.num_queries, -1, rows.shape[-1])
-        flat = split.permute(1, 2, 0, 3, 4).reshape(-1, *out.shape[1:])
-        if self.padded:
-            out.index_copy_(0, self.target, flat.index_select(0, self.valid))
-        else:
-            out.index_copy_(0, self.index, flat)
 
 
 class KernelAttention:
@@ -178,7 +146,7 @@ class PagedAttention:
         self.cache, self.positions = cache, step.positions
         self.slots = cache.spread(step.slots, cache.num_pages * cache.page_size)
         groups = group_tiles(cut_tiles(work, cache.page_size), cache.page_size, num_heads)
-        self.buckets = [_Bucket(group, cache, num_heads // cache.kv_heads) for group in groups]
+        self.buckets = [_Bucket(group, cache, step.positions, num_heads // cache.kv_heads) for group in groups]
 
     def attend(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
         """q [T, H * G, D], k and v [T, H, D] -> [T, H * G, D]: writes k and v, then attends over the rows' pages."""
@@ -186,9 +154,10 @@ class PagedAttention:
         cache.write(layer_index, self.slots, k, v)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for bucket in self.buckets:
-            keys, values = cache.gather(layer_index, bucket.pages, bucket.num_tiles)
-            rows = bucket.rows(q, cache.kv_heads)
-            bucket.scatter(cache.ops.attend(rows, keys, values, rule, bucket.allowed(rule.window)), out)
+            keys, values = cache.gather(layer_index, bucket.pages, len(bucket.positions))
+            rows = bucket.tiles.queries(q, cache.kv_heads).transpose(0, 1)
+            mixed = cache.ops.attend(rows, keys, values, rule, bucket.allowed(rule.window))
+            bucket.tiles.scatter_queries(mixed.transpose(0, 1), out)
         return out
 
 

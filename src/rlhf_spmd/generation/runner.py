@@ -33,6 +33,7 @@ from rlhf_spmd.generation.sampler import row_keys, sample, uniform
 from rlhf_spmd.generation.scheduler import Step, Work
 from rlhf_spmd.generation.sequence import NotFinite, Row
 from rlhf_spmd.generation.stages import Stages
+from rlhf_spmd.generation.step_pages import fill_lines
 from rlhf_spmd.generation.stopping import Ends
 from rlhf_spmd.kernels import can, on_device
 from rlhf_spmd.models.decoder import Decoder
@@ -96,9 +97,7 @@ class Runner:
         self.num_heads = decoder.spec.num_attention_heads // decoder.tp.size
         self.rules = build_rules(sampling, call.ends.token_ids, rows, decoder.spec.vocab_size, self.device)
         self.width, self.most = max(row.limit for row in rows), max(row.request.max_new_tokens for row in rows)
-        tokens = np.zeros((len(rows) + 1, self.width), dtype=np.int64)  # the last line is that of padding
-        for line, row in zip(tokens, rows, strict=False):
-            line[: row.length] = row.tokens
+        tokens = fill_lines([*(row.tokens for row in rows), ()], self.width, np.int64)  # the last line is that of padding
         self.tokens = torch.from_numpy(tokens).to(self.device).view(-1)
         self.row_ids = [row.request.row_id for row in rows]
         seeds, numbers = zip(*(row.request.drawn_as or (call.seed, row.request.row_id) for row in rows), strict=True)
@@ -314,11 +313,9 @@ class Runner:
         if self.captures:
             # few widths, so few graphs; a much wider table than the rows need would cost programs that do nothing
             width = min(1 << (width - 1).bit_length(), -(-(self.width - 1) // self.cache.page_size))
-        pages = np.zeros((len(padded), width), dtype=np.int32)
-        for line, row in zip(pages, padded, strict=True):
-            line[: len(row.pages)] = row.pages
         lines = np.array([row.index for row in padded])
         state = self._state(lines, [row.length for row in padded], num_padding)
+        pages = fill_lines([row.pages for row in padded], width, np.int32)
         table, alike = on_device(pages, self.device), self._alike(lines)
         if not self.captures:
             for _ in range(repeats):

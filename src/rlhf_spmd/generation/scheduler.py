@@ -179,8 +179,13 @@ class Scheduler:
         """Pages for ``count`` more tokens, taken from younger rows if need be; False if the row itself had to be preempted."""
         missing = self._pages_for(row.num_computed + count) - len(row.pages)
         while missing > self.pages.num_free:
-            youngest = self.running[-1]
-            self._preempt()
+            youngest = self.running.pop()
+            self._release(youngest)
+            if youngest.held:
+                self.paused.add(youngest)
+            else:
+                self.waiting.appendleft(youngest)
+            self.stats.preemptions += 1
             if youngest is row:
                 return False
         row.pages.extend(self.pages.allocate() for _ in range(missing))
@@ -198,21 +203,10 @@ class Scheduler:
         next(rows for rows in (self.paused, self.running, self.waiting) if row in rows).remove(row)
         self._release(row)
 
-    def _preempt(self) -> None:
-        row = self.running.pop()
-        self._release(row)
-        if row.held:
-            self.paused.add(row)
-        else:
-            self.waiting.appendleft(row)
-        self.stats.preemptions += 1
-
     def _release(self, row: Row) -> None:
         self._claimed.difference_update(row.claims)
-        row.claims, row.draft = [], []
         self.pages.release(reversed(row.pages))
-        row.pages = []
-        row.num_computed = 0
+        row.leave_pages()
 
     def _plan(self, step: Step, row: Row, count: int) -> None:
         step.work.append(Work(row, row.num_computed, count, row.num_computed + count == row.length + len(row.draft)))
@@ -277,10 +271,8 @@ class Scheduler:
         missing = row.contents[len(shared) :]
         if missing[0] in self._claimed:
             return None
-        if len(missing) == 1:
-            tail = self.pages.find(missing[0])
-            if tail is not None:
-                return shared, tail, []
+        if len(missing) == 1 and (tail := self.pages.find(missing[0])) is not None:
+            return shared, tail, []
         return shared, None, list(missing)
 
     def _fulfil_claims(self, row: Row) -> None:

@@ -146,18 +146,15 @@ class Row:
         """Where the tokens begin that came since an environment spoke; without one the response."""
         return self.prompt_length + len(self.mask or ())
 
-    @property
-    def finish_reason(self) -> Literal["stop", "length"] | None:
-        return ("stop" if self.stopped else "length") if self.ended else None
-
     def leave_pages(self) -> None:
         """As it stands where nothing of it is computed yet."""
         self.num_computed, self.pages, self.claims, self.draft = 0, [], [], []
 
     def completion(self, notes: Notes | None = None) -> Completion:
         """``notes``: of the whole response, where the row's own are not made yet."""
-        reason, notes = self.finish_reason, notes or self.notes
-        assert reason is not None and notes is not None, f"row {self.request.row_id} has not ended"
+        notes = notes or self.notes
+        reason: Literal["stop", "length"] = "stop" if self.stopped else "length"
+        assert self.ended and notes is not None, f"row {self.request.row_id} has not ended"
         top = (notes.top_ids, notes.top_log_probs) if notes.top_ids.shape[1] else None
         row_id, mask = self.request.row_id, self.mask
         return Completion(row_id, self.token_ids, *notes[:2], reason, notes.versions, top, mask, self.reward, self.num_turns)

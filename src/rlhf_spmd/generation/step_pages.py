@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,12 +28,18 @@ class StepPages(NamedTuple):
     counts: Index
 
 
+def fill_lines(lines: Sequence[Sequence[int]], width: int, dtype: type[np.integer[Any]]) -> NDArray[Any]:
+    """``lines`` one under the other, cut or filled with zeros to ``width``."""
+    table = np.zeros((len(lines), width), dtype=dtype)
+    for to, line in zip(table, lines, strict=True):
+        to[: len(line)] = line[:width]
+    return table
+
+
 def locate_tokens(work: Sequence[Work], cache: KVCache) -> StepPages:
     """``work`` in the order in which its tokens are packed."""
     starts, counts = np.array([(item.start, item.num_tokens) for item in work], dtype=np.int64).T
-    table = np.zeros((len(work), max(len(item.row.pages) for item in work)), dtype=np.int32)
-    for line, item in zip(table, work, strict=True):
-        line[: len(item.row.pages)] = item.row.pages
+    table = fill_lines([item.row.pages for item in work], max(len(item.row.pages) for item in work), np.int32)
     firsts = np.cumsum(counts) - counts
     lines = np.repeat(np.arange(len(work)), counts)
     positions = np.arange(len(lines)) + np.repeat(starts - firsts, counts)

@@ -11,7 +11,7 @@ Must not know: modules, models, ranks.
 
 from rlhf_spmd.kernels.choice import ATTENTION, choose_ops, suspended
 from rlhf_spmd.kernels.devices import can, model_device, on_device, wait
-from rlhf_spmd.kernels.gradients import Node
+from rlhf_spmd.kernels.gradients import differentiable
 from rlhf_spmd.kernels.library import Kernels
 from rlhf_spmd.kernels.ops import Ops
 from rlhf_spmd.kernels.packing import AttentionRule, Context, Packing
@@ -21,11 +21,11 @@ __all__ = [
     "AttentionRule",
     "Context",
     "Kernels",
-    "Node",
     "Ops",
     "Packing",
     "can",
     "choose_ops",
+    "differentiable",
     "model_device",
     "on_device",
     "suspended",

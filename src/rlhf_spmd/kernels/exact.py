@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlhf_spmd.kernels.gradients import Node
+from rlhf_spmd.kernels.gradients import differentiable
 from rlhf_spmd.kernels.ops import Ops
 from rlhf_spmd.kernels.packing import KEY_BLOCK, QUERY_BLOCK, Alike, AttentionRule, Packing, pad_rows, round_up, visible
 
@@ -59,7 +59,7 @@ class ExactOps(Ops):
         """One node for all sequences: no slices, pads or copies for autograd to undo one by one."""
         wide, parts = torch.promote_types(q.dtype, torch.float32), packing.alike(q.shape[1], MAX_SCORES)
         halves = partial(self._packed, parts, rule, torch.is_grad_enabled()), partial(_packed_backward, parts, rule)
-        return Node.apply(*halves, q.to(wide), k.to(wide), v.to(wide)).to(q.dtype)
+        return differentiable(*halves, q.to(wide), k.to(wide), v.to(wide)).to(q.dtype)
 
     def _packed(
         self, parts: Sequence[Alike], rule: AttentionRule, keeps: bool, q: Tensor, k: Tensor, v: Tensor

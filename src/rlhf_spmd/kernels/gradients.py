@@ -10,13 +10,18 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 
-class Node(torch.autograd.Function):
-    """``Node.apply(forward, backward, *inputs)`` is ``forward(*inputs)``'s first result; its second is saved, and
-    ``backward(needed, gradient, *saved)`` gives the inputs' gradients (any where ``needed`` says that there is no use for it).
+def differentiable(
+    forward: Callable[..., tuple[Tensor, Sequence[Tensor]]], backward: Callable[..., Any], *inputs: Tensor | None
+) -> Tensor:
+    """``forward(*inputs)``'s first result; its second is saved, and ``backward(needed, gradient, *saved)`` gives the inputs'
+    gradients (any where ``needed`` says that there is no use for it).
 
     What the halves keep beside that may not be activations: only what is saved goes to the host or is computed again.
     """
+    return _Node.apply(forward, backward, *inputs) if torch.is_grad_enabled() else forward(*inputs)[0]
 
+
+class _Node(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, forward: Callable[..., tuple[Tensor, Sequence[Tensor]]], backward: Callable[..., Any], *inputs: Tensor

@@ -17,11 +17,19 @@ import torch
 from torch import Tensor
 
 from rlhf_spmd.kernels.exact import ExactOps
-from rlhf_spmd.kernels.gradients import Node
+from rlhf_spmd.kernels.gradients import differentiable
 from rlhf_spmd.kernels.packing import AttentionRule, Context, Packing
 
-_INT, _LONG, _FLOAT, _POINTER = ctypes.c_int, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
-_LETTERS = {"i": _INT, "l": _LONG, "f": _FLOAT, "p": _POINTER}
+
+class _Pointer:
+    """To a tensor's elements; None is null."""
+
+    @staticmethod
+    def from_param(value: Tensor | None) -> ctypes.c_void_p:
+        return ctypes.c_void_p(None if value is None else value.data_ptr())
+
+
+_LETTERS = {"i": ctypes.c_int, "l": ctypes.c_int64, "f": ctypes.c_float, "p": _Pointer, "s": ctypes.c_char_p}
 _ATTENTION = "ipl pl pl lll"  # half; q, k and v with their strides; KV heads, group, head_dim
 _SIGNATURES = {
     "linear_kinds": "",
@@ -38,7 +46,7 @@ _SIGNATURES = {
     "logit_gradients": "p llp lpp i",
     "argmax": "p ll pi",
     "draw": "p ll f ppi",
-    "block_forward": "p",
+    "block_forward": "s",
 }
 _BLOCK = struct.Struct("12q 3q 3q 10q 2q 7q 3d")  # Block of block.cpp
 _LANES = 16
@@ -54,7 +62,7 @@ class Kernels(ExactOps):
         for name, letters in _SIGNATURES.items():
             function = getattr(library, name)
             function.argtypes = [_LETTERS[letter] for letter in letters.replace(" ", "")]
-            function.restype = _INT if name == "linear_kinds" else None
+            function.restype = ctypes.c_int if name == "linear_kinds" else None
         self._c = library
         kinds = library.linear_kinds() & (1 if torch.cpu._is_amx_tile_supported() else 3)
         self._products = {dtype for bit, dtype in ((1, torch.float32), (2, torch.bfloat16)) if kinds & bit}
@@ -80,44 +88,28 @@ class Kernels(ExactOps):
         def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Sequence[Tensor]]:
             return x.new_empty(len(x), len(weight)) if recomputed else self.product(x, weight, bias), (x, weight)
 
-        return Node.apply(forward, _product_backward, x, weight, bias)
+        return differentiable(forward, _product_backward, x, weight, bias)
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
         return self.product(hidden, weight, wide=True) if self.multiplies(hidden, weight) else super().logits(hidden, weight)
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, wide: bool = False) -> Tensor:
-        """x [..., k], weight [n, k] -> [..., n]; ``wide``: in fp32."""
-        n, k = weight.shape
-        assert x.shape[-1] == k, f"{list(x.shape)} times the transpose of {list(weight.shape)}"
-        rows, weight = x.reshape(-1, k), weight.contiguous()
-        rows = rows if rows.stride(1) == 1 and rows.stride(0) % 2 == 0 else rows.contiguous()
-        half = x.dtype == torch.bfloat16
-        out = torch.empty(rows.shape[0], n, dtype=torch.float32 if wide else x.dtype)
-        if bias is not None:
-            bias = bias.float()
-        self._c.linear_forward(
-            (2 if wide else 1) if half else 0,
-            rows.data_ptr(),
-            rows.stride(0),
-            rows.shape[0],
-            weight.data_ptr(),
-            n,
-            k,
-            None if bias is None else bias.data_ptr(),
-            out.data_ptr(),
-            torch.get_num_threads(),
-        )
-        return out if x.dim() == 2 else out.view(*x.shape[:-1], n)
+        """x [T, k], weight [n, k] -> [T, n]; ``wide``: in fp32."""
+        assert x.shape[1] == weight.shape[1], f"{list(x.shape)} times the transpose of {list(weight.shape)}"
+        x = x if x.stride(1) == 1 and x.stride(0) % 2 == 0 else x.contiguous()
+        kind = (2 if wide else 1) if x.dtype == torch.bfloat16 else 0
+        out = torch.empty(len(x), len(weight), dtype=torch.float32 if wide else x.dtype)
+        bias, threads = None if bias is None else bias.float(), torch.get_num_threads()
+        self._c.linear_forward(kind, x, x.stride(0), len(x), weight.contiguous(), *weight.shape, bias, out, threads)
+        return out
 
     def attend_packed(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, rule: AttentionRule) -> Tensor:
-        if not torch.is_grad_enabled():
-            return self.packed(q, k, v, packing.bounds, rule)[0]
 
         def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
             out, log_sums = self.packed(q, k, v, packing.bounds, rule)
             return out, (q, k, v, packing.bounds, out, log_sums)
 
-        return Node.apply(forward, partial(self.packed_backward, rule), q, k, v)
+        return differentiable(forward, partial(self.packed_backward, rule), q, k, v)
 
     def packed(self, q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, rule: AttentionRule) -> tuple[Tensor, Tensor]:
         """Causal attention within sequences: q [T, H * G, D], k and v [T, H, D], bounds int64 [sequences + 1] ->
@@ -125,15 +117,8 @@ class Kernels(ExactOps):
         q, k, v = _heads(q), _heads(k), _heads(v)
         out = torch.empty(q.shape, dtype=q.dtype)
         lse = torch.empty(q.shape[:2], dtype=torch.float32)
-        self._c.attend_packed(
-            *_shapes(q, k, v),
-            bounds.data_ptr(),
-            len(bounds) - 1,
-            *_numbers(rule),
-            out.data_ptr(),
-            lse.data_ptr(),
-            torch.get_num_threads(),
-        )
+        places = bounds, len(bounds) - 1
+        self._c.attend_packed(*_shapes(q, k, v), *places, *_numbers(rule), out, lse, torch.get_num_threads())
         return out, lse
 
     def packed_backward(
@@ -150,21 +135,10 @@ class Kernels(ExactOps):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of q, k and v from :meth:`packed`'s inputs and outputs and the gradient of its first output."""
         q, k, v, grad = _heads(q), _heads(k), _heads(v), grad.contiguous()
-        grad_q, grad_k, grad_v = (torch.empty(x.shape, dtype=x.dtype) for x in (q, k, v))
-        self._c.attend_packed_backward(
-            *_shapes(q, k, v),
-            bounds.data_ptr(),
-            len(bounds) - 1,
-            *_numbers(rule),
-            out.data_ptr(),
-            grad.data_ptr(),
-            lse.data_ptr(),
-            grad_q.data_ptr(),
-            grad_k.data_ptr(),
-            grad_v.data_ptr(),
-            torch.get_num_threads(),
-        )
-        return grad_q, grad_k, grad_v
+        grads = torch.empty(q.shape, dtype=q.dtype), torch.empty(k.shape, dtype=k.dtype), torch.empty(v.shape, dtype=v.dtype)
+        inputs = *_shapes(q, k, v), bounds, len(bounds) - 1, *_numbers(rule), out, grad, lse
+        self._c.attend_packed_backward(*inputs, *grads, torch.get_num_threads())
+        return grads
 
     def attend_paged(
         self,
@@ -184,31 +158,18 @@ class Kernels(ExactOps):
         """
         q, k, v = _heads(q), _heads(k), _heads(v)
         out = torch.empty(q.shape, dtype=q.dtype)
-        self._c.attend_paged(
-            *_shapes(q, k, v),
-            items.data_ptr(),
-            len(items),
-            table.data_ptr(),
-            cache.data_ptr(),
-            cache.shape[2],
-            page_size,
-            cache.shape[3],
-            *_numbers(rule),
-            out.data_ptr(),
-            torch.get_num_threads(),
-        )
+        places = items, len(items), table, cache, cache.shape[2], page_size, cache.shape[3]
+        self._c.attend_paged(*_shapes(q, k, v), *places, *_numbers(rule), out, torch.get_num_threads())
         return out
 
     def norm(self, x: Tensor, weight: Tensor, eps: float, plus_one: bool) -> tuple[Tensor, Tensor]:
         """x [T, n] or [T, heads, n] -> the same shape, and the scales fp32 [..., 1]."""
-        n = x.shape[-1]
-        x = x if x.dim() == 2 and x.stride(1) == 1 else _heads(x.view(-1, 1, n) if x.dim() == 2 else x)
-        inner = 1 if x.dim() == 2 else x.shape[1]
+        x = _heads(x)
+        n, inner = x.shape[-1], 1 if x.dim() == 2 else x.shape[1]
         out = torch.empty(x.shape, dtype=x.dtype)
         scales = torch.empty(*x.shape[:-1], 1, dtype=torch.float32)
-        half = x.dtype == torch.bfloat16
-        results = out.data_ptr(), inner * n, scales.data_ptr()
-        self._c.rms_norm(half, x.data_ptr(), x.shape[0], x.stride(0), inner, n, weight.data_ptr(), plus_one, eps, *results)
+        sizes = len(x), x.stride(0), inner, n
+        self._c.rms_norm(x.dtype == torch.bfloat16, x, *sizes, weight, plus_one, eps, out, inner * n, scales)
         return out, scales
 
     def norm_backward(
@@ -216,33 +177,29 @@ class Kernels(ExactOps):
     ) -> tuple[Tensor, Tensor]:
         x, grad = x.contiguous(), grad.contiguous()
         out, grad_weight = torch.empty_like(x), torch.empty(x.shape[-1], dtype=torch.float32)
-        sizes = scale.numel(), x.shape[-1], weight.data_ptr(), plus_one
-        results = grad.data_ptr(), out.data_ptr(), grad_weight.data_ptr()
-        self._c.rms_norm_backward(x.dtype == torch.bfloat16, x.data_ptr(), scale.data_ptr(), *sizes, *results)
+        half, sizes = x.dtype == torch.bfloat16, (scale.numel(), x.shape[-1])
+        self._c.rms_norm_backward(half, x, scale, *sizes, weight, plus_one, grad, out, grad_weight)
         return out, grad_weight.to(weight.dtype)
 
     def turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = _heads(x)
         tokens, heads, dim = x.shape
         out = torch.empty(x.shape, dtype=x.dtype)
-        half = x.dtype == torch.bfloat16
-        cos, sin = cos.contiguous(), sin.contiguous()
-        tables = cos.data_ptr(), sin.data_ptr()
-        self._c.rotate(half, x.data_ptr(), tokens, x.stride(0), heads, dim // 2, *tables, out.data_ptr(), heads * dim)
+        sizes, tables = (tokens, x.stride(0), heads, dim // 2), (cos.contiguous(), sin.contiguous())
+        self._c.rotate(x.dtype == torch.bfloat16, x, *sizes, *tables, out, heads * dim)
         return out
 
     def gate(self, gate_up: Tensor, gelu: bool) -> Tensor:
         gate_up = gate_up.contiguous()
         rows, n = gate_up.shape[0], gate_up.shape[1] // 2
         out = torch.empty(rows, n, dtype=gate_up.dtype)
-        self._c.gated_linear(gate_up.dtype == torch.bfloat16, gate_up.data_ptr(), rows, n, gelu, out.data_ptr())
+        self._c.gated_linear(gate_up.dtype == torch.bfloat16, gate_up, rows, n, gelu, out)
         return out
 
     def gate_backward(self, gelu: bool, _: object, grad: Tensor, gate_up: Tensor) -> tuple[Tensor]:
         gate_up, grad = gate_up.contiguous(), grad.contiguous()
         out, half = torch.empty_like(gate_up), grad.dtype == torch.bfloat16
-        settings = gelu, out.data_ptr(), torch.get_num_threads()
-        self._c.gated_linear_backward(half, gate_up.data_ptr(), grad.data_ptr(), *grad.shape, *settings)
+        self._c.gated_linear_backward(half, gate_up, grad, *grad.shape, gelu, out, torch.get_num_threads())
         return (out,)
 
     def layer(
@@ -278,10 +235,8 @@ class Kernels(ExactOps):
 
     def logit_statistics(self, logits: Tensor, labels: Tensor, first: int, entropy: bool) -> Tensor:
         assert logits.is_contiguous() and logits.dtype == torch.float32, "logit statistics are of contiguous fp32 logits"
-        labels = labels.contiguous()
-        out = torch.empty(4, logits.shape[0], dtype=torch.float32)
-        settings = first, entropy, out.data_ptr(), torch.get_num_threads()
-        self._c.logit_statistics(logits.data_ptr(), *logits.shape, labels.data_ptr(), *settings)
+        out, threads = torch.empty(4, logits.shape[0], dtype=torch.float32), torch.get_num_threads()
+        self._c.logit_statistics(logits, *logits.shape, labels.contiguous(), first, entropy, out, threads)
         return out
 
     def logit_gradients(
@@ -290,9 +245,8 @@ class Kernels(ExactOps):
         if entropy is not None:
             return super().logit_gradients(logits, labels, first, log_z, grads, entropy)
         assert logits.is_contiguous() and logits.dtype == torch.float32, "gradients are of contiguous fp32 logits"
-        labels, log_z, grads = labels.contiguous(), log_z.contiguous(), grads.contiguous()
-        numbers = log_z.data_ptr(), grads.data_ptr(), torch.get_num_threads()
-        self._c.logit_gradients(logits.data_ptr(), *logits.shape, labels.data_ptr(), first, *numbers)
+        numbers = log_z.contiguous(), grads.contiguous(), torch.get_num_threads()
+        self._c.logit_gradients(logits, *logits.shape, labels.contiguous(), first, *numbers)
         return logits
 
     def argmax(self, logits: Tensor) -> Tensor:
@@ -300,7 +254,7 @@ class Kernels(ExactOps):
             return super().argmax(logits)
         logits = logits.contiguous()
         out = torch.empty(logits.shape[0], dtype=torch.int64)
-        self._c.argmax(logits.data_ptr(), *logits.shape, out.data_ptr(), torch.get_num_threads())
+        self._c.argmax(logits, *logits.shape, out, torch.get_num_threads())
         return out
 
     def draw(self, logits: Tensor, temperature: float, uniforms: Tensor) -> Tensor | None:
@@ -309,21 +263,19 @@ class Kernels(ExactOps):
         assert uniforms.dtype == torch.float64, f"draws are by fp64 numbers, not by {uniforms.dtype}"
         logits, uniforms = logits.contiguous(), uniforms.contiguous()
         out = torch.empty(logits.shape[0], dtype=torch.int64)
-        pointers = uniforms.data_ptr(), out.data_ptr()
-        self._c.draw(logits.data_ptr(), *logits.shape, temperature, *pointers, torch.get_num_threads())
+        self._c.draw(logits, *logits.shape, temperature, uniforms, out, torch.get_num_threads())
         return out
 
 
 def _heads(x: Tensor) -> Tensor:
-    """x [T, heads, D] with its heads side by side."""
-    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
+    """x [T, heads, D] with its heads side by side, or [T, D]."""
+    return x if x.stride(-1) == 1 and (x.dim() == 2 or x.stride(1) == x.shape[2]) else x.contiguous()
 
 
-def _shapes(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
+def _shapes(q: Tensor, k: Tensor, v: Tensor) -> tuple[int | Tensor, ...]:
     kv_heads, dim = k.shape[1:]
     half = q.dtype == torch.bfloat16
-    sizes = (kv_heads, q.shape[1] // kv_heads, dim)
-    return half, q.data_ptr(), q.stride(0), k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0), *sizes
+    return half, q, q.stride(0), k, k.stride(0), v, v.stride(0), kv_heads, q.shape[1] // kv_heads, dim
 
 
 def _numbers(rule: AttentionRule) -> tuple[float, float, int]:

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlhf_spmd.kernels.gradients import Node
+from rlhf_spmd.kernels.gradients import differentiable
 from rlhf_spmd.kernels.packing import AttentionRule, Packing, pad_rows, visible
 
 MIN_ROWS = 4  # MKL multiplies fewer rows with other kernels, with other rounding
@@ -61,30 +61,30 @@ class Ops:
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, plus_one: bool = False) -> Tensor:
         """weight * x / sqrt(mean(x^2) + eps) over the last dim; ``plus_one``: (1 + weight) * ..."""
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():  # before the halves are made: decoding has no host time to spare
             return self.norm(x, weight, eps, plus_one)[0]
 
         def forward(x: Tensor, weight: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
             out, scale = self.norm(x, weight, eps, plus_one)
             return out, (x, weight, scale)
 
-        return Node.apply(forward, partial(self.norm_backward, plus_one), x, weight)
+        return differentiable(forward, partial(self.norm_backward, plus_one), x, weight)
 
     def gated(self, gate_up: Tensor, gelu: bool) -> Tensor:
         """[T, 2n] = [gate; up] -> silu(gate) * up [T, n], or gelu(gate) * up, gelu in its tanh form."""
         if not torch.is_grad_enabled():
             return self.gate(gate_up, gelu)
-        return Node.apply(lambda x: (self.gate(x, gelu), [x]), partial(self.gate_backward, gelu), gate_up)
+        return differentiable(lambda x: (self.gate(x, gelu), [x]), partial(self.gate_backward, gelu), gate_up)
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotary embedding of x [T, heads, D] in half-split form; cos and sin [T, 1, D / 2]."""
         if not torch.is_grad_enabled():
             return self.turn(x, cos, sin)
-        return Node.apply(lambda x: (self.turn(x, cos, sin), (cos, sin)), self.turn_backward, x)
+        return differentiable(lambda x: (self.turn(x, cos, sin), (cos, sin)), self.turn_backward, x)
 
     def per_expert(self, x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
         """x [N, in], ``counts[e]`` rows of each expert in turn, times that expert's matrix [blocks, out, in] -> [N, blocks * out]."""
-        return Node.apply(partial(self._per_expert, counts), partial(_per_expert_backward, counts), x, weight)
+        return differentiable(partial(self._per_expert, counts), partial(_per_expert_backward, counts), x, weight)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, allowed: Tensor) -> Tensor:
         """Rows q over keys k and values v [B, H, L, D] -> as q, for generation, without gradients. ``allowed`` (bool, broadcasts to the

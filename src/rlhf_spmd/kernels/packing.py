@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -58,10 +59,10 @@ class Alike:
 
     def __init__(self, starts: Sequence[int], lengths: Sequence[int], device: torch.device) -> None:
         self.num_sequences, self.num_queries = len(starts), max(lengths)
-        offsets = torch.arange(self.num_queries)
-        valid = offsets < torch.tensor(lengths)[:, None]
-        index = (torch.tensor(starts)[:, None] + offsets).masked_fill(~valid, 0).reshape(-1)
-        real = valid.reshape(-1).nonzero()[:, 0]
+        offsets = np.arange(self.num_queries)
+        valid = offsets < np.array(lengths)[:, None]
+        index = np.where(valid, np.array(starts)[:, None] + offsets, 0).reshape(-1)
+        real = np.flatnonzero(valid)
         self.full = len(real) == len(index)
         self.valid, self.index = on_device(valid, device), on_device(index, device)
         self.real, self.target = on_device(real, device), on_device(index[real], device)

@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rlhf_spmd.kernels import Ops
-from rlhf_spmd.kernels.gradients import Node
+from rlhf_spmd.kernels import Ops, differentiable
 from rlhf_spmd.models.lora import LoraConfig, Part, adapter_parts
 from rlhf_spmd.models.quantized import Quantized
 from rlhf_spmd.parallel.boxes import ParamShard
@@ -63,7 +62,7 @@ class Adapter(nn.Module):
         if self.dropout:
             alone = self._alone(x, weight, bias)
             return alone + self._apart(self._dropped(x), alone.shape[1])
-        return Node.apply(partial(self._forward, recomputed), self._backward, x, weight, bias, self.a, self.b)
+        return differentiable(partial(self._forward, recomputed), self._backward, x, weight, bias, self.a, self.b)
 
     def merged(self, weight: Tensor, a: Tensor, b: Tensor, first: int = 0) -> Tensor:
         """See :func:`merge`."""
@@ -77,10 +76,10 @@ class Adapter(nn.Module):
 
     def _alone(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """Without A and B. A matrix that is made of fewer bits is made again for the backward pass."""
-        if self.base is None or not torch.is_grad_enabled():
+        if self.base is None:
             return self.ops.linear(x, self._whole(weight), bias)
         base = self.base
-        return Node.apply(
+        return differentiable(
             lambda x: (self.ops.linear(x, base.values(), bias), ()), lambda _, grad: (torch.mm(grad, base.values()),), x
         )
 

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from rlhf_spmd.kernels import AttentionRule, Node, Ops, Packing, choose_ops, on_device
+from rlhf_spmd.kernels import AttentionRule, Ops, Packing, choose_ops, differentiable, on_device
 
 
 class Attention(Protocol):
@@ -88,7 +88,7 @@ class Copies:
                 total.index_copy_(0, tokens, summed.to(grad.dtype))
             return (total,)
 
-        return Node.apply(lambda x: (x.index_select(0, self.places), ()), backward, x)
+        return differentiable(lambda x: (x.index_select(0, self.places), ()), backward, x)
 
     def first(self, x: Tensor) -> Tensor:
         """x [T, ...] -> [U, ...], what lies at the first copies."""
@@ -96,4 +96,4 @@ class Copies:
         def backward(_: object, grad: Tensor) -> tuple[Tensor]:
             return (grad.new_zeros(len(self.places), *grad.shape[1:]).index_copy_(0, self.firsts, grad),)
 
-        return Node.apply(lambda x: (x.index_select(0, self.firsts), ()), backward, x)
+        return differentiable(lambda x: (x.index_select(0, self.firsts), ()), backward, x)

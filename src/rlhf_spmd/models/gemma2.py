@@ -22,11 +22,10 @@ DEFAULTS = {"head_dim": 256, "num_key_value_heads": 4, "query_pre_attn_scalar": 
 def build_spec(config: Mapping[str, Any], source: str) -> ModelSpec:
     """transformers' Gemma2Config, with its defaults; layers 0, 2, ... have the window unless ``layer_types`` says otherwise."""
     full = {**DEFAULTS, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, **config}
-    default_types = ["full_attention" if i % 2 else "sliding_attention" for i in range(read_layers(full, source))]
     return gemma_spec(
         full,
         source,
-        windows=read_windows(full, source, default_types),
+        windows=read_windows(full, source, pattern=2),
         attention_softcap=read_cap(full, source, "attn_logit_softcapping"),
         hf_config=dict(config),
     )
@@ -48,10 +47,6 @@ def gemma_spec(full: Mapping[str, Any], source: str, **flags: Any) -> ModelSpec:
         "names": NAMES,
     }
     return standard_spec({"tie_word_embeddings": True, **full}, source, **common, **flags)
-
-
-def read_layers(config: Mapping[str, Any], source: str) -> int:
-    return read_size(config, source, "num_hidden_layers")
 
 
 def read_cap(config: Mapping[str, Any], source: str, key: str) -> float | None:

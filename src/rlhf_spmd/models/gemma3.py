@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from rlhf_spmd.models import gemma3_text
@@ -17,4 +18,4 @@ def build_spec(config: Mapping[str, Any], source: str) -> ModelSpec:
     if not isinstance(text, Mapping):
         raise ValueError(f"{source}: 'text_config' is {text!r}; model_type 'gemma3' must have one")
     spec = gemma3_text.build_spec({**DEFAULTS, **text, "model_type": "gemma3_text"}, source)
-    return ModelSpec(**{**vars(spec), "text_prefix": "language_model."})
+    return replace(spec, text_prefix="language_model.")

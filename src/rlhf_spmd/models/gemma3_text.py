@@ -20,14 +20,11 @@ def build_spec(config: Mapping[str, Any], source: str) -> ModelSpec:
     reject_unless(local, source, "rope_type", "default")
     theta = local.get("rope_theta", config.get("rope_local_base_freq", 1e4))
     full = {**DEFAULTS, "rope_theta": 1e6, **config, "rope_scaling": rope, "rope_parameters": None}
-    pattern = read_size(full, source, "sliding_window_pattern", 6)
-    layers = range(1, read_size(full, source, "num_hidden_layers") + 1)
-    default_types = ["sliding_attention" if layer % pattern else "full_attention" for layer in layers]
     return gemma_spec(
         full,
         source,
         qk_norm=True,
-        windows=read_windows(full, source, default_types),
+        windows=read_windows(full, source, read_size(full, source, "sliding_window_pattern", 6)),
         local_rope_theta=read_positive(theta, source, "rope_local_base_freq"),
         hf_config=dict(config),
     )

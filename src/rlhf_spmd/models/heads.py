@@ -20,13 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rlhf_spmd.kernels import Ops
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.parallel.collectives import Group
-
-
-def _capped(logits: Tensor, softcap: float | None) -> Tensor:
-    return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
 
 
 def _combine(statistics: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
@@ -58,33 +53,30 @@ class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        ops: Ops,
+        decoder: Decoder,
         hidden: Tensor,
         weight: Tensor,
         labels: Tensor,
-        first: int,
-        group: Group,
         temperature: float,
-        softcap: float | None,
         entropy: bool,
         chunk_rows: int,
         keep: bool,
     ) -> tuple[Tensor, Tensor]:
-        parts, ctx.kept = [], {}
+        parts, ctx.kept, ops = [], {}, decoder.ops
         (tokens, _), vocab = hidden.shape, weight.shape[0]
         block_rows = min(ops.backward_rows, tokens)
         whole = chunk_rows >= block_rows or tokens * vocab <= ops.small_head
         ctx.tile = (chunk_rows, vocab) if whole else (block_rows, max(chunk_rows * vocab // block_rows, 1))
         first_kept = tokens - (ops.small_head // vocab if keep and whole and ops.keeps_logits else 0)
         for rows in _chunks(tokens, chunk_rows):
-            logits = _scaled(ops, hidden[rows], weight, softcap, temperature)
-            parts.append(ops.logit_statistics(logits, labels[rows], first, entropy))
+            logits = _logits(decoder, hidden[rows], weight, temperature)
+            parts.append(ops.logit_statistics(logits, labels[rows], decoder.vocab_range[0], entropy))
             if rows.start >= first_kept:
                 ctx.kept[rows.start] = logits
             del logits  # before the next chunk's are made
-        log_probs, entropies, log_z = _combine(torch.cat(parts, 1), group)
+        log_probs, entropies, log_z = _combine(torch.cat(parts, 1), decoder.tp)
         ctx.save_for_backward(hidden, weight, labels, log_z, entropies)
-        ctx.settings = (ops, first, group, temperature, softcap)
+        ctx.decoder, ctx.temperature = decoder, temperature
         ctx.set_materialize_grads(False)  # an entropy that is only reported has no gradient: None, not zeros
         if not entropy:
             ctx.mark_non_differentiable(entropies)
@@ -94,7 +86,8 @@ class _TokenLogProbs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, labels, log_z, entropies = ctx.saved_tensors
-        (ops, first, group, temperature, softcap), (num_rows, num_columns) = ctx.settings, ctx.tile
+        decoder, temperature, (num_rows, num_columns) = ctx.decoder, ctx.temperature, ctx.tile
+        ops, softcap, first = decoder.ops, decoder.spec.logit_softcap, decoder.vocab_range[0]
         if grad_log_probs is None:
             grad_log_probs = torch.zeros_like(log_z)
         grad_hidden = torch.zeros_like(hidden, dtype=log_z.dtype)
@@ -105,7 +98,7 @@ class _TokenLogProbs(torch.autograd.Function):
             for rows in _chunks(hidden.shape[0], num_rows):
                 logits = ctx.kept.pop(rows.start, None)
                 if logits is None:
-                    logits = _scaled(ops, hidden[rows], weight[block], softcap, temperature)
+                    logits = _logits(decoder, hidden[rows], weight[block], temperature)
                 slope = None if softcap is None else 1 - (logits * (temperature / softcap)).square_()
                 entropy = None if grad_entropy is None else (entropies[rows, None], grad_entropy[rows, None])
                 numbers = labels[rows], first + block.start, log_z[rows, None], grad_log_probs[rows, None], entropy
@@ -118,8 +111,8 @@ class _TokenLogProbs(torch.autograd.Function):
             if grad_weight is not None and part is not None and part.dtype != weight.dtype:
                 grad_weight[block] = part
         # every rank saw its slice of the vocabulary only
-        grad_hidden = group.all_reduce(grad_hidden, "head_grad").to(hidden.dtype)
-        return None, grad_hidden, grad_weight, *[None] * 8
+        grad_hidden = decoder.tp.all_reduce(grad_hidden, "head_grad").to(hidden.dtype)
+        return None, grad_hidden, grad_weight, *[None] * 5
 
 
 def _add_product(ops: Ops, total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -130,8 +123,10 @@ def _add_product(ops: Ops, total: Tensor, a: Tensor, b: Tensor) -> None:
         total += ops.wide_product(a, b.t())
 
 
-def _scaled(ops: Ops, hidden: Tensor, weight: Tensor, softcap: float | None, temperature: float) -> Tensor:
-    return _tempered(_capped(ops.logits(hidden, weight), softcap), temperature)
+def _logits(decoder: Decoder, hidden: Tensor, weight: Tensor, temperature: float = 1.0) -> Tensor:
+    """Of the tokens that ``weight`` has rows for, after the softcap."""
+    logits, softcap = decoder.ops.logits(hidden, weight), decoder.spec.logit_softcap
+    return _tempered(logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap), temperature)
 
 
 def _tempered(logits: Tensor, temperature: float) -> Tensor:
@@ -161,15 +156,15 @@ def token_log_probs(
     weight, keep = decoder.head_weight, torch.is_grad_enabled()
     if chunk_rows is None:
         chunk_rows = max(decoder.ops.chunk_logits // weight.shape[0], 64)
-    settings = (decoder.vocab_range[0], decoder.tp, float(temperature), decoder.spec.logit_softcap, entropy, chunk_rows, keep)
-    log_probs, entropies = _TokenLogProbs.apply(decoder.ops, hidden, weight, labels, *settings)
+    settings = float(temperature), entropy, chunk_rows, keep
+    log_probs, entropies = _TokenLogProbs.apply(decoder, hidden, weight, labels, *settings)
     return log_probs, entropies if entropy else None
 
 
 def local_logits(decoder: Decoder, hidden: Tensor) -> Tensor:
     """This rank's slice of the logits [T, V_local] of hidden [T, hidden], fp32 (fp64 for fp64). No gradient: for generation."""
     with torch.no_grad():
-        return _capped(decoder.ops.logits(hidden, decoder.head_weight), decoder.spec.logit_softcap)
+        return _logits(decoder, hidden, decoder.head_weight)
 
 
 def gather_logits(decoder: Decoder, logits: Tensor) -> Tensor:

@@ -111,9 +111,9 @@ def adapter_parts(matrix: ParamShard, lora: LoraConfig) -> list[Part]:
 def plan_adapters(block: Mapping[str, ParamShard], lora: LoraConfig | None) -> dict[str, ParamShard]:
     """The adapters of a layer, of which ``block`` is the plan: ``qkv.lora.a``, ``qkv.lora.b``, and so on."""
     plan: dict[str, ParamShard] = {}
-    dense = (*_BY_COLUMNS, *_BY_ROWS) if "router.weight" not in block else ("qkv", "out")
-    for name in dense if lora is not None else ():
-        assert lora is not None
+    if lora is None:
+        return plan
+    for name in (*_BY_COLUMNS, *_BY_ROWS) if "router.weight" not in block else ("qkv", "out"):
         matrix, rank = block[f"{name}.weight"], lora.rank
         by_module: dict[str, Box] = {}
         a, b = list[Box](), list[Box]()

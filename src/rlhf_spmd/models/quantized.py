@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from rlhf_spmd.models.lora import LoraConfig
 from rlhf_spmd.models.sharding import plan_params
 from rlhf_spmd.models.spec import ModelSpec
+from rlhf_spmd.parallel.boxes import ParamShard
 
 BLOCK = 64
 AT_ONCE = 1 << 14  # blocks
@@ -92,19 +93,20 @@ def _table(device: torch.device) -> Tensor:
     return table
 
 
+def _matrices(spec: ModelSpec, lora: LoraConfig, tp: int) -> list[ParamShard]:
+    """Of a rank, those that lie in ``lora.bits``."""
+    plan = plan_params(spec, "none", 0, 1, 0, tp, lora=lora) if lora.bits is not None else {}
+    return [plan[f"{name.removesuffix('.lora.a')}.weight"] for name in plan if name.endswith(".lora.a")]
+
+
 def quantized_tensors(spec: ModelSpec, lora: LoraConfig) -> frozenset[str]:
     """Tensors of the model that lie in ``lora.bits``: those that have adapters, and what is fused with them (k_proj beside q_proj)."""
-    plan = plan_params(spec, "none", 0, 1, 0, 1, lora=lora) if lora.bits is not None else {}
-    fused = [name.replace(".lora.a", ".weight") for name in plan if name.endswith(".lora.a")]
-    return frozenset(box.name for name in fused for box in plan[name].boxes)
+    return frozenset(box.name for matrix in _matrices(spec, lora, 1) for box in matrix.boxes)
 
 
 def check_quantized(spec: ModelSpec, lora: LoraConfig, tp: int, key: str) -> None:
     """Whether rows are whole blocks on ranks of this ``tp``. Raises ValueError."""
-    if lora.bits is None:
-        return
-    plan = plan_params(spec, "none", 0, 1, 0, tp, lora=lora)
-    for matrix in (plan[f"{name.removesuffix('.lora.a')}.weight"] for name in plan if name.endswith(".lora.a")):
+    for matrix in _matrices(spec, lora, tp):
         if matrix.shape[1] % BLOCK:
             tensor = matrix.boxes[0].name.removesuffix(".weight")
             raise ValueError(

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +132,7 @@ def spec_from_config(config: Mapping[str, Any], source: str, eos_token_ids: tupl
             reject_unless(config, source, key, None)
     spec: ModelSpec = module.build_spec(config, source)
     if eos_token_ids is not None:
-        spec = ModelSpec(**{**vars(spec), "eos_token_ids": eos_token_ids})
+        spec = replace(spec, eos_token_ids=eos_token_ids)
     return spec
 
 
@@ -173,13 +173,14 @@ def standard_spec(config: Mapping[str, Any], source: str, **flags: Any) -> Model
     return spec
 
 
-def read_windows(config: Mapping[str, Any], source: str, default: Sequence[str] | None = None) -> tuple[int | None, ...]:
-    """``ModelSpec.windows`` from ``sliding_window``: of every layer, or with ``default``, of those that ``layer_types`` (or
-    else ``default``) calls "sliding_attention"."""
+def read_windows(config: Mapping[str, Any], source: str, pattern: int | None = None) -> tuple[int | None, ...]:
+    """``ModelSpec.windows`` from ``sliding_window``: of every layer, or with ``pattern``, of those that ``layer_types`` calls
+    "sliding_attention"; where the key is missing these are all but every ``pattern``-th layer."""
     layers = read_size(config, source, "num_hidden_layers")
-    if default is None:
+    if pattern is None:
         return () if config.get("sliding_window") is None else (read_size(config, source, "sliding_window"),) * layers
-    types = config.get("layer_types") or default
+    usual = ["full_attention" if layer % pattern == 0 else "sliding_attention" for layer in range(1, layers + 1)]
+    types = config.get("layer_types") or usual
     if len(types) != layers or not set(types) <= {"sliding_attention", "full_attention"}:
         raise ValueError(
             f"{source}: 'layer_types' is {types!r}; it must call each of the num_hidden_layers={layers} layers "

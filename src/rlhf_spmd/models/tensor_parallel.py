@@ -14,8 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlhf_spmd.kernels import can
-from rlhf_spmd.kernels.gradients import Node
+from rlhf_spmd.kernels import can, differentiable
 from rlhf_spmd.parallel.collectives import Group
 
 
@@ -54,7 +53,7 @@ def _all_rows(x: Tensor, group: Group, label: str) -> Tensor:
 
 
 def _node(x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> Tensor:
-    return Node.apply(lambda x: (forward(x), ()), lambda _, grad: (backward(grad),), x)
+    return differentiable(lambda x: (forward(x), ()), lambda _, grad: (backward(grad),), x)
 
 
 def copy_to_tp(x: Tensor, group: Group, label: str = "tp_grad") -> Tensor:
