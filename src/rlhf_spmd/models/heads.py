@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from rlhf_spmd.kernels import Ops
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.parallel.collectives import Group
 
