@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 
-from rlhf_spmd.reshard.plan import Index, Part, Piece, Plan
+from rlhf_spmd.reshard.plan import Part, Piece, Plan
 
 ALONE = 1 << 14  # elements from which a piece of a gather, which all others take, is worth a message of its own
 ALONE_BETWEEN_TWO = 1 << 16  # and one that a single rank takes: a message costs more than a copy of so many
@@ -215,8 +215,4 @@ def _in_memory(sends: bool, parts: Sequence[Part], ends: Ends) -> bool:
     if len(parts) > 1 or (sends and ends.converted):
         return False
     size, shape = parts[0].size, tuple((ends.sources if sends else ends.targets)[parts[0].parameter])
-    return size[1:] == shape[1:] or _one_row(size, shape)
-
-
-def _one_row(size: Index, shape: Index) -> bool:
-    return size[0] == 1 and (len(size) < 3 or size[2:] == shape[2:])
+    return size[1:] == shape[1:] or (size[0] == 1 and size[2:] == shape[2:])
