@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rlhf_spmd.checkpoint.agree import agree
-from rlhf_spmd.checkpoint.directory import commit, discard_draft, draft_directory, prepare_draft, step_directory
+from rlhf_spmd.checkpoint.directory import commit, draft_directory, prepare_draft, step_directory
 from rlhf_spmd.checkpoint.files import Spec, write_safetensors
 from rlhf_spmd.checkpoint.manifest import (
     DTYPE_NAMES,
@@ -100,8 +101,8 @@ def save_checkpoint(
     try:
         agree(group, write, complete)
     except CheckpointError:
-        if group.rank == 0:
-            discard_draft(run_dir, step)
+        if group.rank == 0:  # free its space; what cannot be removed now is removed by the next save
+            shutil.rmtree(draft, ignore_errors=True)
         raise
     return step_directory(run_dir, step)
 
