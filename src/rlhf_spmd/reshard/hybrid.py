@@ -228,7 +228,7 @@ class Transition:
 
     @property
     def under_way(self) -> bool:
-        return self._transfer is not None and self._transfer.under_way
+        return self._transfer is not None and self._transfer.landed < len(self._weights.plan.buckets)
 
     @torch.no_grad()
     def begin(self, wait: bool) -> None:
