@@ -15,7 +15,7 @@ def check_plans(run: Simulated) -> None:
         got = run.generation(index)
         assert all(torch.equal(got[name], expected) for name, expected in filled(run.wanted[index]).items())
         if not plan.cuts:
-            assert plan.received == missing_elements(run.train[index], run.wanted[index])
+            assert plan.transfer.received(index) == missing_elements(run.train[index], run.wanted[index])
         for name, home in plan.homes.items():
             rebuilt = torch.full_like(run.values[index][name], torch.nan)
             for piece in home:

@@ -171,7 +171,7 @@ def measure(world: World, name: str, train: Layout, pp: int, tp: int, repeats: i
     model = Model(world, name, layout, bucket_bytes)
     hybrid = model.hybrid
     group, peers = model.group, model.peer_parameters()
-    (received,) = mean(world, [hybrid.plan.received])
+    (received,) = mean(world, [hybrid.plan.transfer.received(hybrid.index)])
     share = torch.randn(round(received / max(group.size - 1, 1)))
     gathered = torch.empty(group.size * len(share))
 
@@ -365,7 +365,7 @@ def planned_ranks(method: Method, layout: GenerationLayout) -> list[int]:
 def group_mean(plan: TransitionPlan, rank: int, members: int) -> tuple[float, float]:
     """Elements received, and of these norms, by a mean member of the gather group: what one has itself differs, by its stage."""
     if not plan.buckets:
-        return plan.received, norms_received(plan, rank)
+        return plan.transfer.received(rank), norms_received(plan, rank)
     pieces = [piece for piece in (*plan.transfer.moves(), *plan.transfer.copies()) if piece.taker == rank]
     norms = [piece for piece in pieces if "norm" in piece.source.parameter]
     each, of_norms = (sum(p.source.numel * (members - p.holders) / members for p in some) for some in (pieces, norms))

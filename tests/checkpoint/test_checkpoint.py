@@ -370,7 +370,7 @@ def test_a_long_save_is_seen_to_go_on(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(files, "_CHUNK", 64)
     specs = [files.Spec("a", torch.float32, (40,)), files.Spec("b", torch.float32, (3,))]
     before = RECORDER.ticks
-    files.write_safetensors(tmp_path / "x", specs, lambda spec: torch.ones(spec.shape), {})
+    files.write_safetensors(tmp_path / "x", specs, lambda spec: torch.ones(spec.shape))
     assert RECORDER.ticks == before + 4
     files.hash_tensor(torch.ones(40))
     assert RECORDER.ticks == before + 7

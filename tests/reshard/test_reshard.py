@@ -122,7 +122,7 @@ def test_received_bytes_are_the_formula(name: str) -> None:
         run = Simulated(name, layout_of(method, train, pp, tp), EVEN, without="norm")
         whole = sum(box.numel for n, s in plan_params(EVEN, "lm", 0, 1, 0, 1).items() if "norm" not in n for box in s.boxes)
         received = COSTS["costs_of"](run.method, run.layout).received
-        mean = Fraction(sum(plan.received for plan in run.plans), train.size)
+        mean = Fraction(sum(plan.transfer.received(index) for index, plan in enumerate(run.plans)), train.size)
         if received is None:
             assert mean == Fraction(sum(map(missing_elements, run.train, run.wanted)), train.size)
         else:

@@ -85,7 +85,7 @@ def transitions(world: World, spec: ModelSpec, name: str, layout: GenerationLayo
                 for parameter in module.parameters():
                     local(parameter).mul_(1.5)
     result["bound"] = hybrid.bucket_bytes
-    result["planned"] = 4 * hybrid.plan.received
+    result["planned"] = 4 * hybrid.plan.transfer.received(hybrid.index)
     if layout.train.zero:  # FSDP still works on the storage that it got back
         inputs = torch.arange(12) % 50 if model.decoder.is_first else torch.ones(12, spec.hidden_size)
         out = model.decoder(inputs, PackedAttention([7, 5], torch.device("cpu")))
@@ -175,7 +175,7 @@ def ways_of_a_gpu(world: World, train: Layout) -> set[str]:
     hybrid_module.plan_bucket = plan_bucket
     check_weights(model.generation, expected())
     assert hybrid.transition is not None
-    assert hybrid.transition.bytes_received == 4 * hybrid.plan.received
+    assert hybrid.transition.bytes_received == 4 * hybrid.plan.transfer.received(hybrid.index)
     assert hybrid.transition.peak_bytes <= size(model.generation.parameters()) + hybrid.bucket_bytes
     hybrid.to_training()
     assert all(torch.equal(local(p), before[key]) for key, p in model.parameters().items())

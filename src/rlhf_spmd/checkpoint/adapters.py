@@ -86,19 +86,15 @@ class SavedAdapters:
 
     def write(self, out: Path, source: Path) -> None:
         """A directory that ``peft.PeftModel.from_pretrained`` loads beside the model in ``source``."""
-        adapters, head, inside = (
-            [name for name in self.pieces if name.startswith(PREFIX)],
-            Names.value_head,
-            read_spec(source).text_prefix,
-        )
-        stored = {name.replace(".layers.", f".{inside}layers."): name for name in adapters} | (
-            {PREFIX + head: head} if head in self.pieces else {}
-        )
+        adapters, inside = [name for name in self.pieces if name.startswith(PREFIX)], read_spec(source).text_prefix
+        heads = [name for name in self.pieces if name == Names.value_head]
+        stored = {name.replace(".layers.", f".{inside}layers."): name for name in adapters}
+        stored |= {PREFIX + name: name for name in heads}
         named = self.lora.target_modules
         ends = sorted({name.split(".")[-3] for name in adapters}) if named == ALL_LINEAR else list(named)
         config = {
             "peft_type": "LORA",
-            "task_type": "SEQ_CLS" if head in self.pieces else "CAUSAL_LM",
+            "task_type": "SEQ_CLS" if heads else "CAUSAL_LM",
             "base_model_name_or_path": str(source.absolute()),
             "r": self.lora.rank,
             "lora_alpha": self.lora.alpha,
@@ -106,7 +102,7 @@ class SavedAdapters:
             "use_rslora": self.lora.use_rslora,
             # a vision tower has matrices of the same names
             "target_modules": rf".*\.{re.escape(inside)}.*\b({'|'.join(map(re.escape, ends))})" if inside else ends,
-            "modules_to_save": [head.partition(".")[0]] if head in self.pieces else None,
+            "modules_to_save": [name.partition(".")[0] for name in heads] or None,
             "bias": "none",
             "fan_in_fan_out": False,
             "inference_mode": True,
@@ -114,7 +110,7 @@ class SavedAdapters:
         out.mkdir()
         (out / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         specs = [Spec(key, self.dtype, self.pieces[name][0].shape) for key, name in sorted(stored.items())]
-        write_safetensors(out / ADAPTER_FILE, specs, lambda spec: self.read(stored[spec.key]), {"format": "pt"})
+        write_safetensors(out / ADAPTER_FILE, specs, lambda spec: self.read(stored[spec.key]))
 
 
 def find_adapters(directory: Path, role: str) -> SavedAdapters | None:

@@ -142,11 +142,6 @@ def commit(run_dir: Path, manifest: Manifest, keep: int) -> Path:
     return final
 
 
-def discard_draft(run_dir: Path, step: int) -> None:
-    """Free the space of a failed save. What cannot be removed now is removed by the next save."""
-    shutil.rmtree(draft_directory(run_dir, step), ignore_errors=True)
-
-
 def _remove(path: Path) -> None:
     """COMMIT goes first: a removal that is interrupted must not leave something that looks complete."""
     if path.is_dir():

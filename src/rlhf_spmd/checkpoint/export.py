@@ -20,6 +20,7 @@ from rlhf_spmd.checkpoint.directory import read_manifest
 from rlhf_spmd.checkpoint.files import Spec, write_safetensors
 from rlhf_spmd.checkpoint.load import read_whole
 from rlhf_spmd.checkpoint.manifest import DTYPES, PARAM, CheckpointError
+from rlhf_spmd.parallel.data_parallel import buckets
 from rlhf_spmd.telemetry.run_dir import atomic_write_text
 
 # copied as they are, where the source directory has them
@@ -106,17 +107,11 @@ def _whole_tensors(checkpoint_dir: Path, role: str) -> tuple[list[Spec], Callabl
 
 def plan_files(specs: Sequence[Spec], max_shard_bytes: int) -> dict[str, list[Spec]]:
     """File name -> tensors, in order, each file at most ``max_shard_bytes`` unless a single tensor is larger. Pure."""
-    bins: list[list[Spec]] = [[]]
-    used = 0
-    for spec in specs:
-        if bins[-1] and used + spec.num_bytes > max_shard_bytes:
-            bins.append([])
-            used = 0
-        bins[-1].append(spec)
-        used += spec.num_bytes
-    if len(bins) == 1:
-        return {"model.safetensors": bins[0]}
-    return {f"model-{i + 1:05d}-of-{len(bins):05d}.safetensors": part for i, part in enumerate(bins)}
+    by_key = {spec.key: spec for spec in specs}
+    parts = list(buckets({key: spec.num_bytes for key, spec in by_key.items()}, max_shard_bytes))
+    if len(parts) == 1:
+        return {"model.safetensors": list(specs)}
+    return {f"model-{i:05d}-of-{len(parts):05d}.safetensors": [by_key[key] for key in part] for i, part in enumerate(parts, 1)}
 
 
 def export_config(config: dict[str, Any], specs: Sequence[Spec]) -> dict[str, Any]:
@@ -142,7 +137,7 @@ def export_config(config: dict[str, Any], specs: Sequence[Spec]) -> dict[str, An
 
 def _write_weights(out: Path, files: dict[str, list[Spec]], get: Callable[[Spec], Tensor]) -> None:
     for name, specs in files.items():
-        write_safetensors(out / name, specs, get, {"format": "pt"})
+        write_safetensors(out / name, specs, get)
     if len(files) > 1:
         numbers = sum(math.prod(spec.shape) for specs in files.values() for spec in specs)
         total = sum(spec.num_bytes for specs in files.values() for spec in specs)

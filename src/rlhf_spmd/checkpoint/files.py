@@ -10,10 +10,10 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -37,30 +37,26 @@ class Spec:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def byte_chunks(tensor: Tensor) -> Iterator[Any]:
-    """A contiguous CPU tensor's bytes as a sequence of numpy arrays (buffers).
-
-    Each is a copy: after ``Tensor.numpy()`` a storage can never be resized again, which resharding does to FSDP's shards.
-    """
+def hash_tensor(tensor: Tensor, file: BinaryIO | None = None) -> str:
+    """The sha256 of a contiguous CPU tensor's bytes, which go into ``file`` on the way."""
     assert tensor.is_contiguous() and tensor.device.type == "cpu", "raw bytes are of contiguous CPU tensors"
+    digest = hashlib.sha256()
     for chunk in tensor.detach().reshape(-1).view(torch.uint8).split(_CHUNK):
         RECORDER.tick()  # saving and loading a large model takes longer than ranks may stand still
-        yield chunk.clone().numpy()
-
-
-def hash_tensor(tensor: Tensor) -> str:
-    digest = hashlib.sha256()
-    for chunk in byte_chunks(tensor):
-        digest.update(chunk)
+        # a copy: after Tensor.numpy() a storage can never be resized again, which resharding does to FSDP's shards
+        data: Any = chunk.clone().numpy()
+        digest.update(data)
+        if file is not None:
+            file.write(data)
     return digest.hexdigest()
 
 
-def write_safetensors(path: Path, specs: Sequence[Spec], get: Callable[[Spec], Tensor], metadata: dict[str, str]) -> list[str]:
+def write_safetensors(path: Path, specs: Sequence[Spec], get: Callable[[Spec], Tensor]) -> list[str]:
     """Write ``get(spec)`` for every spec, one after the other, and sync the file to disk.
 
     Returns the sha256 of each tensor's bytes. Raises OSError as the file system does (no space left, no permission).
     """
-    header: dict[str, object] = {"__metadata__": metadata}
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for spec in specs:
         end = offset + spec.num_bytes
@@ -74,11 +70,7 @@ def write_safetensors(path: Path, specs: Sequence[Spec], get: Callable[[Spec], T
         for spec in specs:
             tensor = get(spec).detach().to("cpu").contiguous()
             assert (tensor.dtype, tuple(tensor.shape)) == (spec.dtype, spec.shape), f"{spec} announced, {tensor.shape} came"
-            digest = hashlib.sha256()
-            for chunk in byte_chunks(tensor):
-                digest.update(chunk)
-                file.write(chunk)
-            hashes.append(digest.hexdigest())
+            hashes.append(hash_tensor(tensor, file))
         file.flush()
         os.fsync(file.fileno())
     return hashes

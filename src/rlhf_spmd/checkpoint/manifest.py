@@ -101,17 +101,14 @@ class Manifest:
             body = json.loads(text)
             if body["format"] != FORMAT_VERSION:
                 raise CheckpointError(f"{where}: format {body['format']!r}, but this program reads format {FORMAT_VERSION}")
-            files = {_file_name(name, where): int(size) for name, size in body["files"].items()}
+            files = {name: int(size) for name, size in body["files"].items()}
+            for name in files:
+                if not re.fullmatch(r"[\w.-]+\.safetensors", name):
+                    raise CheckpointError(f"{where}: file name {name!r} is not a plain *.safetensors name")
             pieces = tuple(_read_piece(row, files, where) for row in body["pieces"])
             return Manifest(int(body["step"]), int(body["world_size"]), files, pieces, dict(body["state"]))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"{where}: not a checkpoint manifest ({type(error).__name__}: {error})") from error
-
-
-def _file_name(name: str, where: str) -> str:
-    if not re.fullmatch(r"[\w.-]+\.safetensors", name):
-        raise CheckpointError(f"{where}: file name {name!r} is not a plain *.safetensors name")
-    return name
 
 
 def _read_piece(row: Mapping[str, Any], files: Mapping[str, int], where: str) -> Piece:

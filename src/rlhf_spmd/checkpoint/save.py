@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rlhf_spmd.checkpoint.agree import agree
-from rlhf_spmd.checkpoint.directory import commit, discard_draft, draft_directory, prepare_draft, step_directory
+from rlhf_spmd.checkpoint.directory import commit, draft_directory, prepare_draft, step_directory
 from rlhf_spmd.checkpoint.files import Spec, write_safetensors
 from rlhf_spmd.checkpoint.manifest import (
     DTYPE_NAMES,
@@ -86,15 +87,10 @@ def save_checkpoint(
     writes = _assign(run_dir, step, {role: list(held) for role, held in boxes.items()}, group)
 
     def write() -> list[Any]:
-        files: dict[str, int] = {}
-        rows: list[dict[str, Any]] = []
         with _explained(draft):
-            for role, keys in writes.items():
-                if keys:
-                    file, size, pieces = _write_role(draft, role, roles[role], boxes[role], keys, group)
-                    files[file] = size
-                    rows += [vars(piece) for piece in pieces]
-        return [files, rows]
+            written = [_write_role(draft, role, roles[role], boxes[role], keys, group) for role, keys in writes.items() if keys]
+            files = {part[0].file: (draft / part[0].file).stat().st_size for part in written}
+        return [files, [vars(piece) for part in written for piece in part]]
 
     def complete(written: list[Any]) -> None:
         all_files = {name: size for part, _ in written for name, size in part.items()}
@@ -105,8 +101,8 @@ def save_checkpoint(
     try:
         agree(group, write, complete)
     except CheckpointError:
-        if group.rank == 0:
-            discard_draft(run_dir, step)
+        if group.rank == 0:  # free its space; what cannot be removed now is removed by the next save
+            shutil.rmtree(draft, ignore_errors=True)
         raise
     return step_directory(run_dir, step)
 
@@ -131,8 +127,8 @@ def _assign(run_dir: Path, step: int, held: dict[str, list[BoxKey]], group: Grou
 
 def _write_role(
     draft: Path, role: str, state: RoleState, boxes: dict[BoxKey, tuple[str, Box]], keys: list[BoxKey], group: Group
-) -> tuple[str, int, list[Piece]]:
-    """One file with this rank's pieces of one role, all kinds. Returns its name, size in bytes, and the pieces."""
+) -> list[Piece]:
+    """One file with this rank's pieces of one role, all kinds; returns them."""
     views: dict[Spec, Tensor] = {}
     found: list[tuple[str, Box]] = []
     kinds = state.kinds()
@@ -144,12 +140,11 @@ def _write_role(
                 found.append((kind, box))
     path = draft / f"{role}.rank_{group.ranks[group.rank]:05d}.safetensors"
     with torch.no_grad():
-        hashes = write_safetensors(path, list(views), views.__getitem__, {"format": "pt"})
-    pieces = [
+        hashes = write_safetensors(path, list(views), views.__getitem__)
+    return [
         Piece(path.name, spec.key, role, kind, box.name, box.shape, box.start, box.size, DTYPE_NAMES[spec.dtype], digest)
         for spec, (kind, box), digest in zip(views, found, hashes, strict=True)
     ]
-    return path.name, path.stat().st_size, pieces
 
 
 @contextmanager

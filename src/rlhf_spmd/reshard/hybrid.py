@@ -203,11 +203,8 @@ class HybridWeights:
         """Generation parameter -> the training parameter that it is, if that holds for all of them: nothing has to move."""
         if self.group.size > 1 or not self.plan.homes or not all(map(self.replaced, self.shards)):
             return None
-        shared = {}
-        for name, view in self.views.items():
-            if view is None or self.shapes[view[0]] != self.shards[name].shape:
-                return None
-            shared[view[0]] = name
+        views = [(view[0], name) for name, view in self.views.items() if view is not None]
+        shared = {target: name for target, name in views if self.shapes[target] == self.shards[name].shape}
         return shared if len(shared) == len(self.shapes) == len(self.shards) else None
 
 
@@ -231,7 +228,7 @@ class Transition:
 
     @property
     def under_way(self) -> bool:
-        return self._transfer is not None and self._transfer.under_way
+        return self._transfer is not None and self._transfer.landed < len(self._weights.plan.buckets)
 
     @torch.no_grad()
     def begin(self, wait: bool) -> None:

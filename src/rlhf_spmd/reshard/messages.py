@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 
-from rlhf_spmd.reshard.plan import Index, Part, Piece, Plan
+from rlhf_spmd.reshard.plan import Part, Piece, Plan
 
 ALONE = 1 << 14  # elements from which a piece of a gather, which all others take, is worth a message of its own
 ALONE_BETWEEN_TWO = 1 << 16  # and one that a single rank takes: a message costs more than a copy of so many
@@ -106,19 +106,17 @@ def _all_gather(moves: Sequence[Piece], copies: Sequence[Piece], ends: Ends) -> 
     sizes = {sum(piece.source.numel for piece in pieces) for pieces in parts}
     if len(sizes) != 1:
         return None
-    (size,) = sizes
-    if into := _stacked(parts, ends.targets):
-        messages = [_gathered(ends, member, pieces, None) for member, pieces in enumerate(parts)]
-        return Step(messages, copies=copies, gathers=True, into=into)
-    if size * len(parts) + sum(piece.source.numel for piece in copies) > ends.limit:
+    (size,), into = sizes, _stacked(parts, ends.targets)
+    buffer = 0 if into else size * len(parts)
+    if not into and buffer + sum(piece.source.numel for piece in copies) > ends.limit:
         return None
-    messages = [_gathered(ends, member, pieces, member * size) for member, pieces in enumerate(parts)]
-    return Step(messages, copies=copies, buffer=size * len(parts), gathers=True)
+    sides = [(member == ends.rank, pieces) for member, pieces in zip(ends.members, parts, strict=True)]
+    messages = [Message(sends, _ends_of(pieces, sends), None if into else i * size) for i, (sends, pieces) in enumerate(sides)]
+    return Step(messages, copies=copies, buffer=buffer, gathers=True, into=into)
 
 
-def _gathered(ends: Ends, member: int, pieces: Sequence[Piece], offset: int | None) -> Message:
-    sends = ends.members[member] == ends.rank
-    return Message(sends, tuple(piece.source if sends else piece.target for piece in pieces), offset)
+def _ends_of(pieces: Iterable[Piece], sends: bool) -> tuple[Part, ...]:
+    return tuple(piece.source if sends else piece.target for piece in pieces)
 
 
 def _stacked(parts: Sequence[Sequence[Piece]], targets: Shapes) -> str:
@@ -149,8 +147,7 @@ def _in_order(moves: Iterable[Piece], sides: tuple[Sequence[int], Sequence[int]]
     for (giver, taker), pieces in pieces_of.items():
         sends, distance = giver == ends.rank, (to[taker] - among[giver]) % rounds
         for number, cut in enumerate(cut_messages(pieces, ends.limit, alone)):
-            parts = tuple(piece.source if sends else piece.target for piece in cut)
-            pairs.append(((distance, number, place[giver]), sends, place[taker if sends else giver], parts))
+            pairs.append(((distance, number, place[giver]), sends, place[taker if sends else giver], _ends_of(cut, sends)))
     return sorted(pairs, key=lambda pair: pair[0])
 
 
@@ -215,8 +212,4 @@ def _in_memory(sends: bool, parts: Sequence[Part], ends: Ends) -> bool:
     if len(parts) > 1 or (sends and ends.converted):
         return False
     size, shape = parts[0].size, tuple((ends.sources if sends else ends.targets)[parts[0].parameter])
-    return size[1:] == shape[1:] or _one_row(size, shape)
-
-
-def _one_row(size: Index, shape: Index) -> bool:
-    return size[0] == 1 and (len(size) < 3 or size[2:] == shape[2:])
+    return size[1:] == shape[1:] or (size[0] == 1 and size[2:] == shape[2:])

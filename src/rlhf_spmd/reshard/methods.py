@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rlhf_spmd.parallel.boxes import ParamShard, whole_shard
+from rlhf_spmd.parallel.data_parallel import buckets
 from rlhf_spmd.parallel.layout import GenerationLayout
 from rlhf_spmd.reshard.plan import Holding, HostOf, Piece, Plan, Shards, ShardsAt, by_tensor, held_by, holdings, plan_transfer
 
@@ -34,7 +35,6 @@ class TransitionPlan:
 
     transfer: Plan
     made: Shards
-    received: int  # elements
     buckets: Sequence[Sequence[str]] = ()
     homes: Mapping[str, Sequence[Piece]] = field(default_factory=dict)
     cuts: Sequence[Piece] = ()
@@ -85,7 +85,7 @@ class Method:
         source = holdings(layout.train, train, ranks, ranks)
         if self.consecutive and not self.whole:
             transfer = plan_transfer(source, holdings(layout, wanted, ranks), host_of, index)
-            return TransitionPlan(transfer, mine, transfer.received(index))
+            return TransitionPlan(transfer, mine)
         made = mine
         if self.whole:
             boxes = {box.name: box.shape for holding in source for shard in holding.shards.values() for box in shard.boxes}
@@ -93,17 +93,17 @@ class Method:
             if self.everyone and not layout.train.zero:
                 source = [share for holding in source for share in _shares(holding)]
         transfer = plan_transfer(source, [Holding(tuple(ranks), made)], host_of, index)
-        buckets, received = plan_buckets(source, made, bucket), transfer.received(index)
+        together = plan_buckets(source, made, bucket)
         if self.whole:
             cuts = plan_transfer([Holding((index,), made)], [Holding((index,), mine)], host_of, index).copies()
-            return TransitionPlan(transfer, made, received, buckets, cuts=list(cuts))
+            return TransitionPlan(transfer, made, together, cuts=list(cuts))
         homes: dict[str, list[Piece]] = {name: [] for name in held_by(layout.train, train, index)}
         for piece in transfer.copies():
             homes[piece.source.parameter].append(piece)
         for name, shard in held_by(layout.train, train, index).items():
             if sum(piece.source.numel for piece in homes[name]) != sum(box.numel for box in shard.boxes):
                 raise ValueError(f"training parameter {name} is not part of this rank's generation shard; {REMEDY}")
-        return TransitionPlan(transfer, made, received, buckets, homes)
+        return TransitionPlan(transfer, made, together, homes)
 
 
 METHODS: dict[str, Method] = {
@@ -129,17 +129,9 @@ def plan_buckets(source: Sequence[Holding], made: Shards, limit: int) -> list[li
     for target, shard in made.items():
         held = index.get(shard.boxes[0].name, []) if shard.boxes else []
         units.setdefault(held[0].parameter if held else target, []).append(target)
-    sizes = [sum(math.prod(made[target].shape) for target in unit) for unit in units.values()]
-    limit = min(limit, max(sizes, default=0) // 2)
-    buckets: list[list[str]] = []
-    used = limit + 1
-    for unit, size in zip(units.values(), sizes, strict=True):
-        if used + size > limit:
-            buckets.append([])
-            used = 0
-        buckets[-1] += unit
-        used += size
-    return buckets
+    sizes = {name: sum(math.prod(made[target].shape) for target in unit) for name, unit in units.items()}
+    limit = min(limit, max(sizes.values(), default=0) // 2)
+    return [[target for name in names for target in units[name]] for names in buckets(sizes, max(limit, 1))]
 
 
 def _shares(holding: Holding) -> list[Holding]:

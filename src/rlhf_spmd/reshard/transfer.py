@@ -7,7 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +32,29 @@ class _Flight(NamedTuple):
     works: Sequence[Work]
     buffer: Tensor | None
     alive: list[Tensor]
+
+
+class RaisingThread(threading.Thread):
+    """``work`` in a thread beside the main one. ``on_error`` is told of a failure at once, there; :meth:`wait` raises it."""
+
+    def __init__(self, work: Callable[[], object], name: str, on_error: Callable[[BaseException], object] | None) -> None:
+        super().__init__(target=work, name=name, daemon=True)
+        self._on_error = on_error
+        self._error: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            super().run()
+        except BaseException as error:  # the thread's boundary: wait() raises it
+            self._error = error
+            if self._on_error is not None:
+                self._on_error(error)
+
+    def wait(self) -> None:
+        self.join()
+        if self._error is not None:
+            raise self._error
 
 
 class Transfer:
@@ -70,24 +93,17 @@ class Transfer:
         self._flights: deque[_Flight] = deque()
         self._held = self._exchanged = 0  # elements of the steps under way
         self.landed = self.peak_bytes = 0
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._thread: RaisingThread | None = None
         self._arrived: torch.cuda.Event | None = None
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
         self._start_some()
 
-    @property
-    def under_way(self) -> bool:
-        return bool(self._flights)
-
     def wait(self) -> None:
         """Returns when everything of this rank has been sent and received."""
         if self._thread is not None:
-            self._thread.join()
+            self._thread.wait()
             self._thread = None
-            if self._error is not None:
-                raise self._error
         self.advance(self._number)
         if self._arrived is not None:  # not the stream: later transfers may be waiting there
             torch.cuda.current_stream().wait_event(self._arrived)
@@ -103,16 +119,7 @@ class Transfer:
             self.advance(self._number)  # only the stream waits
             self._arrived = self._stream.record_event()
         elif self.landed < self._number and self._thread is None:
-            self._thread = threading.Thread(target=self._run, args=(on_error,), name="reshard", daemon=True)
-            self._thread.start()
-
-    def _run(self, on_error: Callable[[BaseException], object] | None) -> None:
-        try:
-            self.advance(self._number)
-        except BaseException as error:  # the thread's boundary: wait() raises it
-            self._error = error
-            if on_error is not None:
-                on_error(error)
+            self._thread = RaisingThread(lambda: self.advance(self._number), "reshard", on_error)
 
     @torch.no_grad()
     def advance(self, upto: int) -> None:
@@ -225,14 +232,12 @@ def start_transfer(
     dtype = dtype or next(iter(dtypes), torch.float32)
     here, there = ({name: tuple(tensor.shape) for name, tensor in side.items()} for side in (sources, targets))
     converted = any(tensor.dtype != dtype for tensor in sources.values())
-    ends = Ends(rank, group.ranks, here, there, converted, max(message_bytes // dtype.itemsize, 1))
-    steps = plan_steps(plan, ends)
-    limit = buffer_bytes // dtype.itemsize
+    steps = plan_steps(plan, Ends(rank, group.ranks, here, there, converted, max(message_bytes // dtype.itemsize, 1)))
     if delta is not None and delta.begun:
         changes, byte = Changes(delta, steps, sources, targets, dtype, buffer_bytes), torch.uint8
-        hooks: Any = {"opens": changes.opens, "closes": changes.closes, "beside": True, "stream": stream}
         args = changes.number, changes.step, changes.sources, changes.targets, group, byte, buffer_bytes, LABEL
-        return Transfer(*args, **hooks)
+        return Transfer(*args, opens=changes.opens, closes=changes.closes, beside=True, stream=stream)
     if delta is not None:
         delta.begin(steps, sources, dtype)
+    limit = buffer_bytes // dtype.itemsize
     return Transfer(len(steps), steps.__getitem__, sources, targets, group, dtype, limit, LABEL, beside=True, stream=stream)

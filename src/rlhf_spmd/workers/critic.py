@@ -8,21 +8,17 @@ from rlhf_spmd.workers.model_worker import ModelWorker
 from rlhf_spmd.workers.objective import ROW_INPUTS, response_values
 
 
-class CriticWorker(ModelWorker):
-    head = "value"
-    trained = True
-    new_head = True
-
-    @register(THREE_D, inputs=ROW_INPUTS, outputs=("values",), split_groups=True, streams=True)
-    def compute_values(self, batch: Batch) -> Batch | None:
-        """``values``: ragged [response tokens], the value before each token is emitted."""
-        result = self.infer(batch, response_values)
-        return batch.with_fields(values=result) if result is not None else None
-
-
 class ScoreWorker(ModelWorker):
     """A reward or cost model that learns: its score is the value head at a row's last token (``row_values`` of an objective)."""
 
     head = "value"
     trained = True
     new_head = True
+
+
+class CriticWorker(ScoreWorker):
+    @register(THREE_D, inputs=ROW_INPUTS, outputs=("values",), split_groups=True, streams=True)
+    def compute_values(self, batch: Batch) -> Batch | None:
+        """``values``: ragged [response tokens], the value before each token is emitted."""
+        result = self.infer(batch, response_values)
+        return batch.with_fields(values=result) if result is not None else None

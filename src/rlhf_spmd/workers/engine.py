@@ -116,7 +116,7 @@ class TrainEngine:
             for name, param in chunk.named_parameters():
                 param.requires_grad_(optim is not None and (self.lora is None or is_trained(name, head)))
         wide = accumulation_dtype(dtype)
-        self.zeros = [Zero(chunk, chunk.layers, mesh, self.zero, wide) if self.zero else None for chunk in self.chunks]
+        self.zeros = [Zero(chunk, chunk.layers, mesh, self.zero, wide) for chunk in self.chunks if self.zero]
         self.storages = Storages()
         for tensors in (tensors for chunk in self.chunks for tensors in allocate(chunk, chunk.layers, device)):
             if not fill:
@@ -168,28 +168,24 @@ class TrainEngine:
 
     def _accumulate_wide(self) -> None:
         """Sum gradients of half-precision parameters over micro-batches in fp32."""
-
-        def keep(name: str, zero: Zero | None) -> Callable[[Tensor], None]:
-            def hook(param: Tensor) -> None:
-                if zero is not None:
-                    grad = zero.take_gradient(param)
-                else:
-                    assert param.grad is not None, f"{name}: the hook ran without a gradient"
-                    grad, param.grad = param.grad, None
-                if name in self._wide_grads:
-                    self._wide_grads[name] += grad
-                else:
-                    self._wide_grads[name] = grad.float()
-
-            return hook
-
         for zero in self.zeros:
-            if zero is not None:
-                zero.keep_reduced()
-        parts = zip(self.chunks, self.zeros, strict=True)
+            zero.keep_reduced()
+        by_chunk: Sequence[Zero | None] = self.zeros or [None] * len(self.chunks)
+        parts = zip(self.chunks, by_chunk, strict=True)
         zeros = named_by_chunk([dict.fromkeys(dict(chunk.named_parameters()), zero) for chunk, zero in parts])
         for name in self.trained:
-            self._params[name].register_post_accumulate_grad_hook(keep(name, zeros[name]))
+            self._params[name].register_post_accumulate_grad_hook(partial(self._keep_wide, name, zeros[name]))
+
+    def _keep_wide(self, name: str, zero: Zero | None, param: Tensor) -> None:
+        if zero is not None:
+            grad = zero.take_gradient(param)
+        else:
+            assert param.grad is not None, f"{name}: the hook ran without a gradient"
+            grad, param.grad = param.grad, None
+        if name in self._wide_grads:
+            self._wide_grads[name] += grad
+        else:
+            self._wide_grads[name] = grad.float()
 
     # -- forward and backward
 
@@ -203,17 +199,12 @@ class TrainEngine:
 
         def run(action: Action, received: Tensor | None) -> Tensor | None:
             batch, chunk = micro_batches[action.micro_batch], self.chunks[action.chunk]
-            wanted = len(batch.lengths) > 0
 
-            def last(decoder: Decoder, hidden: Tensor) -> Any:
-                return head(decoder, hidden, batch) if wanted else None
+            def last(decoder: Decoder, hidden: Tensor) -> None:
+                outputs[action.micro_batch] = head(decoder, hidden, batch) if len(batch.lengths) else None
 
-            out = self.pass_through(chunk, batch, received, last)
-            if not chunk.is_last:
-                return out
-            if wanted:
-                outputs[action.micro_batch] = out
-            return None
+            result: Tensor | None = self.pass_through(chunk, batch, received, last)
+            return result
 
         def never(action: Action, received: Tensor | None) -> Tensor | None:
             raise AssertionError(f"{action} in a forward schedule")
@@ -341,8 +332,7 @@ class TrainEngine:
     def reshard(self) -> None:
         """Let go of gathered parameters, so that the local shards are all that there is. No communication."""
         for zero in self.zeros:
-            if zero is not None:
-                zero.reshard()
+            zero.reshard()
 
 
 class _Passes:
@@ -373,9 +363,8 @@ class _Passes:
 
     def backward(self, action: Action, received: Tensor | None) -> Tensor | None:
         leaf, out = self._alive.pop((action.micro_batch, action.chunk))
-        zero = self._engine.zeros[action.chunk]
-        if zero is not None:
-            zero.before_backward(is_last=action.micro_batch == len(self._batches) - 1)
+        if self._engine.zeros:
+            self._engine.zeros[action.chunk].before_backward(is_last=action.micro_batch == len(self._batches) - 1)
         torch.autograd.backward(out, received)
         return None if leaf is None else leaf.grad
 

@@ -11,7 +11,6 @@ call after its update is reached, which on the ranks that train is at once, and 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -22,7 +21,7 @@ from torch import Tensor
 from rlhf_spmd.kernels import can
 from rlhf_spmd.parallel.collectives import Group, Work, wait_all
 from rlhf_spmd.parallel.program import fail_beside
-from rlhf_spmd.reshard import Delta, Transfer, holdings, plan_transfer, start_transfer
+from rlhf_spmd.reshard import Delta, RaisingThread, Transfer, holdings, plan_transfer, start_transfer
 
 if TYPE_CHECKING:
     from rlhf_spmd.workers.model_worker import ModelWorker
@@ -55,20 +54,9 @@ class Loan:
 
     def copy(self, targets: Mapping[str, Tensor]) -> None:
         """Fill ``targets``, which on the twin's ranks are like its local shards. Collective as :meth:`take`."""
-        self.settle()
-        if self._group is None:
-            return
-        self._group.connect(self.home.device)
-        self._note_call()
-        if self.home.resting is not None:
-            self.home.resting.reload()
-        self._transfer = self._start(self.home.engine.local_tensors() if self.home.member else {}, targets)
-        if self.twin.member or self.home.resting is not None:
-            self.settle()
-        else:
-            self._transfer.proceed(self._fail)
-        if self.home.resting is not None:
-            self.home.resting.rest(self.home.engine.local_tensors().values())
+        self._get_ready()
+        if self._group is not None:
+            self._set_out(targets)
 
     def settle(self) -> None:
         """Wait until this rank has sent and received what it had to: the home's weights may change then."""
@@ -82,6 +70,28 @@ class Loan:
             if self._delta is None:
                 self.twin.engine.storages.free()
 
+    def _get_ready(self) -> None:
+        """For a transfer: the one before has ended, and ``_call`` is the call that this one leaves for. When it fails the main thread
+        may be in another one."""
+        self.settle()
+        if self._group is not None:
+            self._group.connect(self.home.device)
+        board = self.home.controller.board
+        self._call = board.call if board is not None else (0, "", "")
+
+    def _set_out(self, targets: Mapping[str, Tensor]) -> None:
+        """Start a transfer. A rank that the weights come to waits for it, and one whose own go back to host memory."""
+        home, resting = self.home, self.home.resting
+        if resting is not None:
+            resting.reload()
+        self._transfer = self._start(home.engine.local_tensors() if home.member else {}, targets)
+        if resting is None and not self.twin.member:
+            self._transfer.proceed(self._fail)
+            return
+        self.settle()
+        if resting is not None:
+            resting.rest(home.engine.local_tensors().values())
+
     def _start(
         self, sources: Mapping[str, Tensor], targets: Mapping[str, Tensor], stream: torch.cuda.Stream | None = None
     ) -> Transfer:
@@ -90,11 +100,6 @@ class Loan:
         return start_transfer(
             self._plan, self._rank, sources, targets, self._group, dtype=dtype, delta=self._delta, stream=stream
         )
-
-    def _note_call(self) -> None:
-        """The call that weights leave for: the main thread may be in another one when they fail."""
-        board = self.home.controller.board
-        self._call = board.call if board is not None else (0, "", "")
 
     def _fail(self, error: BaseException) -> None:
         """Of a thread beside the main one: the others must not wait for this rank until their time is up."""
@@ -196,9 +201,7 @@ class LoanAhead(Loan):
         """Start it on its way, on the home's ranks from its weights, which must not change before :meth:`settle`."""
         home, group = self.home, self._group
         assert group is not None
-        self.settle()
-        group.connect(home.device)
-        self._note_call()
+        self._get_ready()
         self.kept[version] = self._room()
         first = group.ranks.index(home.pool.ranks[0])
         if not home.member:
@@ -208,13 +211,7 @@ class LoanAhead(Loan):
             notice = torch.tensor([version])
             others = [group.ranks.index(rank) for rank in self.twin.pool.ranks]
             self._notices = [(group.isend(notice, member, "control", NOTICE), notice) for member in others]
-        if home.resting is not None:
-            home.resting.reload()
-        self._transfer = self._start(home.engine.local_tensors(), {})
-        self._transfer.proceed(self._fail)
-        if home.resting is not None:
-            self.settle()
-            home.resting.rest(home.engine.local_tensors().values())
+        self._set_out({})
 
     def _room(self) -> dict[str, Tensor]:
         if not self.twin.member:
@@ -241,38 +238,28 @@ class _Arrival:
         on_stream = can(loan.twin.device).streams
         self._begun = torch.cuda.current_stream().record_event() if on_stream else None  # ``targets`` are free from then on
         self._arrived: torch.cuda.Event | None = None
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._receive, name="weights", daemon=True)
-        self._thread.start()
+        self._thread = RaisingThread(self._receive, "weights", loan._fail)
 
     def wait(self) -> None:
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
+        self._thread.wait()
         if self._arrived is not None:
             torch.cuda.current_stream().wait_event(self._arrived)
         self._targets = {}  # the next one holds this one
 
     def _receive(self) -> None:
-        try:
-            wait_all([self._notice[1]])
-            if self._before is not None:
-                self._before._thread.join()
-            self._before = None
-            if self._begun is not None:
-                torch.cuda.set_device(self._loan.twin.device)
-                stream = (
-                    self._loan.stream
-                )  # no other transfer, which this rank may have begun sooner than its peers, stands before it
-                stream.wait_event(self._begun)
-                with torch.cuda.stream(stream):  # only the stream waits for what comes
-                    self._fill()
-                self._arrived = stream.record_event()
-            else:
-                self._fill()
-        except BaseException as error:  # the thread's boundary: wait() raises it
-            self._error = error
-            self._loan._fail(error)
+        wait_all([self._notice[1]])
+        if self._before is not None:
+            self._before._thread.join()
+        self._before = None
+        if self._begun is None:
+            self._fill()
+            return
+        torch.cuda.set_device(self._loan.twin.device)
+        stream = self._loan.stream  # no other transfer, which this rank may have begun sooner than its peers, stands before it
+        stream.wait_event(self._begun)
+        with torch.cuda.stream(stream):  # only the stream waits for what comes
+            self._fill()
+        self._arrived = stream.record_event()
 
     @torch.no_grad()
     def _fill(self) -> None:

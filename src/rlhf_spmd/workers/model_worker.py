@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -206,11 +206,8 @@ class ModelWorker(Worker):
         """
         limits, lengths = self.build.limits, np.array(sequence_lengths(batch), dtype=np.int64)
         prompts = batch["prompt_ids"].lengths.numpy() if len(batch) else lengths
-        sizes = (
-            lengths,
-            np.maximum(prompts - 1, 0),
-            batch.group_ids.numpy(),
-        )  # of a prompt all but the last token, see pack_rows
+        shared = np.maximum(prompts - 1, 0)  # of a prompt all but the last token, see pack_rows
+        sizes = lengths, shared, batch.group_ids.numpy()
         cut = functools.partial(cut_rows, *sizes, limits.max_tokens, limits.rows, keep_groups, where=limits.where)
         index = cut()
         response_tokens = int(model_tokens(batch).sum()) if len(batch) else 0
@@ -273,7 +270,7 @@ class ModelWorker(Worker):
         """Learn: one optimizer step for each mini-batch of ``mini_batch_size`` groups (prompts; None: all of them) and epoch.
 
         With several references and as many objectives, the losses of each mini-batch are added up into one step; the first
-        one's groups say how many mini-batches there are. Returns the mean statistics over the steps.
+        one's groups say how many mini-batches there are. Returns the mean statistics over the steps, and the first one's ``ppo_kl``.
         Collective over the pool: every rank of it must call, in program order.
         """
         objectives = as_objectives(objective)
@@ -285,8 +282,12 @@ class ModelWorker(Worker):
             checked = None
         if not self.engine.weights_finite():
             raise FloatingPointError(f"the weights of {self.name} are not finite after its update; {self._remedy()}")
-        report = self.summarise(reports, first=(f"{self.name}/ppo_kl",))
-        return report | log_prob_differences(torch.cat(differences)) if differences else report
+        named = [{name if "/" in name else f"{self.name}/{name}": x for name, x in report.items()} for report in reports]
+        having = {name: [report[name] for report in named if name in report] for name in named[0]}
+        means = {name: sum(values) / len(values) for name, values in having.items()}
+        if (kl := f"{self.name}/ppo_kl") in named[0]:
+            means[f"{kl}_first"] = named[0][kl]
+        return means | log_prob_differences(torch.cat(differences)) if differences else means
 
     def _step(
         self, batches: Sequence[Batch], objectives: Sequence[Objective], differences: list[Tensor] | None
@@ -294,21 +295,11 @@ class ModelWorker(Worker):
         """One optimizer step. Returns the statistics summed over micro-batches and data-parallel ranks (empty off the last stage),
         with grad_norm and lr. ``differences`` receives those of the rollout's log-probs from these, where they should be none."""
         stats: dict[str, Tensor] = {}
-
-        def losses(objective: Objective, totals: Totals) -> Callable[..., tuple[Tensor, dict[str, Tensor]]]:
-            def loss(decoder: Decoder, hidden: Tensor, micro: Packed) -> tuple[Tensor, dict[str, Tensor]]:
-                fields = _fields(objective, decoder, hidden, micro)
-                if differences is not None and objective is objectives[0] and "old_log_probs" in fields:
-                    differences.append((fields["log_probs"].detach() - fields["old_log_probs"]).abs())
-                value, told = objective.loss(fields, Rows.of(micro.extra), totals)
-                return value * objective.weight, told
-
-            return loss
-
         for batch, objective in zip(batches, objectives, strict=True):
             _, packed, totals = self.micro_batches(batch, objective.keep_groups)
             if totals.rows:  # of a stream that is shorter than the others this mini-batch may have none
-                for name, value in self.engine.forward_backward(packed, losses(objective, totals)).items():
+                loss = functools.partial(_loss, objective, totals, differences if objective is objectives[0] else None)
+                for name, value in self.engine.forward_backward(packed, loss).items():
                     stats[name] = stats[name] + value if name in stats else value
         if all(objective.names_loss for objective in objectives):
             stats.pop("loss", None)
@@ -333,25 +324,12 @@ class ModelWorker(Worker):
         Collective over the pool: every rank of it must call, in program order.
         """
         _, packed, totals = self.micro_batches(batch, objective.keep_groups)
-
-        def measure(decoder: Decoder, hidden: Tensor, micro: Packed) -> dict[str, Tensor]:
-            loss, told = objective.loss(_fields(objective, decoder, hidden, micro), Rows.of(micro.extra), totals)
-            return {"loss": loss, **told}
-
+        loss = functools.partial(_loss, replace(objective, weight=1.0), totals, None)
         sums: dict[str, float] = {"rows": len(batch)}
-        for found in self.engine.forward(packed, measure):
-            for name, share in (found or {}).items():
+        for value, told in filter(None, self.engine.forward(packed, loss)):
+            for name, share in {"loss": value, **told}.items():
                 sums[name] = sums.get(name, 0.0) + float(share) * totals.rows
         return sums
-
-    def summarise(self, reports: Sequence[dict[str, float]], first: tuple[str, ...] = ()) -> dict[str, float]:
-        """The mean of each statistic over a step's updates, under ``<role>/<name>``; of ``first`` also the first update's value."""
-        named = [
-            {name if "/" in name else f"{self.name}/{name}": value for name, value in report.items()} for report in reports
-        ]
-        having = {name: [report[name] for report in named if name in report] for name in named[0]}
-        result = {name: sum(values) / len(values) for name, values in having.items()}
-        return result | {f"{name}_first": named[0][name] for name in first if name in named[0]}
 
     @register(RANK_ZERO, kind="control")
     def progress(self) -> dict[str, int]:
@@ -359,8 +337,14 @@ class ModelWorker(Worker):
         return {"optimizer_steps": self.engine.optimizer.step_count if self.engine.optimizer else 0}
 
 
-def _fields(objective: Objective, decoder: Decoder, hidden: Tensor, micro: Packed) -> dict[str, Tensor]:
-    """What the objective reads, of the model and of the batch."""
-    fields = model_outputs(objective, decoder, hidden, micro)
+def _loss(
+    objective: Objective, totals: Totals, differences: list[Tensor] | None, decoder: Decoder, hidden: Tensor, micro: Packed
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Of a micro-batch the weighted loss, and statistics; for ``differences`` see :meth:`ModelWorker._step`."""
     devices = {name: torch.device("cpu") if name in objective.on_cpu else hidden.device for name in objective.reads}
-    return fields | {name: take_field(micro.extra, name, device) for name, device in devices.items()}
+    fields = model_outputs(objective, decoder, hidden, micro)
+    fields |= {name: take_field(micro.extra, name, device) for name, device in devices.items()}
+    if differences is not None and "old_log_probs" in fields:
+        differences.append((fields["log_probs"].detach() - fields["old_log_probs"]).abs())
+    value, told = objective.loss(fields, Rows.of(micro.extra), totals)
+    return value * objective.weight, told

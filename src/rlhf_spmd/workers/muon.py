@@ -7,7 +7,6 @@ Muon computes anyway: no bit is lost.
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -138,12 +137,10 @@ class Muon:
 def share_out(shapes: Mapping[str, tuple[int, ...]], ranks: int) -> dict[str, int]:
     """The rank that orthogonalizes each matrix, the longest first to whoever has least. Pure."""
     work = {tensor: math.prod(shape) * min(shape) for tensor, shape in shapes.items()}
-    loads = [(0, rank) for rank in range(ranks)]
-    found: dict[str, int] = {}
+    loads, found = [0] * ranks, dict[str, int]()
     for tensor in sorted(work, key=lambda one: -work[one]):
-        load, rank = heapq.heappop(loads)
-        found[tensor] = rank
-        heapq.heappush(loads, (load + work[tensor], rank))
+        found[tensor] = loads.index(min(loads))
+        loads[found[tensor]] += work[tensor]
     return {tensor: found[tensor] for tensor in shapes}
 
 

@@ -160,9 +160,8 @@ class Optimizer:
         learn with ``head_lr``. ``muon``: for the names that it has."""
         self.config, self.total_steps, self.step_count = config, total_steps, 0
         self._usual, self._eight_bit = AdamW(), EightBit() if config.name == "adamw_8bit" else None
-        self._groups: dict[
-            tuple[Any, bool], dict[str, int]
-        ] = {}  # (arithmetic, of the head) -> name -> elements in its buckets
+        # (arithmetic, of the head) -> name -> elements in its buckets
+        self._groups: dict[tuple[Any, bool], dict[str, int]] = {}
         self._states: dict[str, dict[str, Tensor]] = {}
         for name, param in params.items():
             arithmetic: Any = self._eight_bit if self._eight_bit is not None and param.dim() > 1 else self._usual

@@ -22,6 +22,8 @@ from rlhf_spmd.workers.model_worker import ModelWorker
 from rlhf_spmd.workers.objective import last_token_value, model_tokens
 from rlhf_spmd.workers.retokenize import Retokenizer, build_retokenizer
 
+COUNTED = ("calls", "failures", "timeouts", "clipped")  # in what each run notes
+
 
 class RewardWorker(ModelWorker):
     """A named reward, ``build.rewards[name]``, which reports under its name. The first of them also reports what is the same for
@@ -83,9 +85,7 @@ class RewardWorker(ModelWorker):
         to which no other one adds scores none of the first rows that it is asked for.
         Collective over the pool: every rank of it must call, in program order.
         """
-        report: dict[str, Any] = {
-            name: sum(note[name] for note in noted) for name in ("calls", "failures", "timeouts", "clipped")
-        }
+        report: dict[str, Any] = {name: sum(note[name] for note in noted) for name in COUNTED}
         report["first_error"] = next((note["first_error"] for note in noted if note["first_error"]), None)
         text_of = {row: text for note in noted for row, text in note["texts"].items()}
         texts = [text_of[row] for row in batch.row_ids.tolist()] if text_of else []
@@ -234,8 +234,7 @@ class RewardWorker(ModelWorker):
         """Add the function's scores to ``scores`` in place, nan for rows that are not scored, the same on all tp ranks of the last
         stage. Returns what :meth:`_report` has to know of the calls, on tp 0 with (prompt, response, row) of each row id, without
         special tokens in the response. ``refused``: rows that the model could not read, and why."""
-        report: dict[str, Any] = {"calls": 0, "failures": 0, "timeouts": 0, "first_error": None, "extras": {}, "clipped": 0}
-        report["texts"] = {}
+        report: dict[str, Any] = {**dict.fromkeys(COUNTED, 0), "first_error": None, "extras": {}, "texts": {}}
         if not self.mesh.last_stage or not len(batch):
             return report
         if self.answers:
@@ -249,12 +248,11 @@ class RewardWorker(ModelWorker):
                 errors = [f"row {texts[index][2].get('id')}: {why}" for index, why in refused.items() if scored[index]]
                 report |= {"calls": int(scored.sum()), "failures": len(errors), "first_error": next(iter(errors), None)}
         if self.runner is not None:
-            chosen = scored.nonzero()[:, 0]
             keys, rows, groups = self._asked(batch, texts, scored)
             result = self.runner.score(rows, groups, self.controller.tick, keys)
             given = torch.tensor([torch.nan if score is None else score for score in result.scores], dtype=scores.dtype)
-            scores[chosen] += self.reward.weight * (given if self.spec is None else given.nan_to_num(0.0))
-            report["calls"] += len(chosen)
+            scores[scored] += self.reward.weight * (given if self.spec is None else given.nan_to_num(0.0))
+            report["calls"] += len(rows)
             report["failures"] += result.failures
             report["timeouts"] = result.timeouts
             extras = {f"{self.name}/extra/{name}": sums for name, sums in result.extra_sums().items()}
