@@ -35,8 +35,8 @@ from rlhf_spmd.data.tokenizer import UNFINISHED, token_bytes
 from rlhf_spmd.generation import CallLimits, Request
 from rlhf_spmd.generation.sequence import NotFinite
 from rlhf_spmd.parallel.world import Launch, World
-from rlhf_spmd.runtime.inference import inference_program, read_config
-from rlhf_spmd.runtime.llm import Asked, Engine, EngineConfig, LoadedModel, prepare_model
+from rlhf_spmd.runtime.inference import LoadedModel, inference_program, read_config
+from rlhf_spmd.runtime.llm import Asked, Engine, EngineConfig, prepare_model
 from rlhf_spmd.runtime.openai_forms import choice, params_of, prompts_of, read_body
 from rlhf_spmd.runtime.sampling_params import CompletionOutput
 

@@ -29,8 +29,8 @@ from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import gather_logits, local_logits, log_probs_of
 from rlhf_spmd.parallel.world import Launch, World, join_world, read_launch
-from rlhf_spmd.runtime.generating import LoadedModel, build_generator, check_generation, generate_in_parts
-from rlhf_spmd.runtime.inference import LoadedConfig, gather_records, read_weights
+from rlhf_spmd.runtime.generating import build_generator, check_generation, generate_in_parts
+from rlhf_spmd.runtime.inference import LoadedConfig, LoadedModel, gather_records, read_weights
 from rlhf_spmd.runtime.sampling_params import CompletionOutput, Logprob, RequestOutput, SamplingParams
 
 Params = SamplingParams | Sequence[SamplingParams] | None

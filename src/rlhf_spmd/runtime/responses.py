@@ -38,8 +38,8 @@ from rlhf_spmd.rewards.config import RewardConfig
 from rlhf_spmd.rewards.results import check_failures
 from rlhf_spmd.rewards.runner import RewardRunner
 from rlhf_spmd.runtime.alike import sample_of
-from rlhf_spmd.runtime.generating import LoadedModel, build_generator, check_generation, generate_in_parts
-from rlhf_spmd.runtime.inference import InferenceConfig, gather_records, not_finite
+from rlhf_spmd.runtime.generating import build_generator, check_generation, generate_in_parts
+from rlhf_spmd.runtime.inference import InferenceConfig, LoadedModel, gather_records, not_finite
 from rlhf_spmd.runtime.journal import Journal
 
 
