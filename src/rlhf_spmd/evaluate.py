@@ -97,7 +97,7 @@ def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> Prepa
     """Local: no communication. Raises ConfigError, ValueError or DataError, one line each."""
     config = read_config(EvaluateConfig, path, overrides)
     sets = named_sets(config)
-    chosen = {name: (SamplingConfig(), RewardConfig()) for name in sets}
+    chosen: dict[str, tuple[SamplingConfig, RewardConfig]] = {}
     for name, given in sets.items():
         sampling = merged(config.sampling, given.sampling, f"sets.{name}.sampling")
         reward = merged(config.reward, given.reward, f"sets.{name}.reward")

@@ -21,13 +21,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from rlhf_spmd.checkpoint.save import RoleState
 from rlhf_spmd.config.bounds import check_bounds
-from rlhf_spmd.data.balance import micro_batches_by_tokens, partition_by_tokens
+from rlhf_spmd.data.balance import micro_batches_by_tokens
 from rlhf_spmd.data.batch import Batch, ragged
 from rlhf_spmd.data.encoding import check_ids
 from rlhf_spmd.data.files import DataError, Row, list_paths
@@ -118,8 +117,8 @@ def score(ready: Prepared, world: World) -> None:
     world.all.barrier("score:loaded")
     loaded = time.perf_counter()
     lengths = sequence_lengths(ready.batch)
-    mine = np.flatnonzero(partition_by_tokens(lengths, layout.dp) == mesh.dp_rank).tolist()
-    records = score_rows(engine, ready.batch.take(mine), config.max_token_len_per_gpu)
+    mine = ready.batch.take(inference.own_rows(lengths, mesh))
+    records = score_rows(engine, mine, config.max_token_len_per_gpu)
     scored = inference.gather_records(world, records if mesh.tp_rank == 0 else [], "score:results")
     if scored is None:
         return

@@ -22,6 +22,7 @@ from rlhf_spmd.checkpoint.save import RoleState
 from rlhf_spmd.config.bounds import check_bounds
 from rlhf_spmd.config.keys import Key, list_keys
 from rlhf_spmd.config.load import check_tree, flatten_yaml, load
+from rlhf_spmd.data.balance import partition_by_tokens
 from rlhf_spmd.data.dataset import RowsConfig
 from rlhf_spmd.models.hub import local_directory
 from rlhf_spmd.models.sharding import check_layout
@@ -29,6 +30,7 @@ from rlhf_spmd.models.spec import ModelSpec, read_spec
 from rlhf_spmd.models.weights import check_pretrained
 from rlhf_spmd.parallel.command_line import read_command_line
 from rlhf_spmd.parallel.layout import Layout, LayoutConfig, resolve_layout
+from rlhf_spmd.parallel.mesh import Mesh
 from rlhf_spmd.parallel.program import ProgramSettings, run_program
 from rlhf_spmd.parallel.world import Launch, World
 from rlhf_spmd.runtime.alike import weights_digest
@@ -92,8 +94,8 @@ class LoadedModel:
     @property
     def alike(self) -> dict[str, str]:
         """See :class:`~rlhf_spmd.parallel.program.ProgramSettings`."""
-        sources = filter(None, (read_first(self.config.model.path, self.checkpoint), self.checkpoint))
-        return {"set of weights": str([weights_digest(Path(source)) for source in sources])}
+        sources = read_first(self.config.model.path, self.checkpoint), self.checkpoint
+        return {"set of weights": str([weights_digest(Path(source)) for source in sources if source is not None])}
 
 
 Config = TypeVar("Config", bound=LoadedConfig)
@@ -187,6 +189,12 @@ def check_out(out: Path, *sources: str) -> None:
             pass
     except OSError as error:
         raise ValueError(f"out={out}: cannot write in {out.parent}: {error.strerror or error}") from error
+
+
+def own_rows(tokens: Sequence[int], mesh: Mesh) -> list[int]:
+    """Those that this rank's replica computes, by number; token counts balanced over replicas."""
+    parts = partition_by_tokens(tokens, mesh.layout.dp)
+    return [number for number, part in enumerate(parts.tolist()) if part == mesh.dp_rank]
 
 
 def gather_records(world: World, records: Sequence[tuple[Any, Any]], label: str) -> list[tuple[Any, Any]] | None:
