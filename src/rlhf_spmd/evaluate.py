@@ -188,12 +188,9 @@ def output_rows(asked: PromptSet, made: Sequence[dict[str, Any]]) -> list[dict[s
         seen = asked.rows[number]
         named = {"id": seen["id"], "prompt": seen["prompt"], "answer": seen["answer"]}
         place = {"set": asked.name, "data_source": seen["data_source"]}
-        if row:
-            got = {"response": row["response"], "score": row["score"], "finish_reason": row["finish_reason"]}
-            rows.append({**named, **got, "length": row["length"], **place})
-        else:
-            nothing = {"response": "", "score": 0.0 if asked.reward.chooses(seen) else None, "finish_reason": None, "length": 0}
-            rows.append({**named, **nothing, **place, "error": asked.errors[number]})
+        nothing = {"response": "", "score": 0.0 if asked.reward.chooses(seen) else None, "finish_reason": None, "length": 0}
+        got = {key: row[key] for key in nothing} if row else nothing
+        rows.append({**named, **got, **place, **({} if row else {"error": asked.errors[number]})})
     return rows
 
 

@@ -92,10 +92,8 @@ def _commit() -> str:
     found = ""
     for command in (["ls-files", "--error-unmatch", here.name], ["describe", "--always", "--dirty", "--exclude", "*"]):
         try:
-            ended = subprocess.run(["git", *command], cwd=here.parent, capture_output=True, text=True, timeout=10)
-        except (OSError, subprocess.TimeoutExpired):
-            return ""
-        if ended.returncode:
+            ended = subprocess.run(["git", *command], cwd=here.parent, capture_output=True, check=True, text=True, timeout=10)
+        except (OSError, subprocess.SubprocessError):
             return ""
         found = ended.stdout.strip()
     return found
