@@ -97,7 +97,7 @@ def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> Prepa
     """Local: no communication. Raises ConfigError, ValueError or DataError, one line each."""
     config = read_config(EvaluateConfig, path, overrides)
     sets = named_sets(config)
-    chosen = {name: (SamplingConfig(), RewardConfig()) for name in sets}
+    chosen: dict[str, tuple[SamplingConfig, RewardConfig]] = {}
     for name, given in sets.items():
         sampling = merged(config.sampling, given.sampling, f"sets.{name}.sampling")
         reward = merged(config.reward, given.reward, f"sets.{name}.reward")
@@ -188,12 +188,9 @@ def output_rows(asked: PromptSet, made: Sequence[dict[str, Any]]) -> list[dict[s
         seen = asked.rows[number]
         named = {"id": seen["id"], "prompt": seen["prompt"], "answer": seen["answer"]}
         place = {"set": asked.name, "data_source": seen["data_source"]}
-        if row:
-            got = {"response": row["response"], "score": row["score"], "finish_reason": row["finish_reason"]}
-            rows.append({**named, **got, "length": row["length"], **place})
-        else:
-            nothing = {"response": "", "score": 0.0 if asked.reward.chooses(seen) else None, "finish_reason": None, "length": 0}
-            rows.append({**named, **nothing, **place, "error": asked.errors[number]})
+        nothing = {"response": "", "score": 0.0 if asked.reward.chooses(seen) else None, "finish_reason": None, "length": 0}
+        got = {key: row[key] for key in nothing} if row else nothing
+        rows.append({**named, **got, **place, **({} if row else {"error": asked.errors[number]})})
     return rows
 
 

@@ -105,7 +105,7 @@ def output_rows(ready: Prepared, made: Sequence[dict[str, Any]]) -> Iterator[dic
         seen = asked.rows[number]
         named = {"id": seen["id"], "prompt": seen["prompt"], "answer": seen["answer"], "prompt_ids": asked.prompts[number]}
         if row:
-            text = response_text(ready, row["response_ids"], row["finish_reason"])
+            text = response_text(ready, row)
             yield {**named, **{key: value for key, value in row.items() if key not in ("response", "length")}, "text": text}
         else:
             empty: dict[str, Any] = {"response_ids": [], "log_probs": [], "text": None, "finish_reason": None}
@@ -119,10 +119,6 @@ def kept_rows(ready: Prepared, made: Sequence[dict[str, Any]], keep: str | int) 
     """
     asked, rows, none = ready.sets[0], [], 0
     n = asked.sampling.n
-
-    def text(row: dict[str, Any]) -> str | None:
-        return response_text(ready, row["response_ids"], row["finish_reason"])
-
     for number, given in enumerate(asked.given):
         scored = [row for row in made[number * n : (number + 1) * n] if row and row["score"] is not None]
         ranked = sorted(scored, key=lambda row: -row["score"])
@@ -131,11 +127,11 @@ def kept_rows(ready: Prepared, made: Sequence[dict[str, Any]], keep: str | int) 
         none += not ranked or (keep == "pairs" and ranked[0]["score"] == ranked[-1]["score"])
         if keep == "pairs" and ranked and ranked[0]["score"] > ranked[-1]["score"]:
             best, worst = ranked[0], next(row for row in ranked if row["score"] == ranked[-1]["score"])
-            pair = {"chosen": text(best), "rejected": text(worst)}
+            pair = {"chosen": response_text(ready, best), "rejected": response_text(ready, worst)}
             rows.append({**named, **pair, "chosen_score": best["score"], "rejected_score": worst["score"]})
         elif keep != "pairs":
             taken = ranked[: 1 if keep == "best" else int(keep)]
-            rows += [{**named, "response": text(row), "score": row["score"]} for row in taken]
+            rows += [{**named, "response": response_text(ready, row), "score": row["score"]} for row in taken]
     why = "have no two responses with different scores" if keep == "pairs" else "have no response with a score"
     if not rows:
         raise ValueError(f"keep={keep}: all {none} prompts {why}; there is nothing to write")
@@ -144,12 +140,12 @@ def kept_rows(ready: Prepared, made: Sequence[dict[str, Any]], keep: str | int) 
     return rows
 
 
-def response_text(ready: Prepared, token_ids: Sequence[int], finish_reason: str) -> str | None:
+def response_text(ready: Prepared, row: dict[str, Any]) -> str | None:
     """None without a tokenizer. Ends before the stop string that ended the response, unless it is to be included."""
-    decode, sampling = decoding(ready.tokenizer), ready.config.sampling
+    decode, sampling, token_ids = decoding(ready.tokenizer), ready.config.sampling, row["response_ids"]
     if decode is None:
         return None
-    if finish_reason != "stop" or not sampling.stop:
+    if row["finish_reason"] != "stop" or not sampling.stop:
         return decode(token_ids)
     if not sampling.include_stop_str_in_output:
         return StopStrings(sampling.stop, decode).cut(token_ids)[0]

@@ -21,13 +21,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from rlhf_spmd.checkpoint.save import RoleState
 from rlhf_spmd.config.bounds import check_bounds
-from rlhf_spmd.data.balance import micro_batches_by_tokens, partition_by_tokens
+from rlhf_spmd.data.balance import micro_batches_by_tokens
 from rlhf_spmd.data.batch import Batch, ragged
 from rlhf_spmd.data.encoding import check_ids
 from rlhf_spmd.data.files import DataError, Row, list_paths
@@ -35,11 +34,9 @@ from rlhf_spmd.data.sft import ID_KEYS, PairsConfig, encode_pairs, has_ids
 from rlhf_spmd.data.tokenizer import load_tokenizer
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.spec import ModelSpec
-from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.parallel.world import Launch, World
 from rlhf_spmd.runtime import inference
-from rlhf_spmd.runtime.alike import weights_digest
 from rlhf_spmd.workers.engine import Packed, TrainEngine
 from rlhf_spmd.workers.objective import pack_rows, response_log_probs, sequence_lengths
 
@@ -60,14 +57,9 @@ class ScoreConfig(inference.InferenceConfig):
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """The checked input. ``checkpoint``: where the weights are, if not in the model's directory. ``batch``: prompt_ids and
-    response_ids, rows in input order; ``ids``: what names each row outside."""
+class Prepared(inference.LoadedModel):
+    """The checked input. ``batch``: prompt_ids and response_ids, rows in input order; ``ids``: what names each row outside."""
 
-    config: ScoreConfig
-    spec: ModelSpec
-    layout: Layout
-    checkpoint: Path | None
     ids: list[Any]
     batch: Batch
 
@@ -75,10 +67,7 @@ class Prepared:
     def alike(self) -> dict[str, str]:
         """See :class:`~rlhf_spmd.parallel.program.ProgramSettings`."""
         tokens = [zlib.crc32(self.batch[key].values.numpy()) for key in ID_KEYS]
-        return {
-            "set of rows": str([len(self.ids), *tokens]),
-            "set of weights": weights_digest(self.checkpoint or Path(self.config.model.path)),
-        }
+        return {"set of rows": str([len(self.ids), *tokens]), **super().alike}
 
 
 def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> Prepared:
@@ -97,7 +86,7 @@ def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> Prepa
     number = torch.arange(len(rows))
     columns = {key: ragged([pair[side] for pair in pairs], torch.int64) for side, key in enumerate(ID_KEYS)}
     ids = [row.values.get("id", index) for index, row in enumerate(rows)]
-    return Prepared(config, spec, layout, checkpoint, ids, Batch(number, number.clone(), columns))
+    return Prepared(config, spec, layout, checkpoint, tokenizer, ids, Batch(number, number.clone(), columns))
 
 
 def check_length(row: Row, prompt: int, response: int, config: ScoreConfig, spec: ModelSpec) -> None:
@@ -117,10 +106,9 @@ def score(ready: Prepared, world: World) -> None:
     Collective over the world: every rank of it must call. Raises FloatingPointError where a log-prob is not finite.
     """
     started = time.perf_counter()
-    config, layout = ready.config, ready.layout
+    config, layout, model = ready.config, ready.layout, ready.config.model
     mesh = build_mesh(world, range(world.size), layout)
-    dtype = config.model.torch_dtype(world.device)
-    model = config.model
+    dtype = model.torch_dtype(world.device)
     source = inference.read_first(model.path, ready.checkpoint)
     engine = TrainEngine(ready.spec, source, "lm", mesh, None, dtype=dtype, device=world.device, attention=model.attention)
     held = RoleState(engine.param_shards(), engine.local_tensors())
@@ -129,12 +117,14 @@ def score(ready: Prepared, world: World) -> None:
     world.all.barrier("score:loaded")
     loaded = time.perf_counter()
     lengths = sequence_lengths(ready.batch)
-    mine = np.flatnonzero(partition_by_tokens(lengths, layout.dp) == mesh.dp_rank).tolist()
-    records = score_rows(engine, ready.batch.take(mine), config.max_token_len_per_gpu)
+    mine = ready.batch.take(inference.own_rows(lengths, mesh))
+    records = score_rows(engine, mine, config.max_token_len_per_gpu)
     scored = inference.gather_records(world, records if mesh.tp_rank == 0 else [], "score:results")
     if scored is None:
         return
-    check_finite(ready, scored)
+    for row, log_probs in scored:
+        if not all(map(math.isfinite, log_probs)):
+            raise inference.not_finite(row, ready.ids[row], config.model)
     responses = ready.batch["response_ids"].rows()
     inference.write_rows(
         config.out, ({"id": ready.ids[i], "response_ids": responses[i].tolist(), "log_probs": x} for i, x in scored)
@@ -170,13 +160,6 @@ def score_rows(engine: TrainEngine, batch: Batch, max_tokens: int) -> list[tuple
         log_probs = values.cpu().split(micro["response_ids"].lengths.tolist())
         records += [(row, x.tolist()) for row, x in zip(micro.row_ids.tolist(), log_probs, strict=True)]
     return records
-
-
-def check_finite(ready: Prepared, scored: Sequence[tuple[int, list[float]]]) -> None:
-    """Raises FloatingPointError that names the first row with a log-prob that is not finite."""
-    for row, log_probs in scored:
-        if not all(map(math.isfinite, log_probs)):
-            raise inference.not_finite(row, ready.ids[row], ready.config.model)
 
 
 keys, main = inference.inference_program("score", __doc__, ScoreConfig, prepare, lambda ready, world, tick: score(ready, world))

@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
 from queue import Empty, Queue
@@ -35,8 +36,8 @@ from rlhf_spmd.data.tokenizer import UNFINISHED, token_bytes
 from rlhf_spmd.generation import CallLimits, Request
 from rlhf_spmd.generation.sequence import NotFinite
 from rlhf_spmd.parallel.world import Launch, World
-from rlhf_spmd.runtime.inference import inference_program, read_config
-from rlhf_spmd.runtime.llm import Asked, Engine, EngineConfig, LoadedModel, prepare_model
+from rlhf_spmd.runtime.inference import LoadedModel, inference_program, read_config
+from rlhf_spmd.runtime.llm import Asked, Engine, EngineConfig, prepare_model
 from rlhf_spmd.runtime.openai_forms import choice, params_of, prompts_of, read_body
 from rlhf_spmd.runtime.sampling_params import CompletionOutput
 
@@ -216,9 +217,9 @@ class Service:
         made, prompts = sum(len(its.token_ids) for its in job.ended.values()), sum(len(asked.prompt_ids) for asked in job.asked)
         usage = {"prompt_tokens": prompts, "completion_tokens": made, "total_tokens": prompts + made}
         if not job.streams:
-            self._reply(
-                job, [choice(index, job.ended[row], job.chat, self._bytes) for index, row in enumerate(job.rows)], usage=usage
-            )
+            to_bytes = partial(token_bytes, self.engine.tokenizer)
+            choices = [choice(index, job.ended[row], job.chat, to_bytes) for index, row in enumerate(job.rows)]
+            self._reply(job, choices, usage=usage)
         elif isinstance(options := job.body.get("stream_options"), dict) and options.get("include_usage"):
             self._reply(job, [], usage=usage)
         self._put(job.number, None)
@@ -228,9 +229,6 @@ class Service:
         held = max(map(len, asked.sampling.stop), default=1) - 1
         text = self.engine.text_of(asked, ids, stopped=False)[0].rstrip(UNFINISHED)
         return text[: max(len(text) - held, 0)]
-
-    def _bytes(self, token: int, text: str) -> list[int] | None:
-        return token_bytes(self.engine.tokenizer, token, text)
 
     def _reply(self, job: Job, choices: list[dict[str, Any]], **more: Any) -> None:
         kind = ("chat.completion.chunk" if job.streams else "chat.completion") if job.chat else "text_completion"

@@ -4,43 +4,23 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import replace
 
 from rlhf_spmd.checkpoint.save import RoleState
 from rlhf_spmd.data.tokenizer import decoding
 from rlhf_spmd.generation import CallLimits, Completion, GenerationConfig, Generator, Request, SamplingConfig
 from rlhf_spmd.generation.backends import choose_backend
 from rlhf_spmd.models.decoder import Decoder
-from rlhf_spmd.models.spec import ModelSpec, read_eos_ids
+from rlhf_spmd.models.spec import read_eos_ids
 from rlhf_spmd.models.weights import load_pretrained
-from rlhf_spmd.parallel.layout import Layout, LayoutConfig
+from rlhf_spmd.parallel.layout import LayoutConfig
 from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.parallel.world import World
-from rlhf_spmd.runtime.alike import weights_digest
-from rlhf_spmd.runtime.inference import read_first, take_checkpoint
+from rlhf_spmd.runtime.inference import LoadedModel, read_first, take_checkpoint
 
 IN_FLIGHT = 8  # times generation.max_num_seqs rows are with the generator: each call builds its decode loop (graphs) anew
 ENDED = 0.5  # the share of their prompts that ends before rows are handed out and others follow, so that it never lacks any
 HANDED_OUT_S = 60.0  # seconds after which those that have ended are handed out in any case
-
-
-@dataclass(frozen=True)
-class LoadedModel:
-    """What is known of it before there are ranks, checked. ``config`` has ``model`` and ``generation``. ``checkpoint``: where the
-    weights are, if not in the model's directory."""
-
-    config: Any
-    spec: ModelSpec
-    layout: Layout
-    checkpoint: Path | None
-    tokenizer: Any
-
-    @property
-    def alike(self) -> dict[str, str]:
-        """See :class:`~rlhf_spmd.parallel.program.ProgramSettings`."""
-        return {"set of weights": weights_digest(Path(self.config.model.path))}
 
 
 def check_generation(layout: LayoutConfig, generation: GenerationConfig) -> None:
@@ -58,7 +38,7 @@ def check_generation(layout: LayoutConfig, generation: GenerationConfig) -> None
 
 
 def build_generator(ready: LoadedModel, world: World) -> Generator:
-    """On all ranks, with its weights.
+    """On all ranks, with its weights. ``config`` of ``ready`` has ``generation``, too.
 
     Collective over the world: every rank of it must call, in program order. Raises ValueError, CheckpointError.
     """

@@ -22,6 +22,7 @@ from rlhf_spmd.checkpoint.save import RoleState
 from rlhf_spmd.config.bounds import check_bounds
 from rlhf_spmd.config.keys import Key, list_keys
 from rlhf_spmd.config.load import check_tree, flatten_yaml, load
+from rlhf_spmd.data.balance import partition_by_tokens
 from rlhf_spmd.data.dataset import RowsConfig
 from rlhf_spmd.models.hub import local_directory
 from rlhf_spmd.models.sharding import check_layout
@@ -29,8 +30,10 @@ from rlhf_spmd.models.spec import ModelSpec, read_spec
 from rlhf_spmd.models.weights import check_pretrained
 from rlhf_spmd.parallel.command_line import read_command_line
 from rlhf_spmd.parallel.layout import Layout, LayoutConfig, resolve_layout
+from rlhf_spmd.parallel.mesh import Mesh
 from rlhf_spmd.parallel.program import ProgramSettings, run_program
 from rlhf_spmd.parallel.world import Launch, World
+from rlhf_spmd.runtime.alike import weights_digest
 from rlhf_spmd.telemetry.run_dir import CONFIG_FILE, EXPORT_DIR, atomic_write_text, exported_checkpoint
 from rlhf_spmd.workers.config import ComputeConfig
 
@@ -77,6 +80,24 @@ class InferenceConfig(LoadedConfig):
     data: RowsConfig = field(default_factory=RowsConfig)
 
 
+@dataclass(frozen=True)
+class LoadedModel:
+    """What is known of it before there are ranks, checked. ``config`` has ``model``. ``checkpoint``: where the weights are, if not in
+    the model's directory."""
+
+    config: Any
+    spec: ModelSpec
+    layout: Layout
+    checkpoint: Path | None
+    tokenizer: Any
+
+    @property
+    def alike(self) -> dict[str, str]:
+        """See :class:`~rlhf_spmd.parallel.program.ProgramSettings`."""
+        sources = read_first(self.config.model.path, self.checkpoint), self.checkpoint
+        return {"set of weights": str([weights_digest(Path(source)) for source in sources if source is not None])}
+
+
 Config = TypeVar("Config", bound=LoadedConfig)
 
 
@@ -85,15 +106,6 @@ def read_config(schema: type[Config], path: str | None, overrides: Sequence[str]
     config = load(schema, path, overrides)
     check_tree(config)
     return config
-
-
-def read_model(config: Config, launch: Launch) -> tuple[Config, ModelSpec, Layout]:
-    """The configuration with the model's directory in full, its architecture, and the layout. Raises ValueError, one line."""
-    config = replace(config, model=replace(config.model, path=local_directory(config.model.path, "model.path")))
-    spec = read_spec(config.model.path)
-    layout = resolve_layout(config.layout, launch.size, "layout on all ranks")
-    check_layout(spec, layout.pp, layout.tp, "layout", layout.vpp)
-    return config, spec, layout
 
 
 def find_weights(path: str) -> tuple[str, Path | None]:
@@ -120,13 +132,17 @@ def find_weights(path: str) -> tuple[str, Path | None]:
 
 
 def read_weights(config: Config, launch: Launch) -> tuple[Config, ModelSpec, Layout, Path | None]:
-    """As :func:`read_model`, of a run's checkpoint too. Local: no communication."""
+    """The configuration with the model's directory in full, its architecture, the layout, and the checkpoint with its weights where
+    they are not there. Local: no communication. Raises ValueError, one line."""
     given = Path(config.model.path)
     directory, checkpoint = find_weights(config.model.path)
     if launch.rank == 0 and (given / CONFIG_FILE).is_file():
         of = (checkpoint.name if checkpoint else exported_checkpoint(given)) or "an unknown checkpoint"
         print(f"model.path={given}: the weights of {of}, from {checkpoint or directory}", file=sys.stderr)
-    config, spec, layout = read_model(replace(config, model=replace(config.model, path=directory)), launch)
+    config = replace(config, model=replace(config.model, path=local_directory(directory, "model.path")))
+    spec = read_spec(config.model.path)
+    layout = resolve_layout(config.layout, launch.size, "layout on all ranks")
+    check_layout(spec, layout.pp, layout.tp, "layout", layout.vpp)
     if checkpoint is None:
         check_pretrained(spec, config.model.path, "lm")
     else:
@@ -173,6 +189,12 @@ def check_out(out: Path, *sources: str) -> None:
             pass
     except OSError as error:
         raise ValueError(f"out={out}: cannot write in {out.parent}: {error.strerror or error}") from error
+
+
+def own_rows(tokens: Sequence[int], mesh: Mesh) -> list[int]:
+    """Those that this rank's replica computes, by number; token counts balanced over replicas."""
+    parts = partition_by_tokens(tokens, mesh.layout.dp)
+    return [number for number, part in enumerate(parts.tolist()) if part == mesh.dp_rank]
 
 
 def gather_records(world: World, records: Sequence[tuple[Any, Any]], label: str) -> list[tuple[Any, Any]] | None:

@@ -15,12 +15,11 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from rlhf_spmd.config.load import check_tree
 from rlhf_spmd.config.schema import Reader
-from rlhf_spmd.data.balance import micro_batches_by_tokens, partition_by_tokens
+from rlhf_spmd.data.balance import micro_batches_by_tokens
 from rlhf_spmd.data.encoding import EncodingConfig, PromptEncoder, check_ids
 from rlhf_spmd.data.tokenizer import decode, load_tokenizer
 from rlhf_spmd.generation import Completion, GenerationConfig, Request, SamplingConfig, StopStrings
@@ -29,8 +28,8 @@ from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import gather_logits, local_logits, log_probs_of
 from rlhf_spmd.parallel.world import Launch, World, join_world, read_launch
-from rlhf_spmd.runtime.generating import LoadedModel, build_generator, check_generation, generate_in_parts
-from rlhf_spmd.runtime.inference import LoadedConfig, gather_records, read_weights
+from rlhf_spmd.runtime.generating import build_generator, check_generation, generate_in_parts
+from rlhf_spmd.runtime.inference import LoadedConfig, LoadedModel, gather_records, own_rows, read_weights
 from rlhf_spmd.runtime.sampling_params import CompletionOutput, Logprob, RequestOutput, SamplingParams
 
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -134,8 +133,7 @@ class Engine:
     def generate(self, asked: Sequence[Asked]) -> list[RequestOutput]:
         """In the order of ``asked``. Raises NotFinite. Collective over the world: every rank of it must call, in program order, with
         the same arguments."""
-        parts = partition_by_tokens([its.most for its in asked], self.mesh.layout.dp)
-        mine = np.flatnonzero(parts == self.mesh.dp_rank).tolist()
+        mine = own_rows([its.most for its in asked], self.mesh)
         alike: dict[str, list[Asked]] = {}
         longest_first = sorted(mine, key=lambda i: -asked[i].most)  # whose pages serve all that follow
         for i in longest_first:

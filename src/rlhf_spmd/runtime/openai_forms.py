@@ -10,17 +10,8 @@ from rlhf_spmd.config.schema import Reader
 from rlhf_spmd.runtime.llm import is_ids
 from rlhf_spmd.runtime.sampling_params import CompletionOutput, Logprob, SamplingParams
 
-OTHER = (
-    "model",
-    "prompt",
-    "messages",
-    "stream",
-    "stream_options",
-    "user",
-    "metadata",
-    "store",
-    "service_tier",
-)  # not of sampling
+# not of sampling
+OTHER = ("model", "prompt", "messages", "stream", "stream_options", "user", "metadata", "store", "service_tier")
 INTERNAL = ("prompt_logprobs", "logits_processors")  # of sampling, and not for requests
 ASKS_NOTHING: dict[str, tuple[Any, ...]] = {  # values of fields that are refused otherwise
     "echo": (False,),

@@ -24,8 +24,9 @@ from rlhf_spmd.planner.placement import PlacementConfig
 
 def describe(ready: Any, world: World) -> str:
     """``ready``: the checked run (``Prepared`` of the training program)."""
-    rows = ", ".join(data.summary() for data in ready.training.values())
-    lines = [f"{ready.config.run.name}: {ready.config.algorithm.name} on {world.size} rank(s), {rows}"]
+    config, rows = ready.config, ", ".join(data.summary() for data in ready.training.values())
+    placement, exported = config.placement, config.algorithm.exported
+    lines = [f"{config.run.name}: {config.algorithm.name} on {world.size} rank(s), {rows}"]
     lines += [f"  warning: {line}" for line in ready.warnings]
     if ready.checkpointing != "none":
         lines.append(f"  activation_checkpointing auto: {ready.checkpointing}, so that activations fit into memory")
@@ -33,23 +34,23 @@ def describe(ready: Any, world: World) -> str:
     rules = any(reward.function for reward in ready.rewards.values())
     if prompts and rules and all(row["answer"] is None for data in prompts for row in data.examples()):
         lines.append("  warning: no row has an answer (data.answer_key), so a reward that looks for one finds none")
-    correction = getattr(ready.config.algorithm, "rollout_correction", None)
-    if ready.config.placement.max_staleness and not (correction and (correction.bypass_mode or correction.active)):
+    correction = getattr(config.algorithm, "rollout_correction", None)
+    if placement.max_staleness and not (correction and (correction.bypass_mode or correction.active)):
         advice = "set algorithm.rollout_correction.bypass_mode=true, or rollout_is" if correction else "this algorithm cannot"
-        stale = f"placement.max_staleness={ready.config.placement.max_staleness}"
+        stale = f"placement.max_staleness={placement.max_staleness}"
         lines.append(f"  warning: {stale} and nothing corrects for older weights: {advice}")
     lines += [line for data in (*ready.training.values(), *ready.validation.values()) for line in data.tally.warnings()]
-    plan, device = ready.plans[ready.config.algorithm.exported], world.device
+    plan, device = ready.plans[exported], world.device
     dtype = plan.config.torch_dtype(device)
-    attention = choose_ops(dtype, device, plan.config.attention, f"models.{ready.config.algorithm.exported}.attention").name
+    attention = choose_ops(dtype, device, plan.config.attention, f"models.{exported}.attention").name
     line = f"  device {device.type}, attention {attention}"
     if plan.generation is not None:
-        where = f"models.{ready.config.algorithm.exported}.generation.attention"
+        where = f"models.{exported}.generation.attention"
         line += f", of generation {choose_backend(plan.config.generation.attention, attention, dtype, device, where)}"
-    on_cpu = f", float32 products '{torch.get_float32_matmul_precision()}', {ready.config.run.threads} thread(s) per rank"
+    on_cpu = f", float32 products '{torch.get_float32_matmul_precision()}', {config.run.threads} thread(s) per rank"
     lines.append(line + (on_cpu if can(device).exact else ""))
     lines += [f"  {ready.memory}"] if ready.memory else []
-    placement, usual = ready.config.placement, PlacementConfig()
+    usual = PlacementConfig()
     set_here = [f.name for f in fields(placement) if f.name != "pools" and getattr(placement, f.name) != getattr(usual, f.name)]
     if set_here:
         lines.append("  placement " + ", ".join(f"{name} {getattr(placement, name)}" for name in set_here))
@@ -91,10 +92,8 @@ def _commit() -> str:
     found = ""
     for command in (["ls-files", "--error-unmatch", here.name], ["describe", "--always", "--dirty", "--exclude", "*"]):
         try:
-            ended = subprocess.run(["git", *command], cwd=here.parent, capture_output=True, text=True, timeout=10)
-        except (OSError, subprocess.TimeoutExpired):
-            return ""
-        if ended.returncode:
+            ended = subprocess.run(["git", *command], cwd=here.parent, capture_output=True, check=True, text=True, timeout=10)
+        except (OSError, subprocess.SubprocessError):
             return ""
         found = ended.stdout.strip()
     return found

@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from rlhf_spmd.config.bounds import check_bounds
 from rlhf_spmd.config.schema import ConfigError, Reader
 from rlhf_spmd.planner.problem import Mesh
 from rlhf_spmd.planner.shape import CHECKPOINTING
@@ -45,23 +46,21 @@ class PlannedCall:
         return Mesh(int(first), int(last or first) - int(first) + 1)
 
     def check(self, where: str) -> None:
-        """Raises ConfigError."""
+        """Raises ValueError."""
         if not re.fullmatch(r"\d+(-\d+)?", self.ranks) or self.mesh.count < 1:
-            raise ConfigError(f"{where}.ranks={self.ranks!r} must be the first and the last rank, as 0-7, or one rank")
-        wrong = next((key for key in ("pp", "tp", "dp") if type(getattr(self, key)) is not int or getattr(self, key) < 1), None)
-        if wrong:
-            raise ConfigError(f"{where}.{wrong}={getattr(self, wrong)!r} must be a whole number of at least 1")
+            raise ValueError(f"{where}.ranks={self.ranks!r} must be the first and the last rank, as 0-7, or one rank")
+        check_bounds(self, where, "pp", "tp", "dp", least=1)
         if self.pp * self.tp * self.dp != self.mesh.count:
-            raise ConfigError(
+            raise ValueError(
                 f"{where}: pp({self.pp}) * tp({self.tp}) * dp({self.dp}) is not the number of ranks in {self.ranks} ({self.mesh.count})"
             )
         share, flying = self.gpu_memory_utilization, self.max_num_seqs
         if (share is not None and not 0 < share <= 1) or (flying is not None and flying < 1):
-            raise ConfigError(f"{where}: gpu_memory_utilization={share} must be in (0, 1] and max_num_seqs={flying} at least 1")
+            raise ValueError(f"{where}: gpu_memory_utilization={share} must be in (0, 1] and max_num_seqs={flying} at least 1")
         if self.zero not in (0, 1, 2, 3):
-            raise ConfigError(f"{where}.zero={self.zero!r}: allowed are 0, 1, 2, 3")
+            raise ValueError(f"{where}.zero={self.zero!r}: allowed are 0, 1, 2, 3")
         if self.activation_checkpointing not in CHECKPOINTING:
-            raise ConfigError(
+            raise ValueError(
                 f"{where}.activation_checkpointing={self.activation_checkpointing!r}: allowed are {', '.join(CHECKPOINTING)}"
             )
 
@@ -79,33 +78,19 @@ class PlanFile:
 
     def to_yaml(self) -> str:
         usual = PlannedCall("0")
-        calls = {
-            name: {
-                key: value
-                for key, value in asdict(call).items()
-                if value != getattr(usual, key) or key in ("ranks", "pp", "tp", "dp")
-            }
-            for name, call in self.calls.items()
-        }
-        whole = {
-            "ranks": self.ranks,
-            "local_size": self.local_size,
-            "algorithm": dict(self.algorithm),
-            **self.told,
-            "calls": calls,
-        }
-        return yaml.safe_dump(whole, sort_keys=False)
-
-    def homes(self) -> dict[str, str]:
-        """Role -> the method that runs where it is at home."""
-        return {name.split(".")[0]: name.split(".")[1] for name, call in self.calls.items() if call.home}
+        always = ("ranks", "pp", "tp", "dp")
+        calls = {}
+        for name, call in self.calls.items():
+            calls[name] = {key: x for key, x in asdict(call).items() if x != getattr(usual, key) or key in always}
+        head = {"ranks": self.ranks, "local_size": self.local_size, "algorithm": dict(self.algorithm)}
+        return yaml.safe_dump({**head, **self.told, "calls": calls}, sort_keys=False)
 
     def settings(self) -> dict[str, Any]:
         """What ``train`` is to be told, as its configuration has it."""
         pools = {_pool(call.mesh): list(call.mesh.ranks) for call in self.calls.values()}
         models: dict[str, dict[str, Any]] = {}
-        for role, method in self.homes().items():
-            home = self.calls[f"{role}.{method}"]
+        homes = {name.split(".")[0]: call for name, call in self.calls.items() if call.home}
+        for role, home in homes.items():
             found = models[role] = {
                 "pool": _pool(home.mesh),
                 "layout": {**_layout(home), "zero": home.zero, "sequence_parallel": home.sequence_parallel},
@@ -114,8 +99,8 @@ class PlanFile:
                 "optim": {"offload": home.optim_offload},
                 "calls": {},
             }
-            others = {name.split(".")[1]: call for name, call in self.calls.items() if name.split(".")[0] == role}
-            for name, call in others.items():
+            own = {name.split(".")[1]: call for name, call in self.calls.items() if name.split(".")[0] == role}
+            for method, call in own.items():
                 if call.max_num_seqs is not None:
                     found["generation"] = {
                         "max_num_seqs": call.max_num_seqs,
@@ -126,12 +111,12 @@ class PlanFile:
                         found["generation"] |= {"pp": call.pp, "tp": call.tp}
                         continue
                 if (call.mesh, call.pp, call.tp) != (home.mesh, home.pp, home.tp):
-                    found["calls"][name] = {"pool": _pool(call.mesh), "layout": _layout(call)}
+                    found["calls"][method] = {"pool": _pool(call.mesh), "layout": _layout(call)}
         return {"placement": {"strategy": "colocate", "pools": pools}, "models": models, "algorithm": self.algorithm}
 
 
 def _pool(mesh: Mesh) -> str:
-    return f"ranks_{mesh.first}_to_{mesh.first + mesh.count - 1}"
+    return f"ranks_{mesh.first}_to_{mesh.end - 1}"
 
 
 def _layout(call: PlannedCall) -> dict[str, Any]:
@@ -162,19 +147,20 @@ def read_plan(path: str) -> PlanFile:
         homes = [name for name, call in calls.items() if call.home and name.split(".")[0] == role]
         if len(homes) != 1:
             raise ConfigError(f"plan={path}: one call of role '{role}' must have home: true, and {len(homes)} have")
-    last = max(call.mesh.first + call.mesh.count for call in calls.values())
-    told = {key: value for key, value in raw.items() if key not in ("ranks", "local_size", "algorithm", "calls")}
+    last = max(call.mesh.end for call in calls.values())
+    told = _without(raw, "ranks", "local_size", "algorithm", "calls")
     size, algorithm = raw.get("ranks", last), raw.get("algorithm") or {}
     local_size = raw.get("local_size", size)
-    if type(size) is not int or type(local_size) is not int or not _is_budget(algorithm):
+    is_budget = isinstance(algorithm, dict) and all(type(one) is int and one > 0 for one in algorithm.values())
+    if type(size) is not int or type(local_size) is not int or not is_budget:
         raise ConfigError(
             f"plan={path}: ranks and local_size must be integers, and algorithm a mapping to integers of at least 1"
         )
     return PlanFile(size, local_size, algorithm, calls, told)
 
 
-def _is_budget(value: Any) -> bool:
-    return isinstance(value, dict) and all(type(one) is int and one > 0 for one in value.values())
+def _without(settings: Mapping[str, Any], *keys: str) -> dict[str, Any]:
+    return {key: value for key, value in settings.items() if key not in keys}
 
 
 def apply_plan(file: dict[str, Any], plan: PlanFile) -> dict[str, Any]:
@@ -188,30 +174,23 @@ def apply_plan(file: dict[str, Any], plan: PlanFile) -> dict[str, Any]:
             raise ConfigError(
                 f"models.{role}={own!r}: with a plan a role's settings must stand by themselves, not as an interpolation"
             )
-        merged = {**own, **{key: value for key, value in planned.items() if key not in ("optim", "generation")}}
+        merged = {**own, **_without(planned, "optim", "generation")}
         for key in ("optim", "generation"):
             merged[key] = {**(own.get(key) or {}), **planned.get(key, {})}
         if "generation" in planned and "pp" not in planned["generation"]:
-            merged["generation"] = {key: value for key, value in merged["generation"].items() if key not in ("pp", "tp")}
+            merged["generation"] = _without(merged["generation"], "pp", "tp")
         if not merged["offload"]:
             merged.pop("prefetch", None)
         if "generate_sequences" in merged["calls"]:  # weights come whole there
-            merged["generation"] = {
-                key: value for key, value in merged["generation"].items() if key not in ("overlap", "engine")
-            }
+            merged["generation"] = _without(merged["generation"], "overlap", "engine")
         models[role] = merged
     for role in set(models) - set(settings["models"]):  # without a model: they go where the strategy puts them
         if isinstance(models[role], Mapping):
-            models[role] = {key: value for key, value in models[role].items() if key != "pool"}
-    placement = {
-        key: value
-        for key, value in (file.get("placement") or {}).items()
-        if key not in ("pools", "ratios", "strategy", "profile")
-    }
+            models[role] = _without(models[role], "pool")
+    placement = _without(file.get("placement") or {}, "pools", "ratios", "strategy", "profile") | settings["placement"]
     algorithm = file.get("algorithm") or {}
     algorithm = algorithm if isinstance(algorithm, Mapping) else {"name": algorithm}
-    algorithm = {**algorithm, **settings["algorithm"]}
-    return {**file, "models": models, "placement": {**placement, **settings["placement"]}, "algorithm": algorithm}
+    return {**file, "models": models, "placement": placement, "algorithm": {**algorithm, **settings["algorithm"]}}
 
 
 def check_ranks(path: str | None, world_size: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from html import escape
 from importlib.resources import files
 from itertools import groupby
@@ -34,12 +34,17 @@ def planned_chart(plan: PlanFile) -> TimelineChart:
     return TimelineChart(rows)
 
 
+def _computed(trace: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The events of calls that ranks computed."""
+    return (event for event in trace.get("traceEvents", ()) if event.get("ph") == "X" and event.get("cat") == "compute")
+
+
 def measured_seconds(trace: Mapping[str, Any]) -> dict[str, float]:
     """Call -> seconds of its slowest rank: the median over all steps but the first."""
     slowest: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
-    for event in trace.get("traceEvents", ()):
+    for event in _computed(trace):
         step = (event.get("args") or {}).get("step")
-        if event.get("ph") == "X" and event.get("cat") == "compute" and isinstance(step, int):
+        if isinstance(step, int):
             of_call = slowest[str(event["name"])]
             of_call[step] = max(of_call[step], event["dur"] / 1e6)
     return {
@@ -56,9 +61,8 @@ def read_trace(plan: PlanFile, run: str) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ValueError(f"plan.measured={run}: {path} cannot be read: {error}") from error
     ran: dict[str, set[int]] = defaultdict(set)
-    for event in found.get("traceEvents", ()):
-        if event.get("ph") == "X" and event.get("cat") == "compute":
-            ran[str(event["name"])].add(event["pid"])
+    for event in _computed(found):
+        ran[str(event["name"])].add(event["pid"])
     if not any(name in ran for name in plan.calls):
         raise ValueError(f"plan.measured={run}: the run has none of the plan's calls ({', '.join(plan.calls)})")
     for name, call in plan.calls.items():
@@ -70,11 +74,8 @@ def read_trace(plan: PlanFile, run: str) -> dict[str, Any]:
 
 def compare(plan: PlanFile, measured: Mapping[str, float]) -> list[tuple[str, float, float | None, float | None]]:
     """(call, planned seconds, measured seconds, error as a share of the measured ones) of each call."""
-    found: list[tuple[str, float, float | None, float | None]] = []
-    for name, call in plan.calls.items():
-        seconds = measured.get(name)
-        found.append((name, call.seconds, seconds, None if not seconds else call.seconds / seconds - 1))
-    return found
+    found = [(name, call.seconds, measured.get(name)) for name, call in plan.calls.items()]
+    return [(name, planned, seconds, planned / seconds - 1 if seconds else None) for name, planned, seconds in found]
 
 
 def page(plan: PlanFile, run: str | None) -> str:

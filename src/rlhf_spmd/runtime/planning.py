@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -46,34 +46,13 @@ class Times(Protocol):
 
 @dataclass(frozen=True)
 class Way:
-    """What an option of some calls stands for: the layout and the rest of :class:`Choices`; of each of the calls its seconds, the bytes
-    that it needs beside what is held, and of them those of a cache."""
+    """What an option stands for: the layout and the rest of :class:`Choices`; of the bytes that it needs beside what is held those of a
+    cache."""
 
     chosen: Mapping[str, int]
-    seconds: tuple[float, ...]
-    active: tuple[float, ...]
-    cache: tuple[float, ...]
-    held: float
+    cache: float
     offload: bool
     optim_offload: bool
-
-    def call(self, ranks: str, home: bool, kind: str) -> PlannedCall:
-        chosen = self.chosen
-        generates = kind == "generate"
-        return PlannedCall(
-            ranks,
-            chosen["pp"],
-            chosen["tp"],
-            chosen["dp"],
-            home,
-            chosen["zero"],
-            bool(chosen["sequence_parallel"]),
-            CHECKPOINTING[chosen["checkpointing"]],
-            self.offload,
-            self.optim_offload,
-            max_num_seqs=chosen["max_num_seqs"] if generates else None,
-            graphs=generates and bool(chosen["graphs"]),
-        )
 
 
 @dataclass(frozen=True)
@@ -90,30 +69,22 @@ class Planning:
     def problem(self) -> Problem:
         """Raises ValueError where a call has no layout, and for layouts of a fixed plan that cannot be."""
         machine, calls = self.machine, dict[int, Call]()
+        every = mesh_sizes(machine.size, machine.local_size) if self.fixed is None else []
         for number, node in enumerate(self.nodes):
             if node.linked:
                 continue
             tied = [i for i, other in enumerate(self.nodes) if node.home and other.linked and other.role == node.role]
             together = [number, *tied]
-            found = [way for size in self._sizes(node) for way in self._ways([self.nodes[i] for i in together], size)]
+            nodes = [self.nodes[i] for i in together]
+            sizes = every if self.fixed is None else [self.fixed.calls[node.name].mesh.count]
+            found = [options for size in sizes for options in self._options(nodes, size)]
             if not found:
-                raise ValueError(self._no_layout(node))
-            for place, i in enumerate(together):
-                one = self.nodes[i]
-                options = tuple(
-                    Option(
-                        way.chosen["pp"] * way.chosen["tp"] * way.chosen["dp"],
-                        way.chosen["pp"],
-                        way.chosen["tp"],
-                        way.seconds[place],
-                        way.held,
-                        way.active[place],
-                        way,
-                        ROWS_OF[way.chosen["zero"]],
-                        one.kind == "infer",
-                    )
-                    for way in found
+                raise ValueError(
+                    f"no layout of {node.name} on up to {machine.size} ranks fits its model and rows: {node.work.rows} rows in "
+                    f"{node.work.mini_batches} mini-batches, {node.spec.num_hidden_layers} layers, "
+                    f"{node.spec.num_attention_heads} heads"
                 )
+            for i, one, options in zip(together, nodes, zip(*found, strict=True), strict=True):
                 calls[i] = Call(one.name, one.role, one.after, options, home=one.home, at_home=one.linked)
         return Problem(
             tuple(calls[i] for i in range(len(self.nodes))),
@@ -126,22 +97,10 @@ class Planning:
             frozenset(i for i, node in enumerate(self.nodes) if node.kind == "generate" and node.trained),
         )
 
-    def _no_layout(self, node: PlannedNode) -> str:
-        return (
-            f"no layout of {node.name} on up to {self.machine.size} ranks fits its model and rows: {node.work.rows} rows in "
-            f"{node.work.mini_batches} mini-batches, {node.spec.num_hidden_layers} layers, {node.spec.num_attention_heads} heads"
-        )
-
-    def _sizes(self, node: PlannedNode) -> Sequence[int]:
-        return self.mesh_sizes if self.fixed is None else [self.fixed.calls[node.name].mesh.count]
-
-    @cached_property
-    def mesh_sizes(self) -> list[int]:
-        return sizes(self.machine.size, self.machine.local_size)
-
-    def _ways(self, tied: Sequence[PlannedNode], size: int) -> list[Way]:
-        """Of calls that run together on ``size`` ranks, at home if the first one's role is: those that no other one beats."""
-        first, device, found = tied[0], self.machine.device, list[Way]()
+    def _options(self, tied: Sequence[PlannedNode], size: int) -> list[tuple[Option, ...]]:
+        """Ways to run calls that run together on ``size`` ranks, at home if the first one's role is, as an option of each call: those
+        that no other way beats."""
+        first, device, found = tied[0], self.machine.device, list[tuple[Option, ...]]()
         slices = self.times.slices(first.shape)
         if not slices:
             raise ValueError(
@@ -162,16 +121,23 @@ class Planning:
             offloads.append((False, True) if first.trained else (True, False))
         for offload, optim_offload in offloads:
             role = role_settings(first.plan, device.itemsize, device.on_host, offload=offload, optim_offload=optim_offload)
-            seconds, active, cache = zip(*(self._estimate(node, chosen, role) for node in tied), strict=True)
+            estimates = [self._estimate(node, chosen, role) for node in tied]
             held = np.zeros(len(chosen))
             if first.home:
                 held, _ = memory.fullest(chosen, partial(_held, first.shape, chosen, role))
             beaten = np.zeros(len(chosen), dtype=bool)
             if self.fixed is None:
+                seconds, active, _ = zip(*estimates, strict=True)
                 beaten = dominated(chosen, np.sum(seconds, axis=0), held, np.max(active, axis=0))
             for i in np.flatnonzero(~beaten).tolist():
-                took, needs, cached = (tuple(float(x[i]) for x in one) for one in (seconds, active, cache))
-                found.append(Way(chosen.one(i), took, needs, cached, float(held[i]), offload, optim_offload))
+                one, options = chosen.one(i), []
+                for node, estimate in zip(tied, estimates, strict=True):
+                    took, needs, cache = (float(each[i]) for each in estimate)
+                    way, rows = Way(one, cache, offload, optim_offload), ROWS_OF[one["zero"]]
+                    options.append(
+                        Option(size, one["pp"], one["tp"], took, float(held[i]), needs, way, rows, node.kind == "infer")
+                    )
+                found.append(tuple(options))
         return found
 
     def _choices(self, node: PlannedNode, given: Sequence[tuple[int, int, int]]) -> Choices:
@@ -208,10 +174,8 @@ class Planning:
             def needs_of(stage: Any) -> tuple[memory.Parts, memory.Parts]:
                 return NOTHING, {"work": memory.generate(shape, work, given, role, config, stage)[0]["work"]}
 
-            cache, needs = (
-                memory.generate(shape, work, given, role, config, 0 * given.pp)[2],
-                memory.fullest(given, needs_of)[1],
-            )
+            cache = memory.generate(shape, work, given, role, config, 0 * given.pp)[2]
+            _, needs = memory.fullest(given, needs_of)
             if self.fixed is not None and self.fixed.calls[node.name].gpu_memory_utilization is None:  # the configuration's own
                 cache = np.minimum(cache, config.gpu_memory_utilization * (min(self.machine.memory) - needs))
             return self.times.generate_seconds(shape, work, given, cache), needs + cache, cache + none
@@ -231,7 +195,7 @@ def _held(shape: ModelShape, given: Choices, role: RoleSettings, stage: Any) -> 
     return memory.held(shape, given, role, stage), NOTHING
 
 
-def sizes(size: int, local_size: int) -> list[int]:
+def mesh_sizes(size: int, local_size: int) -> list[int]:
     """Of all meshes that a search may try."""
     call = Call("", "", frozenset(), tuple(Option(n, 1, 1, 0.0, 0.0, 0.0) for n in range(1, size + 1)), home=True)
     every = Problem((call,), local_size, (1.0,) * size, {"": 0.0}, 1.0, 1.0)
@@ -309,19 +273,27 @@ def to_file(planning: Planning, problem: Problem, plan: Plan, schedule: Schedule
         if not (call.home or call.at_home):
             moved = problem.move(call, plan[problem.homes[call.role]], choice)[1]
         held = max(sum(amount for mesh, amount in homes if rank in mesh.ranks) for rank in _edges(choice.mesh, plan))
-        planned = replace(
-            way.call(span_of(choice.mesh.ranks), call.home, node.kind),
+        share = way.cache * SPARE / max(min(problem.memory) - held - moved, 1.0)
+        generates, chosen = node.kind == "generate", way.chosen
+        calls[call.name] = PlannedCall(
+            span_of(choice.mesh.ranks),
+            chosen["pp"],
+            chosen["tp"],
+            chosen["dp"],
+            call.home,
+            chosen["zero"],
+            bool(chosen["sequence_parallel"]),
+            CHECKPOINTING[chosen["checkpointing"]],
+            way.offload,
+            way.optim_offload,
+            max_num_seqs=chosen["max_num_seqs"] if generates else None,
+            gpu_memory_utilization=round(min(max(share, 0.05), 0.95), 3) if generates else None,
+            graphs=generates and bool(chosen["graphs"]),
+            micro_batches=1 if generates else _micro_batches(node.work, chosen),
             start=round(start, 4),
             seconds=round(end - start, 4),
             memory_gb=round((held + option.active + moved) / GIB, 2),
-            micro_batches=1 if node.kind == "generate" else _micro_batches(node.work, way.chosen),
         )
-        if node.kind == "generate":
-            place = problem.tied[call.role].index(number) if call.at_home else 0
-            free = min(problem.memory) - held - moved
-            share = way.cache[place] * SPARE / max(free, 1.0)
-            planned = replace(planned, gpu_memory_utilization=round(min(max(share, 0.05), 0.95), 3))
-        calls[call.name] = planned
     machine = planning.machine
     told = {"step_seconds": round(schedule.seconds, 4)}
     return PlanFile(machine.size, machine.local_size, algorithm, calls, told)

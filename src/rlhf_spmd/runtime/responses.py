@@ -18,11 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from rlhf_spmd.config.load import to_dict
-from rlhf_spmd.data.balance import partition_by_tokens
 from rlhf_spmd.data.encoding import check_ids
 from rlhf_spmd.data.files import DataError, Row
 from rlhf_spmd.data.prompts import QuestionsConfig, encode_prompts, response_limits, reward_row
@@ -38,9 +36,11 @@ from rlhf_spmd.rewards.config import RewardConfig
 from rlhf_spmd.rewards.results import check_failures
 from rlhf_spmd.rewards.runner import RewardRunner
 from rlhf_spmd.runtime.alike import sample_of
-from rlhf_spmd.runtime.generating import LoadedModel, build_generator, check_generation, generate_in_parts
-from rlhf_spmd.runtime.inference import InferenceConfig, gather_records, not_finite
+from rlhf_spmd.runtime.generating import build_generator, check_generation, generate_in_parts
+from rlhf_spmd.runtime.inference import InferenceConfig, LoadedModel, gather_records, not_finite, own_rows
 from rlhf_spmd.runtime.journal import Journal
+
+Record = tuple[tuple[int, int], dict[str, Any]]  # a row: its place, and what was made for it
 
 
 @dataclass(frozen=True)
@@ -72,13 +72,15 @@ class PromptSet:
     limits: list[tuple[int, int]]
     errors: dict[int, str]
 
-    def requests(self, replica: int, num_replicas: int) -> list[list[Request]]:
-        """A replica's rows, a list for each prompt, so that a prompt is computed once; token counts (at most) balanced over
+    def requests(self, mesh: Mesh) -> list[list[Request]]:
+        """This replica's rows, a list for each prompt, so that a prompt is computed once; token counts (at most) balanced over
         replicas. The longest come first: pages that were made for them have room for all that follow."""
         n = self.sampling.n
         longest = [len(prompt) + n * most for prompt, (_, most) in zip(self.prompts, self.limits, strict=True)]
-        mine = np.flatnonzero(partition_by_tokens(longest, num_replicas) == replica).tolist()
-        order = sorted((i for i in mine if i not in self.errors), key=lambda i: -len(self.prompts[i]) - self.limits[i][1])
+        order = sorted(
+            (i for i in own_rows(longest, mesh) if i not in self.errors),
+            key=lambda i: -len(self.prompts[i]) - self.limits[i][1],
+        )
         return [[Request(i * n + j, i, self.prompts[i], self.limits[i][1], self.limits[i][0]) for j in range(n)] for i in order]
 
 
@@ -156,11 +158,8 @@ def job_of(config: Any, checkpoint: Path | None, sets: Sequence[PromptSet]) -> s
     function's file. Copies of a model on several nodes give the same."""
     source = checkpoint or Path(config.model.path)
     files = [[path.name, path.stat().st_size, sample_of(path)] for path in sorted(source.glob("*.safetensors"))]
-    settings = {
-        key: value
-        for key, value in to_dict(config).items()
-        if key in ("model", "sampling", "reward", "environment", "environments", "pass_score")
-    }
+    said = ("model", "sampling", "reward", "environment", "environments", "pass_score")
+    settings = {key: value for key, value in to_dict(config).items() if key in said}
     asked = [[s.name, s.prompts, s.limits, s.rows, to_dict(s.sampling), to_dict(s.reward), code_of(s)] for s in sets]
     return hashlib.sha256(json.dumps([settings, files, asked]).encode()).hexdigest()
 
@@ -219,13 +218,13 @@ class Answerer:
     def __init__(self, ready: Prepared, number: int, mesh: Mesh, generator: Generator, tick: Callable[[], None]) -> None:
         self.ready, self.number, self.mesh, self.generator, self.tick = ready, number, mesh, generator, tick
         self.set = ready.sets[number]
-        self.requests = self.set.requests(mesh.dp_rank, ready.layout.dp)
+        self.requests = self.set.requests(mesh)
         self.leads = mesh.replica.rank == 0
         self.runner: RewardRunner | None = None
         self.told = False  # of the first call of the reward that failed
         self.num_before = 0  # responses that were there from an earlier start
 
-    def answer(self, before: Mapping[tuple[int, int], dict[str, Any]]) -> list[tuple[tuple[int, int], dict[str, Any]]]:
+    def answer(self, before: Mapping[tuple[int, int], dict[str, Any]]) -> list[Record]:
         """((set, row id), row) of this replica's rows, on its first rank; nothing elsewhere. ``before``: those of earlier starts.
 
         Collective over the replica: every rank of it must call, in program order.
@@ -237,7 +236,7 @@ class Answerer:
         records = [((self.number, request.row_id), before[self.number, request.row_id]) for group in there for request in group]
         waiting = deque(group for group in self.requests if group[0].group_id not in done)
         begun: dict[int, list[Completion]] = {}  # responses to a prompt go together: rewards may compare them
-        scored: Future[list[tuple[tuple[int, int], dict[str, Any]]]] | None = None
+        scored: Future[list[Record]] | None = None
         try:
             with ThreadPoolExecutor(1) as pool:  # rewards take their time: the next rows are made meanwhile
                 for completions in self._generate(waiting):
@@ -270,21 +269,18 @@ class Answerer:
             return
         yield from generate_in_parts(self.generator, waiting, sampling, sampling.seed, self.tick)
 
-    def _write_down(self, completions: Sequence[Completion]) -> list[tuple[tuple[int, int], dict[str, Any]]]:
-        """On the thread that the reward's processes belong to."""
-        made = self._records(completions)
-        self.ready.journal.append(made)
-        return made
-
-    def _records(self, completions: Sequence[Completion]) -> list[tuple[tuple[int, int], dict[str, Any]]]:
+    def _write_down(self, completions: Sequence[Completion]) -> list[Record]:
+        """Scored and in the journal; on the thread that the reward's processes belong to."""
         rows = [record(completion, self.ready.keeps_tokens) for completion in completions]
         if self.set.reward.function is not None:
             prompts = [self.set.rows[completion.row_id // self.set.sampling.n] for completion in completions]
-            texts = decode(self.ready.tokenizer, [completion.token_ids for completion in completions])
-            scores = self._score(prompts, texts, [completion.token_ids for completion in completions])
-            for row, text, score in zip(rows, texts, scores, strict=True):
+            ids = [completion.token_ids for completion in completions]
+            texts = decode(self.ready.tokenizer, ids)
+            for row, text, score in zip(rows, texts, self._score(prompts, texts, ids), strict=True):
                 row |= {"response": text, "score": score}
-        return [((self.number, completion.row_id), row) for completion, row in zip(completions, rows, strict=True)]
+        made = [((self.number, completion.row_id), row) for completion, row in zip(completions, rows, strict=True)]
+        self.ready.journal.append(made)
+        return made
 
     def _score(self, prompts: Sequence[dict[str, Any]], texts: Sequence[str], ids: Sequence[list[int]]) -> list[float | None]:
         """None for rows that the reward does not score. Raises RewardError as training does, taking these rows for a step."""

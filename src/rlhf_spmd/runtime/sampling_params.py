@@ -12,14 +12,8 @@ from rlhf_spmd.generation.config import MAX_LOGPROBS
 from rlhf_spmd.generation.sequence import Drawing
 
 PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
-SHARED = (
-    *PENALTIES,
-    "logit_bias",
-    "allowed_token_ids",
-    "stop_token_ids",
-    "ignore_eos",
-    "logprobs",
-)  # by a call's rows, beside stop
+# by a call's rows, beside stop
+SHARED = (*PENALTIES, "logit_bias", "allowed_token_ids", "stop_token_ids", "ignore_eos", "logprobs")
 
 
 @dataclass(frozen=True, kw_only=True)
