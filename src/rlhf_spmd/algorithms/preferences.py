@@ -118,8 +118,9 @@ def of_pairs(loss: PairLoss, reads: tuple[str, ...], model: str, temperature: fl
         numbers = {name: x for name, x in fields.items() if name != "chosen"}
         if "log_probs" in numbers:
             numbers["logps"] = row_sums(numbers.pop("log_probs").double(), rows.lengths)
-            numbers["tokens"] = rows.lengths.to(numbers["logps"])
-        at = torch.stack(pair_indices(rows.group_ids, fields["chosen"])).to(next(iter(numbers.values())).device)
+            numbers["tokens"] = rows.lengths.to(numbers["logps"], non_blocking=True)
+        device = next(iter(numbers.values())).device
+        at = torch.stack(pair_indices(rows.group_ids, fields["chosen"])).to(device, non_blocking=True)
         chosen, rejected = ({name: x[side] for name, x in numbers.items()} for side in at)
         losses, told = loss(chosen, rejected)
         num_pairs = totals.rows / 2

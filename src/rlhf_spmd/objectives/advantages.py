@@ -163,22 +163,24 @@ def group_statistics(scores: Tensor, group_ids: Tensor) -> Tensor:
 
 
 def row_sums(x: Tensor, lengths: Tensor) -> Tensor:
-    """The sum of each row's tokens, [rows] of ``x`` [T]; it passes gradients."""
+    """The sum of each row's tokens, [rows] of ``x`` [T]; it passes gradients. On GPUs the host, which has ``lengths``, goes on at once:
+    a copy that it waits for would let the backward pass begin when the forward pass has ended."""
     if not len(x):
         return x.new_zeros(len(lengths))
     # in the order of the tokens, on GPUs too, where index_add adds in any
-    return torch.segment_reduce(x, "sum", lengths=lengths.to(x.device), unsafe=True)
+    return torch.segment_reduce(x, "sum", lengths=lengths.to(x.device, non_blocking=True), unsafe=True)
 
 
 def row_means(x: Tensor, lengths: Tensor) -> Tensor:
     """The mean of each row's tokens, [rows] of ``x`` [T]; 0 for a row without. It passes gradients."""
-    return row_sums(x, lengths) / lengths.clamp(min=1).to(x.device)
+    return row_sums(x, lengths) / lengths.clamp(min=1).to(x.device, non_blocking=True)
 
 
 def of_tokens(per_row: Tensor, lengths: Tensor) -> Tensor:
     """A number of each row [rows] for each of its tokens [T]; it passes gradients."""
     rows = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-    return per_row[rows.to(per_row.device)]  # whose gradients GPUs add in order, unlike those of repeat_interleave
+    # the gradients of an index GPUs add in order, unlike those of repeat_interleave
+    return per_row[rows.to(per_row.device, non_blocking=True)]
 
 
 @torch.no_grad()

@@ -132,7 +132,7 @@ def aggregate(
     assert num_rows > 0, "the mini-batch has no rows (global count 0)"
     if mode == "seq-mean-token-mean":
         each = torch.repeat_interleave(1.0 / lengths.clamp(min=1).double(), lengths)  # of each token 1 / its row's tokens
-        return (loss * each.to(device=loss.device, dtype=loss.dtype)).sum() / num_rows
+        return (loss * each.to(device=loss.device, dtype=loss.dtype, non_blocking=True)).sum() / num_rows
     if mode == "seq-mean-token-sum":
         return loss.sum() / num_rows
     if max_length is None or max_length <= 0:

@@ -99,5 +99,5 @@ def kto(ratio: Tensor, desirable: Tensor, baseline: float, beta: float, weights:
     and of undesirable rows.
     """
     value = torch.sigmoid(beta * torch.where(desirable, ratio - baseline, baseline - ratio))
-    good, bad = ratio.new_tensor(weights)
-    return torch.where(desirable, good, bad) * (1 - value)
+    good, bad = weights
+    return torch.where(desirable, good * (1 - value), bad * (1 - value))
