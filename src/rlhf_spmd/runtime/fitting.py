@@ -123,7 +123,7 @@ def _upwards(tops: Sequence[int]) -> Iterator[tuple[int, ...]]:
 def _ladders(plans: Plans, step: StepFacts, local_size: int) -> list[list[list[Setting]]]:
     """What can be changed so that less memory is needed, in the order in which it is tried: of each its rungs, mildest first."""
     models = {role: plan for role, plan in plans.items() if plan.spec is not None}
-    trained = [role for role, plan in models.items() if plan.worker.trained]  # type: ignore[union-attr]
+    trained = [role for role, plan in models.items() if plan.trained]
     others = [role for role in models if role not in trained]
 
     def rung(roles: Sequence[str], key: str, value: Any) -> list[Setting]:

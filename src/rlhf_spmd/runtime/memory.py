@@ -90,7 +90,7 @@ def role_settings(plan: RolePlan, itemsize: int, on_host: bool, **more: Any) -> 
     config, spec = plan.config, plan.spec
     assert spec is not None
     settings = model.RoleSettings(
-        plan.worker.trained,  # type: ignore[union-attr]
+        plan.trained,
         itemsize,
         config.optim.master_weights,
         config.optim.offload,

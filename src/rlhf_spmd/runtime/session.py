@@ -375,8 +375,7 @@ def start_controller(context: ProgramContext[Any]) -> Controller:
     It waits for the work of the present stream only: weights on loan are sent from another one while the script goes on.
     """
     world, plans = context.world, context.prepared.plans.values()
-    pools = [pool for plan in plans for pool in (plan.pool, *(call.pool for call in plan.calls.values()))]
-    names = sorted({pool.name for pool in pools if world.rank in pool.ranks})
+    names = sorted({pool.name for plan in plans for pool in plan.pools if world.rank in pool.ranks})
     timeline = Timeline(world.rank, names, synchronize=partial(wait, world.device))
     config = context.prepared.config
     placement, limits = config.placement, config.algorithm.limits
