@@ -240,21 +240,17 @@ def idle_updates(config: Any, plans: Mapping[str, RolePlan], graph: Graph) -> li
 
 def check_lengths(config: Any, algorithm: AlgorithmConfig, plans: Mapping[str, RolePlan]) -> None:
     """What is sampled against the models and the token budget. Raises ValueError as :func:`check_batches`."""
+    by_model = any(
+        issubclass(plan.worker, RewardWorker) and plan.worker.head == "value" and plan.spec for plan in plans.values()
+    )
     for section in algorithm.streams.values():
         data = getattr(config, section.key)
         if not isinstance(data, PromptsConfig):
             continue
-        uses = {"val_sampling": config.val_sampling} | (
-            {"sampling": config.sampling} if isinstance(data, DatasetConfig) else {}
-        )
-        for name, sampling in uses.items():
-            longest, lengths = check_sampling(name, sampling, section.key, data, plans)
+        for name in ("val_sampling", "sampling") if isinstance(data, DatasetConfig) else ("val_sampling",):
+            longest, lengths = check_sampling(name, getattr(config, name), section.key, data, plans)
             # validation's rows are cut into micro-batches by a reward model only
-            by_model = any(
-                issubclass(plan.worker, RewardWorker) and plan.worker.head == "value" and plan.spec for plan in plans.values()
-            )
-            is_cut = name == "sampling" or (getattr(data, "val_path", True) and by_model)
-            if is_cut:
+            if name == "sampling" or (getattr(data, "val_path", True) and by_model):
                 _check_budget(algorithm, longest, f"{lengths}, more than")
 
 

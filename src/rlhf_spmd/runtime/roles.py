@@ -195,7 +195,11 @@ def _describe_role(role: str, worker: type[ModelWorker], config: RoleConfig, wei
     least = max(config.layout.pp * config.layout.tp * (config.layout.dp or 1), 1)
     layout, pool = resolve_layout(config.layout, least, f"{where}.layout"), ResourcePool("unplaced", tuple(range(least)))
     if config.path is None:
-        _check_rule(where, config)
+        usual = type(config)()
+        rest = replace(
+            config, pool=None, layout=LayoutConfig(), calls={}, dtype=usual.dtype
+        )  # dtype may be said of all roles alike
+        _refuse_unusual(rest, usual, where, "this role has no model")
         return RolePlan(worker, config, pool, GroupShape(layout), None)
     path = local_directory(config.path, f"{where}.path", weights and not config.random_init)
     config, spec = replace(config, path=path), read_spec(path)
@@ -224,13 +228,6 @@ def _describe_role(role: str, worker: type[ModelWorker], config: RoleConfig, wei
         raise ValueError(f"{where}.generation.engine={generation.engine!r}: allowed are {', '.join(METHODS)}")
     check_bounds(generation, f"{where}.generation", "pp", "tp", least=1)
     return RolePlan(worker, config, pool, GroupShape(layout, GenerationLayout(layout, layout.pp, layout.tp)), spec)
-
-
-def _check_rule(where: str, config: RoleConfig) -> None:
-    """Raises ValueError for settings of a model where there is none; its dtype may be said of all roles alike."""
-    usual = type(config)()
-    rest = replace(config, pool=None, layout=LayoutConfig(), calls={}, dtype=usual.dtype)
-    _refuse_unusual(rest, usual, where, "this role has no model")
 
 
 def _refuse_unusual(config: Any, usual: Any, where: str, why: str) -> None:

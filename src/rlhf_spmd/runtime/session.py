@@ -6,7 +6,7 @@ import math
 import os
 import sys
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -161,15 +161,14 @@ class Session:
         self.run_dir = Path(self.config.dir)
         self.is_first = self.world.rank == 0
         self.exports = Exports(ready, self.controller)
-        workers = {
-            role: worker
-            for role, worker in vars(self.models).items()
-            if isinstance(worker, ModelWorker) and worker.name == role
-        }
         algorithm, device = ready.config.algorithm, self.world.device
         self.goal = algorithm.goal
         self.num_bad = sum(rows.tally.num_bad for rows in (*ready.training.values(), *ready.validation.values()))
-        self.saved = {role: worker for role, worker in workers.items() if worker.trained or role in algorithm.moved}
+        self.saved = {
+            role: worker
+            for role, worker in vars(self.models).items()
+            if isinstance(worker, ModelWorker) and worker.name == role and (worker.trained or role in algorithm.moved)
+        }
         # FLOP/s of one rank, by which utilisation (perf/mfu) is measured
         self.peak_flops = matmul_rate(device, ready.plans[algorithm.exported].config.torch_dtype(device))
 
@@ -191,10 +190,9 @@ class Session:
             return
         if self.started_at:
             self._export(self.started_at, ended=False)
-        if self.is_first:
-            run_dir.atomic_write_text(self.run_dir / run_dir.CONFIG_FILE, to_yaml(self.context.prepared.config))
         recorder = None
         if self.is_first:
+            run_dir.atomic_write_text(self.run_dir / run_dir.CONFIG_FILE, to_yaml(self.context.prepared.config))
             recorder = Recorder(self.run_dir, self.context.prepared.config, self.started_at, start_facts(self.world))
             self.controller.timeline.listener = recorder.progress.phase
         test_freq = self.config.test_freq
@@ -247,13 +245,12 @@ class Session:
             name = self.context.prepared.algorithm.__name__
             raise RuntimeError(f"{name}.step made no call in step {number}: nothing was computed and nothing learnt")
         seconds = time.perf_counter() - start
-        phases = self.controller.timeline.phase_totals(number)
-        own_phases: dict[str, float] = {}  # of a method the sum over roles
-        for name, value in phases.items():
+        own: dict[str, float] = defaultdict(float)
+        for name, value in self.controller.timeline.phase_totals(number).items():
             if ":" not in name:
-                key = name.rsplit(".", 1)[-1]
-                own_phases[key] = own_phases.get(key, 0.0) + value
-        own = [seconds, own_phases, peak_bytes(self.world.device) / 2**30, self._moved_bytes()]
+                own[f"timing_s/{name.rsplit('.', 1)[-1]}"] += value  # of a method the sum over roles
+        own |= {"timing_s/step": seconds, "reshard/bytes": float(self._moved_bytes())}
+        own["memory/peak_gb"] = peak_bytes(self.world.device) / 2**30
         self.controller.send_report([self.controller.values(*calls), own])
         told = {"data/epoch": self.data.epoch} | ({"data/bad_rows": self.num_bad} if self.num_bad else {})
         preempted = self.controller.vote(self.board.preempted)

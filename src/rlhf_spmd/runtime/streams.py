@@ -241,12 +241,10 @@ class Data:
     shown: list[dict[str, Any]] = field(default_factory=list)
 
     def __getattr__(self, name: str) -> RowStream:
-        try:
-            return self.__dict__["_streams"][name]
-        except KeyError:
-            raise AttributeError(
-                f"the data have no stream {name!r}; there are {', '.join(self.__dict__['_streams'])}"
-            ) from None
+        streams: Mapping[str, RowStream] = self.__dict__["_streams"]
+        if name not in streams:
+            raise AttributeError(f"the data have no stream {name!r}; there are {', '.join(streams)}")
+        return streams[name]
 
     @property
     def epoch(self) -> float:
