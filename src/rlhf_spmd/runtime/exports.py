@@ -91,7 +91,8 @@ class Exports:
 
         def note(its: Future[None]) -> None:
             try:
-                its.set_result(export())
+                export()
+                its.set_result(None)
             except BaseException as error:  # raised below
                 its.set_exception(error)
 

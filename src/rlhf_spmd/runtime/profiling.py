@@ -43,17 +43,13 @@ def profile(
 
     Collective over the world: every rank of it must call. All ranks compute at the same time, as they will.
     """
-    layers: list[LayerTimes] = []
-    updates: list[float] = []
+    measured: dict[tuple[str, int], tuple[LayerTimes, float]] = {}
     for (spec, head), generation in models.items():
         sizes = sizes_of(shape_of(spec, head))
-        tp = 1
-        while tp <= world.launch.local_size:
-            if world.size % tp == 0 and fits(spec, tp) and not any((one.sizes, one.tp) == (sizes, tp) for one in layers):
-                found, update = _measure(world, spec, head, tp, work, max_tokens, dtype, generation)
-                layers.append(found)
-                updates.append(update)
-            tp *= 2
+        for tp in (1 << power for power in range(world.launch.local_size.bit_length())):
+            if world.size % tp == 0 and fits(spec, tp) and (sizes, tp) not in measured:
+                measured[sizes, tp] = _measure(world, spec, head, tp, work, max_tokens, dtype, generation)
+    layers, updates = zip(*measured.values(), strict=True)
     message, small = (torch.zeros(size, device=world.device) for size in (MESSAGE, 8))
     of_large, latency = (
         _seconds(world, partial(world.all.all_reduce, x, "profile")) if world.size > 1 else 0.0 for x in (message, small)
@@ -72,7 +68,7 @@ def profile(
         rate, memory, bandwidth, link, host_link, latency, dtype.itemsize, 1.0 if has_streams else 0.0, on_host=not has_streams
     )
     zero = _zero(world, *next(iter(models)), work, dtype) if world.size > 1 else ([0.0] * 4, 0.0)
-    return Profile(device, world.size, latency, sum(updates) / len(updates), *zero, tuple(layers))
+    return Profile(device, world.size, latency, sum(updates) / len(updates), *zero, layers)
 
 
 def fits(spec: ModelSpec, tp: int) -> bool:
@@ -116,23 +112,19 @@ def _measure(
 
     (few, _), (more, update) = times(FEW), times(MORE)
 
-    def layer(name: str) -> list[float]:
-        return [max(b - a, 1e-9) / (MORE - FEW) for a, b in zip(few[name], more[name], strict=True)]
-
-    def ends(name: str) -> list[float]:
-        return [max(a - FEW * one, 0.0) for a, one in zip(few[name], layer(name), strict=True)]
-
+    layer = {name: [max(b - a, 1e-9) / (MORE - FEW) for a, b in zip(few[name], more[name], strict=True)] for name in few}
+    ends = {name: [max(a - FEW * one, 0.0) for a, one in zip(few[name], layer[name], strict=True)] for name in few}
     found = LayerTimes(
         sizes_of(shape_of(spec, head)),
         tp,
         [float(count * length) for count in counts],
-        layer("forward"),
-        layer("both"),
-        ends("forward"),
-        ends("both"),
+        layer["forward"],
+        layer["both"],
+        ends["forward"],
+        ends["both"],
         [float(count) for count in rows],
-        layer("decode"),
-        ends("decode"),
+        layer["decode"],
+        ends["decode"],
         work.prompt + work.response / 2,
     )
     return found, update
