@@ -152,8 +152,8 @@ class _Home:
     def _choices(self, grid: Grid) -> Choices:
         layout = grid if isinstance(grid, Layout) else Layout(grid.pp, grid.tp, grid.ranks.shape[1])
         generation, level = self.config.generation, self.config.activation_checkpointing
-        one = choices(
-            [(layout.pp, layout.tp, layout.dp)],
+        return choices(
+            [(layout.pp, layout.tp, layout.dp)] * len(self.stages[self.role]),
             zero=(layout.zero if layout.dp > 1 else 0,),
             micro_tokens=(self.step.micro_tokens,),
             checkpointing=(CHECKPOINTING.index("none" if level == "auto" else level),),  # auto: undecided
@@ -161,7 +161,6 @@ class _Home:
             max_num_seqs=(generation.max_num_seqs,),
             graphs=(int(not generation.enforce_eager),),
         )
-        return one.take(np.zeros(len(self.stages[self.role]), dtype=np.int64))
 
     def _at(self, grid: str) -> tuple[np.ndarray, Callable[[Mapping[str, Any]], dict[str, np.ndarray]]]:
         """Stages on a grid, and what sets bytes to 0 on ranks outside."""
@@ -177,11 +176,8 @@ class _Home:
         found = {f"{self.role} {name}": each for name, each in inside(found).items()}
         for method, call in self.plan.calls.items():
             delta = self.config.calls[method].delta
-            copies = (
-                1 + self.step.ahead
-                if self.step.ahead and self.settings.trained and method == "generate_sequences"
-                else int(delta)
-            )
+            keeps_older = self.step.ahead and self.settings.trained and method == "generate_sequences"
+            copies = 1 + self.step.ahead if keeps_older else int(delta)
             if copies:
                 there, only = self._at(f"{self.role}.{method}")
                 lent = model.held(self.shape, self._choices(call.shape.layout), self.lent, there)
