@@ -195,10 +195,8 @@ def _describe_role(role: str, worker: type[ModelWorker], config: RoleConfig, wei
     least = max(config.layout.pp * config.layout.tp * (config.layout.dp or 1), 1)
     layout, pool = resolve_layout(config.layout, least, f"{where}.layout"), ResourcePool("unplaced", tuple(range(least)))
     if config.path is None:
-        usual = type(config)()
-        rest = replace(
-            config, pool=None, layout=LayoutConfig(), calls={}, dtype=usual.dtype
-        )  # dtype may be said of all roles alike
+        usual = type(config)()  # the dtype may be said of all roles alike
+        rest = replace(config, pool=None, layout=LayoutConfig(), calls={}, dtype=usual.dtype)
         _refuse_unusual(rest, usual, where, "this role has no model")
         return RolePlan(worker, config, pool, GroupShape(layout), None)
     path = local_directory(config.path, f"{where}.path", weights and not config.random_init)
