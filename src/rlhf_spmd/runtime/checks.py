@@ -184,12 +184,12 @@ def check_idle(config: Any, algorithm: AlgorithmConfig) -> None:
     kinds = [section.config for section in algorithm.streams.values() if issubclass(section.config, PromptsConfig)]
     trains = any(issubclass(kind, DatasetConfig) for kind in kinds)
     for name, draws, when in (("sampling", trains, "in training"), ("val_sampling", bool(kinds), "in validation")):
-        section, usual = getattr(config, name), SamplingConfig()
+        section = getattr(config, name)
+        usual = SamplingConfig(temperature=section.temperature)
         keys = [f.name for f in fields(section) if getattr(section, f.name) != getattr(usual, f.name)]
-        key = next((key for key in keys if key != "temperature"), None)
-        if key is not None and not draws:
+        if keys and not draws:
             raise ValueError(
-                f"{name}.{key}={getattr(section, key)}: {algorithm.name} draws no samples {when}; leave {name} out"
+                f"{name}.{keys[0]}={getattr(section, keys[0])}: {algorithm.name} draws no samples {when}; leave {name} out"
             )
 
 
@@ -283,11 +283,10 @@ def check_validation(config: Any, algorithm: AlgorithmConfig, can_validate: bool
     freq = config.run.test_freq
     sections = {section.key: getattr(config, section.key) for section in algorithm.streams.values()}
     paths = [f"{key}.{'val_path' if isinstance(data, DatasetConfig) else 'path'}" for key, data in sections.items()]
-    paths += [f"{s.key}.path" for s in algorithm.streams.values() if s.only_validates and sections[s.key] is None]
     if freq and not can_validate:
         raise ValueError(f"run.test_freq={freq}, but algorithm {algorithm.name!r} has no validation; set it to 0")
     if freq and not any(data is not None and getattr(data, "val_path", True) for data in sections.values()):
-        raise ValueError(f"run.test_freq={freq} needs {' or '.join(dict.fromkeys(paths))}")
+        raise ValueError(f"run.test_freq={freq} needs {' or '.join(paths)}")
     for section in algorithm.streams.values():
         if section.only_validates and sections[section.key] is not None and not freq:
             raise ValueError(
