@@ -5,21 +5,12 @@ rlhf-spmd sft --nproc-per-node 2 --config configs/quickstart_sft.yaml run.dir=ru
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from functools import partial
 
 from rlhf_spmd import train
-from rlhf_spmd.config.keys import Key
 
-
-def keys(overrides: Sequence[str] = ()) -> Iterator[Key]:
-    """See :func:`train.keys`."""
-    return train.keys(overrides, "sft")
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """The command line: ``--config FILE`` and overrides such as ``models.actor.optim.lr=1e-3``."""
-    train.main(argv, name="sft", about=__doc__, default="sft")
-
+keys = partial(train.keys, default="sft")
+main = partial(train.main, name="sft", about=__doc__, default="sft")
 
 if __name__ == "__main__":
     main()

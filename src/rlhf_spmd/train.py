@@ -14,6 +14,8 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
 
+import torch
+
 from rlhf_spmd import notebook
 from rlhf_spmd.algorithms.base import AlgorithmConfig, move_reference
 from rlhf_spmd.config.keys import Key, list_keys
@@ -45,7 +47,6 @@ from rlhf_spmd.runtime.plan_file import PlanFile, apply_plan, check_ranks, read_
 from rlhf_spmd.runtime.reward_roles import rewarded_roles, with_templates
 from rlhf_spmd.runtime.session import RunConfig, Session, run_dir_hint, start_controller
 from rlhf_spmd.runtime.streams import Data, InFlightStream, RowStream, ValidationRows
-from rlhf_spmd.runtime.trace import trace_step
 from rlhf_spmd.telemetry.logger import LoggerConfig
 from rlhf_spmd.workers import Build, RoleConfig
 
@@ -176,11 +177,9 @@ def prepare(
         return prepare(path, overrides, world_size, default, local_size, launch, planned, read)
     plans = place(described, config.placement, world_size, local_size or world_size, traced)
     ahead = checks.in_flight(config) is not None
-    for plan in plans.values():
-        if plan.generation is not None:
-            steps = plan.config.generation.rebalance_steps
-            for name, one in environments.items():
-                one.check_together(environment_key(name), config.run.timeout_s, steps, ahead)
+    for plan in roles.generating(plans).values():
+        for name, one in environments.items():
+            one.check_together(environment_key(name), config.run.timeout_s, plan.config.generation.rebalance_steps, ahead)
     checks.check_validation(config, algorithm, hasattr(module, "validate"))
     checks.check_batches(config, plans)
     checks.check_idle(config, algorithm)
@@ -292,10 +291,20 @@ def script_of(ready: Prepared, models: Any, data: Data, number: int) -> list[Ref
 
 
 def trace(ready: Prepared) -> Graph:
-    """The calls of the run's last step, which trains all that any trains; ``ready.plans`` may be any. Local: no communication."""
-    steps = ready.config.run.steps
-    assert steps is not None, "checks.check_duration has seen to it"
-    return trace_step(partial(script_of, ready), ready.plans, partial(build_settings, ready), partial(build_data, ready), steps)
+    """The calls of the run's last step, which trains all that any trains, or of the one before if it makes more different ones;
+    ``ready.plans`` may be any, on pools of any size. The script is traced by a rank that is in no pool, where roles are descriptions,
+    on streams of its own, so that those of the run stay where they are.
+
+    The step before is traced first: a script may keep rows for the next one. Local: no communication, no weights, no device.
+    """
+    last = ready.config.run.steps
+    assert last is not None, "checks.check_duration has seen to it"
+    size = 1 + max(pool.ranks[-1] for plan in ready.plans.values() for pool in plan.pools)
+    world = World(Launch(rank=size, size=size + 1), torch.device("cpu"), connect_store(Launch()), timeout_s=1.0)
+    controller = Controller(world.all)
+    models, data = roles.build_models(ready.plans, build_settings(ready, controller, world)), build_data(ready, controller)
+    graphs = [data.trace(partial(script_of, ready, models, data, number)) for number in (max(last - 1, 1), last)]
+    return max(reversed(graphs), key=lambda graph: len({call.name for call in graph.nodes}))
 
 
 def train(context: ProgramContext[Prepared]) -> None:
@@ -320,7 +329,7 @@ def build_data(ready: Prepared, controller: Controller) -> Data:
     """What the algorithm's step finds in ``data``."""
     config = ready.config
     sections = {name: getattr(config, section.key) for name, section in config.algorithm.streams.items()}
-    homes = [plan.calls.get("generate_sequences", plan) for plan in ready.plans.values() if plan.generation is not None]
+    homes = [plan.at("generate_sequences") for plan in roles.generating(ready.plans).values()]
     streams: dict[str, RowStream] = {}
     for name, dataset in ready.training.items():
         section = sections[name]

@@ -17,8 +17,8 @@ from rlhf_spmd.data.prompts import DataConfig, PromptDataset, PromptsConfig
 from rlhf_spmd.environments.config import EnvironmentConfig, tools_of
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.kernels import can, choose_ops, model_device
-from rlhf_spmd.runtime.roles import RolePlan, check_sampling
-from rlhf_spmd.workers import ModelWorker, RewardWorker
+from rlhf_spmd.runtime.roles import RolePlan, check_sampling, generating
+from rlhf_spmd.workers import RewardWorker
 from rlhf_spmd.workers.optimizer import learning_rate, warmup_steps
 
 
@@ -92,13 +92,12 @@ def check_batches(config: Any, plans: Mapping[str, RolePlan]) -> None:
         raise ValueError(f"algorithm.ppo_mini_batch_size={mini} must divide data.train_batch_size={batch} (both count prompts)")
     samples = config.sampling.n if isinstance(config.data, PromptsConfig) else 1
     for role, plan in plans.items():
-        trained = _trains(plan)
-        if trained and algorithm.updates(role, config.run.steps, batch) < 1:
+        if plan.trained and algorithm.updates(role, config.run.steps, batch) < 1:
             raise ValueError(
                 f"run.steps={config.run.steps} is too few: models.{role} would never be trained (algorithm.critic_warmup?)"
             )
         rows = min(mini, batch) * samples
-        if trained and rows < plan.shape.layout.dp:
+        if plan.trained and rows < plan.shape.layout.dp:
             what = f"{min(mini, batch)} prompts * sampling.n={samples} = {rows} rows" if samples > 1 else f"{rows} rows"
             raise ValueError(
                 f"a mini-batch has {what}, fewer than models.{role}.layout.dp={plan.shape.layout.dp}; use a larger "
@@ -123,10 +122,9 @@ def _check_generation(config: Any, plans: Mapping[str, RolePlan]) -> None:
         raise ValueError(
             f"sampling.n={config.sampling.n}: {config.algorithm.name} compares the responses to a prompt; use at least {least}"
         )
-    for role, plan in plans.items():
+    for role, plan in generating(plans).items():
         generation, kv_cache = plan.generation, plan.config.generation.kv_cache
-        if generation is None:
-            continue
+        assert generation is not None
         if kv_cache != "free" and in_flight(config) is None:
             raise ValueError(
                 f"models.{role}.generation.kv_cache={kv_cache}: all responses end in their step and no pages are left to keep; set "
@@ -144,10 +142,6 @@ def _check_generation(config: Any, plans: Mapping[str, RolePlan]) -> None:
             )
 
 
-def _trains(plan: RolePlan) -> bool:
-    return issubclass(plan.worker, ModelWorker) and plan.worker.trained
-
-
 def check_staleness(config: Any, plans: Mapping[str, RolePlan], graph: Callable[[], Graph]) -> None:
     """``placement.max_staleness`` needs trained roles that generate on ranks where they do not train. ``graph`` traces a step.
 
@@ -156,13 +150,12 @@ def check_staleness(config: Any, plans: Mapping[str, RolePlan], graph: Callable[
     ahead, where = config.placement.max_staleness, "placement.max_staleness"
     if not ahead:
         return
-    generating = dict.fromkeys(call.role.name for call in graph().nodes if call.spec.kind == "generate")
-    trained = {role: plans[role] for role in generating if _trains(plans[role])}
+    roles = dict.fromkeys(call.role.name for call in graph().nodes if call.spec.kind == "generate")
+    trained = {role: plans[role] for role in roles if plans[role].trained}
     if not trained:
         raise ValueError(f"{where}={ahead}: {config.algorithm.name} trains no role that generates; leave it out")
     for role, plan in trained.items():
-        call = plan.calls.get("generate_sequences")
-        shared = sorted(set(plan.pool.ranks) & set((call or plan).pool.ranks))
+        shared = sorted(set(plan.pool.ranks) & set(plan.at("generate_sequences").pool.ranks))
         if shared:
             raise ValueError(
                 f"{where}={ahead} lets models.{role} generate while it trains, but it does both on ranks {shared[:8]}; give "
@@ -191,12 +184,12 @@ def check_idle(config: Any, algorithm: AlgorithmConfig) -> None:
     kinds = [section.config for section in algorithm.streams.values() if issubclass(section.config, PromptsConfig)]
     trains = any(issubclass(kind, DatasetConfig) for kind in kinds)
     for name, draws, when in (("sampling", trains, "in training"), ("val_sampling", bool(kinds), "in validation")):
-        section, usual = getattr(config, name), SamplingConfig()
+        section = getattr(config, name)
+        usual = SamplingConfig(temperature=section.temperature)
         keys = [f.name for f in fields(section) if getattr(section, f.name) != getattr(usual, f.name)]
-        key = next((key for key in keys if key != "temperature"), None)
-        if key is not None and not draws:
+        if keys and not draws:
             raise ValueError(
-                f"{name}.{key}={getattr(section, key)}: {algorithm.name} draws no samples {when}; leave {name} out"
+                f"{name}.{keys[0]}={getattr(section, keys[0])}: {algorithm.name} draws no samples {when}; leave {name} out"
             )
 
 
@@ -205,10 +198,10 @@ def idle_stream(config: Any, plans: Mapping[str, RolePlan], graph: Graph) -> lis
 
     def ranks(call: Production) -> set[int]:
         plan = plans.get(call.role.name)
-        return set() if plan is None else set(plan.calls.get(call.spec.name, plan).pool.ranks)
+        return set() if plan is None else set(plan.at(call.spec.name).pool.ranks)
 
-    generating = set().union(*(ranks(call) for call in graph.nodes if call.spec.kind == "generate"))
-    streams = any(generating and call.spec.streams and ranks(call).isdisjoint(generating) for call in graph.nodes)
+    makers = set().union(*(ranks(call) for call in graph.nodes if call.spec.kind == "generate"))
+    streams = any(makers and call.spec.streams and ranks(call).isdisjoint(makers) for call in graph.nodes)
     text = (
         f"placement.stream={config.placement.stream} does nothing: no call takes generated rows on ranks that do not generate"
     )
@@ -247,21 +240,17 @@ def idle_updates(config: Any, plans: Mapping[str, RolePlan], graph: Graph) -> li
 
 def check_lengths(config: Any, algorithm: AlgorithmConfig, plans: Mapping[str, RolePlan]) -> None:
     """What is sampled against the models and the token budget. Raises ValueError as :func:`check_batches`."""
+    by_model = any(
+        issubclass(plan.worker, RewardWorker) and plan.worker.head == "value" and plan.spec for plan in plans.values()
+    )
     for section in algorithm.streams.values():
         data = getattr(config, section.key)
         if not isinstance(data, PromptsConfig):
             continue
-        uses = {"val_sampling": config.val_sampling} | (
-            {"sampling": config.sampling} if isinstance(data, DatasetConfig) else {}
-        )
-        for name, sampling in uses.items():
-            longest, lengths = check_sampling(name, sampling, section.key, data, plans)
+        for name in ("val_sampling", "sampling") if isinstance(data, DatasetConfig) else ("val_sampling",):
+            longest, lengths = check_sampling(name, getattr(config, name), section.key, data, plans)
             # validation's rows are cut into micro-batches by a reward model only
-            by_model = any(
-                issubclass(plan.worker, RewardWorker) and plan.worker.head == "value" and plan.spec for plan in plans.values()
-            )
-            is_cut = name == "sampling" or (getattr(data, "val_path", True) and by_model)
-            if is_cut:
+            if name == "sampling" or (getattr(data, "val_path", True) and by_model):
                 _check_budget(algorithm, longest, f"{lengths}, more than")
 
 
@@ -294,11 +283,10 @@ def check_validation(config: Any, algorithm: AlgorithmConfig, can_validate: bool
     freq = config.run.test_freq
     sections = {section.key: getattr(config, section.key) for section in algorithm.streams.values()}
     paths = [f"{key}.{'val_path' if isinstance(data, DatasetConfig) else 'path'}" for key, data in sections.items()]
-    paths += [f"{s.key}.path" for s in algorithm.streams.values() if s.only_validates and sections[s.key] is None]
     if freq and not can_validate:
         raise ValueError(f"run.test_freq={freq}, but algorithm {algorithm.name!r} has no validation; set it to 0")
     if freq and not any(data is not None and getattr(data, "val_path", True) for data in sections.values()):
-        raise ValueError(f"run.test_freq={freq} needs {' or '.join(dict.fromkeys(paths))}")
+        raise ValueError(f"run.test_freq={freq} needs {' or '.join(paths)}")
     for section in algorithm.streams.values():
         if section.only_validates and sections[section.key] is not None and not freq:
             raise ValueError(
@@ -314,7 +302,7 @@ def exact_rollouts(config: Any, plans: Mapping[str, RolePlan]) -> bool:
 
     Raises ValueError where ``models.<role>.generation.exact`` demands it and something stands against it.
     """
-    found = [_exact(role, plan, config) for role, plan in plans.items() if plan.generation is not None]
+    found = [_exact(role, plan, config) for role, plan in generating(plans).items()]
     return bool(found) and all(found)
 
 

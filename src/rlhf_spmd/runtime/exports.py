@@ -7,7 +7,6 @@ import re
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -24,17 +23,13 @@ from rlhf_spmd.telemetry import run_dir
 LOWEST = re.compile(r".*(loss|perplexity|kl)")  # metrics that are best where they are lowest
 
 
-@dataclass
 class Exports:
     """``prepared`` has ``config`` and ``plans``. ``best``: metric, step and value of ``run.keep_best`` so far."""
 
-    prepared: Any
-    controller: Controller
-    best: dict[str, Any] | None = field(default=None, init=False)
-
-    def __post_init__(self) -> None:
-        self.run = self.prepared.config.run
+    def __init__(self, prepared: Any, controller: Controller) -> None:
+        self.prepared, self.controller, self.run = prepared, controller, prepared.config.run
         self.run_dir = Path(self.run.dir)
+        self.best: dict[str, Any] | None = None
 
     def restore(self, best: dict[str, Any] | None) -> None:
         """Go on with the best step that a checkpoint names, if it is of the same metric and still there."""

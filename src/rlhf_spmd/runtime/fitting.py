@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import ceil
+from operator import attrgetter
 from typing import Any
 
 from rlhf_spmd.controller import Graph
@@ -123,13 +124,13 @@ def _upwards(tops: Sequence[int]) -> Iterator[tuple[int, ...]]:
 def _ladders(plans: Plans, step: StepFacts, local_size: int) -> list[list[list[Setting]]]:
     """What can be changed so that less memory is needed, in the order in which it is tried: of each its rungs, mildest first."""
     models = {role: plan for role, plan in plans.items() if plan.spec is not None}
-    trained = [role for role, plan in models.items() if plan.worker.trained]  # type: ignore[union-attr]
+    trained = [role for role, plan in models.items() if plan.trained]
     others = [role for role in models if role not in trained]
 
     def rung(roles: Sequence[str], key: str, value: Any) -> list[Setting]:
         """For those of ``roles`` that are below it."""
         scale = ["auto", *CHECKPOINTING].index if isinstance(value, str) else int
-        found = [role for role in roles if scale(_get(models[role], key)) < scale(value)]
+        found = [role for role in roles if scale(attrgetter(key)(models[role].config)) < scale(value)]
         freed = [role for role in found if key in ("layout.tp", "layout.pp") and models[role].config.layout.dp is not None]
         return [*((role, "layout.dp", None) for role in freed), *((role, key, value) for role in found)]
 
@@ -148,11 +149,6 @@ def _ladders(plans: Plans, step: StepFacts, local_size: int) -> list[list[list[S
         [[*rung(list(models), "layout.tp", n), *rung(here, "generation.tp", n)] for n in powers if n <= local_size],
         [rung(list(models), "layout.pp", n) for n in powers if n <= largest],
     ]
-
-
-def _get(plan: RolePlan, key: str) -> Any:
-    section, _, name = key.rpartition(".")
-    return getattr(getattr(plan.config, section) if section else plan.config, name)
 
 
 def _set(plan: RolePlan, key: str, value: Any) -> RolePlan:

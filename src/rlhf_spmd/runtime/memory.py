@@ -21,7 +21,7 @@ from rlhf_spmd.planner.machine import GIB
 from rlhf_spmd.planner.shape import Choices, Workload, adapter_numel, choices, quantized_numel, shape_of
 from rlhf_spmd.runtime.roles import RolePlan
 from rlhf_spmd.workers import JudgeWorker, ModelWorker
-from rlhf_spmd.workers.config import BatchLimits, RoleConfig
+from rlhf_spmd.workers.config import BatchLimits
 
 HOST_RESERVE = 0.5 * GIB  # of a rank on CPUs: the interpreter, torch, and what it has loaded
 
@@ -90,7 +90,7 @@ def role_settings(plan: RolePlan, itemsize: int, on_host: bool, **more: Any) -> 
     config, spec = plan.config, plan.spec
     assert spec is not None
     settings = model.RoleSettings(
-        plan.worker.trained,  # type: ignore[union-attr]
+        plan.trained,
         itemsize,
         config.optim.master_weights,
         config.optim.offload,
@@ -151,17 +151,16 @@ class _Home:
 
     def _choices(self, grid: Grid) -> Choices:
         layout = grid if isinstance(grid, Layout) else Layout(grid.pp, grid.tp, grid.ranks.shape[1])
-        generation = self.config.generation
-        one = choices(
-            [(layout.pp, layout.tp, layout.dp)],
+        generation, level = self.config.generation, self.config.activation_checkpointing
+        return choices(
+            [(layout.pp, layout.tp, layout.dp)] * len(self.stages[self.role]),
             zero=(layout.zero if layout.dp > 1 else 0,),
             micro_tokens=(self.step.micro_tokens,),
-            checkpointing=(_level(self.config),),
+            checkpointing=(CHECKPOINTING.index("none" if level == "auto" else level),),  # auto: undecided
             sequence_parallel=(int(layout.sequence_parallel),),
             max_num_seqs=(generation.max_num_seqs,),
             graphs=(int(not generation.enforce_eager),),
         )
-        return one.take(np.zeros(len(self.stages[self.role]), dtype=np.int64))
 
     def _at(self, grid: str) -> tuple[np.ndarray, Callable[[Mapping[str, Any]], dict[str, np.ndarray]]]:
         """Stages on a grid, and what sets bytes to 0 on ranks outside."""
@@ -172,17 +171,13 @@ class _Home:
         layout = self.plan.shape.layout
         stage, inside = self._at(self.role)
         found = model.held(self.shape, self._choices(layout), self.settings, stage)
-        keeps = self.config.generation.buffers == "keep" and self.plan.shape.generation is not None
-        if keeps:
+        if self.config.generation.buffers == "keep" and self.plan.shape.generation is not None:
             found["buffers"] = self._made_at_home()
         found = {f"{self.role} {name}": each for name, each in inside(found).items()}
         for method, call in self.plan.calls.items():
             delta = self.config.calls[method].delta
-            copies = (
-                1 + self.step.ahead
-                if self.step.ahead and self.settings.trained and method == "generate_sequences"
-                else int(delta)
-            )
+            keeps_older = self.step.ahead and self.settings.trained and method == "generate_sequences"
+            copies = 1 + self.step.ahead if keeps_older else int(delta)
             if copies:
                 there, only = self._at(f"{self.role}.{method}")
                 lent = model.held(self.shape, self._choices(call.shape.layout), self.lent, there)
@@ -207,9 +202,9 @@ class _Home:
         name = self.role if elsewhere is None else f"{self.role}.{method}"
         stage, inside = self._at(name)
         ways = self._choices(layout)
-        lent = {} if elsewhere is None else {"weights": model.held(self.shape, ways, settings, stage)["weights"]}
-        if elsewhere is not None and any(key == f"{name} weights" for key in self.held()):
-            lent = {}  # they stay there
+        lent = {}
+        if elsewhere is not None and f"{name} weights" not in self.held():  # or else they stay there
+            lent["weights"] = model.held(self.shape, ways, settings, stage)["weights"]
         if kind == "train":
             return inside(model.train(self.shape, work, ways, settings, stage)) if settings.trained else {}
         if kind == "generate" or issubclass(self.plan.worker, JudgeWorker):
@@ -234,8 +229,3 @@ def step_facts(ready: Any, graph: Graph, device: torch.device) -> StepFacts:
     if longest > prompt + responses[0]:
         prompt, responses = 0.0, (2 * mean - longest, longest)  # quantiles whose mean is that of the rows
     return StepFacts(graph, prompt, responses, config.algorithm.limits, device, config.placement.max_staleness)
-
-
-def _level(config: RoleConfig) -> int:
-    """Of checkpointing; 0 where that is undecided."""
-    return CHECKPOINTING.index("none" if config.activation_checkpointing == "auto" else config.activation_checkpointing)

@@ -21,7 +21,7 @@ from rlhf_spmd.models.heads import token_log_probs, values
 from rlhf_spmd.models.sharding import check_layout
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.parallel.layout import Layout
-from rlhf_spmd.parallel.mesh import build_mesh
+from rlhf_spmd.parallel.mesh import Mesh, build_mesh
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.planner.machine import Gpu
 from rlhf_spmd.planner.profile import LayerTimes, Profile, sizes_of
@@ -43,37 +43,32 @@ def profile(
 
     Collective over the world: every rank of it must call. All ranks compute at the same time, as they will.
     """
-    layers: list[LayerTimes] = []
-    updates: list[float] = []
+    measured: dict[tuple[str, int], tuple[LayerTimes, float]] = {}
     for (spec, head), generation in models.items():
         sizes = sizes_of(shape_of(spec, head))
-        tp = 1
-        while tp <= world.launch.local_size:
-            if world.size % tp == 0 and fits(spec, tp) and not any((one.sizes, one.tp) == (sizes, tp) for one in layers):
-                found, update = _measure(world, spec, head, tp, work, max_tokens, dtype, generation)
-                layers.append(found)
-                updates.append(update)
-            tp *= 2
-    message, small = torch.zeros(MESSAGE), torch.zeros(8)
-    message, small = message.to(world.device), small.to(world.device)
+        for tp in (1 << power for power in range(world.launch.local_size.bit_length())):
+            if world.size % tp == 0 and fits(spec, tp) and (sizes, tp) not in measured:
+                measured[sizes, tp] = _measure(world, spec, head, tp, work, max_tokens, dtype, generation)
+    layers, updates = zip(*measured.values(), strict=True)
+    message, small = (torch.zeros(size, device=world.device) for size in (MESSAGE, 8))
     of_large, latency = (
         _seconds(world, partial(world.all.all_reduce, x, "profile")) if world.size > 1 else 0.0 for x in (message, small)
     )
     link = 2 * (world.size - 1) / world.size * 4 * MESSAGE / max(of_large - latency, 1e-9) if world.size > 1 else 1e12
     rate = matmul_rate(world.device, dtype)
     bandwidth = 8 * MESSAGE / _seconds(world, lambda: message.add_(1.0))
-    if can(world.device).streams:
+    has_streams = can(world.device).streams
+    if has_streams:
         memory = float(torch.cuda.get_device_properties(world.device).total_memory)
     else:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / world.launch.local_size
-    has_streams = can(world.device).streams
     on_host = torch.empty(MESSAGE, pin_memory=can(world.device).pinned)
     host_link = 4 * MESSAGE / _seconds(world, lambda: message.copy_(on_host, non_blocking=True))
     device = Gpu(
         rate, memory, bandwidth, link, host_link, latency, dtype.itemsize, 1.0 if has_streams else 0.0, on_host=not has_streams
     )
     zero = _zero(world, *next(iter(models)), work, dtype) if world.size > 1 else ([0.0] * 4, 0.0)
-    return Profile(device, world.size, latency, sum(updates) / len(updates), *zero, tuple(layers))
+    return Profile(device, world.size, latency, sum(updates) / len(updates), *zero, layers)
 
 
 def fits(spec: ModelSpec, tp: int) -> bool:
@@ -97,19 +92,15 @@ def _measure(
     """Times of a layer, and seconds of the update per parameter."""
     first = world.rank // tp * tp  # each tp group by itself: no sums over dp in what is measured
     mesh = build_mesh(world, range(first, first + tp), Layout(tp=tp))
-    length, share = round(work.length), work.response / work.length
+    length = round(work.length)
     counts = _powers(max(min(max_tokens // length, work.rows), 1))
     rows = _powers(min(max(work.rows * tp // world.size, 1), generation.max_num_seqs))
 
     def times(layers: int) -> tuple[dict[str, list[float]], float]:
         """Of a model of so many layers, of which nothing is left afterwards."""
-        cut = replace(spec, num_hidden_layers=layers, windows=spec.windows[:layers])
-        engine = TrainEngine(cut, None, head, mesh, OptimConfig(), dtype=dtype, device=world.device)
-        taken: dict[str, list[float]] = {"forward": [], "both": [], "decode": []}
-        for count in counts:
-            batch = Packed(_tokens(spec, count * length).to(world.device), torch.full((count,), length))
-            taken["forward"].append(_seconds(world, partial(engine.forward, [batch], partial(_outputs, head, share))))
-            taken["both"].append(_seconds(world, partial(engine.forward_backward, [batch], partial(_loss, head, share))))
+        engine = _engine(world, spec, layers, head, mesh, dtype)
+        forward, both = zip(*(_passes(world, engine, head, work, count) for count in counts), strict=True)
+        taken: dict[str, list[float]] = {"forward": [*forward], "both": [*both], "decode": []}
         own = sum(tensor.numel() for tensor in engine.local_tensors().values())
         update = _seconds(world, engine.optimizer_step, repeats=1) / own
         if head == "lm":
@@ -121,23 +112,19 @@ def _measure(
 
     (few, _), (more, update) = times(FEW), times(MORE)
 
-    def layer(name: str) -> list[float]:
-        return [max(b - a, 1e-9) / (MORE - FEW) for a, b in zip(few[name], more[name], strict=True)]
-
-    def ends(name: str) -> list[float]:
-        return [max(a - FEW * one, 0.0) for a, one in zip(few[name], layer(name), strict=True)]
-
+    layer = {name: [max(b - a, 1e-9) / (MORE - FEW) for a, b in zip(few[name], more[name], strict=True)] for name in few}
+    ends = {name: [max(a - FEW * one, 0.0) for a, one in zip(few[name], layer[name], strict=True)] for name in few}
     found = LayerTimes(
         sizes_of(shape_of(spec, head)),
         tp,
         [float(count * length) for count in counts],
-        layer("forward"),
-        layer("both"),
-        ends("forward"),
-        ends("both"),
+        layer["forward"],
+        layer["both"],
+        ends["forward"],
+        ends["both"],
         [float(count) for count in rows],
-        layer("decode"),
-        ends("decode"),
+        layer["decode"],
+        ends["decode"],
         work.prompt + work.response / 2,
     )
     return found, update
@@ -145,17 +132,27 @@ def _measure(
 
 def _zero(world: World, spec: ModelSpec, head: str, work: Workload, dtype: torch.dtype) -> tuple[list[float], float]:
     """Seconds per parameter that ZeRO 0 to 3 takes longer in a micro-batch over all ranks: forward and backward, and of 3 forward."""
-    cut = replace(spec, num_hidden_layers=MORE, windows=spec.windows[:MORE])
-    length, share = round(work.length), work.response / work.length
-    batch = Packed(_tokens(spec, length).to(world.device), torch.full((1,), length))
-    forward, both = [], []
+    forward, both = [0.0] * 4, [0.0] * 4
     for stage in range(4):
         mesh = build_mesh(world, range(world.size), Layout(dp=world.size, zero=stage))
-        engine = TrainEngine(cut, None, head, mesh, OptimConfig(), dtype=dtype, device=world.device)
-        forward.append(_seconds(world, partial(engine.forward, [batch], partial(_outputs, head, share))))
-        both.append(_seconds(world, partial(engine.forward_backward, [batch], partial(_loss, head, share))))
-    params = shape_of(cut, head).params
+        engine = _engine(world, spec, MORE, head, mesh, dtype)
+        forward[stage], both[stage] = _passes(world, engine, head, work, 1)
+    params = shape_of(engine.spec, head).params
     return [max(seconds - both[0], 0.0) / params for seconds in both], max(forward[3] - forward[0], 0.0) / params
+
+
+def _engine(world: World, spec: ModelSpec, layers: int, head: str, mesh: Mesh, dtype: torch.dtype) -> TrainEngine:
+    """Of a model of so many layers."""
+    cut = replace(spec, num_hidden_layers=layers, windows=spec.windows[:layers])
+    return TrainEngine(cut, None, head, mesh, OptimConfig(), dtype=dtype, device=world.device)
+
+
+def _passes(world: World, engine: TrainEngine, head: str, work: Workload, rows: int) -> tuple[float, float]:
+    """Seconds of a micro-batch of so many rows: forward; forward and backward."""
+    length, share = round(work.length), work.response / work.length
+    batch = Packed(_tokens(engine.spec, rows * length).to(world.device), torch.full((rows,), length))
+    forward = _seconds(world, partial(engine.forward, [batch], partial(_outputs, head, share)))
+    return forward, _seconds(world, partial(engine.forward_backward, [batch], partial(_loss, head, share)))
 
 
 def _powers(most: int) -> list[int]:

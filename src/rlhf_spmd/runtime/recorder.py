@@ -31,27 +31,22 @@ class MadeStep(NamedTuple):
 def merge_reports(
     step: MadeStep, reports: Sequence[Any], utilisation: Callable[[Sequence[Production], int, float, float], float]
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """A step's metrics and samples. ``reports``: of each rank the values of its calls, and [seconds, seconds by phase, GiB, bytes].
+    """A step's metrics and samples. ``reports``: of each rank the values of its calls, and metrics of which the largest count.
 
     ``utilisation(calls, rows, tokens, seconds)``: the share of the devices' arithmetic that the step used.
     """
     values, parts = zip(*reports, strict=True)
     metrics, samples = merge_values(ordered_values(values, step.num_reported))
-    seconds = max(part[0] for part in parts)
-    metrics = {**metrics, "timing_s/step": seconds, "reshard/bytes": 0.0}
-    for _, phase_seconds, peak, num_bytes in parts:
-        metrics["reshard/bytes"] = max(metrics["reshard/bytes"], float(num_bytes))
-        for name, value in phase_seconds.items():
-            metrics[f"timing_s/{name}"] = max(metrics.get(f"timing_s/{name}", 0.0), value)
-        metrics["memory/peak_gb"] = max(metrics.get("memory/peak_gb", 0.0), peak)
+    for name, value in (pair for part in parts for pair in part.items()):
+        metrics[name] = max(metrics.get(name, 0.0), value)
     if metrics.get("generation/seconds_max"):
         metrics["generation/idle_fraction"] = 1 - metrics["generation/seconds"] / metrics["generation/seconds_max"]
     num_rows, generates = sum(map(len, step.rows)), any(call.spec.kind == "generate" for call in step.calls)
     if num_rows and ("response_length/mean" in metrics or not generates):  # which a reward reports; its call may be left out
         responses = metrics.get("response_length/mean", 0.0) + metrics.get("rollout/environment_tokens_mean", 0.0)
         num_tokens = sum(map(token_count, step.rows)) + responses * num_rows
-        metrics["perf/tokens_per_s"] = num_tokens / seconds
-        metrics["perf/mfu"] = utilisation(step.calls, num_rows, num_tokens, seconds)
+        metrics["perf/tokens_per_s"] = num_tokens / metrics["timing_s/step"]
+        metrics["perf/mfu"] = utilisation(step.calls, num_rows, num_tokens, metrics["timing_s/step"])
     return {**step.told, **metrics}, samples
 
 

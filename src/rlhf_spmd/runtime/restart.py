@@ -105,7 +105,7 @@ def compare_runs(path: Path, config: Any, saved: Mapping[str, Any], present: Map
     # null is "as the actor" of a path, but a choice of bits
     meant = [key for key in changed if "null" not in pairs[key] or key.endswith(".lora.bits")]
     named = {key: changed[key] for key in meant if EXPERIMENT.fullmatch(key)}
-    other = [text for key, text in named.items() if len(set(map(full_path, pairs[key]))) > 1]
+    other = [text for key, text in named.items() if len({Path(one).expanduser().resolve() for one in pairs[key]}) > 1]
     for name, stream in present["data"].items():
         then, now = saved["data"].get(name, {}).get("fingerprint"), stream["fingerprint"]
         if then != now:
@@ -127,11 +127,6 @@ def check_dtypes(path: Path, models: Mapping[str, RoleConfig], device: torch.dev
             now, then = (str(dtype).removeprefix("torch.") for dtype in (present, DTYPES[pieces[0].dtype]))
             where = f"models.{role}.dtype={config.dtype}{'' if config.dtype == now else f' ({now})'}"
             raise ValueError(f"{where}, but {path} has {then}; go on with {then}")
-
-
-def full_path(text: str) -> Path:
-    """One form of what names the same file in several ways."""
-    return Path(text).expanduser().resolve()
 
 
 def role_states(controller: Controller, models: SimpleNamespace) -> dict[str, Any]:

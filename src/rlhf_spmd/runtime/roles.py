@@ -66,11 +66,28 @@ class RolePlan:
     reads_text: bool = False
     serves: tuple[str, ...] = ()
 
+    def at(self, method: str) -> CallPlan | RolePlan:
+        """Where a method runs."""
+        return self.calls.get(method, self)
+
     @property
     def generation(self) -> GenerationLayout | None:
         """The layout that ``generate_sequences`` runs in, of a role that has it."""
-        call = self.calls.get("generate_sequences")
-        return (call or self).shape.generation
+        return self.at("generate_sequences").shape.generation
+
+    @property
+    def trained(self) -> bool:
+        return issubclass(self.worker, ModelWorker) and self.worker.trained
+
+    @property
+    def pools(self) -> list[ResourcePool]:
+        """Its own, and those of its methods that run elsewhere."""
+        return [self.pool, *(call.pool for call in self.calls.values())]
+
+
+def generating(plans: Mapping[str, RolePlan]) -> dict[str, RolePlan]:
+    """Those that generate."""
+    return {role: plan for role, plan in plans.items() if plan.generation is not None}
 
 
 def describe_roles(
@@ -178,7 +195,9 @@ def _describe_role(role: str, worker: type[ModelWorker], config: RoleConfig, wei
     least = max(config.layout.pp * config.layout.tp * (config.layout.dp or 1), 1)
     layout, pool = resolve_layout(config.layout, least, f"{where}.layout"), ResourcePool("unplaced", tuple(range(least)))
     if config.path is None:
-        _check_rule(where, config)
+        usual = type(config)()  # the dtype may be said of all roles alike
+        rest = replace(config, pool=None, layout=LayoutConfig(), calls={}, dtype=usual.dtype)
+        _refuse_unusual(rest, usual, where, "this role has no model")
         return RolePlan(worker, config, pool, GroupShape(layout), None)
     path = local_directory(config.path, f"{where}.path", weights and not config.random_init)
     config, spec = replace(config, path=path), read_spec(path)
@@ -207,13 +226,6 @@ def _describe_role(role: str, worker: type[ModelWorker], config: RoleConfig, wei
         raise ValueError(f"{where}.generation.engine={generation.engine!r}: allowed are {', '.join(METHODS)}")
     check_bounds(generation, f"{where}.generation", "pp", "tp", least=1)
     return RolePlan(worker, config, pool, GroupShape(layout, GenerationLayout(layout, layout.pp, layout.tp)), spec)
-
-
-def _check_rule(where: str, config: RoleConfig) -> None:
-    """Raises ValueError for settings of a model where there is none; its dtype may be said of all roles alike."""
-    usual = type(config)()
-    rest = replace(config, pool=None, layout=LayoutConfig(), calls={}, dtype=usual.dtype)
-    _refuse_unusual(rest, usual, where, "this role has no model")
 
 
 def _refuse_unusual(config: Any, usual: Any, where: str, why: str) -> None:
@@ -306,9 +318,8 @@ def check_sampling(
     for role, plan in plans.items():
         if plan.spec is not None and not plan.reads_text and longest > plan.spec.max_position_embeddings:
             raise ValueError(f"{lengths}, but models.{role} has a context of {plan.spec.max_position_embeddings}")
-    for role, plan in plans.items():
-        if plan.generation is not None:
-            plan.config.generation.check_row(f"models.{role}.generation", longest, lengths)
+    for role, plan in generating(plans).items():
+        plan.config.generation.check_row(f"models.{role}.generation", longest, lengths)
     return longest, lengths
 
 
@@ -319,12 +330,11 @@ def check_prompts(
 
     Raises ValueError.
     """
-    for plan in plans.values():
-        if plan.generation is not None:
-            assert plan.spec is not None, "a role that generates has a model"
-            ends = build_ends(sampling, plan.spec.eos_token_ids, decoding(tokenizer), section)
-            own_minimum = data is not None and "min_response_length" in data.beside
-            sampling.check_ids(plan.spec.vocab_size, ends.token_ids, own_minimum, section)
+    own_minimum = data is not None and "min_response_length" in data.beside
+    for plan in generating(plans).values():
+        assert plan.spec is not None, "a role that generates has a model"
+        ends = build_ends(sampling, plan.spec.eos_token_ids, decoding(tokenizer), section)
+        sampling.check_ids(plan.spec.vocab_size, ends.token_ids, own_minimum, section)
 
 
 def build_models(plans: Mapping[str, RolePlan], build: Build) -> SimpleNamespace:

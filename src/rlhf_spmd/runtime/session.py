@@ -6,9 +6,9 @@ import math
 import os
 import sys
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,20 +29,10 @@ from rlhf_spmd.kernels.devices import peak_bytes
 from rlhf_spmd.parallel.collectives import RECORDER
 from rlhf_spmd.parallel.program import Preempted, ProgramContext
 from rlhf_spmd.reshard import LABELS
+from rlhf_spmd.runtime import restart
 from rlhf_spmd.runtime.exports import Exports
 from rlhf_spmd.runtime.overview import start_facts
 from rlhf_spmd.runtime.recorder import MadeStep, Recorder, merge_reports
-from rlhf_spmd.runtime.restart import (
-    check_dtypes,
-    compare_runs,
-    restore,
-    restore_rows_in_flight,
-    restore_weights_ahead,
-    role_state,
-    role_states,
-    rows_in_flight,
-    weights_ahead,
-)
 from rlhf_spmd.runtime.streams import Data
 from rlhf_spmd.telemetry import run_dir
 from rlhf_spmd.telemetry.report import write_report
@@ -141,19 +131,14 @@ Script = Callable[[int], list[Reference]]  # number of a step -> the calls whose
 Validate = Callable[[int], dict[str, float]]
 
 
-@dataclass
 class Session:
     """A run of ``models`` by ``data``. ``context.prepared``: the checked run (``Prepared`` of the training program)."""
 
-    context: ProgramContext[Any]
-    models: SimpleNamespace
-    data: Data
-    started_at: int = field(default=0, init=False)
-    finished_before: bool = field(default=False, init=False)  # its goal was reached in an earlier start
-    _received: int = field(default=0, init=False)  # bytes of weights that have been reported
-
-    def __post_init__(self) -> None:
-        self.world, self.board, ready = self.context.world, self.context.board, self.context.prepared
+    def __init__(self, context: ProgramContext[Any], models: SimpleNamespace, data: Data) -> None:
+        self.context, self.models, self.data = context, models, data
+        self.finished_before = False  # its goal was reached in an earlier start
+        self._received = 0  # bytes of weights that have been reported
+        self.world, self.board, ready = context.world, context.board, context.prepared
         self.config: RunConfig = ready.config.run
         assert self.config.steps is not None, "the data have said how long the run is"
         self.steps = self.config.steps
@@ -161,15 +146,14 @@ class Session:
         self.run_dir = Path(self.config.dir)
         self.is_first = self.world.rank == 0
         self.exports = Exports(ready, self.controller)
-        workers = {
-            role: worker
-            for role, worker in vars(self.models).items()
-            if isinstance(worker, ModelWorker) and worker.name == role
-        }
         algorithm, device = ready.config.algorithm, self.world.device
         self.goal = algorithm.goal
         self.num_bad = sum(rows.tally.num_bad for rows in (*ready.training.values(), *ready.validation.values()))
-        self.saved = {role: worker for role, worker in workers.items() if worker.trained or role in algorithm.moved}
+        self.saved = {
+            role: worker
+            for role, worker in vars(self.models).items()
+            if isinstance(worker, ModelWorker) and worker.name == role and (worker.trained or role in algorithm.moved)
+        }
         # FLOP/s of one rank, by which utilisation (perf/mfu) is measured
         self.peak_flops = matmul_rate(device, ready.plans[algorithm.exported].config.torch_dtype(device))
 
@@ -179,33 +163,32 @@ class Session:
         ``validate`` is called where ``run.test_freq`` says. The run ends when ``val/reward_mean`` has reached the algorithm's goal.
         Collective over the world: every rank of it must call. Raises Preempted after saving if any rank was signalled.
         """
-        self.started_at = self.resume()
-        if self.finished_before or self.started_at >= self.steps:
-            self.board.set_step(self.started_at)
+        started_at = self.resume()
+        if self.finished_before or started_at >= self.steps:
+            self.board.set_step(started_at)
             if self.is_first:
-                done, remedy = f"step {self.started_at} of {self.steps} is done", "raise run.steps or "
+                done, remedy = f"step {started_at} of {self.steps} is done", "raise run.steps or "
                 if self.finished_before:
-                    done, remedy = f"its goal was reached in step {self.started_at}", ""
+                    done, remedy = f"its goal was reached in step {started_at}", ""
                 print(f"nothing to do: {done}; {remedy}give another run.dir", file=sys.stderr)
-            self._export(self.started_at, ended=True)
+            self._export(started_at, ended=True)
             return
-        if self.started_at:
-            self._export(self.started_at, ended=False)
-        if self.is_first:
-            run_dir.atomic_write_text(self.run_dir / run_dir.CONFIG_FILE, to_yaml(self.context.prepared.config))
+        if started_at:
+            self._export(started_at, ended=False)
         recorder = None
         if self.is_first:
-            recorder = Recorder(self.run_dir, self.context.prepared.config, self.started_at, start_facts(self.world))
+            run_dir.atomic_write_text(self.run_dir / run_dir.CONFIG_FILE, to_yaml(self.context.prepared.config))
+            recorder = Recorder(self.run_dir, self.context.prepared.config, started_at, start_facts(self.world))
             self.controller.timeline.listener = recorder.progress.phase
         test_freq = self.config.test_freq
-        if test_freq and self.started_at == 0:
+        if test_freq and started_at == 0:
             first, shown = validate(0), self.data.take_shown()
             self.exports.is_best(0, first)
             if recorder is not None:
                 recorder.log(0, first, [], shown)
         self._moved_bytes()
         under_way: deque[MadeStep] = deque()  # steps that some ranks may not have ended yet
-        for number in range(self.started_at + 1, self.steps + 1):
+        for number in range(started_at + 1, self.steps + 1):
             under_way.append(self._make(script, number))
             is_tested = bool(test_freq) and (number % test_freq == 0 or number == self.steps)
             is_saved = any(freq and number % freq == 0 for freq in (self.config.save_freq, self.config.export_freq))
@@ -247,13 +230,12 @@ class Session:
             name = self.context.prepared.algorithm.__name__
             raise RuntimeError(f"{name}.step made no call in step {number}: nothing was computed and nothing learnt")
         seconds = time.perf_counter() - start
-        phases = self.controller.timeline.phase_totals(number)
-        own_phases: dict[str, float] = {}  # of a method the sum over roles
-        for name, value in phases.items():
+        own: dict[str, float] = defaultdict(float)
+        for name, value in self.controller.timeline.phase_totals(number).items():
             if ":" not in name:
-                key = name.rsplit(".", 1)[-1]
-                own_phases[key] = own_phases.get(key, 0.0) + value
-        own = [seconds, own_phases, peak_bytes(self.world.device) / 2**30, self._moved_bytes()]
+                own[f"timing_s/{name.rsplit('.', 1)[-1]}"] += value  # of a method the sum over roles
+        own |= {"timing_s/step": seconds, "reshard/bytes": float(self._moved_bytes())}
+        own["memory/peak_gb"] = peak_bytes(self.world.device) / 2**30
         self.controller.send_report([self.controller.values(*calls), own])
         told = {"data/epoch": self.data.epoch} | ({"data/bad_rows": self.num_bad} if self.num_bad else {})
         preempted = self.controller.vote(self.board.preempted)
@@ -292,7 +274,7 @@ class Session:
 
     def _state(self) -> dict[str, Any]:
         """What a checkpoint holds besides the roles that change."""
-        roles = role_states(self.controller, self.models)
+        roles = restart.role_states(self.controller, self.models)
         return {"data": self.data.state_dict(), "roles": roles, "kept": sorted(self.data.kept)}
 
     def save(self, number: int, stopped: bool = False) -> None:
@@ -303,10 +285,9 @@ class Session:
             versions = self.controller.versions.state()
             state = {"step": number, "stopped": stopped, "optimizer_steps": steps, "versions": versions, **self._state()}
             state["best"] = self.exports.best
-            configs = {role: worker.config.lora for role, worker in self.saved.items()}
-            state[ADAPTERS] = {role: asdict(lora) for role, lora in configs.items() if lora.rank}
-            held = {role: role_state(worker) for role, worker in self.saved.items() if worker.member}
-            held |= rows_in_flight(self.saved) | weights_ahead(self.saved)
+            state[ADAPTERS] = {role: asdict(it.config.lora) for role, it in self.saved.items() if it.config.lora.rank}
+            held = {role: restart.role_state(worker) for role, worker in self.saved.items() if worker.member}
+            held |= restart.rows_in_flight(self.saved) | restart.weights_ahead(self.saved)
             if self.is_first:
                 run_dir.forget_exports(self.run_dir, step_directory(self.run_dir, number).name)
             path = save_checkpoint(self.run_dir, number, held, state, self.world.all, self.config.keep_checkpoints)
@@ -330,23 +311,24 @@ class Session:
         if path is None:
             return 0
         state = read_manifest(path).state
-        told = compare_runs(path, self.context.prepared.config, state, self._state())
+        told = restart.compare_runs(path, self.context.prepared.config, state, self._state())
         if told and self.is_first:
             print(told, file=sys.stderr)
-        check_dtypes(path, {role: self.context.prepared.plans[role].config for role in self.saved}, self.context.world.device)
+        configs = {role: self.context.prepared.plans[role].config for role in self.saved}
+        restart.check_dtypes(path, configs, self.world.device)
         self.board.last_checkpoint = str(path)
         self.controller.versions.load_state(state.get("versions", Versions().state()))  # older checkpoints do not count them
         for role, worker in self.saved.items():
             worker.version = self.controller.versions.newest(role)
             if worker.member:
-                held = role_state(worker)
+                held = restart.role_state(worker)
                 load_checkpoint(path, role, held, worker.mesh.pool)
                 if worker.engine.optimizer is not None:
                     worker.engine.optimizer.take_states(held.optim)
                     worker.engine.optimizer.step_count = int(state["optimizer_steps"][role])
-        restore(dict(state), self.data, self.models)
-        restore_rows_in_flight(path, self.saved)
-        restore_weights_ahead(path, self.saved)
+        restart.restore(dict(state), self.data, self.models)
+        restart.restore_rows_in_flight(path, self.saved)
+        restart.restore_weights_ahead(path, self.saved)
         self.finished_before = bool(state["stopped"])
         self.exports.restore(state.get("best"))
         if self.is_first:
@@ -375,8 +357,7 @@ def start_controller(context: ProgramContext[Any]) -> Controller:
     It waits for the work of the present stream only: weights on loan are sent from another one while the script goes on.
     """
     world, plans = context.world, context.prepared.plans.values()
-    pools = [pool for plan in plans for pool in (plan.pool, *(call.pool for call in plan.calls.values()))]
-    names = sorted({pool.name for pool in pools if world.rank in pool.ranks})
+    names = sorted({pool.name for plan in plans for pool in plan.pools if world.rank in pool.ranks})
     timeline = Timeline(world.rank, names, synchronize=partial(wait, world.device))
     config = context.prepared.config
     placement, limits = config.placement, config.algorithm.limits

@@ -235,18 +235,16 @@ class Data:
     validation: Mapping[str, ValidationRows]
     sampling: SamplingConfig
     val_sampling: SamplingConfig
-    tokenizer: Any = None
-    num_shown: int = 0
+    tokenizer: Any
+    num_shown: int
     kept: dict[str, Reference] = field(default_factory=dict)
     shown: list[dict[str, Any]] = field(default_factory=list)
 
     def __getattr__(self, name: str) -> RowStream:
-        try:
-            return self.__dict__["_streams"][name]
-        except KeyError:
-            raise AttributeError(
-                f"the data have no stream {name!r}; there are {', '.join(self.__dict__['_streams'])}"
-            ) from None
+        streams: Mapping[str, RowStream] = self.__dict__["_streams"]
+        if name not in streams:
+            raise AttributeError(f"the data have no stream {name!r}; there are {', '.join(streams)}")
+        return streams[name]
 
     @property
     def epoch(self) -> float:
@@ -336,7 +334,7 @@ class Data:
 
         def read_answers(fields: dict[str, Tensor], rows: Rows, whole: Whole) -> tuple[dict[str, Field], dict[str, Any]]:
             ids = fields["response_ids"].split(rows.lengths.tolist()) if len(rows) else ()
-            texts = [str(row.tolist()) for row in ids] if self.tokenizer is None else decode(self.tokenizer, ids)
+            texts = decode(self.tokenizer, ids)
             codes, samples = [], []
             of_rows = (rows.row_ids, rows.group_ids, rows.lengths, fields["scores"], fields["stopped"])
             for text, row_id, number, length, score, stopped in zip(texts, *(x.tolist() for x in of_rows), strict=True):
