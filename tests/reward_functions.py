@@ -20,6 +20,10 @@ def length(prompt, response, row):
     return len(response) / 10
 
 
+def nothing(response):
+    return 0.0
+
+
 def by_row(prompt, response, row):
     """What ``row["do"]`` says."""
     time.sleep(row.get("sleep", 0))

@@ -137,6 +137,12 @@ def kept_rows(ready: Prepared, made: Sequence[dict[str, Any]], keep: str | int) 
         raise ValueError(f"keep={keep}: all {none} prompts {why}; there is nothing to write")
     if none:
         print(f"keep={keep}: {none} of {len(asked.given)} prompts {why} and are left out", file=sys.stderr)
+    wrong = 0 if keep == "pairs" else sum(row["score"] <= 0 for row in rows)
+    if wrong:
+        print(
+            f"keep={keep}: {wrong} of the {len(rows)} responses that are kept score 0 or less; leave them out by `score`",
+            file=sys.stderr,
+        )
     return rows
 
 

@@ -123,6 +123,8 @@ def read_config(
     chosen: list[ModuleType] = []
 
     def sections(raw: Mapping[str, Any]) -> dict[str, Any]:
+        if "algorithm=null" in overrides:
+            raise ValueError("algorithm=null would leave the default algorithm in its place; give algorithm.name=<another one>")
         algorithm = raw.get("algorithm") or {}
         name = str(algorithm.get("name", default)) if isinstance(algorithm, Mapping) else str(algorithm)
         module = find("algorithm", "rlhf_spmd.algorithms", name, exports="step")

@@ -123,6 +123,11 @@ def test_pku_s_fields_for_a_cost_model() -> None:
             {"prompt": "q", "chosen": [user("p"), assistant("a")], "rejected": [user("p"), assistant("b")]},
             r"x:1: a response must be one message of the assistant after the prompt; there are: user, assistant",
         ),
+        (
+            PreferencesConfig,
+            {"prompt": None, "chosen": [user("p"), assistant("a")], "rejected": [user("p"), assistant("b")]},
+            r"x:1: a response must be one message of the assistant after the prompt; there are: user, assistant",
+        ),
         (PreferencesConfig, {"chosen": "yes, a", "rejected": "yes, b"}, r"x:1: without a prompt two texts must be dialogues"),
         (PreferencesConfig, {"chosen": "a", "rejected": [assistant("b")]}, r"x:1: .* one is text and one is messages"),
         (

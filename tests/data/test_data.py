@@ -12,7 +12,7 @@ import torch
 
 from rlhf_spmd.data import sort_digits
 from rlhf_spmd.data.batch import decode_json
-from rlhf_spmd.data.files import DataError, read_rows
+from rlhf_spmd.data.files import DataError, local_files, read_rows
 from rlhf_spmd.data.loader import Loader, build_loader, validation_batches
 from rlhf_spmd.data.prompts import DataConfig, PromptDataset
 from rlhf_spmd.data.sft import SftConfig
@@ -64,6 +64,17 @@ def test_file_formats_agree(tmp_path: Path) -> None:
     assert read_rows(str(tmp_path / "a.jsonl"))[0].where.endswith("a.jsonl:2")
 
 
+def test_a_file_is_read_whatever_its_name_and_a_directory_not_taken_for_another(tmp_path: Path) -> None:
+    """``datasets`` takes a directory's name for a pattern: of d[1] it would read d1."""
+    for name in ("x[1].jsonl", "d[1]/a.jsonl", "d1/a.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(json.dumps({"prompt": name}) + "\n")
+    assert [row.values["prompt"] for row in read_rows(str(tmp_path / "x[1].jsonl"))] == ["x[1].jsonl"]
+    assert local_files(str(tmp_path / "d[1]")) == [tmp_path / "d[1]" / "a.jsonl"]
+    with pytest.raises(DataError, match="its name would be taken for a pattern; rename it, or give its files"):
+        read_rows(str(tmp_path / "d[1]"))
+
+
 def test_parquet_and_saved_dataset(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
@@ -90,6 +101,14 @@ def test_parquet_and_saved_dataset(tmp_path: Path) -> None:
         ("a.jsonl", "[1]\n", r"a\.jsonl:1: must be a JSON object, not list"),
         ("a.jsonl", "\n", "holds no rows"),
         ("a.json", "[{},\n 3", r"a\.json:2: not valid JSON"),
+        ("a.json", "[" * 100_000, r"a\.json: JSON nested too deeply"),
+        (
+            "a.json",
+            '[{"prompt": "1\\ud800"}]',
+            r"a\.json, entry 1: not valid Unicode: the escape \\ud800 is half of a character",
+        ),
+        ("a.json", f'[{{"prompt": "1", "answer": {"9" * 5000}}}]', r"a\.json: Exceeds the limit \(4300 digits\)"),
+        ("a.jsonl", f'{{"prompt": "1", "answer": {"9" * 5000}}}', r"a\.jsonl:1: Exceeds the limit \(4300 digits\)"),
         ("a.csv", "x", "suffix that is not known; allowed: .jsonl"),
         ("a.jsonl.gz", "plain text", "cannot be read: Not a gzipped file"),
         ("a.jsonl", '{"question": "1"}\n', r"a\.jsonl:1: no key 'prompt' \(data\.prompt_key=prompt\); this row has: question"),

@@ -172,6 +172,9 @@ def test_generate_keeps_the_best(model: Path, tmp_path: Path, capsys: pytest.Cap
         scores = [row["score"] for row in its]
         assert (pair["chosen_score"], pair["rejected_score"]) == (max(scores), min(scores))
         assert pair["chosen"] == its[int(np.argmax(scores))]["text"] and pair["rejected"] == its[int(np.argmin(scores))]["text"]
+    capsys.readouterr()
+    generate.main([*common, f"out={tmp_path / 'none.jsonl'}", "keep=best", "reward.function=reward_functions:nothing"])
+    assert "keep=best: 4 of the 4 responses that are kept score 0 or less" in capsys.readouterr().err
     with pytest.raises(ConfigError, match=r"keep=9 must be all, best, pairs, or a number from 1 to sampling\.n=4"):
         generate.prepare(None, [*common, "out=x", "keep=9"], Launch())
 

@@ -177,7 +177,7 @@ def _merge_overrides(file: Mapping[str, Any], overrides: Sequence[str]) -> dict[
             raw = cast(DictConfig, OmegaConf.unsafe_merge(raw, given))
         except (YAMLError, OmegaConfBaseException, ValueError, TypeError) as error:
             raise ConfigError(f"override '{override}' cannot be read: {first_line(error)}") from error
-        if clash:
+        if clash and not (clash == key and value.startswith("{")):  # a mapping may take the place of a text: of data.path
             raise ConfigError(
                 f"override '{override}': '{clash}' is a section and has no value of its own; set '{clash}.<key>=...'"
             )

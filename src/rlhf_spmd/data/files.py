@@ -118,9 +118,9 @@ def stream_rows(path: Paths, split: str, subset: str | None, limit: int | None =
 def local_files(path: str) -> list[Path]:
     """The files that ``path`` stands for, those of a directory at any depth; none for the name of a data set on the hub."""
     here = Path(path).expanduser()
-    if any(mark in path for mark in "*?["):
-        return list(map(Path, sorted(glob.glob(str(here), recursive=True))))
-    return sorted(file for file in here.rglob("*") if file.is_file()) if here.is_dir() else [here] if here.is_file() else []
+    if here.exists():  # whatever its name has in it
+        return sorted(file for file in here.rglob("*") if file.is_file()) if here.is_dir() else [here]
+    return list(map(Path, sorted(glob.glob(str(here), recursive=True)))) if glob.has_magic(path) else []
 
 
 def _numbered(path: Paths, split: str, subset: str | None) -> Iterator[Given]:
@@ -136,11 +136,15 @@ def _numbered(path: Paths, split: str, subset: str | None) -> Iterator[Given]:
 
 def _rows(path: str, split: str, subset: str | None) -> Iterable[Given]:
     here = Path(path).expanduser()
+    if here.is_dir() and glob.has_magic(path):
+        raise DataError(
+            f"data directory '{path}' cannot be read: its name would be taken for a pattern; rename it, or give its files"
+        )
     if here.is_dir():
         yield from _dataset_rows(str(here), split, subset)
     elif files := local_files(path):
         yield from chain.from_iterable(map(_file_rows, files))
-    elif any(mark in path for mark in "*?["):
+    elif glob.has_magic(path):
         raise DataError(f"no file matches '{path}'")
     elif _looks_local(path):
         raise DataError(f"data file '{path}' does not exist")
@@ -188,42 +192,37 @@ def _json_rows(file: Path) -> Iterable[Given]:
     if not text.lstrip().startswith("["):
         yield from _jsonl_rows(file)
         return
-    try:
-        values = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{file}:{error.lineno}: not valid JSON: {error.msg}") from error
-    for number, value in enumerate(values, 1):
-        yield _row(value, f"{file}, entry {number}")
+    for number, value in enumerate(_parse(text, str(file)), 1):
+        yield _row(value, f"{file}, entry {number}", has_escapes="\\u" in text)
 
 
-def _parse(data: bytes, where: str) -> Any:
+def _parse(text: str, where: str) -> Any:
     try:
-        line = data.decode("utf-8-sig")  # some programs of Windows begin a file with a mark of its encoding
-        value = json.loads(line)
-        if "\\u" in line:  # an escape may stand for half a character
-            json.dumps(value, ensure_ascii=False).encode()
-        return value
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{where}: not valid UTF-8: byte {error.start} of the line is 0x{error.object[error.start]:02x}"
-        ) from error
-    except UnicodeEncodeError as error:
-        half = error.object[error.start]
-        raise DataError(
-            f"{where}: not valid Unicode: the escape \\u{ord(half):x} is half of a character (a lone surrogate)"
-        ) from error
+        return json.loads(text)
     except json.JSONDecodeError as error:
-        raise DataError(f"{where}: not valid JSON: {error.msg} at column {error.colno}") from error
+        line = f":{error.lineno}" if "\n" in text.rstrip() else ""
+        raise DataError(f"{where}{line}: not valid JSON: {error.msg} at column {error.colno}") from error
     except RecursionError as error:
         raise DataError(f"{where}: JSON nested too deeply") from error
+    except ValueError as error:  # a number of more digits than Python converts
+        raise DataError(f"{where}: {first_line(error)}") from error
 
 
-def _row(value: Any, where: str) -> Given:
-    """``value``: of a line its bytes."""
+def _row(value: Any, where: str, has_escapes: bool = False) -> Given:
+    """``value``: of a line its bytes. ``has_escapes``: by which a text of it may be half a character."""
     try:
-        value = _parse(value, where) if isinstance(value, bytes) else value
+        if isinstance(value, bytes):
+            line = value.decode("utf-8-sig")  # some programs of Windows begin a file with a mark of its encoding
+            value, has_escapes = _parse(line, where), "\\u" in line
+        if has_escapes:
+            json.dumps(value, ensure_ascii=False).encode()
     except DataError as error:
         return error
+    except UnicodeDecodeError as error:
+        return DataError(f"{where}: not valid UTF-8: byte {error.start} of the line is 0x{error.object[error.start]:02x}")
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(error.object[error.start]):x}"
+        return DataError(f"{where}: not valid Unicode: the escape {half} is half of a character (a lone surrogate)")
     if not isinstance(value, dict):
         return DataError(f"{where}: must be a JSON object, not {type(value).__name__}")
     return Row(json_value(value), where)

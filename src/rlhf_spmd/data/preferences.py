@@ -250,7 +250,7 @@ def answer_to(prompt: Any, response: Any, where: str) -> str:
         return response[len(prompt) :] if begins else response
     messages = [response] if isinstance(response, dict) else response
     messages = check_messages(messages, where)
-    if not isinstance(prompt, str) and messages[: len(prompt)] == list(prompt):
+    if isinstance(prompt, list | tuple) and messages[: len(prompt)] == list(prompt):
         messages = messages[len(prompt) :]
     if len(messages) != 1 or messages[0]["role"] != "assistant":
         roles = ", ".join(message["role"] for message in messages) or "none"
