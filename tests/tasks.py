@@ -353,7 +353,7 @@ def read_run(run_dir: Path) -> Run:
     manifest = read_manifest(directory)
     weights: dict[tuple[str, str, str], Any] = {}
     in_flight = {}
-    for piece, tensor in read_pieces(directory, manifest.pieces):
+    for piece, tensor in read_pieces(directory, [piece for key in manifest.lines for piece in manifest.pieces_in(key)]):
         if piece.role == ROWS_IN_FLIGHT:
             in_flight[piece.name] = tensor
             continue

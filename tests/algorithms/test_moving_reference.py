@@ -41,7 +41,8 @@ def train(ranks: int, run_dir: Path, steps: int, *more: str) -> tasks.Run:
 def saved(run_dir: Path, step: int) -> dict[tuple[str, str], torch.Tensor]:
     """(role, name) -> tensor, of a run on one rank."""
     directory = run_dir / "checkpoints" / f"step_{step}"
-    pieces = [piece for piece in read_manifest(directory).pieces if piece.kind == "param"]
+    manifest = read_manifest(directory)
+    pieces = [piece for role in manifest.roles for its in manifest.pieces_of(role, "param").values() for piece in its]
     return {(piece.role, piece.name): tensor.clone() for piece, tensor in read_pieces(directory, pieces)}
 
 

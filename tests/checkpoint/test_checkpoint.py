@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import shutil
@@ -15,15 +16,16 @@ import torch
 from torch import Tensor
 
 from ranks import run_ranks
-from rlhf_spmd.checkpoint import files
+from rlhf_spmd.checkpoint import files, load
+from rlhf_spmd.checkpoint import manifest as manifests
 from rlhf_spmd.checkpoint.directory import committed, read_manifest
 from rlhf_spmd.checkpoint.load import find_resumable, load_checkpoint, read_role, verify_checkpoint
-from rlhf_spmd.checkpoint.manifest import CheckpointError, held_boxes, plan_writes
+from rlhf_spmd.checkpoint.manifest import CheckpointError, Piece, held_boxes, plan_writes
 from rlhf_spmd.checkpoint.save import RoleState, save_checkpoint
 from rlhf_spmd.models.sharding import tensor_shapes
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.parallel.boxes import Box, ParamShard, cover
-from rlhf_spmd.parallel.collectives import RECORDER, solo
+from rlhf_spmd.parallel.collectives import RECORDER, Group, solo
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.world import World
 from saved_models import flip_bit, rank_shards
@@ -126,10 +128,9 @@ def test_round_trip_alone(tmp_path: Path, spec: ModelSpec) -> None:
     assert_equal(target, state_of(shards))
     manifest = read_manifest(path)
     assert manifest.state == STATE and manifest.step == 7
-    body = json.loads((path / "manifest.json").read_text())
-    expected = {n: list(s) for n, s in tensor_shapes(spec, "lm").items()}
-    assert {piece["name"]: piece["shape"] for piece in body["pieces"]} == expected
-    assert not [f for f in path.iterdir() if f.suffix not in (".safetensors", ".json", "")]
+    stored = manifest.pieces_of("actor", "param")
+    assert {name: pieces[0].shape for name, pieces in stored.items()} == tensor_shapes(spec, "lm")
+    assert not [f for f in path.iterdir() if f.suffix not in (".safetensors", ".jsonl", "")]
 
 
 @pytest.mark.parametrize(
@@ -235,7 +236,7 @@ def damage(path: Path, how: str) -> None:
         data[20] ^= 1
         file.write_bytes(data)
     elif how == "manifest":
-        flip_bit(path / "manifest.json", 40)
+        flip_bit(path / "manifest.jsonl", 40)
     elif how == "commit missing":
         (path / "COMMIT").unlink()
     elif how == "commit empty":
@@ -255,15 +256,84 @@ def test_damage_of_every_kind(tmp_path: Path, how: str) -> None:
     assert find_resumable(tmp_path, solo()).directory is None
 
 
-def test_a_forged_manifest_cannot_leave_its_directory(tmp_path: Path) -> None:
-    path = save_alone(tmp_path, 1)
-    text = (path / "manifest.json").read_text().replace("actor.rank_00000.safetensors", "../x.safetensors")
-    import hashlib
-
-    (path / "manifest.json").write_text(text)
+def forge(path: Path, old: str, new: str) -> None:
+    """As one who makes COMMIT fit it."""
+    text = (path / "manifest.jsonl").read_text()
+    assert old in text
+    text = text.replace(old, new)
+    (path / "manifest.jsonl").write_text(text)
     (path / "COMMIT").write_text(json.dumps({"serial": 1, "manifest_sha256": hashlib.sha256(text.encode()).hexdigest()}))
-    with pytest.raises(CheckpointError, match="not a plain"):
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("actor.rank_00000.safetensors", "../x.safetensors", r"manifest\.jsonl: .*'\.\./x\.safetensors' is not a plain"),
+        ('["actor", "param", "actor.rank_00000', '["actor", "param", "actor.rank_00001', "lines of other files: .*rank_00001"),
+        (
+            '\n["actor","param","actor.rank_00000',
+            '\n["actor","param","actor.rank_00001',
+            "line of 'param' in .*: it has 50 pieces of",
+        ),
+        ('\n["actor","param"', '\n["actor","exp_avg"', "line of 'param' in .*: it has 50 pieces of"),
+        ('safetensors",[[', 'safetensors",[[],[', "line of 'exp_avg' in .*: not a line of pieces"),
+        (
+            "[37,24],[0,0],[37,24]",
+            "[37,24],[1,0],[37,24]",
+            r"piece 'exp_avg/model\.embed_tokens\.weight@1,0\S+ is not possible",
+        ),
+        ("[37,24],[0,0],[37,24]", "[37,24],[0,0],[37,0]", "is not possible"),
+        ("[37,24],[0,0],[37,24]", "[37,24],[0],[37,24]", "not a line of pieces"),
+        ("[37,24],[0,0],[37,24]", '["a",24],[0,0],[37,24]', "not a line of pieces"),
+        ('"F32"', '"F33"', "is not possible"),
+        ('"format": 2', '"format": 3', r"manifest\.jsonl: format 3, but this program reads format 2"),
+        ('"lines": [', '"lines": [["actor", "x", "actor.rank_00000.safetensors"], ', "not a checkpoint manifest"),
+        ("model.norm.weight", "../x", "unreadable .*exp_avg/../x@0"),
+    ],
+)
+def test_a_forged_manifest_is_refused(tmp_path: Path, old: str, new: str, message: str) -> None:
+    path = save_alone(tmp_path, 1)
+    forge(path, old, new)
+    with pytest.raises(CheckpointError, match=message):
         verify_checkpoint(path, solo())
+
+
+def test_a_checkpoint_of_format_1_is_refused(tmp_path: Path) -> None:
+    path = save_alone(tmp_path, 1)
+    (path / "manifest.jsonl").rename(path / "manifest.json")
+    with pytest.raises(CheckpointError, match=r"step_1: format 1, but this program reads format 2$"):
+        read_manifest(path)
+
+
+def test_only_the_lines_that_are_asked_for_are_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each by itself, and none for state, files and roles: of millions of pieces parsed in one go the heartbeat would be silent."""
+    path = Path(run_ranks(2, save_on_ranks, tmp_path, Layout(dp=2, zero=3), SPEC)[0])
+    parsed: list[bytes] = []
+    monkeypatch.setattr(manifests.json, "loads", lambda text, loads=json.loads: parsed.append(text) or loads(text))
+    ticks = RECORDER.ticks
+    manifest = read_manifest(path)
+    lines = (path / "manifest.jsonl").read_bytes().splitlines(keepends=True)
+    assert manifest.state == STATE and manifest.roles == ["actor", "critic"] and len(manifest.files) == 3
+    assert [text for text in parsed if text in lines] == lines[:1] and RECORDER.ticks == ticks + len(lines)
+    parsed.clear()
+    assert manifest.dtype_of("actor") == "F32" and len(parsed) == 1
+    parsed.clear()
+    manifest.pieces_of("actor", "param")
+    assert parsed == [manifest.lines["actor", "param", f"actor.rank_0000{rank}.safetensors"] for rank in range(2)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 11, 40, 1000])
+def test_every_piece_is_verified_by_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
+    path = Path(run_ranks(2, save_on_ranks, tmp_path, Layout(dp=2, zero=1), SPEC)[0])
+    read: list[list[Piece]] = [[] for _ in range(ranks)]
+    for rank, its in enumerate(read):
+        monkeypatch.setattr(load, "read_pieces", lambda _, pieces, its=its: its.extend(pieces) or ())
+        monkeypatch.setattr(load, "agree", lambda _, work: work())
+        verify_checkpoint(path, Group("of these", tuple(range(ranks)), rank))
+    manifest = read_manifest(path)
+    assert sorted(piece for its in read for piece in its) == sorted(
+        p for key in manifest.lines for p in manifest.pieces_in(key)
+    )
 
 
 def test_interrupted_saves_never_look_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

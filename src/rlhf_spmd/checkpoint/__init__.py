@@ -1,6 +1,6 @@
 """State at rest: checkpoints that are either complete and verified or not there. Floor 4.
 
-A checkpoint is a new directory per step: safetensors files of pieces (boxes of global tensors), a JSON manifest with
+A checkpoint is a new directory per step: safetensors files of pieces (boxes of global tensors), a manifest of JSON lines with
 the hash of every piece, and a COMMIT file written last. It is written in one layout and read in any other. No pickle is
 ever read or written.
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from rlhf_spmd.checkpoint.directory import read_manifest
 from rlhf_spmd.checkpoint.files import Spec, write_safetensors
 from rlhf_spmd.checkpoint.load import read_whole
-from rlhf_spmd.checkpoint.manifest import DTYPES, PARAM
+from rlhf_spmd.checkpoint.manifest import DTYPES, PARAM, Piece
 from rlhf_spmd.checkpoint.save import RoleState
 from rlhf_spmd.kernels import choose_ops
 from rlhf_spmd.models.adapters import merge
@@ -32,10 +32,9 @@ STATE = "lora"  # in a checkpoint's state: role -> settings of its adapters
 class SavedAdapters:
     """Those of a role. ``pieces``: of what was trained, by the tensor's name; ``dtype``: of all of it."""
 
-    def __init__(self, directory: Path, role: str, settings: dict[str, Any]) -> None:
-        self._directory, self.lora = directory, LoraConfig(**settings)
-        self.pieces = read_manifest(directory).pieces_of(role, PARAM)
-        self.dtype = DTYPES[next(iter(self.pieces.values()))[0].dtype]
+    def __init__(self, directory: Path, pieces: dict[str, list[Piece]], settings: dict[str, Any]) -> None:
+        self._directory, self.pieces, self.lora = directory, pieces, LoraConfig(**settings)
+        self.dtype = DTYPES[next(iter(pieces.values()))[0].dtype]
 
     def read(self, name: str) -> Tensor:
         """A tensor that was trained. Raises CheckpointError."""
@@ -115,9 +114,10 @@ class SavedAdapters:
 
 def find_adapters(directory: Path, role: str) -> SavedAdapters | None:
     """None where the role's weights were trained themselves. Raises CheckpointError, ValueError without a package that it needs."""
-    settings = read_manifest(directory).state.get(STATE, {}).get(role)
+    manifest = read_manifest(directory)
+    settings = manifest.state.get(STATE, {}).get(role)
     if settings is None:
         return None
-    found = SavedAdapters(directory, role, settings)
+    found = SavedAdapters(directory, manifest.pieces_of(role, PARAM), settings)
     found.lora.need_package(f"{directory}: the {role}'s lora")
     return found

@@ -15,10 +15,11 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlhf_spmd.checkpoint.manifest import CheckpointError, Manifest
-from rlhf_spmd.telemetry.run_dir import CHECKPOINTS_DIR, atomic_write_text, fsync_directory
+from rlhf_spmd.checkpoint.manifest import FORMAT_VERSION, CheckpointError, Manifest
+from rlhf_spmd.parallel.collectives import RECORDER
+from rlhf_spmd.telemetry.run_dir import CHECKPOINTS_DIR, atomic_write_bytes, atomic_write_text, fsync_directory
 
-MANIFEST, COMMIT, LATEST = "manifest.json", "COMMIT", "latest"
+MANIFEST, COMMIT, LATEST = "manifest.jsonl", "COMMIT", "latest"
 _NAME = re.compile(r"step_(\d+)(\.old)?")
 
 
@@ -74,18 +75,24 @@ def _read_commit(path: Path) -> dict[str, object]:
 def read_manifest(directory: Path) -> Manifest:
     """The manifest of a complete checkpoint, with its files present in full. Raises CheckpointError naming what is wrong.
 
-    The contents of the pieces are verified where they are read.
+    Pieces are parsed where they are asked for, and their contents verified where they are read.
     """
     directory = Path(directory)
     if not (directory / COMMIT).is_file():
         what = "an interrupted save" if directory.is_dir() else "no such directory"
         raise CheckpointError(f"{directory}: not a complete checkpoint, {COMMIT} is missing ({what})")
-    where = str(directory / MANIFEST)
+    where, lines, digest = str(directory / MANIFEST), [], hashlib.sha256()
+    if (directory / "manifest.json").is_file():
+        raise CheckpointError(f"{directory}: format 1, but this program reads format {FORMAT_VERSION}")
     try:
-        text = (directory / MANIFEST).read_bytes()
-        if hashlib.sha256(text).hexdigest() != _read_commit(directory).get("manifest_sha256"):
+        with open(where, "rb") as file:
+            for line in file:
+                RECORDER.tick()
+                digest.update(line)
+                lines.append(line)
+        if digest.hexdigest() != _read_commit(directory).get("manifest_sha256"):
             raise CheckpointError(f"{where}: damaged, its hash is not the one in {COMMIT}")
-        manifest = Manifest.from_json(text.decode(), where)
+        manifest = Manifest.from_lines(lines, where)
         for name, size in manifest.files.items():
             found = (directory / name).stat().st_size
             if found != size:
@@ -122,10 +129,10 @@ def commit(run_dir: Path, manifest: Manifest, keep: int) -> Path:
                 f"{draft / name}: {'not here' if found is None else f'{found} bytes'}, but its rank wrote {size} bytes; "
                 "run.dir must be on a file system that all nodes share"
             )
-    text = manifest.to_json()
+    text = manifest.to_bytes()
     serial = max((c.serial for c in committed(run_dir)), default=0) + 1
-    mark = {"step": manifest.step, "serial": serial, "manifest_sha256": hashlib.sha256(text.encode()).hexdigest()}
-    atomic_write_text(draft / MANIFEST, text)
+    mark = {"step": manifest.step, "serial": serial, "manifest_sha256": hashlib.sha256(text).hexdigest()}
+    atomic_write_bytes(draft / MANIFEST, text)
     atomic_write_text(draft / COMMIT, json.dumps(mark))
     old = final.with_name(final.name + ".old")
     if final.exists():

@@ -70,16 +70,17 @@ def fill(directory: Path, wanted: Sequence[tuple[str, Tensor, Box, Sequence[Piec
 
 
 @torch.no_grad()
-def read_role(directory: Path, manifest: Manifest, role: str, target: RoleState) -> None:
-    """Fill this rank's tensors in place. No communication.
+def read_role(directory: Path, manifest: Manifest, role: str, target: RoleState) -> set[str]:
+    """Fill this rank's tensors in place; returns the names of the role's tensors that the checkpoint holds. No communication.
 
     Raises CheckpointError where a tensor is missing, incomplete, or of another shape or dtype.
     """
     target.check(role)
     where = f"checkpoint of step {manifest.step}, role '{role}'"
-    wanted = []
+    names: set[str] = set()
     for kind, tensors in target.kinds().items():
-        pieces = manifest.pieces_of(role, kind) if tensors else {}
+        pieces = manifest.pieces_of(role, kind) if tensors or kind == PARAM else {}
+        names, wanted = names | pieces.keys(), []
         for parameter, tensor in tensors.items():
             for box in target.shards[parameter].boxes:
                 found, what = pieces.get(box.name, []), f"{where}: {kind} of {box.name}"
@@ -92,7 +93,8 @@ def read_role(directory: Path, manifest: Manifest, role: str, target: RoleState)
                             f"resume with the dtype of the run that saved it"
                         )
                 wanted.append((what, tensor, box, found))
-    fill(directory, wanted)
+        fill(directory, wanted)
+    return names
 
 
 def load_checkpoint(directory: Path, role: str, target: RoleState, group: Group, without: frozenset[str] = frozenset()) -> None:
@@ -106,10 +108,9 @@ def load_checkpoint(directory: Path, role: str, target: RoleState, group: Group,
     directory = Path(directory)
 
     def read() -> list[str]:
-        manifest = read_manifest(directory)
-        read_role(directory, manifest, role, target)
+        names = read_role(directory, read_manifest(directory), role, target)
         taken = {box.name for shard in target.shards.values() for box in shard.boxes}
-        return sorted(manifest.pieces_of(role, PARAM).keys() - taken - without)
+        return sorted(names - taken - without)
 
     def compare(left_by_rank: list[list[str]]) -> None:
         if surplus := sorted(set(left_by_rank[0]).intersection(*left_by_rank)):
@@ -126,9 +127,13 @@ def verify_checkpoint(directory: Path, group: Group) -> None:
     """
 
     def read() -> None:
-        pieces = read_manifest(directory).pieces
-        for _ in read_pieces(directory, pieces[group.rank :: group.size]):
-            pass
+        manifest = read_manifest(directory)
+        keys = sorted(manifest.lines)  # to each rank as many of a role and kind as to the others
+        num = max(1, len(keys))
+        first, sharing = group.rank % num, len(range(group.rank % num, group.size, num))  # the ranks of one line
+        for key in keys[first :: group.size]:
+            for _ in read_pieces(directory, manifest.pieces_in(key)[group.rank // num :: sharing]):
+                pass
 
     agree(group, read)
 

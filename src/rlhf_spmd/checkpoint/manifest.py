@@ -1,8 +1,10 @@
-"""What a checkpoint holds: the manifest as data, its JSON form, and who writes which piece. Pure.
+"""What a checkpoint holds: the manifest as data, its JSON lines, and who writes which piece. Pure.
 
-A checkpoint is the directory ``checkpoints/step_N``: safetensors files of pieces, ``manifest.json`` (this module) and
+A checkpoint is the directory ``checkpoints/step_N``: safetensors files of pieces, ``manifest.jsonl`` (this module) and
 ``COMMIT``. A piece is one box of one global tensor (``parallel.boxes``) of one kind: the parameter itself or a tensor of its
-optimizer.
+optimizer. The manifest's first line has everything but the pieces, and names the other lines in their order; each of these
+is ``[role, kind, file, [[name, shape, start, size, dtype, sha256], ...]]``: the pieces of one kind in one file, made by the
+rank that wrote it. Lines are short enough for Python's other threads, such as the heartbeat, to run between them.
 """
 
 from __future__ import annotations
@@ -12,13 +14,14 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from rlhf_spmd.parallel.boxes import Box, ParamShard
+from rlhf_spmd.parallel.collectives import RECORDER
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 PARAM = "param"
 
 # safetensors' names of the dtypes that parameters and optimizer states may have
@@ -34,6 +37,7 @@ DTYPES: dict[str, torch.dtype] = {
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 BoxKey = tuple[str, tuple[int, ...], tuple[int, ...]]  # name, start, size
+LineKey = tuple[str, str, str]  # role, kind, file
 
 
 class CheckpointError(RuntimeError):
@@ -42,14 +46,12 @@ class CheckpointError(RuntimeError):
     exit_class = "checkpoint"  # how the run ends: parallel/program.py
 
 
-@dataclass(frozen=True)
-class Piece:
-    """``name[start : start + size]`` of a global tensor of ``shape``, under ``key`` in ``file``; safetensors' dtype names."""
+class Piece(NamedTuple):
+    """``name[start : start + size]`` of a global tensor of ``shape``, in ``file``; ``dtype`` by safetensors' name."""
 
-    file: str
-    key: str
     role: str
     kind: str
+    file: str
     name: str
     shape: tuple[int, ...]
     start: tuple[int, ...]
@@ -58,75 +60,110 @@ class Piece:
     sha256: str
 
     @property
+    def key(self) -> str:
+        """Its name in the file."""
+        return piece_key(self.kind, self.box)
+
+    @property
     def box(self) -> Box:
         """As a box that lies at the origin of the stored tensor."""
         return Box(self.name, self.shape, self.start, self.size, (0,) * len(self.shape))
 
 
+def piece_lines(pieces: Iterable[Piece]) -> dict[LineKey, str]:
+    """The manifest's lines for all pieces that some files hold."""
+    rows: dict[LineKey, list[Any]] = {}
+    for piece in pieces:
+        rows.setdefault(piece[:3], []).append(piece[3:])
+    return {key: json.dumps([*key, its], separators=(",", ":")) + "\n" for key, its in rows.items()}
+
+
 @dataclass(frozen=True)
 class Manifest:
-    """``files`` maps each file to its size in bytes; ``state`` is the caller's plain JSON (loader position, counters)."""
+    """``files`` maps each file to its size in bytes; ``state`` is the caller's plain JSON (loader position, counters).
+
+    ``lines`` are as the file has them, and parsed by whoever asks for their pieces: there may be millions.
+    """
 
     step: int
     world_size: int
     files: dict[str, int]
-    pieces: tuple[Piece, ...]
+    lines: dict[LineKey, bytes]
     state: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        for name in self.files:
+            if not re.fullmatch(r"[\w.-]+\.safetensors", name):
+                raise ValueError(f"file name {name!r} is not a plain *.safetensors name")
+        if others := {file for *_, file in self.lines} ^ set(self.files):
+            raise ValueError(f"files without lines, or lines of other files: {sorted(others)}")
 
     @property
     def roles(self) -> list[str]:
-        return sorted({piece.role for piece in self.pieces})
+        return sorted({role for role, *_ in self.lines})
 
     def pieces_of(self, role: str, kind: str) -> dict[str, list[Piece]]:
         """Tensor name -> its pieces. Raises CheckpointError where the checkpoint has no such role or kind."""
-        if role not in self.roles:
-            raise CheckpointError(f"checkpoint of step {self.step} holds no role '{role}'; it holds: {', '.join(self.roles)}")
         found: dict[str, list[Piece]] = {}
-        for piece in self.pieces:
-            if piece.role == role and piece.kind == kind:
+        for key in self._lines_of(role, kind):
+            for piece in self.pieces_in(key):
                 found.setdefault(piece.name, []).append(piece)
-        if not found:
-            kinds = ", ".join(sorted({piece.kind for piece in self.pieces if piece.role == role}))
-            raise CheckpointError(f"checkpoint of step {self.step} holds no '{kind}' of role '{role}'; it holds: {kinds}")
         return found
 
-    def to_json(self) -> str:
-        pieces = [vars(piece) for piece in self.pieces]
-        return json.dumps({"format": FORMAT_VERSION, **vars(self), "pieces": pieces})
+    def dtype_of(self, role: str) -> str:
+        """That of its first parameter. Raises CheckpointError as :meth:`pieces_of`."""
+        return self.pieces_in(self._lines_of(role, PARAM)[0])[0].dtype
+
+    def _lines_of(self, role: str, kind: str) -> list[LineKey]:
+        where = f"checkpoint of step {self.step} holds no"
+        if role not in self.roles:
+            raise CheckpointError(f"{where} role '{role}'; it holds: {', '.join(self.roles)}")
+        kinds = {key[1] for key in self.lines if key[0] == role}
+        if kind not in kinds:
+            raise CheckpointError(f"{where} '{kind}' of role '{role}'; it holds: {', '.join(sorted(kinds))}")
+        return [key for key in self.lines if key[:2] == (role, kind)]
+
+    def pieces_in(self, key: LineKey) -> list[Piece]:
+        """Those of one line, at least one. Every field is checked. Raises CheckpointError."""
+        RECORDER.tick()
+        where = f"manifest of step {self.step}, line of '{key[1]}' in {key[2]}"
+        try:
+            *stated, rows = json.loads(self.lines[key])
+            pieces = [_read_piece(key, *row) for row in rows]
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(f"{where}: not a line of pieces ({error})") from error
+        if tuple(stated) != key or not pieces:
+            raise CheckpointError(f"{where}: it has {len(pieces)} pieces of {stated}")
+        return pieces
+
+    def to_bytes(self) -> bytes:
+        head = json.dumps({"format": FORMAT_VERSION, **vars(self), "lines": list(self.lines)}) + "\n"
+        return b"".join([head.encode(), *self.lines.values()])
 
     @staticmethod
-    def from_json(text: str, where: str) -> Manifest:
-        """Every field is checked: a manifest is input. ``where`` names its file in the CheckpointError."""
+    def from_lines(lines: Sequence[bytes], where: str) -> Manifest:
+        """Parses the first line only. A manifest is input: what is parsed is checked. ``where`` names its file in the
+        CheckpointError."""
         try:
-            body = json.loads(text)
-            if body["format"] != FORMAT_VERSION:
-                raise CheckpointError(f"{where}: format {body['format']!r}, but this program reads format {FORMAT_VERSION}")
-            files = {name: int(size) for name, size in body["files"].items()}
-            for name in files:
-                if not re.fullmatch(r"[\w.-]+\.safetensors", name):
-                    raise CheckpointError(f"{where}: file name {name!r} is not a plain *.safetensors name")
-            pieces = tuple(_read_piece(row, files, where) for row in body["pieces"])
-            return Manifest(int(body["step"]), int(body["world_size"]), files, pieces, dict(body["state"]))
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            head = json.loads(lines[0])
+            if head["format"] != FORMAT_VERSION:
+                raise CheckpointError(f"{where}: format {head['format']!r}, but this program reads format {FORMAT_VERSION}")
+            files = {name: int(size) for name, size in head["files"].items()}
+            keys = [(str(role), str(kind), str(file)) for role, kind, file in head["lines"]]
+            by_key = dict(zip(keys, lines[1:], strict=True))
+            return Manifest(int(head["step"]), int(head["world_size"]), files, by_key, dict(head["state"]))
+        except (IndexError, KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"{where}: not a checkpoint manifest ({type(error).__name__}: {error})") from error
 
 
-def _read_piece(row: Mapping[str, Any], files: Mapping[str, int], where: str) -> Piece:
-    piece = piece_from_json(row)
-    inside = len(piece.shape) == len(piece.start) == len(piece.size) and all(
-        start >= 0 and size > 0 and start + size <= extent
-        for start, size, extent in zip(piece.start, piece.size, piece.shape, strict=True)
-    )
-    if piece.file not in files or piece.dtype not in DTYPES or not inside:
-        raise CheckpointError(f"{where}: piece {piece.key!r} of {piece.file!r} is not possible: {dict(row)}")
+def _read_piece(key: LineKey, name: Any, shape: Any, start: Any, size: Any, dtype: Any, sha256: Any) -> Piece:
+    """Raises TypeError or ValueError where a field is unfit."""
+    shape, start, size = (tuple([int(n) for n in numbers]) for numbers in (shape, start, size))
+    piece = Piece(*key, str(name), shape, start, size, str(dtype), str(sha256))
+    inside = all(a >= 0 and n > 0 and a + n <= extent for a, n, extent in zip(start, size, shape, strict=True))
+    if piece.dtype not in DTYPES or not inside:
+        raise ValueError(f"piece {piece.key!r} is not possible: {piece}")
     return piece
-
-
-def piece_from_json(row: Mapping[str, Any]) -> Piece:
-    """The inverse of ``vars`` through JSON. Raises KeyError, TypeError or ValueError where a field is missing or unfit."""
-    text: dict[str, Any] = {field: str(row[field]) for field in ("file", "key", "role", "kind", "name", "dtype", "sha256")}
-    numbers: dict[str, Any] = {field: tuple(int(n) for n in row[field]) for field in ("shape", "start", "size")}
-    return Piece(**text, **numbers)
 
 
 def piece_key(kind: str, box: Box) -> str:

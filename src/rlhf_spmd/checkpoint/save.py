@@ -25,8 +25,8 @@ from rlhf_spmd.checkpoint.manifest import (
     Manifest,
     Piece,
     held_boxes,
-    piece_from_json,
     piece_key,
+    piece_lines,
     plan_writes,
 )
 from rlhf_spmd.parallel.boxes import Box, ParamShard
@@ -89,14 +89,15 @@ def save_checkpoint(
     def write() -> list[Any]:
         with _explained(draft):
             written = [_write_role(draft, role, roles[role], boxes[role], keys, group) for role, keys in writes.items() if keys]
-            files = {part[0].file: (draft / part[0].file).stat().st_size for part in written}
-        return [files, [vars(piece) for part in written for piece in part]]
+            lines = piece_lines(piece for pieces in written for piece in pieces)
+            files = {file: (draft / file).stat().st_size for *_, file in lines}
+        return [files, [[*key, line] for key, line in lines.items()]]
 
     def complete(written: list[Any]) -> None:
-        all_files = {name: size for part, _ in written for name, size in part.items()}
-        merged = tuple(piece_from_json(row) for _, part in written for row in part)
+        files = {name: size for sizes, _ in written for name, size in sizes.items()}
+        lines = {(role, kind, file): line.encode() for _, rows in written for role, kind, file, line in rows}
         with _explained(draft):
-            commit(run_dir, Manifest(step, group.size, all_files, merged, dict(state)), keep)
+            commit(run_dir, Manifest(step, group.size, files, lines, dict(state)), keep)
 
     try:
         agree(group, write, complete)
@@ -142,7 +143,7 @@ def _write_role(
     with torch.no_grad():
         hashes = write_safetensors(path, list(views), views.__getitem__)
     return [
-        Piece(path.name, spec.key, role, kind, box.name, box.shape, box.start, box.size, DTYPE_NAMES[spec.dtype], digest)
+        Piece(role, kind, path.name, box.name, box.shape, box.start, box.size, DTYPE_NAMES[spec.dtype], digest)
         for spec, (kind, box), digest in zip(views, found, hashes, strict=True)
     ]
 

@@ -17,7 +17,7 @@ import torch
 from rlhf_spmd.checkpoint.adapters import find_adapters
 from rlhf_spmd.checkpoint.directory import COMMIT, committed, named_checkpoint, read_manifest
 from rlhf_spmd.checkpoint.load import load_checkpoint
-from rlhf_spmd.checkpoint.manifest import DTYPES, PARAM
+from rlhf_spmd.checkpoint.manifest import DTYPES
 from rlhf_spmd.checkpoint.save import RoleState
 from rlhf_spmd.config.bounds import check_bounds
 from rlhf_spmd.config.keys import Key, list_keys
@@ -167,8 +167,8 @@ def take_checkpoint(spec: ModelSpec, held: RoleState, directory: str, checkpoint
     if adapters is not None:
         adapters.add_to(spec, held, Path(directory))
         return
-    pieces = next(iter(read_manifest(checkpoint).pieces_of(ROLE, PARAM).values()))
-    stored = {name: torch.empty(value.shape, dtype=DTYPES[pieces[0].dtype]) for name, value in held.tensors.items()}
+    dtype = DTYPES[read_manifest(checkpoint).dtype_of(ROLE)]
+    stored = {name: torch.empty(value.shape, dtype=dtype) for name, value in held.tensors.items()}
     beside = frozenset([spec.names.second_head])  # of an actor that is the critic, too
     load_checkpoint(checkpoint, ROLE, RoleState(held.shards, stored), world.all, beside)
     with torch.no_grad():

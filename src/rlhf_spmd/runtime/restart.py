@@ -13,7 +13,7 @@ import torch
 
 from rlhf_spmd.checkpoint.directory import read_manifest
 from rlhf_spmd.checkpoint.load import load_checkpoint, read_pieces
-from rlhf_spmd.checkpoint.manifest import DTYPE_NAMES, DTYPES, PARAM, CheckpointError
+from rlhf_spmd.checkpoint.manifest import DTYPES, PARAM, CheckpointError
 from rlhf_spmd.checkpoint.save import RoleState
 from rlhf_spmd.config.load import flatten_yaml, to_yaml
 from rlhf_spmd.controller import Controller
@@ -121,10 +121,9 @@ def check_dtypes(path: Path, models: Mapping[str, RoleConfig], device: torch.dev
     """Weights are in the dtype that the checkpoint ``path`` has them in. Raises ValueError; adapters have one of their own."""
     manifest = read_manifest(path)
     for role, config in models.items():
-        pieces = next(iter(manifest.pieces_of(role, PARAM).values()), None)
-        present = config.torch_dtype(device)
-        if pieces is not None and not config.lora.rank and pieces[0].dtype != DTYPE_NAMES[present]:
-            now, then = (str(dtype).removeprefix("torch.") for dtype in (present, DTYPES[pieces[0].dtype]))
+        saved, present = DTYPES[manifest.dtype_of(role)], config.torch_dtype(device)
+        if not config.lora.rank and saved != present:
+            now, then = (str(dtype).removeprefix("torch.") for dtype in (present, saved))
             where = f"models.{role}.dtype={config.dtype}{'' if config.dtype == now else f' ({now})'}"
             raise ValueError(f"{where}, but {path} has {then}; go on with {then}")
 
