@@ -42,7 +42,7 @@ class Delivery:
         self._foreseen = {call.node: call for call in graph.nodes}
         readers: dict[Production, frozenset[int]] = {}
         for call in graph.nodes:
-            for maker, ranks in lengths_needed(call).items():
+            for maker, ranks in lengths_needed(call).items() if call.intakes else ():
                 readers[maker] = readers.get(maker, frozenset()) | ranks
         for maker, ranks in readers.items():
             if maker.seq < 0:

@@ -22,6 +22,13 @@ class Versions:
         self._step: int | None = None  # the step under way; None: between steps
         self._sent: dict[str, dict[int, int]] = {}  # role -> step -> the newest version when the step first generated with it
 
+    def copy(self) -> Versions:
+        """For a trace of what is to come."""
+        other = Versions(self.ahead)
+        other._newest, other._step = self._newest.copy(), self._step
+        other._sent = {role: dict(sent) for role, sent in self._sent.items()}
+        return other
+
     def newest(self, role: str) -> int:
         return self._newest.get(role, 0)
 

@@ -165,15 +165,16 @@ def choose_cpu_matmul() -> str:
 
 
 def keep_freed_memory() -> None:
-    """Tell glibc to keep freed blocks up to 17 MiB (the head's chunk of logits has 16): activations come again every step, and fresh
-    pages cost a fault per 4 KB. Larger ones, parameters and gradients, would leave holes in which those of the next phase do not fit.
+    """Tell glibc to keep freed blocks up to 33 MiB (the head's chunk of logits has 16, gloo's copy of a bucket of gradients between two
+    ranks 32): both come again every step, and fresh pages cost a fault per 4 KB. Larger ones, parameters and gradients, would leave
+    holes in which those of the next phase do not fit.
     """
     if sys.platform != "linux":
         return
     trim_threshold, mmap_threshold, never = -1, -3, 2**31 - 1
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):  # other C libraries than glibc have none
-        libc.mallopt(mmap_threshold, 17 << 20)
+        libc.mallopt(mmap_threshold, 33 << 20)
         libc.mallopt(trim_threshold, never)
 
 
