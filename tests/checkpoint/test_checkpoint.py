@@ -303,6 +303,8 @@ def test_a_checkpoint_of_format_1_is_refused(tmp_path: Path) -> None:
     (path / "manifest.jsonl").rename(path / "manifest.json")
     with pytest.raises(CheckpointError, match=r"step_1: format 1, but this program reads format 2$"):
         read_manifest(path)
+    with pytest.raises(CheckpointError, match="step_1 is of format 1, which this program does not read; begin anew in another"):
+        find_resumable(tmp_path, solo())
 
 
 def test_only_the_lines_that_are_asked_for_are_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,10 +35,6 @@ class PairsConfig(AlgorithmConfig):
     def check(self, where: str) -> None:
         check_bounds(self, where, "max_token_len_per_gpu", least=1)
 
-    def objective(self, temperature: float) -> Objective:
-        """What a step learns by, and a validation measures. ``temperature``: of log-probs."""
-        raise NotImplementedError
-
     @property
     def roles(self) -> Mapping[str, RoleClass]:
         return {"actor": ActorWorker}

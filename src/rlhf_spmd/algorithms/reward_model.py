@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
-from rlhf_spmd.algorithms.preferences import PairsConfig, ScoresConfig, of_pairs, validate_by
+from rlhf_spmd.algorithms.preferences import ScoresConfig, of_pairs, validate_by
 from rlhf_spmd.controller import Reference
 from rlhf_spmd.objectives.preferences import bradley_terry
 from rlhf_spmd.workers.objective import Objective
@@ -29,12 +29,20 @@ class Config(ScoresConfig):
         return of_pairs(loss, ("margin",), "row_values")
 
 
-def step(models: Any, data: Any, config: PairsConfig, number: int) -> list[Reference]:
+class LearnsPairs(Protocol):
+    """``objective``: what a step learns by, and a validation measures; ``temperature``: of log-probs."""
+
+    exported: ClassVar[str]
+
+    def objective(self, temperature: float) -> Objective: ...
+
+
+def step(models: Any, data: Any, config: LearnsPairs, number: int) -> list[Reference]:
     """One optimizer step on pairs, of all algorithms that need nothing but these: they differ in their objective."""
     role = getattr(models, config.exported)
     return [role.update(data.pairs.next(), config.objective(data.sampling.log_prob_temperature))]
 
 
-def validate(models: Any, data: Any, config: PairsConfig, number: int) -> dict[str, float]:
+def validate(models: Any, data: Any, config: LearnsPairs, number: int) -> dict[str, float]:
     role, objective = getattr(models, config.exported), config.objective(data.sampling.log_prob_temperature)
     return validate_by(data, "pairs", lambda rows: role.evaluate(rows, objective))

@@ -19,6 +19,7 @@ from rlhf_spmd.checkpoint.manifest import FORMAT_VERSION, CheckpointError, Manif
 from rlhf_spmd.parallel.collectives import RECORDER
 from rlhf_spmd.telemetry.run_dir import CHECKPOINTS_DIR, atomic_write_bytes, atomic_write_text, fsync_directory
 
+FORMAT_1 = "manifest.json"  # what format 1 had in its place
 MANIFEST, COMMIT, LATEST = "manifest.jsonl", "COMMIT", "latest"
 _NAME = re.compile(r"step_(\d+)(\.old)?")
 
@@ -82,7 +83,7 @@ def read_manifest(directory: Path) -> Manifest:
         what = "an interrupted save" if directory.is_dir() else "no such directory"
         raise CheckpointError(f"{directory}: not a complete checkpoint, {COMMIT} is missing ({what})")
     where, lines, digest = str(directory / MANIFEST), [], hashlib.sha256()
-    if (directory / "manifest.json").is_file():
+    if (directory / FORMAT_1).is_file():
         raise CheckpointError(f"{directory}: format 1, but this program reads format {FORMAT_VERSION}")
     try:
         with open(where, "rb") as file:

@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from rlhf_spmd.checkpoint.agree import LABEL, agree
-from rlhf_spmd.checkpoint.directory import committed, read_manifest
+from rlhf_spmd.checkpoint.directory import FORMAT_1, committed, read_manifest
 from rlhf_spmd.checkpoint.files import Spec, hash_tensor
 from rlhf_spmd.checkpoint.manifest import DTYPE_NAMES, DTYPES, PARAM, CheckpointError, Manifest, Piece
 from rlhf_spmd.checkpoint.save import RoleState
@@ -141,11 +141,16 @@ def verify_checkpoint(directory: Path, group: Group) -> None:
 def find_resumable(run_dir: Path, group: Group) -> Resumable:
     """The newest undamaged checkpoint of a run directory: damaged and incomplete ones are passed over with a warning.
 
+    Raises CheckpointError before one of format 1: a run that began anew beside it would in time delete it.
     Collective over the group: every rank of it must call, in program order.
     """
     candidates = group.broadcast_json([str(c.path) for c in committed(Path(run_dir))] if group.rank == 0 else None, LABEL)
     warnings = []
     for candidate in candidates:
+        if (Path(candidate) / FORMAT_1).is_file():
+            raise CheckpointError(
+                f"{candidate} is of format 1, which this program does not read; begin anew in another run.dir"
+            )
         try:
             verify_checkpoint(Path(candidate), group)
         except CheckpointError as failure:

@@ -37,7 +37,7 @@ def place(
     facts = {role: _facts(plan) for role, plan in models.items()}
     pools = place_roles(placement, named, world_size, local_size, facts, graph)
     plans = {role: _place_role(role, plan, pools) for role, plan in models.items()}
-    last_trained = [role for role, plan in models.items() if plan.worker.trained][-1]  # type: ignore[union-attr]
+    last_trained = [role for role, plan in models.items() if plan.trained][-1]
     for role, plan in described.items():
         if role not in models:
             home: tuple[str, ...] = plan.worker.home  # type: ignore[union-attr]
@@ -56,7 +56,7 @@ def _facts(plan: RolePlan) -> RoleFacts:
     own = {name: call.layout for name, call in config.calls.items() if name in calls and call.layout != LayoutConfig()}
     calls |= {name: its.pp * its.tp for name, its in own.items()}
     weights = forward_flops(plan.spec, 1, 0) / 2
-    return RoleFacts(weights, plan.worker.trained, config.path, layout.size, config.layout.dp is not None, calls)  # type: ignore[union-attr]
+    return RoleFacts(weights, plan.trained, config.path, layout.size, config.layout.dp is not None, calls)
 
 
 def _methods(worker: RoleClass) -> dict[str, str]:

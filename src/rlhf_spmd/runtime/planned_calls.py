@@ -41,7 +41,7 @@ class PlannedNode:
 
     @property
     def trained(self) -> bool:
-        return bool(self.plan.worker.trained)  # type: ignore[union-attr]
+        return self.plan.trained
 
 
 def planned_nodes(graph: Graph, plans: Mapping[str, RolePlan], work: Workload, sampling: SamplingConfig) -> list[PlannedNode]:

@@ -147,8 +147,8 @@ class ActorWorker(ModelWorker):
         worker = self.serving("generate_sequences")
         assert isinstance(worker, ActorWorker)
         members = worker.members(MICRO_DP)
-        index = members.part_of.get(self.controller.rank)
-        if index is None or members.holders(index)[0] != self.controller.rank or not worker.build.partial_rollouts:
+        index = members.answered(self.controller.rank)
+        if index is None or not worker.build.partial_rollouts:
             return {}
         return {f"{self.name}.{index}": pack(worker.held.state())}
 
