@@ -14,7 +14,8 @@ CONFIGS = ROOT / "configs"
 @dataclass(frozen=True)
 class Case:
     """``config``: a file in configs/. ``roles``: those with a model, which are small ones here; ``frozen`` are not trained.
-    ``more``: overrides. ``split``: those of the run on two pools. ``cut``: those that cut its rows into several micro-batches."""
+    ``more``: overrides. ``split``: those of the run on two pools. ``cut``: those that cut its rows into several micro-batches.
+    ``steps``: two of those that draw responses, so that the second draws with weights that the first has changed."""
 
     config: str
     roles: tuple[str, ...] = ("actor",)
@@ -22,6 +23,7 @@ class Case:
     more: tuple[str, ...] = ()
     split: tuple[str, ...] = ()
     cut: tuple[str, ...] = micro_batches(rows=4)
+    steps: int = 2
 
     def overrides(self) -> list[str]:
         root = tasks.task()
@@ -68,7 +70,7 @@ PAIRS = (
 
 def of_pairs(name: str, *more: str, roles: tuple[str, ...] = ("actor",), frozen: tuple[str, ...] = ()) -> Case:
     """20 pairs in batches of 8 pairs: the third step has rows of the second epoch."""
-    return Case(f"quickstart_{name}", roles, frozen, (*PAIRS, *more), cut=("algorithm.max_token_len_per_gpu=80",))
+    return Case(f"quickstart_{name}", roles, frozen, (*PAIRS, *more), cut=("algorithm.max_token_len_per_gpu=80",), steps=3)
 
 
 CASES: dict[str, Case] = {

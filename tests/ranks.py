@@ -4,10 +4,10 @@
 A rank that raises or ends fails the call with its traceback or exit code, a call that takes too long with the stacks of all ranks;
 the pool is then torn down, since its ranks may be out of step.
 
-``Program`` is the training program on ranks of its own, as torchrun starts it.
+``Program`` is the training program, or a script, on ranks of its own, as torchrun starts it.
 
 Ranks are forked from templates, processes that have imported what a training run imports: that takes seconds, a fork milliseconds.
-Each rank number has a template of its own, so that ranks hash texts differently, as processes of torchrun do.
+There are two templates, of even ranks and of odd ones, so that neighbours hash texts differently, as processes of torchrun do.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import importlib
 import multiprocessing as mp
 import os
 import pickle
+import runpy
 import signal
 import subprocess
 import sys
@@ -34,7 +35,7 @@ from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
 from typing import Any, NoReturn
 
-_TEMPLATES: dict[int, Template] = {}
+_TEMPLATES: list[Template] = []
 _STARTING = threading.Lock()
 _POOLS: dict[int, RankPool] = {}
 _PATIENCE_S = 300.0  # of a rank that waits for another one, at the start or in a collective; a busy machine needs minutes
@@ -120,8 +121,8 @@ def _serve(pipe: int, rank: int, size: int, port: int, stacks: str) -> None:
         parent.send_bytes(answer)
 
 
-def _train(output: int, environment: dict[str, str], arguments: Sequence[str]) -> None:
-    """A rank of the training program, which ends with its exit code."""
+def _run(output: int, environment: dict[str, str], script: str, arguments: Sequence[str]) -> None:
+    """A rank of the training program, or of ``script``; it ends with its exit code."""
     from rlhf_spmd.train import main
 
     os.setsid()
@@ -129,7 +130,10 @@ def _train(output: int, environment: dict[str, str], arguments: Sequence[str]) -
     os.dup2(output, 2)
     os.environ.clear()
     os.environ.update(environment)
-    main(arguments)
+    if not script:
+        return main(arguments)
+    sys.argv = [script, *arguments]
+    runpy.run_path(script, run_name="__main__")
 
 
 def _command(output: int, environment: dict[str, str], module: str, arguments: Sequence[str]) -> None:
@@ -144,7 +148,7 @@ def _command(output: int, environment: dict[str, str], module: str, arguments: S
 
 
 class Template:
-    """The process from which the ranks of one number are forked, seen from the test process."""
+    """A process from which ranks are forked, seen from the test process."""
 
     def __init__(self) -> None:
         context = mp.get_context("spawn")
@@ -172,9 +176,9 @@ class Template:
 def _templates(size: int) -> list[Template]:
     """Those of ranks 0 to ``size`` - 1; any thread may ask."""
     with _STARTING:
-        for rank in range(len(_TEMPLATES), size):
-            _TEMPLATES[rank] = Template()
-        return [_TEMPLATES[rank] for rank in range(size)]
+        while len(_TEMPLATES) < min(size, 2):
+            _TEMPLATES.append(Template())
+        return [_TEMPLATES[rank % 2] for rank in range(size)]
 
 
 def _host_store() -> Any:
@@ -184,10 +188,12 @@ def _host_store() -> Any:
 
 
 class Program:
-    """``rlhf_spmd.train <arguments>`` on ranks in the environment that torchrun gives them, and with its store. But nobody ends the
-    other ranks where one has failed. ``output``: the file that what they write is added to. ``ranks``: their process ids."""
+    """``rlhf_spmd.train <arguments>``, or ``script``, on ranks in the environment that torchrun gives them, and with its store. But
+    nobody ends the other ranks where one has failed. ``output``: the file that what they write is added to. ``ranks``: process ids."""
 
-    def __init__(self, size: int, arguments: Sequence[str], output: Path, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, size: int, arguments: Sequence[str], output: Path, environment: Mapping[str, str], script: str = ""
+    ) -> None:
         self.store, self.codes = _host_store(), dict[int, int]()
         self.ranks: list[int] = []
         job = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self.store.port}
@@ -195,12 +201,12 @@ class Program:
         with output.open("a") as file:
             for rank, template in enumerate(_templates(size)):
                 own = {key: str(value) for key, value in {**job, "RANK": rank, "LOCAL_RANK": rank}.items()}
-                self.ranks.append(template.fork(_train, file.fileno(), {**environment, **own}, list(arguments)))
+                self.ranks.append(template.fork(_run, file.fileno(), {**environment, **own}, script, list(arguments)))
 
     def poll(self) -> int | None:
         """None while a rank lives, then the largest exit code; ``codes`` has those of the ranks that have ended."""
         for rank, process in enumerate(self.ranks):
-            if rank not in self.codes and (code := _TEMPLATES[rank].wait(process, os.WNOHANG)) is not None:
+            if rank not in self.codes and (code := _TEMPLATES[rank % 2].wait(process, os.WNOHANG)) is not None:
                 self.codes[rank] = code
         return max(map(abs, self.codes.values())) if len(self.codes) == len(self.ranks) else None
 
@@ -268,7 +274,7 @@ class RankPool:
         try:
             ok, value = pickle.loads(self.pipes[rank].recv_bytes())
         except EOFError:
-            ok, value = False, f"it ended with exit code {_TEMPLATES[rank].wait(self.running.pop(rank))}"
+            ok, value = False, f"it ended with exit code {_TEMPLATES[rank % 2].wait(self.running.pop(rank))}"
         assert ok, f"rank {rank} of {self.size} failed in {name}:\n{value}"
         return value
 
@@ -283,7 +289,7 @@ class RankPool:
         _POOLS.pop(self.size, None)
         for rank, process in self.running.items():
             os.kill(process, signal.SIGKILL)
-            _TEMPLATES[rank].wait(process)
+            _TEMPLATES[rank % 2].wait(process)
         for pipe in self.pipes:
             pipe.close()
         self.stacks.cleanup()

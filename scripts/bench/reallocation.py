@@ -32,7 +32,7 @@ from rlhf_spmd.parallel.boxes import ParamShard, zero_shards
 from rlhf_spmd.parallel.collectives import RECORDER, wait_all
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.world import World, connect_store, init_world, read_launch
-from rlhf_spmd.reshard import Holding, holdings, missing_elements, plan_transfer, start_transfer
+from rlhf_spmd.reshard import Holding, holdings, missing_elements, plan_transfer, start_transfer, transfer_steps
 from rlhf_spmd.reshard.messages import Ends, plan_steps
 from rlhf_spmd.reshard.plan import Plan
 from rlhf_spmd.workers.engine import rank_shards
@@ -87,9 +87,11 @@ def measure(world: World, number: int, source: Place, target: Place, repeats: in
     flats = [{rank: torch.zeros(n) for rank, n in side.items()} for side in (sends, receives)]
     start, buffers = RECORDER.received["loan"], [0]
 
+    steps = transfer_steps(plan, world.rank, sources, targets, ranks, torch.float32)
+
     def move() -> None:
         if group is not None:
-            moving = start_transfer(plan, world.rank, sources, targets, group)
+            moving = start_transfer(steps, sources, targets, group, torch.float32)
             moving.wait()
             buffers.append(moving.peak_bytes)
 

@@ -283,7 +283,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             out.write_text(planned.file.to_yaml(), encoding="utf-8")
         out.with_suffix(".html").write_text(page(planned.file, settings.measured), encoding="utf-8")
     except (DataError, ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"config error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
     print(json.dumps(to_json(planned)) if as_json else table(planned))
     if settings.measured is not None:

@@ -305,7 +305,10 @@ def trace(ready: Prepared) -> Graph:
     world = World(Launch(rank=size, size=size + 1), torch.device("cpu"), connect_store(Launch()), timeout_s=1.0)
     controller = Controller(world.all)
     models, data = roles.build_models(ready.plans, build_settings(ready, controller, world)), build_data(ready, controller)
-    graphs = [data.trace(partial(script_of, ready, models, data, number)) for number in (max(last - 1, 1), last)]
+    try:
+        graphs = [data.trace(partial(script_of, ready, models, data, number)) for number in (max(last - 1, 1), last)]
+    except AttributeError as error:
+        raise checks.absent(error, ready.plans) or error from error
     return max(reversed(graphs), key=lambda graph: len({call.name for call in graph.nodes}))
 
 

@@ -12,9 +12,6 @@ from algorithm_cases import CASES, CONFIGS
 from overrides import layout
 from ranks import run_ranks
 
-STEPS = 3
-
-
 LAYOUTS = ("tp2 dp2 -> tp1", "pp2 dp2")
 
 
@@ -31,7 +28,7 @@ def run(directory: Path, name: str, where: str) -> tasks.Run:
             *case.split,
         )
     run_dir = directory / f"{name.replace(' ', '_')}_{LAYOUTS.index(where) if where else 'one_rank'}"
-    overrides = tasks.settings(run_dir, STEPS, *case.overrides(), *placed)
+    overrides = tasks.settings(run_dir, case.steps, *case.overrides(), *placed)
     run_ranks(4 if where else 1, tasks.train_here, str(CONFIGS / f"{case.config}.yaml"), overrides)
     return tasks.read_run(run_dir)
 
@@ -46,7 +43,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_same_run(directory: Path, name: str, where: str) -> None:
     """fp64. Sums in another order round differently: 1e-16 of a number, magnified by a loss of digits in differences."""
     one, other = run(directory, name, ""), run(directory, name, where)
-    assert sum(row["step"] > 0 for row in one.metrics) == STEPS and other.responses == one.responses
+    assert sum(row["step"] > 0 for row in one.metrics) == CASES[name].steps and other.responses == one.responses
     difference, what = tasks.worst_metric(one, other, floor=1e-2)
     weights, tensor = tasks.worst_tensor(one, other)
     print(f"{name}, {where}: metrics {difference:.1e} ({what}), weights {weights:.1e} ({tensor})")
@@ -58,4 +55,4 @@ def test_the_same_run(directory: Path, name: str, where: str) -> None:
 def test_it_learns_something(directory: Path, name: str) -> None:
     """The exported role has moved in every step, so that the comparison above compares more than a start."""
     norms = [row[key] for row in run(directory, name, "").metrics for key in row if key.endswith("/grad_norm")]
-    assert len(norms) >= STEPS and min(norms) > 1e-6
+    assert len(norms) >= CASES[name].steps and min(norms) > 1e-6

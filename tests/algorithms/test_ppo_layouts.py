@@ -9,7 +9,7 @@ import tasks
 from overrides import FP64, STEADY, layout, micro_batches
 from ranks import run_ranks
 
-STEPS = {"fp64": 3, "fp32": 2}
+STEPS = 2
 OWN_POOLS = ("placement.pools.a=[0,1]", "placement.pools.b=[2,3]")
 
 
@@ -132,7 +132,7 @@ def run(directory: Path, name: str, precision: str) -> tasks.Run:
     ranks, overrides = LAYOUTS[name] if name else (1, ())
     run_dir = directory / f"{precision}_{sorted(LAYOUTS).index(name) if name else 'one_rank'}"
     more = (*overrides, *(FP64 if precision == "fp64" else STEADY))
-    run_ranks(ranks, tasks.train_here, str(tasks.task() / "ppo.json"), tasks.settings(run_dir, STEPS[precision], *more))
+    run_ranks(ranks, tasks.train_here, str(tasks.task() / "ppo.json"), tasks.settings(run_dir, STEPS, *more))
     return tasks.read_run(run_dir)
 
 
@@ -144,13 +144,13 @@ def directory(tmp_path_factory):
 def test_the_task_asks_for_something(directory):
     """Differences that the comparison below could not see in a run where nothing moves."""
     one = run(directory, "", "fp64")
-    assert len(one.responses) == STEPS["fp64"] * tasks.PROMPTS * tasks.SAMPLES
+    assert len(one.responses) == STEPS * tasks.PROMPTS * tasks.SAMPLES
     assert len({tuple(ids) for ids in one.responses.values()}) == len(one.responses)
     for row in one.metrics:
         assert row["reward/std"] > 0.05 and row["response_length/min"] < tasks.MAX_RESPONSE
         assert row["actor/kl"] > 0.01 and row["actor/clip_frac"] > 0.01 and row["critic/clip_frac"] > 0.01
         assert row["actor/grad_norm"] > 1.0  # it is clipped
-    assert len({row["actor/kl_coef"] for row in one.metrics}) == STEPS["fp64"]
+    assert len({row["actor/kl_coef"] for row in one.metrics}) == STEPS
     momenta = {name: tensor for (role, kind, name), tensor in one.weights.items() if (role, kind) == ("actor", "exp_avg")}
     assert all(float(tensor.abs().max()) > 0 for tensor in momenta.values()), "a tensor got no gradient"
 
@@ -183,7 +183,7 @@ def test_it_is_on_policy_exactly(directory, name):
     """A token's log-prob is the same number when it is drawn, when it is scored, and in the forward of the first update."""
     other = run(directory, name, "fp32")
     assert (0.0 < other.log_prob_difference() < 1e-5) if name in REGROUPED_TP else other.log_prob_difference() == 0.0
-    assert [row["actor/ppo_kl_first"] for row in other.metrics] == [0.0] * STEPS["fp32"]
+    assert [row["actor/ppo_kl_first"] for row in other.metrics] == [0.0] * STEPS
 
 
 def test_exact_rollouts_need_no_forward_for_old_log_probs(directory):

@@ -253,7 +253,30 @@ def test_damage_of_every_kind(tmp_path: Path, how: str) -> None:
         verify_checkpoint(second, solo())
     assert find_resumable(tmp_path, solo()).directory == first
     damage(first, how)
+    with pytest.raises(
+        CheckpointError, match=rf"^no checkpoint of {tmp_path} can be read: .*; begin anew in another run\.dir$"
+    ):
+        find_resumable(tmp_path, solo())
+
+
+def test_an_interrupted_first_save_is_no_checkpoint(tmp_path: Path) -> None:
+    first = save_alone(tmp_path, 1)
+    os.rename(first, first.with_name("step_1.tmp"))
+    (first.parent / "latest").unlink()
     assert find_resumable(tmp_path, solo()).directory is None
+
+
+def test_damaged_checkpoints_do_not_count_as_kept(tmp_path: Path) -> None:
+    """A run that goes on from the one before them would be left with nothing to fall back to."""
+    first, second, third = (save_alone(tmp_path, step, keep=3) for step in (1, 2, 3))
+    for path in (second, third):
+        flip_bit(next(path.glob("*.safetensors")))
+    found = find_resumable(tmp_path, solo())
+    assert (found.directory, found.damaged) == (first, (third, second))
+    save_checkpoint(tmp_path, 4, {}, {}, solo(), keep=2, damaged=found.damaged)
+    assert first.is_dir(), "the only other good one was deleted"
+    save_checkpoint(tmp_path, 5, {}, {}, solo(), keep=2, damaged=found.damaged)
+    assert not first.exists()
 
 
 def forge(path: Path, old: str, new: str) -> None:
@@ -262,7 +285,8 @@ def forge(path: Path, old: str, new: str) -> None:
     assert old in text
     text = text.replace(old, new)
     (path / "manifest.jsonl").write_text(text)
-    (path / "COMMIT").write_text(json.dumps({"serial": 1, "manifest_sha256": hashlib.sha256(text.encode()).hexdigest()}))
+    mark = {"step": 1, "serial": 1, "manifest_sha256": hashlib.sha256(text.encode()).hexdigest()}
+    (path / "COMMIT").write_text(json.dumps(mark))
 
 
 @pytest.mark.parametrize(
@@ -286,6 +310,11 @@ def forge(path: Path, old: str, new: str) -> None:
         ("[37,24],[0,0],[37,24]", "[37,24],[0],[37,24]", "not a line of pieces"),
         ("[37,24],[0,0],[37,24]", '["a",24],[0,0],[37,24]', "not a line of pieces"),
         ('"F32"', '"F33"', "is not possible"),
+        ("[37,24],[0,0],[37,24]", "[1e999,24],[0,0],[37,24]", "not a line of pieces"),
+        ('safetensors",[[', f'safetensors",{"[" * 100_000}', "not a line of pieces"),
+        ('"step": 1,', '"step": 1e999,', "not a checkpoint manifest"),
+        ('"step": 1,', '"step": 7,', "of step 7, which is not the one in COMMIT"),
+        ('"world_size": 1,', f'"world_size": {"[" * 100_000},', "not a checkpoint manifest"),
         ('"format": 2', '"format": 3', r"manifest\.jsonl: format 3, but this program reads format 2"),
         ('"lines": [', '"lines": [["actor", "x", "actor.rank_00000.safetensors"], ', "not a checkpoint manifest"),
         ("model.norm.weight", "../x", "unreadable .*exp_avg/../x@0"),
@@ -295,6 +324,17 @@ def test_a_forged_manifest_is_refused(tmp_path: Path, old: str, new: str, messag
     path = save_alone(tmp_path, 1)
     forge(path, old, new)
     with pytest.raises(CheckpointError, match=message):
+        verify_checkpoint(path, solo())
+
+
+def test_a_line_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    """Of two with one key the other pieces would be left out."""
+    path = save_alone(tmp_path, 1)
+    head, first, *_ = (path / "manifest.jsonl").read_text().splitlines()
+    forge(path, f"\n{first}\n", f"\n{first}\n{first}\n")
+    key = json.dumps(json.loads(head)["lines"][0])
+    forge(path, f'"lines": [{key}', f'"lines": [{key}, {key}')
+    with pytest.raises(CheckpointError, match="a line that is there twice"):
         verify_checkpoint(path, solo())
 
 

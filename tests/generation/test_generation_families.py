@@ -22,6 +22,7 @@ NEW_TOKENS = 5
 MIN_GAP = 5e-3  # between the two largest logits, which differ from transformers' by some 1e-5: no draw lies on the edge
 LENGTHS = (66, 61, 58, 70)  # longer than every window, and across the end of a page of 64
 PAGES = (1, 7, 64)
+MOST_UNLIKE = ("llama-tied-bias", "phi3", "gemma3", "qwen3-moe")
 
 
 @dataclass(frozen=True)
@@ -94,10 +95,12 @@ def test_every_family_with_a_pool_of_a_twentieth_in_tiny_chunks(families: dict[s
 
 @pytest.mark.parametrize("layout", [Layout(tp=2), Layout(pp=2), Layout(pp=2, tp=2)], ids=str)
 def test_every_family_in_every_layout(families: dict[str, Expected], layout: Layout) -> None:
-    """The page sizes take turns; a tight pool has room for one lane only, so two stages without tp get two lanes once more."""
-    cases = [(one, one.config(PAGES[i % 3], tight=True)) for i, one in enumerate(families.values())]
+    """The page sizes take turns; a tight pool has room for one lane only, so two stages without tp get two lanes once more. Stages
+    of slices: the families whose layers differ most."""
+    chosen = [families[name] for name in (MOST_UNLIKE if layout.size == 4 else families)]
+    cases = [(one, one.config(PAGES[i % 3], tight=True)) for i, one in enumerate(chosen)]
     if layout == Layout(pp=2):
-        cases += [(one, one.config(PAGES[(i + 1) % 3], tight=False)) for i, one in enumerate(families.values())]
+        cases += [(one, one.config(PAGES[(i + 1) % 3], tight=False)) for i, one in enumerate(chosen)]
     for stats in run_ranks(layout.size, generate, layout, cases):
-        assert all(one.preemptions > 0 for one in stats[: len(families)]), [one.preemptions for one in stats]
-        assert all(one.lanes == layout.pp for one in stats[len(families) :])
+        assert all(one.preemptions > 0 for one in stats[: len(chosen)]), [one.preemptions for one in stats]
+        assert all(one.lanes == layout.pp for one in stats[len(chosen) :])

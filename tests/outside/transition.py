@@ -10,7 +10,7 @@ from typing import Any
 
 from rlhf_spmd.algorithms import ppo
 from rlhf_spmd.algorithms.ppo import Config as PPOConfig
-from rlhf_spmd.reshard import hybrid, start_transfer, transfer
+from rlhf_spmd.reshard import hybrid, start_transfer, transfer, transfer_steps
 from rlhf_spmd.workers import loan
 
 PLACES: dict[str, tuple[Any, str]] = {
@@ -29,7 +29,8 @@ class Config(PPOConfig):
 
 def step(models: Any, data: Any, config: Config, number: int) -> Any:
     if config.fault == "small message":  # so that not all of them start at once
-        loan.start_transfer = partial(start_transfer, message_bytes=1 << 12, buffer_bytes=1 << 12)
+        loan.transfer_steps = partial(transfer_steps, message_bytes=1 << 12)
+        loan.start_transfer = partial(start_transfer, buffer_bytes=1 << 12)
     if number == 2 and os.environ["RANK"] == "1":
         where, name = PLACES[config.fault]
         setattr(where, name, failing(getattr(where, name), config.fault))

@@ -1,4 +1,5 @@
-"""The process boundary with real processes under torchrun: each kind of failure ends every rank, with one line and its code."""
+"""The process boundary with real processes: each kind of failure ends every rank, with one line and its code. Under torchrun, but for
+jobs that are refused before they start."""
 
 import json
 import os
@@ -14,6 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from places import ROOT
+from ranks import Program
 from rlhf_spmd.parallel import program
 from rlhf_spmd.parallel.program import Preempted, ProgramContext, ProgramSettings, classify, lost_connection, run_program
 from rlhf_spmd.parallel.world import Launch
@@ -58,15 +60,28 @@ def wait(process: subprocess.Popen[str], run_dir: Path) -> Ended:
     return Ended(run_dir, ours, codes, json.loads(status_file.read_text()), *seconds)
 
 
+def run_refused(run_dir: Path, kind: str) -> tuple[list[str], dict[int, int], float]:
+    """Two ranks without torchrun: the lines that they wrote, their exit codes, and for how many seconds they ran."""
+    run_dir.mkdir(exist_ok=True)
+    begun, output = time.monotonic(), run_dir.parent / f"{kind}.txt"
+    ranks = Program(2, [str(run_dir), kind], output, os.environ | {"PYTHONPATH": str(ROOT / "src")}, str(PROGRAM))
+    ranks.wait()
+    return output.read_text().splitlines(), ranks.codes, time.monotonic() - begun
+
+
 def run_together(directory: Path, **ranks: int) -> dict[str, Ended]:
-    """One job per kind of failure, side by side: most of their time is start-up and waiting."""
+    """One job per kind of failure, side by side: most of their time is waiting."""
     processes = {kind: start(directory / kind, kind, count) for kind, count in ranks.items()}
     return {kind: wait(process, directory / kind) for kind, process in processes.items()}
 
 
 @pytest.fixture(scope="module")
 def refused(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
-    return run_together(tmp_path_factory.mktemp("refused"), bad_config=2, bad_data_on_one=2, bad_lr=2)
+    found, directory = {}, tmp_path_factory.mktemp("refused")
+    for kind in ("bad_config", "bad_data_on_one", "bad_lr"):
+        lines, codes, seconds = run_refused(run_dir := directory / kind, kind)
+        found[kind] = Ended(run_dir, lines, codes, status_of(run_dir), seconds, 0.0)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -232,11 +247,10 @@ def test_another_job_in_the_same_run_directory_is_refused(tmp_path):
     stepping(tmp_path / "run")
     (tmp_path / "run" / "exit_status.json").write_text("{}")
     (owner,) = pids(tmp_path / "run", 2)[:1]
-    second, broken = start(tmp_path / "run", "run_too", 2), start(tmp_path / "run", "bad_config", 2)
-    said = [process.communicate(timeout=300)[1] for process in (second, broken)]
+    (second, codes, _), (_, broken, _) = (run_refused(tmp_path / "run", kind) for kind in ("run_too", "bad_config"))
     line = rf"config error: run\.dir={tmp_path}/run is in use by process {owner} on \S+; wait for its end, or give another run\.dir .*"
-    assert len(re.findall(line, said[0])) == 1
-    assert [re.findall(r"exitcode\s+: (-?\d+)", errors) for errors in said] == [["2", "2"], ["2", "2"]]
+    assert len(re.findall(line, "\n".join(second))) == 1
+    assert codes == broken == {0: 2, 1: 2}
     assert (tmp_path / "run" / "exit_status.json").read_text() == "{}", "a refused job wrote over the other's"
     first.send_signal(signal.SIGTERM)
     first.communicate(timeout=300)

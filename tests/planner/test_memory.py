@@ -50,7 +50,7 @@ ADAPTED = [  # as CASES; bits of the matrices
     (Layout(tp=2), "float32", "selective", 2, 4),
     (Layout(dp=2, zero=1), "bfloat16", "none", 2, 4),
 ]
-ROWS, LENGTH = 8, 160  # of a micro-batch
+ROWS, LENGTH = 6, 160  # of a micro-batch
 CASES = [  # layout, dtype, checkpointing, micro-batches
     *((Layout(), dtype, mode, 2) for dtype in ("float32", "bfloat16") for mode in CHECKPOINTING),
     *((Layout(), "float32", mode, 1) for mode in CHECKPOINTING),  # a second micro-batch adds to gradients that live

@@ -195,7 +195,7 @@ def test_rollout_compares_every_option_with_itself_turned_off(ran: Ran) -> None:
 
 
 @pytest.mark.script(
-    "cycles.py --cycles 150 --settled 100 --samples 15 --ranks 2",
+    "cycles.py --cycles 130 --settled 90 --samples 13 --ranks 2",
     TORCH_FR_BUFFER_SIZE="50",  # torch's record of the last collectives
     ONEDNN_PRIMITIVE_CACHE_CAPACITY="16",
     LRU_CACHE_CAPACITY="16",

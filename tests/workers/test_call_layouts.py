@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from rlhf_spmd.data.batch import Batch, ragged
 from rlhf_spmd.parallel.collectives import RECORDER
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.reshard import missing_elements
+from rlhf_spmd.workers import loan
 from role_workers import build
 
 STEPS = 2
@@ -147,11 +149,13 @@ def call_once(world: World, where: tuple[str, ...]) -> dict[str, Any]:
     twin = critic.serving("compute_values")
     assert twin is not critic and critic.serving("update") is critic and twin.pool.name == "b"
     found: dict[str, Any] = {"empty": stored(twin)}
-    for _ in range(2):
-        before = RECORDER.received["loan"]
-        controller.run(lambda batch: critic.compute_values(batch), controller.source(rows()))
-        found["received"] = RECORDER.received["loan"] - before
-        found["empty"] += stored(twin)
+    with mock.patch.object(loan, "transfer_steps", wraps=loan.transfer_steps) as made:
+        for _ in range(2):
+            before = RECORDER.received["loan"]
+            controller.run(lambda batch: critic.compute_values(batch), controller.source(rows()))
+            found["received"] = RECORDER.received["loan"] - before
+            found["empty"] += stored(twin)
+    found["planned"] = made.call_count
     if twin.member:
         home = critic.engine.param_shards() if critic.member else {}
         found["lacked"] = missing_elements(home, twin.engine.param_shards()) * 4
@@ -181,6 +185,7 @@ def test_a_call_receives_what_it_lacks_and_leaves_nothing(pool: str) -> None:
         assert found["empty"] == 0, "a twin keeps weights between calls"
         assert (found["home"] > 0) == (rank < 2), "the home keeps its own"
         assert found["received"] == found.get("lacked", 0)
+        assert found["planned"] == (rank < 2 or str(rank) in pool), "a plan's steps are made once for all calls"
         if "lacked" in found:
             assert found["lacked"] > 0 and found["optimizer"] is None and not found["gradients"]
 

@@ -12,15 +12,16 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
 from rlhf_spmd.checkpoint.manifest import FORMAT_VERSION, CheckpointError, Manifest
 from rlhf_spmd.parallel.collectives import RECORDER
-from rlhf_spmd.telemetry.run_dir import CHECKPOINTS_DIR, atomic_write_bytes, atomic_write_text, fsync_directory
+from rlhf_spmd.telemetry.run_dir import CHECKPOINTS_DIR, LATEST, atomic_write_bytes, atomic_write_text, fsync_directory
 
 FORMAT_1 = "manifest.json"  # what format 1 had in its place
-MANIFEST, COMMIT, LATEST = "manifest.jsonl", "COMMIT", "latest"
+MANIFEST, COMMIT = "manifest.jsonl", "COMMIT"
 _NAME = re.compile(r"step_(\d+)(\.old)?")
 
 
@@ -64,6 +65,13 @@ def committed(run_dir: Path) -> list[Committed]:
     return sorted(found, key=lambda c: (c.serial, c.step), reverse=True)
 
 
+def lost_checkpoint(run_dir: Path) -> list[Path]:
+    """The one that ``latest`` names, if it is not complete: no save leaves that behind, it was damaged later."""
+    latest = checkpoints_of(run_dir) / LATEST
+    path = named_checkpoint(latest)
+    return [path] if path != latest and not (path / COMMIT).is_file() else []
+
+
 def _read_commit(path: Path) -> dict[str, object]:
     """The COMMIT file's content; empty where it is damaged, which :func:`read_manifest` reports."""
     try:
@@ -94,6 +102,8 @@ def read_manifest(directory: Path) -> Manifest:
         if digest.hexdigest() != _read_commit(directory).get("manifest_sha256"):
             raise CheckpointError(f"{where}: damaged, its hash is not the one in {COMMIT}")
         manifest = Manifest.from_lines(lines, where)
+        if manifest.step != _read_commit(directory).get("step"):
+            raise CheckpointError(f"{where}: of step {manifest.step}, which is not the one in {COMMIT}")
         for name, size in manifest.files.items():
             found = (directory / name).stat().st_size
             if found != size:
@@ -117,8 +127,9 @@ def prepare_draft(run_dir: Path, step: int) -> Path:
     return draft
 
 
-def commit(run_dir: Path, manifest: Manifest, keep: int) -> Path:
-    """Make a written draft the newest checkpoint, then delete the ones beyond ``keep`` but that of the step ``state["best"]["step"]``.
+def commit(run_dir: Path, manifest: Manifest, keep: int, damaged: Collection[Path] = ()) -> Path:
+    """Make a written draft the newest checkpoint, then delete the ones beyond ``keep`` but that of the step ``state["best"]["step"]``;
+    those that are known as ``damaged`` do not count.
 
     Raises OSError, CheckpointError. Every rank must have written and synced its files before.
     """
@@ -144,7 +155,7 @@ def commit(run_dir: Path, manifest: Manifest, keep: int) -> Path:
     if old.exists():
         _remove(old)
     best = manifest.state.get("best") or {}
-    for expired in committed(run_dir)[max(keep, 1) :]:
+    for expired in [found for found in committed(run_dir) if found.path not in damaged][max(keep, 1) :]:
         if expired.step != best.get("step"):
             _remove(expired.path)
     return final

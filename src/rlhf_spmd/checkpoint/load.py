@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from rlhf_spmd.checkpoint.agree import LABEL, agree
-from rlhf_spmd.checkpoint.directory import FORMAT_1, committed, read_manifest
+from rlhf_spmd.checkpoint.directory import FORMAT_1, committed, lost_checkpoint, read_manifest
 from rlhf_spmd.checkpoint.files import Spec, hash_tensor
 from rlhf_spmd.checkpoint.manifest import DTYPE_NAMES, DTYPES, PARAM, CheckpointError, Manifest, Piece
 from rlhf_spmd.checkpoint.save import RoleState
@@ -21,10 +21,11 @@ from rlhf_spmd.parallel.collectives import Group
 
 @dataclass(frozen=True)
 class Resumable:
-    """The newest undamaged checkpoint (None: there is none); ``warnings`` names the ones passed over."""
+    """The newest undamaged checkpoint (None: there is none), the ``damaged`` ones before it, and ``warnings`` that say so."""
 
     directory: Path | None
-    warnings: tuple[str, ...]
+    damaged: tuple[Path, ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
 def read_pieces(directory: Path, pieces: Sequence[Piece]) -> Iterator[tuple[Piece, Tensor]]:
@@ -139,22 +140,27 @@ def verify_checkpoint(directory: Path, group: Group) -> None:
 
 
 def find_resumable(run_dir: Path, group: Group) -> Resumable:
-    """The newest undamaged checkpoint of a run directory: damaged and incomplete ones are passed over with a warning.
+    """The newest undamaged checkpoint of a run directory: damaged ones are passed over with a warning, and what an interrupted save
+    left without a word.
 
-    Raises CheckpointError before one of format 1: a run that began anew beside it would in time delete it.
-    Collective over the group: every rank of it must call, in program order.
+    Raises CheckpointError before one of format 1, and where all are damaged: a run that began anew beside them would in time delete
+    them. Collective over the group: every rank of it must call, in program order.
     """
-    candidates = group.broadcast_json([str(c.path) for c in committed(Path(run_dir))] if group.rank == 0 else None, LABEL)
-    warnings = []
-    for candidate in candidates:
-        if (Path(candidate) / FORMAT_1).is_file():
+    found = [str(c.path) for c in committed(Path(run_dir))] or [str(path) for path in lost_checkpoint(Path(run_dir))]
+    candidates = [Path(path) for path in group.broadcast_json(found if group.rank == 0 else None, LABEL)]
+    failures = []
+    for number, candidate in enumerate(candidates):
+        if (candidate / FORMAT_1).is_file():
             raise CheckpointError(
                 f"{candidate} is of format 1, which this program does not read; begin anew in another run.dir"
             )
         try:
-            verify_checkpoint(Path(candidate), group)
+            verify_checkpoint(candidate, group)
         except CheckpointError as failure:
-            warnings.append(f"passing over {candidate}: {failure}")
+            failures.append(str(failure))
             continue
-        return Resumable(Path(candidate), tuple(warnings))
-    return Resumable(None, tuple(warnings))
+        warnings = [f"passing over {path}: {failure}" for path, failure in zip(candidates, failures, strict=False)]
+        return Resumable(candidate, tuple(candidates[:number]), tuple(warnings))
+    if failures:
+        raise CheckpointError(f"no checkpoint of {run_dir} can be read: {'; '.join(failures)}; begin anew in another run.dir")
+    return Resumable(None)

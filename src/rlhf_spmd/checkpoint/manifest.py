@@ -130,7 +130,7 @@ class Manifest:
         try:
             *stated, rows = json.loads(self.lines[key])
             pieces = [_read_piece(key, *row) for row in rows]
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise CheckpointError(f"{where}: not a line of pieces ({error})") from error
         if tuple(stated) != key or not pieces:
             raise CheckpointError(f"{where}: it has {len(pieces)} pieces of {stated}")
@@ -151,8 +151,10 @@ class Manifest:
             files = {name: int(size) for name, size in head["files"].items()}
             keys = [(str(role), str(kind), str(file)) for role, kind, file in head["lines"]]
             by_key = dict(zip(keys, lines[1:], strict=True))
+            if len(by_key) < len(keys):
+                raise ValueError("a line that is there twice")
             return Manifest(int(head["step"]), int(head["world_size"]), files, by_key, dict(head["state"]))
-        except (IndexError, KeyError, TypeError, ValueError, AttributeError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
             raise CheckpointError(f"{where}: not a checkpoint manifest ({type(error).__name__}: {error})") from error
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -65,14 +65,20 @@ class RoleState:
 
 
 def save_checkpoint(
-    run_dir: Path, step: int, roles: Mapping[str, RoleState], state: Mapping[str, Any], group: Group, keep: int = 2
+    run_dir: Path,
+    step: int,
+    roles: Mapping[str, RoleState],
+    state: Mapping[str, Any],
+    group: Group,
+    keep: int = 2,
+    damaged: Collection[Path] = (),
 ) -> Path:
     """Write ``run_dir/checkpoints/step_<step>``; returns its path.
 
     Collective over ``group`` (the world: every rank that holds something): every rank of it must call, in program order.
     ``roles`` holds the roles of which this rank is a member. ``state`` is plain JSON; the group's first rank's is stored.
-    The ``keep`` newest checkpoints stay, at least 2, and that of the step ``state["best"]["step"]``, if it says one. Raises
-    CheckpointError on every rank if any rank fails; the checkpoints before are then untouched.
+    The ``keep`` newest checkpoints stay, at least 2, and that of the step ``state["best"]["step"]``, if it says one; those known
+    as ``damaged`` do not count. Raises CheckpointError on every rank if any rank fails; the checkpoints before are then untouched.
     """
     if keep < 2:
         raise ValueError(f"keep={keep} must be at least 2: one checkpoint to fall back to")
@@ -97,7 +103,7 @@ def save_checkpoint(
         files = {name: size for sizes, _ in written for name, size in sizes.items()}
         lines = {(role, kind, file): line.encode() for _, rows in written for role, kind, file, line in rows}
         with _explained(draft):
-            commit(run_dir, Manifest(step, group.size, files, lines, dict(state)), keep)
+            commit(run_dir, Manifest(step, group.size, files, lines, dict(state)), keep, damaged)
 
     try:
         agree(group, write, complete)

@@ -114,7 +114,9 @@ class Controller:
         outer, versions = self.graph, self.versions
         self.graph, self.versions, self._tracing = Graph(), versions.copy(), True
         try:
-            script(*args)
+            returned = script(*args)
+            calls = returned if isinstance(returned, list) else []
+            self.graph.returned = [one.call for one in calls if isinstance(one, Reference) and one.call is not None]
             return self.graph
         finally:
             self.graph, self.versions, self._tracing = outer, versions, False

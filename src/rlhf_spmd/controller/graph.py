@@ -9,9 +9,10 @@ from rlhf_spmd.controller.reference import Production
 
 @dataclass
 class Graph:
-    """``nodes``: the calls as they were traced; a call's ``node`` is its place here."""
+    """``nodes``: the calls as they were traced; a call's ``node`` is its place here. ``returned``: those that the script returned."""
 
     nodes: list[Production] = field(default_factory=list)
+    returned: list[Production] = field(default_factory=list)
 
     def edges(self) -> list[tuple[int, int, tuple[str, ...]]]:
         """(producer node, consumer node, fields), in program order. Sources and calls of earlier scripts are no producers."""

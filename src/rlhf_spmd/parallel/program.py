@@ -231,11 +231,15 @@ def _await_input_verdict(launch: Launch, store: dist.Store, timeout_s: float, ru
             store.wait(["prepare/verdict"], timedelta(seconds=seconds))
             break
         except RuntimeError:
+            if store.add(f"prepare/late/{is_last}", 1) > 1:
+                continue  # one of a thousand waiting ranks asks the store for each of them
             late = [r for r in range(launch.size) if not store.check([f"prepare/ok/{r}"])]
             line = f"ranks {late[:8]} did not finish checking their input within {timeout_s if is_last else TELL_LATE_S:.0f} s"
             record = json.dumps(["hang", line, None])
-            if store.compare_set("prepare/verdict" if is_last else "prepare/late", "", record) == record.encode():
-                announce(line if is_last else f"{line}; the others wait for {timeout_s:.0f} s")
+            if not is_last:
+                announce(f"{line}; the others wait for {timeout_s:.0f} s")
+            elif store.compare_set("prepare/verdict", "", record) == record.encode():
+                announce(line)
     verdict = store.get("prepare/verdict").decode()
     if verdict == "ok":
         return

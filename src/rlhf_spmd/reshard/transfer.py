@@ -207,32 +207,41 @@ class Transfer:
             self._place(False, piece.target).copy_(self._place(True, piece.source))
 
 
-def start_transfer(
+def transfer_steps(
     plan: Plan,
     rank: int,
     sources: Tensors,
     targets: Tensors,
-    group: Group,
+    members: Sequence[int],
+    dtype: torch.dtype,
     message_bytes: int = 32 << 20,
+) -> list[Step]:
+    """The part of ``rank`` in a plan of global ranks: from ``sources`` (its parameters on the source side) into ``targets`` of
+    ``dtype``; {} where it has none. For all transfers of tensors of these shapes and dtypes: making it takes a second where a
+    thousand ranks have parts in it. All ``members``, the ranks of both sides, must make theirs with the same ``message_bytes``.
+    """
+    here, there = ({name: tuple(tensor.shape) for name, tensor in side.items()} for side in (sources, targets))
+    converted = any(tensor.dtype != dtype for tensor in sources.values())
+    return plan_steps(plan, Ends(rank, members, here, there, converted, max(message_bytes // dtype.itemsize, 1)))
+
+
+def start_transfer(
+    steps: Sequence[Step],
+    sources: Tensors,
+    targets: Tensors,
+    group: Group,
+    dtype: torch.dtype,
     buffer_bytes: int = 256 << 20,
-    dtype: torch.dtype | None = None,
     delta: Delta | None = None,
     stream: torch.cuda.Stream | None = None,
 ) -> Transfer:
-    """Start the part of ``rank`` in a plan of global ranks: from ``sources`` (its parameters on the source side) into ``targets``; {}
-    where it has none.
+    """Start this rank's part, as :func:`transfer_steps` made it of the same ``sources``, ``targets`` and ``dtype``.
 
-    Collective over ``group``, which holds all ranks of both sides: every rank of it must call with its part of one plan, the same
-    ``message_bytes``, and transfers of one group in program order. ``buffer_bytes``: the most that buffers hold. ``dtype``: the
-    targets', where sources have another one; else all tensors have one. ``delta``: what earlier transfers of this plan have sent; then
-    only what has changed since travels, and the targets must hold what came last.
+    Collective over ``group``, which holds all ranks of both sides: every rank of it must call with its part of one plan, and transfers
+    of one group in program order. ``buffer_bytes``: the most that buffers hold. ``delta``: what earlier transfers of this plan have
+    sent; then only what has changed since travels, and the targets must hold what came last.
     """
-    dtypes = {tensor.dtype for tensor in chain(sources.values(), targets.values())}
-    assert len(dtypes) <= 1 or dtype, f"reallocation converts nothing, but there are {sorted(map(str, dtypes))}"
-    dtype = dtype or next(iter(dtypes), torch.float32)
-    here, there = ({name: tuple(tensor.shape) for name, tensor in side.items()} for side in (sources, targets))
-    converted = any(tensor.dtype != dtype for tensor in sources.values())
-    steps = plan_steps(plan, Ends(rank, group.ranks, here, there, converted, max(message_bytes // dtype.itemsize, 1)))
+    assert all(target.dtype == dtype for target in targets.values()), f"targets are not all {dtype}"
     if delta is not None and delta.begun:
         changes, byte = Changes(delta, steps, sources, targets, dtype, buffer_bytes), torch.uint8
         args = changes.number, changes.step, changes.sources, changes.targets, group, byte, buffer_bytes, LABEL

@@ -6,12 +6,12 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass, replace
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from rlhf_spmd.algorithms.base import AlgorithmConfig
-from rlhf_spmd.config.schema import ConfigError, first_line, type_hints
-from rlhf_spmd.controller import Graph, Production
+from rlhf_spmd.config.schema import ConfigError, first_line, nearest, type_hints
+from rlhf_spmd.controller import Graph, Production, Reference, Worker
 from rlhf_spmd.data.dataset import DatasetConfig, TokenDataset
 from rlhf_spmd.data.prompts import DataConfig, PromptDataset, PromptsConfig
 from rlhf_spmd.environments.config import EnvironmentConfig, tools_of
@@ -220,10 +220,39 @@ def idle_calls(config: Any, plans: Mapping[str, RolePlan], graph: Graph) -> list
     ]
 
 
+def absent(error: AttributeError, plans: Mapping[str, RolePlan]) -> ValueError | None:
+    """What to say of a script that asks for a role, a call or a value that there is not; None of another error."""
+    what, name = error.obj, error.name or ""
+    if isinstance(what, SimpleNamespace):
+        text = f"there is no role {name!r}{nearest(name, list(plans)) or ';'} this run has: {', '.join(plans)}"
+    elif isinstance(what, Worker):
+        calls = sorted(call for call in dir(type(what)) if hasattr(getattr(type(what), call), "spec"))
+        text = f"{what.name} has no call {name!r}{nearest(name, calls) or ';'} it has: {', '.join(calls)}"
+    elif isinstance(what, Reference):
+        text = (
+            f"a reference has no {name!r}: it stands for rows that are still to be computed; their fields are read by calls of "
+        )
+        text += "roles, such as models.arithmetic.apply(rows, function, reads), and by models.controller.get_field"
+    else:
+        return None
+    refused = ValueError(text)
+    for note in getattr(error, "__notes__", ()):
+        refused.add_note(note)
+    return refused
+
+
 def idle_updates(config: Any, plans: Mapping[str, RolePlan], graph: Graph) -> list[str]:
-    """In words, what keeps weights as they are that the run is to train."""
-    trained = dict.fromkeys(call.role.name for call in graph.nodes if call.spec.kind == "train")
+    """In words, what keeps weights as they are that the run is to train, and updates whose metrics are lost. Raises ValueError for
+    those of roles that do not learn."""
+    updates_made = [call for call in graph.nodes if call.spec.kind == "train"]
+    frozen = next((call for call in updates_made if not plans[call.role.name].trained), None)
+    if frozen is not None:
+        learn = ", ".join(role for role, plan in plans.items() if plan.trained)
+        raise ValueError(f"{config.algorithm.name} trains {frozen.role.name} ({frozen.site}), which does not learn; {learn} do")
+    trained = dict.fromkeys(call.role.name for call in updates_made)
     found = [] if trained else [f"{config.algorithm.name} makes no update: nothing is trained"]
+    lost = "{} ({}) is not among the calls that step returns: its metrics are not reported"
+    found += [lost.format(call.name, call.site) for call in updates_made if call not in graph.returned]
     for role in trained:
         optim, where = plans[role].config.optim, f"models.{role}.optim"
         updates = config.algorithm.updates(role, config.run.steps, config.data.train_batch_size)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -91,8 +91,11 @@ def _older(role: str, version: int) -> str:
     return f"{role}_at_version_{version}"
 
 
-def compare_runs(path: Path, config: Any, saved: Mapping[str, Any], present: Mapping[str, Any]) -> str:
+def compare_runs(
+    path: Path, config: Any, saved: Mapping[str, Any], present: Mapping[str, Any], lacking: Sequence[str] = ()
+) -> str:
     """What is another than in the run whose checkpoint ``path`` is, for people; ``saved`` and ``present``: its state and this run's.
+    ``lacking``: roles of this run that the checkpoint does not hold.
 
     Raises ValueError where that is another experiment, unless ``run.resume`` says that it is meant.
     """
@@ -111,9 +114,8 @@ def compare_runs(path: Path, config: Any, saved: Mapping[str, Any], present: Map
         if then != now:
             other.append(f"the {name} in the data are {now} (were {then})")
     if other and config.run.resume == "auto":
-        raise ValueError(
-            f"{path} is of another experiment: {', '.join(other)}; give another run.dir, or run.resume=force to go on with it"
-        )
+        forced = f", since it holds no role {lacking[0]!r}" if lacking else ", or run.resume=force to go on with it"
+        raise ValueError(f"{path} is of another experiment: {', '.join(other)}; give another run.dir{forced}")
     return f"other settings than in {file}: {', '.join(changed.values())}" if changed else ""
 
 

@@ -17,8 +17,8 @@ from typing import Any
 import yaml
 
 from rlhf_spmd.checkpoint.adapters import STATE as ADAPTERS
-from rlhf_spmd.checkpoint.directory import named_checkpoint, read_manifest, step_directory
-from rlhf_spmd.checkpoint.load import find_resumable, load_checkpoint
+from rlhf_spmd.checkpoint.directory import checkpoints_of, named_checkpoint, read_manifest, step_directory
+from rlhf_spmd.checkpoint.load import Resumable, find_resumable, load_checkpoint
 from rlhf_spmd.checkpoint.save import save_checkpoint
 from rlhf_spmd.config.bounds import check_bounds
 from rlhf_spmd.config.load import to_yaml
@@ -113,6 +113,9 @@ class RunConfig:
             raise ValueError(f"{where}.dir={self.dir}: {root} is not a directory that this user can write to; give another one")
         if self.resume not in RESUME and not named_checkpoint(Path(self.resume)).is_dir():
             raise ValueError(f"{where}.resume={self.resume!r} is none of {', '.join(RESUME)}, and no checkpoint directory")
+        if self.resume not in RESUME and checkpoints_of(Path(self.resume)).is_dir():
+            newest = checkpoints_of(Path(self.resume)) / run_dir.LATEST
+            raise ValueError(f"{where}.resume={self.resume} is the directory of a run; give {newest}, or one of its step_N")
 
 
 def run_dir_hint(path: str | None, overrides: Sequence[str]) -> Path | None:
@@ -137,6 +140,7 @@ class Session:
     def __init__(self, context: ProgramContext[Any], models: SimpleNamespace, data: Data) -> None:
         self.context, self.models, self.data = context, models, data
         self.finished_before = False  # its goal was reached in an earlier start
+        self.damaged: tuple[Path, ...] = ()  # checkpoints of the run that cannot be read
         self._received = 0  # bytes of weights that have been reported
         self.world, self.board, ready = context.world, context.board, context.prepared
         self.config: RunConfig = ready.config.run
@@ -290,7 +294,8 @@ class Session:
             held |= restart.rows_in_flight(self.saved) | restart.weights_ahead(self.saved)
             if self.is_first:
                 run_dir.forget_exports(self.run_dir, step_directory(self.run_dir, number).name)
-            path = save_checkpoint(self.run_dir, number, held, state, self.world.all, self.config.keep_checkpoints)
+            keep = self.config.keep_checkpoints
+            path = save_checkpoint(self.run_dir, number, held, state, self.world.all, keep, self.damaged)
         self.board.last_checkpoint = str(path)
 
     def resume(self) -> int:
@@ -299,19 +304,24 @@ class Session:
         Collective over the world: every rank of it must call. Raises CheckpointError, and ValueError where a new run would
         mix with the checkpoints of an older one, or go on with those of another experiment.
         """
-        found = find_resumable(self.run_dir, self.world.all)
-        if self.config.resume == "never" and found.directory is not None:
-            raise ValueError(
-                f"run.resume=never, but run.dir={self.config.dir} holds {found.directory.name}; give another run.dir"
-            )
-        path = found.directory if self.config.resume in RESUME else named_checkpoint(Path(self.config.resume))
+        if self.config.resume in RESUME:
+            found = find_resumable(self.run_dir, self.world.all)
+        else:
+            found = Resumable(named_checkpoint(Path(self.config.resume)))
+        path, self.damaged = found.directory, found.damaged
+        if self.config.resume == "never" and path is not None:
+            raise ValueError(f"run.resume=never, but run.dir={self.config.dir} holds {path.name}; give another run.dir")
         if self.is_first:
             for warning in found.warnings:
                 print(f"warning: {warning}", file=sys.stderr)
         if path is None:
+            metrics = self.run_dir / run_dir.METRICS_FILE
+            if self.is_first and metrics.is_file() and metrics.stat().st_size:
+                print(f"no checkpoint in {self.run_dir}: it begins anew, what it had logged is in *.before", file=sys.stderr)
             return 0
-        state = read_manifest(path).state
-        told = restart.compare_runs(path, self.context.prepared.config, state, self._state())
+        manifest = read_manifest(path)
+        state, lacking = manifest.state, sorted(self.saved.keys() - set(manifest.roles))
+        told = restart.compare_runs(path, self.context.prepared.config, state, self._state(), lacking)
         if told and self.is_first:
             print(told, file=sys.stderr)
         configs = {role: self.context.prepared.plans[role].config for role in self.saved}

@@ -31,6 +31,7 @@ from rlhf_spmd.telemetry.run_dir import (
     ExitStatus,
     atomic_write_text,
     list_checkpoints,
+    newest_checkpoint,
     read_config,
     read_exit_status,
     read_json,
@@ -192,8 +193,8 @@ def _facts(run: Run) -> dict[str, str]:
         facts |= {name.capitalize(): str(value) for name, value in starts[-1].items() if name != "step"}
     if len(starts) > 1:
         facts["Starts"] = ", ".join(f"{start.get('started')} after step {start['step']}" for start in starts)
-    saved = list_checkpoints(run.directory)[-1:]
-    facts["Resume"] = f"the same command goes on from {saved[0].name} (run.resume=auto)" if saved else "no checkpoint"
+    saved = newest_checkpoint(run.directory)
+    facts["Resume"] = f"the same command goes on from {saved.name} (run.resume=auto)" if saved else "no checkpoint"
     return {name: value for name, value in facts.items() if value}
 
 

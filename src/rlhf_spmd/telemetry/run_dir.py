@@ -21,6 +21,7 @@ TRACE_FILE = "trace.json"
 REPORT_FILE = "report.html"
 EXIT_STATUS_FILE = "exit_status.json"
 CHECKPOINTS_DIR = "checkpoints"
+LATEST = "latest"  # in it, the name of the one that was saved last
 EXPORT_DIR = "export"
 EXPORTS_DIR = "exports"  # step_N of every ``run.export_freq`` steps, and ``best``
 EXPORTED_FILE = "checkpoint.txt"  # in the export: the name of the checkpoint that it was made of
@@ -154,6 +155,13 @@ def forget_exports(run_dir: str | os.PathLike[str], checkpoint: str) -> None:
     for mark in Path(run_dir).glob(f"{EXPORT_DIR}*/**/{EXPORTED_FILE}"):
         if mark.read_text(encoding="utf-8", errors="replace").strip() == checkpoint:
             mark.unlink()
+
+
+def newest_checkpoint(run_dir: str | os.PathLike[str]) -> Path | None:
+    """The one that was saved last, whatever its step: a run may have gone on from an older one."""
+    root = Path(run_dir) / CHECKPOINTS_DIR
+    named = root / (root / LATEST).read_text(encoding="utf-8", errors="replace").strip() if (root / LATEST).is_file() else None
+    return named if named is not None and named.is_dir() else next(iter(list_checkpoints(run_dir)[::-1]), None)
 
 
 def list_checkpoints(run_dir: str | os.PathLike[str]) -> list[Path]:

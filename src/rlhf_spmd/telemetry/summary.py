@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from rlhf_spmd.telemetry.progress import reward_of
 from rlhf_spmd.telemetry.report import Sample, first_and_last_samples, read_run
-from rlhf_spmd.telemetry.run_dir import EXPORT_DIR, REPORT_FILE, exported_checkpoint, list_checkpoints, read_config
+from rlhf_spmd.telemetry.run_dir import EXPORT_DIR, REPORT_FILE, exported_checkpoint, newest_checkpoint, read_config
 
 LABEL_WIDTH = 20
 AVERAGED_STEPS = 5  # what "first" and "last" mean
@@ -55,12 +55,12 @@ def _sample(sample: Sample) -> str:
 
 def places(run_dir: str | os.PathLike[str]) -> list[str]:
     """Where report, export and newest checkpoint lie, one a line; those that are there. An export of another checkpoint says so."""
-    newest, of = list_checkpoints(run_dir)[-1:], exported_checkpoint(run_dir)
-    stale = f" (of {of or 'an unknown checkpoint'}, not of the one below)" if newest and of != newest[0].name else ""
+    newest, of = newest_checkpoint(run_dir), exported_checkpoint(run_dir)
+    stale = f" (of {of or 'an unknown checkpoint'}, not of the one below)" if newest and of != newest.name else ""
     named = [("report", Path(run_dir) / REPORT_FILE, ""), ("export", Path(run_dir) / EXPORT_DIR, stale)]
     if read_config(run_dir).get("run.keep_best", "null") != "null":
         named += [("best by validation", Path(run_dir) / "exports" / "best", "")]
-    named += [("checkpoint", path, "") for path in newest]
+    named += [("checkpoint", newest, "")] if newest else []
     return [_row(label, f"{path}{more}") for label, path, more in named if path.exists()]
 
 

@@ -21,7 +21,8 @@ from torch import Tensor
 from rlhf_spmd.kernels import can
 from rlhf_spmd.parallel.collectives import Group, Work, wait_all
 from rlhf_spmd.parallel.program import fail_beside
-from rlhf_spmd.reshard import Delta, RaisingThread, Transfer, holdings, plan_transfer, start_transfer
+from rlhf_spmd.reshard import Delta, RaisingThread, Transfer, holdings, plan_transfer, start_transfer, transfer_steps
+from rlhf_spmd.reshard.messages import Step
 
 if TYPE_CHECKING:
     from rlhf_spmd.workers.model_worker import ModelWorker
@@ -42,6 +43,7 @@ class Loan:
         self._transfer: Transfer | None = None
         call = home.config.calls.get(method)
         self._delta = Delta() if call is not None and call.delta else None
+        self._steps: list[Step] | None = None  # of every transfer; made for the first
         if self._group is not None:
             here, there = (holdings(at.shape.layout, at.shards(spec), at.pool.ranks) for at in (home, twin))
             self._plan = plan_transfer(here, there, lambda rank: rank // world.launch.local_size, world.rank)
@@ -97,9 +99,9 @@ class Loan:
     ) -> Transfer:
         assert self._group is not None, "a rank of neither pool has no part in it"
         dtype = self.twin.config.torch_dtype(self.twin.device)
-        return start_transfer(
-            self._plan, self._rank, sources, targets, self._group, dtype=dtype, delta=self._delta, stream=stream
-        )
+        if self._steps is None:
+            self._steps = transfer_steps(self._plan, self._rank, sources, targets, self._group.ranks, dtype)
+        return start_transfer(self._steps, sources, targets, self._group, dtype, delta=self._delta, stream=stream)
 
     def _fail(self, error: BaseException) -> None:
         """Of a thread beside the main one: the others must not wait for this rank until their time is up."""
