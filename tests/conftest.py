@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -31,3 +32,9 @@ def as_on_a_rank() -> None:
 
     torch.set_num_threads(1)
     choose_cpu_matmul()
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: collections of garbage need not go through it again and again."""
+    gc.collect()
+    gc.freeze()

@@ -56,8 +56,8 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("placements")
 
 
-# The one without a critic and the one that generates twice, where they are placed otherwise than PPO's actor and reference.
-FEWER_ROLES = [name for name in PLACEMENTS if name not in ("app_flattening", "app_interleave")]
+# The one without a critic and the one that generates twice, where generation has ranks or a layout of its own.
+FEWER_ROLES = ["app_separate", "hybridflow_v", "real_heuristic"]
 PAIRS = [
     (name, placement) for name in ALGORITHMS for placement in (PLACEMENTS if name in ("ppo", "safe_rlhf") else FEWER_ROLES)
 ]

@@ -12,6 +12,7 @@ from rlhf_spmd.data.files import DataError
 from rlhf_spmd.models.hub import local_directory
 from rlhf_spmd.runtime.inference import find_weights
 from rlhf_spmd.runtime.session import RunConfig
+from rlhf_spmd.telemetry.run_dir import newest_checkpoint
 from rlhf_spmd.telemetry.summary import places
 
 
@@ -48,3 +49,14 @@ def test_an_older_best_export_is_named_only_where_the_best_is_kept(kept: str | N
     (tmp_path / "exports" / "best").mkdir(parents=True)
     (tmp_path / "config.yaml").write_text(f"run: {{keep_best: {kept or 'null'}}}")
     assert any("exports/best" in line for line in places(tmp_path)) == (kept is not None)
+
+
+def test_the_newest_checkpoint_is_the_one_saved_last(tmp_path: Path) -> None:
+    """A run that went on from an older one saves steps again: the end of the run and its report name what ``auto`` goes on from."""
+    for name in ("step_2", "step_10"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    assert newest_checkpoint(tmp_path) == tmp_path / "checkpoints" / "step_10"
+    (tmp_path / "checkpoints" / "latest").write_text("step_2\n")
+    assert any(line.endswith("checkpoints/step_2") for line in places(tmp_path))
+    (tmp_path / "checkpoints" / "latest").write_text("step_3")  # not there
+    assert newest_checkpoint(tmp_path) == tmp_path / "checkpoints" / "step_10"

@@ -22,7 +22,8 @@ from ranks import run_ranks
 from rlhf_spmd.controller import Controller, Reference
 from rlhf_spmd.data.files import DataError
 from rlhf_spmd.models.spec import read_spec
-from rlhf_spmd.parallel.world import World
+from rlhf_spmd.parallel.program import classify
+from rlhf_spmd.parallel.world import Launch, World
 from rlhf_spmd.runtime import session
 from rlhf_spmd.runtime.streams import merge_values
 from rlhf_spmd.train import main, prepare
@@ -71,6 +72,16 @@ def test_a_run_of_another_experiment_is_not_gone_on_with(tmp_path: Path, capsys:
     for override, told in other.items():
         with pytest.raises(ValueError, match="^" + re.escape(f"{step_1} is of another experiment: {told}{remedy}") + "$"):
             train(run_dir, 2, f"data.path={data}", override)
+    without = json.loads((tasks.task() / "ppo.json").read_text())
+    del without["models"]["critic"]
+    (tmp_path / "rloo.json").write_text(json.dumps({**without, "algorithm": {"name": "rloo"}}))
+    train(tmp_path / "rloo", 1, f"data.path={data}", config=tmp_path / "rloo.json")
+    with pytest.raises(ValueError, match=r"algorithm\.name=ppo .*; give another run\.dir, since it holds no role 'critic'$"):
+        train(tmp_path / "rloo", 2, f"data.path={data}")
+    with pytest.raises(
+        ValueError, match=rf"run\.resume={run_dir} is the directory of a run; give {run_dir}/checkpoints/latest, or"
+    ):
+        train(tmp_path / "from", 2, f"data.path={data}", f"run.resume={run_dir}")
     data.write_text(rows + json.dumps({"prompt": "abc"}) + "\n")
     with pytest.raises(ValueError, match=r"another experiment: the prompts in the data are 21-\w+ \(were 20-\w+\); give"):
         train(run_dir, 2, f"data.path={data}")
@@ -501,3 +512,43 @@ def check(values):
             assert line.endswith(f"not like this (algorithm '{own}', {own}:13)"), line
         else:
             assert sum("makes no update: nothing is trained" in line for line in lines) == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("models.refernce", r"there is no role 'refernce'; did you mean 'reference'\? this run has: actor, .*"),
+        (
+            "models.critic.compute_value(rows)",
+            r"critic has no call 'compute_value'; did you mean 'compute_values'\? it has: .*",
+        ),
+        ("rows.prompt_ids", "a reference has no 'prompt_ids': it stands for rows that are still to be computed; .*apply.*"),
+        (
+            "models.reference.update(rows, Objective(print))",
+            r".* trains reference \(mine\.py:6\), which does not learn; actor, critic do",
+        ),
+    ],
+)
+def test_what_an_own_step_asks_for_that_there_is_not(tmp_path: Path, line: str, message: str) -> None:
+    own = tmp_path / "mine.py"
+    own.write_text(
+        "from rlhf_spmd.algorithms import ppo\nfrom rlhf_spmd.workers.objective import Objective\nConfig = ppo.Config\n"
+        "def step(models, data, config, number):\n"
+        f"    rows, _ = ppo.sample(models, data, number)\n    {line}\n    return []\n"
+    )
+    overrides = tasks.settings(tmp_path, 1, f"algorithm.name={own}")
+    with pytest.raises(ValueError, match=f"^{message}") as refused:
+        prepare(str(tasks.task() / "ppo.json"), overrides, 1, launch=Launch())
+    assert classify(refused.value) == "config"
+
+
+def test_updates_that_a_step_does_not_return_are_told(tmp_path: Path) -> None:
+    own = tmp_path / "mine.py"
+    own.write_text(
+        "from rlhf_spmd.algorithms import ppo\nConfig = ppo.Config\n\ndef step(models, data, config, number):\n"
+        "    return ppo.step(models, data, config, number)[:-1]\n"
+    )
+    overrides = tasks.settings(tmp_path, 1, f"algorithm.name={own}")
+    ready = prepare(str(tasks.task() / "ppo.json"), overrides, 1, launch=Launch())
+    told = [warning for warning in ready.warnings if "is not among the calls that step returns" in warning]
+    assert len(told) == 1 and re.match(r"actor\.update_actor \(ppo\.py:\d+\) is", told[0]), ready.warnings
