@@ -272,6 +272,9 @@ def test_what_cannot_be_bound_is_refused_in_one_line():
     for name, argument in (("verl", "ground_truth"), ("by_name", "answer")):
         with pytest.raises(ValueError, match=f"no row has {argument}.*; the columns are id"):
             RewardConfig(function=f"reward_functions:{name}").check_rows("reward", unanswered)
+    places = ["data.path, row 0", "data.val_path, row 0"]  # each by itself: answers of the one do not help the other
+    with pytest.raises(ValueError, match="no row has answer"):
+        RewardConfig(function="exact_match").check_rows("reward", [*unanswered, {"answer": "7", "id": 0}], places)
     with pytest.raises(ValueError, match=r"reward.data_sources: no row has the data_source 'smus'; there are sums$"):
         RewardConfig(data_sources=["sums", "smus"]).check_rows("reward", rows)
 

@@ -123,8 +123,9 @@ class RewardConfig:
         return self.data_sources is None or row.get("data_source") in self.data_sources
 
     def check_rows(self, where: str, rows: Sequence[Mapping[str, Any]], places: Sequence[str] = ()) -> None:
-        """Raises ValueError for a data source that no row is of, for an argument of the function that no row has, and for a
-        row without the answer that a judge is told. ``places``: file and number of each row, for messages."""
+        """Raises ValueError for a data source that no row is of, for an argument of the function that no row of the data for training
+        or no row of those for validation has, and for a row without the answer that a judge is told. ``places``: setting and id of
+        each row, as in ``data.path, row 3``."""
         for source in self.data_sources or ():
             if not any(row.get("data_source") == source for row in rows):
                 there = sorted({str(row.get("data_source")) for row in rows})
@@ -138,8 +139,12 @@ class RewardConfig:
                 raise ValueError(f"{where}.judge.template has {{answer}}, and row {bare.get('id')} has none (data.answer_key)")
         if self.function is not None:
             bound = self.bind(where)
-            bound.check_rows(chosen)
             named = [places[i] if places else f"row {i}" for i, row in enumerate(rows) if self.chooses(row)]
+            of_each: dict[str, list[Mapping[str, Any]]] = {}
+            for place, row in zip(named, chosen, strict=True):
+                of_each.setdefault(place.rpartition(", row ")[0], []).append(row)
+            for its in of_each.values() or [[]]:
+                bound.check_rows(its)
             self._hook(bound, "check_rows", where, chosen, named)
 
 
