@@ -262,6 +262,7 @@ def test_damage_of_every_kind(tmp_path: Path, how: str) -> None:
 def test_an_interrupted_first_save_is_no_checkpoint(tmp_path: Path) -> None:
     first = save_alone(tmp_path, 1)
     os.rename(first, first.with_name("step_1.tmp"))
+    assert find_resumable(tmp_path, solo()).directory is None  # also where ``latest`` names what somebody has removed
     (first.parent / "latest").unlink()
     assert find_resumable(tmp_path, solo()).directory is None
 

@@ -42,9 +42,7 @@ CONFIG = {
 ADAPTED = [  # as CASES; bits of the matrices
     (Layout(), "float32", "none", 2, None),
     (Layout(), "bfloat16", "full", 1, None),
-    (Layout(tp=2), "float32", "selective", 2, None),
     (Layout(pp=2), "float32", "none", 4, None),
-    (Layout(dp=2, zero=1), "bfloat16", "none", 2, None),
     (Layout(), "float32", "none", 2, 8),
     (Layout(), "bfloat16", "full", 1, 4),
     (Layout(tp=2), "float32", "selective", 2, 4),

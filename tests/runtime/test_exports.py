@@ -54,6 +54,15 @@ def test_the_best_step_is_kept_and_exported_also_after_a_resume(tmp_path: Path) 
     assert mark(tmp_path / "export") == "step_6"
 
 
+def test_the_best_step_of_another_run_is_none_of_this_one(tmp_path: Path) -> None:
+    settings = [*VALIDATION, "run.keep_best=val/reward_mean", "run.save_freq=1"]
+    settings += ["models.actor.optim.lr=0", "val_sampling.temperature=0"]
+    train(tmp_path / "first", 2, *settings)
+    train(tmp_path / "second", 1, *settings)  # has a step 1 too
+    train(tmp_path / "second", 3, *settings, f"run.resume={tmp_path}/first/checkpoints/step_2")
+    assert [tasks.read_run(tmp_path / name).state["best"]["step"] for name in ("first", "second")] == [1, 3]
+
+
 def chosen(name: str, values: list[float]) -> tuple[list[bool], dict[str, Any] | None]:
     run = SimpleNamespace(keep_best=name, dir=".")
     ours = Exports(SimpleNamespace(config=SimpleNamespace(run=run)), SimpleNamespace())  # type: ignore[arg-type]

@@ -120,7 +120,7 @@ def test_only_what_has_changed_travels_and_the_run_is_the_same_bit_for_bit(direc
     """bf16, where a small learning rate leaves most elements as they are; also for a role that rests and ZeRO's padded rows."""
     more = [f"models.{role}.dtype=bfloat16" for role in ("actor", "critic", "reference", "reward")]
     more += [f"models.{role}.optim.{key}" for role in ("actor", "critic") for key in ("lr=1e-5", "lr_warmup_steps=0")]
-    for number, (name, where) in enumerate(CALLS.items()):
+    for number, (name, where) in enumerate(list(CALLS.items())[:2]):
         runs, keys = (
             [],
             sorted({setting.split(".layout.")[0] for setting in where if ".calls." in setting and ".layout." in setting}),

@@ -77,8 +77,8 @@ def spans(run_dir: Path) -> list[dict[str, Any]]:
     return sorted((event for event in events if event.get("cat") == "compute"), key=lambda event: event["ts"])
 
 
-# more portions than two once where all ranks wait for them, and once where the generator is split
-@pytest.mark.parametrize(("name", "portions"), [*((name, 2) for name in CASES), *((name, 4) for name in list(CASES)[:2])])
+# more portions than two once, where the generator is split
+@pytest.mark.parametrize(("name", "portions"), [*((name, 2) for name in CASES), (list(CASES)[1], 4)])
 def test_the_same_run_in_portions(directory: Path, name: str, portions: int) -> None:
     whole, streamed = (run(directory, name, number) for number in (1, portions))
     one, other = tasks.read_run(whole), tasks.read_run(streamed)

@@ -66,10 +66,10 @@ def committed(run_dir: Path) -> list[Committed]:
 
 
 def lost_checkpoint(run_dir: Path) -> list[Path]:
-    """The one that ``latest`` names, if it is not complete: no save leaves that behind, it was damaged later."""
+    """The one that ``latest`` names, if it is there and not complete: no save leaves that behind, it was damaged later."""
     latest = checkpoints_of(run_dir) / LATEST
     path = named_checkpoint(latest)
-    return [path] if path != latest and not (path / COMMIT).is_file() else []
+    return [path] if path != latest and path.is_dir() and not (path / COMMIT).is_file() else []
 
 
 def _read_commit(path: Path) -> dict[str, object]:
@@ -99,10 +99,11 @@ def read_manifest(directory: Path) -> Manifest:
                 RECORDER.tick()
                 digest.update(line)
                 lines.append(line)
-        if digest.hexdigest() != _read_commit(directory).get("manifest_sha256"):
+        mark = _read_commit(directory)
+        if digest.hexdigest() != mark.get("manifest_sha256"):
             raise CheckpointError(f"{where}: damaged, its hash is not the one in {COMMIT}")
         manifest = Manifest.from_lines(lines, where)
-        if manifest.step != _read_commit(directory).get("step"):
+        if manifest.step != mark.get("step"):
             raise CheckpointError(f"{where}: of step {manifest.step}, which is not the one in {COMMIT}")
         for name, size in manifest.files.items():
             found = (directory / name).stat().st_size

@@ -230,9 +230,9 @@ def absent(error: AttributeError, plans: Mapping[str, RolePlan]) -> ValueError |
         text = f"{what.name} has no call {name!r}{nearest(name, calls) or ';'} it has: {', '.join(calls)}"
     elif isinstance(what, Reference):
         text = (
-            f"a reference has no {name!r}: it stands for rows that are still to be computed; their fields are read by calls of "
+            f"a reference has no {name!r}: it stands for rows that are still to be computed; calls of roles read their fields, "
         )
-        text += "roles, such as models.arithmetic.apply(rows, function, reads), and by models.controller.get_field"
+        text += "such as models.arithmetic.apply(rows, function, reads), and models.controller.get_field"
     else:
         return None
     refused = ValueError(text)
@@ -245,7 +245,8 @@ def idle_updates(config: Any, plans: Mapping[str, RolePlan], graph: Graph) -> li
     """In words, what keeps weights as they are that the run is to train, and updates whose metrics are lost. Raises ValueError for
     those of roles that do not learn."""
     updates_made = [call for call in graph.nodes if call.spec.kind == "train"]
-    frozen = next((call for call in updates_made if not plans[call.role.name].trained), None)
+    learns = {role for role, plan in plans.items() if plan.trained or role in config.algorithm.moved}
+    frozen = next((call for call in updates_made if call.role.name not in learns), None)
     if frozen is not None:
         learn = ", ".join(role for role, plan in plans.items() if plan.trained)
         raise ValueError(f"{config.algorithm.name} trains {frozen.role.name} ({frozen.site}), which does not learn; {learn} do")

@@ -340,7 +340,8 @@ class Session:
         restart.restore_rows_in_flight(path, self.saved)
         restart.restore_weights_ahead(path, self.saved)
         self.finished_before = bool(state["stopped"])
-        self.exports.restore(state.get("best"))
+        own = path.resolve().parent == checkpoints_of(self.run_dir).resolve()
+        self.exports.restore(state.get("best") if own else None)  # another run's best step is none of this one's
         if self.is_first:
             print(f"resumed from {path} (step {state['step']})", file=sys.stderr)
         return int(state["step"])
