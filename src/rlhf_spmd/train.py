@@ -308,7 +308,10 @@ def trace(ready: Prepared) -> Graph:
     try:
         graphs = [data.trace(partial(script_of, ready, models, data, number)) for number in (max(last - 1, 1), last)]
     except AttributeError as error:
-        raise checks.absent(error, ready.plans) or error from error
+        refused = checks.absent(error, ready.plans)
+        if refused is None:
+            raise
+        raise refused from error
     return max(reversed(graphs), key=lambda graph: len({call.name for call in graph.nodes}))
 
 

@@ -223,7 +223,7 @@ def idle_calls(config: Any, plans: Mapping[str, RolePlan], graph: Graph) -> list
 def absent(error: AttributeError, plans: Mapping[str, RolePlan]) -> ValueError | None:
     """What to say of a script that asks for a role, a call or a value that there is not; None of another error."""
     what, name = error.obj, error.name or ""
-    if isinstance(what, SimpleNamespace):
+    if isinstance(what, SimpleNamespace) and hasattr(what, "controller"):  # the script's ``models``
         text = f"there is no role {name!r}{nearest(name, list(plans)) or ';'} this run has: {', '.join(plans)}"
     elif isinstance(what, Worker):
         calls = sorted(call for call in dir(type(what)) if hasattr(getattr(type(what), call), "spec"))

@@ -18,7 +18,7 @@ import yaml
 
 from rlhf_spmd.checkpoint.adapters import STATE as ADAPTERS
 from rlhf_spmd.checkpoint.directory import checkpoints_of, named_checkpoint, read_manifest, step_directory
-from rlhf_spmd.checkpoint.load import Resumable, find_resumable, load_checkpoint
+from rlhf_spmd.checkpoint.load import find_resumable, load_checkpoint
 from rlhf_spmd.checkpoint.save import save_checkpoint
 from rlhf_spmd.config.bounds import check_bounds
 from rlhf_spmd.config.load import to_yaml
@@ -304,11 +304,12 @@ class Session:
         Collective over the world: every rank of it must call. Raises CheckpointError, and ValueError where a new run would
         mix with the checkpoints of an older one, or go on with those of another experiment.
         """
-        if self.config.resume in RESUME:
-            found = find_resumable(self.run_dir, self.world.all)
-        else:
-            found = Resumable(named_checkpoint(Path(self.config.resume)))
+        found = find_resumable(
+            self.run_dir, self.world.all
+        )  # also beside a path that is given: what is damaged must not count as kept
         path, self.damaged = found.directory, found.damaged
+        if self.config.resume not in RESUME:
+            path = named_checkpoint(Path(self.config.resume))
         if self.config.resume == "never" and path is not None:
             raise ValueError(f"run.resume=never, but run.dir={self.config.dir} holds {path.name}; give another run.dir")
         if self.is_first:
