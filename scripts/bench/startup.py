@@ -27,7 +27,7 @@ from step import WORK, overrides, run_program, write_model, write_rows
 from rlhf_spmd.parallel.layout import GenerationLayout, Layout, generation_layout
 from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.parallel.world import Launch, World
-from rlhf_spmd.reshard import choose_engine
+from rlhf_spmd.reshard import choose_method
 
 FORWARD = ("tp", "pp", "pp_back", "dp")
 CONNECTED = {  # by the first step, of each role's mesh
@@ -72,7 +72,7 @@ def plan(rank: int, size: int, pools: Sequence[range], tied: bool) -> tuple[set[
 def gathers(world: World, pool: range, layout: GenerationLayout, index: int) -> list[Any]:
     if index < 0:
         return []
-    ranks = choose_engine("zero_redundancy", layout).gather_ranks(layout, index)
+    ranks = choose_method("zero_redundancy", layout).gather_ranks(layout, index)
     return [world.group([pool[i] for i in ranks], "gather", channel="gather")]
 
 

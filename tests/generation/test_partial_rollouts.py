@@ -180,6 +180,18 @@ def test_prompts_that_changed_are_not_attached_to_tokens_of_others(
         train(2, tmp_path / "run", *more, f"run.resume={resume}")
 
 
+def test_rows_that_have_come_further_than_they_may_are_refused(
+    directory: Path, uninterrupted: tasks.Run, tmp_path: Path
+) -> None:
+    resume = f"run.resume={directory / 'dp2' / 'checkpoints' / 'step_3'}"
+    longest = max(len(ids) for *_, ids in drawn_rows(directory / "dp2" / "checkpoints" / "step_3"))
+    words = (
+        rf"CheckpointError: the checkpoint has row \d+ in flight with \d+ tokens, and max_response_length is {longest - 1} now"
+    )
+    with pytest.raises(AssertionError, match=words):
+        train(2, tmp_path / "shorter", resume, f"data.max_response_length={longest - 1}")
+
+
 def test_a_second_generation_in_the_step_leaves_the_rows_in_flight_alone(
     directory: Path, uninterrupted: tasks.Run, tmp_path: Path
 ) -> None:

@@ -109,6 +109,12 @@ CONFIG = [
     (["reward.function=null"], 1, ["reward.function", "reward.model"]),
     (["reward.data_sources=[sums]"], 1, ["reward.data_sources", "'sums'", "None"]),
     (["rewards.critic.function=gsm8k"], 1, ["rewards.critic: this algorithm has no such reward", "its rewards are reward"]),
+    (
+        ["rewards.response_length.function=gsm8k"],
+        1,
+        ["rewards.response_length: metrics of the run begin with response_length/"],
+    ),
+    (["rewards.reward/extra.function=gsm8k"], 1, ["rewards.reward/extra: metrics of the run begin with reward/; give"]),
     (["rewards.controller.function=gsm8k"], 1, ["rewards.controller: this algorithm has no such reward", "its rewards are"]),
     (["rewards.cost.weight=2"], 1, ["there is no cost: give rewards.cost.function", "rewards.cost.model"]),
     (["rewards.reward.function=gsm8k"], 1, ["reward and rewards.reward", "give one"]),

@@ -29,6 +29,7 @@ from rlhf_spmd.runtime.streams import merge_values
 from rlhf_spmd.train import main, prepare
 from rlhf_spmd.workers.flops import forward_flops
 from rlhf_spmd.workers.objective import log_prob_differences
+from saved_models import flip_bit
 from tasks import train_alone as train
 
 
@@ -101,6 +102,17 @@ def test_a_run_of_another_experiment_is_not_gone_on_with(tmp_path: Path, capsys:
     assert "reward.weight=2.0 (was 1.0)" in capsys.readouterr().err
     train(run_dir, 3, f"data.path={tasks.task() / 'train.jsonl'}", "run.resume=force")
     assert f"data.path={tasks.task() / 'train.jsonl'} (was " in capsys.readouterr().err
+
+
+def test_damaged_checkpoints_do_not_count_as_kept_beside_a_given_one(tmp_path: Path) -> None:
+    """A run that is sent back to its first checkpoint must not delete it for the sake of those that cannot be read."""
+    run_dir, every = tmp_path / "run", ("run.save_freq=1", "run.keep_checkpoints=3")
+    train(run_dir, 4, *every)
+    good, damaged, last = (run_dir / "checkpoints" / f"step_{step}" for step in (2, 3, 4))
+    for path in (damaged, last):
+        flip_bit(next(path.glob("actor.*.safetensors")))
+    train(run_dir, 5, "run.keep_checkpoints=2", f"run.resume={good}")
+    assert good.is_dir(), "the only other one that can be read was deleted"
 
 
 def test_a_run_goes_on_in_the_dtype_that_it_had(tmp_path: Path) -> None:
@@ -184,12 +196,12 @@ def flops_of(row: dict[str, Any]) -> float:
 
 
 def test_utilisation_counts_the_calls_that_were_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not those that only the trace made, as of a step whose update is skipped."""
+    """Not those that only the trace made, as of a step whose update is skipped; and those that it did not foresee."""
     monkeypatch.setattr(session, "matmul_rate", lambda device, dtype: PEAK)
     spec = {role: read_spec(tasks.task() / role) for role in ("actor", "critic")}
 
-    def passes(row: dict[str, Any], role: str) -> float:
-        tokens = row["perf/tokens_per_s"] * row["timing_s/step"]
+    def passes(row: dict[str, Any], role: str, batches: float = 1) -> float:
+        tokens = row["perf/tokens_per_s"] * row["timing_s/step"] / batches
         return forward_flops(spec[role], tokens, tokens / (tasks.PROMPTS * tasks.SAMPLES))
 
     train(tmp_path / "ppo", 2, "algorithm.critic_warmup=1")
@@ -197,8 +209,21 @@ def test_utilisation_counts_the_calls_that_were_made(tmp_path: Path, monkeypatch
         actor = 2 + 2 * 3 * updates  # generation and reference; two epochs, each forward and twice that backward
         assert flops_of(row) == pytest.approx(actor * passes(row, "actor") + 7 * passes(row, "critic"), rel=1e-6)
 
+    train(tmp_path / "in_flight", 3, "data.gen_batch_size=16", "models.actor.generation.max_num_seqs=8")
+    for row in tasks.read_run(tmp_path / "in_flight").raw:  # one pass more: tokens are of older weights
+        assert flops_of(row) == pytest.approx(9 * passes(row, "actor") + 7 * passes(row, "critic"), rel=1e-6)
+
     config = json.loads((tasks.task() / "ppo.json").read_text())
     del config["models"]["critic"], config["models"]["reference"]
+    config["algorithm"] = {"name": "dapo", "ppo_mini_batch_size": 4, "overlong_buffer": {"enable": False}}
+    config["algorithm"]["filter_groups"] = {"enable": True, "max_num_gen_batches": 6}
+    (tmp_path / "dapo.json").write_text(json.dumps(config))
+    train(tmp_path / "dapo", 2, "reward.function=tasks:coarse_share", config=tmp_path / "dapo.json")
+    rounds = [(row, row["dapo/num_gen_batches"]) for row in tasks.read_run(tmp_path / "dapo").raw]
+    assert max(generated for _, generated in rounds) > 1
+    for row, generated in rounds:
+        assert flops_of(row) == pytest.approx((generated + 3) * passes(row, "actor", generated), rel=1e-6)
+
     for learns in (False, True):
         config["algorithm"] = {"name": "outside.undecided", "ppo_mini_batch_size": 4, "learns": learns}
         (tmp_path / "config.json").write_text(json.dumps(config))

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from rlhf_spmd.controller.delivery import Delivery, held_first
-from rlhf_spmd.controller.graph import Graph
+from rlhf_spmd.controller.graph import Graph, Taken
 from rlhf_spmd.controller.reference import Intake, Production, Reference, Source, made_by, pick_rows, source
 from rlhf_spmd.controller.rows import Cut
 from rlhf_spmd.controller.streaming import HandingOut, Streaming, comes_in_portions, known_before, one_result, staying
@@ -67,7 +67,7 @@ class Controller:
         self.seed, self.speeds, self.num_portions, self.limits = seed, speeds, num_portions, limits
         self.span: dict[str, Argument] = {}  # arguments of the last call's span: a worker may add to them
         self.graph = Graph()  # of the last script
-        self.taken: list[Production] = []  # the calls of the last script that it made, as they were traced
+        self.taken: list[Taken] = []  # the calls of the last script, foreseen or not
         self.handing_out: HandingOut | None = None  # of the generate call under way, where rows go on as they end
         self.delivery = Delivery(world, num_portions)
         self._streaming = Streaming(self, self.delivery, num_portions)
@@ -264,8 +264,8 @@ class Controller:
             return self._reference(production)
         production.seq = self._enter(production.name, site)
         coming = self._nodes.get((production.name, site))
+        self.taken.append(Taken(role.name, spec.kind, production.num_rows, production.epochs))
         if coming:
-            self.taken.append(coming[0])
             production.node = coming.popleft().node
         takes_portions = self._streaming.enter(production)
         self.delivery.send_inputs(production)

@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from rlhf_spmd.controller.reference import Production
+
+
+class Taken(NamedTuple):
+    """A call that a script has made, without what it made. ``num_rows``: of all its references together."""
+
+    role: str
+    kind: str
+    num_rows: int
+    epochs: int
 
 
 @dataclass

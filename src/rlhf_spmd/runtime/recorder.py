@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rlhf_spmd.controller import Production, ordered_values
+from rlhf_spmd.controller import Taken, ordered_values
 from rlhf_spmd.data.batch import Batch, Ragged
 from rlhf_spmd.runtime.streams import merge_values
 from rlhf_spmd.telemetry.jsonl import JsonlLog
@@ -22,14 +22,14 @@ class MadeStep(NamedTuple):
 
     number: int
     rows: Sequence[Batch]
-    calls: Sequence[Production]
+    calls: Sequence[Taken]
     num_reported: int
     told: dict[str, float]
     preempted: Callable[[], bool]
 
 
 def merge_reports(
-    step: MadeStep, reports: Sequence[Any], utilisation: Callable[[Sequence[Production], int, float, float], float]
+    step: MadeStep, reports: Sequence[Any], utilisation: Callable[[Sequence[Taken], int, float, float], float]
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """A step's metrics and samples. ``reports``: of each rank the values of its calls, and metrics of which the largest count.
 
@@ -41,7 +41,7 @@ def merge_reports(
         metrics[name] = max(metrics.get(name, 0.0), value)
     if metrics.get("generation/seconds_max"):
         metrics["generation/idle_fraction"] = 1 - metrics["generation/seconds"] / metrics["generation/seconds_max"]
-    num_rows, generates = sum(map(len, step.rows)), any(call.spec.kind == "generate" for call in step.calls)
+    num_rows, generates = sum(map(len, step.rows)), any(call.kind == "generate" for call in step.calls)
     if num_rows and ("response_length/mean" in metrics or not generates):  # which a reward reports; its call may be left out
         responses = metrics.get("response_length/mean", 0.0) + metrics.get("rollout/environment_tokens_mean", 0.0)
         num_tokens = sum(map(token_count, step.rows)) + responses * num_rows

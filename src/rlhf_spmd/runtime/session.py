@@ -22,7 +22,7 @@ from rlhf_spmd.checkpoint.load import find_resumable, load_checkpoint
 from rlhf_spmd.checkpoint.save import save_checkpoint
 from rlhf_spmd.config.bounds import check_bounds
 from rlhf_spmd.config.load import to_yaml
-from rlhf_spmd.controller import Controller, Production, Reference
+from rlhf_spmd.controller import Controller, Reference, Taken
 from rlhf_spmd.controller.versions import Versions
 from rlhf_spmd.kernels import wait
 from rlhf_spmd.kernels.devices import peak_bytes
@@ -30,6 +30,7 @@ from rlhf_spmd.parallel.collectives import RECORDER
 from rlhf_spmd.parallel.program import Preempted, ProgramContext
 from rlhf_spmd.reshard import LABELS
 from rlhf_spmd.runtime import restart
+from rlhf_spmd.runtime.checks import in_flight
 from rlhf_spmd.runtime.exports import Exports
 from rlhf_spmd.runtime.overview import start_facts
 from rlhf_spmd.runtime.recorder import MadeStep, Recorder, merge_reports
@@ -261,17 +262,18 @@ class Session:
             self.controller.timeline.instant("generation", of_step=step.number, idle_fraction=idle)
         return metrics, samples
 
-    def _utilisation(self, calls: Sequence[Production], num_rows: int, num_tokens: float, seconds: float) -> float:
+    def _utilisation(self, calls: Sequence[Taken], num_rows: int, num_tokens: float, seconds: float) -> float:
         """Of all devices, by the calls that the step made; an update counts three forward passes in each epoch: one, and backward
-        twice that, of which half are the gradients of weights, which a role with adapters does not make."""
-        plans, mean = self.context.prepared.plans, num_tokens / num_rows
+        twice that, of which half are the gradients of weights, which a role with adapters does not make. Of rows in flight a step
+        draws as many tokens as those that it takes have, in the mean."""
+        prepared, mean = self.context.prepared, num_tokens / num_rows
         flops = 0.0
-        for call in calls:
-            spec, kind = plans[call.role.name].spec, call.spec.kind
-            if spec is not None and kind in ("generate", "infer", "train"):
-                lora = plans[call.role.name].config.lora
-                passes = (2.0 if lora.rank else 3.0) * call.epochs if kind == "train" else 1.0
-                flops += forward_flops(spec, call.num_rows * mean, mean) * passes
+        for role, kind, rows, epochs in calls:
+            plan = prepared.plans[role]
+            if plan.spec is not None and kind in ("generate", "infer", "train"):
+                passes = (2.0 if plan.config.lora.rank else 3.0) * epochs if kind == "train" else 1.0
+                rows = min(rows, num_rows) if kind == "generate" and in_flight(prepared.config) else rows
+                flops += forward_flops(plan.spec, rows * mean, mean) * passes
         return flops / seconds / (self.peak_flops * self.world.size)
 
     # Checkpoints

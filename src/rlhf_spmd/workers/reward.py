@@ -142,8 +142,10 @@ class RewardWorker(ModelWorker):
     def _by_source(self, texts: list[Row], scores: Tensor, scored: Tensor) -> Iterator[dict[str, tuple[float, int]]]:
         """For the ``data_source`` of each scored row that has one its score, and 1."""
         for (_, _, row), score, counts in zip(texts, scores.tolist(), scored.tolist(), strict=False):
-            if counts and row.get("data_source") is not None:
-                yield {f"{self.name}/{row['data_source']}/mean": (score, 1)}
+            source = row.get("data_source")
+            if counts and source is not None:
+                source = "data_source extra" if source == "extra" else source  # not among what the function returns besides
+                yield {f"{self.name}/{source}/mean": (score, 1)}
 
     def sample(self, batch: Batch, i: int, text: Row, scores: Tensor) -> dict[str, Any]:
         """The i-th row for people to read. ``versions``: runs of tokens, each with the step whose weights drew it, and its length."""

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import torch
 
+from rlhf_spmd.checkpoint.manifest import CheckpointError
 from rlhf_spmd.data.batch import Batch, Field, ragged
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.generation.generator import Generator
@@ -85,7 +86,8 @@ class HeldRollouts:
         return Batch(row_ids, row_ids, fields | {n: ragged(c, kind) for n, c, kind in zip(NOTED, noted, kinds, strict=True)})
 
     def _restore(self, requests: Sequence[Request], num_top: int) -> list[Request]:
-        """Take back those that a checkpoint has; returns the others. ``num_top``: likeliest tokens noted for each token."""
+        """Take back those that a checkpoint has; returns the others. ``num_top``: likeliest tokens noted for each token. Raises
+        CheckpointError where a row has come further than it now may."""
         if self.saved is None:
             return list(requests)
         saved, self.saved = self.saved, None
@@ -97,6 +99,11 @@ class HeldRollouts:
             i = at[request.row_id]
             tokens, reason = columns["token_ids"][i].tolist(), REASONS[int(saved["reason"][i])]
             log_probs, log_probs_t1, versions = (columns[name][i] for name in NOTED)
+            if len(tokens) >= request.max_new_tokens + (reason is not None):
+                raise CheckpointError(
+                    f"the checkpoint has row {request.row_id} in flight with {len(tokens)} tokens, and max_response_length is "
+                    f"{request.max_new_tokens} now; give the limits that the run was started with"
+                )
             if reason is not None:
                 self.ended[request.row_id] = Completion(request.row_id, tokens, log_probs, log_probs_t1, reason, versions)
             else:
