@@ -117,7 +117,8 @@ def compare(path: Path, rows: list[list[int]], wanted: int, device: str) -> dict
     from transformers import AutoModelForCausalLM
 
     tokens, generated, trained = ours(path, rows, wanted, device)
-    rounded, exact = (AutoModelForCausalLM.from_pretrained(path, dtype=d).to(device) for d in (torch.bfloat16, torch.float32))
+    read: Any = AutoModelForCausalLM.from_pretrained
+    rounded, exact = (read(path, dtype=dtype).to(device) for dtype in (torch.bfloat16, torch.float32))
     for parameter in exact.parameters():
         parameter.data = parameter.bfloat16().float()
     others = transformers_greedy(rounded, rows, wanted)

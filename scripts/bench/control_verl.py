@@ -16,6 +16,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,10 @@ def measure(body: Callable[[], object], repeats: int) -> dict[str, float]:
     return {"median_us": float(kept.median()), "p90_us": float(kept.quantile(0.9)), "all_cpu_us": spent}
 
 
+def one_move(produce: Callable[[Any], Any], consume: Callable[[Any], Any], prompts: Any) -> None:
+    consume(produce(prompts))
+
+
 def main() -> None:
     case: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     ranks, half = case["ranks"], case["ranks"] // 2
@@ -108,7 +113,7 @@ def main() -> None:
             group.width((mebibytes << 20) // 4 // rows, rows)
         prompts = DataProto.from_dict({"prompt_ids": torch.zeros(rows, 40, dtype=torch.int64)})
         for way, produce in (("blocking", a.produce), ("futures", a.produce_later)):
-            took = measure(lambda produce=produce, prompts=prompts: b.consume(produce(prompts)), case["repeats"])
+            took = measure(partial(one_move, produce, b.consume, prompts), case["repeats"])
             report["moves"].append({"rows": rows, "mebibytes": mebibytes, "way": way, **took})
     Path(sys.argv[2]).write_text(json.dumps(report), encoding="utf-8")
     ray.shutdown()

@@ -118,7 +118,7 @@ def predict(roles: Roles) -> dict[str, dict[str, float]]:
     logits = 4 * max(ExactOps.chunk_logits, 64 * spec.vocab_size)
     inner = 2 * tokens * (4 * spec.hidden_size + 6 * spec.num_attention_heads * spec.head_dim + 3 * spec.intermediate_size)
     gathered = 2 * embedding + 2 * 2 * layer
-    phases = {
+    phases: dict[str, dict[str, float]] = {
         "load": {"one tensor in fp32": 4 * embedding},
         "generate": {"generation shard": 2 * whole - 2 * shard, "bucket": roles.hybrid.bucket_bytes, "KV cache": cache},
         "log_probs": {"gathered": gathered, "its buffer": 2 * embedding, "logits": logits},

@@ -197,12 +197,12 @@ def print_estimator(report: dict[str, Any]) -> None:
     wrong = [abs(row["error"]) for row in report["calls"]]
     near = sum(error <= 0.25 for error in wrong)
     print(f"\nmean error {np.mean(wrong):.1%}, {near} of {len(wrong)} within 25 %\n")
-    cells = [
+    steps = [
         (row["plan"], "yes" if row["graphs"] else "no", f"{row['seconds']:.1f}", f"{row['ours']:.1f}", f"{row['error']:+.0%}")
         for row in report["steps"]
     ]
-    print(table(("step", "graphs", "paper, s", "ours, s", "error"), cells, 2))
-    cells = [
+    print(table(("step", "graphs", "paper, s", "ours, s", "error"), steps, 2))
+    terms = [
         (
             row["terms"],
             ", ".join(f"{name} {value:.3g}" for name, value in row["constants"].items()),
@@ -211,7 +211,7 @@ def print_estimator(report: dict[str, Any]) -> None:
         )
         for row in report["terms"]
     ]
-    print("\n" + table(("terms", "fitted", "mean error", "left out"), cells, 2))
+    print("\n" + table(("terms", "fitted", "mean error", "left out"), terms, 2))
 
 
 def main() -> None:

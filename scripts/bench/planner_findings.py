@@ -155,7 +155,7 @@ def best_with(problem: Problem, groups: Sequence[tuple[str, ...]]) -> float:
     return best
 
 
-PLACEMENTS = {
+PLACEMENTS: dict[str, list[tuple[str, ...]]] = {
     "colocate": [("actor", "reference", "critic", "reward")],
     "split": [("actor", "reference"), ("critic", "reward")],
     "standalone": [("actor",), ("reference",), ("critic",), ("reward",)],

@@ -153,7 +153,8 @@ def main() -> None:
             print(row, parts, flush=True)
             rows.append({**row, "parts": parts})
     cells = [
-        [row["case"], *(f"{row[key]:.2f}" for key in ("base", "predicted", "measured")), f"{row['error']:+.0%}"] for row in rows
+        [str(row["case"]), *(f"{row[key]:.2f}" for key in ("base", "predicted", "measured")), f"{row['error']:+.0%}"]
+        for row in rows
     ]
     print(table(["case", "base, GiB", "predicted", "measured", "error"], cells, 1))
     save({"machine": machine_facts(), "cases": rows}, args.out)

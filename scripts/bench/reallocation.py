@@ -155,9 +155,10 @@ def plan_row(source: Layout, target: Layout) -> dict[str, Any]:
         return time.process_time() - begin, result
 
     described, sides = timed(lambda: [holdings_of(LLAMA_70B, layout, ranks) for layout in (source, target)])
+    there, here = sides
     some = (0, source.size // 2 + 3, source.size - 1)
-    parts = [timed(lambda rank=rank: plan_transfer(*sides, host_of, rank)) for rank in some]
-    whole, traffic = timed(lambda: plan_transfer(*sides, host_of).traffic)
+    parts = [timed(partial(plan_transfer, there, here, host_of, rank)) for rank in some]
+    whole, traffic = timed(lambda: plan_transfer(there, here, host_of).traffic)
     sent: Counter[int] = Counter()
     for (giver, _), elements in traffic.items():
         sent[giver] += elements
@@ -180,9 +181,9 @@ def plan_row(source: Layout, target: Layout) -> dict[str, Any]:
 
 def messages(sides: Sequence[list[Holding]], plan: Plan, rank: int) -> int:
     """Those that a rank sends and receives, of 32 MiB at most."""
-    shapes = [{name: shard.shape for name, shard in shards_of(side, rank).items()} for side in sides]
+    sources, targets = ({name: shard.shape for name, shard in shards_of(side, rank).items()} for side in sides)
     ranks = sorted({*chain.from_iterable(holding.ranks for side in sides for holding in side)})
-    return sum(len(step.messages) for step in plan_steps(plan, Ends(rank, ranks, *shapes, converted=False, limit=16 << 20)))
+    return sum(len(step.messages) for step in plan_steps(plan, Ends(rank, ranks, sources, targets, False, 16 << 20)))
 
 
 def row_cells(row: dict[str, Any]) -> list[str]:

@@ -194,7 +194,7 @@ def measure(world: World, name: str, train: Layout, pp: int, tp: int, repeats: i
     norms = elements(model.wanted, True) + (elements(model.shards, True) if costs.twice else 0)
     if hybrid.plan.cuts:
         norms += elements(plan_params(MODEL, "lm", 0, 1, 0, 1), True) - elements(model.wanted, True)
-    transition, replicated = hybrid.transition, norms_received(hybrid.plan, world.rank)
+    transition, replicated = hybrid.transition, float(norms_received(hybrid.plan, world.rank))
     assert transition is not None
     local = [transition.bytes_received, 4 * replicated, transition.peak_bytes, 4 * norms, 4 * needed]
     received, replicated, peak, held_norms, lacked, bucket = mean(world, [*local, hybrid.bucket_bytes])
@@ -243,7 +243,7 @@ def timed(body: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
-def mean(world: World, values: list[int]) -> list[float]:
+def mean(world: World, values: Sequence[float]) -> list[float]:
     total = world.all.all_reduce(torch.tensor(values, dtype=torch.float64), "bench")
     return (total / world.size).tolist()
 

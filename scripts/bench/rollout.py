@@ -104,7 +104,7 @@ class Bench:
             runs += [ranks] * (repetition > 0)
         ranks = sorted(runs, key=lambda each: float(each[:, 6].max()))[len(runs) // 2]
         steps, drawn, prefill, guessed, accepted, moved = ranks[:, :6].sum(0).tolist()
-        members, wall = mesh.layout.size, float(ranks[:, 6].max())
+        members, wall = mesh.pool.size, float(ranks[:, 6].max())
         idle = ranks[:members, 8].sum() if mesh.layout.pp > 1 else (wall - ranks[:members, 7]).sum()
         self.cases.append(
             {

@@ -103,7 +103,8 @@ def peer_model(path: str, dtype: str, device: str, **options: Any) -> Any:
 
     options |= {"dtype": getattr(torch, dtype)}
     if has_weights(path):
-        return AutoModelForCausalLM.from_pretrained(path, **options).to(device)
+        model: Any = AutoModelForCausalLM.from_pretrained(path, **options)
+        return model.to(device)
     with torch.device(device), torch.no_grad():
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), **options)
         for name, parameter in model.named_parameters():

@@ -160,7 +160,7 @@ def train_and_note() -> None:
 
         object.__setattr__(spec, "body", noting_body)
 
-    Lane.finish = noting_finish  # type: ignore[method-assign]
+    Lane.finish = noting_finish  # type: ignore[method-assign,assignment]
     noting(ActorWorker.generate_sequences, "")
     noting(RewardWorker.compute_reward, RESULTS["reward"])
     noting(ReferenceWorker.compute_ref_log_prob, RESULTS["reference"])

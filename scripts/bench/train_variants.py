@@ -68,7 +68,7 @@ def write_adapter(path: Path, rank: int) -> None:
 
     settings = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
     torch.manual_seed(5)
-    get_peft_model(peer_model(str(path), "float32", "cpu"), settings).save_pretrained(adapter_of(path, rank))
+    get_peft_model(peer_model(str(path), "float32", "cpu"), settings).save_pretrained(str(adapter_of(path, rank)))
 
 
 def peer_batches(case: dict[str, Any], rows: list[list[int]]) -> Iterator[dict[str, Tensor]]:

@@ -121,7 +121,9 @@ def digest(root: Path) -> dict[str, str]:
 
 def run(ranks: int, arguments: list[str], root: Path) -> dict[str, str]:
     for left in (root / "run", root / "out.jsonl"):
-        _ = shutil.rmtree(left) if left.is_dir() else left.unlink(missing_ok=True)
+        if left.is_dir():
+            shutil.rmtree(left)
+        left.unlink(missing_ok=True)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT / "src")}
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
     command = [*launcher, f"rlhf_spmd.{arguments[0]}", *arguments[1:]]

@@ -19,6 +19,7 @@ from ranks import run_ranks
 from rlhf_spmd import generate as program
 from rlhf_spmd.data.tokenizer import decoding, load_tokenizer
 from rlhf_spmd.environments.config import EnvironmentConfig
+from rlhf_spmd.environments.runner import EnvironmentRunner
 from rlhf_spmd.environments.tools import Tools, find_calls, tool_schema
 from rlhf_spmd.generation import Completion, GenerationConfig, Request, SamplingConfig
 from rlhf_spmd.generation.episodes import Environments
@@ -190,6 +191,19 @@ def test_a_template_that_has_no_place_for_a_message_ends_the_call(role: str, tem
     with pytest.raises(RuntimeError, match=message) as caught:
         talk("test_several:Answering", model=talker(template), args={"role": role})
     assert type(caught.value).exit_class == "reward"  # type: ignore[attr-defined]
+
+
+def test_the_name_that_a_model_calls_is_text_for_the_template() -> None:
+    """Of half a surrogate pair no tokenizer makes tokens."""
+    configs = {"tools": EnvironmentConfig(cls="rlhf_spmd.environments.tools:Tools", args={"tools": ["test_several:find"]})}
+    runner = EnvironmentRunner(configs, {0: "tools"}, {0: {"prompt": "a"}})
+    runner.reset(0)
+    runner.answers(wait=True)
+    runner.step(0, '<tool_call>{"name": "\\ud800"}</tool_call>')
+    (answer,) = runner.answers(wait=True)
+    runner.close()
+    (message,) = answer.observation
+    assert message["name"] == "?" and "there is no tool" in message["content"]
 
 
 def test_calls_are_found_as_models_write_them() -> None:

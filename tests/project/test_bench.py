@@ -36,6 +36,15 @@ def test_control_writes_a_figure_for_every_case(ran: Ran) -> None:
     assert "start to first call" in printed and printed.count("no --peer-python was given") == 2
 
 
+@pytest.mark.script("startup.py --counted 128 --ranks")
+def test_startup_counts_what_a_rank_connects(ran: Ran) -> None:
+    report, printed = ran
+    assert [case["placement"] for case in report["counted"]] == ["all roles on all ranks", "two pools of half the ranks"]
+    for case in report["counted"]:
+        assert 0 < case["groups"] < 16 and max(case["largest_groups"]) == 128 <= case["connections"] < 1024
+        assert case["store_messages"] == 2 * case["connections"] + 3 * case["groups"] and case["placement"] in printed
+
+
 @pytest.mark.script("planner.py estimator")
 def test_planner_estimates_published_calls(ran: Ran) -> None:
     report, printed = ran

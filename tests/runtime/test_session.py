@@ -24,6 +24,7 @@ from rlhf_spmd.data.files import DataError
 from rlhf_spmd.models.spec import read_spec
 from rlhf_spmd.parallel.program import classify
 from rlhf_spmd.parallel.world import Launch, World
+from rlhf_spmd.rewards.results import RewardError
 from rlhf_spmd.runtime import session
 from rlhf_spmd.runtime.streams import merge_values
 from rlhf_spmd.train import main, prepare
@@ -42,6 +43,7 @@ def test_config_yaml_is_the_record_of_what_ran(tmp_path: Path, capsys: pytest.Ca
 
     train(run_dir, 1, "algorithm.gamma=0.5")
     said = capsys.readouterr().err
+    assert f"other settings than in {config}: algorithm.gamma=0.5 (was 0.99)\n" in said
     assert "nothing to do: step 1 of 1 is done; raise run.steps or give another run.dir\n" in said
     with pytest.raises(ValueError, match=r"^run\.resume=never, but run\.dir=.* holds step_1; give another run\.dir$"):
         train(run_dir, 2, "algorithm.gamma=0.5", "run.resume=never")
@@ -98,8 +100,8 @@ def test_a_run_of_another_experiment_is_not_gone_on_with(tmp_path: Path, capsys:
     assert json.loads((run_dir / "exit_status.json").read_text())["class"] == "config"
 
     data.write_text(rows)
-    train(run_dir, 2, f"data.path={tmp_path}/./data.jsonl", "reward.function=tasks:even_share", "reward.weight=2.0")
-    assert "reward.weight=2.0 (was 1.0)" in capsys.readouterr().err
+    train(run_dir, 2, f"data.path={tmp_path}/./data.jsonl", "reward.function=tasks:coarse_share", "reward.weight=2.0")
+    assert "reward.function=tasks:coarse_share (was tasks:even_share), reward.weight=2.0 (was 1.0)" in capsys.readouterr().err
     train(run_dir, 3, f"data.path={tasks.task() / 'train.jsonl'}", "run.resume=force")
     assert f"data.path={tasks.task() / 'train.jsonl'} (was " in capsys.readouterr().err
 
@@ -393,6 +395,41 @@ def test_limits_of_rows_are_checked(tmp_path: Path, row: dict[str, Any], message
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
     with pytest.raises(DataError, match=message):
         prepare(str(tasks.task() / "ppo.json"), tasks.settings(tmp_path, 1, f"data.path={tmp_path / 'a.jsonl'}"), 1)
+
+
+def test_a_rows_own_minimum_lies_within_what_is_sampled(tmp_path: Path) -> None:
+    rows = [{"prompt": "12"}] * 7 + [{"prompt": "34", "min_response_length": 9}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+    overrides = tasks.settings(tmp_path, 1, f"data.path={tmp_path / 'a.jsonl'}", "sampling.max_response_length=5")
+    with pytest.raises(ValueError, match=r"sampling\.max_response_length=5, but a row has min_response_length=9"):
+        prepare(str(tasks.task() / "ppo.json"), overrides, 1)
+
+
+def test_rewards_that_no_call_gives_in_time_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REWARD_DELAY", "60")
+    small = "data.train_batch_size=1", "algorithm.ppo_mini_batch_size=1", "reward.timeout_s=0.2"
+    with pytest.raises(
+        RewardError, match=r"^reward\.function 'tasks:even_share' failed in 2 of 2 calls of the first step; first"
+    ):
+        train(tmp_path, 1, *small)
+
+
+def test_a_score_beyond_float32_ends_the_run(tmp_path: Path) -> None:
+    (tmp_path / "ten.py").write_text("def ten(prompt, response, row):\n    return 10.0\n")
+    with pytest.raises(RewardError, match=r"^reward: the score of row \d+ is beyond float32: lower the weight"):
+        train(tmp_path, 1, f"reward.function={tmp_path / 'ten.py'}:ten", "reward.weight=1e38")
+
+
+def test_mini_batches_are_shuffled_by_the_seed_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settle, seeds = Controller.settle, list[int]()
+
+    def noting(self: Controller, spare: int = 0) -> None:
+        seeds.extend(intake.cut.seed for call in self.graph.nodes if call.spec.kind == "train" for intake in call.intakes)
+        settle(self, spare)
+
+    monkeypatch.setattr(Controller, "settle", noting)
+    train(tmp_path, 1, "run.seed=3")
+    assert seeds and set(seeds) == {3}
 
 
 def test_a_rows_own_minimum_leaves_tokens_to_draw(tmp_path: Path) -> None:

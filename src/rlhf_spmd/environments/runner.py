@@ -129,7 +129,10 @@ class EnvironmentRunner:
         if not math.isfinite(reward):
             raise ValueError(f"the reward must be a finite number, not {reward!r}")
         if isinstance(observation, list):
-            said: str | list[Message] = [{**message, "content": _readable(message["content"])} for message in observation]
+            said: str | list[Message] = [
+                {key: _readable(value) if isinstance(value, str) else value for key, value in message.items()}
+                for message in observation
+            ]
         else:
             said = _readable(observation or "")
         return Answer(row_id, said, float(reward), bool(done))

@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
+
+from torch import Tensor
 
 from rlhf_spmd.config.bounds import check_bounds
 from rlhf_spmd.config.load import to_dict
@@ -352,6 +354,12 @@ def check_prompts(
     Raises ValueError.
     """
     own_minimum = data is not None and "min_response_length" in data.beside
+    if data is not None and own_minimum and sampling.max_response_length:
+        least = int(cast(Tensor, data.beside["min_response_length"]).max())
+        if least > sampling.max_response_length:
+            raise ValueError(
+                f"{section}.max_response_length={sampling.max_response_length}, but a row has min_response_length={least}"
+            )
     for plan in generating(plans).values():
         assert plan.spec is not None, "a role that generates has a model"
         ends = build_ends(sampling, plan.spec.eos_token_ids, decoding(tokenizer), section)

@@ -107,7 +107,7 @@ class RewardWorker(ModelWorker):
     )
     def compute_reward(self, batch: Batch) -> tuple[Batch | None, dict[str, Any]]:
         """``scores`` [rows]: weight * function + model_weight * model, nan for rows that this reward does not score; of the first
-        reward + weight * reward of the row's environment.
+        reward + weight * reward of the row's environment. Raises RewardError where that is beyond float32.
 
         Collective over the pool: every rank of it must call, in program order.
         """
@@ -128,6 +128,11 @@ class RewardWorker(ModelWorker):
             weights = [torch.nan if name is None else known[name].weight for name in names]
             more = torch.tensor(weights, dtype=torch.float64) * batch["environment_reward"]
             scores = scores.where(more.isnan(), (scores.masked_fill(scores.isnan(), 0.0) + more).to(dtype))
+        if len(beyond := scores.isinf().nonzero()):
+            row = int(batch.row_ids[beyond[0]])
+            raise RewardError(
+                f"{reward_key(self.name)}: the score of row {row} is beyond float32: lower the weight, or what the reward gives"
+            )
         return (batch.with_fields(scores=scores) if self.mesh.last_stage and len(batch) else None), note
 
     def score_by_model(self, batch: Batch) -> tuple[Tensor | None, dict[int, str]]:
