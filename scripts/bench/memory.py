@@ -4,15 +4,19 @@
 
 Two ranks with ZeRO-3, bf16, full activation checkpointing, random weights: load both roles; generate; log-probs of both; forward
 and backward passes of two micro-batches; optimizer step; all but the first twice, of which the second counts. Measured is the peak of
-resident memory in the phase above that of the process when its groups are there and nothing else is, of the rank that has most.
+resident memory in the phase above that of the process when its groups are there and nothing else is, of the rank that has most. In
+use is the most that glibc's allocator had given out at a time, looked at every 5 ms, of the rank that has most; what is resident beyond it are
+blocks that were freed and stay in the heap, and pages of libraries.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import random
 import sys
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,6 +43,40 @@ from rlhf_spmd.workers.optimizer import OptimConfig
 
 RANKS, ROWS, PROMPT, NEW = 2, 4, 128, 128  # rows per micro-batch
 PHASES = ("load", "generate", "log_probs", "update", "step")
+
+
+class MallInfo(ctypes.Structure):
+    """``struct mallinfo2`` of glibc 2.33 and later. ``uordblks``: bytes given out of heaps; ``hblkhd``: of blocks that were mapped."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
+    ]
+
+
+def in_use_mib() -> float:
+    ask = ctypes.CDLL(None).mallinfo2
+    ask.restype = MallInfo
+    found = ask()
+    return float(found.uordblks + found.hblkhd) / MIB
+
+
+class Watch(threading.Thread):
+    """``most``: that was in use from its start to :meth:`end`, MiB."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.most, self._over = in_use_mib(), threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        while not self._over.wait(0.005):
+            self.most = max(self.most, in_use_mib())
+
+    def end(self) -> float:
+        self._over.set()
+        self.join()
+        return max(self.most, in_use_mib())
 
 
 class Roles:
@@ -137,13 +175,15 @@ def predict(roles: Roles) -> dict[str, dict[str, float]]:
 
 
 def run(world: World, path: str) -> dict[str, Any]:
-    before = memory_mib("VmRSS")
-    measured: dict[str, float] = {}
+    before, used_before = memory_mib("VmRSS"), in_use_mib()
+    measured: dict[str, tuple[float, float]] = {}
 
     def phase(name: str, body: Callable[[], Any]) -> Any:
         reset_peak()
+        watch = Watch()
         result = body()
-        measured[name] = memory_mib("VmHWM") - before
+        used = watch.end() - used_before
+        measured[name] = memory_mib("VmHWM") - before, used
         return result
 
     roles: Roles = phase("load", lambda: Roles(world, path))
@@ -152,7 +192,8 @@ def run(world: World, path: str) -> dict[str, Any]:
     peaks = torch.tensor([measured[name] for name in PHASES])
     world.all.all_reduce(peaks, "bench", "max")
     predicted = predict(roles)
-    return {name: {"parts": predicted[name], "measured": peak} for name, peak in zip(PHASES, peaks.tolist(), strict=True)}
+    rows = zip(PHASES, peaks.tolist(), strict=True)
+    return {name: {"parts": predicted[name], "measured": peak, "in_use": used} for name, (peak, used) in rows}
 
 
 def main() -> None:
@@ -174,8 +215,10 @@ def on_rank(path: str, model: str, out: str) -> None:
         rows = []
         for name, row in found.items():
             parts = ", ".join(f"{key} {size:,.0f}" for key, size in row["parts"].items())
-            rows.append([name, parts, f"{sum(row['parts'].values()):,.0f}", f"{row['measured']:,.0f}"])
-        print(table(["phase", "MiB by what they hold", "predicted", "measured"], rows, 2))
+            rows.append(
+                [name, parts, *(f"{size:,.0f}" for size in (sum(row["parts"].values()), row["in_use"], row["measured"]))]
+            )
+        print(table(["phase", "MiB by what they hold", "predicted", "in use", "resident"], rows, 2))
         save({"model": model, "machine": machine_facts(), "phases": found}, Path(out) if out else None)
 
 

@@ -59,7 +59,8 @@ class TrainConfig:
     what other sections of data the algorithm has, are what its ``streams`` say.
 
     - rewards: rewards by name, each with the keys of `reward` (`rewards.cost.function`). Names of the algorithm's reward roles are
-      for these; any other name is one more reward, whose scores are added. `reward` is `rewards.reward`: give one of the two
+      for these; any other name is one more reward, whose scores are added; it is not what other metrics begin with. `reward` is
+      `rewards.reward`: give one of the two
     - environments: environments by name, each with the keys of `environment` (`environments.search.cls`); a row's column
       `environment` names its own, and a row that names none has `environment`
     - plan: a file that `plan` wrote ([planner.md](planner.md)): it decides placement and layouts; the command line goes before

@@ -114,7 +114,7 @@ CONFIG = [
         1,
         ["rewards.response_length: metrics of the run begin with response_length/"],
     ),
-    (["rewards.reward/extra.function=gsm8k"], 1, ["rewards.reward/extra: metrics of the run begin with reward/; give"]),
+    (["rewards.reward/extra.function=gsm8k"], 1, ["rewards.reward/extra: a name has no '/'"]),
     (["rewards.controller.function=gsm8k"], 1, ["rewards.controller: this algorithm has no such reward", "its rewards are"]),
     (["rewards.cost.weight=2"], 1, ["there is no cost: give rewards.cost.function", "rewards.cost.model"]),
     (["rewards.reward.function=gsm8k"], 1, ["reward and rewards.reward", "give one"]),

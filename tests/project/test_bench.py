@@ -177,7 +177,7 @@ def test_memory_predicts_and_measures_every_phase(ran: Ran) -> None:
     report, printed = ran
     assert list(report["phases"]) == ["load", "generate", "log_probs", "update", "step"]
     for name, phase in report["phases"].items():
-        assert phase["measured"] > 0 and min(phase["parts"].values()) > 0 and f"| {name} |" in printed
+        assert 0 < phase["in_use"] < phase["measured"] and min(phase["parts"].values()) > 0 and f"| {name} |" in printed
 
 
 @pytest.mark.script("data.py --rows 600 --ranks 2")

@@ -416,7 +416,9 @@ def test_rewards_that_no_call_gives_in_time_end_the_run(tmp_path: Path, monkeypa
 
 def test_a_score_beyond_float32_ends_the_run(tmp_path: Path) -> None:
     (tmp_path / "ten.py").write_text("def ten(prompt, response, row):\n    return 10.0\n")
-    with pytest.raises(RewardError, match=r"^reward: the score of row \d+ is beyond float32: lower the weight"):
+    with pytest.raises(
+        RewardError, match=r"^reward: the score of row \d+ is beyond float32, by what it sums or by its weights$"
+    ):
         train(tmp_path, 1, f"reward.function={tmp_path / 'ten.py'}:ten", "reward.weight=1e38")
 
 

@@ -67,7 +67,7 @@ class Controller:
         self.seed, self.speeds, self.num_portions, self.limits = seed, speeds, num_portions, limits
         self.span: dict[str, Argument] = {}  # arguments of the last call's span: a worker may add to them
         self.graph = Graph()  # of the last script
-        self.taken: list[Taken] = []  # the calls of the last script, foreseen or not
+        self.taken: list[Taken] = []  # the calls of the last script and since, foreseen or not
         self.handing_out: HandingOut | None = None  # of the generate call under way, where rows go on as they end
         self.delivery = Delivery(world, num_portions)
         self._streaming = Streaming(self, self.delivery, num_portions)

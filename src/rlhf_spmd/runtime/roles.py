@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -43,21 +44,8 @@ ARITHMETIC = "arithmetic"  # the role that every algorithm has
 RENDERED_ROWS = 100  # that a reward model's template must take before the run
 RESERVED = (ARITHMETIC, "rewards", "controller")  # names in ``models`` that no reward can have
 # with which other metrics begin: a reward of such a name would write over them
-METRICS = (
-    *(
-        "data",
-        "generation",
-        "group",
-        "logps",
-        "memory",
-        "perf",
-        "prompt_length",
-        "reshard",
-        "response",
-        "response_length",
-        "rollout",
-    ),
-    *("rollout_corr", "timing_s", "tokens", "training", "val"),
+METRICS = re.compile(
+    "data|generation|group|logps|memory|perf|prompt_length|reshard|response_length|rollout|rollout_corr|timing_s|training|val"
 )
 
 
@@ -126,10 +114,13 @@ def describe_roles(
     """
     declared = [role for role, worker in roles.items() if issubclass(worker, RewardWorker)]
     for name in rewards:
-        if name in METRICS or "/" in name:
-            raise ValueError(
-                f"{reward_key(name)}: metrics of the run begin with {name.split('/')[0]}/; give the reward another name"
+        if "/" in name or (METRICS.fullmatch(name) and name not in declared):
+            why = (
+                f"metrics of the run begin with {name}/"
+                if METRICS.fullmatch(name)
+                else "a name has no '/', its metrics begin with it"
             )
+            raise ValueError(f"{reward_key(name)}: {why}; give the reward another name")
         hint = nearest(name, [role for role in declared if role != "reward"])
         if name not in declared and ("reward" not in declared or name in (*roles, *RESERVED) or hint):
             listed = ", ".join(declared) or "none"

@@ -272,7 +272,8 @@ class Session:
             plan = prepared.plans[role]
             if plan.spec is not None and kind in ("generate", "infer", "train"):
                 passes = (2.0 if plan.config.lora.rank else 3.0) * epochs if kind == "train" else 1.0
-                rows = min(rows, num_rows) if kind == "generate" and in_flight(prepared.config) else rows
+                if kind == "generate" and in_flight(prepared.config):
+                    rows = min(rows, prepared.config.data.train_batch_size * prepared.config.sampling.n)
                 flops += forward_flops(plan.spec, rows * mean, mean) * passes
         return flops / seconds / (self.peak_flops * self.world.size)
 

@@ -128,10 +128,10 @@ class RewardWorker(ModelWorker):
             weights = [torch.nan if name is None else known[name].weight for name in names]
             more = torch.tensor(weights, dtype=torch.float64) * batch["environment_reward"]
             scores = scores.where(more.isnan(), (scores.masked_fill(scores.isnan(), 0.0) + more).to(dtype))
-        if len(beyond := scores.isinf().nonzero()):
-            row = int(batch.row_ids[beyond[0]])
+        if len(beyond := (scores.abs() > torch.finfo(torch.float32).max).nonzero()):
+            row = decode_json(batch["row"])[int(beyond[0])].get("id")
             raise RewardError(
-                f"{reward_key(self.name)}: the score of row {row} is beyond float32: lower the weight, or what the reward gives"
+                f"{reward_key(self.name)}: the score of row {row} is beyond float32, by what it sums or by its weights"
             )
         return (batch.with_fields(scores=scores) if self.mesh.last_stage and len(batch) else None), note
 
