@@ -3,10 +3,10 @@
     python scripts/bench/memory.py --model qwen2.5_0.5b:6 --out memory.json
 
 Two ranks with ZeRO-3, bf16, full activation checkpointing, random weights: load both roles; generate; log-probs of both; forward
-and backward passes of two micro-batches; optimizer step; all but the first twice, of which the second counts. Measured is the peak of
-resident memory in the phase above that of the process when its groups are there and nothing else is, of the rank that has most. In
-use is the most that glibc's allocator had given out at a time, looked at every 5 ms, of the rank that has most; what is resident beyond it are
-blocks that were freed and stay in the heap, and pages of libraries.
+and backward passes of two micro-batches; optimizer step; all but the first twice, of which the second counts. Resident is the peak
+of resident memory in the phase above that of the process when its groups are there and nothing else is. In use is the most that
+glibc's allocator had given out at a time, looked at every 5 ms; what is resident beyond it are blocks that were freed and stay in the
+heap, and pages of libraries. Each is that of the rank that has most.
 """
 
 from __future__ import annotations
