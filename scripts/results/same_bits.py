@@ -35,7 +35,7 @@ LLAMA = {
     "eos_token_id": 0,
     "initializer_range": 0.12,
 }
-NOT_THE_SAME = ("timing_s/", "perf/", "memory/", "reshard/", "generation/")
+NOT_THE_SAME = ("timing_s/", "perf/", "memory/", "reshard/", "generation/", "unix_s")
 Axes = dict[str, int | bool]
 LAYOUTS: dict[str, tuple[int, Axes, Axes, list[str]]] = {  # ranks, training layout, generation layout, more for training
     "one rank": (1, {}, {}, []),
