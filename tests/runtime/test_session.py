@@ -9,6 +9,7 @@ import shutil
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from rlhf_spmd.rewards.results import RewardError
 from rlhf_spmd.runtime import session
 from rlhf_spmd.runtime.streams import merge_values
 from rlhf_spmd.train import main, prepare
+from rlhf_spmd.workers import RewardWorker
 from rlhf_spmd.workers.flops import forward_flops
 from rlhf_spmd.workers.objective import log_prob_differences
 from saved_models import flip_bit
@@ -264,6 +266,13 @@ def report_late(world: World) -> list[list[Any]]:
     controller.settle()
     world.all.barrier("control")
     return received
+
+
+def test_a_source_of_rows_is_not_among_what_the_function_returns_besides() -> None:
+    rows = [("", "", {"data_source": source}) for source in ("extra", "other")]
+    worker: Any = SimpleNamespace(name="reward")
+    found = list(RewardWorker._by_source(worker, rows, torch.ones(2), torch.tensor([True, True])))
+    assert found == [{"reward/data_source extra/mean": (1.0, 1)}, {"reward/other/mean": (1.0, 1)}]
 
 
 def test_reports_of_a_step_are_received_in_that_step() -> None:

@@ -114,12 +114,9 @@ def describe_roles(
     """
     declared = [role for role, worker in roles.items() if issubclass(worker, RewardWorker)]
     for name in rewards:
-        if "/" in name or (METRICS.fullmatch(name) and name not in declared):
-            why = (
-                f"metrics of the run begin with {name}/"
-                if METRICS.fullmatch(name)
-                else "a name has no '/', its metrics begin with it"
-            )
+        taken = METRICS.fullmatch(name) and name not in declared
+        if taken or "/" in name:
+            why = f"metrics of the run begin with {name}/" if taken else "a name has no '/', its metrics begin with it"
             raise ValueError(f"{reward_key(name)}: {why}; give the reward another name")
         hint = nearest(name, [role for role in declared if role != "reward"])
         if name not in declared and ("reward" not in declared or name in (*roles, *RESERVED) or hint):

@@ -307,9 +307,8 @@ class Session:
         Collective over the world: every rank of it must call. Raises CheckpointError, and ValueError where a new run would
         mix with the checkpoints of an older one, or go on with those of another experiment.
         """
-        found = find_resumable(
-            self.run_dir, self.world.all
-        )  # also beside a path that is given: what is damaged must not count as kept
+        # also beside a path that is given: what is damaged must not count as kept
+        found = find_resumable(self.run_dir, self.world.all)
         path, self.damaged = found.directory, found.damaged
         if self.config.resume not in RESUME:
             path = named_checkpoint(Path(self.config.resume))
