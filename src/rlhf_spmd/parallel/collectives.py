@@ -167,7 +167,7 @@ class Group:
         if not sends and not receives:
             return []
         pg = self._connected()
-        if not any(can(tensor.device).nccl for _, tensor in (*receives, *sends)):  # gloo does not batch them
+        if not can((receives or sends)[0][1].device).nccl:  # all are on one device; gloo does not batch them
             works = [pg.recv([tensor], member, 0) for member, tensor in receives]
             return works + [pg.send([tensor], member, 0) for member, tensor in sends]
         every = [(dist.irecv, message) for message in receives] + [(dist.isend, message) for message in sends]

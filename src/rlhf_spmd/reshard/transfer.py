@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -15,9 +15,10 @@ from torch import Tensor
 from rlhf_spmd.kernels import can
 from rlhf_spmd.kernels.devices import side_stream
 from rlhf_spmd.parallel.collectives import Group, Work, wait_all
+from rlhf_spmd.parallel.collectives import Message as Transported
 from rlhf_spmd.reshard.delta import Changes, Delta
-from rlhf_spmd.reshard.messages import Ends, Message, Step, plan_steps
-from rlhf_spmd.reshard.plan import Part, Piece, Plan
+from rlhf_spmd.reshard.messages import Ends, Message, Place, Step, plan_steps
+from rlhf_spmd.reshard.plan import Plan
 
 LABEL = "loan"  # weights on loan, which may move beside a transition
 IN_FLIGHT = 1 << 27  # elements of messages at a time, each of which may hold up a kernel or a socket
@@ -26,12 +27,12 @@ Tensors = Mapping[str, Tensor]
 
 
 class _Flight(NamedTuple):
-    """A step that has been started. ``alive``: everything that is read or written meanwhile."""
+    """A step that has been started. ``travels``: what its messages are read from or written to meanwhile."""
 
     step: Step
     works: Sequence[Work]
     buffer: Tensor | None
-    alive: list[Tensor]
+    travels: list[Tensor]
 
 
 class RaisingThread(threading.Thread):
@@ -91,13 +92,14 @@ class Transfer:
         self._device = next((tensor.device for tensor in chain(sources.values(), targets.values())), torch.device("cpu"))
         self._stream = (stream or side_stream()) if beside and can(self._device).streams else None
         self._flights: deque[_Flight] = deque()
-        self._held = self._exchanged = 0  # elements of the steps under way
+        self._held = self._exchanged = self._buffer_bytes = 0  # of the steps under way; the first two are elements
         self.landed = self.peak_bytes = 0
         self._thread: RaisingThread | None = None
         self._arrived: torch.cuda.Event | None = None
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
-        self._start_some()
+        with torch.no_grad(), self._on_stream():
+            self._start_some()
 
     def wait(self) -> None:
         """Returns when everything of this rank has been sent and received."""
@@ -124,40 +126,38 @@ class Transfer:
     @torch.no_grad()
     def advance(self, upto: int) -> None:
         """Until the first ``upto`` steps have ended; those that follow are under way as far as there is room."""
-        while self.landed < upto:
-            with self._on_stream():
-                self._land(self._flights[0])
-            buffers = sum(flight.buffer.nbytes for flight in self._flights if flight.buffer is not None)
-            self.peak_bytes = max(self.peak_bytes, buffers + self._measure())
-            self._count(self._flights.popleft().step, -1)
-            self.landed += 1
-            with self._on_stream():
-                self._closes(self.landed - 1)
-            self._start_some()
-
-    @torch.no_grad()
-    def _start_some(self) -> None:
         with self._on_stream():
-            while (number := self.landed + len(self._flights)) < self._number:
-                step = self._step(number)
-                held, exchanged = self._held + step.buffer + step.held, self._exchanged + step.exchanged
-                if self._flights and (held > self._limit or exchanged > IN_FLIGHT):
-                    return
-                self._opens(number)
-                self._count(step, 1)
-                self._flights.append(self._start(step))
+            while self.landed < upto:
+                self._land(self._flights[0])
+                self.peak_bytes = max(self.peak_bytes, self._buffer_bytes + self._measure())
+                self._count(self._flights.popleft(), -1)
+                self.landed += 1
+                self._closes(self.landed - 1)
+                self._start_some()
 
-    def _count(self, step: Step, sign: int) -> None:
+    def _start_some(self) -> None:
+        while (number := self.landed + len(self._flights)) < self._number:
+            step = self._step(number)
+            held, exchanged = self._held + step.buffer + step.held, self._exchanged + step.exchanged
+            if self._flights and (held > self._limit or exchanged > IN_FLIGHT):
+                return
+            self._opens(number)
+            self._flights.append(self._start(step))
+            self._count(self._flights[-1], 1)
+
+    def _count(self, flight: _Flight, sign: int) -> None:
+        step = flight.step
         self._held += sign * (step.buffer + step.held)
         self._exchanged += sign * step.exchanged
+        self._buffer_bytes += sign * (0 if flight.buffer is None else flight.buffer.nbytes)
 
     def _on_stream(self) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def _start(self, step: Step) -> _Flight:
         if step.into:  # an all-gather in place reads this rank's part there
-            self._copy(step.copies)
-            whole = self._targets[step.into].detach().view(-1)
+            self._copy(step)
+            whole = self._targets[step.into].view(-1)
             return _Flight(step, [self._group.start_all_gather(whole, self._label)], None, [])
         buffer = torch.empty(step.buffer, dtype=self._dtype, device=self._device) if step.buffer else None
         travels = [self._memory(message, buffer) for message in step.messages]
@@ -169,42 +169,40 @@ class Transfer:
             assert buffer is not None, "an all-gather moves a buffer or a parameter"
             works = [self._group.start_all_gather(buffer, self._label)]
         else:
-            outward, inward = (
-                [(peer, travels[number]) for number, peer in step.transfers if step.messages[number].sends == sends]
-                for sends in (True, False)
-            )
+            outward, inward = list[Transported](), list[Transported]()
+            for number, peer in step.transfers:
+                (outward if step.messages[number].sends else inward).append((peer, travels[number]))
             works = self._group.start_exchange(outward, inward, self._label) if travels else []
-        self._copy(step.copies)
+        self._copy(step)
         return _Flight(step, works, buffer, travels)
 
     def _land(self, flight: _Flight) -> None:
         """Wait for a step and put what came into its buffer into place."""
         wait_all(flight.works)
-        for message in flight.step.messages:
-            if not message.sends and message.offset is not None:
-                for place, values in self._packed(message, self._memory(message, flight.buffer)):
-                    place.copy_(values)
+        if flight.buffer is not None:
+            for message, memory in zip(flight.step.messages, flight.travels, strict=True):
+                if not message.sends and message.offset is not None:
+                    for place, values in self._packed(message, memory):
+                        place.copy_(values)
 
     def _memory(self, message: Message, buffer: Tensor | None) -> Tensor:
         """What a message travels from or to: a part of its step's buffer, or the place itself."""
         if message.offset is None:
-            return self._place(message.sends, message.parts[0]).view(-1)
+            return self._at(message.sends, message.places[0]).view(-1)
         assert buffer is not None, "a packed message has a buffer"
         return buffer[message.offset : message.offset + message.numel]
 
-    def _packed(self, message: Message, flat: Tensor) -> list[tuple[Tensor, Tensor]]:
+    def _packed(self, message: Message, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """The places of a message's parts, and their values in a flat tensor."""
-        values = flat.split([part.numel for part in message.parts])
-        return [
-            (self._place(message.sends, part), one.view(part.size)) for part, one in zip(message.parts, values, strict=True)
-        ]
+        for part, place, values in zip(message.parts, message.places, flat.split_with_sizes(message.sizes), strict=True):
+            yield self._at(message.sends, place), values.view(part.size)
 
-    def _place(self, source: bool, part: Part) -> Tensor:
-        return (self._sources if source else self._targets)[part.parameter].detach()[part.slices]
+    def _at(self, sends: bool, place: Place) -> Tensor:
+        return (self._sources if sends else self._targets)[place[0]][place[1]]
 
-    def _copy(self, pieces: Sequence[Piece]) -> None:
-        for piece in pieces:
-            self._place(False, piece.target).copy_(self._place(True, piece.source))
+    def _copy(self, step: Step) -> None:
+        for source, target in step.kept:
+            self._at(False, target).copy_(self._at(True, source))
 
 
 def transfer_steps(
