@@ -17,7 +17,6 @@ ALONE = 1 << 14  # elements from which a piece of a gather, which all others tak
 ALONE_BETWEEN_TWO = 1 << 16  # and one that a single rank takes: a message costs more than a copy of so many
 
 Shapes = Mapping[str, Sequence[int]]
-Place = tuple[str, tuple[slice, ...]]  # a part as a parameter's name and an index: made once for all transfers
 
 
 @dataclass(frozen=True)
@@ -41,10 +40,6 @@ class Message:
     def numel(self) -> int:
         return sum(self.sizes)
 
-    @cached_property
-    def places(self) -> list[Place]:
-        return [place_of(part) for part in self.parts]
-
 
 @dataclass(frozen=True)
 class Step:
@@ -60,11 +55,6 @@ class Step:
     gathers: bool = False
     into: str = ""
     held: int = 0
-
-    @cached_property
-    def kept(self) -> list[tuple[Place, Place]]:
-        """From where and to where the copies go."""
-        return [(place_of(piece.source), place_of(piece.target)) for piece in self.copies]
 
     @cached_property
     def exchanged(self) -> int:
@@ -84,10 +74,6 @@ class Ends:
     targets: Shapes
     converted: bool
     limit: int
-
-
-def place_of(part: Part) -> Place:
-    return part.parameter, part.slices
 
 
 def plan_steps(plan: Plan, ends: Ends) -> list[Step]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from itertools import product
 from math import gcd, prod
 from typing import NamedTuple
@@ -75,12 +75,17 @@ class Part(NamedTuple):
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        return tuple(slice(a, a + n) for a, n in zip(self.start, self.size, strict=True))
+        return _slices(self.start, self.size)
 
     def rows(self, first: int, number: int) -> Part:
         """At most ``number`` of its rows, from row ``first`` on."""
         number = min(number, self.size[0] - first)
         return Part(self.parameter, (self.start[0] + first, *self.start[1:]), (number, *self.size[1:]))
+
+
+@lru_cache(maxsize=1 << 12)  # a transfer asks for them each time; equal layers' parts have the same
+def _slices(start: Index, size: Index) -> tuple[slice, ...]:
+    return tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))
 
 
 class Piece(NamedTuple):

@@ -17,8 +17,8 @@ from rlhf_spmd.kernels.devices import side_stream
 from rlhf_spmd.parallel.collectives import Group, Work, wait_all
 from rlhf_spmd.parallel.collectives import Message as Transported
 from rlhf_spmd.reshard.delta import Changes, Delta
-from rlhf_spmd.reshard.messages import Ends, Message, Place, Step, plan_steps
-from rlhf_spmd.reshard.plan import Plan
+from rlhf_spmd.reshard.messages import Ends, Message, Step, plan_steps
+from rlhf_spmd.reshard.plan import Part, Piece, Plan
 
 LABEL = "loan"  # weights on loan, which may move beside a transition
 IN_FLIGHT = 1 << 27  # elements of messages at a time, each of which may hold up a kernel or a socket
@@ -156,7 +156,7 @@ class Transfer:
 
     def _start(self, step: Step) -> _Flight:
         if step.into:  # an all-gather in place reads this rank's part there
-            self._copy(step)
+            self._copy(step.copies)
             whole = self._targets[step.into].view(-1)
             return _Flight(step, [self._group.start_all_gather(whole, self._label)], None, [])
         buffer = torch.empty(step.buffer, dtype=self._dtype, device=self._device) if step.buffer else None
@@ -173,7 +173,7 @@ class Transfer:
             for number, peer in step.transfers:
                 (outward if step.messages[number].sends else inward).append((peer, travels[number]))
             works = self._group.start_exchange(outward, inward, self._label) if travels else []
-        self._copy(step)
+        self._copy(step.copies)
         return _Flight(step, works, buffer, travels)
 
     def _land(self, flight: _Flight) -> None:
@@ -188,21 +188,21 @@ class Transfer:
     def _memory(self, message: Message, buffer: Tensor | None) -> Tensor:
         """What a message travels from or to: a part of its step's buffer, or the place itself."""
         if message.offset is None:
-            return self._at(message.sends, message.places[0]).view(-1)
+            return self._place(message.sends, message.parts[0]).view(-1)
         assert buffer is not None, "a packed message has a buffer"
         return buffer[message.offset : message.offset + message.numel]
 
     def _packed(self, message: Message, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """The places of a message's parts, and their values in a flat tensor."""
-        for part, place, values in zip(message.parts, message.places, flat.split_with_sizes(message.sizes), strict=True):
-            yield self._at(message.sends, place), values.view(part.size)
+        for part, values in zip(message.parts, flat.split_with_sizes(message.sizes), strict=True):
+            yield self._place(message.sends, part), values.view(part.size)
 
-    def _at(self, sends: bool, place: Place) -> Tensor:
-        return (self._sources if sends else self._targets)[place[0]][place[1]]
+    def _place(self, sends: bool, part: Part) -> Tensor:
+        return (self._sources if sends else self._targets)[part.parameter][part.slices]
 
-    def _copy(self, step: Step) -> None:
-        for source, target in step.kept:
-            self._at(False, target).copy_(self._at(True, source))
+    def _copy(self, pieces: Sequence[Piece]) -> None:
+        for piece in pieces:
+            self._place(False, piece.target).copy_(self._place(True, piece.source))
 
 
 def transfer_steps(
