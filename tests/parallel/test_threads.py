@@ -80,6 +80,8 @@ def test_where_torch_computes_nothing_is_said_to_be_exact(tmp_path: Path) -> Non
         assert not choose_ops(torch.float32, CPU).exact_in_threads(torch.float32)
     with pytest.raises(ValueError, match=r"run.threads=0: must be at least 1"):
         prepare(config, [*settings, "run.threads=0"], 1)
+    with pytest.raises(ValueError, match=r"run.threads=100000: must be at least 1 and at most 1024"):
+        prepare(config, [*settings, "run.threads=100000"], 1)
 
 
 @needs_kernels

@@ -136,6 +136,7 @@ CONFIG = [
     ),
     (["models.actor.generation.tp=2"], 2, ["models.actor.generation.tp=2", "must divide", "tp=1"]),
     (["models.actor.generation.engine=fast"], 1, ["models.actor.generation.engine='fast'", "zero_redundancy"]),
+    (["models.reference.generation.engine=fast"], 1, ["models.reference.generation.engine='fast'", "zero_redundancy"]),
     (["placement.pools.a=[0,5]"], 2, ["placement.pools.a", "rank 5", "0 to 1"]),
     (["placement.pools.a=[0]"], 2, ["placement.pools.a", "no role's pool names it"]),
     (["placement.pools.a=[1,0]"], 2, ["placement.pools.a", "[1, 0]", "ascend"]),

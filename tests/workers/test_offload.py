@@ -1,14 +1,21 @@
 """``models.<role>.offload``: between a role's calls its weights are in host memory only, and no bit of a run changes."""
 
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
 import tasks
 from overrides import layout
 from ranks import run_ranks
-from rlhf_spmd.reshard import Storages
+from rlhf_spmd.data.batch import Batch, ragged
+from rlhf_spmd.generation import SamplingConfig
+from rlhf_spmd.parallel.world import World
+from rlhf_spmd.reshard import HybridWeights, Storages
 from rlhf_spmd.workers import RoleConfig
+from role_workers import build
 
 ROLES = ("actor", "critic", "reference", "reward")
 # name -> ranks and overrides
@@ -58,6 +65,33 @@ def test_the_same_bits_and_nothing_on_the_device_between_calls(tmp_path: Path, n
     resumed = train(tmp_path / "resumed", name, True, f"run.resume={tmp_path / 'resting' / 'checkpoints' / 'step_1'}")
     assert resumed.metrics == resting.metrics[1:] and resumed.state == resting.state
     assert all((tensor == resumed.weights[key]).all() for key, tensor in resting.weights.items())
+
+
+def while_generating(world: World) -> tuple[int, int]:
+    """Training storages of a resting actor, and those that are there when generation ends."""
+    controller, models = build(world, "models.actor.offload=true", *layout("actor", tp=2), *layout("generation", tp=1))
+    kept: list[int] = []
+    came: list[Any] = []
+    let_go, back = Storages.let_go, HybridWeights.to_training
+
+    def note(storages: Storages) -> None:
+        came.extend(tensor.untyped_storage()._weak_ref() for tensor in models.actor.engine.local_tensors().values())
+        let_go(storages)
+
+    def look(weights: HybridWeights) -> None:
+        kept.extend(ref for ref in came if not torch.UntypedStorage._expired(ref))
+        back(weights)
+
+    prompts = Batch(torch.arange(2), torch.arange(2), {"prompt_ids": ragged([torch.tensor([3, 4])] * 2, torch.int64)})
+    sampling = SamplingConfig(max_response_length=4)
+    with mock.patch.object(Storages, "let_go", note), mock.patch.object(HybridWeights, "to_training", look):
+        controller.run(lambda batch: models.actor.generate_sequences(batch, sampling, 1), controller.source(prompts))
+    return len(came), len(kept)
+
+
+def test_a_training_shard_that_came_back_does_not_stay_beside_generations() -> None:
+    for came, kept in run_ranks(2, while_generating):
+        assert came > 0 and kept == 0
 
 
 def test_weights_that_come_back_ahead_of_their_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,8 +22,8 @@ MAX_SHIFT, MAX_FACTOR = 1e9, 1e6
 class GenerationConfig:
     """How tokens are made.
 
-    - pp: generation stages; divides `layout.pp`, with `layout.zero: 3` any number
-    - tp: generation slices; divides `layout.tp`, with `layout.zero: 3` any number
+    - pp: generation stages; divides `layout.pp`; with `layout.zero: 3` any number so that `pp * tp` divides the ranks
+    - tp: generation slices; divides `layout.tp`; with `layout.zero: 3` as `pp`
     - engine: how training weights become generation weights: `zero_redundancy`, or, to measure against, `full_gather` and
       `naive_groups`; see [resharding.md](resharding.md)
     - buffers: generation weights while training: `free`, `keep` (memory at fixed addresses), or `offload` (as `free`; training

@@ -158,8 +158,8 @@ class GenerationLayout(Grid):
             if part < 1 or (whole % part and self.train.zero < 3):
                 raise ValueError(
                     f"generation.{name}={part} must divide the training layout's {name}={whole}: "
-                    "every training shard has to be a slice of its generation shard (with layout.zero=3 any generation "
-                    "layout will do)"
+                    "every training shard has to be a slice of its generation shard (with layout.zero=3 any "
+                    "whose pp * tp divides the number of ranks)"
                 )
         if self.train.size % (self.pp * self.tp):
             raise ValueError(

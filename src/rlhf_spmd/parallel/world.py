@@ -28,6 +28,8 @@ _NUMBERS = count()  # of worlds
 LAUNCHER = "RLHF_SPMD_LAUNCHER"  # the process that has started this rank in torchrun's place
 TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # processes that srun or mpirun has started
 
+MOST_THREADS = 1024  # of a rank: beyond what any host has, and below what its process may start
+
 
 @dataclass(frozen=True)
 class Launch:

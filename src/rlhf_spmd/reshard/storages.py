@@ -65,6 +65,11 @@ class Storages:
         self._storages = _distinct(tensors)
         self.offload(changed)
 
+    def let_go(self) -> None:
+        """After :meth:`reload`: hold none of the storages, so that those which tensors exchange for others meanwhile end. Until
+        :meth:`rest` nothing else is asked."""
+        self._storages = []
+
     def reload(self) -> None:
         if not self._coming:
             self._copy_back()
@@ -90,7 +95,8 @@ class Storages:
 
     def _copy_back(self) -> None:
         for host, storage, size in zip(self._host, self._storages, self._sizes, strict=True):
-            storage.resize_(size)
+            if storage.nbytes() != size:  # on a GPU the same size would be allocated again, on the stream of the copy
+                storage.resize_(size)
             _bytes(storage).copy_(host, non_blocking=True)
 
     def on_host(self, tensor: Tensor) -> Tensor:

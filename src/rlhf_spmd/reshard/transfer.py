@@ -15,7 +15,6 @@ from torch import Tensor
 from rlhf_spmd.kernels import can
 from rlhf_spmd.kernels.devices import side_stream
 from rlhf_spmd.parallel.collectives import Group, Work, wait_all
-from rlhf_spmd.parallel.collectives import Message as Transported
 from rlhf_spmd.reshard.delta import Changes, Delta
 from rlhf_spmd.reshard.messages import Ends, Message, Step, plan_steps
 from rlhf_spmd.reshard.plan import Part, Piece, Plan
@@ -169,7 +168,7 @@ class Transfer:
             assert buffer is not None, "an all-gather moves a buffer or a parameter"
             works = [self._group.start_all_gather(buffer, self._label)]
         else:
-            outward, inward = list[Transported](), list[Transported]()
+            outward, inward = list[tuple[int, Tensor]](), list[tuple[int, Tensor]]()
             for number, peer in step.transfers:
                 (outward if step.messages[number].sends else inward).append((peer, travels[number]))
             works = self._group.start_exchange(outward, inward, self._label) if travels else []

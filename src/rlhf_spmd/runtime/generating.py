@@ -28,6 +28,10 @@ def check_generation(layout: LayoutConfig, generation: GenerationConfig) -> None
     for axis in ("pp", "tp"):
         if getattr(generation, axis) != 1:
             raise ValueError(f"generation.{axis}={getattr(generation, axis)}: here layout.{axis} says it; leave it out")
+    usual = GenerationConfig()
+    for key in ("engine", "buffers", "overlap"):
+        if (value := getattr(generation, key)) != getattr(usual, key):
+            raise ValueError(f"generation.{key}={value}: no weights come from training here; leave it out")
     if layout.zero:
         raise ValueError(f"layout.zero={layout.zero}: nothing is trained here; allowed is 0")
     if layout.vpp != 1:

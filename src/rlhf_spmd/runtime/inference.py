@@ -32,7 +32,7 @@ from rlhf_spmd.parallel.command_line import read_command_line
 from rlhf_spmd.parallel.layout import Layout, LayoutConfig, resolve_layout
 from rlhf_spmd.parallel.mesh import Mesh
 from rlhf_spmd.parallel.program import ProgramSettings, run_program
-from rlhf_spmd.parallel.world import Launch, World
+from rlhf_spmd.parallel.world import MOST_THREADS, Launch, World
 from rlhf_spmd.runtime.alike import weights_digest
 from rlhf_spmd.telemetry.run_dir import CONFIG_FILE, EXPORT_DIR, atomic_write_text, exported_checkpoint
 from rlhf_spmd.workers.config import ComputeConfig
@@ -66,7 +66,7 @@ class LoadedConfig:
 
     def check(self, where: str) -> None:
         check_bounds(self, where, "timeout_s", above=0)
-        check_bounds(self, where, "threads", least=1)
+        check_bounds(self, where, "threads", least=1, most=MOST_THREADS)
 
 
 @dataclass(frozen=True)

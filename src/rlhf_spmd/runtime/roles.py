@@ -230,11 +230,11 @@ def _describe_role(role: str, worker: type[ModelWorker], config: RoleConfig, wei
         _check_lora(where, worker, config, spec, weights)
     if issubclass(worker, JudgeWorker):
         _check_judge(where, config, layout)
-    if not issubclass(worker, ActorWorker):
-        return RolePlan(worker, config, pool, GroupShape(layout), spec)
     generation = config.generation
     if generation.engine not in METHODS:
         raise ValueError(f"{where}.generation.engine={generation.engine!r}: allowed are {', '.join(METHODS)}")
+    if not issubclass(worker, ActorWorker):
+        return RolePlan(worker, config, pool, GroupShape(layout), spec)
     check_bounds(generation, f"{where}.generation", "pp", "tp", least=1)
     return RolePlan(worker, config, pool, GroupShape(layout, GenerationLayout(layout, layout.pp, layout.tp)), spec)
 

@@ -28,6 +28,7 @@ from rlhf_spmd.kernels import wait
 from rlhf_spmd.kernels.devices import peak_bytes
 from rlhf_spmd.parallel.collectives import RECORDER
 from rlhf_spmd.parallel.program import Preempted, ProgramContext
+from rlhf_spmd.parallel.world import MOST_THREADS
 from rlhf_spmd.reshard import LABELS
 from rlhf_spmd.runtime import restart
 from rlhf_spmd.runtime.checks import in_flight
@@ -92,7 +93,8 @@ class RunConfig:
     keep_best: str | None = None
 
     def check(self, where: str) -> None:
-        check_bounds(self, where, "steps", "threads", least=1)
+        check_bounds(self, where, "steps", least=1)
+        check_bounds(self, where, "threads", least=1, most=MOST_THREADS)
         check_bounds(self, where, "save_freq", "test_freq", "log_samples", "export_freq", least=0)
         check_bounds(self, where, "keep_checkpoints", least=2)
         check_bounds(self, where, "timeout_s", above=0)

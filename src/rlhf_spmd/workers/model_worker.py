@@ -184,6 +184,7 @@ class ModelWorker(Worker):
         elif self.resting is not None and self._holds:
             with self.controller.timeline.span(f"{self.name}.reload", category="reshard"):
                 self.resting.reload()
+            self.resting.let_go()  # generation gives the weights other storages, and the former ones must not stay beside them
 
     def leave(self, call: Production) -> None:
         if call.spec.kind == "train":
