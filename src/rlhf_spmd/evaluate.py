@@ -30,6 +30,7 @@ from rlhf_spmd.data.tokenizer import load_tokenizer
 from rlhf_spmd.generation import SamplingConfig
 from rlhf_spmd.parallel.world import Launch, World
 from rlhf_spmd.rewards.config import RewardConfig
+from rlhf_spmd.runtime.generating import check_cache
 from rlhf_spmd.runtime.inference import check_out, inference_program, read_config, read_weights, write_rows
 from rlhf_spmd.runtime.journal import Journal, other_job
 from rlhf_spmd.runtime.measures import final_answer, interval, measure
@@ -112,6 +113,7 @@ def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> Prepa
         for file in (RESULTS_FILE, ROWS_FILE):
             check_out(Path(config.out) / file, *(given.path for given in sets.values()))
     config, spec, layout, checkpoint = read_weights(config, launch)
+    check_cache(spec, layout, config.generation, config.model, launch)
     tokenizer = load_tokenizer(config.model.path)
     asked = []
     for name, given in sets.items():

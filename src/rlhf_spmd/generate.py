@@ -28,6 +28,7 @@ from rlhf_spmd.environments.config import EnvironmentConfig, check_rows, environ
 from rlhf_spmd.generation import StopStrings
 from rlhf_spmd.generation.stopping import special_stops
 from rlhf_spmd.parallel.world import Launch, World
+from rlhf_spmd.runtime.generating import check_cache
 from rlhf_spmd.runtime.inference import check_out, inference_program, read_config, read_weights, write_rows
 from rlhf_spmd.runtime.journal import Journal
 from rlhf_spmd.runtime.responses import AnswerConfig, Prepared, answer, check_set, job_of
@@ -70,6 +71,7 @@ def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> Prepa
     if launch.rank == 0:
         check_out(Path(config.out), *list_paths(config.data.path))
     config, spec, layout, checkpoint = read_weights(config, launch)
+    check_cache(spec, layout, config.generation, config.model, launch)
     rows = config.data.read()
     has_text = not all(has_ids(row, config.data) for row in rows)
     environments = named_environments(config.environment, config.environments)

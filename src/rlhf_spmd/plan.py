@@ -98,11 +98,10 @@ def read_run(path: str | None, overrides: Sequence[str]) -> Run:
     """Local; needs neither data nor tokenizers nor weights. Raises ConfigError, ValueError or DataError, one line each."""
     config, module = read_config(path, overrides, more=SECTIONS)
     config, _ = checks.check_duration(config)
-    models = {role: without_exactness(one) for role, one in config.models.items()}
     sized = [role for role, one in config.models.items() if one.spec is not None]
     rewards = {role: replace(one, model=None) if role in sized else one for role, one in config.rewards.items()}
     config = replace(config, rewards=rewards, reward=replace(config.reward, model=None) if "reward" in sized else config.reward)
-    with outline.directories(models) as given:
+    with outline.directories(config.models) as given:
         sections, rewards, described = describe_run(replace(config, models=given), given, weights=False)
     training = {name: outline.stand_in(one) for name, one in sections.items() if isinstance(one, DatasetConfig)}
     described = {role: replace(one, config=without_exactness(one.config)) for role, one in described.items()}

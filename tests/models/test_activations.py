@@ -113,7 +113,7 @@ def test_less_is_kept_for_as_many_products_as_promised(capsys: pytest.CaptureFix
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_products_in_cpp_are_not_computed_again(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = build(WIDE, dtype=dtype)
-    if not decoder.ops.exact_in_threads(dtype):
+    if not decoder.ops.is_exact(dtype, 2):
         pytest.skip("no product in C++ for this dtype here")
     calls = []
     product = Kernels.product

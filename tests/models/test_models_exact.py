@@ -16,7 +16,7 @@ from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.spec import ModelSpec, spec_from_config
 from rlhf_spmd.models.weights import init_random
-from rlhf_spmd.parallel.collectives import solo
+from rlhf_spmd.parallel.collectives import RECORDER, solo
 from rlhf_spmd.parallel.world import World
 
 SHAPES: dict[str, dict[str, object]] = {
@@ -214,6 +214,27 @@ def test_batch_composition_does_not_matter(shape: str, matmul_precision: str) ->
         assert torch.equal(shuffled[at + len(order)], packed[i])
 
 
+def check_several_labels(decoder: Decoder) -> None:
+    """Each as if it were alone, by one reduction and one gather of what is reduced."""
+    draw, vocabulary = torch.Generator().manual_seed(5), decoder.spec.vocab_size
+    hidden = torch.randn(9, decoder.spec.hidden_size, generator=draw).to(decoder.dtype)
+    labels = torch.randint(vocabulary, (9, 4), generator=draw)
+    logits, whole = heads.local_logits(decoder, hidden), heads.gather_logits(decoder, heads.local_logits(decoder, hidden))
+    for temperature in (1.0, 0.7):
+        before = RECORDER.sequence
+        together = heads.log_probs_of(decoder, logits, labels, temperature)
+        assert RECORDER.sequence - before == (decoder.tp.size > 1)
+        alone = [heads.log_probs_of(decoder, logits, column, temperature) for column in labels.unbind(1)]
+        assert torch.equal(together, torch.stack(alone, 1))
+        expected = (whole.double() / temperature).log_softmax(1).gather(1, labels)
+        torch.testing.assert_close(together.double(), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_log_probs_of_several_labels(dtype: torch.dtype) -> None:
+    check_several_labels(build(SHAPES["llama-odd"], dtype))
+
+
 def _exact_under_tp(world: World, config: dict[str, object]) -> None:
     decoder = build(config, torch.float32, world.all)
     sequences, prompts = make_sequences(decoder.spec.vocab_size)
@@ -223,6 +244,7 @@ def _exact_under_tp(world: World, config: dict[str, object]) -> None:
         assert torch.equal(a, b), (a - b).abs().max()
     for part in world.all.all_gather(torch.cat(packed), "check"):
         assert torch.equal(part, torch.cat(packed))
+    check_several_labels(decoder)
 
 
 @pytest.mark.parametrize(("tp", "shape"), [(2, "qwen3"), (4, "qwen3"), (2, "gemma2-odd"), (4, "qwen3-moe")])

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from rlhf_spmd.checkpoint.files import hash_tensor
 from rlhf_spmd.controller import Controller
-from rlhf_spmd.parallel.board import Board
+from rlhf_spmd.parallel.board import JUDGES, Board
 from rlhf_spmd.parallel.collectives import RECORDER, solo
 from rlhf_spmd.parallel.watch import Beat, Limits, Watch, group_places
 from rlhf_spmd.parallel.world import Launch
@@ -262,7 +262,10 @@ def test_who_is_at_work_is_to_blame_and_not_who_waited_for_it(monkeypatch: pytes
     monkeypatch.setattr(board._known, "wait", lambda seconds: beats(6))
     assert not board.await_verdict(15.0), "another failure may come of what another rank does"
     beats(5)
+    store.add("board/waited", JUDGES - 1)  # others have read the heartbeats of all
     assert board.await_verdict(15.0, waited=True) and board.failure is not None
+    beats(5)
+    assert not board.await_verdict(15.0, waited=True), "of a thousand ranks that time out together a few read all heartbeats"
     assert (board.failure.rank, board.failure.call) == (1, "reward.compute_reward")
     assert board.failure.message == (
         "rank 1 was still at work in reward.compute_reward (call 17, ppo.py:31, step 3) when rank 0 had waited for it as long as "

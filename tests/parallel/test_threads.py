@@ -23,7 +23,7 @@ from rlhf_spmd.train import prepare
 from small_models import CONFIGS, make_model
 
 CPU = torch.device("cpu")
-KERNELS = all(choose_ops(dtype, CPU).exact_in_threads(dtype) for dtype in (torch.float32, torch.bfloat16))
+KERNELS = all(choose_ops(dtype, CPU).is_exact(dtype, 2) for dtype in (torch.float32, torch.bfloat16))
 needs_kernels = pytest.mark.skipif(not KERNELS, reason="needs the C++ products and attention")
 
 
@@ -72,12 +72,12 @@ def test_where_torch_computes_nothing_is_said_to_be_exact(tmp_path: Path) -> Non
     settings = tasks.settings(tmp_path, 1, "models.actor.attention=torch", "run.threads=2")
     ready = prepare(config, settings, 1)
     assert not exact_rollouts(ready.config, ready.plans)
-    with pytest.raises(ValueError, match=r"exact=true, but with run.threads=2 only the C\+\+ kernels are exact"):
+    with pytest.raises(ValueError, match=r"exact=true, but with run.threads=2 torch's products are not exact"):
         prepare(config, [*settings, "models.actor.generation.exact=true"], 1)
     ready = prepare(config, [*settings, "run.threads=1", "models.actor.generation.exact=true"], 1)
     assert exact_rollouts(ready.config, ready.plans)
     with kernels.suspended():  # as without a compiler, auto is torch
-        assert not choose_ops(torch.float32, CPU).exact_in_threads(torch.float32)
+        assert not choose_ops(torch.float32, CPU).is_exact(torch.float32, 2)
     with pytest.raises(ValueError, match=r"run.threads=0: must be at least 1"):
         prepare(config, [*settings, "run.threads=0"], 1)
     with pytest.raises(ValueError, match=r"run.threads=100000: must be at least 1 and at most 1024"):

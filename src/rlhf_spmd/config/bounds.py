@@ -8,6 +8,8 @@ from dataclasses import MISSING, Field
 from operator import attrgetter
 from typing import Any
 
+SEEDS = {"least": -(2**63), "most": 2**63 - 1}  # random numbers are made of 64 bits of a seed: beyond, two seeds would be one
+
 
 def check_bounds(
     config: object, where: str, *keys: str, least: float = -math.inf, above: float = -math.inf, most: float = math.inf

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor
 
-from rlhf_spmd.config.bounds import check_bounds
+from rlhf_spmd.config.bounds import SEEDS, check_bounds
 from rlhf_spmd.data.batch import Batch, Field, Ragged, concat_field, ragged, take_rows
 from rlhf_spmd.data.encoding import EncodingConfig
 from rlhf_spmd.data.files import DataError, Given, Paths, Row, list_paths, names_of, readable, stream_rows
@@ -134,6 +134,7 @@ class DatasetConfig(StoredRowsConfig):
     def check(self, where: str) -> None:
         super().check(where)
         check_bounds(self, where, "epochs", above=0)
+        check_bounds(self, where, "seed", **SEEDS)
         if self.duplicates not in DUPLICATES:
             raise ValueError(f"{where}.duplicates={self.duplicates!r} must be {', '.join(DUPLICATES)}")
         weights = self.path if isinstance(self.path, dict) else {}

@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
-from rlhf_spmd.config.bounds import check_bounds
+from rlhf_spmd.config.bounds import SEEDS, check_bounds
 from rlhf_spmd.generation.backends import BACKENDS, FLASH_PAGE, check_backend
 from rlhf_spmd.generation.sequence import Drawing
 from rlhf_spmd.kernels import can, model_device
@@ -34,9 +34,9 @@ class GenerationConfig:
       where that cannot serve, on CPUs the actor's `attention`. Another choice than the actor's loses the equality of
       generation's and training's log-probs. See [generation.md](generation.md#backends)
     - exact: take the sampled tokens' log-probs as the old ones of training instead of computing these in a forward pass of
-      their own. `null`: where both are the same bits (on CPUs, in float32 and bfloat16, if generation and training have the
-      same `tp` and attention and no response takes several steps); `true`: refuse settings in which they are not; `false`:
-      never. `rollout/log_prob_diff_max` is then measured in the first update of a step
+      their own. `null`: where both are the same bits (on CPUs whose products are exact, in float32 and bfloat16, if
+      generation and training have the same `tp` and attention and no response takes several steps); `true`: refuse settings
+      in which they are not; `false`: never. `rollout/log_prob_diff_max` is then measured in the first update of a step
     - page_size: tokens per page of the KV cache
     - kv_cache: pages of rows that go on after a training step (`data.gen_batch_size`): `free` (computed again by the new
       weights), `keep`, or `offload` (they wait in host memory); with the last two rows go on from what older weights computed,
@@ -228,6 +228,7 @@ class SamplingConfig:
         if not all(self.stop):
             raise ValueError(f"{where}.stop={self.stop}: a stop string must not be empty")
         check_bounds(self, where, "logprobs", least=0, most=MAX_LOGPROBS)
+        check_bounds(self, where, "seed", **SEEDS)
 
     def check_ids(self, vocab_size: int, stop_ids: Collection[int], rows_have_minimum: bool, where: str) -> None:
         """Raises ValueError for token ids that the model has not, and where no token is left to draw.

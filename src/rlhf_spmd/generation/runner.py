@@ -279,9 +279,8 @@ class Runner:
             self.log_probs[-1].index_fill_(0, (state[3] + state[1])[bad], math.nan)
         if self.top_ids.numel():
             places, top = state[3] + state[1], whole.topk(self.top_ids.shape[1]).indices
-            at_one = [log_probs_of(self.decoder, logits, label) for label in top.unbind(1)]
             self.top_ids.index_copy_(0, places, top)
-            self.top_log_probs.index_copy_(0, places, torch.stack(at_one, 1))
+            self.top_log_probs.index_copy_(0, places, log_probs_of(self.decoder, logits, top))
 
     def _draw_alike(
         self, sampling: SamplingConfig, logits: Tensor, scores: Tensor, state: Tensor, draws: Tensor | None

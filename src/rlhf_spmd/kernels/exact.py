@@ -2,7 +2,7 @@
 
 Exact means: a row's output bits depend on that row and the weights alone; a query's on that query, its keys and its values, not
 on what else is in the batch, how many queries are computed at once or how far keys are padded. The rules that give this, measured
-with both MKL and oneDNN matrix products: enough rows in every product (:meth:`Ops.min_rows`); key lengths in multiples of KEY_BLOCK;
+with both MKL and oneDNN matrix products: enough rows in every product (``min_rows``); key lengths in multiples of KEY_BLOCK;
 probabilities times values in blocks of KEY_BLOCK keys, added in order, so that blocks beyond a query's keys add exactly 0.
 
 Shape legend: B sequences, H KV heads, G query heads per KV head, R query rows (S queries * G), L keys, D head_dim, T tokens.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -23,20 +23,38 @@ from rlhf_spmd.kernels.ops import Ops
 from rlhf_spmd.kernels.packing import KEY_BLOCK, QUERY_BLOCK, Alike, AttentionRule, Packing, pad_rows, round_up, visible
 
 HEAD_ALIGN = 8  # MKL is not exact for p v with 10 columns; none of the multiples of 8 showed that
+WIDE_ELEMENTS = 1 << 18  # of a bf16 matrix as fp32 at a time: the copy then lies in the cache, too
 MAX_SCORES = 1 << 22  # elements of one score matrix; larger groups of sequences are cut into several
 
 
 class ExactOps(Ops):
     chunk_logits, backward_rows, wide_head = 1 << 22, 1 << 10, True  # 16 MiB of logits
 
+    def min_rows(self, numel: int, inner: int) -> int:
+        """MKL's kernels for AVX512 cut the sums of fewer rows than ``inner`` / 24 in two, up to 15 rows (seen on Ice Lake for all of
+        23 lengths up to 14,336)."""
+        return max(super().min_rows(numel, inner), min(inner // 24 + 1, 16))
+
+    def is_exact(self, dtype: torch.dtype, threads: int = 1) -> bool:
+        """With several threads torch and MKL divide products by their size."""
+        needed = {dtype, torch.promote_types(dtype, torch.float32)}  # the logits' too
+        return threads == 1 and all(_multiplies_exactly(each, torch.get_float32_matmul_precision()) for each in needed)
+
     def wide_product(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.linear(x.float(), weight.float())
+        """The weight's wide copy exists a part at a time: of a large vocabulary it is larger than all else that the head needs."""
+        x, parts = x.float(), max(weight.numel() // WIDE_ELEMENTS, 1)
+        if parts == 1:
+            return F.linear(x, weight.float())
+        out = x.new_empty(len(x), len(weight))
+        for columns, part in zip(out.chunk(parts, 1), weight.chunk(parts), strict=True):
+            columns.copy_(F.linear(x, part.float()))
+        return out
 
     def add_product(self, out: Tensor, left: Tensor, right: Tensor, scale: float) -> None:
         """A row's bits do not depend on the others."""
         wide = torch.promote_types(out.dtype, torch.float32)
         columns = right.to(wide).t().contiguous()
-        product = self.linear(pad_rows(left.to(wide), self.min_rows(columns.numel())), columns)[: len(out)]
+        product = self.linear(pad_rows(left.to(wide), self.min_rows(columns.numel(), columns.shape[1])), columns)[: len(out)]
         out.copy_(product.mul_(scale).add_(out))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, allowed: Tensor) -> Tensor:
@@ -82,7 +100,26 @@ class ExactOps(Ops):
 
     def _attention_rows(self, q: Tensor) -> int:
         """Rows that q [B, H, R, D] must have; both products are smallest with one block of keys."""
-        return self.min_rows(q.shape[0] * q.shape[1] * q.shape[3] * KEY_BLOCK)
+        return self.min_rows(q.shape[0] * q.shape[1] * q.shape[3] * KEY_BLOCK, max(q.shape[3], KEY_BLOCK))
+
+
+@cache
+def _multiplies_exactly(dtype: torch.dtype, precision: str) -> bool:
+    """Whether torch's products on this processor, at its present float32 ``precision``, follow the rules above, by trying some: MKL's
+    for AVX2 do not."""
+    draw, threads = torch.Generator().manual_seed(0), torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for inner, columns in ((64, 96), (500, 33), (1024, 256)):
+            x, weight = (torch.randn(rows, inner, generator=draw).to(dtype) for rows in (64, columns))
+            whole, least = F.linear(x, weight), ExactOps().min_rows(weight.numel(), inner)
+            for rows in range(least, least + 16):
+                for some in (slice(rows), slice(5, 5 + rows)):
+                    if not torch.equal(F.linear(x[some].clone(), weight), whole[some]):
+                        return False
+        return True
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _scores(q: Tensor, k: Tensor, rule: AttentionRule) -> Tensor:

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from rlhf_spmd.kernels.exact import ExactOps
 from rlhf_spmd.kernels.gradients import differentiable
-from rlhf_spmd.kernels.packing import AttentionRule, Context, Packing
+from rlhf_spmd.kernels.ops import Ops
+from rlhf_spmd.kernels.packing import AttentionRule, Context, Packing, pad_rows
 
 
 class _Pointer:
@@ -67,8 +68,12 @@ class Kernels(ExactOps):
         kinds = library.linear_kinds() & (1 if torch.cpu._is_amx_tile_supported() else 3)
         self._products = {dtype for bit, dtype in ((1, torch.float32), (2, torch.bfloat16)) if kinds & bit}
 
-    def exact_in_threads(self, dtype: torch.dtype) -> bool:
-        return dtype in self._products
+    def min_rows(self, numel: int, inner: int) -> int:
+        """Our own products need none, and those of bf16 that torch computes are oneDNN's."""
+        return Ops.min_rows(self, numel, inner) if torch.float32 in self._products else super().min_rows(numel, inner)
+
+    def is_exact(self, dtype: torch.dtype, threads: int = 1) -> bool:
+        return dtype in self._products or super().is_exact(dtype, threads)
 
     @staticmethod
     def page_elements(page_size: int, head_dim: int) -> int:
@@ -91,7 +96,10 @@ class Kernels(ExactOps):
         return differentiable(forward, _product_backward, x, weight, bias)
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        return self.product(hidden, weight, wide=True) if self.multiplies(hidden, weight) else super().logits(hidden, weight)
+        if self.multiplies(hidden, weight):
+            return self.product(hidden, weight, wide=True)
+        enough = super().min_rows(weight.numel(), weight.shape[1])  # torch computes them in fp32
+        return super().logits(pad_rows(hidden, enough), weight)[: len(hidden)]
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, wide: bool = False) -> Tensor:
         """x [T, k], weight [n, k] -> [T, n]; ``wide``: in fp32."""

@@ -21,7 +21,7 @@ from torch import Tensor
 from rlhf_spmd.kernels.gradients import differentiable
 from rlhf_spmd.kernels.packing import AttentionRule, Packing, pad_rows, visible
 
-MIN_ROWS = 4  # MKL multiplies fewer rows with other kernels, with other rounding
+MIN_ROWS = 4  # fewer rows are multiplied by other kernels, with other rounding
 ONEDNN_MIN_SIZE = 16**3  # torch gives products of at most so many multiplications to MKL even where oneDNN is chosen
 
 
@@ -39,12 +39,13 @@ class Ops:
     chunk_logits, backward_rows = 1 << 26, 1 << 13
     small_head, keeps_logits, wide_head = 1 << 23, False, False
 
-    def min_rows(self, numel: int) -> int:
-        """Rows from which on x @ w gives each row the same bits whatever their number; ``numel``: elements of w, with its batch."""
+    def min_rows(self, numel: int, inner: int) -> int:
+        """Rows from which on x @ w gives each row the same bits whatever their number; ``numel``: elements of w, with its batch;
+        ``inner``: those that one of the product is a sum of."""
         return max(MIN_ROWS, ONEDNN_MIN_SIZE // max(numel, 1) + 1)
 
-    def exact_in_threads(self, dtype: torch.dtype) -> bool:
-        """Whether bits do not depend on the batch with several threads either: torch and MKL divide products by their size."""
+    def is_exact(self, dtype: torch.dtype, threads: int = 1) -> bool:
+        """Whether a row's bits do not depend on the batch, as this process's device multiplies."""
         return False
 
     @staticmethod
@@ -175,7 +176,7 @@ class Ops:
 
     def _per_expert(self, counts: Sequence[int], x: Tensor, weight: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
         out = x.new_empty(len(x), weight.shape[1] * weight.shape[2])
-        enough = self.min_rows(weight[0].numel())
+        enough = self.min_rows(weight[0].numel(), weight.shape[-1])
         for expert, rows in _ranges(counts):
             matrix = weight[expert].flatten(0, 1)  # a copy only if there are several blocks
             out[rows] = self.linear(pad_rows(x[rows], enough), matrix)[: rows.stop - rows.start]
@@ -185,7 +186,7 @@ class Ops:
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
         """hidden [T, in] times the transpose of ``weight`` [V, in], in fp32 (fp64 for fp64), in enough rows to be exact."""
-        padded = pad_rows(hidden, self.min_rows(weight.numel()))
+        padded = pad_rows(hidden, self.min_rows(weight.numel(), weight.shape[1]))
         if hidden.dtype in (torch.float32, torch.float64):
             return F.linear(padded, weight)[: len(hidden)]
         return self.wide_product(padded, weight)[: len(hidden)]

@@ -213,7 +213,7 @@ class Decoder(nn.Module):
         self._random = lora is not None and lora.dropout > 0
         whole = plan_params(spec, "none", 0, 1, tp.rank, tp.size, blocks)  # of all layers: stages must agree on the padding
         matrices = [shard.shape for name, shard in whole.items() if name.startswith("layers.") and len(shard.shape) == 2]
-        self.min_rows = max(self.ops.min_rows(math.prod(shape)) for shape in matrices)
+        self.min_rows = max(self.ops.min_rows(math.prod(shape), shape[1]) for shape in matrices)
         # no buffers: they must survive construction on the meta device
         self._frequencies = {local: rope_frequencies(spec, local) for local in set(map(spec.local_rope, self.layer_ids))}
 

@@ -184,15 +184,23 @@ def gather_logits(decoder: Decoder, logits: Tensor) -> Tensor:
 
 
 def log_probs_of(decoder: Decoder, logits: Tensor, labels: Tensor, temperature: float = 1.0) -> Tensor:
-    """log p(labels [T]) [T] from this rank's logits [T, V_local] (:func:`local_logits`): :func:`token_log_probs`'s arithmetic.
+    """log p(labels) from this rank's logits [T, V_local] (:func:`local_logits`), by :func:`token_log_probs`'s arithmetic: of one
+    label per token [T] -> [T], or of several [T, k] -> [T, k], for which the logits are reduced once.
 
     Collective over tp: every rank of it must call, in program order.
     """
     _check_temperature(temperature)
+    ops, first, many = decoder.ops, decoder.vocab_range[0], labels.dim() == 2
     with torch.no_grad():
-        untouched = temperature == 1.0 and decoder.ops.keeps_logits
+        untouched = temperature == 1.0 and ops.keeps_logits
         scaled = logits if untouched else _tempered(logits.clone(), temperature)
-        return _combine(decoder.ops.logit_statistics(scaled, labels, decoder.vocab_range[0], False), decoder.tp)[0]
+        statistics = ops.logit_statistics(scaled, labels[:, 0] if many else labels, first, False)
+        if many:
+            statistics = statistics[..., None].repeat(1, 1, labels.shape[1])
+            outside = (labels < first) | (labels >= first + logits.shape[1])
+            at_labels = logits.gather(1, (labels - first).masked_fill_(outside, 0)).masked_fill_(outside, 0)
+            statistics[2] = _tempered(at_labels, temperature)
+        return _combine(statistics.flatten(1), decoder.tp)[0].view(labels.shape)
 
 
 def values(decoder: Decoder, hidden: Tensor) -> Tensor:

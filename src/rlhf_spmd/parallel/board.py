@@ -33,6 +33,7 @@ from rlhf_spmd.parallel.world import Launch
 from rlhf_spmd.telemetry import run_lock
 from rlhf_spmd.telemetry.run_dir import ExitStatus, write_exit_status
 
+JUDGES = 8  # ranks that read the heartbeats of all after a timeout: they mostly time out together, and one store serves them
 _CLIENT_TIMEOUT = timedelta(seconds=10)
 
 
@@ -160,7 +161,8 @@ class Board:
             return self.failure is not None
         self._suspect = True
         self._wake.set()
-        before = self._beats_of(set(range(self.launch.size)) - {self.launch.rank}) if waited else []
+        judges = waited and self._store.add("board/waited", 1) <= JUDGES
+        before = self._beats_of(set(range(self.launch.size)) - {self.launch.rank}) if judges else []
         if self._known.wait(seconds):
             return True
         pairs = zip(before, self._beats_of([beat.rank for beat in before]), strict=True)

@@ -98,6 +98,7 @@ def run_program(
     A single process raises SystemExit instead of ending, so that it can be called from another program.
     """
     die_with_torchrun()
+    choose_cpu_matmul()  # before the input is checked: it may ask whether products are exact
     launch = read_launch()
     if dry_run is not None:
         _try_input(launch, lambda: dry_run(prepare()))
@@ -175,7 +176,6 @@ def _try_input(launch: Launch, check: Callable[[], str]) -> NoReturn:
     """On the first rank, print what ``check`` finds, or its line of refusal, and end with the code that a run would end with."""
     if launch.rank > 0:
         raise SystemExit(0)
-    choose_cpu_matmul()
     try:
         print(check())
     except Exception as error:  # the process boundary

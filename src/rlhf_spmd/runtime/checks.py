@@ -350,8 +350,10 @@ def _exact(role: str, plan: RolePlan, config: Any) -> bool:
         against = f"generation has tp={generation.tp} and training tp={plan.shape.layout.tp}, and they add in another order"
     elif settings.attention not in ("auto", plan.config.attention):
         against = f"models.{role}.generation.attention={settings.attention} is not models.{role}.attention"
-    elif config.run.threads > 1 and not choose_ops(dtype, device, plan.config.attention).exact_in_threads(dtype):
-        against = f"with run.threads={config.run.threads} only the C++ kernels are exact, and torch computes some of it here"
+    elif not choose_ops(dtype, device, plan.config.attention).is_exact(dtype, config.run.threads):
+        against = (
+            f"with run.threads={config.run.threads} torch's products are not exact on this processor, and it computes some"
+        )
     elif config.placement.max_staleness:
         against = f"with placement.max_staleness={config.placement.max_staleness} tokens come from weights of earlier steps"
     elif in_flight(config) is not None:

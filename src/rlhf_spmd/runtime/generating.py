@@ -10,13 +10,17 @@ from rlhf_spmd.checkpoint.save import RoleState
 from rlhf_spmd.data.tokenizer import decoding
 from rlhf_spmd.generation import CallLimits, Completion, GenerationConfig, Generator, Request, SamplingConfig
 from rlhf_spmd.generation.backends import choose_backend
+from rlhf_spmd.generation.kv_cache import KVCache
+from rlhf_spmd.kernels import model_device
+from rlhf_spmd.kernels.devices import total_bytes
 from rlhf_spmd.models.decoder import Decoder
-from rlhf_spmd.models.spec import read_eos_ids
+from rlhf_spmd.models.sharding import kv_heads_of
+from rlhf_spmd.models.spec import ModelSpec, read_eos_ids
 from rlhf_spmd.models.weights import load_pretrained
-from rlhf_spmd.parallel.layout import LayoutConfig
+from rlhf_spmd.parallel.layout import Layout, LayoutConfig
 from rlhf_spmd.parallel.mesh import build_mesh
-from rlhf_spmd.parallel.world import World
-from rlhf_spmd.runtime.inference import LoadedModel, read_first, take_checkpoint
+from rlhf_spmd.parallel.world import Launch, World
+from rlhf_spmd.runtime.inference import LoadedModel, ModelConfig, read_first, take_checkpoint
 
 IN_FLIGHT = 8  # times generation.max_num_seqs rows are with the generator: each call builds its decode loop (graphs) anew
 ENDED = 0.5  # the share of their prompts that ends before rows are handed out and others follow, so that it never lacks any
@@ -39,6 +43,19 @@ def check_generation(layout: LayoutConfig, generation: GenerationConfig) -> None
     if layout.sequence_parallel:
         raise ValueError("layout.sequence_parallel=true: generation runs without it; allowed is false")
     generation.check_device("generation")
+
+
+def check_cache(spec: ModelSpec, layout: Layout, generation: GenerationConfig, model: ModelConfig, launch: Launch) -> None:
+    """Raises ValueError where the least cache that these settings allow is more than the device has."""
+    device, pages = model_device(), generation.num_pages or 1
+    heads, layers = len(kv_heads_of(spec, 0, layout.tp)), -(-spec.num_hidden_layers // layout.pp)
+    needed = pages * KVCache.page_bytes(layers, heads, spec.head_dim, generation.page_size, model.torch_dtype(device))
+    there = total_bytes(device, launch.local_rank, launch.local_size)
+    if needed > there:
+        raise ValueError(
+            f"generation.num_pages={generation.num_pages} and page_size={generation.page_size}: {pages} page(s) take "
+            f"{needed / 2**30:.1f} GiB on a rank, whose device has {there / 2**30:.1f}; lower them"
+        )
 
 
 def build_generator(ready: LoadedModel, world: World) -> Generator:

@@ -28,7 +28,7 @@ from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import gather_logits, local_logits, log_probs_of
 from rlhf_spmd.parallel.world import Launch, World, join_world, read_launch
-from rlhf_spmd.runtime.generating import build_generator, check_generation, generate_in_parts
+from rlhf_spmd.runtime.generating import build_generator, check_cache, check_generation, generate_in_parts
 from rlhf_spmd.runtime.inference import LoadedConfig, LoadedModel, gather_records, own_rows, read_weights
 from rlhf_spmd.runtime.sampling_params import CompletionOutput, Logprob, RequestOutput, SamplingParams
 
@@ -56,6 +56,7 @@ class EngineConfig(LoadedConfig):
 def prepare_model(config: EngineConfig, launch: Launch) -> LoadedModel:
     """Local: no communication. Raises ValueError or DataError, one line."""
     config, spec, layout, checkpoint = read_weights(config, launch)
+    check_cache(spec, layout, config.generation, config.model, launch)
     return LoadedModel(config, spec, layout, checkpoint, load_tokenizer(config.model.path, required=False))
 
 
@@ -216,7 +217,7 @@ def prompt_log_probs(decoder: Decoder, prompts: Sequence[Sequence[int]], many: S
         for states, labels in zip(hidden.split(chunk), packed.roll(-1).split(chunk), strict=True):
             logits = local_logits(decoder, states)
             ids = torch.cat([labels[:, None], gather_logits(decoder, logits).topk(max(many)).indices], 1)
-            values = torch.stack([log_probs_of(decoder, logits, column) for column in ids.unbind(1)], 1)
+            values = log_probs_of(decoder, logits, ids)
             entries += [list(zip(*pair, strict=True)) for pair in zip(ids.tolist(), values.tolist(), strict=True)]
         for i, end in zip(rows, accumulate(sizes), strict=True):
             noted[i] = [entry[: 1 + many[i]] for entry in entries[end - lengths[i] : end - 1]]

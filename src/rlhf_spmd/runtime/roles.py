@@ -231,10 +231,12 @@ def _describe_role(role: str, worker: type[ModelWorker], config: RoleConfig, wei
     if issubclass(worker, JudgeWorker):
         _check_judge(where, config, layout)
     generation = config.generation
+    if not issubclass(worker, ActorWorker):
+        if not issubclass(worker, JudgeWorker):
+            _refuse_unusual(generation, GenerationConfig(), f"{where}.generation", "this role does not generate")
+        return RolePlan(worker, config, pool, GroupShape(layout), spec)
     if generation.engine not in METHODS:
         raise ValueError(f"{where}.generation.engine={generation.engine!r}: allowed are {', '.join(METHODS)}")
-    if not issubclass(worker, ActorWorker):
-        return RolePlan(worker, config, pool, GroupShape(layout), spec)
     check_bounds(generation, f"{where}.generation", "pp", "tp", least=1)
     return RolePlan(worker, config, pool, GroupShape(layout, GenerationLayout(layout, layout.pp, layout.tp)), spec)
 
@@ -249,7 +251,7 @@ def _refuse_unusual(config: Any, usual: Any, where: str, why: str) -> None:
 def _check_judge(where: str, config: RoleConfig, layout: Layout) -> None:
     """Raises ValueError for what a judge, which generates with its weights as they lie, cannot have."""
     own, usual = config.generation, GenerationConfig()
-    rest = replace(usual, pp=own.pp, tp=own.tp, engine=own.engine, overlap=own.overlap)
+    rest = replace(usual, pp=own.pp, tp=own.tp, engine=own.engine, buffers=own.buffers, overlap=own.overlap)
     _refuse_unusual(rest, usual, f"{where}.generation", f"a judge generates in {where}.layout")
     if layout.vpp > 1:
         raise ValueError(
