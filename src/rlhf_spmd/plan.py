@@ -42,7 +42,7 @@ from rlhf_spmd.runtime.plan_file import PlanFile, read_plan
 from rlhf_spmd.runtime.plan_page import compare, measured_seconds, page, read_trace
 from rlhf_spmd.runtime.planned_calls import PlannedNode, placed_calls, planned_nodes
 from rlhf_spmd.runtime.profiling import profile
-from rlhf_spmd.runtime.roles import RolePlan
+from rlhf_spmd.runtime.roles import RolePlan, generating
 from rlhf_spmd.train import Prepared, TrainConfig, describe_run, read_config, trace
 
 
@@ -104,7 +104,8 @@ def read_run(path: str | None, overrides: Sequence[str]) -> Run:
     with outline.directories(config.models) as given:
         sections, rewards, described = describe_run(replace(config, models=given), given, weights=False)
     training = {name: outline.stand_in(one) for name, one in sections.items() if isinstance(one, DatasetConfig)}
-    described = {role: replace(one, config=without_exactness(one.config)) for role, one in described.items()}
+    for role, one in generating(described).items():
+        described[role] = replace(one, config=without_exactness(one.config))
     graph = trace(Prepared(config, module, described, rewards, outline.CharacterTokenizer(), training, {}))
     work = config.workload.of(next(iter(sections.values())), config.sampling.n)
     return Run(config, planned_nodes(graph, described, work, config.sampling), work, graph, described)

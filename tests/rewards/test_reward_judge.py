@@ -180,6 +180,7 @@ def test_questions_that_do_not_fit_have_failed(tmp_path: Path) -> None:
         ("reward.retokenize=false", r"^reward\.retokenize=false: a judge reads text"),
         ("models.reward.path=null", r"^reward\.judge needs a model that generates: give reward\.model or models\.reward\.path"),
         ("models.reward.generation.tp=2", r"^models\.reward\.generation\.tp=2: a judge generates in models\.reward\.layout"),
+        ("models.reward.generation.exact=true", r"^models\.reward\.generation\.exact=True: a judge generates in"),
         ("data.path=TASK", r"^reward\.judge\.template has \{answer\}, and row 0 has none"),
     ],
 )

@@ -251,7 +251,7 @@ def _refuse_unusual(config: Any, usual: Any, where: str, why: str) -> None:
 def _check_judge(where: str, config: RoleConfig, layout: Layout) -> None:
     """Raises ValueError for what a judge, which generates with its weights as they lie, cannot have."""
     own, usual = config.generation, GenerationConfig()
-    rest = replace(usual, pp=own.pp, tp=own.tp, engine=own.engine, buffers=own.buffers, overlap=own.overlap)
+    rest = replace(usual, **{key: getattr(own, key) for key in ("pp", "tp", "engine", "buffers", "overlap", "exact")})
     _refuse_unusual(rest, usual, f"{where}.generation", f"a judge generates in {where}.layout")
     if layout.vpp > 1:
         raise ValueError(
