@@ -61,14 +61,12 @@ class ServeConfig(EngineConfig):
     - port: 0: a free one
     - served_model_name: what requests call the model; null: `model.path`
     - token_env: name of the environment variable with the bearer token that requests must have; null: none
-    - seed: keys the draws of requests without one
     """
 
     host: str = "127.0.0.1"
     port: int = 8000
     served_model_name: str | None = None
     token_env: str | None = None
-    seed: int = 0
 
     def check(self, where: str) -> None:
         super().check(where)
@@ -357,7 +355,7 @@ def serve(ready: LoadedModel, world: World, tick: Callable[[], None]) -> None:
     """Until the process is told to end. Collective over the world: every rank of it must call. Raises ValueError for an address where
     it cannot listen."""
     config = ready.config
-    service = Service(Engine(ready, world, config.seed, tick), config.served_model_name or config.model.path)
+    service = Service(Engine(ready, world, tick), config.served_model_name or config.model.path)
     if world.rank == 0:
         endpoint = Endpoint(config, service)
         Thread(target=endpoint.serve_forever, daemon=True).start()

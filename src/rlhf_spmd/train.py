@@ -131,8 +131,7 @@ def read_config(
         module = find("algorithm", "rlhf_spmd.algorithms", name, exports="step")
         chosen.append(module)
         config = checks.settings_of(module)
-        streams = config.streams.values()
-        data = {s.key: None if s.optional and raw.get(s.key) is None else s.config for s in streams}
+        data = {s.key: None if s.optional and raw.get(s.key) is None else s.config for s in config.streams.values()}
         return {"algorithm": config, **data, **more}
 
     def revise(file: dict[str, Any], whole: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
@@ -296,9 +295,8 @@ def script_of(ready: Prepared, models: Any, data: Data, number: int) -> list[Ref
 def trace(ready: Prepared) -> Graph:
     """The calls of the run's last step, which trains all that any trains, or of the one before if it makes more different ones;
     ``ready.plans`` may be any, on pools of any size. The script is traced by a rank that is in no pool, where roles are descriptions,
-    on streams of its own, so that those of the run stay where they are.
-
-    The step before is traced first: a script may keep rows for the next one. Local: no communication, no weights, no device.
+    on streams of its own, so that those of the run stay where they are. The step before is traced first: a script may keep rows for
+    the next one. Local: no communication, no weights, no device.
     """
     last = ready.config.run.steps
     assert last is not None, "checks.check_duration has seen to it"
@@ -320,7 +318,9 @@ def train(context: ProgramContext[Prepared]) -> None:
     """Build the models, run all steps, export. Collective over the world: every rank of it must call."""
     ready, world = context.prepared, context.world
     controller, algorithm = start_controller(context), ready.config.algorithm
-    models = roles.build_models(ready.plans, build_settings(ready, controller, world))
+    settings = build_settings(ready, controller, world)
+    exact = world.all.all_reduce(torch.tensor([int(settings.exact_rollouts)]), "exact_rollouts", "min")  # processors may differ
+    models = roles.build_models(ready.plans, replace(settings, exact_rollouts=bool(exact)))
     data = build_data(ready, controller)
     session = Session(context, models, data)
     if session.is_first:

@@ -390,6 +390,18 @@ def test_training_with_each_choice(tmp_path: Path, changes: tuple[str, ...], equ
     assert difference == 0 if equal else 0 < difference < 1e-4
 
 
+@pytest.mark.parametrize("precision", ["highest", "medium"])
+def test_wide_products_are_exact_also_where_their_parts_do_not_divide_the_columns(precision: str) -> None:
+    """A last part of one column would be another kind of product."""
+    torch.set_float32_matmul_precision(precision)
+    x, weight = draw((64, 4096), torch.bfloat16), draw((4161, 4096), torch.bfloat16, seed=1)
+    for ops in (choose_ops(torch.bfloat16, torch.device("cpu")), choose_ops(torch.bfloat16, torch.device("cpu"), "torch")):
+        whole = ops.logits(x, weight)
+        torch.testing.assert_close(whole.double(), x.double() @ weight.double().t(), atol=1e-3, rtol=1e-5)
+        for rows in (1, 17, 23):
+            assert torch.equal(ops.logits(x[:rows], weight), whole[:rows])
+
+
 PROBE = """
 import torch, torch.nn.functional as F
 from rlhf_spmd.kernels import choose_ops

@@ -181,11 +181,12 @@ def test_the_head_needs_a_chunk_of_logits_and_those_kept_whatever_the_tokens(tp:
 
 
 def test_the_head_of_a_large_vocabulary_has_no_wide_copies_of_its_weight_and_gradient() -> None:
-    config = {**CONFIGS["llama"], "vocab_size": 8192, "hidden_size": 256, "tie_word_embeddings": False}
+    config = {**CONFIGS["llama"], "vocab_size": 32768, "hidden_size": 256, "tie_word_embeddings": False}
     decoder = Decoder(spec_from_config(config, "test"), "lm", 0, 1, solo(), torch.bfloat16, "cpu")
     init_random(decoder, 3)
-    tokens, logits = decoder.ops.small_head // 8192 + 256, 4 * 64 * 8192
+    tokens, logits = decoder.ops.small_head // 32768 + 1024, 4 * 64 * 32768
     hidden = torch.randn(tokens, 256).bfloat16().requires_grad_()
-    peak = head_peak(decoder, hidden, torch.randint(8192, (tokens,)), False)
+    peak = head_peak(decoder, hidden, torch.randint(32768, (tokens,)), False)
     in_fp32 = 2 * hidden.nbytes
-    assert peak < 1.5 * logits + in_fp32 + hidden.nbytes < 2 * decoder.head_weight.nbytes
+    rows = 0 if decoder.ops.is_exact(torch.bfloat16, 2) else in_fp32  # torch's products want those in fp32, too
+    assert peak < 1.5 * logits + in_fp32 + rows + hidden.nbytes < 2 * decoder.head_weight.nbytes

@@ -259,13 +259,15 @@ def test_who_is_at_work_is_to_blame_and_not_who_waited_for_it(monkeypatch: pytes
             store.set(f"board/beat/{rank}", last.encode())
 
     beats(5)
-    monkeypatch.setattr(board._known, "wait", lambda seconds: beats(6))
+    waits: list[float] = []
+    monkeypatch.setattr(board._known, "wait", lambda seconds: waits.append(seconds) or beats(6))
     assert not board.await_verdict(15.0), "another failure may come of what another rank does"
     beats(5)
     store.add("board/waited", JUDGES - 1)  # others have read the heartbeats of all
     assert board.await_verdict(15.0, waited=True) and board.failure is not None
     beats(5)
     assert not board.await_verdict(15.0, waited=True), "of a thousand ranks that time out together a few read all heartbeats"
+    assert waits[-2:] == [15.0, 30.0], "the others give those time to speak"
     assert (board.failure.rank, board.failure.call) == (1, "reward.compute_reward")
     assert board.failure.message == (
         "rank 1 was still at work in reward.compute_reward (call 17, ppo.py:31, step 3) when rank 0 had waited for it as long as "

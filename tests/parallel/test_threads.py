@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -70,7 +71,7 @@ def test_a_run_repeats_bit_for_bit_and_takes_the_generators_log_probs(tmp_path: 
     if dtype == "float32":
         tasks.assert_bit_equal(one, run(tmp_path / "other", *settings, f"run.threads={threads}")[0])
     assert one.log_prob_difference() == 0
-    assert "timing_s/actor.compute_log_prob" not in one.raw[0]
+    assert "timing_s/compute_log_prob" not in one.raw[0]
 
 
 def test_where_torch_computes_nothing_is_said_to_be_exact(tmp_path: Path) -> None:
@@ -100,3 +101,21 @@ def test_generate_has_the_same_bits_with_two_threads(tmp_path: Path) -> None:
         done = subprocess.run(command, cwd=ROOT / "src", capture_output=True, text=True)
         assert done.returncode == 0 and f"{threads} thread(s)" in done.stderr, done.stderr
     assert (tmp_path / "1").read_text() == (tmp_path / "2").read_text()
+
+
+def test_hosts_with_unlike_processors_agree_on_what_is_exact(tmp_path: Path) -> None:
+    """Rank 1's products are not exact, as on a processor with AVX2 alone: then old log-probs are computed on both."""
+    code = """
+        import os, runpy, sys
+        if os.environ["RANK"] == "1":
+            os.environ.update(MKL_ENABLE_INSTRUCTIONS="AVX2", ONEDNN_MAX_CPU_ISA="AVX2")
+        runpy.run_module("rlhf_spmd.train", run_name="__main__", alter_sys=True)
+    """
+    script = tmp_path / "unlike.py"
+    script.write_text(textwrap.dedent(code))
+    settings = tasks.settings(tmp_path / "run", 1, "models.actor.attention=torch")
+    command = [sys.executable, "-m", "torch.distributed.run", *tasks.one_node(2), str(script)]
+    command += ["--config", str(tasks.task() / "ppo.json"), *settings]
+    done = subprocess.run(command, env=tasks.environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "timing_s/compute_log_prob" in tasks.read_run(tmp_path / "run").raw[0]

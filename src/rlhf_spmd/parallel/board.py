@@ -163,7 +163,7 @@ class Board:
         self._wake.set()
         judges = waited and self._store.add("board/waited", 1) <= JUDGES
         before = self._beats_of(set(range(self.launch.size)) - {self.launch.rank}) if judges else []
-        if self._known.wait(seconds):
+        if self._known.wait(seconds if judges or not waited else 2 * seconds):  # a judge reads twice before it speaks
             return True
         pairs = zip(before, self._beats_of([beat.rank for beat in before]), strict=True)
         at_work = [now for then, now in pairs if now.inside and now.seq <= self.call[0] and now.progress > then.progress]

@@ -10,7 +10,6 @@ from rlhf_spmd.checkpoint.save import RoleState
 from rlhf_spmd.data.tokenizer import decoding
 from rlhf_spmd.generation import CallLimits, Completion, GenerationConfig, Generator, Request, SamplingConfig
 from rlhf_spmd.generation.backends import choose_backend
-from rlhf_spmd.generation.kv_cache import KVCache
 from rlhf_spmd.kernels import model_device
 from rlhf_spmd.kernels.devices import total_bytes
 from rlhf_spmd.models.decoder import Decoder
@@ -19,7 +18,7 @@ from rlhf_spmd.models.spec import ModelSpec, read_eos_ids
 from rlhf_spmd.models.weights import load_pretrained
 from rlhf_spmd.parallel.layout import Layout, LayoutConfig
 from rlhf_spmd.parallel.mesh import build_mesh
-from rlhf_spmd.parallel.world import Launch, World
+from rlhf_spmd.parallel.world import Launch, World, choose_device
 from rlhf_spmd.runtime.inference import LoadedModel, ModelConfig, read_first, take_checkpoint
 
 IN_FLIGHT = 8  # times generation.max_num_seqs rows are with the generator: each call builds its decode loop (graphs) anew
@@ -46,10 +45,12 @@ def check_generation(layout: LayoutConfig, generation: GenerationConfig) -> None
 
 
 def check_cache(spec: ModelSpec, layout: Layout, generation: GenerationConfig, model: ModelConfig, launch: Launch) -> None:
-    """Raises ValueError where the least cache that these settings allow is more than the device has."""
+    """Raises ValueError where the least cache that these settings allow is more than the device has, or there is no device."""
+    choose_device(launch)
     device, pages = model_device(), generation.num_pages or 1
     heads, layers = len(kv_heads_of(spec, 0, layout.tp)), -(-spec.num_hidden_layers // layout.pp)
-    needed = pages * KVCache.page_bytes(layers, heads, spec.head_dim, generation.page_size, model.torch_dtype(device))
+    token = 2 * layers * heads * spec.head_dim * model.torch_dtype(device).itemsize
+    needed = pages * generation.page_size * token  # some backends' pages are larger
     there = total_bytes(device, launch.local_rank, launch.local_size)
     if needed > there:
         raise ValueError(

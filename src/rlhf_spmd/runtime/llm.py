@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from rlhf_spmd.config.bounds import SEEDS, check_bounds
 from rlhf_spmd.config.load import check_tree
 from rlhf_spmd.config.schema import Reader
 from rlhf_spmd.data.balance import micro_batches_by_tokens
@@ -38,12 +39,17 @@ Entries = list[list[tuple[int, float]]]  # of each token: itself and its log-pro
 
 @dataclass(frozen=True)
 class EngineConfig(LoadedConfig):
-    """The generation layout is ``layout``; ``generation`` holds the other knobs."""
+    """The generation layout is ``layout``; ``generation`` holds the other knobs.
+
+    - seed: keys the draws of requests without one
+    """
 
     generation: GenerationConfig = field(default_factory=GenerationConfig)
+    seed: int = 0
 
     def check(self, where: str) -> None:
         super().check(where)
+        check_bounds(self, where, "seed", **SEEDS)
         check_generation(self.layout, self.generation)
         if self.layout.pp != 1:
             raise ValueError(f"layout.pp={self.layout.pp}: a model that is asked has no stages; allowed is 1, and layout.tp")
@@ -85,8 +91,9 @@ def is_ids(prompt: Any) -> bool:
 class Engine:
     """``longest``: tokens that a row may have. Collective over the world: every rank of it must call, in program order."""
 
-    def __init__(self, ready: LoadedModel, world: World, seed: int = 0, tick: Callable[[], None] = lambda: None) -> None:
-        self.world, self.seed, self.tick, self.spec, self.path = world, seed, tick, ready.spec, ready.config.model.path
+    def __init__(self, ready: LoadedModel, world: World, tick: Callable[[], None] = lambda: None) -> None:
+        self.world, self.seed, self.tick = world, ready.config.seed, tick
+        self.spec, self.path = ready.spec, ready.config.model.path
         self.tokenizer = ready.tokenizer
         self.generator = build_generator(ready, world)
         self.mesh, self.longest = self.generator.mesh, ready.spec.max_position_embeddings
@@ -236,11 +243,11 @@ class LLM:
     def __init__(
         self, model: str | Path, *, dtype: str = "auto", tensor_parallel_size: int = 1, seed: int = 0, **generation: Any
     ) -> None:
-        settings = {"model": {"path": str(model), "dtype": dtype}, "layout": {"tp": tensor_parallel_size}}
+        settings = {"model": {"path": str(model), "dtype": dtype}, "layout": {"tp": tensor_parallel_size}, "seed": seed}
         config = Reader(EngineConfig, {}, settings | {"generation": generation}, interpolated=False).read()
         check_tree(config)
         ready = prepare_model(config, read_launch())
-        self.engine = Engine(ready, join_world(), seed)
+        self.engine = Engine(ready, join_world())
 
     def get_tokenizer(self) -> Any:
         """transformers' tokenizer; None without one."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_spmd.config.bounds import check_bounds
+from rlhf_spmd.config.bounds import SEEDS, check_bounds
 from rlhf_spmd.config.schema import Reader
 from rlhf_spmd.generation import SamplingConfig
 from rlhf_spmd.generation.config import MAX_LOGPROBS
@@ -70,6 +70,7 @@ class SamplingParams:
         check_bounds(self, where, "n", "max_tokens", least=1)
         check_bounds(self, where, "min_tokens", least=0)
         check_bounds(self, where, "prompt_logprobs", least=0, most=MAX_LOGPROBS)
+        check_bounds(self, where, "seed", **SEEDS)
         shared = {key: value for key in SHARED if (value := getattr(self, key)) is not None}
         config = SamplingConfig(**shared, stop=[self.stop] if isinstance(self.stop, str) else self.stop or [])
         config.drawn_by(self.drawing).check(where)
