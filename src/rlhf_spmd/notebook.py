@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_spmd.parallel.program import run_program
-from rlhf_spmd.parallel.world import Launch, choose_cpu_matmul, read_launch
+from rlhf_spmd.parallel.world import Launch, choose_matmul, read_launch
 
 
 def train(config: Mapping[str, Any]) -> Path:
@@ -21,7 +21,7 @@ def train(config: Mapping[str, Any]) -> Path:
         raise ValueError(
             "train(config) is for one rank; under torchrun start the program: torchrun ... -m rlhf_spmd.train --config FILE"
         )
-    choose_cpu_matmul()  # before the input is checked, as in the programs
+    choose_matmul()
     ready = program.prepare(config, (), 1, launch=Launch())
     try:
         run_program(lambda: ready, program.train, program.settings_of, saves_on_signal=True)

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from places import ROOT
 from ranks import Program
-from rlhf_spmd.parallel import program
+from rlhf_spmd.parallel import program, world
 from rlhf_spmd.parallel.program import Preempted, ProgramContext, ProgramSettings, classify, lost_connection, run_program
-from rlhf_spmd.parallel.world import Launch
+from rlhf_spmd.parallel.world import Launch, choose_cpu_matmul
 from tasks import free_port
 
 PROGRAM = ROOT / "tests" / "started" / "failing.py"
@@ -334,3 +335,14 @@ def test_ranks_that_come_late_to_the_agreement_are_named(capsys, monkeypatch, tm
     *_, last = capsys.readouterr().err.splitlines()
     assert ending.value.code == 5 and last == f"{late} 4200 s"
     assert json.loads((tmp_path / "exit_status.json").read_text())["class"] == "hang"
+
+
+@pytest.mark.parametrize(("device", "precision"), [("cuda", "highest"), ("cpu", choose_cpu_matmul())])
+def test_products_of_gpus_keep_their_precision(device: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lets oneDNN in on CPUs would let TF32 in there."""
+    found: list[str] = []
+    monkeypatch.setattr(world, "model_device", lambda: torch.device(device))
+    torch.set_float32_matmul_precision("highest")
+    with pytest.raises(SystemExit):
+        run_program(lambda: found.append(torch.get_float32_matmul_precision()), lambda _: None, dry_run=lambda _: "good")
+    assert found == [precision]

@@ -34,7 +34,7 @@ from rlhf_spmd.parallel.watch import Limits, place
 from rlhf_spmd.parallel.world import (
     Launch,
     World,
-    choose_cpu_matmul,
+    choose_matmul,
     connect_store,
     init_world,
     launcher_is_process_1,
@@ -98,7 +98,7 @@ def run_program(
     A single process raises SystemExit instead of ending, so that it can be called from another program.
     """
     die_with_torchrun()
-    choose_cpu_matmul()  # before the input is checked: it may ask whether products are exact
+    choose_matmul()
     launch = read_launch()
     if dry_run is not None:
         _try_input(launch, lambda: dry_run(prepare()))

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from rlhf_spmd.kernels import can, model_device
 from rlhf_spmd.parallel.collectives import Group
 
 _NUMBERS = count()  # of worlds
@@ -164,6 +165,13 @@ def choose_cpu_matmul() -> str:
     mode = "highest" if torch.cpu._is_amx_tile_supported() else "medium"
     torch.set_float32_matmul_precision(mode)
     return mode
+
+
+def choose_matmul() -> None:
+    """:func:`choose_cpu_matmul`, unless this process's models are on GPUs, where "medium" would let TF32 in: for before there is a
+    world, since the check of the input asks whether products are exact."""
+    if can(model_device()).exact:
+        choose_cpu_matmul()
 
 
 def keep_freed_memory() -> None:
