@@ -198,6 +198,17 @@ def test_a_cache_of_small_pages_is_counted_as_it_lies(model: Path, tmp_path: Pat
     program.prepare(None, arguments(model, file, tmp_path / "out.jsonl", "generation.page_size=1", fits), Launch())
 
 
+def test_more_ranks_than_gpus_is_said_before_their_memory_is_asked(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write_rows(tmp_path / "in.jsonl", [{"prompt_ids": [1]}])
+    given = arguments(model, file, tmp_path / "out.jsonl")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ValueError, match=r"--nproc-per-node=2, but this node has 1 GPUs"):
+        program.prepare(None, given, Launch(rank=1, size=2, local_rank=1, local_size=2))
+
+
 def test_a_model_without_tokenizer_takes_ids(model: Path, tmp_path: Path) -> None:
     bare = tmp_path / "bare"
     write_random_model(bare, CONFIG, seed=3)

@@ -8,10 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import tasks
 from rlhf_spmd import train
 from rlhf_spmd.config.schema import ConfigError
+from rlhf_spmd.parallel.world import choose_cpu_matmul
 from rlhf_spmd.rewards.runner import RewardError
 
 
@@ -30,6 +32,19 @@ def test_it_trains_as_the_program_does_and_the_process_goes_on(tmp_path: Path) -
     norms = [[row["actor/grad_norm"] for row in its] for its in rows]
     assert norms[0] == norms[1] == norms[2] and len(norms[0]) == 2
     assert json.loads((runs[0] / "exit_status.json").read_text())["class"] == "done"
+
+
+def test_the_input_is_checked_with_the_products_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether they are exact is asked before there is a world."""
+    found: list[str] = []
+    usual = choose_cpu_matmul()
+    monkeypatch.setattr(
+        sys.modules["rlhf_spmd.train"], "prepare", lambda *_, **__: found.append(torch.get_float32_matmul_precision()) or 1 / 0
+    )
+    torch.set_float32_matmul_precision("high")
+    with pytest.raises(ZeroDivisionError):
+        train(configuration(tmp_path))
+    assert found == [usual]
 
 
 def test_what_is_wrong_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

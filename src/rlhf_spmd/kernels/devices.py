@@ -24,7 +24,8 @@ MIN_CAPABILITY = (8, 0)
 class Abilities:
     """What code may rest on, of one kind of device.
 
-    - exact: a row's bits do not depend on what is computed beside it, nor on its place in a tensor that ranks add up, nor on the rank.
+    - exact: a row's bits do not depend on what is computed beside it, nor on its place in a tensor that ranks add up, nor on the rank,
+      if its matrix products are exact: ``Ops.is_exact`` tries that.
     - streams: work is queued and the host goes on, so it waits for what it wants to read (:func:`wait`).
     - pinned: copies to and from pinned host memory run in a stream; from other memory the host waits.
     - graphs: launches can be captured and replayed (CUDA graphs).
