@@ -56,7 +56,11 @@ if ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2
 fi
 
 launch() { "$python" -m torch.distributed.run --standalone --nproc-per-node 1 -m "$@"; }
-tests() { cd "$root" && "$python" -m pytest -p no:cacheprovider -v -rs --durations=0 tests/workers/test_gpu.py tests/generation/test_triton.py; }
+tests() {
+  local parallel=()
+  "$python" -c 'import xdist' 2>/dev/null && parallel=(-n 8)
+  cd "$root" && "$python" -m pytest -p no:cacheprovider -v -rs --durations=0 "${parallel[@]}" tests/workers/test_gpu.py tests/generation/test_triton.py
+}
 ppo() {
   "$python" -m rlhf_spmd.data.sort_digits --out runs/quickstart/task || return
   launch rlhf_spmd.sft --config "$root/configs/quickstart_sft.yaml" "${steps[@]}" || return
@@ -76,7 +80,7 @@ train_8b() {
 }
 nano() {
   "$python" "$bench/generation.py" --models "${served[@]}" --workload nano --dtypes bfloat16 --modes sampled --out "$results/nano.json" \
-    --engines ours transformers_cb "${ours[@]}" --timeout 140
+    --engines ours transformers_cb "${ours[@]}" --repeats 1 --seconds 0 --timeout 140
 }
 gather() { # all figures so far into one file; what a time limit cut off in the middle stays text
   cp runs/quickstart/ppo/metrics.jsonl "$results/ppo.jsonl" 2>/dev/null
@@ -93,7 +97,7 @@ Path(sys.argv[2]).write_text(json.dumps({path.stem: read(path) for path in sorte
 END
 }
 
-declare -A limits=([tests]=240 [ppo]=240 [agreement]=150 [train_1.7b]=270 [train_8b]=240 [nano]=300)
+declare -A limits=([tests]=300 [ppo]=240 [agreement]=150 [train_1.7b]=270 [train_8b]=240 [nano]=300)
 for part in "${parts[@]}"; do
   limit=${limits[$part]}
   [ "${LIMIT:-$limit}" -ge "$limit" ] || limit=$LIMIT

@@ -242,7 +242,7 @@ def start_program(ranks: int, run_dir: Path, overrides: Sequence[str], delay_s: 
 
 
 def environment(delay_s: float = 0.0) -> dict[str, str]:
-    paths = os.pathsep.join((str(ROOT / "src"), str(ROOT / "tests")))
+    paths = os.pathsep.join((str(ROOT / "src"), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])))
     return os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "REWARD_DELAY": str(delay_s)}
 
 

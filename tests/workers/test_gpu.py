@@ -1,9 +1,12 @@
-"""The same programs on a CUDA device. Skipped where there is none."""
+"""The same programs on a CUDA device, against themselves on CPUs. Skipped where there is none."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,12 +14,16 @@ import torch
 
 import tasks
 from generators import MODELS, alone, ragged_requests, tokens_of
+from places import ROOT
 from rlhf_spmd.generation import GenerationConfig, Generator, SamplingConfig
 from rlhf_spmd.kernels.devices import unavailable
+from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
+from rlhf_spmd.models.heads import token_log_probs
 from rlhf_spmd.models.spec import read_spec
 from rlhf_spmd.models.weights import load_pretrained, write_random_model
 from rlhf_spmd.workers.optimizer import OptimConfig, Optimizer
+from small_models import CONFIGS, LENGTHS, make_batch, make_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -40,6 +47,85 @@ def test_ppo_runs_on_a_gpu(tmp_path: Path, dtype: str, tolerance: float, offload
     for row in rows:
         assert all(value is None or math.isfinite(value) for value in row.values())
         assert row["rollout/log_prob_diff_max"] < tolerance
+
+
+def train(run_dir: Path, steps: int, *overrides: str) -> tasks.Run:
+    settings = tasks.settings(run_dir, steps, "models.actor.dtype=float32", "run.save_freq=1", *overrides)
+    process = tasks.start_torchrun(run_dir, settings, *tasks.one_node(1))
+    assert tasks.finish(process, run_dir) == 0, (run_dir / "output.txt").read_text()[-4000:]
+    return tasks.read_run(run_dir)
+
+
+def assert_near(on_gpu: tasks.Run, on_cpu: tasks.Run) -> None:
+    """Both compute in float32, so products round otherwise, and sums are taken in another order: 1e-5 in a log-prob, which Adam's first
+    steps, where a gradient is near zero, make a few percent of a weight's change."""
+    assert on_gpu.responses == on_cpu.responses
+    difference, where = tasks.worst_metric(on_gpu, on_cpu, floor=0.1)
+    assert difference < 2e-3, where
+    difference, where = tasks.worst_tensor(on_gpu, on_cpu)
+    assert difference < 2e-3, where
+
+
+FLOAT32 = tuple(f"models.{role}.dtype=float32" for role in ("critic", "reference"))
+SETTINGS = {
+    "plain": (),
+    "kept on the host": (
+        "models.actor.activation_checkpointing=none",
+        "models.actor.activation_offload=true",
+        "models.actor.optim.offload=true",
+        "models.actor.generation.buffers=offload",
+        "models.critic.offload=true",
+        "models.critic.prefetch=true",
+        "models.reference.offload=true",
+    ),
+    "computed again": ("models.actor.activation_checkpointing=full", "models.critic.activation_checkpointing=selective"),
+    "graphs": (
+        "models.actor.generation.enforce_eager=false",
+        "models.actor.generation.steps_per_sync=4",
+        "models.actor.generation.buffers=keep",
+    ),
+    "graphs, weights freed": ("models.actor.generation.enforce_eager=false", "models.actor.generation.steps_per_sync=8"),
+    "torch": ("models.actor.generation.attention=torch", "models.actor.generation.speculative_tokens=2"),
+    "adapters": ("models.actor.lora.rank=4", "models.actor.generation.page_size=16"),
+}
+
+
+@pytest.mark.parametrize("changes", SETTINGS)
+def test_a_gpu_trains_what_a_cpu_trains(tmp_path: Path, changes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    overrides = [*FLOAT32, *SETTINGS[changes]]
+    on_gpu = train(tmp_path / "gpu", 3, *overrides)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    on_cpu = train(tmp_path / "cpu", 3, *(key for key in overrides if "generation" not in key and "prefetch" not in key))
+    assert_near(on_gpu, on_cpu)
+
+
+def test_a_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
+    overrides = [*FLOAT32, *(f"models.{role}.optim.lr_scheduler_type=constant" for role in ("actor", "critic"))]
+    whole = train(tmp_path / "whole", 3, *overrides)
+    train(tmp_path / "parts", 2, *overrides)
+    parts = train(tmp_path / "parts", 3, *overrides)
+    assert_near(parts, whole)
+
+
+def log_probs_and_gradients(path: Path, device: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    decoder = Decoder(read_spec(path), "lm", 0, 1, alone()[1].tp, torch.float32, device)
+    load_pretrained(decoder, path)
+    ids, labels = (x.to(device) for x in make_batch(decoder.spec.vocab_size))
+    attention = PackedAttention(LENGTHS, torch.device(device))
+    log_probs, entropy = decoder(ids, attention, lambda d, hidden: token_log_probs(d, hidden, labels, 0.8, entropy=True))
+    (log_probs.sum() + 0.1 * entropy.sum()).backward()
+    gradients = {name: p.grad.cpu() for name, p in decoder.named_parameters() if p.grad is not None}
+    assert len(gradients) == len(decoder.shards)
+    return log_probs.detach().cpu(), gradients
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_models_compute_what_they_do_on_a_cpu(tmp_path: Path, name: str) -> None:
+    path = make_model(tmp_path, CONFIGS[name])
+    (log_probs, gradients), (others, wanted) = (log_probs_and_gradients(path, device) for device in ("cuda", "cpu"))
+    torch.testing.assert_close(log_probs, others, atol=5e-5, rtol=0)
+    for key, gradient in gradients.items():
+        torch.testing.assert_close(gradient, wanted[key], atol=5e-5 * float(wanted[key].abs().max()) + 1e-6, rtol=0, msg=key)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -71,15 +157,42 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def generate(
-    path: str, dtype: torch.dtype, sampling: SamplingConfig, **changes: object
+    path: str, dtype: torch.dtype, sampling: SamplingConfig, device: str = "cuda", **changes: object
 ) -> tuple[list[list[int]], torch.Tensor]:
     """Tokens of all rows, and their log-probs, one after the other."""
     mesh = alone()[1]
-    decoder = Decoder(read_spec(path), "lm", 0, 1, mesh.tp, dtype, "cuda")
+    decoder = Decoder(read_spec(path), "lm", 0, 1, mesh.tp, dtype, device)
     load_pretrained(decoder, path)
     settings = {"page_size": 256, "max_num_seqs": 16, "max_num_batched_tokens": 512, **changes}
-    completions = Generator(decoder, mesh, GenerationConfig(**settings), [0, 1]).generate(ragged_requests(), sampling, 3, 5)
+    completions = Generator(decoder, mesh, GenerationConfig(**settings), [0, 1]).generate(
+        ragged_requests(vocabulary=min(decoder.spec.vocab_size, 301)), sampling, 3, 5
+    )
     return tokens_of(completions), torch.cat([c.log_probs for c in completions])
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_models_generate_what_they_do_on_a_cpu(tmp_path: Path, name: str) -> None:
+    path, sampling = make_model(tmp_path, CONFIGS[name]), SamplingConfig(temperature=0.9)
+    (tokens, log_probs), (others, wanted) = (
+        generate(str(path), torch.float32, sampling, device, page_size=16) for device in ("cuda", "cpu")
+    )
+    assert tokens == others
+    torch.testing.assert_close(log_probs, wanted, atol=2e-4, rtol=0)
+
+
+def test_generate_draws_what_it_does_on_a_cpu(tmp_path: Path) -> None:
+    path = make_model(tmp_path / "model", CONFIGS["qwen3-moe"])
+    (tmp_path / "in.jsonl").write_text('{"prompt_ids": [5, 6, 7]}\n{"prompt_ids": [8]}\n')
+    found = []
+    for visible in (os.environ.get("CUDA_VISIBLE_DEVICES", "0"), ""):
+        out = tmp_path / f"out{visible}.jsonl"
+        command = [sys.executable, "-m", "rlhf_spmd.generate", f"model.path={path}", "model.dtype=float32", f"out={out}"]
+        command += [f"data.path={tmp_path / 'in.jsonl'}", "sampling.max_response_length=20", "sampling.n=3"]
+        environment = tasks.environment() | {"CUDA_VISIBLE_DEVICES": visible}
+        ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+        assert ended.returncode == 0, ended.stderr[-3000:]
+        found.append([json.loads(line)["response_ids"] for line in out.read_text().splitlines()])
+    assert found[0] == found[1] and len(found[0]) == 6
 
 
 def test_triton_draws_what_torch_draws_and_batches_change_no_bit(path: str) -> None:
