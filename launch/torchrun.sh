@@ -38,6 +38,9 @@ PROGRAM=${PROGRAM:-rlhf_spmd.train}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # results depend on the thread count, and ranks on one host share its cores
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${SAVE_SECONDS:-600}
 
+# The store of all ranks lies in torchrun on node 0, with two connections to each: more than the usual 1,024 files from 500 ranks on
+ulimit -Sn "$(ulimit -Hn)"
+
 # exec: a signal sent to this script must reach torchrun, which passes SIGTERM on to the ranks
 # shellcheck disable=SC2086  # PROGRAM is "-m module" or one path
 exec "${PYTHON:-python3}" -m torch.distributed.run \

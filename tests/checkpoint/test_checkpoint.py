@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ranks import run_ranks
-from rlhf_spmd.checkpoint import files, load
+from rlhf_spmd.checkpoint import directory, files, load
 from rlhf_spmd.checkpoint import manifest as manifests
 from rlhf_spmd.checkpoint.directory import committed, read_manifest
 from rlhf_spmd.checkpoint.load import find_resumable, load_checkpoint, read_role, verify_checkpoint
@@ -116,6 +116,26 @@ def test_each_box_is_written_once_and_replicas_share() -> None:
     assert len(flat) == len(set(flat)) and set(flat) == {key for keys in held for key in keys}
     assert all(set(mine) <= set(has) and mine for mine, has in zip(writes, held, strict=True))
     assert sum("embed_tokens" in key[0] for key in flat) == 2  # tied copies on both end stages: one owner per slice
+
+
+def test_a_manifest_that_is_held_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save_alone(tmp_path, 7, SPEC)
+    held = read_manifest(path)
+    with monkeypatch.context() as patch:
+        patch.setattr(directory, "_read_manifest", lambda _: pytest.fail("read again"))
+        assert read_manifest(path) is held
+    text = (path / "manifest.jsonl").read_bytes()
+    (path / "manifest.jsonl").write_bytes(text[:-2] + b"  ")
+    with pytest.raises(CheckpointError, match="damaged"):
+        read_manifest(path)
+    (path / "manifest.jsonl").write_bytes(text)
+    os.utime(path / "manifest.jsonl", ns=(0, 0))
+    again = read_manifest(path)
+    assert again is not held and again.state == held.state
+    del held, again
+    (path / next(iter(read_manifest(path).files))).write_bytes(b"")
+    with pytest.raises(CheckpointError, match="0 bytes instead of"):
+        read_manifest(path)
 
 
 @pytest.mark.parametrize("spec", [SPEC, UNTIED])

@@ -89,6 +89,17 @@ def test_torchrun_without_arguments_explains_itself():
     assert "NPROC_PER_NODE" in done.stdout and "set -euo" not in done.stdout
 
 
+def test_torchrun_may_open_as_many_files_as_the_system_allows(tmp_path):
+    """It holds the store of all ranks."""
+    (tmp_path / "python").write_text("#!/bin/bash\nulimit -Sn\n")
+    (tmp_path / "python").chmod(0o755)
+    command = "ulimit -Sn 200; exec bash launch/torchrun.sh run.steps=1"
+    own = environment(PYTHON=str(tmp_path / "python"))
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, env=own, capture_output=True, text=True, check=True)
+    hard = subprocess.run(["bash", "-c", "ulimit -Hn"], capture_output=True, text=True, check=True).stdout
+    assert done.stdout == hard != "200\n"
+
+
 def test_two_nodes_save_on_a_signal_to_one_of_them_and_one_node_resumes(tmp_path):
     """Two agents on loopback; SIGTERM to the second stops both nodes after a save; then one node with two ranks goes on."""
     shared = {"NNODES": "2", "NPROC_PER_NODE": "1", "MASTER_PORT": str(free_port())}

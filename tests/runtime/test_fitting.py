@@ -149,6 +149,35 @@ def test_roles_on_pools_of_their_own(root: Path) -> None:
     assert "weights" not in kept.active["actor.generate_sequences"]
 
 
+def test_copies_of_weights_that_are_on_their_way_count(root: Path) -> None:
+    """Ahead of training: one to generate with, ``max_staleness`` that come, one more after a validation, and one with ``delta``."""
+    ahead = ("placement.strategy=separate", "placement.max_staleness=1", "algorithm.rollout_correction.bypass_mode=true")
+    case = Fit("ppo", "qwen2.5_0.5b", 4, H100, ahead, 0.0)
+    copies = {}
+    for delta in ("false", "true"):
+        plans, facts = judged(case, root, f"models.actor.calls.generate_sequences.delta={delta}")
+        for validates in (False, True):
+            report = measure(plans, replace(facts, validates=validates))
+            there, home = report.held["actor.generate_sequences weights"].max(), report.held["actor weights"].max()
+            copies[delta, validates] = round(float(there / home), 2)
+    assert copies == {("false", False): 2, ("false", True): 3, ("true", False): 3, ("true", True): 4}
+
+
+def test_weights_that_come_early_lie_beside_the_call_before(root: Path) -> None:
+    case = Fit("ppo", "qwen2.5_0.5b", 2, H100, ("models.reference.offload=true", "models.critic.offload=true"), 0.0)
+    without = measure(*judged(case, root))
+    report = measure(*judged(case, root, "models.reference.prefetch=true"))
+    own = {
+        name: parts.keys() - without.active[name].keys()
+        for name, parts in report.active.items()
+        if parts != without.active[name]
+    }
+    assert [*own.values()] == [{"beside reference weights"}]
+    (before,) = own
+    early = report.active[before]["beside reference weights"]
+    assert (early == report.active["reference.compute_ref_log_prob"]["weights back"]).all() and early.min() > 0
+
+
 @pytest.mark.parametrize(
     "files",
     [

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_spmd.telemetry.trace import Timeline, merge_trace, now_ns, write_trace
+from rlhf_spmd.telemetry.trace import Timeline, events_of_a_rank, merge_trace, now_ns, write_trace
 
 MS = 1_000_000
 
@@ -67,6 +67,13 @@ def test_long_runs_keep_both_ends_in_whole_steps_and_count_the_rest() -> None:
     assert sorted({event.step for event in events}) == [0, 1, 2, 97, 98, 99]
     assert len(events) == 18
     assert merge_trace([timeline.to_bytes()])["otherData"]["dropped_events"] == {"0": 300 - 18}
+
+
+@pytest.mark.parametrize("size", [1, 50, 270, 1024, 16_384])
+def test_many_ranks_keep_fewer_events_each(size: int) -> None:
+    limit = events_of_a_rank(size)
+    assert 2 <= limit <= 20_000 and limit * size <= 1_000_000
+    assert limit == 20_000 or size > 50
 
 
 def test_trace_file_is_a_chrome_trace_of_all_ranks(tmp_path: Path) -> None:

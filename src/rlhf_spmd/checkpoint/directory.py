@@ -13,8 +13,11 @@ import os
 import re
 import shutil
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+from weakref import WeakValueDictionary
 
 from rlhf_spmd.checkpoint.manifest import FORMAT_VERSION, CheckpointError, Manifest
 from rlhf_spmd.parallel.collectives import RECORDER
@@ -23,6 +26,9 @@ from rlhf_spmd.telemetry.run_dir import CHECKPOINTS_DIR, LATEST, atomic_write_by
 FORMAT_1 = "manifest.json"  # what format 1 had in its place
 MANIFEST, COMMIT = "manifest.jsonl", "COMMIT"
 _NAME = re.compile(r"step_(\d+)(\.old)?")
+_HELD: WeakValueDictionary[tuple[Any, ...], Manifest] = (
+    WeakValueDictionary()
+)  # those that were read, as long as they are in use
 
 
 @dataclass(frozen=True)
@@ -84,9 +90,21 @@ def _read_commit(path: Path) -> dict[str, object]:
 def read_manifest(directory: Path) -> Manifest:
     """The manifest of a complete checkpoint, with its files present in full. Raises CheckpointError naming what is wrong.
 
-    Pieces are parsed where they are asked for, and their contents verified where they are read.
+    Pieces are parsed where they are asked for, and their contents verified where they are read. What somebody still holds is not read
+    again: with a thousand ranks it has hundreds of megabytes, and a run that goes on asks for it with every role.
     """
     directory = Path(directory)
+    seen: tuple[Any, ...] = ()
+    with suppress(OSError):  # which is told when it is read
+        stats = [(directory / name).stat() for name in (MANIFEST, COMMIT)]
+        seen = str(directory), *((s.st_ino, s.st_size, s.st_mtime_ns) for s in stats)
+    held = _HELD.get(seen)
+    if held is None:
+        held = _HELD[seen] = _read_manifest(directory)
+    return held
+
+
+def _read_manifest(directory: Path) -> Manifest:
     if not (directory / COMMIT).is_file():
         what = "an interrupted save" if directory.is_dir() else "no such directory"
         raise CheckpointError(f"{directory}: not a complete checkpoint, {COMMIT} is missing ({what})")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,8 @@ HOST_RESERVE = 0.5 * GIB  # of a rank on CPUs: the interpreter, torch, and what 
 @dataclass(frozen=True)
 class StepFacts:
     """What is known of a step before it runs. ``graph``: its calls. ``prompt``, ``responses``: lengths of rows, as of
-    :class:`Workload`. ``device``: of the models. ``ahead``: steps that generation is ahead of training."""
+    :class:`Workload`. ``device``: of the models. ``ahead``: steps that generation is ahead of training; ``validates``: whether
+    the newest weights are asked for beside those."""
 
     graph: Graph
     prompt: float
@@ -37,6 +39,7 @@ class StepFacts:
     limits: BatchLimits
     device: torch.device
     ahead: int = 0
+    validates: bool = False
 
     def work(self, call: Any) -> Workload:
         return Workload(max(call.num_rows, 1), self.prompt, self.responses, max(call.num_chunks, 1), max(call.epochs, 1))
@@ -116,14 +119,28 @@ def measure(plans: Mapping[str, RolePlan], step: StepFacts) -> MemoryReport:
     kinds, stages = _kinds(grids)
     held: dict[str, np.ndarray] = {}
     active: dict[str, dict[str, np.ndarray]] = {}
-    for role, plan in models.items():
-        home = _Home(role, plan, step, stages)
+    homes = {role: _Home(role, plan, step, stages) for role, plan in models.items()}
+    for role, home in homes.items():
         held |= home.held()
         for call in step.graph.nodes:
             name = f"{role}.{call.spec.name}"
             if call.role.name == role and name not in active and (parts := home.active(call)):
                 active[name] = parts
+    _add_prefetched(homes, kinds, step, active)
     return MemoryReport(kinds, held, active, step.reserve)
+
+
+def _add_prefetched(
+    homes: Mapping[str, _Home], kinds: Sequence[np.ndarray], step: StepFacts, active: Mapping[str, dict[str, np.ndarray]]
+) -> None:
+    """To each call the weights of the next one's role, if they come while it computes."""
+    early = {role: home.weights() for role, home in homes.items() if home.config.prefetch}
+    for kind, ranks in enumerate(kinds if early else ()):
+        own = [call for call in step.graph.nodes if ranks[0] in call.members.part_of]
+        for call, following in pairwise(own):
+            role, parts = following.role.name, active.get(f"{call.role.name}.{call.spec.name}")
+            if role in early and role != call.role.name and parts is not None:
+                parts.setdefault(f"beside {role} weights", np.zeros(len(kinds)))[kind] = early[role][kind]
 
 
 def _kinds(grids: Mapping[str, tuple[ResourcePool, Grid]]) -> tuple[tuple[np.ndarray, ...], dict[str, np.ndarray]]:
@@ -177,7 +194,7 @@ class _Home:
         for method, call in self.plan.calls.items():
             delta = self.config.calls[method].delta
             keeps_older = self.step.ahead and self.settings.trained and method == "generate_sequences"
-            copies = 1 + self.step.ahead if keeps_older else int(delta)
+            copies = (1 + self.step.ahead + self.step.validates if keeps_older else 0) + int(delta)
             if copies:
                 there, only = self._at(f"{self.role}.{method}")
                 lent = model.held(self.shape, self._choices(call.shape.layout), self.lent, there)
@@ -186,6 +203,11 @@ class _Home:
                 sent = model.held(self.shape, self._choices(layout), self.lent, stage)
                 found |= inside({f"{self.role} as sent to {method}": sent["weights"]})
         return found
+
+    def weights(self) -> np.ndarray:
+        """The role's own, as they lie on the device while it computes."""
+        stage, inside = self._at(self.role)
+        return inside({"": model.held(self.shape, self._choices(self.plan.shape.layout), self.lent, stage)["weights"]})[""]
 
     def _made_at_home(self) -> Any:
         layout, generation = self.plan.shape.layout, self.plan.shape.generating
@@ -228,4 +250,6 @@ def step_facts(ready: Any, graph: Graph, device: torch.device) -> StepFacts:
     longest, mean = (max((float(measure(lengths)) for lengths in given), default=0.0) for measure in (torch.max, torch.mean))
     if longest > prompt + responses[0]:
         prompt, responses = 0.0, (2 * mean - longest, longest)  # quantiles whose mean is that of the rows
-    return StepFacts(graph, prompt, responses, config.algorithm.limits, device, config.placement.max_staleness)
+    return StepFacts(
+        graph, prompt, responses, config.algorithm.limits, device, config.placement.max_staleness, config.run.test_freq > 0
+    )

@@ -39,7 +39,7 @@ from rlhf_spmd.runtime.streams import Data
 from rlhf_spmd.telemetry import run_dir
 from rlhf_spmd.telemetry.report import write_report
 from rlhf_spmd.telemetry.summary import places
-from rlhf_spmd.telemetry.trace import Timeline, write_trace
+from rlhf_spmd.telemetry.trace import Timeline, events_of_a_rank, write_trace
 from rlhf_spmd.workers.flops import forward_flops, matmul_rate
 from rlhf_spmd.workers.model_worker import ModelWorker
 
@@ -375,7 +375,7 @@ def start_controller(context: ProgramContext[Any]) -> Controller:
     """
     world, plans = context.world, context.prepared.plans.values()
     names = sorted({pool.name for plan in plans for pool in plan.pools if world.rank in pool.ranks})
-    timeline = Timeline(world.rank, names, synchronize=partial(wait, world.device))
+    timeline = Timeline(world.rank, names, events_of_a_rank(world.size), partial(wait, world.device))
     config = context.prepared.config
     placement, limits = config.placement, config.algorithm.limits
     return Controller(
