@@ -8,6 +8,7 @@
 #                                                           a lost rank or node
 #                                             MAX_REQUEUES  default: 50
 set -uo pipefail
+[[ -n ${SLURM_JOB_ID:-} ]] || { echo "SLURM_JOB_ID is not set: this runs in a job; submit launch/slurm_one_node.sbatch or slurm_multi_node.sbatch" >&2; exit 2; }
 cd "${SLURM_SUBMIT_DIR:-.}"
 
 run_dir=${RUN_DIR:-runs/${SLURM_JOB_NAME:-rlhf}-$SLURM_JOB_ID} # a requeued job keeps its number

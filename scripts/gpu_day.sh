@@ -21,7 +21,7 @@ if [ "${1:-}" = --wheels ]; then
     -d "${2:?bash scripts/gpu_day.sh --wheels DIR}" "${packages[@]}"
 fi
 
-[ $# -gt 0 ] || { sed -n '2,/^set/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2; }
+[[ $# -gt 0 && $1 != -* ]] || { sed -n '2,/^set/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2; }
 mkdir -p "$1" && out=$(cd "$1" && pwd) || exit 2
 shift
 parts=(tests ppo agreement train_1.7b train_8b nano)

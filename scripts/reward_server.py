@@ -61,10 +61,18 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--token-env", help="variable with the bearer token")
     given = parser.parse_args()
-    config = RewardConfig(function=given.function)
-    config.check()
+    if given.token_env and given.token_env not in os.environ:
+        parser.error(f"--token-env {given.token_env}: this variable is not set")
     token = os.environ[given.token_env] if given.token_env else None
-    with serve(config.bind("reward").ready(), given.port, token, given.host) as server:
+    try:
+        config = RewardConfig(function=given.function)
+        config.check()
+        server = serve(config.bind("reward").ready(), given.port, token, given.host)
+    except ValueError as error:
+        parser.error(f"--function {given.function}: {error}")
+    except (OSError, OverflowError) as error:
+        parser.error(f"--host {given.host} --port {given.port}: {error}")
+    with server:
         print(f"http://{given.host}:{server.server_port}/score", flush=True)
         server.serve_forever()
 

@@ -21,7 +21,7 @@ from rlhf_spmd.config.schema import nearest
 
 PROGRAMS = {
     "train": "training by any algorithm, from configuration to export",
-    "sft": "supervised fine-tuning: train with algorithm.name=sft",
+    "sft": "supervised fine-tuning: train, with algorithm.name=sft where none is named",
     "generate": "responses for a file of prompts",
     "evaluate": "mean@k, pass@k and maj@k of a model on sets of prompts",
     "score": "log-probs of given responses",
@@ -54,7 +54,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(completion(rest[0] if rest else ""), end="")
     elif name in PROGRAMS:
         program = importlib.import_module(f"rlhf_spmd.{name}")
-        raise SystemExit(program.main([*rest, *usual_ranks(name, rest)]))
+        try:
+            more = usual_ranks(name, rest)
+        except ValueError as error:
+            _refuse(str(error))
+        raise SystemExit(program.main([*rest, *more]))
     elif name.startswith("-"):
         meant = next((one for one in rest if one in PROGRAMS), "train")
         _refuse(f"{name}: the program comes first: rlhf-spmd {meant} {name} ...; --help lists programs")

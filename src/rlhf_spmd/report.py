@@ -30,7 +30,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parser.parse_intermixed_args(argv)
     outs = [value.removeprefix("out=") for value in given.run if value.startswith("out=")]
     runs = [value for value in given.run if not value.startswith("out=")]
+    keys = [value for value in runs if "=" in value and not Path(value).exists()]
     try:
+        if keys:
+            raise ValueError(
+                f"{keys[0]}: there is no such key, and no such run directory; allowed are run directories and out=FILE"
+            )
         if not runs:
             raise ValueError("no run directory; give the run.dir of a run, as in rlhf-spmd report runs/quickstart/ppo")
         if given.serve and outs:
@@ -44,7 +49,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             return serve(runs, given.port)
         page = render(found)
         path = Path(outs[-1] if outs else Path(runs[0]) / REPORT_FILE)
-        atomic_write_text(path, page)
+        try:
+            atomic_write_text(path, page)
+        except OSError as error:
+            raise ValueError(f"out={path}: {error.strerror}; give a file in a directory that is there") from error
     except (ValueError, OSError) as error:
         refuse(error)
     print(path)

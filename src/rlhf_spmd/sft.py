@@ -1,4 +1,5 @@
-"""Supervised fine-tuning: ``train`` with ``algorithm.name=sft``. After ``scripts/quickstart.sh``, which makes data and a model:
+"""Supervised fine-tuning: ``train``, with ``algorithm.name=sft`` where none is named. After ``scripts/quickstart.sh``, which makes
+data and a model:
 
 rlhf-spmd sft --nproc-per-node 2 --config configs/quickstart_sft.yaml run.dir=runs/mine models.actor.optim.lr=5e-4
 """

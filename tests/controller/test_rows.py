@@ -32,10 +32,10 @@ from rlhf_spmd.controller import (
 from rlhf_spmd.controller.protocols import Members
 from rlhf_spmd.controller.reference import COPY_STRIDE, Intake, Piece, Source
 from rlhf_spmd.controller.rows import Part, RowSet, place_rows
-from rlhf_spmd.data.batch import Batch, ragged
+from rlhf_spmd.data.batch import Batch, Ragged, ragged
 from rlhf_spmd.parallel.layout import Layout
-from rlhf_spmd.workers.arithmetic import Whole
-from rlhf_spmd.workers.objective import Rows
+from rlhf_spmd.workers.arithmetic import ArithmeticWorker, Whole
+from rlhf_spmd.workers.objective import Objective, Rows
 
 
 def rows(num_groups: int = 4, n: int = 2, first: int = 0, **fields: Any) -> Reference:
@@ -358,6 +358,32 @@ def test_sums_over_all_rows_are_in_float64() -> None:
     _, metrics = gae_advantages(PPOConfig())(fields, Rows(ids, ids, lengths), whole)
     kl = fields["old_log_probs"] - fields["ref_log_prob"]
     assert metrics["actor/kl"] == pytest.approx(float(kl.mean()), rel=1e-14)
+
+
+def test_what_a_loss_gives_is_checked() -> None:
+    def likelihood(fields: Any, rows: Any, totals: Any) -> Any:
+        return torch.zeros(())
+
+    with pytest.raises(TypeError, match=r"the loss likelihood gives a Tensor, not \(loss, statistics by name\)"):
+        Objective(likelihood).evaluate({}, None, None)  # type: ignore[arg-type]
+    whole = Objective(lambda *_: (torch.zeros(()), {}, 3))  # type: ignore[arg-type,return-value]
+    with pytest.raises(TypeError, match="gives a tuple of 3"):
+        whole.evaluate({}, None, None)  # type: ignore[arg-type]
+
+
+def test_arithmetic_gives_as_many_as_there_are_rows() -> None:
+    """A field too short is blamed on the function that made it, not on the next call."""
+
+    def too_few(fields: dict[str, torch.Tensor], rows: Rows, whole: Whole) -> Any:
+        return {"spread": fields["scores"][1:]}, {}
+
+    ids = torch.arange(4)
+    tokens = Ragged(torch.zeros(4, dtype=torch.int64), torch.ones(4, dtype=torch.int64))
+    batch = Batch(ids, ids, {"scores": torch.rand(4), "response_ids": tokens})
+    worker = SimpleNamespace(mesh=SimpleNamespace(pool=None), state={})
+    apply = ArithmeticWorker.apply.spec.body  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="too_few gives field 'spread' of 3 for 4 rows"):
+        apply(worker, batch, too_few, ("scores",))
 
 
 def test_rows_of_other_groups_are_other_rows() -> None:

@@ -26,6 +26,8 @@ from generators import matmul_precision as matmul_precision
 from places import SHARED
 from ranks import run_ranks
 from rlhf_spmd.generation import Generator, Request, SamplingConfig
+from rlhf_spmd.generation.kv_cache import KVCache
+from rlhf_spmd.kernels import devices
 from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel.layout import Layout
 
@@ -102,6 +104,17 @@ def test_batching_paging_and_preemption_change_no_bit(models: dict[str, str], ch
     assert num_unequal(generator.decoder, requests, completions, 1.0) == 0
     if "num_pages" in changes and changes["num_pages"] < 40:
         assert generator.stats.preemptions > 0
+
+
+def test_ranks_of_a_host_share_its_memory(models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes its part of what is available, together ``gpu_memory_utilization`` of it, a container's limit kept."""
+    generator = build_generator(models["llama"], SMALL)
+    whole = generator._affordable_pages()
+    generator.local_size = 4
+    assert 0.9 * whole < 4 * generator._affordable_pages() < 1.1 * whole
+    monkeypatch.setattr(devices, "container_bytes", lambda root: 1 << 30)
+    page = KVCache.page_bytes(*generator._cache_shape, SMALL.page_size, torch.float32)
+    assert generator._affordable_pages() == int(SMALL.gpu_memory_utilization * (1 << 30) / 4) // page
 
 
 def test_fp64_draws_the_same_rows_and_bf16_runs(models: dict[str, str]) -> None:

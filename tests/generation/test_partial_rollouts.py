@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -158,6 +159,26 @@ def test_a_replica_goes_on_with_its_own_rows_only() -> None:
     assert after.ended[7].token_ids == [4, 0] and after.saved is None
 
 
+def test_rows_of_groups_of_another_size_are_refused(directory: Path, uninterrupted: tasks.Run, tmp_path: Path) -> None:
+    """Row ids count all rows of a run: with another ``n`` they would be those of other prompts."""
+    resume = f"run.resume={directory / 'dp2' / 'checkpoints' / 'step_3'}"
+    with pytest.raises(
+        AssertionError, match=r"CheckpointError: .* in flight with sampling\.n=2 responses each, and it is 1 now"
+    ):
+        train(2, tmp_path / "other", resume, "sampling.n=1")
+
+
+def test_rows_that_nobody_has_asked_for_yet_are_saved_again() -> None:
+    """By each replica, which was given those of all; whoever takes them back gets each once."""
+    held, other = (HeldRollouts(SimpleNamespace(kept=[])) for _ in range(2))  # type: ignore[arg-type]
+    held.generator.kept = [Row(Request(row, row // 2, [1, 2], 5), 3) for row in range(6)]
+    other.take_back([held.state().take(np.arange(0, 2)), held.state().take(np.arange(2, 6))])
+    assert other.state().row_ids.tolist() == list(range(6))
+    again = HeldRollouts(SimpleNamespace(kept=[]))  # type: ignore[arg-type]
+    again.take_back([other.state(), other.state()])
+    assert again.state().row_ids.tolist() == list(range(6)) and again.state()["step"].tolist() == [3] * 6
+
+
 @pytest.mark.parametrize("resume", ["auto", "force", "path"])
 def test_prompts_that_changed_are_not_attached_to_tokens_of_others(
     directory: Path, uninterrupted: tasks.Run, resume: str, tmp_path: Path
@@ -214,5 +235,7 @@ def test_mistakes_are_named(directory: Path) -> None:
         prepare(config, tasks.settings(directory / "x", 1, "data.gen_batch_size=4"), 1)
     with pytest.raises(ValueError, match=r"kv_cache=keep: all responses end in their step"):
         prepare(config, tasks.settings(directory / "x", 1, "models.actor.generation.kv_cache=keep"), 1)
+    with pytest.raises(ValueError, match=r"rebalance_steps=4: with data\.gen_batch_size rows stay on their replica"):
+        prepare(config, tasks.settings(directory / "x", 1, *PARTIAL, "models.actor.generation.rebalance_steps=4"), 1)
     with pytest.raises(ValueError, match=r"data\.gen_batch_size=9 prompts in flight must be divisible by the 2 generation"):
         prepare(config, tasks.settings(directory / "x", 1, "data.gen_batch_size=9"), 2)

@@ -136,6 +136,17 @@ def test_lost_rank(suspect, expected):
     assert found.message.startswith("rank 2 stopped answering in actor.update_actor (call 17, ppo.py:31, step 3)")
 
 
+def test_a_rank_that_has_not_started_hides_none_that_is_lost():
+    """It is given three times as long."""
+    watch, found = Watch(0, range(3), Limits()), None
+    for tick in range(200):
+        beats = {0: beat(0, count=tick, progress=tick), 1: beat(1, count=min(tick, 6))}
+        found = watch.judge(tick * 0.5, beats, [], False, lambda rank, seq: "")
+        if found is not None:
+            break
+    assert found is not None and found.rank == 1 and tick * 0.5 < 3 + 20 + 2
+
+
 def test_a_watcher_that_was_held_up_blames_nobody():
     watch = Watch(0, range(2), Limits())
     assert watch.judge(0.0, {0: beat(0), 1: beat(1)}, [], False, lambda rank, seq: "") is None

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import tasks
 from places import ROOT
 from ranks import Program
 from rlhf_spmd.parallel import program, world
@@ -287,6 +288,21 @@ def test_a_single_process_needs_no_torchrun(tmp_path, kind, code):
     assert (status["code"], status["step"]) == (code, 1)
     assert not (tmp_path / "run.lock").exists()
     assert signal.getsignal(signal.SIGTERM) is handler
+
+
+@pytest.mark.parametrize(
+    ("variables", "line"),
+    [
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2, but RANK, MASTER_ADDR, MASTER_PORT are not set; start by torchrun"),
+        ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost"}, "WORLD_SIZE=2, but MASTER_PORT is not set"),
+        ({"RANK": "x"}, "RANK=x: must be a whole number, as torchrun sets it"),
+    ],
+)
+def test_a_launcher_that_says_too_little_is_one_line(variables, line, tmp_path):
+    own = {name: value for name, value in tasks.environment().items() if name not in ("RANK", "MASTER_ADDR", "MASTER_PORT")}
+    command = [sys.executable, "-m", "rlhf_spmd", "train", "--config", str(tasks.task() / "ppo.json"), f"run.dir={tmp_path}"]
+    ended = subprocess.run(command, env=own | variables, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 2 and ended.stderr.count("\n") == 1 and line in ended.stderr, ended.stderr
 
 
 class OwnClass(RuntimeError):

@@ -46,6 +46,12 @@ CONFIG = [
     (["run.dir=@file/run"], 1, ["run.dir=", "not a directory"]),
     (["run.test_freq=2"], 1, ["run.test_freq=2", "data.val_path"]),
     (["run.name"], 1, ["'run.name'", "key.subkey=value"]),
+    (["models.critic.path=configs"], 1, ["models.critic.path: ", "config.json: no such file"]),
+    (
+        ["models.actor.generation.buffers=keep", "models.actor.calls.generate_sequences.pool=b", "placement.pools.b=[0]"],
+        1,
+        ["models.actor.generation.buffers=keep: weights on loan", "leave it out"],
+    ),
     (["run=3"], 1, ["run=3", "mapping"]),
     (["run.seed=1", "run=3", "run.steps=2"], 1, ["'run=3'", "'run' is a section", "run.<key>="]),
     (["data.path={a.jsonl: 3, b.jsonl: 0}"], 1, ["data.path: the weight of 'b.jsonl' is 0.0; it must be above 0"]),
@@ -373,7 +379,11 @@ COMMANDS = {  # code of exit_status.json, override, the line; the process exits 
     "config": (2, "run.stepz=3", r"config error: unknown key 'run\.stepz'; did you mean 'run\.steps'\?.*"),
     "flag": (2, "--stepz", r"config error: there is no option '--stepz', and keys are given as key=value: --help lists .*"),
     "data": (3, "data.path=@broken.jsonl", r"data error: \S*/broken\.jsonl:2: not valid JSON.*"),
-    "weights": (2, "models.actor.path=@cut_weights", r"config error: \S*/cut_weights/model\.safetensors: cannot be read .*"),
+    "weights": (
+        2,
+        "models.actor.path=@cut_weights",
+        r"config error: models\.actor\.path: \S*/cut_weights/model\.safetensors: cannot be read .*",
+    ),
 }
 
 

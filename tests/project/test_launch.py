@@ -89,6 +89,34 @@ def test_torchrun_without_arguments_explains_itself():
     assert "NPROC_PER_NODE" in done.stdout and "set -euo" not in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("command", "line"),
+    [
+        ("launch/torchrun.sh configs/nope.yaml", "config error: configs/nope.yaml: no such file"),
+        ("launch/slurm_run.sh configs/nope.yaml", "SLURM_JOB_ID is not set: this runs in a job"),
+        ("scripts/gpu_day.sh --help", "What to run first on a machine with a GPU"),
+    ],
+)
+def test_a_mistake_with_a_script_is_a_line_and_status_2(command, line):
+    own = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
+    done = subprocess.run(["bash", *command.split()], cwd=ROOT, env=own, capture_output=True, text=True)
+    assert done.returncode == 2 and line in done.stderr and "Usage: mkdir" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ("--function nope", "--function nope: unknown reward.function 'nope'"),
+        ("--function gsm8k --port 80000", "--port 80000: bind"),
+        ("--function gsm8k --token-env NOT_THERE", "--token-env NOT_THERE: this variable is not set"),
+    ],
+)
+def test_a_mistake_with_the_reward_server_is_a_line_and_status_2(arguments, line):
+    command = [sys.executable, "scripts/reward_server.py", *arguments.split()]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 2 and line in done.stderr and "Traceback" not in done.stderr
+
+
 def test_torchrun_may_open_as_many_files_as_the_system_allows(tmp_path):
     """It holds the store of all ranks."""
     (tmp_path / "python").write_text("#!/bin/bash\nulimit -Sn\n")

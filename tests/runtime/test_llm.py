@@ -264,6 +264,10 @@ def test_what_an_llm_cannot_be_is_said(llm: LLM, model: Path) -> None:
         with pytest.raises(ValueError, match=r"^\w") as refusal:
             LLM(model, **more)
         assert str(refusal.value).startswith(said), refusal.value
+    with pytest.raises(ValueError, match="prompts are a NoneType: give a text, token ids"):
+        llm.generate(None)
+    with pytest.raises(ValueError, match="sampling_params are a dict: give SamplingParams"):
+        llm.generate(["a"], {"n": 1})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="3 of them for 2 prompts"):
         llm.generate(["a", "b"], [SamplingParams()] * 3)
 

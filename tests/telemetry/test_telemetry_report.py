@@ -201,7 +201,9 @@ def test_the_command_compares_runs_on_one_page(tmp_path: Path, capsys: pytest.Ca
         ([str(tmp_path / "none")], f"run directory {tmp_path / 'none'} does not exist; give the run.dir of a run"),
         ([str(tmp_path)], f"{tmp_path} is no run's directory: it has none of .*; runs below it: {first}, {second}"),
         ([str(ROOT / "docs")], ".*/docs is no run's directory: .*; give the run.dir of a run"),
-        ([first, f"out={tmp_path / 'none' / 'x.html'}"], ".*none.*"),
+        ([first, f"out={tmp_path}/none/x.html"], f"out={tmp_path}/none/x.html: No such file or directory; give a file in .*"),
+        ([first, f"out={tmp_path}"], f"out={tmp_path}: Is a directory; give a file in a directory that is there"),
+        ([first, "ot=x.html"], "ot=x.html: there is no such key, and no such run directory; allowed are .* out=FILE"),
     ):
         assert re.fullmatch(f"config error: {line}\n", refusal(arguments, capsys)), line
 

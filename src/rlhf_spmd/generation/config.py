@@ -44,7 +44,7 @@ class GenerationConfig:
     - num_pages: pages of the cache; null: what the rows that can run at once need, within `gpu_memory_utilization`
     - max_num_seqs: rows in flight per replica
     - max_num_batched_tokens: tokens computed in one step; at least `max_num_seqs`
-    - gpu_memory_utilization: share of the memory that is free when generation begins (GPU or CPU)
+    - gpu_memory_utilization: share of the memory that is free when generation begins: of the GPU, or of the rank's part of the host's
     - enable_prefix_caching: rows of equal prompts share pages
     - enable_chunked_prefill: a long prompt may take several steps; `false`: each row, prompt and response, must fit in
       `max_num_batched_tokens`

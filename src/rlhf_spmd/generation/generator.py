@@ -34,6 +34,7 @@ from rlhf_spmd.parallel.mesh import Mesh
 
 class Generator:
     """Generates with ``decoder``, this rank's shard under ``mesh`` (generation axes). ``decoding``: for stop strings.
+    ``local_size``: ranks of this host, which share its memory on CPUs.
     ``stats`` describes the last call; ``kept`` are the rows that :meth:`generate_until` has not ended yet."""
 
     def __init__(
@@ -43,6 +44,7 @@ class Generator:
         config: GenerationConfig,
         eos_ids: Collection[int],
         decoding: Decoding | None = None,
+        local_size: int = 1,
     ) -> None:
         assert decoder.head_kind == "lm", f"generation needs a language-model head, this decoder has {decoder.head_kind!r}"
         self.decoder, self.mesh, self.config, self.decoding = decoder, mesh, config, decoding
@@ -51,6 +53,7 @@ class Generator:
         # by :meth:`reserve_pages`: pages stay, with the prompts that lie there, also where no row is left
         self.reserved = False
         self.reserved_bytes = 0  # free memory that others will take before the first step has ended
+        self.local_size = local_size
         self.kept: list[Row] = []
         self._lanes: Lanes | None = None  # of the kept rows, if their pages are kept too
 
@@ -251,7 +254,7 @@ class Generator:
 
         Collective over the replica: every rank of it must call, in program order.
         """
-        free = free_bytes(self._device) - self.reserved_bytes
+        free = free_bytes(self._device, self.local_size) - self.reserved_bytes
         page_bytes = KVCache.page_bytes(*self._cache_shape, self.config.page_size, self.decoder.dtype)
         pages = int(self.config.gpu_memory_utilization * free) // page_bytes
         return int(self.mesh.replica.all_reduce(torch.tensor([max(pages, 1)]), "generation:pages", "min"))

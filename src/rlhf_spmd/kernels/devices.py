@@ -74,21 +74,22 @@ def side_stream() -> torch.cuda.Stream:
     return torch.cuda.Stream()
 
 
-def free_bytes(device: torch.device) -> int:
-    """Memory that could be taken: on GPUs what the driver has left plus what torch holds unused, on CPUs MemAvailable."""
+def free_bytes(device: torch.device, local_size: int = 1) -> float:
+    """Memory that a rank could take: on GPUs what the driver has left plus what torch holds unused, on CPUs its share of what the host
+    has available and the container leaves."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     with open("/proc/meminfo", encoding="ascii") as lines:
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+        available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    return min(float(available), container_bytes(Path("/sys/fs/cgroup"))) / local_size
 
 
 def total_bytes(device: torch.device, local_rank: int, local_size: int) -> float:
-    """What a rank's device has, before there is anything on it: all of a GPU; on CPUs the rank's share of the host's, as the system and
-    the container leave it."""
+    """What a rank's device has, before there is anything on it: all of a GPU; on CPUs :func:`free_bytes`."""
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(local_rank).total_memory)
-    return min(float(free_bytes(device)), container_bytes(Path("/sys/fs/cgroup"))) / local_size
+    return free_bytes(device, local_size)
 
 
 def container_bytes(root: Path) -> float:

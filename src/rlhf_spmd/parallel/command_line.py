@@ -58,7 +58,11 @@ def read_command_line(
     parser = _parser(name, description)
     # what is unknown is refused as an override, once for all ranks
     given, unknown = parser.parse_known_intermixed_args(argv)
-    overrides, launch = unknown + given.overrides, read_launch()
+    try:
+        overrides, launch = unknown + given.overrides, read_launch()
+    except ValueError as error:  # each rank's own: there is nobody to agree with
+        announce(f"config error: {error}")
+        raise SystemExit(EXIT_CODES["config"]) from None
     config, *more = given.config or [None]
     if more:
         refuse(f"--config {config} and --config {more[0]}: give one file, and overrides such as run.steps=20")

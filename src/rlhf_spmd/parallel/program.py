@@ -200,9 +200,9 @@ def _agree_on_input(
         refusal = _refusal(launch, error)
     try:
         store = connect_store(launch, timeout_s=20.0 if refusal else 60.0)
-    except (RuntimeError, OSError) as error:
+    except (RuntimeError, OSError, ValueError) as error:
         line = f"rank {launch.rank} cannot reach the store that all ranks share: {one_line(str(error))[:300]}"
-        refusal = refusal or ("hang", line, "")
+        refusal = refusal or (_refusal(launch, error) if isinstance(error, ValueError) else ("hang", line, ""))
         announce(refusal[1], refusal[2])
         _exit(launch, input_exit_code(refusal[0]))
     if prepared is not None:

@@ -164,12 +164,14 @@ class Watch:
         silent = [r for r in self.ranks if r != self.self_rank]
         if not silent:
             return None
-        rank = max(silent, key=lambda r: (self._silence[r], -r))
-        # a rank that has not started yet may still be importing: it is lost later
-        limit = self.limits.lost_s * (1 if rank in beats else 3)
-        if suspect:
-            limit = min(limit, self.limits.suspect_s)
-        if self._silence[rank] < limit:
+
+        def limit(rank: int) -> float:
+            """A rank that has not started yet may still be importing: it is lost later."""
+            usual = self.limits.lost_s * (1 if rank in beats else 3)
+            return min(usual, self.limits.suspect_s) if suspect else usual
+
+        rank = max(silent, key=lambda r: (self._silence[r] / limit(r), -r))
+        if self._silence[rank] < limit(rank):
             return None
         beat = beats.get(rank)
         inside = beat.where if beat else "the start of the program"

@@ -44,13 +44,21 @@ class Launch:
 
 
 def read_launch() -> Launch:
+    """Raises ValueError where the launcher's variables are not numbers."""
     env = os.environ
+
+    def number(name: str, usual: int) -> int:
+        text = env.get(name, str(usual))
+        if not text.isdecimal():
+            raise ValueError(f"{name}={text}: must be a whole number, as torchrun sets it; start by torchrun, or unset it")
+        return int(text)
+
     return Launch(
-        rank=int(env.get("RANK", 0)),
-        size=int(env.get("WORLD_SIZE", 1)),
-        local_rank=int(env.get("LOCAL_RANK", 0)),
-        local_size=int(env.get("LOCAL_WORLD_SIZE", 1)),
-        restart_count=int(env.get("TORCHELASTIC_RESTART_COUNT", 0)),
+        rank=number("RANK", 0),
+        size=number("WORLD_SIZE", 1),
+        local_rank=number("LOCAL_RANK", 0),
+        local_size=number("LOCAL_WORLD_SIZE", 1),
+        restart_count=number("TORCHELASTIC_RESTART_COUNT", 0),
     )
 
 
@@ -65,9 +73,15 @@ def num_tasks() -> int:
 
 
 def connect_store(launch: Launch, timeout_s: float = 60.0) -> dist.Store:
-    """The key-value store that all ranks share before and beside any process group (torchrun hosts it)."""
+    """The key-value store that all ranks share before and beside any process group (torchrun hosts it). Raises ValueError where the
+    launcher has not said where it is."""
     if launch.size == 1:
         return dist.HashStore()
+    if missing := [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
+        are = "are" if len(missing) > 1 else "is"
+        raise ValueError(
+            f"WORLD_SIZE={launch.size}, but {', '.join(missing)} {are} not set; start by torchrun, or unset WORLD_SIZE"
+        )
     timeout = timedelta(seconds=timeout_s)
     store, _, _ = next(dist.rendezvous("env://", launch.rank, launch.size, timeout=timeout))
     store.set_timeout(timeout)

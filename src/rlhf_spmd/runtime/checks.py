@@ -130,6 +130,10 @@ def _check_generation(config: Any, plans: Mapping[str, RolePlan]) -> None:
                 f"models.{role}.generation.kv_cache={kv_cache}: all responses end in their step and no pages are left to keep; set "
                 f"data.gen_batch_size above data.train_batch_size={prompts}, or leave it out"
             )
+        if in_flight(config) is not None and (every := plan.config.generation.rebalance_steps):
+            raise ValueError(
+                f"models.{role}.generation.rebalance_steps={every}: with data.gen_batch_size rows stay on their replica; leave it out"
+            )
         if prompts % generation.dp:
             raise ValueError(
                 f"rollout has {prompts} prompts in groups of sampling.n={config.sampling.n}; {generation.dp} generation replicas "

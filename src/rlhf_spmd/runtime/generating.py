@@ -32,9 +32,9 @@ def check_generation(layout: LayoutConfig, generation: GenerationConfig) -> None
         if getattr(generation, axis) != 1:
             raise ValueError(f"generation.{axis}={getattr(generation, axis)}: here layout.{axis} says it; leave it out")
     usual = GenerationConfig()
-    for key in ("engine", "buffers", "overlap"):
+    for key in ("engine", "buffers", "overlap", "exact", "kv_cache"):
         if (value := getattr(generation, key)) != getattr(usual, key):
-            raise ValueError(f"generation.{key}={value}: no weights come from training here; leave it out")
+            raise ValueError(f"generation.{key}={value}: nothing is trained here; leave it out")
     if layout.zero:
         raise ValueError(f"layout.zero={layout.zero}: nothing is trained here; allowed is 0")
     if layout.vpp != 1:
@@ -73,7 +73,9 @@ def build_generator(ready: LoadedModel, world: World) -> Generator:
     take_checkpoint(ready.spec, held, config.model.path, ready.checkpoint, world)
     backend = choose_backend(config.generation.attention, config.model.attention, dtype, world.device, "generation.attention")
     generation = replace(config.generation, attention=backend)
-    generator = Generator(decoder, mesh, generation, read_eos_ids(config.model.path), decoding(ready.tokenizer))
+    generator = Generator(
+        decoder, mesh, generation, read_eos_ids(config.model.path), decoding(ready.tokenizer), world.launch.local_size
+    )
     # before any rank generates: one that cannot load its weights must not leave the others in a collective for long
     world.all.barrier("generate:loaded")
     return generator

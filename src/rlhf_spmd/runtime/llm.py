@@ -256,7 +256,11 @@ class LLM:
     def generate(self, prompts: Any, sampling_params: Params = None) -> list[RequestOutput]:
         """Responses to texts, lists of token ids, or mappings with ``prompt`` or ``prompt_token_ids``: one of these or a list.
         ``sampling_params``: of all prompts, or of each. As :class:`LLM` says."""
-        return self._answer([prompts] if isinstance(prompts, str | Mapping) or is_ids(prompts) else prompts, sampling_params)
+        given = prompts.tolist() if hasattr(prompts, "tolist") else prompts  # an array
+        given = [given] if isinstance(given, str | Mapping) or is_ids(given) else given
+        if not isinstance(given, Sequence):
+            raise ValueError(f"prompts are a {type(prompts).__name__}: give a text, token ids, a mapping, or a list of these")
+        return self._answer(given, sampling_params)
 
     def chat(self, messages: Any, sampling_params: Params = None, chat_template: str | None = None) -> list[RequestOutput]:
         """Answers to a conversation, messages with ``role`` and ``content``, or to a list of these. ``chat_template``: Jinja or a
@@ -268,6 +272,8 @@ class LLM:
 
     def _answer(self, prompts: Sequence[Any], params: Params, template: str | None = None) -> list[RequestOutput]:
         each = params if isinstance(params, Sequence) else [params or SamplingParams()] * len(prompts)
+        if wrong := [type(its).__name__ for its in each if not isinstance(its, SamplingParams)]:
+            raise ValueError(f"sampling_params are a {wrong[0]}: give SamplingParams, or a list of them")
         if len(each) != len(prompts):
             raise ValueError(
                 f"sampling_params: {len(each)} of them for {len(prompts)} prompts; give one for all, or one for each"

@@ -149,7 +149,7 @@ def _plan_call(role: str, plan: RolePlan, method: str, pools: Mapping[str, Resou
     if layout.zero or layout.vpp > 1:
         raise ValueError(f"{where}.layout is {layout}: generation has neither zero nor vpp; leave them out")
     usual = GenerationConfig()
-    for key in ("overlap", "engine"):
+    for key in ("overlap", "engine", "buffers"):
         if getattr(generation, key) != getattr(usual, key):
             raise ValueError(
                 f"models.{role}.generation.{key}={str(getattr(generation, key)).lower()}: weights on loan to "

@@ -182,7 +182,7 @@ def apply_plan(file: dict[str, Any], plan: PlanFile) -> dict[str, Any]:
         if not merged["offload"]:
             merged.pop("prefetch", None)
         if "generate_sequences" in merged["calls"]:  # weights come whole there
-            merged["generation"] = _without(merged["generation"], "overlap", "engine")
+            merged["generation"] = _without(merged["generation"], "overlap", "engine", "buffers")
         models[role] = merged
     for role in set(models) - set(settings["models"]):  # without a model: they go where the strategy puts them
         if isinstance(models[role], Mapping):

@@ -106,7 +106,7 @@ def _measure(
         if head == "lm":
             backend = choose_backend(generation.attention, engine.attention.name, dtype, world.device, "models")
             config = replace(generation, attention=backend, pp=1, tp=tp, num_pages=None)
-            generator = Generator(engine.chunks[0].requires_grad_(False), mesh, config, ())
+            generator = Generator(engine.chunks[0].requires_grad_(False), mesh, config, (), None, world.launch.local_size)
             taken["decode"] = [_decoding(world, generator, spec, work, count) for count in rows]
         return taken, update
 

@@ -211,14 +211,13 @@ def _describe_role(role: str, worker: type[ModelWorker], config: RoleConfig, wei
         _refuse_unusual(rest, usual, where, "this role has no model")
         return RolePlan(worker, config, pool, GroupShape(layout), None)
     path = local_directory(config.path, f"{where}.path", weights and not config.random_init)
-    config, spec = replace(config, path=path), read_spec(path)
-    if weights and not config.random_init:
-        try:
+    try:
+        config, spec = replace(config, path=path), read_spec(path)
+        if weights and not config.random_init:
             check_pretrained(spec, path, worker.head, missing_head_ok=worker.new_head)
-        except ValueError as error:
-            if not worker.trained or any(Path(path).glob("*.safetensors")):
-                raise
-            raise ValueError(f"{error}; {where}.random_init=true draws them") from error
+    except ValueError as error:
+        drawn = worker.trained and (Path(path) / "config.json").is_file() and not any(Path(path).glob("*.safetensors"))
+        raise ValueError(f"{where}.path: {error}{f'; {where}.random_init=true draws them' if drawn else ''}") from error
     if not worker.trained:
         _refuse_unusual(config.optim, type(config)().optim, f"{where}.optim", "this role is not trained")
     if config.optim.head_lr is not None and worker.head == "lm" and spec.tie_word_embeddings:

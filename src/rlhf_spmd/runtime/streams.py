@@ -178,7 +178,7 @@ class InFlightStream(RowStream):
     def state_dict(self) -> dict[str, Any]:
         groups = [] if self.prompts is None else self.prompts.row_ids.tolist()
         flying = [[group, int(home), crc] for group, home, crc in zip(groups, self.homes, self._fingerprints(), strict=True)]
-        return {**self.loader.state_dict(), "in_flight": flying, **self._replicas()}
+        return {**self.loader.state_dict(), "in_flight": flying, "n": self.n, **self._replicas()}
 
     def _replicas(self) -> dict[str, Any]:
         return {"num_replicas": self.cut.num_parts, **({"speeds": list(self.cut.speeds)} if self.cut.speeds else {})}
@@ -186,11 +186,17 @@ class InFlightStream(RowStream):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Local: no communication. Another number of replicas than then, or of other speeds, takes the rows by token count.
 
-        Raises CheckpointError if the prompts of rows in flight are not the same as then: their tokens would answer other prompts.
+        Raises CheckpointError if the prompts of rows in flight, or how many rows each has, are not the same as then: their tokens
+        would answer other prompts.
         """
         self.loader.load_state_dict(state)
         flying = state.get("in_flight") or []
         if flying:
+            if (n := state.get("n", self.n)) != self.n:
+                raise CheckpointError(
+                    f"the checkpoint has {len(flying)} prompts in flight with sampling.n={n} responses each, and it is {self.n} now; "
+                    f"give sampling.n={n}"
+                )
             same = {key: state[key] for key in ("num_replicas", "speeds") if key in state} == self._replicas()
             groups = [group for group, _, _ in flying]
             self._append(self.loader.rows(groups), np.array([home for _, home, _ in flying]) if same else None)

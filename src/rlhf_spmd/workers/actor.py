@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlhf_spmd.controller import MICRO_DP, THREE_D, Production, Reference, register
 from rlhf_spmd.controller.reference import Piece
-from rlhf_spmd.data.batch import Batch, Field, concat, decode_json, pack, ragged, unpack
+from rlhf_spmd.data.batch import Batch, Field, decode_json, pack, ragged, unpack
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.generation.episodes import Environments
 from rlhf_spmd.generation.portions import Portions
@@ -157,7 +157,7 @@ class ActorWorker(ModelWorker):
         worker = self.serving("generate_sequences")
         assert isinstance(worker, ActorWorker)
         if worker.member:
-            worker.held.saved = concat([unpack(state) for state in states])
+            worker.held.take_back([unpack(state) for state in states])
 
     def _known_log_probs(self, batch: Reference) -> Reference | None:
         """The rollout's own, where these are wanted, or where a training forward would give the same bits; the next update then

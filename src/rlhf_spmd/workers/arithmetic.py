@@ -84,6 +84,12 @@ class ArithmeticWorker(Worker):
             lambda x: pool.all_reduce(x.clone(), "control"), lambda x: pool.all_reduce(x.clone(), "control", "max"), self.state
         )
         made, metrics = function(fields, Rows.of(batch), whole)
+        for name, field in made.items() if len(batch) else ():
+            if (rows := len(field if isinstance(field, Tensor) else field.lengths)) != len(batch):
+                raise ValueError(
+                    f"{function.__name__} gives field '{name}' of {rows} for {len(batch)} rows; a field is [rows], or made by "
+                    "Rows.per_token"
+                )
         return (batch.with_fields(**made) if len(batch) else batch), metrics
 
     def state_dict(self) -> dict[str, Any]:

@@ -109,4 +109,5 @@ def build_generating(worker: ModelWorker, tokenizer: Any) -> Generating | None:
     config, where = worker.config.generation, f"models.{worker.name}.generation.attention"
     backend = choose_backend(config.attention, worker.engine.attention.name, worker.engine.dtype, worker.device, where)
     config = replace(config, attention=backend)
-    return Generating(worker, hybrid, Generator(decoder, mesh, config, spec.eos_token_ids, decoding(tokenizer)), merged)
+    generator = Generator(decoder, mesh, config, spec.eos_token_ids, decoding(tokenizer), build.world.launch.local_size)
+    return Generating(worker, hybrid, generator, merged)

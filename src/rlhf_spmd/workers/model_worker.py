@@ -347,5 +347,5 @@ def _loss(
     fields |= {name: take_field(micro.extra, name, device) for name, device in devices.items()}
     if differences is not None and "old_log_probs" in fields:
         differences.append((fields["log_probs"].detach() - fields["old_log_probs"]).abs())
-    value, told = objective.loss(fields, Rows.of(micro.extra), totals)
+    value, told = objective.evaluate(fields, Rows.of(micro.extra), totals)
     return value * objective.weight, told

@@ -80,6 +80,16 @@ class Objective:
     on_cpu: tuple[str, ...] = ()
     names_loss: bool = False
 
+    def evaluate(self, fields: dict[str, Tensor], rows: Rows, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
+        """What ``loss`` gives. Raises TypeError where that is something else."""
+        found = self.loss(fields, rows, totals)
+        if not (isinstance(found, tuple) and len(found) == 2):
+            given = f"{type(found).__name__} of {len(found)}" if isinstance(found, tuple) else type(found).__name__
+            raise TypeError(
+                f"the loss {getattr(self.loss, '__name__', self.loss)} gives a {given}, not (loss, statistics by name)"
+            )
+        return found
+
 
 def as_objectives(given: Objective | Sequence[Objective]) -> list[Objective]:
     return [given] if isinstance(given, Objective) else list(given)
@@ -91,7 +101,7 @@ def joint(*objectives: Objective) -> Objective:
     assert all((one.temperature, one.keep_groups) == (first.temperature, first.keep_groups) for one in objectives), "one pass"
 
     def loss(fields: dict[str, Tensor], rows: Rows, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
-        parts = [(one.weight, *one.loss(fields, rows, totals)) for one in objectives]
+        parts = [(one.weight, *one.evaluate(fields, rows, totals)) for one in objectives]
         told = {name: value for _, _, stats in parts for name, value in stats.items()}
         return torch.stack([weight * value for weight, value, _ in parts]).sum(), told
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from rlhf_spmd.checkpoint.manifest import CheckpointError
-from rlhf_spmd.data.batch import Batch, Field, ragged
+from rlhf_spmd.data.batch import Batch, Field, concat, ragged
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.generation.generator import Generator
 from rlhf_spmd.generation.interruption import CallLimits
@@ -71,7 +72,10 @@ class HeldRollouts:
         return sorted(group for group, rows in self.groups.items() if all(row in self.ended for row in rows))
 
     def state(self) -> Batch:
-        """The rows that :meth:`advance` goes on with, as far as they have come, for a checkpoint."""
+        """The rows that :meth:`advance` goes on with, as far as they have come, for a checkpoint. Those of another checkpoint that
+        nobody has asked for yet are the same on every replica."""
+        if self.saved is not None:
+            return self.saved
         none = torch.empty(0), torch.empty(0), torch.empty(0, dtype=torch.int64)
         rows: dict[int, tuple[Any, ...]] = {
             row.request.row_id: (row.step, 0, row.token_ids, *(row.notes or none)[:3]) for row in self.generator.kept
@@ -84,6 +88,12 @@ class HeldRollouts:
         fields |= {"reason": torch.tensor(reasons, dtype=torch.int64), "token_ids": ragged(tokens, torch.int64)}
         kinds = None, None, torch.int64
         return Batch(row_ids, row_ids, fields | {n: ragged(c, kind) for n, c, kind in zip(NOTED, noted, kinds, strict=True)})
+
+    def take_back(self, states: Sequence[Batch]) -> None:
+        """What the replicas saved; several may have saved the same rows."""
+        rows = concat(states)
+        _, first = np.unique(rows.row_ids.numpy(), return_index=True)
+        self.saved = rows.take(first)
 
     def _restore(self, requests: Sequence[Request], num_top: int) -> list[Request]:
         """Take back those that a checkpoint has; returns the others. ``num_top``: likeliest tokens noted for each token. Raises
