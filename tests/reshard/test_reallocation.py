@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import pairwise, product
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ import torch
 from ranks import run_ranks
 from rlhf_spmd.models.sharding import check_layout, plan_params, tensor_shapes
 from rlhf_spmd.models.spec import ModelSpec
-from rlhf_spmd.parallel.boxes import Box, ParamShard, shard_rows, zero_rows
+from rlhf_spmd.parallel.boxes import Box, ParamShard, shard_rows, whole_shard, zero_rows
 from rlhf_spmd.parallel.collectives import RECORDER, Group
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.world import World
@@ -556,3 +557,30 @@ def test_storages_are_given_up_and_come_back() -> None:
     assert storages.nbytes == 24 * 4 + 5 * 2 and not whole.any()
     tensors[1].fill_(7.0)
     assert float(whole.sum()) == 12 * 7.0  # the same views
+
+
+def test_what_stays_on_a_rank_holds_up_no_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of megabytes before the next message starts would keep its peer waiting."""
+    said: list[str] = []
+    original = Transfer._copy
+
+    def copy(self: Transfer, pieces: Any) -> None:
+        said.extend(["copy"] * bool(pieces))
+        original(self, pieces)
+
+    def exchange(sends: Any, receives: Any, label: str) -> list[Any]:
+        said.append("exchange")
+        return [SimpleNamespace(wait=lambda: said.append("wait"))]
+
+    monkeypatch.setattr(Transfer, "_copy", copy)
+    both = [Holding((rank,), {"a": whole_shard("a", (6, 1 << 16))}) for rank in range(2)]
+    plan = plan_transfer(both[:1], both, lambda rank: 0, 0)
+    steps = plan_steps(plan, Ends(0, (0, 1), {"a": (6, 1 << 16)}, {"a": (6, 1 << 16)}, False, 1 << 17))
+    assert [bool(step.copies) for step in steps] == [True, False, False, False]
+    source, target = torch.randn(6, 1 << 16), torch.zeros(6, 1 << 16)
+    group = SimpleNamespace(start_exchange=exchange)
+    args = len(steps), steps.__getitem__, {"a": source}, {"a": target}, group, torch.float32, 1 << 30, "loan"
+    transfer = Transfer(*args)  # type: ignore[arg-type]
+    assert said == ["exchange"] * 3
+    transfer.wait()
+    assert said == ["exchange"] * 3 + ["copy"] + ["wait"] * 3 and torch.equal(source, target)

@@ -81,12 +81,12 @@ def plan_steps(plan: Plan, ends: Ends) -> list[Step]:
     have as many distances as the larger one has ranks), then by the number of the message between the two. So a rank sends one message
     in each and receives one, and the first exchange that is not done is always started by all that have a part in it: no order of
     arrival and no limit can lock ranks into waiting, nor does it where transfers of one group follow each other (NCCL). What stays on
-    the rank is copied when the first exchange is on its way."""
+    the rank comes first: it is copied when all that there is room for is on its way."""
     alone = max(ends.limit // 64, ALONE_BETWEEN_TWO)
     pairs = _in_order(plan.moves(), (plan.givers, plan.takers), ends, alone)
     steps = [_exchange(list(some), (), ends) for _, some in groupby(pairs, key=lambda pair: pair[0][:2])]
     copies = list(plan.copies())
-    return [*steps[:1], *[Step(copies=copies)] * bool(copies), *steps[1:]]
+    return [*[Step(copies=copies)] * bool(copies), *steps]
 
 
 def plan_bucket(moves: Sequence[Piece], copies: Sequence[Piece], ends: Ends, on_gpu: bool) -> Step:

@@ -172,12 +172,15 @@ class Transfer:
             for number, peer in step.transfers:
                 (outward if step.messages[number].sends else inward).append((peer, travels[number]))
             works = self._group.start_exchange(outward, inward, self._label) if travels else []
-        self._copy(step.copies)
+        if works:
+            self._copy(step.copies)
         return _Flight(step, works, buffer, travels)
 
     def _land(self, flight: _Flight) -> None:
         """Wait for a step and put what came into its buffer into place."""
         wait_all(flight.works)
+        if not flight.works:  # what stays on the rank holds up no message
+            self._copy(flight.step.copies)
         if flight.buffer is not None:
             for message, memory in zip(flight.step.messages, flight.travels, strict=True):
                 if not message.sends and message.offset is not None:
