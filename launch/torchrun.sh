@@ -21,11 +21,8 @@ if (($# == 0)); then
   exit 2
 fi
 config=()
-if [[ $1 != *=* && $1 != -* && ! -f $1 ]]; then
-  echo "config error: $1: no such file; give a configuration file, then overrides such as run.steps=20" >&2
-  exit 2
-fi
 if [[ $1 != *=* && $1 != -* ]]; then # the first argument is the configuration file, the others are overrides
+  [[ -f $1 ]] || { echo "config error: $1: no such file; give a configuration file, then overrides such as run.steps=20" >&2; exit 2; }
   config=(--config "$1")
   shift
 fi

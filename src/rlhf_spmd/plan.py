@@ -144,7 +144,7 @@ def step_of(run: Run, machine: Machine) -> StepFacts:
     )
     device = torch.device("cpu" if machine.device.on_host else "cuda")
     limits, ahead = run.config.algorithm.limits, run.config.placement.max_staleness
-    return StepFacts(run.graph, float(prompt), run.work.responses, limits, device, ahead)
+    return StepFacts(run.graph, float(prompt), run.work.responses, limits, device, ahead, run.config.run.test_freq > 0)
 
 
 def evaluate(run: Run, machine: Machine, times: planning.Times) -> planning.Planned:

@@ -13,7 +13,6 @@ import os
 import re
 import shutil
 from collections.abc import Collection
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,9 +25,8 @@ from rlhf_spmd.telemetry.run_dir import CHECKPOINTS_DIR, LATEST, atomic_write_by
 FORMAT_1 = "manifest.json"  # what format 1 had in its place
 MANIFEST, COMMIT = "manifest.jsonl", "COMMIT"
 _NAME = re.compile(r"step_(\d+)(\.old)?")
-_HELD: WeakValueDictionary[tuple[Any, ...], Manifest] = (
-    WeakValueDictionary()
-)  # those that were read, as long as they are in use
+# those that were read, as long as they are in use
+_HELD: WeakValueDictionary[tuple[Any, ...], Manifest] = WeakValueDictionary()
 
 
 @dataclass(frozen=True)
@@ -94,10 +92,11 @@ def read_manifest(directory: Path) -> Manifest:
     again: with a thousand ranks it has hundreds of megabytes, and a run that goes on asks for it with every role.
     """
     directory = Path(directory)
-    seen: tuple[Any, ...] = ()
-    with suppress(OSError):  # which is told when it is read
+    try:
         stats = [(directory / name).stat() for name in (MANIFEST, COMMIT)]
-        seen = str(directory), *((s.st_ino, s.st_size, s.st_mtime_ns) for s in stats)
+    except OSError:  # told in the words of who reads it
+        return _read_manifest(directory)
+    seen = str(directory), *((s.st_ino, s.st_size, s.st_mtime_ns) for s in stats)
     held = _HELD.get(seen)
     if held is None:
         held = _HELD[seen] = _read_manifest(directory)

@@ -192,10 +192,10 @@ class InFlightStream(RowStream):
         self.loader.load_state_dict(state)
         flying = state.get("in_flight") or []
         if flying:
-            if (n := state.get("n", self.n)) != self.n:
+            if (n := state.get("n")) != self.n:  # None: of a version that did not say it
                 raise CheckpointError(
                     f"the checkpoint has {len(flying)} prompts in flight with sampling.n={n} responses each, and it is {self.n} now; "
-                    f"give sampling.n={n}"
+                    "their rows would answer other prompts"
                 )
             same = {key: state[key] for key in ("num_replicas", "speeds") if key in state} == self._replicas()
             groups = [group for group, _, _ in flying]

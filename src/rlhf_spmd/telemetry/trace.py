@@ -68,7 +68,7 @@ class Span:
 def events_of_a_rank(size: int) -> int:
     """How many a rank keeps, so that all of ``size`` ranks have a million at most: rank 0 writes and reads them by json, which holds
     Python's lock all the while (2 to 4 microseconds an event), and others would take its silence for death."""
-    return min(20_000, max(2, 1_000_000 // size))
+    return min(20_000, max(1_000_000 // size, 2))
 
 
 class Timeline:
