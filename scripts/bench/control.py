@@ -36,7 +36,8 @@ from torch import Tensor
 
 from rlhf_spmd.controller import DP, ONE_TO_ALL, THREE_D, Controller, GroupShape, ResourcePool, Worker, register
 from rlhf_spmd.data.batch import Batch, ragged
-from rlhf_spmd.parallel.board import Board, end_process
+from rlhf_spmd.parallel.board import Board
+from rlhf_spmd.parallel.ending import end_process
 from rlhf_spmd.parallel.collectives import RECORDER, wait_all
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.world import World, connect_store, init_world, read_launch
@@ -311,7 +312,7 @@ def main() -> None:
     board.start()
     bench = Bench(init_world(launch, store, device=torch.device("cpu")), board, args.repeats, args.profile)
     bench.run()
-    board.finish(store)
+    board.finish()
     if launch.rank == 0:
         args.out.write_text(json.dumps(bench.results), encoding="utf-8")
     end_process(0)

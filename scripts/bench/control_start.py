@@ -30,7 +30,8 @@ def start_ours() -> Callable[[], object]:
     import torch
 
     from rlhf_spmd.controller import ONE_TO_ALL, Controller, GroupShape, ResourcePool, Worker, register
-    from rlhf_spmd.parallel.board import Board, end_process
+    from rlhf_spmd.parallel.board import Board
+    from rlhf_spmd.parallel.ending import end_process
     from rlhf_spmd.parallel.layout import Layout
     from rlhf_spmd.parallel.world import connect_store, init_world, read_launch
 
@@ -49,7 +50,7 @@ def start_ours() -> Callable[[], object]:
     assert len(controller.get(toy.nothing())[0]) == world.size
 
     def end() -> None:
-        board.finish(store)
+        board.finish()
         end_process(0)
 
     return end

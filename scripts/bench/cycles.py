@@ -36,7 +36,7 @@ from rlhf_spmd.models.heads import token_log_probs
 from rlhf_spmd.models.sharding import ParamShard, plan_params
 from rlhf_spmd.models.spec import read_spec
 from rlhf_spmd.models.weights import write_random_model
-from rlhf_spmd.parallel.board import end_process
+from rlhf_spmd.parallel.ending import end_process
 from rlhf_spmd.parallel.layout import Layout, generation_layout
 from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.parallel.world import World, connect_store, init_world, read_launch

@@ -25,7 +25,7 @@ import torch
 from measure import device_facts, machine_facts, on_ranks, save
 from torch import Tensor
 
-from rlhf_spmd.parallel.board import end_process
+from rlhf_spmd.parallel.ending import end_process
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import Mesh, build_mesh
 from rlhf_spmd.parallel.pipeline import Action, connect_stages, run_pipeline, schedule_1f1b, schedule_forward

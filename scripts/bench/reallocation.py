@@ -27,7 +27,7 @@ import torch
 from measure import MIB, machine_facts, median, on_ranks, table
 
 from rlhf_spmd.models.spec import ModelSpec
-from rlhf_spmd.parallel.board import end_process
+from rlhf_spmd.parallel.ending import end_process
 from rlhf_spmd.parallel.boxes import ParamShard, zero_shards
 from rlhf_spmd.parallel.collectives import RECORDER, wait_all
 from rlhf_spmd.parallel.layout import Layout

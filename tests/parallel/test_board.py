@@ -38,7 +38,7 @@ def look(all_boards: list[Board], watch: Watch) -> str | None:
 
 def test_beat_survives_the_store():
     original = beat(3, seq=17, name="critic.compute_values", calls=[[16, 5], [17, 9]])
-    assert Beat.decode(original.encode().encode()) == original
+    assert Beat.decode(original.encode()) == original
 
 
 def test_divergence_names_both_call_sites():
@@ -241,7 +241,7 @@ def test_every_sign_of_life_goes_into_the_heartbeat():
 
     def progress() -> int:
         board._publish()
-        return Beat.decode(board._store.get("board/beat/0")).progress
+        return Beat.decode(board._own.get("board/beat/0")).progress
 
     signs = [
         lambda: board.enter_call(1, "actor.update_actor", "ppo.py:40"),
@@ -260,21 +260,21 @@ def test_every_sign_of_life_goes_into_the_heartbeat():
 def test_who_is_at_work_is_to_blame_and_not_who_waited_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A reward call of rank 1 goes on, as its heartbeats say, when rank 0 has waited in vain; rank 2 waits as well."""
     all_boards = boards(3)
-    board, store = all_boards[0], all_boards[0]._store
+    board, messages = all_boards[0], all_boards[0]._own
     monkeypatch.setattr(board, "_thread", threading.current_thread())
     board.enter_call(17, "reward.compute_reward", "ppo.py:33")
 
     def beats(progress: int) -> None:
         for rank in range(3):
             last = beat(rank, seq=17, name="reward.compute_reward", progress=progress if rank == 1 else 5)
-            store.set(f"board/beat/{rank}", last.encode())
+            messages.set(f"board/beat/{rank}", last.encode())
 
     beats(5)
     waits: list[float] = []
     monkeypatch.setattr(board._known, "wait", lambda seconds: waits.append(seconds) or beats(6))
     assert not board.await_verdict(15.0), "another failure may come of what another rank does"
     beats(5)
-    store.add("board/waited", JUDGES - 1)  # others have read the heartbeats of all
+    messages.store.add("board/waited", JUDGES - 1)  # others have read the heartbeats of all
     assert board.await_verdict(15.0, waited=True) and board.failure is not None
     beats(5)
     assert not board.await_verdict(15.0, waited=True), "of a thousand ranks that time out together a few read all heartbeats"

@@ -19,13 +19,16 @@ from places import ROOT
 from rlhf_spmd.parallel.launcher import start_ranks
 
 PROGRAM = ROOT / "tests" / "started" / "failing.py"
-START = "import sys; from rlhf_spmd.parallel.launcher import start_ranks; sys.exit(start_ranks(sys.argv[2:], int(sys.argv[1])))"
+START = (
+    "import pathlib, sys; from rlhf_spmd.parallel.launcher import start_ranks; "
+    "sys.exit(start_ranks(sys.argv[3:], int(sys.argv[1]), pathlib.Path(sys.argv[2])))"
+)
 PATIENCE_S = 300.0  # on a busy machine
 
 
 def start(run_dir: Path, kind: str, ranks: int) -> subprocess.Popen[str]:
     run_dir.mkdir()
-    command = [sys.executable, "-c", START, str(ranks), sys.executable, str(PROGRAM), str(run_dir), kind]
+    command = [sys.executable, "-c", START, str(ranks), str(run_dir), sys.executable, str(PROGRAM), str(run_dir), kind]
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
     return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True)
 
@@ -50,16 +53,49 @@ def is_gone(pid: int) -> bool:
 
 
 def test_how_a_rank_ends_is_how_the_job_ends(tmp_path: Path) -> None:
-    """Three jobs side by side: one that fails, one of which a rank is killed, one with bad input."""
-    jobs = {kind: start(tmp_path / kind, kind, ranks) for kind, ranks in {"raise": 2, "kill": 3, "bad_config": 2}.items()}
+    """Jobs side by side: one that fails, one of which a rank is killed, one of which a rank leaves, one that all ranks leave with 0
+    without Python's knowledge, and one with bad input."""
+    ranks = {"raise": 2, "kill": 3, "exit": 2, "vanish": 2, "bad_config": 2}
+    jobs = {kind: start(tmp_path / kind, kind, ranks) for kind, ranks in ranks.items()}
     said = {kind: job.communicate(timeout=PATIENCE_S)[1].splitlines() for kind, job in jobs.items()}
-    assert {kind: job.returncode for kind, job in jobs.items()} == {"raise": 1, "kill": 5, "bad_config": 2}
+    codes = {"raise": 1, "kill": 9, "exit": 9, "vanish": 9, "bad_config": 2}
+    assert {kind: job.returncode for kind, job in jobs.items()} == codes
     assert said["raise"][-1].startswith("rank 1 failed in actor.update_actor (call 6, ppo.py:32, step 2): KeyError")
-    assert re.fullmatch(r"rank 2 \(process \d+\) was ended by SIGKILL; .* memory runs out", said["kill"][0])
-    assert said["kill"][1].startswith("rank 2 stopped answering")
-    assert len(said["kill"]) == 2
+    where, early = re.escape("in actor.update_actor (call 6, ppo.py:32, step 2)"), "before the end of the program"
+    killed = f"was ended by SIGKILL {early}, as the system does where memory runs out"
+    lines = {
+        "kill": rf"rank 2 \(process \d+\) {killed}: ranks 0, 1, 2 {where}",
+        "exit": rf"rank 1 left {where}, {early}: SystemExit: 0",
+        "vanish": rf"rank [01] \(process \d+\) left with exit code 0 {early}: ranks 0, 1 {where}",
+    }
+    for kind, line in lines.items():
+        assert re.fullmatch(line, said[kind][-1]), said[kind]
+        status = status_of(tmp_path / kind)
+        assert (status["class"], status["code"], status["call"]) == ("lost", 9, "actor.update_actor")
+        assert status["message"] == said[kind][-1] and status["step"] == 2
+    assert len(said["kill"]) == len(said["vanish"]) == 1
+    assert "os._exit(0)" in "\n".join(said["exit"]), "the traceback says where"
     (line,) = said["bad_config"]
     assert line.startswith("config error: data.train_batch_size = 7: dp(2) does not divide it; use 6 or 8 [rank ")
+
+
+def test_a_signal_before_the_first_step_is_written_down(tmp_path: Path) -> None:
+    """While ranks check their input, and before they can know of a signal."""
+    checking, importing = start(tmp_path / "checking", "wait", 2), start(tmp_path / "importing", "run", 2)
+    (tmp_path / "importing" / "exit_status.json").write_text('{"class": "done", "code": 0}')
+    await_file(tmp_path / "checking" / "stepped")
+    importing_since = time.monotonic()
+    while not (children := Path(f"/proc/{importing.pid}/task/{importing.pid}/children").read_text().split()):
+        assert time.monotonic() - importing_since < PATIENCE_S
+        time.sleep(0.02)
+    for job in (checking, importing):
+        job.send_signal(signal.SIGTERM)
+    said = [job.communicate(timeout=PATIENCE_S)[1] for job in (checking, importing)]
+    assert [job.returncode for job in (checking, importing)] == [10, 10], (said, children)
+    assert re.fullmatch(r"ended by SIGTERM before the first step \[rank . on \S+\]\n", said[0])
+    for name in ("checking", "importing"):
+        status = status_of(tmp_path / name)
+        assert (status["class"], status["code"]) == ("signal", 10) and "SIGTERM" in str(status["message"])
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
@@ -89,8 +125,8 @@ def test_a_launcher_that_is_process_1_of_a_container_is_alive(tmp_path: Path) ->
     if shutil.which("unshare") is None or subprocess.run([*inside, "true"], capture_output=True).returncode:
         pytest.skip("no namespaces here")
     rank = tmp_path / "rank.py"  # a command line with "torch" in it would be taken for torchrun's
-    rank.write_text("from rlhf_spmd.parallel.program import die_with_torchrun; die_with_torchrun()")
-    command = [*inside, sys.executable, "-c", START, "2", sys.executable, str(rank)]
+    rank.write_text("from rlhf_spmd.parallel.program import run_program; run_program(lambda: None, lambda context: None)")
+    command = [*inside, sys.executable, "-c", START, "2", str(tmp_path), sys.executable, str(rank)]
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
     assert subprocess.run(command, env=environment, timeout=PATIENCE_S).returncode == 0
 

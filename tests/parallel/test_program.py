@@ -18,8 +18,10 @@ import torch.distributed as dist
 import tasks
 from places import ROOT
 from ranks import Program
-from rlhf_spmd.parallel import program, world
-from rlhf_spmd.parallel.program import Preempted, ProgramContext, ProgramSettings, classify, lost_connection, run_program
+from rlhf_spmd.parallel import agreement, world
+from rlhf_spmd.parallel.ending import Preempted, classify, lost_connection
+from rlhf_spmd.parallel.messages import Messages
+from rlhf_spmd.parallel.program import ProgramContext, ProgramSettings, run_program
 from rlhf_spmd.parallel.world import Launch, choose_cpu_matmul
 from tasks import free_port
 
@@ -337,17 +339,17 @@ class Unready(dist.HashStore):
         self.waited.append(timeout.total_seconds())
         if len(self.waited) <= self.times:
             raise RuntimeError("wait timeout")
-        self.set("prepare/verdict", "ok")
+        Messages(self, b"key").set("prepare/verdict", "ok")
 
 
 def test_ranks_that_come_late_to_the_agreement_are_named(capsys, monkeypatch, tmp_path):
     late = "ranks [1] did not finish checking their input within"
-    program._await_input_verdict(Launch(rank=0, size=2), store := Unready(1), 4200.0, None)
+    agreement._await_verdict(Launch(rank=0, size=2), Messages(store := Unready(1), b"key"), 4200.0, None)
     assert store.waited == [300.0, 3900.0] and capsys.readouterr().err == f"{late} 300 s; the others wait for 4200 s\n"
-    monkeypatch.setattr(program, "_exit", lambda launch, code: sys.exit(code))
+    monkeypatch.setattr(agreement, "end_rank", lambda launch, code: sys.exit(code))
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     with pytest.raises(SystemExit) as ending:
-        program._await_input_verdict(Launch(rank=0, size=2), Unready(2), 4200.0, tmp_path)
+        agreement._await_verdict(Launch(rank=0, size=2), Messages(Unready(2), b"key"), 4200.0, tmp_path)
     *_, last = capsys.readouterr().err.splitlines()
     assert ending.value.code == 5 and last == f"{late} 4200 s"
     assert json.loads((tmp_path / "exit_status.json").read_text())["class"] == "hang"

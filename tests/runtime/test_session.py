@@ -23,7 +23,7 @@ from ranks import run_ranks
 from rlhf_spmd.controller import Controller, Reference
 from rlhf_spmd.data.files import DataError
 from rlhf_spmd.models.spec import read_spec
-from rlhf_spmd.parallel.program import classify
+from rlhf_spmd.parallel.ending import classify
 from rlhf_spmd.parallel.world import Launch, World
 from rlhf_spmd.rewards.results import RewardError
 from rlhf_spmd.runtime import session

@@ -3,6 +3,7 @@
 Usage: failing.py RUN_DIR KIND [LOST_S]. Every rank writes its process id to RUN_DIR/pid_N; RUN_DIR/failed appears with the failure.
 """
 
+import ctypes
 import os
 import signal
 import sys
@@ -11,7 +12,8 @@ from pathlib import Path
 
 import torch
 
-from rlhf_spmd.parallel.program import Preempted, ProgramContext, ProgramSettings, run_program
+from rlhf_spmd.parallel.ending import Preempted
+from rlhf_spmd.parallel.program import ProgramContext, ProgramSettings, run_program
 from rlhf_spmd.parallel.watch import Limits
 
 RUN_DIR, KIND = Path(sys.argv[1]), sys.argv[2]
@@ -27,6 +29,9 @@ def prepare() -> dict[str, int]:
     (RUN_DIR / f"pid_{rank}").write_text(str(os.getpid()))
     if KIND.startswith("bad"):
         failed()
+    if KIND == "wait":
+        (RUN_DIR / "stepped").touch()
+        time.sleep(120)
     if KIND == "bad_config":
         raise ValueError("data.train_batch_size = 7: dp(2) does not divide it; use 6 or 8")
     if KIND == "bad_data_on_one" and rank == "1":
@@ -46,7 +51,7 @@ def body(context: ProgramContext[dict[str, int]]) -> None:
                 return
             seq += 1
             board.enter_call(seq, name, f"ppo.py:{line}")
-            if step == 2 and line == 32 and world.rank == world.size - 1:
+            if step == 2 and line == 32 and (world.rank == world.size - 1 or KIND == "vanish"):
                 fail()
             if KIND in ("diverge", "end_early") and step == 2 and line > 30:
                 failed()
@@ -70,11 +75,17 @@ def failed() -> None:
 
 
 def fail() -> None:
+    if KIND in ("kill", "vanish"):
+        time.sleep(1.2)  # two heartbeats
     failed()
     if KIND == "raise":
         raise KeyError("no such column")
     if KIND == "checkpoint":
         raise NoDisk("cannot write model.safetensors: no space left on device")
+    if KIND == "exit":
+        os._exit(0)
+    if KIND == "vanish":
+        ctypes.CDLL(None)._exit(0)  # which Python does not see
     if KIND == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if KIND == "stop":

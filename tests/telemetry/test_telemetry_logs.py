@@ -110,7 +110,7 @@ def test_exit_status_has_the_agreed_keys(tmp_path: Path) -> None:
         "message": "no answer",
     }
     assert read_exit_status(tmp_path / "run") == ExitStatus("hang", "no answer", 3, "critic.update", 7, "c")
-    assert list(EXIT_CODES.values()) == [0, 1, 2, 3, 4, 5, 6, 7, 8, 75]
+    assert list(EXIT_CODES.values()) == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 75]
 
 
 def test_run_dir_that_cannot_be_written_is_named(tmp_path: Path) -> None:

@@ -14,11 +14,10 @@ import json
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
@@ -28,9 +27,10 @@ from typing import Any, NoReturn, cast
 import torch.distributed as dist
 
 from rlhf_spmd.parallel.collectives import RECORDER
+from rlhf_spmd.parallel.ending import announce, await_all, end_process, one_line, record_status
+from rlhf_spmd.parallel.messages import ALL_ENDED, DONE, FAILURE, ForgedMessage, Messages
 from rlhf_spmd.parallel.watch import HISTORY, WINDOW, Beat, Finding, Limits, Watch, place
 from rlhf_spmd.parallel.world import Launch
-from rlhf_spmd.telemetry import run_lock
 from rlhf_spmd.telemetry.run_dir import ExitStatus, write_exit_status
 
 JUDGES = 8  # ranks that read the heartbeats of all after a timeout: they mostly time out together, and one store serves them
@@ -44,11 +44,19 @@ class Failure(ExitStatus):
     kill_pid: int = 0
     kill_host: str = ""
 
+    def encode(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def decode(text: str) -> Failure:
+        return Failure(**json.loads(text))
+
 
 class Board:
     """One per process. ``preempted``, ``run_dir`` and ``last_checkpoint`` are plain fields that the program reads and sets."""
 
-    def __init__(self, launch: Launch, store: dist.Store, limits: Limits | None = None) -> None:
+    def __init__(self, launch: Launch, store: dist.Store, limits: Limits | None = None, key: bytes = b"") -> None:
+        """``key``: seals what the ranks say to each other; see :func:`~rlhf_spmd.parallel.messages.agree_on_key`."""
         self.launch = launch
         self.limits = limits or Limits()
         self.preempted = False
@@ -57,7 +65,7 @@ class Board:
         self.last_checkpoint: str | None = None
         self.step = 0
         self.failure: Failure | None = None
-        self._store = store
+        self._main = self._own = Messages(store, key)  # of the main thread, which may block, and of the board's
         self._log: list[tuple[int, str, str, int]] = [(0, "", "", 0)] * HISTORY  # a ring, read by the thread without a lock
         self._num_calls = 0
         self._chain = 0
@@ -116,23 +124,31 @@ class Board:
         """Starts the thread; a single process needs none."""
         if self.launch.size == 1:
             return
-        self._store = _own_connection(self._store)
+        self._own = _own_connection(self._own)
         self._publish()
         self._thread = threading.Thread(target=self._run, name="board", daemon=True)
         self._thread.start()
 
-    def finish(self, store: dist.Store) -> None:
-        """The script has ended here: wait until it has ended on every rank (a failure elsewhere ends the process instead).
+    def finish(self) -> None:
+        """The script has ended here: wait until it has ended on every rank (a failure elsewhere ends the process instead), then say
+        in exit_status.json, and to who has started the ranks, that the job is done.
 
-        ``store`` is the main thread's connection: it blocks. Collective over the world: every rank of it must call.
+        Collective over the world: every rank of it must call.
         """
         self._inside, self._state = False, "ended"
         RECORDER.tick()
-        if self.launch.size > 1:
-            if store.add("board/ended", 1) == self.launch.size:
-                store.set("board/all_ended", "1")
-            store.wait(["board/all_ended"], timedelta(seconds=self.limits.stall_s))
+        store, size = self._main.store, self.launch.size
+        self._main.set(f"board/ended/{self.launch.rank}", "1")
+        if store.add("board/ended", 1) >= size:
+            self._main.get_all([f"board/ended/{rank}" for rank in range(size)])  # and not only as many
+            self._main.set(ALL_ENDED, "1")
+        store.wait([ALL_ENDED], timedelta(seconds=self.limits.stall_s))
+        self._main.get(ALL_ENDED)
         self.stop()
+        if self.launch.rank == 0:
+            if self.run_dir is not None:
+                write_exit_status(self.run_dir, ExitStatus("done", step=self.step, last_checkpoint=self.last_checkpoint))
+            self._main.set(DONE, "1")
 
     def stop(self) -> None:
         self._stopping = True
@@ -161,7 +177,13 @@ class Board:
             return self.failure is not None
         self._suspect = True
         self._wake.set()
-        judges = waited and self._store.add("board/waited", 1) <= JUDGES
+        try:
+            return self._await_verdict(seconds, waited)
+        except RuntimeError:  # the store is gone, or a stranger writes there: the board's thread says so
+            return self._known.wait(seconds)
+
+    def _await_verdict(self, seconds: float, waited: bool) -> bool:
+        judges = waited and self._own.store.add("board/waited", 1) <= JUDGES
         before = self._beats_of(set(range(self.launch.size)) - {self.launch.rank}) if judges else []
         if self._known.wait(seconds if judges or not waited else 2 * seconds):  # a judge reads twice before it speaks
             return True
@@ -184,31 +206,25 @@ class Board:
         end_process(self.failure.code)
 
     def _post(self, failure: Failure, details: str = "") -> bool:
-        record = json.dumps(asdict(failure)).encode()
         try:
-            won = self._store.compare_set("board/failure", "", record.decode()) == record
-        except RuntimeError:  # the store is gone with its host: every node speaks for itself
-            won = self.launch.local_rank == 0
+            first = Failure.decode(self._own.put_first(FAILURE, failure.encode()))
+            won = first == failure
+        except RuntimeError:  # the store is gone with its host, or a stranger writes there: every node speaks for itself
+            first, won = failure, self.launch.local_rank == 0
         if won:
             self._announce(failure, details)
-        else:
-            failure = self._read_failure() or failure
-        self.failure = failure
+        self.failure = first
         self._known.set()
         return won
 
     def _announce(self, failure: Failure, details: str) -> None:
         announce(failure.message, details)
         if self.run_dir is not None:
-            try:
-                write_exit_status(self.run_dir, replace(failure, message=one_line(failure.message)))
-            except OSError as error:
-                announce(f"cannot write exit_status.json in {self.run_dir}: {error}")
+            record_status(self.run_dir, failure)
 
     def _read_failure(self) -> Failure | None:
-        if not self._store.check(["board/failure"]):
-            return None
-        return Failure(**json.loads(self._store.get("board/failure")))
+        found = self._own.find(FAILURE)
+        return None if found is None else Failure.decode(found)
 
     # ---- the thread ------------------------------------------------------------------------------------------------
 
@@ -229,6 +245,8 @@ class Board:
                 if looks and (finding := self._look(watch)) is not None:
                     self._post(self._blame(finding))
                 retried = False
+            except ForgedMessage as error:
+                self._post(self._own_failure("error", f"rank {self.launch.rank} ends in {self.where}: {error}"))
             except RuntimeError as error:  # torch's store clients raise nothing more precise in all versions
                 if self._stopping or self.failure is not None:
                     pass
@@ -259,11 +277,11 @@ class Board:
             calls=tuple((entry[0], entry[3]) for entry in recent),
         )
         if seq != self._logged:  # before the beat: who reads of a call in a beat finds its words in the log
-            self._store.set(f"board/log/{rank}", json.dumps([entry[:3] for entry in recent]))
+            self._own.set(f"board/log/{rank}", json.dumps([entry[:3] for entry in recent]))
             self._logged = seq
-        self._store.set(f"board/beat/{rank}", beat.encode())
+        self._own.set(f"board/beat/{rank}", beat.encode())
         if self._suspect:
-            self._store.set("board/suspect", "1")
+            self._own.store.set("board/suspect", "1")
 
     def _recent(self, number: int) -> list[tuple[int, str, str, int]]:
         """The last calls, at most so many."""
@@ -273,18 +291,18 @@ class Board:
     def _look(self, watch: Watch) -> Finding | None:
         beats = {beat.rank: beat for beat in self._beats_of(watch.ranks)}
         own = [(seq, chain) for seq, _, _, chain in self._recent(HISTORY)]
-        suspect = self._suspect or self._store.check(["board/suspect"])
+        suspect = self._suspect or self._own.store.check(["board/suspect"])
         return watch.judge(time.monotonic(), beats, own, suspect, self._call_text)
 
     def _beats_of(self, ranks: Iterable[int]) -> list[Beat]:
         """Of those that have started."""
         keys = [f"board/beat/{rank}" for rank in ranks]
-        if not self._store.check(keys):
-            keys = [key for key in keys if self._store.check([key])]
-        return [Beat.decode(data) for data in self._store.multi_get(keys)] if keys else []
+        if not self._own.store.check(keys):
+            keys = [key for key in keys if self._own.store.check([key])]
+        return [Beat.decode(text) for text in self._own.get_all(keys)]
 
     def _call_text(self, rank: int, seq: int) -> str:
-        entries = self._log if rank == self.launch.rank else json.loads(self._store.get(f"board/log/{rank}"))
+        entries = self._log if rank == self.launch.rank else json.loads(self._own.get(f"board/log/{rank}"))
         return next((f"{name} ({site})" for number, name, site, *_ in entries if number == seq), "another call")
 
     def _blame(self, finding: Finding) -> Failure:
@@ -293,11 +311,12 @@ class Board:
             message += f"; rank {self.launch.rank} is in {self.where}"
         call, step = (finding.call or beat.name or None, beat.step) if beat else (None, None)
         pid, host = (beat.pid, beat.host) if beat and finding.silent else (0, "")
-        return Failure("hang", message, finding.rank, call, step, self.last_checkpoint, pid, host)
+        error_class = "lost" if finding.silent else "hang"
+        return Failure(error_class, message, finding.rank, call, step, self.last_checkpoint, pid, host)
 
     def _reconnect(self) -> bool:
         try:
-            self._store = _own_connection(self._store)
+            self._own = _own_connection(self._own)
         except RuntimeError:
             return False
         return True
@@ -307,7 +326,7 @@ class Board:
             f"rank {self.launch.rank} lost the store that all ranks share, in {self.where}: "
             f"the torchrun agent of the first node is gone ({one_line(reason)[:120]})"
         )
-        failure = self._own_failure("hang", message)
+        failure = self._own_failure("lost", message)
         if self.launch.local_rank == 0:
             self._announce(failure, "")
         self.failure = failure
@@ -316,11 +335,11 @@ class Board:
         """Acknowledge, give the main thread and the other ranks ``grace_s`` to know as well, then end the process."""
         self._known.set()
         deadline = time.monotonic() + self.limits.grace_s
-        if failure.class_ == "hang":
+        if failure.class_ in ("hang", "lost"):
             self._dump_stacks()
         self._kill_silent_neighbour(failure)
         with suppress(RuntimeError):  # the store ended with its host, which knew
-            await_all(self._store, "board/known", self.launch.size, deadline, self._main_ready.is_set)
+            await_all(self._own.store, "board/known", self.launch.size, deadline, self._main_ready.is_set)
         end_process(failure.code)
 
     def _dump_stacks(self) -> None:
@@ -354,47 +373,8 @@ class Board:
         return self.run_dir / "logs" / f"rank_{self.launch.rank}.{kind}"
 
 
-def _own_connection(store: dist.Store) -> dist.Store:
+def _own_connection(messages: Messages) -> Messages:
     """Another connection to the same store: calls on one connection wait for each other."""
-    clone: dist.Store = cast(Any, store).clone()  # missing in torch's stubs
+    clone: dist.Store = cast(Any, messages.store).clone()  # missing in torch's stubs
     clone.set_timeout(_CLIENT_TIMEOUT)
-    return clone
-
-
-def await_all(store: dist.Store, key: str, size: int, deadline: float, ready: Callable[[], bool] = lambda: True) -> None:
-    """Counts this process under ``key`` and waits until all are counted and this one is ``ready``, until ``deadline`` at most."""
-    known = store.add(key, 1)
-    while not (known >= size and ready()) and time.monotonic() < deadline:
-        time.sleep(0.05)
-        known = store.add(key, 0)
-
-
-def one_line(text: str) -> str:
-    return " ".join(text.split())
-
-
-def announce(line: str, details: str = "") -> None:
-    """``details`` (a traceback) and one line on standard error, in one write so that ranks do not mix."""
-    text = f"{details.rstrip()}\n{one_line(line)}\n" if details else f"{one_line(line)}\n"
-    _to_streams(lambda: sys.stderr.write(text), 5.0)
-
-
-def end_process(code: int) -> NoReturn:
-    """Ends the process at once. Python's own way out can be blocked by a process group whose peers are gone, and is aborted where
-    a thread of gloo still lets go of a tensor, for which it needs the interpreter."""
-    _to_streams(sys.stdout.flush, 1.0)
-    _to_streams(run_lock.release, 5.0)
-    os._exit(code)
-
-
-def _to_streams(write: Callable[[], object], seconds: float) -> None:
-    """A reader of the pipe or a disk that has stopped blocks it for ``seconds`` at most, and one that is gone does not matter."""
-
-    def attempt() -> None:
-        with suppress(OSError, ValueError):
-            write()
-            sys.stderr.flush()
-
-    writer = threading.Thread(target=attempt, daemon=True)
-    writer.start()
-    writer.join(seconds)
+    return replace(messages, store=clone)

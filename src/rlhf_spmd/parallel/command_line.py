@@ -7,13 +7,14 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch.distributed as dist
 
 from rlhf_spmd.config.keys import Key
 from rlhf_spmd.config.load import to_yaml
-from rlhf_spmd.parallel.board import announce
+from rlhf_spmd.parallel.ending import announce
 from rlhf_spmd.parallel.launcher import start_ranks, usual_number
 from rlhf_spmd.parallel.world import Launch, read_launch
 from rlhf_spmd.telemetry.run_dir import EXIT_CODES
@@ -49,11 +50,13 @@ def read_command_line(
     read: Callable[[str | None, Sequence[str]], Any],
     argv: Sequence[str] | None,
     has_ranks: bool = True,
+    run_dir_of: Callable[[str | None, Sequence[str]], Path | None] = lambda config, overrides: None,
 ) -> CommandLine:
     """What a program is called with; None: this process's own arguments. Ends the process with what is only asked, or where it has
     started the program's ranks and they have ended.
 
-    ``keys``: of the configuration, given the overrides. ``read``: the checked configuration of a file and overrides.
+    ``keys``: of the configuration, given the overrides. ``read``: the checked configuration of a file and overrides. ``run_dir_of``:
+    where exit_status.json goes, of the same.
     """
     parser = _parser(name, description)
     # what is unknown is refused as an override, once for all ranks
@@ -86,7 +89,8 @@ def read_command_line(
             arguments = [*overrides, *(["--config", config] if config else [])]
             try:
                 read(config, overrides)  # most mistakes, before any rank is started
-                code = start_ranks([sys.executable, "-u", "-m", f"rlhf_spmd.{name}", *arguments], launch.size)
+                command = [sys.executable, "-u", "-m", f"rlhf_spmd.{name}", *arguments]
+                code = start_ranks(command, launch.size, run_dir_of(config, overrides))
             except ValueError as error:
                 refuse(error)
             raise SystemExit(code)

@@ -47,7 +47,7 @@ class Beat:
         return json.dumps([getattr(self, f.name) for f in fields(self)], separators=(",", ":"))
 
     @staticmethod
-    def decode(data: bytes) -> Beat:
+    def decode(data: str) -> Beat:
         return Beat(*json.loads(data))
 
     @property
@@ -157,7 +157,7 @@ class Watch:
         for rank in self.ranks:
             beat = beats.get(rank)
             count = beat.count if beat else -1
-            if self._counts.get(rank) == count:
+            if rank in self._counts and count <= self._counts[rank]:  # not even an old beat said again is a sign of life
                 self._silence[rank] += elapsed
             else:
                 self._counts[rank], self._silence[rank] = count, 0.0

@@ -7,7 +7,9 @@ import ctypes
 import hashlib
 import os
 import resource
+import socket
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -27,8 +29,11 @@ from rlhf_spmd.parallel.collectives import Group
 
 _NUMBERS = count()  # of worlds
 LAUNCHER = "RLHF_SPMD_LAUNCHER"  # the process that has started this rank in torchrun's place
+JOB_KEY = "RLHF_SPMD_KEY"  # the key that seals the messages of a job's processes: messages.py
 TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # processes that srun or mpirun has started
 
+START_S = 120.0  # until the store has answered, on one machine, whose processes start together
+START_NODES_S = 900.0  # on several, which may start one after the other
 MOST_THREADS = 1024  # of a rank: beyond what any host has, and below what its process may start
 
 
@@ -72,20 +77,47 @@ def num_tasks() -> int:
     return max(int(text) if text.isdecimal() else 1 for text in (os.environ.get(name, "1") for name in TASKS))
 
 
-def connect_store(launch: Launch, timeout_s: float = 60.0) -> dist.Store:
+def start_limit(launch: Launch) -> float:
+    """How many seconds a rank waits at the start for what other processes do."""
+    return START_S if launch.local_size == launch.size else START_NODES_S
+
+
+def connect_store(launch: Launch, timeout_s: float | None = None) -> dist.Store:
     """The key-value store that all ranks share before and beside any process group (torchrun hosts it). Raises ValueError where the
-    launcher has not said where it is."""
-    if launch.size == 1:
+    launcher has not said where it is, ConnectionError where nothing answers as a store there within ``timeout_s``, by default
+    :func:`start_limit`."""
+    if launch.size == 1 and JOB_KEY not in os.environ:
         return dist.HashStore()
     if missing := [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
         are = "are" if len(missing) > 1 else "is"
         raise ValueError(
             f"WORLD_SIZE={launch.size}, but {', '.join(missing)} {are} not set; start by torchrun, or unset WORLD_SIZE"
         )
-    timeout = timedelta(seconds=timeout_s)
-    store, _, _ = next(dist.rendezvous("env://", launch.rank, launch.size, timeout=timeout))
-    store.set_timeout(timeout)
-    return dist.PrefixStore(f"rlhf_spmd/{launch.restart_count}", store)
+    limit_s = start_limit(launch) if timeout_s is None else timeout_s
+    timeout, where = timedelta(seconds=limit_s), f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    answers: list[dist.Store | Exception] = []
+
+    def connect() -> None:
+        try:
+            store, _, _ = next(dist.rendezvous("env://", launch.rank, launch.size, timeout=timeout))
+            answers.append(store)
+        except Exception as error:  # goes on to the main thread
+            answers.append(error)
+
+    # torch waits without a limit for a service of another kind that takes the connection and says nothing
+    connecting = threading.Thread(target=connect, daemon=True)
+    connecting.start()
+    connecting.join(limit_s + 1.0)
+    answer = answers[0] if answers else TimeoutError("what listens there does not answer as a store")
+    if isinstance(answer, Exception):
+        raise ConnectionError(f"no store at {where} within {limit_s:.0f} s ({answer})") from answer
+    answer.set_timeout(timeout)
+    return ranks_store(answer, launch.restart_count)
+
+
+def ranks_store(store: dist.Store, restart_count: int = 0) -> dist.Store:
+    """The part of ``store`` that belongs to the ranks of this start."""
+    return dist.PrefixStore(f"rlhf_spmd/{restart_count}", store)
 
 
 @dataclass
@@ -225,6 +257,8 @@ def init_world(
     Collective over the world: every rank of it must call.
     """
     device = device or choose_device(launch)
+    if launch.local_size == launch.size:
+        stay_on_this_machine()
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # gloo has a socket for each pair of a group's ranks
     if device.type == "cuda":
@@ -249,6 +283,13 @@ def init_world(
         )
         atexit.register(_leave)
     return World(launch, device, store, patience_s, number)
+
+
+def stay_on_this_machine() -> None:
+    """gloo connects ranks of one machine over its loopback, which other machines cannot reach, unless the user names a network."""
+    names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+    if names:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", names[0])
 
 
 @cache

@@ -27,7 +27,8 @@ from rlhf_spmd.controller.versions import Versions
 from rlhf_spmd.kernels import wait
 from rlhf_spmd.kernels.devices import peak_bytes
 from rlhf_spmd.parallel.collectives import RECORDER
-from rlhf_spmd.parallel.program import Preempted, ProgramContext
+from rlhf_spmd.parallel.ending import Preempted
+from rlhf_spmd.parallel.program import ProgramContext
 from rlhf_spmd.parallel.world import MOST_THREADS
 from rlhf_spmd.reshard import LABELS
 from rlhf_spmd.runtime import restart

@@ -37,6 +37,8 @@ EXIT_CODES = {
     "numerics": 6,
     "reward": 7,
     "memory": 8,
+    "lost": 9,
+    "signal": 10,
     "preempted": 75,
 }
 

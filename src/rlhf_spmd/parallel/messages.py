@@ -1,0 +1,136 @@
+"""Messages in the store that all ranks share, sealed with a key that only the job's processes have.
+
+The store asks nobody for a password. So whoever can reach its port can write into it, but not what a rank takes for a message of
+the job. Counters are not sealed: a stranger can make ranks wait or fail with them, not end well.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import secrets
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from rlhf_spmd.parallel.world import JOB_KEY, Launch
+
+SEAL = 64  # characters of a seal, before the text
+VERDICT = "prepare/verdict"  # on the input: "ok", or the refusal
+FAILURE = "board/failure"  # the one that ends the job
+ALL_ENDED = "board/all_ended"  # the script has ended on every rank
+DONE = "board/done"  # rank 0 has written that the job is done
+KEY_FILE = "rlhf_spmd_key_"
+
+
+class ForgedMessage(RuntimeError):
+    """In the store stands what no process of this job has written."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"the store that all ranks share holds a message ({name}) without the seal of this job: another process writes "
+            "there, or a rank has not got the job's key"
+        )
+
+
+@dataclass(frozen=True)
+class Messages:
+    """``store`` with sealed texts. What reads raises :class:`ForgedMessage`, and RuntimeError where the store does not answer."""
+
+    store: dist.Store
+    key: bytes
+
+    def set(self, name: str, text: str) -> None:
+        self.store.set(name, self._seal(name, text) + text)
+
+    def get(self, name: str) -> str:
+        """Waits until it is there."""
+        return self._opened(name, self.store.get(name))
+
+    def get_all(self, names: Sequence[str]) -> list[str]:
+        """As :meth:`get`, of several."""
+        values = self.store.multi_get(list(names)) if names else []
+        return [self._opened(name, value) for name, value in zip(names, values, strict=True)]
+
+    def find(self, name: str) -> str | None:
+        """None where there is no such message yet."""
+        return self.get(name) if self.store.check([name]) else None
+
+    def put_first(self, name: str, text: str) -> str:
+        """Write it where there is none of this name; returns what is there then."""
+        return self._opened(name, self.store.compare_set(name, "", self._seal(name, text) + text))
+
+    def _seal(self, name: str, text: str) -> str:
+        return hmac.new(self.key, f"{name}\0{text}".encode(), "sha256").hexdigest()
+
+    def _opened(self, name: str, value: bytes) -> str:
+        seal, text = value[:SEAL], value[SEAL:].decode(errors="replace")
+        if not hmac.compare_digest(seal, self._seal(name, text).encode()):
+            raise ForgedMessage(name)
+        return text
+
+
+def given_key(text: str, restart: int = 0) -> bytes:
+    """Of the text in the environment, the launcher's or the user's. Each restart of the ranks has its own messages."""
+    return f"{restart} {text}".encode()
+
+
+def agree_on_key(launch: Launch, store: dist.Store, place: Path | None) -> bytes:
+    """The job's key, from the environment or through a file that only this user can read; the store has the file's name.
+
+    The file lies in the machine's directory for such files if all ranks are on one, otherwise in ``place``, which all of them see.
+    Empty, and so no secret, without such a place. Raises ValueError where there should be a file and this rank cannot read it.
+
+    Collective over the world: every rank of it must call.
+    """
+    if given := os.environ.get(JOB_KEY):
+        return given_key(given, launch.restart_count)
+    if launch.size == 1:
+        return secrets.token_bytes(32)
+    if launch.local_size == launch.size:
+        place = Path(tempfile.gettempdir())
+    if launch.rank == 0:
+        name = "" if place is None else _write_key(place)
+        store.set("key/file", name)
+    elif place is None:
+        return b""
+    else:
+        name = store.get("key/file").decode(errors="replace")
+    if place is None or (launch.rank == 0 and not name):
+        return b""
+    key = _read_key(place, name)
+    if store.add("key/read", 1) == launch.size:
+        (place / name).unlink(missing_ok=True)
+    return key
+
+
+def _write_key(place: Path) -> str:
+    """The name of a new file with a key; "" where none can be written, which the check of the input will say."""
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        descriptor, path = tempfile.mkstemp(prefix=KEY_FILE, dir=place)  # which only this user can read
+    except OSError:
+        return ""
+    with os.fdopen(descriptor, "w") as file:
+        file.write(secrets.token_hex(32))
+    return Path(path).name
+
+
+def _read_key(place: Path, name: str) -> bytes:
+    """A stranger may have written the name: the file must be this user's own."""
+    what = f"{place}/{name}, through which ranks share the key of the job,"
+    if not (name.startswith(KEY_FILE) and name.replace("_", "").isalnum()):
+        raise ValueError(f"rank 0 has no file in {place} for the key of the job; all nodes must see the same directory")
+    try:
+        descriptor = os.open(place / name, os.O_RDONLY | os.O_NOFOLLOW)
+        with os.fdopen(descriptor, "rb") as file, tempfile.TemporaryFile(dir=place) as own:
+            found, usual = os.fstat(file.fileno()), os.fstat(own.fileno())
+            key = file.read()
+    except OSError as error:
+        raise ValueError(f"{what} cannot be read ({error.strerror}); all nodes must see the same directory") from error
+    if found.st_uid != usual.st_uid or found.st_mode & 0o077 or not key:
+        raise ValueError(f"{what} is not this user's own; another process writes into the store of this job")
+    return key
