@@ -54,11 +54,11 @@ def is_gone(pid: int) -> bool:
 
 def test_how_a_rank_ends_is_how_the_job_ends(tmp_path: Path) -> None:
     """Jobs side by side: one that fails, one of which a rank is killed, one of which a rank leaves, one that all ranks leave with 0
-    without Python's knowledge, and one with bad input."""
-    ranks = {"raise": 2, "kill": 3, "exit": 2, "vanish": 2, "bad_config": 2}
+    without Python's knowledge, one in whose store somebody else writes that it is done, and one with bad input."""
+    ranks = {"raise": 2, "kill": 3, "exit": 2, "vanish": 2, "forged": 2, "bad_config": 2}
     jobs = {kind: start(tmp_path / kind, kind, ranks) for kind, ranks in ranks.items()}
     said = {kind: job.communicate(timeout=PATIENCE_S)[1].splitlines() for kind, job in jobs.items()}
-    codes = {"raise": 1, "kill": 9, "exit": 9, "vanish": 9, "bad_config": 2}
+    codes = {"raise": 1, "kill": 9, "exit": 9, "vanish": 9, "forged": 1, "bad_config": 2}
     assert {kind: job.returncode for kind, job in jobs.items()} == codes
     assert said["raise"][-1].startswith("rank 1 failed in actor.update_actor (call 6, ppo.py:32, step 2): KeyError")
     where, early = re.escape("in actor.update_actor (call 6, ppo.py:32, step 2)"), "before the end of the program"
@@ -75,6 +75,7 @@ def test_how_a_rank_ends_is_how_the_job_ends(tmp_path: Path) -> None:
         assert status["message"] == said[kind][-1] and status["step"] == 2
     assert len(said["kill"]) == len(said["vanish"]) == 1
     assert "os._exit(0)" in "\n".join(said["exit"]), "the traceback says where"
+    assert "without the seal of this job" in said["forged"][-1] and status_of(tmp_path / "forged")["class"] == "error"
     (line,) = said["bad_config"]
     assert line.startswith("config error: data.train_batch_size = 7: dp(2) does not divide it; use 6 or 8 [rank ")
 
@@ -83,15 +84,16 @@ def test_a_signal_before_the_first_step_is_written_down(tmp_path: Path) -> None:
     """While ranks check their input, and before they can know of a signal."""
     checking, importing = start(tmp_path / "checking", "wait", 2), start(tmp_path / "importing", "run", 2)
     (tmp_path / "importing" / "exit_status.json").write_text('{"class": "done", "code": 0}')
-    await_file(tmp_path / "checking" / "stepped")
-    importing_since = time.monotonic()
-    while not (children := Path(f"/proc/{importing.pid}/task/{importing.pid}/children").read_text().split()):
-        assert time.monotonic() - importing_since < PATIENCE_S
+    since = time.monotonic()
+    while not Path(f"/proc/{importing.pid}/task/{importing.pid}/children").read_text():
+        assert time.monotonic() - since < PATIENCE_S
         time.sleep(0.02)
-    for job in (checking, importing):
-        job.send_signal(signal.SIGTERM)
+    importing.send_signal(signal.SIGTERM)
+    for rank in range(2):
+        await_file(tmp_path / "checking" / f"pid_{rank}")
+    checking.send_signal(signal.SIGTERM)
     said = [job.communicate(timeout=PATIENCE_S)[1] for job in (checking, importing)]
-    assert [job.returncode for job in (checking, importing)] == [10, 10], (said, children)
+    assert [job.returncode for job in (checking, importing)] == [10, 10], said
     assert re.fullmatch(r"ended by SIGTERM before the first step \[rank . on \S+\]\n", said[0])
     for name in ("checking", "importing"):
         status = status_of(tmp_path / name)

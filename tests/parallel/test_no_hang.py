@@ -250,6 +250,6 @@ def test_a_rank_that_is_killed_in_a_step(jobs: dict[str, Job]) -> None:
     job = jobs["kill"]
     assert re.search(r"^rank 2 stopped answering .*\(call \d+, [a-z_]+\.py:\d+, step [23]\)", job.lines[0])
     status = job.status
-    assert (status["class"], status["code"], status["rank"]) == ("hang", 5, 2)
+    assert (status["class"], status["code"], status["rank"]) == ("lost", 9, 2)
     assert re.fullmatch(r"\w+\.\w+", status["call"]) and status["call"] in job.lines[0]
-    assert job.codes == {0: 5, 1: 5, 2: -signal.SIGKILL}
+    assert job.codes == {0: 9, 1: 9, 2: -signal.SIGKILL}

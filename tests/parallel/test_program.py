@@ -173,8 +173,8 @@ def test_ranks_that_branch_differently_are_told_apart(failed):
 def test_a_killed_rank_is_named_by_a_survivor(failed):
     ended = failed["kill"]
     assert len(ended.ours) == 1 and ended.ours[0].startswith("rank 2 stopped answering")
-    assert ended.codes == {0: 5, 1: 5, 2: -9}
-    assert (ended.status["class"], ended.status["rank"]) == ("hang", 2)
+    assert ended.codes == {0: 9, 1: 9, 2: -9}
+    assert (ended.status["class"], ended.status["rank"]) == ("lost", 2)
     assert ended.seconds < 60
 
 
@@ -194,9 +194,9 @@ def test_killed_rank_0_is_named_as_well_and_a_stopped_one_is_killed(tmp_path):
         os.kill(victim, number)
     killed, stopped = wait(first, tmp_path / "first"), wait(second, tmp_path / "second")
     assert len(killed.ours) == 1 and killed.ours[0].startswith("rank 0 stopped answering")
-    assert killed.codes == {0: -9, 1: 5} and killed.status["rank"] == 0
+    assert killed.codes == {0: -9, 1: 9} and killed.status["rank"] == 0
     assert len(stopped.ours) == 1 and stopped.ours[0].startswith("rank 1 stopped answering")
-    assert stopped.codes == {0: 5, 1: -9} and stopped.status["rank"] == 1
+    assert stopped.codes == {0: 9, 1: -9} and stopped.status["rank"] == 1
     assert max(killed.after_verdict, stopped.after_verdict) < 28  # torchrun waits 30 s for a stopped process
     assert max(killed.seconds, stopped.seconds) < 60
     assert all(gone(pid) for pid in victims)
@@ -262,6 +262,10 @@ def test_another_job_in_the_same_run_directory_is_refused(tmp_path):
     assert not (tmp_path / "run" / "run.lock").exists()
 
 
+REALLY = os._exit
+LEAVE = {"sys.exit": sys.exit, "os._exit": lambda code: os._exit(code)}  # as it is when the program runs
+
+
 def body_of(kind: str):
     def body(context: ProgramContext[None]) -> None:
         context.board.set_step(1)
@@ -271,11 +275,15 @@ def body_of(kind: str):
             time.sleep(5)
         if kind.startswith("nan"):
             raise FloatingPointError("loss is nan")
+        if kind in LEAVE:
+            LEAVE[kind](0)
 
     return body
 
 
-@pytest.mark.parametrize(("kind", "code"), [("done", 0), ("nan", 6), ("sigterm", 75), ("nan, full disk", 6)])
+@pytest.mark.parametrize(
+    ("kind", "code"), [("done", 0), ("nan", 6), ("sigterm", 75), ("nan, full disk", 6), ("sys.exit", 9), ("os._exit", 9)]
+)
 def test_a_single_process_needs_no_torchrun(tmp_path, kind, code):
     if "full disk" in kind:
         (tmp_path / "logs" / "rank_0.err").mkdir(parents=True)  # nothing can be written there
@@ -288,8 +296,21 @@ def test_a_single_process_needs_no_torchrun(tmp_path, kind, code):
         run_program(lambda: None, body_of(kind), lambda _: ProgramSettings(tmp_path))
     status = json.loads((tmp_path / "exit_status.json").read_text())
     assert (status["code"], status["step"]) == (code, 1)
+    assert os._exit is REALLY
     assert not (tmp_path / "run.lock").exists()
     assert signal.getsignal(signal.SIGTERM) is handler
+
+
+@pytest.mark.parametrize(("kind", "code"), [("sys.exit", 9), ("os._exit", 9), ("sigterm", 10)])
+def test_a_program_that_leaves_while_it_checks_its_input_has_a_status(tmp_path, kind, code, capsys):
+    (tmp_path / "exit_status.json").write_text('{"class": "done", "code": 0}')  # of an earlier start
+    ways = {**LEAVE, "sigterm": lambda _: os.kill(os.getpid(), signal.SIGTERM)}
+    with pytest.raises(SystemExit) as ending:
+        run_program(lambda: ways[kind](0), lambda _: None, run_dir_hint=tmp_path)
+    assert ending.value.code == code and os._exit is REALLY
+    status, line = status_of(tmp_path), capsys.readouterr().err.splitlines()[-1]
+    assert (status["code"], status["message"]) == (code, line)
+    assert line == "ended by SIGTERM before the first step" if code == 10 else "SystemExit: 0" in line
 
 
 @pytest.mark.parametrize(

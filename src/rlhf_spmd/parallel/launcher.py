@@ -63,6 +63,8 @@ def start_ranks(command: Sequence[str], size: int, run_dir: Path | None = None) 
         while len(job.ranks) < size and not job.told:
             environment = rank_environment(len(job.ranks), size, port, key)
             job.ranks.append(subprocess.Popen(command, env=environment, start_new_session=True))
+        if job.told:
+            job.tell(signal.SIGTERM)  # the signal may have come while a rank was being started
         while job.look():
             time.sleep(LOOK_S)
     finally:
@@ -121,8 +123,8 @@ class _Job:
             return (
                 code > 0 and self.messages.find(f"board/beat/{number}") is None
             )  # refused by itself, before it was one of the job
-        except ForgedMessage:
-            return False
+        except ForgedMessage:  # which the rank has said, if it has ended by itself
+            return code > 0
 
     def _name(self, number: int, code: int) -> None:
         """Tell the job, and people, that a rank has ended before its end."""

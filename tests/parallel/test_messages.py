@@ -1,0 +1,144 @@
+"""What ranks say to each other in a store that others can reach: seals, the key of the job, and the limits of a start."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from rlhf_spmd.parallel import ending, launcher, messages
+from rlhf_spmd.parallel.board import Board, Failure
+from rlhf_spmd.parallel.messages import ALL_ENDED, FAILURE, ForgedMessage, Messages, agree_on_key
+from rlhf_spmd.parallel.world import JOB_KEY, Launch, connect_store
+from rlhf_spmd.telemetry.run_dir import read_exit_status
+
+
+def test_only_what_the_job_has_sealed_is_read() -> None:
+    store = dist.HashStore()
+    own, other = Messages(store, b"key"), Messages(store, b"another key")
+    own.set("a", "text")
+    assert own.get("a") == "text" and own.find("b") is None and own.get_all([]) == []
+    assert own.put_first("c", "first") == own.put_first("c", "second") == "first"
+    store.set("b", store.get("a"))  # under another name
+    for name, reader in (("a", other), ("b", own)):
+        with pytest.raises(ForgedMessage, match=f"message \\({name}\\) without the seal"):
+            reader.get(name)
+
+
+@pytest.mark.parametrize("text", ["", "ok", '{"class_": "done"}', "0" * 64 + '{"class_": "done"}'])
+def test_a_strangers_word_ends_no_job_with_0(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = dist.HashStore()
+    store.set(FAILURE, text)
+    board = Board(Launch(0, 2, 0, 2), store, key=b"key")
+    board.run_dir = tmp_path
+    with pytest.raises(ForgedMessage):
+        board._read_failure()
+    board._post(board._own_failure("error", "a stranger"))
+    assert board.failure is not None and board.failure.code == 1
+    status = read_exit_status(tmp_path)
+    assert status is not None and status.code == 1 and capsys.readouterr().err == "a stranger\n"
+
+
+def test_ranks_end_together_whatever_a_stranger_counts() -> None:
+    store = dist.HashStore()
+    first, second = (Board(Launch(rank, 2, rank, 2), store, key=b"key") for rank in range(2))
+    store.add("board/ended", 1)  # as if a rank had ended
+    with ThreadPoolExecutor(1) as others:
+        ended = others.submit(first.finish)
+        time.sleep(0.3)
+        assert not ended.done()
+        second.finish()
+        ended.result(timeout=30)
+    forged = dist.HashStore()
+    forged.set(ALL_ENDED, "1")
+    with pytest.raises(ForgedMessage):
+        Board(Launch(1, 2, 1, 2), forged, key=b"key").finish()
+
+
+def keys_of(store: dist.Store, place: Path | None, local_size: int) -> list[bytes]:
+    with ThreadPoolExecutor(2) as ranks:
+        return list(ranks.map(lambda rank: agree_on_key(Launch(rank, 2, rank, local_size), store, place), range(2)))
+
+
+def test_ranks_get_the_key_of_the_job_through_a_file_that_is_gone_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(JOB_KEY, raising=False)
+    monkeypatch.setattr(messages.tempfile, "tempdir", str(tmp_path))
+    one, another = (keys_of(dist.HashStore(), None, 2) for _ in range(2))
+    assert one[0] == one[1] != another[0] and len(one[0]) == 64
+    apart = keys_of(dist.HashStore(), tmp_path / "run", 1)
+    assert apart[0] == apart[1] and len(apart[0]) == 64
+    assert keys_of(dist.HashStore(), None, 1) == [b"", b""]  # nodes that have nothing in common but the store
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    monkeypatch.setenv(JOB_KEY, "given")
+    assert agree_on_key(Launch(1, 2, 0, 1, restart_count=3), dist.HashStore(), None) == b"3 given"
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "refusal"),
+    [
+        ("", 0o600, "rank 0 has no file in .* all nodes must see the same directory"),
+        ("../key", 0o600, "rank 0 has no file"),
+        ("rlhf_spmd_key_absent", 0o600, "cannot be read .No such file"),
+        ("rlhf_spmd_key_open", 0o644, "is not this user's own"),
+    ],
+)
+def test_a_key_from_elsewhere_is_refused(name: str, mode: int, refusal: str, tmp_path: Path) -> None:
+    (tmp_path / "rlhf_spmd_key_open").write_text("known to all")
+    (tmp_path / "rlhf_spmd_key_open").chmod(mode)
+    store = dist.HashStore()
+    store.set("key/file", name)
+    with pytest.raises(ValueError, match=refusal):
+        agree_on_key(Launch(1, 2, 0, 1), store, tmp_path)
+
+
+def test_the_launchers_store_listens_on_this_machine_alone() -> None:
+    store, port = launcher._serve_store()
+    rows = [line.split() for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()]
+    listening = [row[1] for row in rows if row[1].endswith(f":{port:04X}") and row[3] == "0A"]
+    assert listening == [f"0100007F:{port:04X}"]
+    client = dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=30))
+    client.set("a", "b")
+    assert store.get("a") == b"b"
+
+
+def test_a_service_that_never_answers_is_named_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        given = {"RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        for name, value in given.items():
+            monkeypatch.setenv(name, value)
+        since = time.monotonic()
+        with pytest.raises(ConnectionError, match=f"no store at 127.0.0.1:{port} within 1 s"):
+            connect_store(Launch(1, 2, 1, 2), timeout_s=1.0)
+        assert time.monotonic() - since < 20
+
+
+def test_what_a_terminal_would_obey_is_not_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    ending.announce("a\x1b]0;title\x07 b\x9b2J\n c\u202ed", "line\x1b[31m\n\tline")
+    assert capsys.readouterr().err == "line\\x1b[31m\n\tline\na\\x1b]0;title\\x07 b\\x9b2J c\\u202ed\n"
+
+
+def test_a_line_is_printed_where_no_thread_can_be_started(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    codes: list[int] = []
+    monkeypatch.setattr(ending, "_exit", codes.append)
+    ending.announce("the last word")
+    ending.end_process(0)
+    assert capsys.readouterr().err == "the last word\n" and codes == [0]
+
+
+def test_a_failure_survives_the_store() -> None:
+    failure = Failure("lost", "rank 1 left", 1, "actor.update", 3, None, os.getpid(), "host")
+    assert Failure.decode(failure.encode()) == failure
