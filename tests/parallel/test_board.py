@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import sys
 import threading
 import time
@@ -84,6 +85,22 @@ def test_the_first_call_is_compared_too():
     Controller(solo(1), pair[1]).get()
     message = look(pair, Watch(0, range(2), Limits()))
     assert message is not None and "rank 1 entered controller.get (" in message and "as call 1, rank 0" in message
+
+
+def test_a_script_that_returns_early_on_one_rank_is_told_at_its_end():
+    """It may then wait for messages, so its end counts as a call."""
+    pair = boards(2)
+
+    def script(controller: Controller, calls: int) -> None:
+        for _ in range(calls):
+            controller.decide(False)
+
+    for board, calls in zip(pair, (2, 1), strict=True):
+        controller = Controller(solo(board.launch.rank), board)
+        controller.run(script, controller, calls)
+    message, site = look(pair, Watch(0, range(2), Limits())), rf"test_board\.py:{script.__code__.co_firstlineno + 2}"
+    ended = rf"rank 1 entered controller\.settle \(end of the script after {site}\) as call 2"
+    assert message is not None and re.search(rf"{ended}, rank 0 entered controller\.decide \({site}\)", message)
 
 
 def test_a_call_that_a_beat_names_is_in_the_log_by_then():

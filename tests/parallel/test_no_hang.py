@@ -187,10 +187,10 @@ def test_a_script_that_branches_on_what_one_rank_knows(jobs: dict[str, Job]) -> 
 
 
 def test_a_rank_that_leaves_out_a_call(jobs: dict[str, Job]) -> None:
-    line = check(jobs["shorter"], "hang", 5, ("actor.update_actor", "controller.vote"), 2)
+    line = check(jobs["shorter"], "hang", 5, ("actor.update_actor", "controller.settle"), 2)
     update = f"actor.update_actor ({site_of(ppo.__file__, 'models.actor.update(', -1)})"
     assert update in line
-    assert re.search(r"rank 1 entered controller\.vote \(session\.py:\d+\)", line)
+    assert re.search(r"rank 1 entered controller\.settle \(end of the script after ppo\.py:\d+\)", line)
     assert f"rank 0 entered {update}" in line
 
 

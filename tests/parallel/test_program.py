@@ -301,6 +301,20 @@ def test_a_single_process_needs_no_torchrun(tmp_path, kind, code):
     assert signal.getsignal(signal.SIGTERM) is handler
 
 
+def test_a_thread_that_leaves_ends_the_program(tmp_path):
+    """It ends its process, so in one of its own."""
+    script = (
+        "import os, pathlib, sys, threading, time\n"
+        "from rlhf_spmd.parallel.program import ProgramSettings, run_program\n"
+        "def body(context):\n"
+        "    threading.Thread(target=os._exit, args=(0,)).start()\n"
+        "    time.sleep(60)\n"
+        "run_program(lambda: None, body, lambda _: ProgramSettings(pathlib.Path(sys.argv[1])))\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", script, str(tmp_path)], env=tasks.environment(), timeout=START_LIMIT_S)
+    assert ended.returncode == 9 and status_of(tmp_path)["class"] == "lost"
+
+
 @pytest.mark.parametrize(("kind", "code"), [("sys.exit", 9), ("os._exit", 9), ("sigterm", 10)])
 def test_a_program_that_leaves_while_it_checks_its_input_has_a_status(tmp_path, kind, code, capsys):
     (tmp_path / "exit_status.json").write_text('{"class": "done", "code": 0}')  # of an earlier start

@@ -73,6 +73,7 @@ class Controller:
         self._streaming = Streaming(self, self.delivery, num_portions)
         self._own_reports: deque[bytes] = deque()
         self._seq = 1  # for the board 0 is before the first call
+        self._last_site = ""  # of the last call
         self._tracing = False
         self.versions = Versions(ahead)
         # by name and site: the calls still to come in this script
@@ -97,7 +98,12 @@ class Controller:
                     self._next[own[-1].node] = node.role
                 own.append(node)
         result = script(*args)
+        # a rank whose script has fewer calls must not wait here for messages while the others wait for its next call
+        self._enter(
+            "controller.settle", f"end of the script after {self._last_site}" if self._last_site else "end of the script"
+        )
         self.settle(self.versions.ahead)
+        self._leave()
         return result
 
     def run_step(self, number: int, script: Callable[[], Any]) -> Any:
@@ -234,6 +240,7 @@ class Controller:
     def _enter(self, name: str, site: str) -> int:
         """Number a call and note it on the board, which compares the ranks' call logs."""
         seq, self._seq = self._seq, self._seq + 1
+        self._last_site = site
         if self.board is not None:
             self.board.enter_call(seq, name, site)
         return seq

@@ -97,7 +97,7 @@ def run_program(
     board = Board(launch, messages.store, replace(chosen.limits, stall_s=chosen.timeout_s), messages.key)
     board.run_dir = chosen.run_dir
     owns_group = not dist.is_initialized()
-    with _signals(board, saves_on_signal), _exits_are_seen(lambda left: _fail(board, left, saves_on_signal)):
+    with _signals(board, saves_on_signal), _exits_are_seen(lambda left: fail_beside(board, left, board.call)):
         try:
             if early.number:
                 signal.raise_signal(early.number)
@@ -206,7 +206,10 @@ def _exits_are_seen(fail: Callable[[SystemExit], object]) -> Iterator[None]:
 def fail_beside(board: Board, error: BaseException, call: tuple[int, str, str]) -> NoReturn:
     """End the job from a thread that works for ``call`` (as :attr:`Board.call`) beside the main thread, which may be waiting for
     what will not come."""
-    _fail(board, error, saves_on_signal=True, call=call)
+    try:
+        _fail(board, error, saves_on_signal=True, call=call)
+    except SystemExit as ending:  # of a process that is alone, whose main thread would not see it
+        end_process(int(str(ending.code)))
 
 
 def _fail(board: Board, error: BaseException, saves_on_signal: bool, call: tuple[int, str, str] | None = None) -> NoReturn:
