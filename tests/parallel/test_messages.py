@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import threading
 import time
@@ -13,11 +14,13 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from rlhf_spmd.parallel import ending, launcher, messages
+from rlhf_spmd.parallel import agreement, ending, launcher, messages
 from rlhf_spmd.parallel.board import Board, Failure
 from rlhf_spmd.parallel.messages import ALL_ENDED, FAILURE, ForgedMessage, Messages, agree_on_key
 from rlhf_spmd.parallel.world import JOB_KEY, Launch, connect_store
 from rlhf_spmd.telemetry.run_dir import read_exit_status
+
+VERSIONS = agreement.versions()
 
 
 def test_only_what_the_job_has_sealed_is_read() -> None:
@@ -142,3 +145,28 @@ def test_a_line_is_printed_where_no_thread_can_be_started(
 def test_a_failure_survives_the_store() -> None:
     failure = Failure("lost", "rank 1 left", 1, "actor.update", 3, None, os.getpid(), "host")
     assert Failure.decode(failure.encode()) == failure
+
+
+def test_ranks_with_another_version_are_told_apart(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    store, found = dist.HashStore(), iter(["2.13", "2.14"])
+
+    def leave(launch: Launch, code: int) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setattr(agreement, "connect_store", lambda launch: store)
+    monkeypatch.setattr(agreement, "versions", lambda: {"version of torch": next(found)})
+    monkeypatch.setattr(agreement, "end_rank", leave)
+    monkeypatch.setattr(agreement.signal, "signal", lambda *_: None)
+    monkeypatch.setenv(JOB_KEY, "key")
+
+    def agree(rank: int) -> object:
+        try:
+            return agreement.agree_on_input(Launch(rank, 2, rank, 2), dict, dict, None, agreement.EarlySignals())
+        except SystemExit as ending:
+            return ending.code
+
+    with ThreadPoolExecutor(2) as ranks:
+        assert list(ranks.map(agree, range(2))) == [2, 2]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r"rank . on \S+ has another version of torch than rank . on \S+ \(2.14, not 2.13\): .*", line)
+    assert {"version of torch", "version of Python", "version of rlhf_spmd (its code)"} == {*VERSIONS}

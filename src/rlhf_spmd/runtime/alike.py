@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from rlhf_spmd.config.load import flatten_yaml, to_yaml
 
+LARGEST = 16 << 20  # bytes of a file that a setting names; data are larger, and are compared by their rows
+READS = ("config.json", "generation_config.json", "tokenizer*", "*.jinja", "vocab*", "merges.txt", "special_tokens_map.json")
 OWN = ("path", "val_path", "cache_dir", "dir")  # keys whose values may differ between hosts: what is there may not
 
 
@@ -19,7 +23,40 @@ def run_digests(ready: Any) -> dict[str, str]:
     found |= {f"set of rows ({name})": dataset.fingerprint for name, dataset in ready.training.items()}
     found |= {f"set of validation rows ({name})": dataset.fingerprint for name, dataset in ready.validation.items()}
     paths = {role: Path(model.path) for role, model in ready.config.models.items() if model.path is not None}
-    return found | {f"models.{role}.path (its weights)": weights_digest(path) for role, path in paths.items()}
+    for role, path in paths.items():
+        found[f"models.{role}.path (its weights)"] = weights_digest(path)
+        found[f"models.{role}.path (its tokenizer and configuration)"] = text_digest(path)
+    return found | file_digests(ready.config)
+
+
+def file_digests(config: Any) -> dict[str, str]:
+    """Of files that settings name, the user's functions and templates: a digest of each by its key."""
+    found = {}
+    for key, text in flatten_yaml(to_yaml(config)).items():
+        if not set(OWN) & set(key.split(".")):
+            for file in _named_files(text):
+                found[f"{key} (its file)"] = f"{file.name} {hashlib.sha256(file.read_bytes()).hexdigest()}"
+    return found
+
+
+def _named_files(text: str) -> Iterator[Path]:
+    """The file that ``file.py:function``, ``package.module:function`` of a module that is not this package's, or a path names."""
+    name, colon, _ = text.partition(":")
+    module = sys.modules.get(name) if (colon or "." in name) and not name.startswith("rlhf_spmd.") else None
+    path = Path(str(getattr(module, "__file__", None) or name)).expanduser()
+    try:
+        if 0 < len(name) < 4096 and path.is_file() and path.stat().st_size <= LARGEST:
+            yield path
+    except (OSError, ValueError):  # a text that cannot be a path
+        return
+
+
+def text_digest(directory: Path) -> str:
+    """Of what a model's directory has beside weights: how text becomes tokens, and the architecture."""
+    digest = hashlib.sha256()
+    for file in sorted({file for name in READS for file in directory.glob(name)}):
+        digest.update(f"{file.name}\0".encode() + file.read_bytes())
+    return digest.hexdigest()
 
 
 def weights_digest(directory: Path) -> str:

@@ -33,7 +33,7 @@ from rlhf_spmd.parallel.layout import Layout, LayoutConfig, resolve_layout
 from rlhf_spmd.parallel.mesh import Mesh
 from rlhf_spmd.parallel.program import ProgramSettings, run_program
 from rlhf_spmd.parallel.world import MOST_THREADS, Launch, World
-from rlhf_spmd.runtime.alike import weights_digest
+from rlhf_spmd.runtime.alike import file_digests, text_digest, weights_digest
 from rlhf_spmd.telemetry.run_dir import CONFIG_FILE, EXPORT_DIR, atomic_write_text, exported_checkpoint
 from rlhf_spmd.workers.config import ComputeConfig
 
@@ -230,12 +230,17 @@ def inference_program(
     def keys(overrides: Sequence[str] = ()) -> Iterator[Key]:
         return list_keys(schema, {})
 
+    def settings(ready: LoadedModel) -> ProgramSettings:
+        config = ready.config
+        files = {"model.path (its tokenizer and configuration)": text_digest(Path(config.model.path)), **file_digests(config)}
+        return ProgramSettings(timeout_s=config.timeout_s, threads=config.threads, alike={**ready.alike, **files})
+
     def main(argv: Sequence[str] | None = None) -> None:
         command = read_command_line(name, description, keys, partial(read_config, schema), argv)
         run_program(
             lambda: prepare(command.config, command.overrides, command.launch),
             lambda context: work(context.prepared, context.world, context.board.tick),
-            lambda ready: ProgramSettings(timeout_s=ready.config.timeout_s, threads=ready.config.threads, alike=ready.alike),
+            settings,
             dry_run=(lambda ready: f"{name}: good for {command.launch.size} rank(s), {ready.layout}")
             if command.dry_run
             else None,
