@@ -367,12 +367,7 @@ def keys(overrides: Sequence[str] = (), default: str = "ppo", more: Mapping[str,
 def main(argv: Sequence[str] | None = None, name: str = "train", about: str | None = __doc__, default: str = "ppo") -> None:
     """The command line: ``--config FILE`` and overrides such as ``sampling.n=4``. ``default``: the algorithm where none is named."""
     command = read_command_line(
-        name,
-        about,
-        partial(keys, default=default),
-        lambda path, given: read_config(path, given, default)[0],
-        argv,
-        run_dir_of=run_dir_hint,
+        name, about, partial(keys, default=default), lambda a, b: read_config(a, b, default)[0], argv, run_dir_of=run_dir_hint
     )
     path, overrides, launch = command.config, command.overrides, command.launch
     run_program(

@@ -146,7 +146,7 @@ class _Job:
 
     def _beats(self) -> dict[int, Beat]:
         """Of the ranks that have begun, as far as they have sealed them."""
-        found = {}
+        found: dict[int, Beat] = {}
         for number in range(len(self.ranks)):
             with suppress(ForgedMessage):
                 text = self.messages.find(f"board/beat/{number}")
