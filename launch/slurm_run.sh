@@ -4,7 +4,7 @@
 #
 # Environment (besides launch/torchrun.sh's): RUN_DIR       default: runs/<job name>-<job id>, or run.dir=... among the arguments
 #                                             REQUEUE_ON    classes of exit_status.json that put the job back into the
-#                                                           queue, default: preempted; "preempted hang" also restarts after
+#                                                           queue, default: preempted; "preempted lost" also restarts after
 #                                                           a lost rank or node
 #                                             MAX_REQUEUES  default: 50
 set -uo pipefail
@@ -29,6 +29,9 @@ MASTER_ADDR=${MASTER_ADDR:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | hea
 MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 20000))}
 NPROC_PER_NODE=${NPROC_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}}
 export MASTER_ADDR MASTER_PORT NPROC_PER_NODE NNODES=$SLURM_JOB_NUM_NODES
+# seals what the ranks tell each other: who can reach the store's port has not got it
+RLHF_SPMD_KEY=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')
+export RLHF_SPMD_KEY
 export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1} # srun does not inherit it from sbatch
 
 echo "job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)): $NNODES node(s) x $NPROC_PER_NODE rank(s), store at $MASTER_ADDR:$MASTER_PORT, run directory $run_dir"
@@ -60,13 +63,16 @@ if [[ -f $status_file ]]; then
   class=$(sed -n 's/.*"class": *"\([a-z]*\)".*/\1/p' "$status_file")
   code=$(sed -n 's/.*"code": *\([0-9]*\).*/\1/p' "$status_file")
 fi
+if [[ $class == none && $code == 0 ]]; then
+  code=1 # the ranks have all left before the end of the run
+fi
 echo "job $SLURM_JOB_ID ended: class $class, code $code"
 
 # A job that is being cancelled, or that SLURM itself puts back, is no longer RUNNING: leave it alone.
 state=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/.*JobState=\([A-Z_]*\).*/\1/p')
 again=
 [[ " ${REQUEUE_ON:-preempted} " != *" $class "* ]] || again=yes
-[[ $class != none || -z $warned ]] || again=yes # the warning came while the ranks were starting: nothing to save yet
+[[ $class != none && $class != signal || -z $warned ]] || again=yes # the warning came while the ranks were starting: nothing to save yet
 if [[ -n $again && $state == RUNNING ]]; then
   if ((${SLURM_RESTART_COUNT:-0} < ${MAX_REQUEUES:-50})); then
     echo "job $SLURM_JOB_ID: requeued, it will go on from its last checkpoint"

@@ -14,6 +14,8 @@
 #   PROGRAM         Python module (or a .py file) to run   default: rlhf_spmd.train
 #   PYTHON          the interpreter of the environment     default: python3
 #   SAVE_SECONDS    time for saving after SIGTERM          default: 600; torchrun's own default kills after 30 s
+#   START_SECONDS   time in which node 0 must answer       default: 300; torchrun itself would wait for ever
+#   RLHF_SPMD_KEY   a secret, the same on all nodes        default: ranks share one through a file of run.dir, if it is given
 set -euo pipefail
 
 if (($# == 0)); then
@@ -41,6 +43,22 @@ export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${SAVE_SECONDS:-600}
 
 # The store of all ranks lies in torchrun on node 0, with two connections to each: more than the usual 1,024 files from 500 ranks on
 ulimit -Sn "$(ulimit -Hn)"
+
+# The port must be free on node 0, and on the other nodes answer as a store does once node 0 has started
+where=$MASTER_ADDR:$MASTER_PORT
+if ((NODE_RANK == 0)); then
+  ! (exec 3<>"/dev/tcp/$MASTER_ADDR/$MASTER_PORT") 2>/dev/null || {
+    echo "config error: MASTER_PORT=$MASTER_PORT: another program listens on $where; give a port that is free on node 0" >&2
+    exit 2
+  }
+else
+  START_SECONDS=${START_SECONDS:-300}
+  connect='import datetime, sys; from torch.distributed import TCPStore as S; host, port, limit = sys.argv[1:]; S(host, int(port), None, False, datetime.timedelta(seconds=int(limit)), False)'
+  timeout "$((START_SECONDS + 15))" "${PYTHON:-python3}" -c "$connect" "$MASTER_ADDR" "$MASTER_PORT" "$START_SECONDS" >/dev/null 2>&1 || {
+    echo "node $NODE_RANK: no store at $where within $START_SECONDS s; is node 0 started, and does nothing else listen there?" >&2
+    exit 5
+  }
+fi
 
 # exec: a signal sent to this script must reach torchrun, which passes SIGTERM on to the ranks
 # shellcheck disable=SC2086  # PROGRAM is "-m module" or one path

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -126,6 +127,19 @@ def test_torchrun_may_open_as_many_files_as_the_system_allows(tmp_path):
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, env=own, capture_output=True, text=True, check=True)
     hard = subprocess.run(["bash", "-c", "ulimit -Hn"], capture_output=True, text=True, check=True).stdout
     assert done.stdout == hard != "200\n"
+
+
+def test_a_port_that_belongs_to_another_program_is_named_in_time(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections and never answers
+        port = str(silent.getsockname()[1])
+        shared = {"NNODES": "2", "NPROC_PER_NODE": "1", "MASTER_PORT": port, "START_SECONDS": "1"}
+        nodes = [torchrun(tmp_path, 1, NODE_RANK=str(node), **shared) for node in range(2)]
+        said = [node.communicate(timeout=LIMIT_S)[1] for node in nodes]
+    assert [node.returncode for node in nodes] == [2, 5]
+    assert said[0] == (
+        f"config error: MASTER_PORT={port}: another program listens on 127.0.0.1:{port}; give a port that is free on node 0\n"
+    )
+    assert said[1].startswith(f"node 1: no store at 127.0.0.1:{port} within 1 s; ") and said[1].count("\n") == 1
 
 
 def test_two_nodes_save_on_a_signal_to_one_of_them_and_one_node_resumes(tmp_path):
