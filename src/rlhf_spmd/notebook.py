@@ -26,5 +26,8 @@ def train(config: Mapping[str, Any]) -> Path:
     try:
         run_program(lambda: ready, program.train, program.settings_of, saves_on_signal=True)
     except SystemExit as ending:  # how a program of one rank ends, after a line about why
-        raise ending.__context__ or ending from None
+        why = ending.__context__
+        if isinstance(why, SystemExit):  # of the user's code: the caller must not end well by it
+            raise RuntimeError(f"the run was left before its end by SystemExit: {why}") from None
+        raise why or ending from None
     return Path(ready.config.run.dir)

@@ -13,6 +13,7 @@ import torch
 import tasks
 from rlhf_spmd import train
 from rlhf_spmd.config.schema import ConfigError
+from rlhf_spmd.parallel.program import ProgramSettings
 from rlhf_spmd.parallel.world import choose_cpu_matmul
 from rlhf_spmd.rewards.runner import RewardError
 
@@ -57,6 +58,16 @@ def test_what_is_wrong_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="one rank; under torchrun start the program"):
         train({})
+
+
+def test_code_that_leaves_does_not_end_the_caller_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = sys.modules["rlhf_spmd.train"]
+    monkeypatch.setattr(program, "prepare", lambda *_, **__: None)
+    monkeypatch.setattr(program, "settings_of", lambda _: ProgramSettings(tmp_path))
+    monkeypatch.setattr(program, "train", lambda _: sys.exit(0))
+    with pytest.raises(RuntimeError, match="the run was left before its end by SystemExit: 0"):
+        train({})
+    assert json.loads((tmp_path / "exit_status.json").read_text())["class"] == "lost"
 
 
 def test_train_is_the_same_however_it_is_imported() -> None:
