@@ -37,8 +37,8 @@ from torch import Tensor
 from rlhf_spmd.controller import DP, ONE_TO_ALL, THREE_D, Controller, GroupShape, ResourcePool, Worker, register
 from rlhf_spmd.data.batch import Batch, ragged
 from rlhf_spmd.parallel.board import Board
-from rlhf_spmd.parallel.ending import end_process
 from rlhf_spmd.parallel.collectives import RECORDER, wait_all
+from rlhf_spmd.parallel.ending import end_process
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.world import World, connect_store, init_world, read_launch
 

@@ -27,9 +27,9 @@ import torch
 from measure import MIB, machine_facts, median, on_ranks, table
 
 from rlhf_spmd.models.spec import ModelSpec
-from rlhf_spmd.parallel.ending import end_process
 from rlhf_spmd.parallel.boxes import ParamShard, zero_shards
 from rlhf_spmd.parallel.collectives import RECORDER, wait_all
+from rlhf_spmd.parallel.ending import end_process
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.world import World, connect_store, init_world, read_launch
 from rlhf_spmd.reshard import Holding, holdings, missing_elements, plan_transfer, start_transfer, transfer_steps
