@@ -11,15 +11,16 @@ class TurnFrame(NamedTuple):
     """What a template writes around the assistant's message, behind the generation prompt.
 
     ``opening``: before the content, as Llama 2's space. ``closing``: after it, up to the first token that was added to the vocabulary
-    (``<|im_end|>``); all of it where there is none, so that ``end_id`` is None.
+    (``<|im_end|>``), whose id is ``end_id``; all of it and None where there is none. ``rest``: what follows the closing.
     """
 
     opening: str
     closing: str
+    rest: str
     end_id: int | None
 
 
-NO_TURN = TurnFrame("", "", None)
+NO_TURN = TurnFrame("", "", "", None)
 
 
 def turn_frame(tokenizer: Any, template: str | None = None, **arguments: Any) -> TurnFrame:
@@ -43,9 +44,10 @@ def turn_frame(tokenizer: Any, template: str | None = None, **arguments: Any) ->
     places = [(after.find(text), -len(text), text) for text in added if text in after]
     opening = before[len(prompt) :] if before.startswith(prompt) else ""
     if not places:
-        return TurnFrame(opening, after, None)
+        return TurnFrame(opening, after, "", None)
     at, _, text = min(places)
-    return TurnFrame(opening, after[: at + len(text)], added[text])
+    stop = at + len(text)
+    return TurnFrame(opening, after[:stop], after[stop:], added[text])
 
 
 def turn_end(tokenizer: Any, template: str | None = None) -> str:

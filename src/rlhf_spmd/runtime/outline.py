@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, ClassVar
 
 from rlhf_spmd.config.bounds import check_bounds
 from rlhf_spmd.data.dataset import DatasetConfig, TokenDataset, joined
@@ -91,6 +91,7 @@ class CharacterTokenizer:
     """Stands for a tokenizer that nobody has yet: a token for each character."""
 
     eos_token_id, name_or_path, chat_template = 0, "none", "{{ messages }}"
+    added_tokens_decoder: ClassVar[dict[int, Any]] = {}
 
     def __len__(self) -> int:
         return MANY_TOKENS

@@ -264,7 +264,7 @@ class Answerer:
             environments = None
             if known and requests:
                 rows = {request.row_id: self.set.rows[request.group_id] for request in requests}
-                environments = Environments(known, rows, self.ready.tokenizer, self.ready.config.data.chat_template)
+                environments = Environments(known, rows, self.ready.tokenizer, self.ready.config.data)
             yield self.generator.generate(requests, sampling, sampling.seed, 0, self.tick, environments)
             return
         yield from generate_in_parts(self.generator, waiting, sampling, sampling.seed, self.tick)
