@@ -24,7 +24,6 @@ from rlhf_spmd.config.registry import find, located
 from rlhf_spmd.controller import MICRO_DP, Controller, Graph, Reference
 from rlhf_spmd.controller.protocols import Members
 from rlhf_spmd.data.dataset import DatasetConfig, TokenDataset
-from rlhf_spmd.data.encoding import EncodingConfig
 from rlhf_spmd.data.loader import build_loader
 from rlhf_spmd.data.prompts import DataConfig, PromptDataset, PromptsConfig
 from rlhf_spmd.data.stored import load_dataset
@@ -267,7 +266,7 @@ def build_settings(ready: Prepared, controller: Controller, world: World) -> Bui
         max_prompt_length=max_prompt_length,
         max_response_length=ready.sampling().max_response_length or 0,
         environments=named_environments(config.environment, config.environments),
-        encoding=config.data if isinstance(config.data, EncodingConfig) else EncodingConfig(),
+        encoding=config.data,
         tokenizer=ready.tokenizer,
         num_samples=config.run.log_samples,
         exact_rollouts=checks.exact_rollouts(config, ready.plans),

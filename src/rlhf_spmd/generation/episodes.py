@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rlhf_spmd.data.encoding import EncodingConfig, PromptEncoder
@@ -39,7 +39,7 @@ class Environments:
     configs: Mapping[str, EnvironmentConfig]
     rows: Mapping[int, Mapping[str, Any]]
     tokenizer: Any
-    encoding: EncodingConfig = field(default_factory=EncodingConfig)
+    encoding: EncodingConfig | None = None
 
 
 class Episodes:
@@ -55,7 +55,7 @@ class Episodes:
         self._names = {row_id: name for row_id, row in chosen if (name := environment_of(configs, row))}
         self.rows = {row_id: (lane, row) for lane in lanes for row_id, row in lane.rows.items() if row_id in self._names}
         self._awaited = set(self.rows)  # row ids; the same on every rank
-        self._encoder = PromptEncoder(environments.tokenizer, environments.encoding)
+        self._encoder = PromptEncoder(environments.tokenizer, environments.encoding or EncodingConfig())
         self._runner: EnvironmentRunner | None = None
         if self.replica.rank == 0:
             self._runner = EnvironmentRunner(configs, self._names, environments.rows)

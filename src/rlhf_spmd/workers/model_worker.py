@@ -78,7 +78,7 @@ class Build:
     rewards: Mapping[str, RewardConfig] = field(default_factory=dict)  # by role
     added_rewards: tuple[str, ...] = ()  # those whose scores are added up
     environments: Mapping[str, EnvironmentConfig] = field(default_factory=dict)
-    encoding: EncodingConfig = field(default_factory=EncodingConfig)
+    encoding: EncodingConfig | None = None
     tokenizer: Any = None
     num_samples: int = 0
     max_prompt_length: int = 0
