@@ -60,7 +60,7 @@ class ConversationEncoder:
         encoded = self.tokenizer(text, add_special_tokens=False, truncation=False, verbose=False, return_offsets_mapping=True)
         ids, places = encoded["input_ids"], encoded["offset_mapping"]
         if self._marked:
-            options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
+            options: dict[str, Any] = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
             options |= {"chat_template": self.encoder.template, **self.encoder.config.chat_template_kwargs}
             found = self.tokenizer.apply_chat_template(messages, **options)
             start = len(self._prefix(messages, first, text, where)) if first else 0
