@@ -110,6 +110,17 @@ def test_a_plan_for_sixteen_gpus(capsys: pytest.CaptureFixture[str], tmp_path: P
     assert again["step_seconds"] == pytest.approx(found["step_seconds"], rel=1e-6), "the plan costs what the search said"
 
 
+def test_a_plan_says_what_it_comes_to(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """For a preset, whose model's sizes are known without a network."""
+    preset, out = str(CONFIGS / "presets" / "grpo_qwen2.5_7b_8gpu.yaml"), tmp_path / "plan.yaml"
+    plan.main(["--config", preset, "cluster.nodes=1", "cluster.gpu=h100", "placement.strategy=split", f"plan.out={out}"])
+    summary = capsys.readouterr().out.partition("\n\n")[2].splitlines()
+    assert re.fullmatch(r"fits: [\d.]+ of 79.2 GiB on the fullest rank, \d+% free", summary[0])
+    seconds, own = re.match(r"([\d.]+) s a step, [\d,]+ tokens/s, [\d.]+ hours", summary[1]), summary[2].split("(")[1]
+    assert seconds is not None and float(own.split()[0]) > float(seconds[1]) and " times as fast as" in summary[2]
+    assert summary[3:] == [f"written: {out} (start with plan={out})", f"picture: {out.with_suffix('.html')}"]
+
+
 @pytest.mark.parametrize("name", ["exact", "mcmc", "enumerate", "grid"])
 def test_searches(capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str) -> None:
     limit = 60 if name == "exact" else 4  # mcmc takes all of it; a proof must not end because the machine is busy
