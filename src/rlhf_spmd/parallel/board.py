@@ -199,11 +199,11 @@ class Board:
 
     def _announce(self, failure: Failure, details: str) -> None:
         announce(failure.message, details)
-        if self.run_dir is not None:
+        if self.run_dir is not None and run_lock.may_tell_ending(self.run_dir):  # it may be another job's by now
             try:
                 write_exit_status(self.run_dir, replace(failure, message=one_line(failure.message)))
             except OSError as error:
-                announce(f"cannot write exit_status.json in {self.run_dir}: {error}")
+                announce(str(error))
 
     def _read_failure(self) -> Failure | None:
         if not self._store.check(["board/failure"]):

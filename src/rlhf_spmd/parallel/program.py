@@ -8,7 +8,6 @@ everything: it classes the exception, posts it on the board and turns it into an
 from __future__ import annotations
 
 import ctypes
-import errno
 import faulthandler
 import json
 import os
@@ -41,7 +40,15 @@ from rlhf_spmd.parallel.world import (
     read_launch,
 )
 from rlhf_spmd.telemetry import run_lock
-from rlhf_spmd.telemetry.run_dir import EXIT_CODES, EXIT_STATUS_FILE, ExitStatus, create_run_dir, write_exit_status
+from rlhf_spmd.telemetry.run_dir import (
+    DISK_ERRORS,
+    EXIT_CODES,
+    EXIT_STATUS_FILE,
+    ExitStatus,
+    create_run_dir,
+    write_exit_status,
+    writing,
+)
 
 T = TypeVar("T")
 
@@ -51,7 +58,6 @@ SAME_PRESS_S = 1.0
 TELL_LATE_S = 300.0  # until ranks that are still checking their input are named
 PREPARE_TIMEOUT_S = 4200.0  # for them; more than one of them may wait for another process to make a file of data.cache_dir
 _CLASSES = {"config": (ValueError,), "numerics": (FloatingPointError,), "memory": (MemoryError, torch.OutOfMemoryError)}
-_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 
 class Preempted(Exception):
@@ -124,6 +130,7 @@ def run_program(
             body(ProgramContext(world, board, prepared))
             board.finish(store)
             if launch.rank == 0 and board.run_dir is not None:
+                run_lock.prove(board.run_dir)
                 write_exit_status(board.run_dir, ExitStatus("done", step=board.step, last_checkpoint=board.last_checkpoint))
         except BaseException as error:  # the process boundary: every ending gets a class and a code
             _fail(board, error, saves_on_signal)
@@ -139,7 +146,7 @@ def classify(error: BaseException) -> str:
     own = getattr(type(error), "exit_class", None)
     if own in EXIT_CODES:
         return str(own)
-    if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
+    if isinstance(error, OSError) and error.errno in DISK_ERRORS:
         return "checkpoint"
     return next((name for name, kinds in _CLASSES.items() if isinstance(error, kinds)), "error")
 
@@ -283,10 +290,14 @@ def _open_run_dir(board: Board) -> None:
     if board.run_dir is None:
         return
     if board.launch.rank == 0:
-        (board.run_dir / EXIT_STATUS_FILE).unlink(missing_ok=True)
+        with writing(board.run_dir / EXIT_STATUS_FILE):
+            (board.run_dir / EXIT_STATUS_FILE).unlink(missing_ok=True)
+    else:
+        run_lock.follow(board.run_dir)
     path = board.log_path("err")
     if path is not None and board.launch.size > 1:
-        faulthandler.enable(path.open("a"))
+        with writing(path):
+            faulthandler.enable(path.open("a"))
 
 
 @contextmanager
