@@ -50,14 +50,15 @@ def export_hugging_face(
     dtype: torch.dtype | None = None,
     card: str | None = None,
     merged: bool = True,
+    prove: Callable[[], None] = lambda: None,
 ) -> Path:
     """Write ``out_dir`` so that ``transformers`` loads it; returns it.
 
     The configuration and tokenizer come from ``source_model_dir`` (the role's ``path``). ``dtype`` None keeps the stored one.
     A model with a value head becomes ``<Family>ForSequenceClassification`` with one label; one that has both heads leaves the value
     head out. Of a role with adapters these go to ``adapter`` there, and the model with them only if ``merged``. ``card``: the text of
-    README.md. An earlier export at ``out_dir`` is replaced only when the new one is complete. Raises CheckpointError (damaged piece,
-    no such role) and ValueError (paths).
+    README.md. An earlier export at ``out_dir`` is replaced only when the new one is complete and ``prove`` returns. Raises
+    CheckpointError (damaged piece, no such role, a file that cannot be written), ValueError (paths) and what ``prove`` raises.
     """
     checkpoint_dir, out_dir, source = Path(checkpoint_dir), Path(out_dir), Path(source_model_dir)
     if not (source / "config.json").is_file():
@@ -66,9 +67,9 @@ def export_hugging_face(
     if out_dir.exists() and any(out_dir.iterdir()) and not is_export:
         raise ValueError(f"export: {out_dir} is not empty and not a model directory; choose another one")
     draft = out_dir.with_name(f".{out_dir.name}.tmp")
-    shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir(parents=True)
     try:
+        _remove(draft)
+        draft.mkdir(parents=True)
         adapters = find_adapters(checkpoint_dir, role)
         if adapters is not None:
             adapters.write(draft / ADAPTER_DIR, source)
@@ -85,16 +86,26 @@ def export_hugging_face(
         if card is not None:
             atomic_write_text(draft / "README.md", card)
         old = out_dir.with_name(f".{out_dir.name}.old")
-        shutil.rmtree(old, ignore_errors=True)
+        prove()
+        _remove(old)
         if out_dir.exists():
             os.rename(out_dir, old)
         os.rename(draft, out_dir)
-        shutil.rmtree(old, ignore_errors=True)
+        _remove(old)
     except OSError as error:
-        raise CheckpointError(f"cannot write export {error.filename or out_dir}: {error.strerror}") from error
+        file = error.filename2 or error.filename or out_dir  # of a copy the second one is written
+        raise CheckpointError(f"cannot write export {file}: {error.strerror}") from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     return out_dir
+
+
+def _remove(path: Path) -> None:
+    """A directory, if it is there; of a symbolic link, which an export may be, only the link."""
+    if path.is_symlink():
+        path.unlink()
+    elif path.exists():
+        shutil.rmtree(path)
 
 
 def _whole_tensors(checkpoint_dir: Path, role: str) -> tuple[list[Spec], Callable[[Spec], Tensor]]:

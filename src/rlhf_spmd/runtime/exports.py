@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -18,7 +19,7 @@ from rlhf_spmd.controller import Controller
 from rlhf_spmd.data.encoding import TEMPLATE_FILE, read_template
 from rlhf_spmd.runtime.model_card import model_card
 from rlhf_spmd.runtime.roles import model_directory
-from rlhf_spmd.telemetry import run_dir
+from rlhf_spmd.telemetry import run_dir, run_lock
 
 LOWEST = re.compile(r".*(loss|perplexity|kl)")  # metrics that are best where they are lowest
 
@@ -76,12 +77,14 @@ class Exports:
         def export() -> None:
             from transformers.utils.hub import convert_file_size_to_int
 
+            prove = partial(run_lock.prove, self.run_dir)
+            prove()
             config, plans = self.prepared.config, self.prepared.plans
             role = config.algorithm.exported
             source, size = model_directory(plans, role), convert_file_size_to_int(self.run.max_shard_size)
             whole = not plans[role].config.lora.rank or self.run.export_merged
             card = model_card(self.run_dir, config, source, checkpoint.name, plans[role].worker.head, whole)
-            export_hugging_face(checkpoint, role, source, out, size, card=card, merged=whole)
+            export_hugging_face(checkpoint, role, source, out, size, card=card, merged=whole, prove=prove)
             chat_template = getattr(config.data, "chat_template", None)  # what the model has learnt to read
             if template := read_template(chat_template, "data.chat_template"):
                 run_dir.atomic_write_text(out / TEMPLATE_FILE, template)

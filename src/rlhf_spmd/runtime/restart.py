@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +15,7 @@ import torch
 
 from rlhf_spmd.checkpoint.directory import read_manifest
 from rlhf_spmd.checkpoint.load import load_checkpoint, read_pieces
-from rlhf_spmd.checkpoint.manifest import DTYPES, PARAM, CheckpointError
+from rlhf_spmd.checkpoint.manifest import DTYPES, PARAM, CheckpointError, Manifest
 from rlhf_spmd.checkpoint.save import RoleState
 from rlhf_spmd.config.load import flatten_yaml, to_yaml
 from rlhf_spmd.controller import Controller
@@ -99,9 +101,9 @@ def compare_runs(
 
     Raises ValueError where that is another experiment, unless ``run.resume`` says that it is meant.
     """
-    file = path.resolve().parents[1] / CONFIG_FILE
+    file = _config_of(path)
     new = flatten_yaml(to_yaml(config))
-    old = flatten_yaml(file.read_text(encoding="utf-8")) if file.is_file() else new
+    old = _read_settings(file) if os.path.lexists(file) else new
     pairs = {key: (new.get(key, "null"), old.get(key, "null")) for key in {**old, **new}}
     keys = [key for key, (is_now, was) in pairs.items() if is_now != was and key not in ("run.dir", "run.resume")]
     changed = {key: f"{key}={pairs[key][0]} (was {pairs[key][1]})" for key in keys}
@@ -117,6 +119,23 @@ def compare_runs(
         forced = f", since it holds no role {lacking[0]!r}" if lacking else ", or run.resume=force to go on with it"
         raise ValueError(f"{path} is of another experiment: {', '.join(other)}; give another run.dir{forced}")
     return f"other settings than in {file}: {', '.join(changed.values())}" if changed else ""
+
+
+def _read_settings(file: Path) -> dict[str, str]:
+    """By dotted key. Raises ValueError, one line that names the file."""
+    try:
+        found, why = flatten_yaml(file.read_text(encoding="utf-8")), "it holds no settings"
+    except (OSError, UnicodeDecodeError) as error:
+        found, why = {}, getattr(error, "strerror", None) or str(error)
+    if not found:
+        raise ValueError(f"{file}: cannot be read ({why}), so no settings can be compared with it; mend it or move it away")
+    return found
+
+
+def _config_of(checkpoint: Path) -> Path:
+    """Its run's config.yaml. The checkpoint, or the directory of all of them, may be a link to another place."""
+    named, found = (path.parents[1] / CONFIG_FILE for path in (checkpoint.absolute(), checkpoint.resolve()))
+    return named if os.path.lexists(named) else found
 
 
 def check_dtypes(path: Path, models: Mapping[str, RoleConfig], device: torch.device) -> None:
@@ -135,6 +154,30 @@ def role_states(controller: Controller, models: SimpleNamespace) -> dict[str, An
     workers = {role: worker for role, worker in vars(models).items() if isinstance(worker, ArithmeticWorker)}
     found = controller.get(*(worker.progress() for worker in workers.values()))
     return {role: values[0] for role, values in zip(workers, found, strict=True)}
+
+
+def check_state(manifest: Manifest) -> None:
+    """Raises CheckpointError where the state is not one that :class:`Session` saves: somebody has edited it."""
+    kinds = {"step": int, "stopped": bool, "optimizer_steps": dict, "data": dict, "roles": dict, "kept": list}
+    for key, kind in kinds.items():
+        value = manifest.state.get(key)
+        if not isinstance(value, kind):
+            raise CheckpointError(
+                f"the manifest of step {manifest.step} has {key}={value!r:.80} in its state, no {kind.__name__}"
+            )
+    if odd := [name for name, stream in manifest.state["data"].items() if not isinstance(stream, dict)]:
+        raise CheckpointError(f"the manifest of step {manifest.step} has no dict as data.{odd[0]} in its state")
+    if manifest.state["step"] != manifest.step:
+        raise CheckpointError(f"the manifest of step {manifest.step} has step={manifest.state['step']} in its state")
+
+
+@contextmanager
+def read_state(path: Path) -> Iterator[None]:
+    """Raises CheckpointError where the state of the checkpoint ``path`` lacks something, or has something else in its place."""
+    try:
+        yield
+    except (LookupError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path}: its state is not what a run saves ({type(error).__name__}: {error})") from error
 
 
 def restore(state: dict[str, Any], data: Data, models: SimpleNamespace) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from rlhf_spmd.checkpoint.adapters import STATE as ADAPTERS
-from rlhf_spmd.checkpoint.directory import checkpoints_of, named_checkpoint, read_manifest, step_directory
+from rlhf_spmd.checkpoint.directory import Committed, checkpoints_of, named_checkpoint, read_manifest, step_directory
 from rlhf_spmd.checkpoint.load import find_resumable, load_checkpoint
 from rlhf_spmd.checkpoint.save import save_checkpoint
 from rlhf_spmd.config.bounds import SEEDS, check_bounds
@@ -36,7 +36,7 @@ from rlhf_spmd.runtime.exports import Exports
 from rlhf_spmd.runtime.overview import start_facts
 from rlhf_spmd.runtime.recorder import MadeStep, Recorder, merge_reports
 from rlhf_spmd.runtime.streams import Data
-from rlhf_spmd.telemetry import run_dir
+from rlhf_spmd.telemetry import run_dir, run_lock
 from rlhf_spmd.telemetry.report import write_report
 from rlhf_spmd.telemetry.summary import places
 from rlhf_spmd.telemetry.trace import Timeline, events_of_a_rank, write_trace
@@ -144,7 +144,7 @@ class Session:
     def __init__(self, context: ProgramContext[Any], models: SimpleNamespace, data: Data) -> None:
         self.context, self.models, self.data = context, models, data
         self.finished_before = False  # its goal was reached in an earlier start
-        self.damaged: tuple[Path, ...] = ()  # checkpoints of the run that cannot be read
+        self.damaged: tuple[Committed, ...] = ()  # checkpoints of the run that cannot be read
         self._received = 0  # bytes of weights that have been reported
         self.world, self.board, ready = context.world, context.board, context.prepared
         self.config: RunConfig = ready.config.run
@@ -218,6 +218,8 @@ class Session:
                     recorder.log(step.number, metrics, samples, shown)
             ended = stopped or number == self.steps
             if ended or preempted or is_saved or is_best:
+                if recorder is not None:
+                    recorder.sync()  # before the checkpoint is there
                 self.save(number, stopped)
             if preempted and not ended:
                 self._close(recorder, "preempted", number)
@@ -299,6 +301,7 @@ class Session:
             held = {role: restart.role_state(worker) for role, worker in self.saved.items() if worker.member}
             held |= restart.rows_in_flight(self.saved) | restart.weights_ahead(self.saved)
             if self.is_first:
+                run_lock.prove(self.run_dir)
                 run_dir.forget_exports(self.run_dir, step_directory(self.run_dir, number).name)
             keep = self.config.keep_checkpoints
             path = save_checkpoint(self.run_dir, number, held, state, self.world.all, keep, self.damaged)
@@ -311,7 +314,7 @@ class Session:
         mix with the checkpoints of an older one, or go on with those of another experiment.
         """
         # also beside a path that is given: what is damaged must not count as kept
-        found = find_resumable(self.run_dir, self.world.all)
+        found = find_resumable(self.run_dir, self.world.all, restart.check_state)
         path, self.damaged = found.directory, found.damaged
         if self.config.resume not in RESUME:
             path = named_checkpoint(Path(self.config.resume))
@@ -326,6 +329,7 @@ class Session:
                 print(f"no checkpoint in {self.run_dir}: it begins anew, what it had logged is in *.before", file=sys.stderr)
             return 0
         manifest = read_manifest(path)
+        restart.check_state(manifest)
         state, lacking = manifest.state, sorted(self.saved.keys() - set(manifest.roles))
         told = restart.compare_runs(path, self.context.prepared.config, state, self._state(), lacking)
         if told and self.is_first:
@@ -333,7 +337,9 @@ class Session:
         configs = {role: self.context.prepared.plans[role].config for role in self.saved}
         restart.check_dtypes(path, configs, self.world.device)
         self.board.last_checkpoint = str(path)
-        self.controller.versions.load_state(state.get("versions", Versions().state()))  # older checkpoints do not count them
+        with restart.read_state(path):
+            versions = state.get("versions", Versions().state())  # older checkpoints do not count them
+            self.controller.versions.load_state(versions)
         for role, worker in self.saved.items():
             worker.version = self.controller.versions.newest(role)
             if worker.member:
@@ -341,8 +347,10 @@ class Session:
                 load_checkpoint(path, role, held, worker.mesh.pool)
                 if worker.engine.optimizer is not None:
                     worker.engine.optimizer.take_states(held.optim)
-                    worker.engine.optimizer.step_count = int(state["optimizer_steps"][role])
-        restart.restore(dict(state), self.data, self.models)
+                    with restart.read_state(path):
+                        worker.engine.optimizer.step_count = int(state["optimizer_steps"][role])
+        with restart.read_state(path):
+            restart.restore(dict(state), self.data, self.models)
         restart.restore_rows_in_flight(path, self.saved)
         restart.restore_weights_ahead(path, self.saved)
         self.finished_before = bool(state["stopped"])
@@ -356,6 +364,7 @@ class Session:
         self.controller.settle()
         payloads = self.world.all.gather_bytes(self.controller.timeline.to_bytes(), "control")
         if recorder is not None and payloads is not None:
+            run_lock.prove(self.run_dir)
             write_trace(self.run_dir / run_dir.TRACE_FILE, payloads)
             write_report(
                 self.run_dir, status=run_dir.ExitStatus(ended, step=number, last_checkpoint=self.board.last_checkpoint)
