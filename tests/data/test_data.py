@@ -126,6 +126,33 @@ def test_bad_data_is_one_line(tmp_path: Path, tokenizer: Any, name: str, text: s
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("drops", [True, False])
+def test_a_prompt_of_megabytes_is_not_tokenised_to_be_dropped(tmp_path: Path, drops: bool) -> None:
+    """One of as many characters whose tokens are few is read in full, and stays."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({"?": 0, "one": 1, "two": 2}, unk_token="?"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    read: list[int] = []
+
+    class Counting(PreTrainedTokenizerFast):
+        def __call__(self, texts: Any, *given: Any, **options: Any) -> Any:
+            read.append(sum(map(len, texts)))
+            return super().__call__(texts, *given, **options)
+
+    huge, wide = "one " * 100_000, "one" + " " * 100_000 + "two"
+    path = write(tmp_path / "a.jsonl", {"prompt": "one two"}, {"prompt": huge}, {"prompt": wide})
+    options = {"max_prompt_length": 4, "filter_overlong_prompts": drops}
+    if not drops:
+        with pytest.raises(DataError, match=r"a\.jsonl:2: 100000 tokens are more than data\.max_prompt_length=4"):
+            prompts(Counting(tokenizer_object=words), path, **options)
+        return
+    data = prompts(Counting(tokenizer_object=words), path, **options)
+    assert [ids.tolist() for ids in ids_of(data)] == [[1, 2], [1, 2]] and data.tally.num_overlong == 1
+    assert sum(read) < 2 * len(wide) < len(huge)
+
+
 @pytest.mark.parametrize("path", ["none.jsonl", "./none", "/no/such/directory", "data/none*.jsonl"])
 def test_missing_files_are_not_looked_up_on_the_network(path: str) -> None:
     with pytest.raises(DataError, match=r"does not exist|no file matches"):

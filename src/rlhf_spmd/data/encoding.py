@@ -14,6 +14,7 @@ from rlhf_spmd.data.files import DataError
 from rlhf_spmd.data.tokenizer import added_ids, encode
 
 ENCODE_ROWS = 1024
+LONG_TOKEN = 64  # characters; few tokens have more
 TEMPLATE_FILE = "chat_template.jinja"  # transformers' name, beside a tokenizer
 RENDERING = (
     "tokenize",
@@ -94,15 +95,29 @@ class PromptEncoder:
         return messages
 
     def encode(self, prompts: Sequence[Any], wheres: Sequence[str], tools: Sequence[Any] = ()) -> list[tuple[list[int], str]]:
-        """Token ids and rendered text of each prompt, told of its ``tools`` (schemas, or None); tokenised in batches."""
+        """Token ids and rendered text of each prompt, told of its ``tools`` (schemas, or None); tokenised in batches. Of a prompt that
+        is going to be dropped for its length only the first ids."""
         rendered = [self.render(*one) for one in zip(prompts, wheres, tools or [None] * len(prompts), strict=True)]
-        from_template = self.tokenize([text for text, templated in rendered if templated], special_tokens=False)
-        from_text = self.tokenize([text for text, templated in rendered if not templated], special_tokens=True)
+        read = [(self.first_part(text), templated) for text, templated in rendered]
+        from_template = self.tokenize([text for text, templated in read if templated], special_tokens=False)
+        from_text = self.tokenize([text for text, templated in read if not templated], special_tokens=True)
         encoded = [(next(from_template if templated else from_text), text) for text, templated in rendered]
         for (tokens, _), where in zip(encoded, wheres, strict=True):
             if not tokens:
                 raise DataError(f"{where}: the prompt has no tokens")
         return encoded
+
+    def first_part(self, text: str) -> str:
+        """As much of a text as says whether the prompt is dropped for its length: megabytes would take minutes and gigabytes. All of it
+        where none is dropped, and where its first part has few tokens: a tokenizer may make one of many characters.
+        """
+        if not getattr(self.config, "filter_overlong_prompts", False):
+            return text
+        most = self.config.max_prompt_length  # type: ignore[attr-defined]  # of PromptsConfig, beside the other
+        part = text[: LONG_TOKEN * most]
+        # twice as many, since the last tokens of a part may not be those of the whole text
+        cut = len(part) < len(text) and len(next(self.tokenize([part], special_tokens=False))) > 2 * most
+        return part if cut else text
 
     def tokenize(self, texts: Sequence[str], special_tokens: bool) -> Iterator[list[int]]:
         """Token ids of each text. ``special_tokens``: after those that the tokenizer begins texts with, if the text does not begin with
