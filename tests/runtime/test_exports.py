@@ -169,7 +169,7 @@ def test_bad_settings_are_refused(tmp_path: Path, override: str, message: str) -
 def export_slowly(world: World, run_dir: Path, fails: bool) -> int:
     """How often a rank asks while rank 0 writes."""
 
-    def write(checkpoint: Path, role: str, source: Path, directory: Path, size: int, card: str, merged: bool) -> None:
+    def write(checkpoint: Path, role: str, source: Path, directory: Path, size: int, **more: Any) -> None:
         for _ in range(1000):  # until it was asked for often enough
             if len(asked) > 3 or fails:
                 break
