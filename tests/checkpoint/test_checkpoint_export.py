@@ -58,6 +58,25 @@ def test_transformers_loads_the_export(tmp_path: Path, family: str, tied: bool, 
     assert sorted(p.name for p in out.parent.iterdir()) == ["checkpoints", "export"]
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_a_head_that_differs_from_a_tied_embedding_is_kept(tmp_path: Path, family: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    source = tmp_path / "source"
+    make_model(source, family, tied=False)
+    config = json.loads((source / "config.json").read_text()) | {"tie_word_embeddings": True}
+    if family == "gemma2":  # whose default that is
+        del config["tie_word_embeddings"]
+    (source / "config.json").write_text(json.dumps(config))
+    model = AutoModelForCausalLM.from_pretrained(source).eval()
+    path = checkpoint_of(model.state_dict(), source, tmp_path / "run", "lm")
+    out = export_hugging_face(path, "actor", source, tmp_path / "out")
+    assert json.loads((out / "config.json").read_text())["tie_word_embeddings"] is False
+    loaded, report = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert torch.equal(logits(loaded.eval()), logits(model))
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_policy_that_is_its_own_critic_is_a_language_model(tmp_path: Path, tied: bool) -> None:
     from transformers import AutoModelForCausalLM

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.spec import read_spec, spec_from_config
-from rlhf_spmd.models.weights import init_random, load_pretrained, read_eos_ids, write_random_model
+from rlhf_spmd.models.weights import check_pretrained, init_random, load_pretrained, read_eos_ids, write_random_model
 from rlhf_spmd.parallel.collectives import Group, solo
 from small_models import CONFIGS
 
@@ -65,6 +65,39 @@ def test_any_float_dtype_is_converted(model: Path, stored: torch.dtype) -> None:
     load_pretrained(decoder, model)
     assert decoder.embed is not None
     assert torch.equal(decoder.embed.weight, load_file(model / "model.safetensors")["model.embed_tokens.weight"].float())
+
+
+@pytest.mark.parametrize(("pp", "tp"), [(1, 1), (2, 2)])
+def test_a_stored_head_is_tied_only_where_it_is_the_embedding(tmp_path: Path, pp: int, tp: int) -> None:
+    path = tmp_path / "model"
+    write_random_model(path, CONFIGS["qwen3-tied"], 11)
+    embed = load_file(path / "model.safetensors")["model.embed_tokens.weight"]
+    rewrite(path, lambda tensors: tensors.update({"lm_head.weight": embed.clone()}))
+    assert read_spec(path).tie_word_embeddings
+    head = embed.clone()
+    head[-1, -1] += 1  # the last number
+    rewrite(path, lambda tensors: tensors.update({"lm_head.weight": head}))
+    spec = read_spec(path)
+    assert not spec.tie_word_embeddings
+    for rank in range(tp):
+        decoder = Decoder(spec, "lm", pp - 1, pp, Group("tp", tuple(range(tp)), rank), torch.float32, "cpu")
+        load_pretrained(decoder, path)
+        (box,) = decoder.shards["head.weight"].boxes
+        assert torch.equal(decoder.head_weight, head[box.global_slices])
+
+
+def test_a_model_whose_weights_are_not_there_is_as_its_configuration_says(tmp_path: Path) -> None:
+    write_random_model(tmp_path, CONFIGS["qwen3-tied"], 11)
+    (tmp_path / "model.safetensors").unlink()
+    files = {"model.embed_tokens.weight": "1.safetensors", "lm_head.weight": "2.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    assert read_spec(tmp_path).tie_word_embeddings
+
+
+def test_a_stored_head_of_another_size_is_refused(model: Path) -> None:
+    rewrite(model, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(3, 32)}))
+    with pytest.raises(ValueError, match=r"tensor 'lm_head\.weight' has shape \[3, 32\], but config\.json implies"):
+        check_pretrained(read_spec(model), model, "lm")
 
 
 def test_sharded_directory(model: Path) -> None:

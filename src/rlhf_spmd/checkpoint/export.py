@@ -141,7 +141,7 @@ def export_config(config: dict[str, Any], specs: Sequence[Spec]) -> dict[str, An
         family += "Text" if str(config.get("model_type")).endswith("_text") else ""  # Gemma3TextForSequenceClassification
         config |= {"architectures": [f"{family}ForSequenceClassification"], "num_labels": 1, "tie_word_embeddings": False}
         config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
-    elif config.get("tie_word_embeddings") and "lm_head.weight" in names:
+    elif "lm_head.weight" in names:  # some families are tied unless their configuration denies it
         config["tie_word_embeddings"] = False
     return config
 

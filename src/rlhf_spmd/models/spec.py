@@ -6,15 +6,16 @@ export ``IGNORED``, keys that other families refuse.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from rlhf_spmd.config import registry
 from rlhf_spmd.kernels import AttentionRule
+from rlhf_spmd.models.stored import INDEX, WEIGHTS, StoredModel, read_json
 
 
 @dataclass(frozen=True)
@@ -113,9 +114,18 @@ class ModelSpec:
 
 
 def read_spec(path: str | Path) -> ModelSpec:
-    """The architecture of a Hugging Face directory. Raises ValueError naming the file, the key and the value."""
+    """The architecture of a Hugging Face directory, whose weights need not be there. ``tie_word_embeddings`` is false where an output
+    matrix lies there that differs from the embedding, as transformers has it.
+
+    Raises ValueError naming the file, the key and the value.
+    """
     source = Path(path) / "config.json"
-    return spec_from_config(read_json(source), str(source), read_eos_ids(path))
+    spec = spec_from_config(read_json(source), str(source), read_eos_ids(path))
+    if not spec.tie_word_embeddings or not any((Path(path) / name).is_file() for name in (WEIGHTS, INDEX)):
+        return spec
+    with ExitStack() as stack:
+        tied = not StoredModel(Path(path), spec, stack).has_own_head(spec)
+    return spec if tied else replace(spec, tie_word_embeddings=False)
 
 
 def spec_from_config(config: Mapping[str, Any], source: str, eos_token_ids: tuple[int, ...] | None = None) -> ModelSpec:
@@ -209,19 +219,6 @@ def read_eos_ids(path: str | Path) -> tuple[int, ...]:
             if ids is not None:
                 return ids
     return ()
-
-
-def read_json(source: Path) -> dict[str, Any]:
-    """A JSON object from a file. Raises ValueError naming the file."""
-    if not source.is_file():
-        raise ValueError(f"{source}: no such file; a Hugging Face model directory must contain {source.name}")
-    try:
-        value = json.loads(source.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{source}: not readable as JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{source}: holds a JSON {type(value).__name__}, not an object")
-    return value
 
 
 def _eos_ids(value: Any, source: str) -> tuple[int, ...] | None:
