@@ -227,16 +227,11 @@ def test_rope_in_both_notations() -> None:
     assert (a.rope_theta, a.rope_scaling) == (b.rope_theta, b.rope_scaling) == (5e5, CONFIGS["llama3"]["rope_scaling"])
 
 
-def test_a_family_outside_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "outside_family.py").write_text(
-        "from rlhf_spmd.models.spec import standard_spec\n"
-        "def build_spec(config, source):\n"
-        "    return standard_spec(config, source, attention_bias=True)\n"
-    )
-    package = tmp_path / "outside_package"
-    package.mkdir()
-    (package / "__init__.py").write_text("")
-    (tmp_path / "outside_family.py").rename(package / "toy.py")
+@pytest.mark.parametrize("named", ["outside_family", "outside_package.toy", "{0}/outside_family.py", "hub", "..models.llama"])
+def test_a_model_cannot_name_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str) -> None:
+    (tmp_path / "outside_package").mkdir()
+    for file in ("outside_family.py", "outside_package/__init__.py", "outside_package/toy.py"):
+        (tmp_path / file).write_text("raise SystemExit('this ran')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    spec = spec_from_config({**CONFIG, "model_type": "outside_package.toy"}, "test")
-    assert spec.attention_bias and spec.family == "outside_package.toy"
+    with pytest.raises(ValueError, match=r"^test: model_type: unknown model family '[^\n]*; available: gemma2, [^\n]*$"):
+        spec_from_config({**CONFIG, "model_type": named.format(tmp_path)}, "test")

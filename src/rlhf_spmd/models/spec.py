@@ -1,7 +1,7 @@
 """What a model is, in our words: read from a Hugging Face ``config.json``, without the network and without running its code.
 
-A family is one file of this package that exports ``build_spec(config, source) -> ModelSpec``; ``model_type`` names it. It may
-export ``IGNORED``, keys that other families refuse.
+A family is one file of this package that exports ``build_spec(config, source) -> ModelSpec``; ``model_type`` names it, and nothing
+outside the package. It may export ``IGNORED``, keys that other families refuse.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def spec_from_config(config: Mapping[str, Any], source: str, eos_token_ids: tupl
     if not isinstance(family, str):
         raise ValueError(f"{source}: 'model_type' is {family!r}; it must name a model family")
     try:
-        module = registry.find("model family", __package__, family, exports="build_spec")
+        module = registry.find_builtin("model family", __package__, family, exports="build_spec")
     except ValueError as error:
         raise ValueError(f"{source}: model_type: {error}") from None
     for key in ("quantization_config", "auto_map"):
