@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from rlhf_spmd.config.bounds import check_bounds
+from rlhf_spmd.config.json_input import parse_json
 from rlhf_spmd.config.load import check_tree, to_dict
 from rlhf_spmd.config.schema import ConfigError, Reader
 from rlhf_spmd.data.files import list_paths, names_of, read_rows
@@ -131,7 +132,7 @@ def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> Prepa
 def check_results(file: Path, job: str) -> None:
     """Raises ValueError where there are results of another job, which this one would replace."""
     try:
-        found = json.loads(file.read_text(encoding="utf-8")).get("job") if file.exists() else job
+        found = parse_json(file.read_text(encoding="utf-8")).get("job") if file.exists() else job
     except (ValueError, AttributeError):
         found = None
     if found != job:

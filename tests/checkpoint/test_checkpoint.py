@@ -275,6 +275,7 @@ COMMITS = {
     "commit garbage": b"\xff\x00{",
     "commit without serial": b'{"step": 2, "manifest_sha256": ""}',
     "commit a list": b"[2]",
+    "commit deep": b"[" * 5000 + b"]" * 5000,
 }
 KINDS_OF_DAMAGE = ["truncated", "file missing", "zero tail", "header", "manifest", "no files"]
 KINDS_OF_DAMAGE += ["commit missing", "commit a directory", *COMMITS]

@@ -101,7 +101,8 @@ def test_parquet_and_saved_dataset(tmp_path: Path) -> None:
         ("a.jsonl", "[1]\n", r"a\.jsonl:1: must be a JSON object, not list"),
         ("a.jsonl", "\n", "holds no rows"),
         ("a.json", "[{},\n 3", r"a\.json:2: not valid JSON"),
-        ("a.json", "[" * 100_000, r"a\.json: JSON nested too deeply"),
+        ("a.json", "[" * 100_000, r"a\.json: nested more than 100 levels deep"),
+        ("a.jsonl", '{"prompt": ' + "[" * 500 + "]" * 500 + "}", r"a\.jsonl:1: nested more than 100 levels deep"),
         (
             "a.json",
             '[{"prompt": "1\\ud800"}]',
@@ -477,3 +478,11 @@ def test_sort_digits_task(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     with pytest.raises(SystemExit):
         sort_digits.main(["--out", str(tmp_path / "c"), "--min-digits", "1", "--max-digits", "2"])
     assert "only 110 exist" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
+def test_a_tokenizer_s_file_that_is_nested_too_deeply_is_one_line(tmp_path: Path, tokenizer: Any, file: str) -> None:
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / file).write_text('{"a": ' * 900 + "1" + "}" * 900)
+    with pytest.raises(DataError, match=r"^the tokenizer in '[^\n]*' cannot be loaded: [^\n]*$"):
+        load_tokenizer(tmp_path)

@@ -188,6 +188,8 @@ def test_unreadable_files(model: Path) -> None:
         ({"model_type": None}, "'model_type' is None"),
         ({"hidden_size": "32"}, "'hidden_size' is '32'"),
         ({"num_hidden_layers": 0}, "'num_hidden_layers' is 0"),
+        ({"num_hidden_layers": 10**9}, "'num_hidden_layers' is 1000000000; it must be at most 1000"),
+        ({"model_type": "qwen3_moe", "num_experts": 10**9}, "'num_experts' is 1000000000; it must be at most 10000"),
         ({"num_key_value_heads": 3}, "num_attention_heads=4 .* num_key_value_heads=3"),
         ({"hidden_act": "gelu"}, "'hidden_act' is 'gelu'.*'silu'"),
         ({"use_sliding_window": True}, "'use_sliding_window' is True"),
@@ -206,9 +208,19 @@ def test_configurations_that_are_not_supported(model: Path, changes: dict[str, A
 def test_missing_and_broken_config(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"config\.json: no such file"):
         read_spec(tmp_path)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"config\.json: not readable as JSON"):
-        read_spec(tmp_path)
+    for text, why in (("{", "Expecting"), ('{"a": ' * 500 + "1" + "}" * 500, "nested more than 100 levels deep")):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ValueError, match=rf"config\.json: not readable as JSON: {why}"):
+            read_spec(tmp_path)
+
+
+def test_fewer_tensors_than_a_model_has_are_refused_without_a_list_of_their_names(model: Path) -> None:
+    write_config(model, model_type="qwen3_moe", num_experts=10_000, num_experts_per_tok=1, num_hidden_layers=1000)
+    spec = read_spec(model)
+    with pytest.raises(
+        ValueError, match=r"too few for the model of config\.json, num_hidden_layers=1000 with 10000000 experts"
+    ):
+        check_pretrained(spec, model, "lm")
 
 
 def test_end_of_sequence_ids(model: Path) -> None:

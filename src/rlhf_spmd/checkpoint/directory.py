@@ -21,6 +21,7 @@ from uuid import uuid4
 from weakref import WeakValueDictionary
 
 from rlhf_spmd.checkpoint.manifest import FORMAT_VERSION, CheckpointError, Manifest
+from rlhf_spmd.config.json_input import parse_json
 from rlhf_spmd.parallel.collectives import RECORDER
 from rlhf_spmd.telemetry import run_lock
 from rlhf_spmd.telemetry.run_dir import CHECKPOINTS_DIR, LATEST, atomic_write_bytes, atomic_write_text, fsync_directory
@@ -107,11 +108,11 @@ def _read_commit(path: Path) -> dict[str, Any]:
     if not where.exists():
         raise CheckpointError(f"{path}: not a complete checkpoint, {COMMIT} is missing")
     try:
-        mark = json.loads(where.read_text(encoding="utf-8"))
+        mark = parse_json(where.read_text(encoding="utf-8"))
         return {"step": int(mark["step"]), "serial": int(mark["serial"]), "manifest_sha256": str(mark["manifest_sha256"])}
     except OSError as error:
         raise CheckpointError(f"{where}: {error.strerror}") from error
-    except (LookupError, TypeError, ValueError, OverflowError, RecursionError) as error:
+    except (LookupError, TypeError, ValueError, OverflowError) as error:
         raise CheckpointError(f"{where}: damaged, not what a save writes ({type(error).__name__}: {error})") from error
 
 

@@ -20,6 +20,7 @@ from rlhf_spmd.checkpoint.directory import read_manifest
 from rlhf_spmd.checkpoint.files import Spec, write_safetensors
 from rlhf_spmd.checkpoint.load import read_whole
 from rlhf_spmd.checkpoint.manifest import DTYPES, PARAM, CheckpointError
+from rlhf_spmd.models.stored import read_json
 from rlhf_spmd.parallel.data_parallel import buckets
 from rlhf_spmd.telemetry.run_dir import atomic_write_text
 
@@ -78,7 +79,7 @@ def export_hugging_face(
                 found, get = _whole_tensors(checkpoint_dir, role) if adapters is None else adapters.merged(source, stack)
                 specs = [replace(spec, dtype=dtype or spec.dtype) for spec in found]
                 _write_weights(draft, plan_files(specs, max_shard_bytes), lambda spec: get(spec).to(spec.dtype))
-            config = export_config(json.loads((source / "config.json").read_text(encoding="utf-8")), specs)
+            config = export_config(read_json(source / "config.json"), specs)
             atomic_write_text(draft / "config.json", json.dumps(config, indent=2) + "\n")
         for name in COMPANIONS:
             if (source / name).is_file():

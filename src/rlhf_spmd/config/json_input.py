@@ -25,5 +25,7 @@ def _is_deeper(value: Any, levels: int) -> bool:
     inside = [value]
     for _ in range(levels + 1):
         containers = [each.values() if isinstance(each, dict) else each for each in inside if isinstance(each, dict | list)]
+        if not containers:
+            return False
         inside = [child for children in containers for child in children]
-    return bool(containers)
+    return True

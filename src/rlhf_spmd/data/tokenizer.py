@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from contextlib import suppress
@@ -11,6 +10,7 @@ from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
+from rlhf_spmd.config.json_input import parse_json
 from rlhf_spmd.config.schema import first_line
 from rlhf_spmd.data.files import DataError
 
@@ -33,7 +33,7 @@ def load_tokenizer(path: str | Path, required: bool = True) -> Any:
         raise DataError(f"'{path}' holds no tokenizer; looked for {', '.join(TOKENIZER_FILES)}")
     try:
         return _tokenizer_class(directory).from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RecursionError) as error:
         reason = f"{type(error).__name__}: {first_line(error)}"
         raise DataError(f"the tokenizer in '{path}' cannot be loaded: {reason}") from error
 
@@ -44,7 +44,7 @@ def _tokenizer_class(directory: Path) -> Any:
     said: dict[str, dict[str, Any]] = {}
     for name in ("config.json", "tokenizer_config.json"):
         with suppress(OSError, ValueError):
-            said[name] = json.loads((directory / name).read_bytes())
+            said[name] = parse_json((directory / name).read_bytes())
     own = said.get("tokenizer_config.json", {})
     general = own.get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend") and "auto_map" not in own
     family = said.get("config.json", {}).get("model_type")

@@ -17,6 +17,9 @@ from rlhf_spmd.config import registry
 from rlhf_spmd.kernels import AttentionRule
 from rlhf_spmd.models.stored import INDEX, WEIGHTS, StoredModel, read_json
 
+# sizes that multiply the tensors of a model, of which lists are made: several times the largest published
+MOST = {"num_hidden_layers": 1000, "num_experts": 10_000, "num_local_experts": 10_000}
+
 
 @dataclass(frozen=True)
 class Names:
@@ -231,12 +234,15 @@ def _eos_ids(value: Any, source: str) -> tuple[int, ...] | None:
 
 
 def read_size(config: Mapping[str, Any], source: str, key: str, default: int | None = None) -> int:
-    """A positive integer; ``default`` where the key is missing or null. Raises ValueError naming the key and the value."""
+    """A positive integer, within ``MOST`` if the key is there; ``default`` where the key is missing or null. Raises ValueError naming
+    the key and the value."""
     value = config.get(key)
     if value is None:
         value = default
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{source}: '{key}' is {value!r}; it must be a positive integer")
+    if value > MOST.get(key, value):
+        raise ValueError(f"{source}: '{key}' is {value}; it must be at most {MOST[key]}")
     return value
 
 

@@ -43,6 +43,13 @@ class StoredModel:
         text = [name for name in self.files if not (spec.text_prefix and _VISION.match(name))]
         self.stored = {name.replace(spec.text_prefix, ""): name for name in text}
 
+    def refuse_fewer(self, spec: ModelSpec) -> None:
+        """Raises ValueError where there cannot be all layers and experts of the model: at once, without a list of their names."""
+        experts = 0 if spec.experts is None else spec.experts.count * (spec.num_hidden_layers - len(spec.experts.dense_layers))
+        if len(self.stored) < max(spec.num_hidden_layers, experts):
+            its = f"num_hidden_layers={spec.num_hidden_layers}" + (f" with {experts} experts" if experts else "")
+            raise ValueError(f"{self.source}: {len(self.stored)} tensors are too few for the model of config.json, {its}")
+
     def refuse_unknown(self, spec: ModelSpec, known: Collection[str]) -> None:
         """Raises ValueError for a tensor whose name is neither ``known`` nor a head's."""
         heads = spec.names.lm_head, spec.names.value_head

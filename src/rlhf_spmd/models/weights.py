@@ -60,6 +60,7 @@ def check_pretrained(spec: ModelSpec, path: str | Path, head: str, missing_head_
     """
     with contextlib.ExitStack() as stack:
         checkpoint = StoredModel(Path(path), spec, stack)
+        checkpoint.refuse_fewer(spec)
         checkpoint.refuse_unknown(spec, tensor_shapes(spec, "both"))
         for name, shape in tensor_shapes(spec, head).items():
             checkpoint.find(spec, name, shape, missing_head_ok)

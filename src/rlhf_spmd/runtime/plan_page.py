@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
@@ -12,6 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from rlhf_spmd.config.json_input import parse_json
 from rlhf_spmd.runtime.plan_file import PlanFile
 from rlhf_spmd.telemetry.timeline_chart import Box, Row, TimelineChart, draw, from_trace, phase_key
 
@@ -58,7 +58,7 @@ def read_trace(plan: PlanFile, run: str) -> dict[str, Any]:
     """Of a run that followed ``plan``. Raises ValueError that names the file, and where the run was another one."""
     path = Path(run) / "trace.json"
     try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        found: dict[str, Any] = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"plan.measured={run}: {path} cannot be read: {error}") from error
     ran: dict[str, set[int]] = defaultdict(set)

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from rlhf_spmd.config.json_input import parse_json
 from rlhf_spmd.telemetry.run_dir import atomic_write_bytes, fsync_directory, writing
 
 
@@ -85,7 +86,7 @@ def json_value(value: Any) -> Any:
 
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
-        value = json.loads(line)
+        value = parse_json(line)
     except ValueError:
         return None
     return value if isinstance(value, dict) else None

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from rlhf_spmd.config.json_input import parse_json
 from rlhf_spmd.config.load import flatten_yaml
 
 METRICS_FILE = "metrics.jsonl"
@@ -163,7 +164,7 @@ def read_exit_status(run_dir: str | os.PathLike[str]) -> ExitStatus | None:
 def read_json(path: str | os.PathLike[str]) -> Any:
     """The parsed file, or None where it is missing or not JSON."""
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8", errors="replace"))
+        return parse_json(Path(path).read_text(encoding="utf-8", errors="replace"))
     except (OSError, ValueError):
         return None
 
