@@ -7,6 +7,6 @@ Floor F0: imports nothing of this project and no torch; only ``load`` imports om
 - ``bounds.idle_settings``: what does nothing beside the other settings, which ``check_tree`` refuses.
 - ``load.to_dict``, ``load.to_yaml`` write a configuration out again; the YAML loads to an equal object.
 - ``json_input.parse_json``: JSON from outside, of bounded depth.
-- ``registry.find``, ``registry.resolve`` and ``registry.resolve_function`` turn a name into a module or a function; ``registry.find_builtin`` a name that
-  is not the user's own.
+- ``registry.find``, ``registry.resolve`` and ``registry.resolve_function`` turn a name into a module or a function;
+  ``registry.find_builtin`` one that is not the user's own word.
 """
