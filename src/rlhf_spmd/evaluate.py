@@ -25,10 +25,12 @@ from rlhf_spmd.config.bounds import check_bounds
 from rlhf_spmd.config.json_input import parse_json
 from rlhf_spmd.config.load import check_tree, to_dict
 from rlhf_spmd.config.schema import ConfigError, Reader
+from rlhf_spmd.data.encoding import read_template
 from rlhf_spmd.data.files import list_paths, names_of, read_rows
 from rlhf_spmd.data.prompts import QuestionsConfig
 from rlhf_spmd.data.tokenizer import load_tokenizer
 from rlhf_spmd.generation import SamplingConfig
+from rlhf_spmd.generation.stopping import join_ends
 from rlhf_spmd.parallel.world import Launch, World
 from rlhf_spmd.rewards.config import RewardConfig
 from rlhf_spmd.runtime.generating import check_cache
@@ -116,6 +118,7 @@ def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> Prepa
     config, spec, layout, checkpoint = read_weights(config, launch)
     check_cache(spec, layout, config.generation, config.model, launch)
     tokenizer = load_tokenizer(config.model.path)
+    spec = join_ends(spec, tokenizer, read_template(config.data.chat_template, "data.chat_template"))
     asked = []
     for name, given in sets.items():
         data = config.data

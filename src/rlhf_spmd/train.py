@@ -168,7 +168,7 @@ def prepare(
     environments = named_environments(config.environment, config.environments)
     sections = checks.with_tools(sections, environments)
     tokenizer = load_tokenizer(roles.model_directory(described, algorithm.exported))
-    described = roles.find_text_readers(described, rewards, algorithm.exported, tokenizer)
+    described = roles.find_text_readers(described, rewards, algorithm.exported, tokenizer, config.data)
     read = read or cache(lambda: read_data(config, sections, tokenizer, described))
     unplaced = cache(lambda: Prepared(config, module, described, rewards, tokenizer, *read()))
     traced = cache(lambda: trace(unplaced()))

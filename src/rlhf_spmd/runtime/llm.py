@@ -24,7 +24,7 @@ from rlhf_spmd.data.balance import micro_batches_by_tokens
 from rlhf_spmd.data.encoding import EncodingConfig, PromptEncoder, check_ids
 from rlhf_spmd.data.tokenizer import decode, load_tokenizer
 from rlhf_spmd.generation import Completion, GenerationConfig, Request, SamplingConfig, StopStrings
-from rlhf_spmd.generation.stopping import Ends, build_ends, special_stops
+from rlhf_spmd.generation.stopping import Ends, build_ends, join_ends, special_stops
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import gather_logits, local_logits, log_probs_of
@@ -63,7 +63,8 @@ def prepare_model(config: EngineConfig, launch: Launch) -> LoadedModel:
     """Local: no communication. Raises ValueError or DataError, one line."""
     config, spec, layout, checkpoint = read_weights(config, launch)
     check_cache(spec, layout, config.generation, config.model, launch)
-    return LoadedModel(config, spec, layout, checkpoint, load_tokenizer(config.model.path, required=False))
+    tokenizer = load_tokenizer(config.model.path, required=False)
+    return LoadedModel(config, join_ends(spec, tokenizer), layout, checkpoint, tokenizer)
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,11 @@ from rlhf_spmd.config.load import to_dict
 from rlhf_spmd.config.schema import leaves, nearest
 from rlhf_spmd.controller import GroupShape, ResourcePool
 from rlhf_spmd.data.dataset import TokenDataset
+from rlhf_spmd.data.encoding import read_template
 from rlhf_spmd.data.prompts import PromptDataset, PromptsConfig
 from rlhf_spmd.data.tokenizer import decoding
 from rlhf_spmd.generation.config import GenerationConfig, SamplingConfig
-from rlhf_spmd.generation.stopping import build_ends
+from rlhf_spmd.generation.stopping import build_ends, join_ends
 from rlhf_spmd.models.hub import local_directory
 from rlhf_spmd.models.sharding import check_lora
 from rlhf_spmd.models.spec import ModelSpec, read_spec
@@ -259,11 +260,18 @@ def _check_judge(where: str, config: RoleConfig, layout: Layout) -> None:
 
 
 def find_text_readers(
-    plans: Mapping[str, RolePlan], rewards: Mapping[str, RewardConfig], exported: str, tokenizer: Any
+    plans: Mapping[str, RolePlan], rewards: Mapping[str, RewardConfig], exported: str, tokenizer: Any, data: Any
 ) -> dict[str, RolePlan]:
     """``plans``, with the reward models marked that read text through tokenizers of their own: all others must read the tokens of
-    ``exported``. Raises ValueError, DataError."""
-    found = dict(plans)
+    ``exported``. The models that generate know the ends that their tokenizers and the template of ``data`` (the
+    section), a judge its own, name.
+
+    Raises ValueError, DataError.
+    """
+    found, template = dict(plans), read_template(getattr(data, "chat_template", None), "data.chat_template")
+    for role, plan in generating(plans).items():
+        assert plan.spec is not None, "a role that generates has a model"
+        found[role] = replace(plan, spec=join_ends(plan.spec, tokenizer, template))
     own = plans[exported].spec
     assert own is not None
     for role, plan in plans.items():
@@ -271,8 +279,9 @@ def find_text_readers(
             continue
         remedy = "all roles read the same token ids"
         if role in rewards and role != exported:
-            if _retokenizer(role, plan, rewards, tokenizer) is not None:
-                found[role] = replace(plan, reads_text=True)
+            read = _retokenizer(role, plan, rewards, tokenizer)
+            if read is not None:
+                found[role] = replace(plan, reads_text=True, spec=join_ends(plan.spec, read.own, read.encoder.template))
                 continue
             setting = f"{reward_key(role)}.retokenize={rewards[role].retokenize}"
             remedy = f"with {setting} and the tokenizer there it reads the same token ids"
