@@ -30,7 +30,7 @@ from rlhf_spmd.data.files import list_paths, names_of, read_rows
 from rlhf_spmd.data.prompts import QuestionsConfig
 from rlhf_spmd.data.tokenizer import load_tokenizer
 from rlhf_spmd.generation import SamplingConfig
-from rlhf_spmd.generation.stopping import join_ends
+from rlhf_spmd.models.spec import join_ends
 from rlhf_spmd.parallel.world import Launch, World
 from rlhf_spmd.rewards.config import RewardConfig
 from rlhf_spmd.runtime.generating import check_cache

@@ -27,7 +27,8 @@ from rlhf_spmd.data.prompts import has_ids
 from rlhf_spmd.data.tokenizer import decoding, load_tokenizer
 from rlhf_spmd.environments.config import EnvironmentConfig, check_rows, environment_key, named_environments, tools_of
 from rlhf_spmd.generation import StopStrings
-from rlhf_spmd.generation.stopping import join_ends, special_stops
+from rlhf_spmd.generation.stopping import special_stops
+from rlhf_spmd.models.spec import join_ends
 from rlhf_spmd.parallel.world import Launch, World
 from rlhf_spmd.runtime.generating import check_cache
 from rlhf_spmd.runtime.inference import check_out, inference_program, read_config, read_weights, write_rows

@@ -185,7 +185,7 @@ def export_slowly(world: World, run_dir: Path, fails: bool) -> int:
     trained = SimpleNamespace(lora=SimpleNamespace(rank=0), random_init=False)
     plans = {"actor": SimpleNamespace(worker=SimpleNamespace(head="lm"), config=trained)}
     config = SimpleNamespace(run=run, algorithm=SimpleNamespace(exported="actor"), data=SimpleNamespace())
-    ours = Exports(SimpleNamespace(config=config, plans=plans), controller)
+    ours = Exports(SimpleNamespace(config=config, plans=plans, tokenizer=None), controller)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exports, "export_hugging_face", write)
         patch.setattr(exports, "model_directory", lambda plans, role: Path())

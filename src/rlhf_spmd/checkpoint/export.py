@@ -20,6 +20,9 @@ from rlhf_spmd.checkpoint.directory import read_manifest
 from rlhf_spmd.checkpoint.files import Spec, write_safetensors
 from rlhf_spmd.checkpoint.load import read_whole
 from rlhf_spmd.checkpoint.manifest import DTYPES, PARAM, CheckpointError
+from rlhf_spmd.checkpoint.special_tokens import name_ends, name_padding, padding, with_ends
+from rlhf_spmd.data.encoding import TEMPLATE_FILE
+from rlhf_spmd.models.spec import join_ends, read_spec
 from rlhf_spmd.models.stored import read_json
 from rlhf_spmd.parallel.data_parallel import buckets
 from rlhf_spmd.telemetry.run_dir import atomic_write_text
@@ -51,6 +54,8 @@ def export_hugging_face(
     dtype: torch.dtype | None = None,
     card: str | None = None,
     merged: bool = True,
+    tokenizer: Any = None,
+    chat_template: str | None = None,
     prove: Callable[[], None] = lambda: None,
 ) -> Path:
     """Write ``out_dir`` so that ``transformers`` loads it; returns it.
@@ -58,7 +63,10 @@ def export_hugging_face(
     The configuration and tokenizer come from ``source_model_dir`` (the role's ``path``). ``dtype`` None keeps the stored one.
     A model with a value head becomes ``<Family>ForSequenceClassification`` with one label; one that has both heads leaves the value
     head out. Of a role with adapters these go to ``adapter`` there, and the model with them only if ``merged``. ``card``: the text of
-    README.md. An earlier export at ``out_dir`` is replaced only when the new one is complete and ``prove`` returns. Raises
+    README.md. ``tokenizer``: of the directory, if it has one; ``chat_template``: what the role was trained with in place of its own.
+    The configuration names all ends of a response, and with a value head a token to pad with at which no row ends.
+
+    An earlier export at ``out_dir`` is replaced only when the new one is complete and ``prove`` returns. Raises
     CheckpointError (damaged piece, no such role, a file that cannot be written), ValueError (paths) and what ``prove`` raises.
     """
     checkpoint_dir, out_dir, source = Path(checkpoint_dir), Path(out_dir), Path(source_model_dir)
@@ -79,11 +87,20 @@ def export_hugging_face(
                 found, get = _whole_tensors(checkpoint_dir, role) if adapters is None else adapters.merged(source, stack)
                 specs = [replace(spec, dtype=dtype or spec.dtype) for spec in found]
                 _write_weights(draft, plan_files(specs, max_shard_bytes), lambda spec: get(spec).to(spec.dtype))
-            config = export_config(read_json(source / "config.json"), specs)
-            atomic_write_text(draft / "config.json", json.dumps(config, indent=2) + "\n")
         for name in COMPANIONS:
             if (source / name).is_file():
                 shutil.copyfile(source / name, draft / name)
+        if chat_template is not None:
+            atomic_write_text(draft / TEMPLATE_FILE, chat_template)
+        spec = join_ends(read_spec(source), tokenizer, chat_template)
+        name_ends(draft, spec.eos_token_ids)
+        if adapters is None or merged:
+            config = with_ends(export_config(read_json(source / "config.json"), specs), spec.eos_token_ids)
+            if any(tensor.key == VALUE_HEAD for tensor in specs):
+                config["pad_token_id"] = pad = padding(spec, tokenizer)
+                if tokenizer is not None and pad is not None:
+                    name_padding(draft, tokenizer.convert_ids_to_tokens(pad))
+            atomic_write_text(draft / "config.json", json.dumps(config, indent=2) + "\n")
         if card is not None:
             atomic_write_text(draft / "README.md", card)
         old = out_dir.with_name(f".{out_dir.name}.old")

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
-from rlhf_spmd.data.ends import end_token_ids
 from rlhf_spmd.data.tokenizer import UNFINISHED, Decoding
 from rlhf_spmd.generation.config import SamplingConfig
-from rlhf_spmd.models.spec import ModelSpec
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -67,13 +64,6 @@ class Ends:
 
     token_ids: frozenset[int]
     strings: StopStrings | None
-
-
-def join_ends(spec: ModelSpec, tokenizer: Any, template: str | None = None) -> ModelSpec:
-    """``spec`` with all tokens that end a response: those that the model's files name, the end token of ``tokenizer`` (None: there is
-    none) and the one that closes the assistant's turn in ``template``, by default the tokenizer's own."""
-    known = (token for token in end_token_ids(tokenizer, template) if token < spec.vocab_size)
-    return replace(spec, eos_token_ids=tuple(sorted({*spec.eos_token_ids, *known})))
 
 
 def build_ends(sampling: SamplingConfig, eos_ids: Collection[int], decoding: Decoding | None, where: str) -> Ends:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_spmd.config import registry
+from rlhf_spmd.data.ends import end_token_ids
 from rlhf_spmd.kernels import AttentionRule
 from rlhf_spmd.models.stored import INDEX, WEIGHTS, StoredModel, read_json
 
@@ -129,6 +130,13 @@ def read_spec(path: str | Path) -> ModelSpec:
     with ExitStack() as stack:
         tied = not StoredModel(Path(path), spec, stack).has_own_head(spec)
     return spec if tied else replace(spec, tie_word_embeddings=False)
+
+
+def join_ends(spec: ModelSpec, tokenizer: Any, template: str | None = None) -> ModelSpec:
+    """``spec`` with all tokens that end a response: those that the model's files name, the end token of ``tokenizer`` (None: there is
+    none) and the one that closes the assistant's turn in ``template``, by default the tokenizer's own."""
+    known = (token for token in end_token_ids(tokenizer, template) if token < spec.vocab_size)
+    return replace(spec, eos_token_ids=tuple(sorted({*spec.eos_token_ids, *known})))
 
 
 def spec_from_config(config: Mapping[str, Any], source: str, eos_token_ids: tuple[int, ...] | None = None) -> ModelSpec:

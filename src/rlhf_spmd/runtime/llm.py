@@ -24,10 +24,11 @@ from rlhf_spmd.data.balance import micro_batches_by_tokens
 from rlhf_spmd.data.encoding import EncodingConfig, PromptEncoder, check_ids
 from rlhf_spmd.data.tokenizer import decode, load_tokenizer
 from rlhf_spmd.generation import Completion, GenerationConfig, Request, SamplingConfig, StopStrings
-from rlhf_spmd.generation.stopping import Ends, build_ends, join_ends, special_stops
+from rlhf_spmd.generation.stopping import Ends, build_ends, special_stops
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import gather_logits, local_logits, log_probs_of
+from rlhf_spmd.models.spec import join_ends
 from rlhf_spmd.parallel.world import Launch, World, join_world, read_launch
 from rlhf_spmd.runtime.generating import build_generator, check_cache, check_generation, generate_in_parts
 from rlhf_spmd.runtime.inference import LoadedConfig, LoadedModel, gather_records, own_rows, read_weights

@@ -20,10 +20,10 @@ from rlhf_spmd.data.encoding import read_template
 from rlhf_spmd.data.prompts import PromptDataset, PromptsConfig
 from rlhf_spmd.data.tokenizer import decoding
 from rlhf_spmd.generation.config import GenerationConfig, SamplingConfig
-from rlhf_spmd.generation.stopping import build_ends, join_ends
+from rlhf_spmd.generation.stopping import build_ends
 from rlhf_spmd.models.hub import local_directory
 from rlhf_spmd.models.sharding import check_lora
-from rlhf_spmd.models.spec import ModelSpec, read_spec
+from rlhf_spmd.models.spec import ModelSpec, join_ends, read_spec
 from rlhf_spmd.models.weights import check_adapter, check_pretrained
 from rlhf_spmd.parallel.layout import GenerationLayout, Layout, LayoutConfig, resolve_layout
 from rlhf_spmd.reshard import METHODS
