@@ -12,6 +12,8 @@ import torch
 
 from rlhf_spmd.data import sort_digits
 from rlhf_spmd.data.batch import decode_json
+from rlhf_spmd.data.encoding import EncodingConfig, PromptEncoder
+from rlhf_spmd.data.ends import NO_TURN, turn_frame
 from rlhf_spmd.data.files import DataError, local_files, read_rows
 from rlhf_spmd.data.loader import Loader, build_loader, validation_batches
 from rlhf_spmd.data.prompts import DataConfig, PromptDataset
@@ -486,3 +488,19 @@ def test_a_tokenizer_s_file_that_is_nested_too_deeply_is_one_line(tmp_path: Path
     (tmp_path / file).write_text('{"a": ' * 900 + "1" + "}" * 900)
     with pytest.raises(DataError, match=r"^the tokenizer in '[^\n]*' cannot be loaded: [^\n]*$"):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ 1 / 0 }}", "division by zero"),
+        ("{% for i in range(10 ** 9) %}{% endfor %}", "Range too big"),
+        ("{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", "maximum recursion depth"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+    ],
+)
+def test_what_a_chat_template_may_do_is_one_line(tokenizer: Any, template: str, reason: str) -> None:
+    encoder = PromptEncoder(tokenizer, EncodingConfig(chat_template=template))
+    with pytest.raises(DataError, match=rf"^row 1: the chat template refuses these messages: [^\n]*{reason}[^\n]*$"):
+        encoder.apply_template([{"role": "user", "content": "x"}], "row 1")
+    assert turn_frame(tokenizer, template) == NO_TURN

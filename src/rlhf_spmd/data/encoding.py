@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_spmd.config.schema import first_line
-from rlhf_spmd.data.ends import PROBE, TurnFrame, turn_frame
+from rlhf_spmd.data.ends import PROBE, REFUSALS, TurnFrame, turn_frame
 from rlhf_spmd.data.files import DataError
 from rlhf_spmd.data.tokenizer import added_ids, encode
 
@@ -177,7 +177,7 @@ class PromptEncoder:
             its = f"the chat template of tokenizer '{self.tokenizer.name_or_path}'"
             owner = self.key if self.template else its
             raise DataError(f"{owner}, line {error.lineno}: not valid Jinja: {error.message}") from error
-        except (TemplateError, ValueError, TypeError, KeyError) as error:
+        except (TemplateError, *REFUSALS) as error:
             raise DataError(f"{where}: the chat template refuses these messages: {first_line(error)}") from error
         return str(text)
 

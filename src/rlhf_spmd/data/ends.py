@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+# what a template that refuses its messages may raise, beside jinja's own TemplateError: it is a program
+REFUSALS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 PROBE = "A-TURN-OF-THE-MODEL"  # which no template writes by itself
 
 
@@ -36,7 +38,7 @@ def turn_frame(tokenizer: Any, template: str | None = None, **arguments: Any) ->
     try:
         prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, **options)
         whole = tokenizer.apply_chat_template(answered, add_generation_prompt=False, **options)
-    except (TemplateError, ValueError, TypeError, KeyError):
+    except (TemplateError, *REFUSALS):
         return NO_TURN
     before, _, after = whole.partition(PROBE)
     # some vocabularies have runs of blanks among their added tokens
