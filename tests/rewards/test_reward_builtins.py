@@ -387,7 +387,9 @@ class Flaky(BaseHTTPRequestHandler):
             return
         code = 503 if self.path == "/down" or (self.path == "/late" and tried < 3) else 200
         scores = [1.0] * (number - (self.path == "/short"))
-        body = b"no json" if self.path == "/garbage" else json.dumps({"scores": scores}).encode()
+        body = {"/garbage": b"no json", "/deep": b"[" * 9000 + b"]" * 9000}.get(
+            self.path, json.dumps({"scores": scores}).encode()
+        )
         self.send_response(code)
         self.end_headers()
         self.wfile.write(body)
@@ -407,6 +409,7 @@ def test_a_server_that_fails_is_asked_again_and_then_its_rows_get_the_default(mo
             ("down", 3, False),
             ("short", 1, False),
             ("garbage", 1, False),
+            ("deep", 1, False),
             ("redirect", 1, False),
             ("hang", 3, False),
             ("cut", 3, False),

@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from http.client import HTTPException
 from typing import Any
 
+from rlhf_spmd.config.json_input import parse_json
+
 PASSING = (408, 425, 429, 500, 502, 503, 504)  # codes of failures that may pass
 
 
@@ -83,7 +85,7 @@ def _ask(request: urllib.request.Request, retries: int, timeout_s: float, backof
     for attempt in range(retries + 1):
         try:
             with _OPENER.open(request, timeout=timeout_s) as answer:
-                return json.loads(answer.read())
+                return parse_json(answer.read())
         except (OSError, HTTPException) as error:
             passing = not isinstance(error, urllib.error.HTTPError) or error.code in PASSING
             if attempt == retries or not passing:
