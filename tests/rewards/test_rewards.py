@@ -57,6 +57,7 @@ def test_results_come_in_the_order_of_the_rows(patient):
 def test_a_call_that_fails_gets_the_default_and_is_counted(patient):
     result = patient.score(rows(1, "raise", "nan", "none", "exit", 2, {"do": "return", "value": "5"}))
     assert result.scores == [1.0, -9.0, -9.0, None, -9.0, 2.0, -9.0], "None: the function does not apply, as in a list"
+    assert RewardConfig(function=BY_ROW).default is None, "unless a score is given, such rows have none"
     assert (result.failures, result.timeouts) == (4, 0)
     assert re.fullmatch(r"row 1: RuntimeError: broken on purpose \(\S*/reward_functions.py:\d+ in by_row\)", result.first_error)
     named = [(prompt, response, row | {"id": f"aime-{i}"}) for i, (prompt, response, row) in enumerate(rows(1, 2, "raise"))]
@@ -185,6 +186,9 @@ def test_too_many_failures_end_the_run():
         check_failures(config, "reward", 2, 4, "row 0: x", first_step=False)
     patient = RewardConfig(function=BY_ROW)
     check_failures(patient, "reward", 4, 4, "row 0: x", first_step=False)
+    check_failures(patient, "reward", 3, 4, "row 0: x", first_step=False, again=True)
+    with pytest.raises(RewardError, match=r"failed in 4 of 4 calls of this step, as of the step before; first error: row 0"):
+        check_failures(patient, "reward", 4, 4, "row 0: x", first_step=False, again=True)
     check_failures(patient, "reward", 3, 4, "row 0: x", first_step=True)
     with pytest.raises(
         RewardError, match=r"rewards.cost.function .* failed in 4 of 4 calls of the first step; first error: row 0"

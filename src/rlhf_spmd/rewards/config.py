@@ -35,10 +35,10 @@ class RewardConfig:
     - weight: of the function's score
     - model_weight: of the reward model's or the judge's score (`models.reward.path`)
     - timeout_s: limit of one call; below `run.timeout_s`
-    - default: score of a row whose call failed
+    - default: score of a row whose call failed; null: none, and the row is left out of what is learnt and measured
     - num_workers: processes per rank that scores
     - max_failure_rate: share of a step's calls that may fail (time-outs included) before the run ends with class `reward`; 1:
-      any, after the first step
+      all may fail once, not in the first step and not in two steps that follow each other
     - max_memory_gb: private memory of each such process, GiB; beyond it a call fails with MemoryError
     - max_file_gb: size of each file that such a process writes, GiB
     """
@@ -55,7 +55,7 @@ class RewardConfig:
     weight: float = 1.0
     model_weight: float = 1.0
     timeout_s: float = 10.0
-    default: float = 0.0
+    default: float | None = None
     num_workers: int = 1
     max_failure_rate: float = 1.0
     max_memory_gb: float = 16.0
@@ -98,6 +98,11 @@ class RewardConfig:
         for key in ("model_weight", "retokenize", "apply_chat_template", "chat_template"):
             if (value := getattr(self, key)) != self.__dataclass_fields__[key].default:
                 raise ValueError(f"{where}.{key}={value} does nothing without a model that scores; leave it out")
+
+    @property
+    def after_failure(self) -> str:
+        """What becomes of a row whose call failed, for messages; after the reward's key."""
+        return "default=null leaves such rows out" if self.default is None else f"default={self.default} is their score"
 
     @property
     def scorer(self) -> str:

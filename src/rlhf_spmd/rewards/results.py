@@ -15,17 +15,25 @@ class RewardError(RuntimeError):
 
 
 def check_failures(
-    config: RewardConfig, where: str, failed: int, calls: int, first_error: str, first_step: bool, rows: str | None = None
+    config: RewardConfig,
+    where: str,
+    failed: int,
+    calls: int,
+    first_error: str,
+    first_step: bool,
+    again: bool = False,
+    rows: str | None = None,
 ) -> None:
-    """Raises RewardError if more than ``max_failure_rate`` of a step's rows failed, or all of the first step's.
+    """Raises RewardError if more than ``max_failure_rate`` of a step's calls failed, or all of the first step's, or all of two steps'
+    that follow each other.
 
-    ``failed`` (failures and time-outs) and ``calls`` are summed over ranks, so that every rank comes to the same end. ``rows``: what
-    the calls are of where there are no steps, for the message.
+    ``failed`` (failures and time-outs) and ``calls`` are summed over ranks, so that every rank comes to the same end. ``again``: all
+    calls of the step before failed too. ``rows``: what the calls are of where there are no steps, for the message.
     """
-    everything = first_step and failed == calls
+    everything = failed == calls and (first_step or again)
     if failed and (everything or failed / calls > config.max_failure_rate):
         limit = "" if everything else f", more than {where}.max_failure_rate = {config.max_failure_rate}"
-        step = rows or ("the first step" if everything else "this step")
+        step = rows or ("the first step" if first_step else f"this step{', as of the step before' if everything else ''}")
         raise RewardError(
             f"{where}.{config.scorer} failed in {failed} of {calls} calls of {step}{limit}; first error: {first_error}"
         )
@@ -36,12 +44,12 @@ class RewardResult:
     may be added meanwhile.
 
     ``calls``: the rows of each call of the function; ``overrun``: what is said of a row whose call took too long. ``scores``: the
-    function's scores, ``default`` where a call failed, None where the function does not apply, without weights. ``extras``: one dict
+    function's scores without weights, ``default`` where a call failed, None where the function does not apply. ``extras``: one dict
     per row, the other numeric entries of what the function returned. ``late``: rows whose call overran. ``errors``: by row, why its
     call failed. ``names``: what each row is called outside.
     """
 
-    def __init__(self, default: float, overrun: str) -> None:
+    def __init__(self, default: float | None, overrun: str) -> None:
         self.default, self.overrun, self.unanswered = default, overrun, 0
         self.calls: list[Sequence[int]] = []
         self.scores: list[float | None] = []
