@@ -217,6 +217,8 @@ def test_calls_are_found_as_models_write_them() -> None:
     )
     assert (said, reward, done) == ([{"role": "user", "name": "find", "content": "6650 km"}], 0.0, False)
     assert Tools(["test_several:find"]).step("It is 6650 km.") == ("", 0.0, True)
+    ended, _, done = Tools(["sys:exit"], begin="").step('{"name": "exit", "parameters": {}}')
+    assert isinstance(ended, list) and (ended[0]["content"], done) == ("error: SystemExit: ", False)
 
 
 def test_a_function_describes_itself() -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from rlhf_spmd.config import registry
+from rlhf_spmd.rewards import runner as rewards_runner
 from rlhf_spmd.rewards.config import RewardConfig
 from rlhf_spmd.rewards.runner import RewardError, RewardRunner
 
@@ -37,6 +39,54 @@ def test_a_function_in_a_file_is_named_by_its_path(tmp_path, monkeypatch):
     (tmp_path / "broken.py").write_text("1 / 0\n")
     with pytest.raises(ValueError, match=r"\Areward.function 'broken.py' cannot be imported: ZeroDivisionError[^\n]*\Z"):
         RewardConfig(function="broken.py:f").check()
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [("import sys\nsys.exit(0)\n", "SystemExit: 0"), ("raise SystemExit\n", "SystemExit: SystemExit")],
+)
+def test_a_file_that_ends_its_process_when_it_is_imported_is_refused(tmp_path, code, reason):
+    (tmp_path / "ends.py").write_text(code)
+    with pytest.raises(ValueError, match=rf"\Areward.function '\S*/ends.py' cannot be imported: {reason}\Z"):
+        RewardConfig(function=f"{tmp_path}/ends.py:f").check()
+
+
+@pytest.mark.parametrize("end", ["sys.exit(0)", "os._exit(0)"])
+def test_a_file_that_ends_a_worker_when_it_is_imported_ends_the_run(tmp_path, end):
+    (tmp_path / "ends.py").write_text(
+        f"import os, sys\nif {os.getpid()} != os.getpid():\n    {end}\ndef f(response): return 1.0\n"
+    )
+    with pytest.raises(RewardError, match=r"(?s)ends.py.*(SystemExit: 0|ended before it was ready .exit code 0.)"):
+        with RewardRunner(RewardConfig(function=f"{tmp_path}/ends.py:f")) as shared:
+            shared.score(texts(1))
+
+
+def test_a_file_that_hangs_when_it_is_imported_is_named(tmp_path, monkeypatch):
+    (tmp_path / "hangs.py").write_text(
+        "import time\ntry:\n    time.sleep(100)\nexcept Exception:\n    time.sleep(100)\ndef f(response): return 1.0\n"
+    )
+    config = RewardConfig(function=f"{tmp_path}/hangs.py:f")
+    with (
+        monkeypatch.context() as changed,
+        pytest.raises(ValueError, match="hangs.py' cannot be imported: TimeoutError: it has not"),
+    ):
+        changed.setattr(registry, "IMPORT_LIMIT_S", 0.3)
+        config.check()
+    (tmp_path / "hangs.py").write_text(
+        f"import os, time\nif {os.getpid()} != os.getpid():\n    time.sleep(100)\ndef f(response): return 1.0\n"
+    )
+    monkeypatch.setattr(rewards_runner, "START_LIMIT_S", 3.0)
+    with pytest.raises(RewardError, match=r"hangs.py:f' was not ready after 3 s"), RewardRunner(config) as shared:
+        shared.score(texts(1))
+
+
+def test_sys_exit_in_user_code_costs_its_own_row():
+    with runner("later") as shared:
+        result = shared.score([*texts(1), *texts(2, do="exit"), *texts(3)])
+        assert result.scores == [1.0, -9.0, 3.0] and "the function ended by SystemExit: 0" in result.first_error
+        assert shared.score(texts(4)).scores == [4.0]
+    with pytest.raises(RewardError, match="cannot be made: SystemExit: 0"), runner("Ends") as shared:
+        shared.score(texts(1))
 
 
 def test_async_functions_are_awaited_together():

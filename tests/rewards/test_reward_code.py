@@ -88,7 +88,7 @@ def test_directories_go_however_deep_and_when_the_worker_is_killed(tmp_path, mon
     )
     assert run(deep.format(300)).exit_code == 0 and not list(tmp_path.iterdir())
     assert "too many files" in run(deep.format(3000) + "import time\ntime.sleep(60)").error and not list(tmp_path.iterdir())
-    killed = "import tempfile, os\nfrom rlhf_spmd.rewards.sandbox import run\ntempfile.tempdir = {!r}\nrun('import time; time.sleep(60)')"
+    killed = "import tempfile\nfrom rlhf_spmd.rewards.sandbox import run\ntempfile.tempdir = {!r}\nrun('while True: pass')"
     worker = subprocess.Popen([sys.executable, "-c", killed.format(str(tmp_path))])
     deadline = time.monotonic() + 20
     while not list(tmp_path.glob("*")) and time.monotonic() < deadline:

@@ -97,7 +97,9 @@ def test_rows_that_no_reward_scores_are_told_and_left_out_on_any_number_of_ranks
 
 def test_rows_of_a_reward_that_dies_are_left_out_and_a_second_step_of_them_ends_the_run(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(FILE)
-    with pytest.raises(RewardError, match="failed in 16 of 16 calls of this step, as of the step before; .*the server is gone"):
+    with pytest.raises(
+        RewardError, match=r"failed in 16 of 16 calls of this step, as of the step before; .*the server is gone"
+    ):
         train_alone(tmp_path / "run", 6, f"reward.function={tmp_path}/mine.py:dies")
     metrics = read_output(tmp_path / "run" / "metrics.jsonl")
     assert [step["reward/failures"] for step in metrics] == [0, 0, 12, 16]

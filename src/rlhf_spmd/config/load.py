@@ -78,7 +78,7 @@ def check_tree(config: Any, where: str = "") -> None:
         except ValueError as error:
             raise ConfigError(str(error)) from error
         # The boundary to the user's code: whatever the check of an algorithm of one's own raises.
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             kind, reason = type(section), f"{type(error).__name__}: {first_line(error)}"
             if kind.__module__.startswith("rlhf_spmd."):
                 raise

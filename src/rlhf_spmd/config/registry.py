@@ -6,7 +6,9 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import pkgutil
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +17,8 @@ from types import ModuleType
 from typing import Any
 
 from rlhf_spmd.config.schema import first_line, nearest
+
+IMPORT_LIMIT_S = 120.0  # for the user's own module
 
 
 def find(kind: str, package: str, name: str, exports: str, beside: Sequence[str] = ()) -> ModuleType:
@@ -86,23 +90,27 @@ def resolve_function(name: str, kind: str = "function") -> Callable[..., Any]:
 
 @contextmanager
 def located(kind: str, name: str, module: ModuleType) -> Iterator[None]:
-    """What the user's own ``module`` raises says, as a note, the line of its file where it came from."""
+    """What the user's own ``module`` raises says, as a note, the line of its file where it came from. Its SystemExit becomes a
+    RuntimeError: it is no end of a run."""
     try:
         yield
     # The boundary to the user's code: whatever it raises goes on.
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         lines = [line for frame, line in walk_tb(error.__traceback__) if frame.f_code.co_filename == module.__file__]
-        if lines and not module.__name__.startswith("rlhf_spmd."):
-            error.add_note(f"{kind} '{name}', {module.__file__}:{lines[-1]}")
-        raise
+        if not lines or module.__name__.startswith("rlhf_spmd."):
+            raise
+        failure = RuntimeError(f"SystemExit: {error}") if isinstance(error, SystemExit) else error
+        failure.add_note(f"{kind} '{name}', {module.__file__}:{lines[-1]}")
+        raise failure from error.__cause__
 
 
 def _import(kind: str, name: str) -> ModuleType:
     is_file = name.endswith(".py")
     try:
-        return _import_file(name) if is_file else importlib.import_module(name)
-    # The boundary to the user's code: whatever its module raises when it is imported.
-    except Exception as error:
+        with _time_limit(IMPORT_LIMIT_S):
+            return _import_file(name) if is_file else importlib.import_module(name)
+    # The boundary to the user's code: whatever its module raises when it is imported, sys.exit() included.
+    except (Exception, SystemExit) as error:
         reason = f"{type(error).__name__}: {first_line(error)}"
         absent = error.name if isinstance(error, ModuleNotFoundError) and not is_file else None
         hint = "; is it on PYTHONPATH?" if absent and f"{name}.".startswith(f"{absent}.") else ""
@@ -110,6 +118,25 @@ def _import(kind: str, name: str) -> ModuleType:
         if absent == name and outer in sys.modules and not hasattr(sys.modules[outer], "__path__"):
             hint = f"; {outer} is a module: write {outer}, or {outer}:{inner} for what is in it"
         raise ValueError(f"{kind} '{name}' cannot be imported: {reason}{hint}") from error
+
+
+@contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    """Raises TimeoutError in what takes longer, again each second, should that be caught. Only the main thread can be interrupted, and C code that does not return cannot."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(*_: object) -> None:
+        raise TimeoutError(f"it has not ended after {seconds:g} s")
+
+    handler = signal.signal(signal.SIGALRM, interrupt)
+    left, interval = signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, left, interval)
+        signal.signal(signal.SIGALRM, handler)
 
 
 def _import_file(name: str) -> ModuleType:

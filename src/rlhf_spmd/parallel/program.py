@@ -185,7 +185,7 @@ def _try_input(launch: Launch, check: Callable[[], str]) -> NoReturn:
         raise SystemExit(0)
     try:
         print(check())
-    except Exception as error:  # the process boundary
+    except (Exception, SystemExit) as error:  # the process boundary
         error_class, line, details = _refusal(Launch(), error)
         announce(line, details)
         raise SystemExit(input_exit_code(error_class)) from None
@@ -203,7 +203,7 @@ def _agree_on_input(
     refusal: tuple[str, str, str] | None = None  # class, line, traceback
     try:
         prepared = prepare()
-    except Exception as error:  # the process boundary
+    except (Exception, SystemExit) as error:  # the process boundary; sys.exit() in the user's code is no end of the job
         refusal = _refusal(launch, error)
     try:
         store = connect_store(launch, timeout_s=20.0 if refusal else 60.0)
@@ -266,7 +266,7 @@ def input_exit_code(error_class: str) -> int:
     return EXIT_CODES["config"] if error_class in ("config", "data") else EXIT_CODES[error_class]
 
 
-def _refusal(launch: Launch, error: Exception) -> tuple[str, str, str]:
+def _refusal(launch: Launch, error: BaseException) -> tuple[str, str, str]:
     """Class, line and traceback (only for defects of the program) of an exception in ``prepare``."""
     error_class = classify(error)
     if error_class == "error" and isinstance(error, OSError):

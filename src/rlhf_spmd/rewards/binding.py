@@ -66,7 +66,7 @@ class BoundReward:
             try:
                 function, kwargs = function(**kwargs), {}
             # The boundary to the user's code: whatever it raises.
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 raise self.refusal(f"it cannot be made: {type(error).__name__}: {error}") from error
         return replace(self, function=function, kwargs=kwargs, loop=asyncio.Runner() if self.is_async else None)
 
@@ -99,7 +99,10 @@ class BoundReward:
 
     async def _together(self, each: Sequence[Mapping[str, Any]], timeout_s: float) -> list[Any]:
         async def one(values: Mapping[str, Any]) -> Any:
-            return await self.function(**self._keywords(values))
+            try:
+                return await self.function(**self._keywords(values))
+            except SystemExit as error:  # it would end the loop, and with it the other rows
+                raise RuntimeError(f"the function ended by SystemExit: {error}") from error
 
         tasks = [asyncio.ensure_future(one(values)) for values in each]
         _, late = await asyncio.wait(tasks, timeout=timeout_s)

@@ -113,8 +113,8 @@ def run(
 def _tell_of_sockets() -> None:
     """Once for each process."""
     print(
-        "rewards.code: this system has no seccomp, so programs that are judged can reach servers that listen at a path, such as docker's; "
-        "run as a user who may not",
+        "rewards.code: this system has no seccomp, so programs that are judged can reach servers that listen at a path, such as "
+        "docker's; run as a user who may not",
         file=sys.stderr,
     )
 
@@ -132,7 +132,8 @@ def _watch(process: subprocess.Popen[bytes], directory: str, limits: Limits) -> 
             return f"it used more than {limits.time_s} s of CPU"
         if time.monotonic() > end:
             raise TimeoutError(
-                f"the program had not ended after {limits.wall_s} s, in which it got {used:.1f} s of CPU: it waits, or the machine is busy"
+                f"the program had not ended after {limits.wall_s} s, in which it got {used:.1f} s of CPU: it waits, or the machine is "
+                "busy"
             )
         if len(descendants) > limits.processes + 1:
             return f"it had more than {limits.processes} processes"
