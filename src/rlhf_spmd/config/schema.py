@@ -36,7 +36,12 @@ type_hints = cache(typing.get_type_hints)
 
 def first_line(error: BaseException) -> str:
     """What an exception says in its first line; its type's name where it says nothing."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return printable((str(error).strip() or type(error).__name__).splitlines()[0])
+
+
+def printable(text: str) -> str:
+    """One line in which what a terminal would obey, such as a sequence that begins with escape, is written as Python writes it."""
+    return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in text)
 
 
 def nearest(name: str, known: Sequence[str]) -> str:

@@ -27,6 +27,7 @@ from typing import Any, NoReturn, cast
 
 import torch.distributed as dist
 
+from rlhf_spmd.config.schema import printable
 from rlhf_spmd.parallel.collectives import RECORDER
 from rlhf_spmd.parallel.watch import HISTORY, WINDOW, Beat, Finding, Limits, Watch, place
 from rlhf_spmd.parallel.world import Launch
@@ -370,7 +371,8 @@ def await_all(store: dist.Store, key: str, size: int, deadline: float, ready: Ca
 
 
 def one_line(text: str) -> str:
-    return " ".join(text.split())
+    """Also of what user code or data say: without line breaks, and nothing that a terminal would obey."""
+    return printable(" ".join(text.split()))
 
 
 def announce(line: str, details: str = "") -> None:

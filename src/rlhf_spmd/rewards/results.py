@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from rlhf_spmd.config.schema import printable
 from rlhf_spmd.rewards.config import RewardConfig
 
 
@@ -93,7 +94,7 @@ class RewardResult:
     def first_error(self) -> str | None:
         """Of the lowest row that failed, None without one."""
         first = min(self.errors, default=None)
-        return None if first is None else f"row {self.names[first]}: {self.errors[first]}"
+        return None if first is None else printable(f"row {self.names[first]}: {self.errors[first]}")
 
     def take(self, call: int, results: list[Any] | str | None) -> None:
         """What a worker answered. In place of the list, for all rows of the call: why it failed, or None if it took too long."""
