@@ -346,5 +346,5 @@ def test_sys_exit_in_user_code_is_an_error_with_its_place(tmp_path: Path) -> Non
     with pytest.raises(RuntimeError, match="SystemExit: 0") as failed, located("algorithm", "mine.py", module):
         module.step()
     assert failed.value.__notes__ == [f"algorithm 'mine.py', {tmp_path}/mine.py:3"]
-    with pytest.raises(ConfigError, match="^algorithm: the check of test_config.Leaves raises SystemExit: 0$"):
+    with pytest.raises(ConfigError, match=r"^algorithm: the check of test_config.Leaves raises SystemExit: 0$"):
         check_tree(Leaves(), "algorithm")

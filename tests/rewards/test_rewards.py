@@ -15,7 +15,7 @@ import pytest
 
 from places import SHARED
 from rlhf_spmd.config.registry import available
-from rlhf_spmd.rewards import exact_match, gsm8k, happy_words, worker
+from rlhf_spmd.rewards import exact_match, gsm8k, happy_words, sandbox, worker
 from rlhf_spmd.rewards.config import RewardConfig, resolve_reward
 from rlhf_spmd.rewards.results import check_failures
 from rlhf_spmd.rewards.runner import RewardError, RewardRunner
@@ -125,7 +125,9 @@ def test_a_hanging_worker_that_does_not_read_cannot_block_the_rank():
 def test_a_worker_killed_between_steps_is_no_calls_failure():
     with runner() as shared:
         shared.score(rows(1))
-        os.kill(shared.worker_pids[0], signal.SIGKILL)
+        keeper = shared.worker_pids[0]
+        (worker,) = sandbox.descendants(keeper, 10)
+        os.kill(worker, signal.SIGKILL)
         _wait_until(lambda: _state(shared.worker_pids[0]) == "Z")
         result = shared.score(rows(1, 2, 3))
         assert result.scores == [1.0, 2.0, 3.0] and result.failures == 0
@@ -364,7 +366,8 @@ def test_numbers_are_told_from_look_alikes():
     assert worker.read_result(torch.tensor(0.5)) == (0.5, {})
     assert worker.read_result(True) == (1.0, {})
     for bad in ("1.0", None, [1.0], b"1"):
-        with pytest.raises(TypeError, match="is not a number"):
+        said = f"{bad!r}, a {type(bad).__name__}, is not a number: a score is a float, an int or a bool, or None where there is none"
+        with pytest.raises(TypeError, match=re.escape(said)):
             worker.read_result(bad)
 
 

@@ -122,7 +122,8 @@ def _import(kind: str, name: str) -> ModuleType:
 
 @contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
-    """Raises TimeoutError in what takes longer, again each second, should that be caught. Only the main thread can be interrupted, and C code that does not return cannot."""
+    """Raises TimeoutError in what takes longer, again each second, should that be caught. Only the main thread can be interrupted,
+    and C code that does not return cannot."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -84,7 +84,7 @@ def run(
         for file, text in ((given, json.dumps(job)), (asked, json.dumps(judged)), (read, stdin)):
             file.write(text.encode(errors="replace"))
             file.seek(0)
-        passed_on = {key: value for key, value in os.environ.items() if key in ("PATH", "LANG", "RLHF_SPMD_REWARD_WORKER")}
+        passed_on = {key: value for key, value in os.environ.items() if key in ("PATH", "LANG")}
         process = subprocess.Popen(
             [sys.executable, "-I", "-B", str(_JUDGE), *(str(file.fileno()) for file in (given, asked, verdict))],
             cwd=directory,
@@ -126,8 +126,8 @@ def _watch(process: subprocess.Popen[bytes], directory: str, limits: Limits) -> 
         with suppress(subprocess.TimeoutExpired):
             process.wait(WATCH_S)
             return ""
-        descendants = _descendants(process.pid, limits.processes + 2)
-        used = sum(map(_cpu_seconds, (process.pid, *descendants)))
+        below = descendants(process.pid, limits.processes + 2)
+        used = sum(map(_cpu_seconds, (process.pid, *below)))
         if used > limits.time_s:
             return f"it used more than {limits.time_s} s of CPU"
         if time.monotonic() > end:
@@ -135,7 +135,7 @@ def _watch(process: subprocess.Popen[bytes], directory: str, limits: Limits) -> 
                 f"the program had not ended after {limits.wall_s} s, in which it got {used:.1f} s of CPU: it waits, or the machine is "
                 "busy"
             )
-        if len(descendants) > limits.processes + 1:
+        if len(below) > limits.processes + 1:
             return f"it had more than {limits.processes} processes"
         if _size(directory) > limits.file_mb << 22:
             return f"it wrote more than {4 * limits.file_mb} MiB, or too many files"
@@ -152,7 +152,7 @@ def _cpu_seconds(pid: int) -> float:
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """Kill the program with what it has started: the first process of a namespace takes all others along."""
-    for pid in (*reversed(_descendants(process.pid, 1000)), process.pid):
+    for pid in (*reversed(descendants(process.pid, 1000)), process.pid):
         with suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
     with suppress(ProcessLookupError, PermissionError):
@@ -160,7 +160,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _descendants(pid: int, most: int) -> list[int]:
+def descendants(pid: int, most: int) -> list[int]:
     """Of a process, parents before children; not many more than ``most``."""
     found = [pid]
     for parent in found:
