@@ -89,11 +89,10 @@ def test_rows_without_a_score_teach_nothing() -> None:
     rows = rows_of([2] * 9, [0] * 3 + [1] * 3 + [2] * 3)
     made, _ = shaped(DAPOConfig(overlong_buffer=OverlongConfig(len=4)), 8)({"scores": scores}, rows, ALONE)
     assert isinstance(made["spread"], Tensor) and isinstance(made["seq_rewards"], Tensor)
-    assert made["spread"].nan_to_num(-1.0).tolist() == [1.0] * 3 + [-1.0] * 3 + [0.0] * 3
-    with pytest.raises(RewardError, match="step 4: no reward scores any response to 16 prompts in 2 batches"):
-        tell_of_few(None, 4, 0, 8, 2, scored=False)
-    with pytest.raises(ValueError, match="step 4: of 16 prompts in 2 batches 0 have responses whose scores differ"):
-        tell_of_few(None, 4, 0, 8, 2, scored=True)
+    assert made["spread"].tolist() == [1.0] * 3 + [-1.0] * 3 + [0.0] * 3
+    for is_scored, error in ((False, RewardError), (True, ValueError)):
+        with pytest.raises(error, match="step 4: of 16 prompts in 2 batches 0 have responses whose scores differ"):
+            tell_of_few(None, 4, 0, 8, 2, is_scored)
     advantages, _ = per_token(in_group({}), {"seq_rewards": made["seq_rewards"]}, rows)
     assert advantages[::2].tolist() == pytest.approx([-(0.5**0.5), 0, 0.5**0.5, 0, 0, 0, 0, 0, 0], abs=1e-6)
 

@@ -207,9 +207,8 @@ class Board:
                 announce(str(error))
 
     def _read_failure(self) -> Failure | None:
-        if not self._store.check(["board/failure"]):
-            return None
-        return Failure(**json.loads(self._store.get("board/failure")))
+        found = self._store.check(["board/failure"])
+        return Failure(**json.loads(self._store.get("board/failure"))) if found else None
 
     # ---- the thread ------------------------------------------------------------------------------------------------
 
@@ -371,7 +370,6 @@ def await_all(store: dist.Store, key: str, size: int, deadline: float, ready: Ca
 
 
 def one_line(text: str) -> str:
-    """Also of what user code or data say: without line breaks, and nothing that a terminal would obey."""
     return printable(" ".join(text.split()))
 
 
