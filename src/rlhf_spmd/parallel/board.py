@@ -207,8 +207,7 @@ class Board:
                 announce(str(error))
 
     def _read_failure(self) -> Failure | None:
-        found = self._store.check(["board/failure"])
-        return Failure(**json.loads(self._store.get("board/failure"))) if found else None
+        return Failure(**json.loads(self._store.get("board/failure"))) if self._store.check(["board/failure"]) else None
 
     # ---- the thread ------------------------------------------------------------------------------------------------
 
@@ -375,8 +374,7 @@ def one_line(text: str) -> str:
 
 def announce(line: str, details: str = "") -> None:
     """``details`` (a traceback) and one line on standard error, in one write so that ranks do not mix."""
-    text = f"{details.rstrip()}\n{one_line(line)}\n" if details else f"{one_line(line)}\n"
-    _to_streams(lambda: sys.stderr.write(text), 5.0)
+    _to_streams(lambda: sys.stderr.write(f"{details.rstrip()}\n{one_line(line)}\n".lstrip("\n")), 5.0)
 
 
 def end_process(code: int) -> NoReturn:
@@ -396,5 +394,7 @@ def _to_streams(write: Callable[[], object], seconds: float) -> None:
             sys.stderr.flush()
 
     writer = threading.Thread(target=attempt, daemon=True)
-    writer.start()
-    writer.join(seconds)
+    with suppress(RuntimeError):
+        writer.start()
+        return writer.join(seconds)
+    attempt()  # where no thread can be started: the line counts more
