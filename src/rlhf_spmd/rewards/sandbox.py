@@ -193,7 +193,7 @@ def _own_directory() -> Iterator[str]:
     """An empty directory, removed in the end. While this process lives it holds a lock on it, by which :func:`remove_unused` knows."""
     while True:
         directory = tempfile.mkdtemp(prefix=PREFIX)
-        with _locked(directory) as is_ours:
+        with _locked(directory, no_locks=True) as is_ours:
             if is_ours and os.path.exists(directory):  # else another process has just taken it for one that was left
                 try:
                     yield directory
@@ -203,8 +203,8 @@ def _own_directory() -> Iterator[str]:
 
 
 @contextmanager
-def _locked(directory: str) -> Iterator[bool]:
-    """Whether this process holds the directory's lock, inside."""
+def _locked(directory: str, no_locks: bool) -> Iterator[bool]:
+    """Whether this process holds the directory's lock, inside; ``no_locks`` where the file system has none."""
     try:
         opened = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:  # gone, or another user's
@@ -215,6 +215,8 @@ def _locked(directory: str) -> Iterator[bool]:
         is_ours = True
     except BlockingIOError:
         is_ours = False
+    except OSError:
+        is_ours = no_locks
     try:
         yield is_ours
     finally:
@@ -224,7 +226,7 @@ def _locked(directory: str) -> Iterator[bool]:
 def remove_unused() -> None:
     """Remove the directories whose process was killed."""
     for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        with _locked(str(path)) as is_ours:
+        with _locked(str(path), no_locks=False) as is_ours:
             if is_ours:
                 _remove_tree(str(path))
 
