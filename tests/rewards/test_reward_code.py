@@ -88,13 +88,14 @@ def test_directories_go_however_deep_and_when_the_worker_is_killed(tmp_path, mon
     )
     assert run(deep.format(300)).exit_code == 0 and not list(tmp_path.iterdir())
     assert "too many files" in run(deep.format(1500) + "import time\ntime.sleep(60)").error and not list(tmp_path.iterdir())
-    killed = "import tempfile\nfrom rlhf_spmd.rewards.sandbox import run\ntempfile.tempdir = {!r}\nrun('while True: pass')"
-    worker = subprocess.Popen([sys.executable, "-c", killed.format(str(tmp_path))])
+    killed = "import tempfile\nfrom rlhf_spmd.rewards.sandbox import run\ntempfile.tempdir = {!r}\nrun({!r})"
+    program = "open('here', 'w').close()\nwhile True: pass"
+    worker = subprocess.Popen([sys.executable, "-c", killed.format(str(tmp_path), program)])
     deadline = time.monotonic() + 20
-    while not list(tmp_path.glob("*")) and time.monotonic() < deadline:
+    while not list(tmp_path.glob("*/here")) and time.monotonic() < deadline:
         time.sleep(0.02)
     remove_unused()
-    assert len(list(tmp_path.iterdir())) == 1, "it is used"
+    assert list(tmp_path.glob("*/here")), "it is used"
     worker.kill()
     worker.wait()
     remove_unused()
