@@ -252,7 +252,9 @@ def _cell(value: Any) -> str:
     return "-" if value is None else f"{value:.4f}" if isinstance(value, float) else json.dumps(value)
 
 
-keys, main = inference_program("evaluate", __doc__, EvaluateConfig, prepare, evaluate)
+keys, main = inference_program(
+    "evaluate", __doc__, EvaluateConfig, prepare, lambda ready, world, board: evaluate(ready, world, board.tick)
+)
 
 
 if __name__ == "__main__":

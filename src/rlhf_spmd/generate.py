@@ -164,7 +164,9 @@ def response_text(ready: Prepared, row: dict[str, Any]) -> str | None:
     return decode(token_ids) + "".join(stop for stop, token in special.items() if token == token_ids[-1])
 
 
-keys, main = inference_program("generate", __doc__, GenerateConfig, prepare, generate)
+keys, main = inference_program(
+    "generate", __doc__, GenerateConfig, prepare, lambda ready, world, board: generate(ready, world, board.tick)
+)
 
 
 if __name__ == "__main__":

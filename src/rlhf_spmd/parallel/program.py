@@ -76,6 +76,7 @@ class ProgramSettings:
     calls_apart: int = 1  # so many times as long where a rank waits for what another one does some steps later
     limits: Limits = field(default_factory=Limits)
     alike: Mapping[str, str] = field(default_factory=dict)  # what all ranks must have the same of, by its name: digests
+    when_told: str = "the run saves after the steps under way and ends"  # what a body that polls does at a first Ctrl-C
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ def run_program(
 
     ``prepare`` must be local (no collective). The run directory belongs to this job until its end; ``run_dir_hint`` receives
     exit_status.json when ``prepare`` fails, unless it belongs to another job.
-    ``saves_on_signal``: the body polls ``board.preempted`` and raises :class:`Preempted` itself; otherwise SIGTERM raises it.
+    ``saves_on_signal``: the body polls ``board.preempted``, and returns or raises :class:`Preempted`; otherwise SIGTERM raises it.
     ``dry_run``: in place of all but ``prepare``, what it says of the prepared input is printed.
     A single process raises SystemExit instead of ending, so that it can be called from another program.
     """
@@ -122,7 +123,7 @@ def run_program(
     board = Board(launch, store, replace(chosen.limits, stall_s=chosen.timeout_s))
     board.run_dir = chosen.run_dir
     owns_group = not dist.is_initialized()
-    with _signals(board, saves_on_signal):
+    with _signals(board, chosen.when_told if saves_on_signal else None):
         try:
             _open_run_dir(board)
             board.start()
@@ -301,7 +302,7 @@ def _open_run_dir(board: Board) -> None:
 
 
 @contextmanager
-def _signals(board: Board, saves: bool) -> Iterator[None]:
+def _signals(board: Board, when_told: str | None) -> Iterator[None]:
     """SIGTERM and SIGUSR1 set ``board.preempted`` (and end a body that does not poll it); restored on leaving.
 
     So does a first SIGINT for a body that polls; one after it ends the run at once, and SIGTERM too, which is what torchrun makes
@@ -316,16 +317,16 @@ def _signals(board: Board, saves: bool) -> Iterator[None]:
         if board.failing or board.failure is not None:
             return
         first, board.preempted = not board.preempted, True
-        if first and not saves:
+        if first and when_told is None:
             raise Preempted(f"ended by {signal.Signals(number).name}")
         if interrupted_at and number != signal.SIGUSR1 and time.monotonic() - interrupted_at[0] > SAME_PRESS_S:
             raise KeyboardInterrupt
         if number == signal.SIGINT and not interrupted_at:
             interrupted_at.append(time.monotonic())
             if board.launch.rank == 0:  # the streams may be in the middle of a line of their own
-                os.write(2, b"interrupted: the run saves after the steps under way and ends; again: it ends at once\n")
+                os.write(2, f"interrupted: {when_told}; again: it ends at once\n".encode())
 
-    watched = (signal.SIGTERM, signal.SIGUSR1, *((signal.SIGINT,) if saves else ()))
+    watched = (signal.SIGTERM, signal.SIGUSR1, *((signal.SIGINT,) if when_told is not None else ()))
     previous = {number: signal.signal(number, on_signal) for number in watched}
     try:
         yield

@@ -28,6 +28,7 @@ from rlhf_spmd.models.hub import local_directory
 from rlhf_spmd.models.sharding import check_layout
 from rlhf_spmd.models.spec import ModelSpec, read_spec
 from rlhf_spmd.models.weights import check_pretrained
+from rlhf_spmd.parallel.board import Board
 from rlhf_spmd.parallel.command_line import read_command_line
 from rlhf_spmd.parallel.layout import Layout, LayoutConfig, resolve_layout
 from rlhf_spmd.parallel.mesh import Mesh
@@ -222,10 +223,12 @@ def inference_program(
     description: str | None,
     schema: type[LoadedConfig],
     prepare: Callable[[str | None, Sequence[str], Launch], Any],
-    work: Callable[[Any, World, Callable[[], None]], None],
+    work: Callable[[Any, World, Board], None],
+    when_told: str | None = None,
 ) -> tuple[Callable[..., Iterator[Key]], Callable[..., None]]:
     """``keys(overrides)`` and ``main(argv)`` of a program: ``prepare(config file, overrides, launch)``, then
-    ``work(prepared, world, tick)`` on all ranks. The command line has overrides, and ``--config FILE`` if there are many."""
+    ``work(prepared, world, board)`` on all ranks. ``when_told`` to end: what it
+    does then, if it looks at ``board.preempted`` itself. The command line has overrides, and ``--config FILE`` if there are many."""
 
     def keys(overrides: Sequence[str] = ()) -> Iterator[Key]:
         return list_keys(schema, {})
@@ -234,8 +237,11 @@ def inference_program(
         command = read_command_line(name, description, keys, partial(read_config, schema), argv)
         run_program(
             lambda: prepare(command.config, command.overrides, command.launch),
-            lambda context: work(context.prepared, context.world, context.board.tick),
-            lambda ready: ProgramSettings(timeout_s=ready.config.timeout_s, threads=ready.config.threads, alike=ready.alike),
+            lambda context: work(context.prepared, context.world, context.board),
+            lambda ready: ProgramSettings(
+                timeout_s=ready.config.timeout_s, threads=ready.config.threads, alike=ready.alike, when_told=when_told or ""
+            ),
+            saves_on_signal=when_told is not None,
             dry_run=(lambda ready: f"{name}: good for {command.launch.size} rank(s), {ready.layout}")
             if command.dry_run
             else None,
