@@ -94,10 +94,16 @@ class PromptEncoder:
             return [{"role": "system", "content": self.config.system_prompt}, *messages]
         return messages
 
-    def encode(self, prompts: Sequence[Any], wheres: Sequence[str], tools: Sequence[Any] = ()) -> list[tuple[list[int], str]]:
+    def encode(
+        self, prompts: Sequence[Any], wheres: Sequence[str], tools: Sequence[Any] = (), most_characters: int | None = None
+    ) -> list[tuple[list[int], str]]:
         """Token ids and rendered text of each prompt, told of its ``tools`` (schemas, or None); tokenised in batches. Of a prompt that
-        is going to be dropped for its length only the first ids."""
+        is going to be dropped for its length only the first ids. Longer texts than ``most_characters`` are refused before that:
+        tokenising takes time and memory."""
         rendered = [self.render(*one) for one in zip(prompts, wheres, tools or [None] * len(prompts), strict=True)]
+        for (text, _), where in zip(rendered, wheres, strict=True):
+            if most_characters is not None and len(text) > most_characters:
+                raise DataError(f"{where} has {len(text)} characters, and no more than {most_characters} can fit; shorten it")
         read = [(self.first_part(text), templated) for text, templated in rendered]
         from_template = self.tokenize([text for text, templated in read if templated], special_tokens=False)
         from_text = self.tokenize([text for text, templated in read if not templated], special_tokens=True)

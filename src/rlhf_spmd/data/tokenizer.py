@@ -100,6 +100,12 @@ def added_ids(tokenizer: Any) -> tuple[list[int], list[int]]:
     return dressed[: len(dressed) - len(end)], end
 
 
+@lru_cache(maxsize=8)
+def longest_token(tokenizer: Any) -> int:
+    """Characters of the longest token of the vocabulary, as it is written there: its text has no more."""
+    return max(map(len, tokenizer.get_vocab()))
+
+
 @cache
 def byte_alphabet() -> dict[str, int]:
     """How byte-level BPE writes each byte in its vocabulary: GPT-2's table."""
