@@ -316,6 +316,22 @@ def rounded(told: Any) -> Any:
     return pytest.approx(told, abs=1e-4) if isinstance(told, float) else told
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"best_of": 3}, "best_of=3 is vLLM's and has no effect here: ask for n responses"),
+        ({"guided_decoding": object}, "guided_decoding=<class 'object'> is vLLM's and has no effect here: give a library's"),
+        ({"detokenize": False}, "detokenize=False is vLLM's and has no effect here: texts are always made"),
+    ],
+)
+def test_vllm_s_settings_of_sampling_are_refused_with_what_to_do(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=r"^\w") as refusal:
+        SamplingParams(**given)
+    assert str(refusal.value).startswith(said)
+    usual = SamplingParams(best_of=1, bad_words=[], structured_outputs=None, detokenize=True, n=2)
+    assert usual == SamplingParams(n=2) == dataclasses.replace(SamplingParams(), n=2) and usual.read() == usual
+
+
 def test_what_vllm_takes_is_taken(llm: LLM, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copytree(model, tmp_path / "other")
     named = tmp_path / "other" / "tokenizer_config.json"

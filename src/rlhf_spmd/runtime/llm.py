@@ -35,7 +35,7 @@ from rlhf_spmd.models.spec import join_ends
 from rlhf_spmd.parallel.world import Launch, World, join_world, read_launch
 from rlhf_spmd.runtime.generating import build_generator, check_cache, check_generation, generate_in_parts
 from rlhf_spmd.runtime.inference import LoadedConfig, LoadedModel, gather_records, own_rows, read_weights
-from rlhf_spmd.runtime.sampling_params import CompletionOutput, Logprob, RequestOutput, SamplingParams
+from rlhf_spmd.runtime.sampling_params import CompletionOutput, Logprob, RequestOutput, SamplingParams, refuse_vllm_only
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 Prompt = tuple[list[int], str | None]  # token ids, and the text they are of, if it was given as one
@@ -129,15 +129,6 @@ VLLM_ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "disable_custom_all_reduce": ((True, False), "there is none"),
     "max_logprobs": ((20,), "up to 100 may be asked for"),
 }
-
-
-def without_vllm_only(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Without those of ``VLLM_ONLY`` that ask for nothing. Raises ValueError for the others."""
-    for key in VLLM_ONLY.keys() & given.keys():
-        usual, instead = VLLM_ONLY[key]
-        if given[key] not in usual:
-            raise ValueError(f"{key}={given[key]!r} is vLLM's and has no effect here: {instead}")
-    return {key: value for key, value in given.items() if key not in VLLM_ONLY}
 
 
 def is_ids(prompt: Any) -> bool:
@@ -331,7 +322,8 @@ class LLM:
     ) -> None:
         settings = {"model": {"path": str(model), "dtype": dtype}, "layout": {"tp": tensor_parallel_size}, "seed": seed or 0}
         settings |= {"max_model_len": max_model_len, "tokenizer": None if tokenizer is None else str(tokenizer)}
-        knobs = without_vllm_only(generation)
+        refuse_vllm_only(generation, VLLM_ONLY)
+        knobs = {key: value for key, value in generation.items() if key not in VLLM_ONLY}
         config = Reader(EngineConfig, {}, settings | {"generation": knobs}, interpolated=False).read()
         check_tree(config)
         ready = prepare_model(config, read_launch())
