@@ -12,6 +12,7 @@ they wait until those have ended. All ranks hold the one model together.
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -47,6 +48,11 @@ class ServeConfig(EngineConfig):
         check_bounds(self, where, "port", least=0, most=65535)
         if self.token_env is not None and not os.environ.get(self.token_env):
             raise ValueError(f"token_env={self.token_env!r}: there is no such variable in the environment")
+        for origin in self.allowed_origins:
+            if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/]+", origin):
+                raise ValueError(
+                    f"allowed_origins: {origin!r} must be as https://chat.example.org or http://localhost:3000, or '*'"
+                )
 
 
 def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> LoadedModel:

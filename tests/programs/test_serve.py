@@ -602,7 +602,8 @@ def test_what_is_noted_of_tokens_is_bounded(service: services.Service, monkeypat
     assert all(text_of(replies[i].get_nowait()) is not None for i in (0, 2, 3))
 
 
-def test_two_ranks_serve_one_model(model: Path) -> None:
+def test_two_ranks_serve_one_model(model: Path, address: str) -> None:
+    by_one = address
     with served(model, 2, "layout.tp=2") as address:
         bodies = [{"prompt": "abc", **GREEDY}, {"prompt": "x", **GREEDY}, {"prompt": "a", "n": 0}, {"prompt": "abc", **GREEDY}]
         with ThreadPoolExecutor(4) as pool:
@@ -611,12 +612,21 @@ def test_two_ranks_serve_one_model(model: Path) -> None:
         assert answers[0][1]["choices"][0]["text"] == greedy_text(model, ids_of("abc"), 12)
         time.sleep(3 * services.IDLE_S)  # longer than an idle rank waits
         assert ask(address, "/completions", bodies[1])[1]["choices"] == answers[1][1]["choices"]
+        echo = {"prompt": "The quick", "echo": True, "max_tokens": 0, "logprobs": 1}
+        one, two = (
+            ask(each, "/completions", echo)[1]["choices"][0]["logprobs"]["token_logprobs"] for each in (by_one, address)
+        )
+        assert two[0] is None and two[1:] == pytest.approx(one[1:], abs=1e-4)
 
 
 @pytest.mark.parametrize(
     ("settings", "ranks", "said"),
     [
         (["port=70000"], 1, "port=70000: must be at least 0 and at most 65535"),
+        (["allowed_origins=[chat.example.org]"], 1, "allowed_origins: 'chat.example.org' must be as https://"),
+        (["allowed_origins=['*',https://a.example.org/]"], 1, "allowed_origins: 'https://a.example.org/' must be as https://"),
+        (["allowed_origins=https://a.example.org"], 1, "allowed_origins='https://a.example.org' must be a list"),
+        (["max_model_len=65"], 1, "max_model_len=65: the model's context is max_position_embeddings=64"),
         (["token_env=NOT_THERE"], 1, "token_env='NOT_THERE': there is no such variable in the environment"),
         ([], 2, "layout.tp=1 on 2 ranks: they hold one model; set layout.tp=2"),
         (["layout.pp=2"], 2, "layout.pp=2: a model that is asked has no stages"),
