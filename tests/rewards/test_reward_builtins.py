@@ -136,8 +136,7 @@ def test_math_on_the_answers_of_math500():
     assert len(answers) == 301 and len(pairs) == 12, pairs
     # another number in place of the last digit
     perturbed = [(a, a[:i] + str((int(a[i]) + 1) % 10) + a[i + 1 :]) for a in answers for i in [_last_digit(a)] if i >= 0]
-    same = [pair for pair in perturbed if math.equal(*pair)]
-    assert len(perturbed) > 230 and all(right.endswith(("cm}^2", "inches}^2")) for right, _ in same) and len(same) == 2, same
+    assert len(perturbed) > 230 and [pair for pair in perturbed if math.equal(*pair)] == []
 
 
 def _last_digit(text):
@@ -320,7 +319,7 @@ def test_rows_find_their_reward_by_data_source():
     [
         (
             "gsm8k",
-            r"a.jsonl:1: reward.function=gsm8k: no row has 'answer' \(data.answer_key .*; the columns are data_source, question",
+            r"no row has ground_truth \(data.answer_key .*; the columns are data_source, question",
         ),
         ("code", r"a.jsonl:1: reward.function=code: the row has no tests: .*; the columns are data_source, question"),
         ("math", r"no row has ground_truth \(data.answer_key .*; the columns are data_source, question\."),

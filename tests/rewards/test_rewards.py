@@ -279,7 +279,7 @@ def test_what_cannot_be_bound_is_refused_in_one_line():
         with pytest.raises(ValueError, match=f"no row has {argument}.*; the columns are id"):
             RewardConfig(function=f"reward_functions:{name}").check_rows("reward", unanswered)
     places = ["data.path, row 0", "data.val_path, row 0"]  # each by itself: answers of the one do not help the other
-    with pytest.raises(ValueError, match="no row has answer"):
+    with pytest.raises(ValueError, match="no row has ground_truth"):
         RewardConfig(function="exact_match").check_rows("reward", [*unanswered, {"answer": "7", "id": 0}], places)
     with pytest.raises(ValueError, match=r"reward.data_sources: no row has the data_source 'smus'; there are sums$"):
         RewardConfig(data_sources=["sums", "smus"]).check_rows("reward", rows)
@@ -394,16 +394,16 @@ def test_numbers_are_told_from_look_alikes():
 )
 @pytest.mark.parametrize("answer", ["72", 72, "He has 36*2 = <<36*2=72>>72.\n#### 72"])
 def test_gsm8k(response, strict, flexible, answer):
-    assert gsm8k.score("q", response, {"answer": answer}) == strict
-    assert gsm8k.flexible("q", response, {"answer": answer}) == flexible
+    assert gsm8k.score(response, answer) == strict
+    assert gsm8k.flexible(response, answer) == flexible
 
 
 def test_gsm8k_answers_with_commas_and_without_numbers():
-    assert gsm8k.score("q", "#### 1,234,000", {"answer": "#### 1234000"}) == 1.0
-    assert gsm8k.score("q", "#### -5", {"answer": "#### -5"}) == 1.0
-    for row in ({}, {"answer": "no number"}):
+    assert gsm8k.score("#### 1,234,000", "#### 1234000") == 1.0
+    assert gsm8k.score("#### -5", "#### -5") == 1.0
+    for answer in (None, "no number"):
         with pytest.raises(ValueError, match="answer"):
-            gsm8k.score("q", "#### 5", row)
+            gsm8k.score("#### 5", answer)
 
 
 @pytest.mark.skipif(not SOLUTIONS.exists(), reason="needs the data set that lies beside the repository")
@@ -412,9 +412,9 @@ def test_gsm8k_agrees_with_the_published_judgement_of_real_model_output():
         solutions = [json.loads(line) for line in file]
     wrong = []
     for item in solutions:
-        row = {"answer": "####".join(item["ground_truth"].rsplit("A:", 1))}
+        answer = "####".join(item["ground_truth"].rsplit("A:", 1))
         response = "####".join(item["solution"].rsplit("A:", 1))
-        if bool(gsm8k.score("", response, row)) != item["is_correct"]:
+        if bool(gsm8k.score(response, answer)) != item["is_correct"]:
             wrong.append((item["solution"][-40:], item["ground_truth"][-20:]))
     assert len(solutions) == 5276 and not wrong, wrong[:5]
 
@@ -424,7 +424,7 @@ def test_exact_match():
     assert exact_match.score("1 2 33", "1 2 3") == 0.0
     config = RewardConfig(function="exact_match")
     with pytest.raises(
-        ValueError, match=r"no row has answer .data.answer_key names the answer's column.; the columns are anwser"
+        ValueError, match=r"no row has ground_truth .data.answer_key names the answer's column.; the columns are anwser"
     ):
         config.check_rows("reward", [{"anwser": "1"}])
 

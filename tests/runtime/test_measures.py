@@ -42,7 +42,7 @@ def test_the_majority_is_the_first_of_the_most_frequent() -> None:
 @pytest.mark.parametrize(
     ("response", "answer", "expected"),
     [
-        ("so \\boxed{\\frac{1}{2}} or \\boxed{3{4}5}", None, "3{4}5"),
+        ("so \\boxed{\\frac{1}{2}}, no: \\boxed{3{4}5}", None, "3{4}5"),
         ("so \\boxed{1,2}", "12", " 1,2"),
         ("so \\boxed{5-3}", "2", "5-3"),
         ("so 1.2.3", None, "so 1.2.3"),
