@@ -6,6 +6,7 @@ r"""One way to write a mathematical answer: ``\dfrac12``, ``\frac{1}{2}`` and ``
 
 from __future__ import annotations
 
+import functools
 import re
 import unicodedata
 from collections.abc import Callable
@@ -96,6 +97,7 @@ def _symbol(one: str) -> str:
     return one
 
 
+@functools.lru_cache(4096)
 def unit(text: str) -> str:
     """The unit behind an answer, by its short name and power; empty without one."""
     laid_out = _symbols_and_layout(text) if len(text) <= _LONGEST else ""
@@ -246,6 +248,7 @@ def _symbols_and_layout(text: str) -> str:
     return text
 
 
+@functools.lru_cache(4096)  # the responses to a prompt share its answer
 def normalise(text: str) -> str:
     """One way to write an answer: see the module. Commas stay where they may be between entries: in brackets, or before a space.
     Of a text that is too long for an answer only the white space is taken."""
