@@ -98,6 +98,8 @@ def test_math_takes_an_answer_that_is_written_in_another_way(answer, written):
         ("1/2", "2 ÷ 1"),
         ("15\\text{ cm}^2", "15\\text{ cm}^3"),
         ("15\\text{ cm}", "15 inches"),
+        ("60\\text{ miles per hour}", "60 km / h"),
+        ("9 gallons / miles per hour", "9 cups"),
         ("5m", "5"),
         ("2 mi", "2"),
         ("16\\sqrt{3}", "16\\sqrt{13}"),

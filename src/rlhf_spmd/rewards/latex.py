@@ -104,11 +104,14 @@ def unit(text: str) -> str:
     found = next((match for match in (pattern.search(laid_out) for pattern in _UNIT) if match), None)
     if found is None:
         return ""
-    name = next(short for short, pattern in _UNITS.items() if re.fullmatch(pattern, found["name"]))
     groups = found.groupdict()
     power = groups.get("inner") or groups["outer"] or (groups["area"] and "2") or (groups["volume"] and "3") or ""
     per = re.sub(r"[\s/.]|\bper\b", "", groups["per"] or "")
-    return name + power + (per and "/" + next(short for short, pattern in _UNITS.items() if re.fullmatch(pattern, per)))
+    return _short(found["name"]) + power + (per and "/" + _short(per))
+
+
+def _short(name: str) -> str:
+    return next((short for short, names in _UNITS.items() if re.fullmatch(names, name)), name)
 
 
 _ROW = r"\cr{}"  # between rows
