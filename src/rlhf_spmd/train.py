@@ -44,7 +44,7 @@ from rlhf_spmd.runtime.memory import step_facts
 from rlhf_spmd.runtime.overview import describe
 from rlhf_spmd.runtime.placing import place
 from rlhf_spmd.runtime.plan_file import PlanFile, apply_plan, check_ranks, read_plan
-from rlhf_spmd.runtime.reward_roles import rewarded_roles, with_templates
+from rlhf_spmd.runtime.reward_roles import repeated_of, rewarded_roles, with_templates
 from rlhf_spmd.runtime.session import RunConfig, Session, run_dir_hint, start_controller
 from rlhf_spmd.runtime.streams import Data, InFlightStream, RowStream, ValidationRows
 from rlhf_spmd.telemetry.logger import LoggerConfig
@@ -350,7 +350,7 @@ def build_data(ready: Prepared, controller: Controller) -> Data:
         else:
             streams[name] = RowStream(loader, config.sampling.n if isinstance(section, DataConfig) else 1, len(streams))
     validation = {
-        name: ValidationRows(dataset, sections[name].val_batch_size, list(sections[name].val_sets))
+        name: ValidationRows(dataset, sections[name].val_batch_size, list(sections[name].val_sets), repeated_of(dataset, ready))
         for name, dataset in ready.validation.items()
     }
     sampling = ready.sampling(), ready.sampling(validates=True)

@@ -171,9 +171,7 @@ def test_a_log_tells_steps_validations_and_where_things_lie(tmp_path: Path, caps
         line = rf"^step {number}/2  reward -?\d\.\d+  KL -?\d\.\d+  [\d,]+ tokens/s  \d+\.\d\d s/step"
         line += r"  \d\d:\d\d elapsed  \d\d:\d\d left$"
         assert len(re.findall(line, said, flags=re.M)) == 1, said
-    assert re.findall(
-        r"^validation after step (\d): val/reward_mean -?\d\.\d{4}, val/train/mean@1 -?\d\.\d{4}, .*$", said, flags=re.M
-    ) == ["0", "2"]
+    assert re.findall(r"^validation after step (\d): val/reward_mean -?\d\.\d{4}$", said, flags=re.M) == ["0", "2"]
     places = [("report", "report.html"), ("export", "export"), ("checkpoint", "checkpoints/step_2")]
     assert said.splitlines()[-3:] == [f"  {name:<20}{tmp_path / path}" for name, path in places]
     (start,) = map(json.loads, (tmp_path / "starts.jsonl").read_text().splitlines())

@@ -115,6 +115,11 @@ class RewardResult:
         return add_up({key: (value, 1) for key, value in row.items()} for row in self.extras)
 
 
+def source_metric(reward: str, source: str) -> str:
+    """The metric of a reward's mean score over the rows of one ``data_source``; none of what the function returns besides."""
+    return f"{reward}/{'data_source extra' if source == 'extra' else source}/mean"
+
+
 def add_up(parts: Iterable[Mapping[str, tuple[float, int]]]) -> dict[str, tuple[float, int]]:
     """Sums and counts, by name."""
     found: dict[str, tuple[float, int]] = {}

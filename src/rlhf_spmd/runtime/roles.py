@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -369,10 +369,15 @@ def build_models(plans: Mapping[str, RolePlan], build: Build) -> SimpleNamespace
 
     Collective over the world: every rank of it must call.
     """
-    added = tuple(role for role in build.rewards if role == "reward" or plans[role].is_added)
+    added = added_rewards(build.rewards, plans)
     roles = {role: _build_role(role, plan, replace(build, added_rewards=added)) for role, plan in plans.items()}
     roles |= {name: roles[role] for role, plan in plans.items() for name in plan.serves}
     return SimpleNamespace(**roles, rewards=[roles[role] for role in added], controller=build.controller)
+
+
+def added_rewards(rewards: Iterable[str], plans: Mapping[str, RolePlan]) -> tuple[str, ...]:
+    """Names of the rewards whose scores are added up."""
+    return tuple(role for role in rewards if role == "reward" or plans[role].is_added)
 
 
 def _build_role(role: str, plan: RolePlan, build: Build) -> ModelWorker | ArithmeticWorker:

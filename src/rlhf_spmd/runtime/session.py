@@ -24,6 +24,7 @@ from rlhf_spmd.config.bounds import SEEDS, check_bounds
 from rlhf_spmd.config.load import to_yaml
 from rlhf_spmd.controller import Controller, Reference, Taken
 from rlhf_spmd.controller.versions import Versions
+from rlhf_spmd.data.prompts import PromptDataset
 from rlhf_spmd.kernels import wait
 from rlhf_spmd.kernels.devices import peak_bytes
 from rlhf_spmd.parallel.collectives import RECORDER
@@ -33,6 +34,7 @@ from rlhf_spmd.reshard import LABELS
 from rlhf_spmd.runtime import restart
 from rlhf_spmd.runtime.checks import in_flight
 from rlhf_spmd.runtime.exports import Exports
+from rlhf_spmd.runtime.measures import repeated_means
 from rlhf_spmd.runtime.overview import start_facts
 from rlhf_spmd.runtime.recorder import MadeStep, Recorder, merge_reports
 from rlhf_spmd.runtime.streams import Data
@@ -156,6 +158,8 @@ class Session:
         self.exports = Exports(ready, self.controller)
         algorithm, device = ready.config.algorithm, self.world.device
         self.goal = algorithm.goal
+        prompts = [row for rows in ready.training.values() if isinstance(rows, PromptDataset) for row in rows.examples()]
+        self.repeated = repeated_means(ready.rewards, [prompts])  # metrics that are left out
         self.num_bad = sum(rows.tally.num_bad for rows in (*ready.training.values(), *ready.validation.values()))
         self.saved = {
             role: worker
@@ -262,6 +266,7 @@ class Session:
             return {}, []
         reports = self.controller.receive_reports()
         metrics, samples = merge_reports(step, reports, self._utilisation)
+        metrics = {name: value for name, value in metrics.items() if name not in self.repeated}
         if "generation/idle_fraction" in metrics:
             idle = round(metrics["generation/idle_fraction"], 4)
             self.controller.timeline.instant("generation", of_step=step.number, idle_fraction=idle)

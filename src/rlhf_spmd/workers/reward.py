@@ -16,7 +16,7 @@ from rlhf_spmd.data.tokenizer import decode
 from rlhf_spmd.environments.config import environment_of
 from rlhf_spmd.rewards.binding import Row
 from rlhf_spmd.rewards.config import reward_key
-from rlhf_spmd.rewards.results import RewardError, add_up, check_failures
+from rlhf_spmd.rewards.results import RewardError, add_up, check_failures, source_metric
 from rlhf_spmd.rewards.runner import RewardRunner
 from rlhf_spmd.workers.model_worker import ModelWorker
 from rlhf_spmd.workers.objective import last_token_value, model_tokens
@@ -153,8 +153,7 @@ class RewardWorker(ModelWorker):
         for (_, _, row), score, counts in zip(texts, scores.tolist(), scored.tolist(), strict=False):
             source = row.get("data_source")
             if counts and source is not None:
-                source = "data_source extra" if source == "extra" else source  # not among what the function returns besides
-                yield {f"{self.name}/{source}/mean": (score, 1)}
+                yield {source_metric(self.name, source): (score, 1)}
 
     def sample(self, batch: Batch, i: int, text: Row, scores: Tensor) -> dict[str, Any]:
         """The i-th row for people to read. ``versions``: runs of tokens, each with the step whose weights drew it, and its length."""
