@@ -41,7 +41,7 @@ from rlhf_spmd.runtime.alike import run_digests
 from rlhf_spmd.runtime.auto import plan_run
 from rlhf_spmd.runtime.fitting import check_launch
 from rlhf_spmd.runtime.memory import step_facts
-from rlhf_spmd.runtime.overview import describe
+from rlhf_spmd.runtime.overview import describe, describe_roles
 from rlhf_spmd.runtime.placing import place
 from rlhf_spmd.runtime.plan_file import PlanFile, apply_plan, check_ranks, read_plan
 from rlhf_spmd.runtime.reward_roles import repeated_of, rewarded_roles, with_templates
@@ -376,7 +376,7 @@ def main(argv: Sequence[str] | None = None, name: str = "train", about: str | No
         settings_of,
         run_dir_hint(path, overrides),
         saves_on_signal=True,
-        dry_run=(lambda ready: describe(ready, World(launch, model_device(), connect_store(Launch()), 0.0)))
+        dry_run=(lambda ready: describe_roles(ready, World(launch, model_device(), connect_store(Launch()), 0.0)))
         if command.dry_run
         else None,
     )

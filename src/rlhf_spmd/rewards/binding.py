@@ -55,6 +55,11 @@ class BoundReward:
         return not BATCHED.isdisjoint(self.required + self.optional)
 
     @property
+    def is_own(self) -> bool:
+        """Whether the function is the user's, and none of the built-in ones."""
+        return not getattr(self.function, "__module__", "").startswith("rlhf_spmd.rewards.")
+
+    @property
     def takes_ids(self) -> bool:
         """Whether rows must have ``completion_ids``, the response's tokens."""
         return "completion_ids" in self.required + self.optional

@@ -9,7 +9,7 @@ from typing import Any
 
 from rlhf_spmd.config import registry
 from rlhf_spmd.config.bounds import check_bounds
-from rlhf_spmd.rewards.binding import BoundReward, bind_reward
+from rlhf_spmd.rewards.binding import BoundReward, bind_reward, right_answer
 from rlhf_spmd.rewards.judge import JudgeConfig
 
 FLOAT32_MAX = 3.4028234e38
@@ -86,10 +86,9 @@ class RewardConfig:
 
     def _hook(self, bound: BoundReward, name: str, *args: Any, **kwargs: Any) -> None:
         """Call what the module of a built-in reward has to say under ``name``, if it has. Raises what that raises."""
-        module = getattr(bound.function, "__module__", "")
-        if module.startswith("rlhf_spmd.rewards."):
+        if not bound.is_own:
             try:
-                getattr(sys.modules[module], name, lambda *_, **__: None)(*args, **kwargs)
+                getattr(sys.modules[bound.function.__module__], name, lambda *_, **__: None)(*args, **kwargs)
             except TypeError as error:  # a setting is missing, or of another type
                 raise bound.refusal(f"with kwargs={self.kwargs}: {error}") from error
 
@@ -126,6 +125,15 @@ class RewardConfig:
     def chooses(self, row: Mapping[str, Any]) -> bool:
         """Whether this reward scores a row with these columns."""
         return self.data_sources is None or row.get("data_source") in self.data_sources
+
+    def misses_answers(self, where: str, rows: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether the function has an argument for the answer, and can do without, and no row that it scores has one. Built-in
+        functions check their rows themselves."""
+        chosen = [row for row in rows if self.chooses(row)]
+        if self.function is None or not chosen or any(right_answer(row) is not None for row in chosen):
+            return False
+        bound = self.bind(where)
+        return bound.is_own and not {"answer", "ground_truth"}.isdisjoint(bound.optional)
 
     def check_rows(self, where: str, rows: Sequence[Mapping[str, Any]], places: Sequence[str] = ()) -> None:
         """Raises ValueError for a data source that no row is of, for an argument of the function that no row of the data for training

@@ -242,7 +242,9 @@ def inference_program(
                 timeout_s=ready.config.timeout_s, threads=ready.config.threads, alike=ready.alike, when_told=when_told or ""
             ),
             saves_on_signal=when_told is not None,
-            dry_run=(lambda ready: f"{name}: good for {command.launch.size} rank(s), {ready.layout}")
+            dry_run=(
+                lambda ready: f"{name}: good for {command.launch.size} rank{'s' * (command.launch.size > 1)}, {ready.layout}"
+            )
             if command.dry_run
             else None,
         )
