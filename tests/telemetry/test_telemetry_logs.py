@@ -22,7 +22,7 @@ from torch.distributed import HashStore
 from rlhf_spmd.checkpoint.files import write_safetensors
 from rlhf_spmd.checkpoint.manifest import CheckpointError
 from rlhf_spmd.checkpoint.save import save_checkpoint
-from rlhf_spmd.parallel.board import Board
+from rlhf_spmd.parallel.board import Board, announce
 from rlhf_spmd.parallel.collectives import solo
 from rlhf_spmd.parallel.program import _fail, classify
 from rlhf_spmd.parallel.world import Launch
@@ -30,7 +30,7 @@ from rlhf_spmd.runtime.recorder import Recorder
 from rlhf_spmd.telemetry import run_lock
 from rlhf_spmd.telemetry.jsonl import JsonlLog, read_jsonl
 from rlhf_spmd.telemetry.logger import LoggerConfig
-from rlhf_spmd.telemetry.progress import Progress
+from rlhf_spmd.telemetry.progress import Progress, say
 from rlhf_spmd.telemetry.run_dir import (
     EXIT_CODES,
     ExitStatus,
@@ -169,18 +169,30 @@ def test_a_terminal_has_a_bar_and_a_line_per_validation(monkeypatch: pytest.Monk
     terminal = Terminal()
     progress = Progress(4, terminal)
     monkeypatch.setattr(progress._bar, "mininterval", 0.0)
-    progress.phase("actor.generate_sequences")
+    for call in ("actor.generate_sequences", "arithmetic.apply", "reward.compute_reward", "actor.update_actor"):
+        progress.phase(call)
     progress.update(1, STEP)
     progress.phase("save_checkpoint")
     progress.update(2, {"actor/loss": 1.25, "val/loss": 1.5})
     progress.close()
     shown = terminal.getvalue().split("\r")
     assert any("1/4" in part and "reward 0.500, KL 0.0123, 12,346 tokens/s" in part for part in shown)
-    assert any("actor.generate_sequences: " in part and "0/4 [00:00<?" in part for part in shown)
-    assert any(part.startswith("save_checkpoint: ") and "1/4" in part for part in shown)
+    activities = [part.partition(":")[0] for part in shown if re.match("[a-z]+: ", part)]
+    assert list(dict.fromkeys(activities)) == ["generating", "scoring", "updating", "saving"]
+    assert any("generating: " in part and "0/4 [00:00<?" in part for part in shown)
+    assert any(part.startswith("saving: ") and "1/4" in part for part in shown)
     assert any("2/4" in part and "loss 1.2500" in part for part in shown)
     assert "validation after step 2: val/loss 1.5000\n" in terminal.getvalue()
     assert terminal.getvalue().count("\n") == 2
+
+
+@pytest.mark.parametrize(("stream", "written"), [(io.StringIO, "one\ntwo\n"), (Terminal, "\r\x1b[Kone\n\r\x1b[Ktwo\n")])
+def test_a_message_has_a_line_of_its_own(monkeypatch: pytest.MonkeyPatch, stream: type[io.StringIO], written: str) -> None:
+    """Also one of another process than that which draws the bar, and the last one of a run that fails."""
+    monkeypatch.setattr(sys, "stderr", stream())
+    say("one")
+    announce("two")
+    assert sys.stderr.getvalue() == written  # type: ignore[attr-defined]
 
 
 def test_time_left_follows_the_pace_since_the_start(monkeypatch: pytest.MonkeyPatch) -> None:

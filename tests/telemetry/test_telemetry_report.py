@@ -355,12 +355,20 @@ def test_the_summary_of_no_run_is_one_line(tmp_path: Path) -> None:
     assert ended.stderr == f"run directory {tmp_path / 'none'} does not exist; give the run.dir of a run\n"
 
 
+def test_the_validation_before_the_first_step_is_no_step(tmp_path: Path) -> None:
+    atomic_write_text(tmp_path / "config.yaml", "run: {steps: 2}")
+    log = JsonlLog(tmp_path / METRICS_FILE, None)
+    log.append([{"step": 0, "val/reward_mean": 0.5}, {"step": 1}, {"step": 2}])
+    log.close()
+    assert "  steps               2 of 2\n" in summarize(tmp_path)
+
+
 def test_summary_compares_start_and_end(tmp_path: Path) -> None:
     fill(tmp_path)
     write_report(tmp_path)
     text = summarize(tmp_path)
     assert re.search(r"reward +0\.03 -> 0\.48 +\(\+0\.450; means of the first and the last 5 logged\)", text)
-    assert "val/sort/accuracy" in text and "steps               50 in 00:50" in text
+    assert "val/sort/accuracy" in text and "steps               50 of 50 in 00:50" in text
     assert "samples of step 1\n" in text and "samples of step 50\n" in text and "[0.5]" in text
     assert str(tmp_path / "report.html") in text and "step_40" in text and "export" not in text
     assert summarize(tmp_path / "checkpoints").startswith("run ")

@@ -32,6 +32,7 @@ from rlhf_spmd.parallel.collectives import RECORDER
 from rlhf_spmd.parallel.watch import HISTORY, WINDOW, Beat, Finding, Limits, Watch, place
 from rlhf_spmd.parallel.world import Launch
 from rlhf_spmd.telemetry import run_lock
+from rlhf_spmd.telemetry.progress import on_own_line
 from rlhf_spmd.telemetry.run_dir import ExitStatus, write_exit_status
 
 JUDGES = 8  # ranks that read the heartbeats of all after a timeout: they mostly time out together, and one store serves them
@@ -374,7 +375,7 @@ def one_line(text: str) -> str:
 
 def announce(line: str, details: str = "") -> None:
     """``details`` (a traceback) and one line on standard error, in one write so that ranks do not mix."""
-    _to_streams(lambda: sys.stderr.write(f"{details.rstrip()}\n{one_line(line)}\n".lstrip("\n")), 5.0)
+    _to_streams(lambda: sys.stderr.write(on_own_line(f"{details.rstrip()}\n{one_line(line)}\n".lstrip("\n"))), 5.0)
 
 
 def end_process(code: int) -> NoReturn:

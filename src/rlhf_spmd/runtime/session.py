@@ -46,6 +46,7 @@ from rlhf_spmd.workers.flops import forward_flops, matmul_rate
 from rlhf_spmd.workers.model_worker import ModelWorker
 
 RESUME = ("auto", "force", "never")
+TARGET = "val/reward_mean"  # what an algorithm's goal is of
 
 
 @dataclass(frozen=True)
@@ -172,7 +173,7 @@ class Session:
     def run(self, script: Script, validate: Validate) -> None:
         """All steps from where the run stands; what ``validate`` gives is the same on every rank.
 
-        ``validate`` is called where ``run.test_freq`` says. The run ends when ``val/reward_mean`` has reached the algorithm's goal.
+        ``validate`` is called where ``run.test_freq`` says. The run ends when ``TARGET`` has reached the algorithm's goal.
         Collective over the world: every rank of it must call. Raises Preempted after saving if any rank was signalled.
         """
         started_at = self.resume()
@@ -216,10 +217,13 @@ class Session:
                     self._moved_bytes()  # not of a step
                     metrics |= found
                     is_best = self.exports.is_best(number, found)
-                    stopped = self.goal is not None and found.get("val/reward_mean", -math.inf) >= self.goal
+                    stopped = self.goal is not None and found.get(TARGET, -math.inf) >= self.goal
                 shown = self.data.take_shown()
                 if recorder is not None:
                     recorder.log(step.number, metrics, samples, shown)
+                    if stopped:
+                        reached = f"{metrics[TARGET]:.4g} >= {self.goal:g}"
+                        recorder.progress.say(f"target reached: {TARGET} {reached} at step {number}")
             ended = stopped or number == self.steps
             if ended or preempted or is_saved or is_best:
                 if recorder is not None:

@@ -31,7 +31,8 @@ def summarize(run_dir: str | os.PathLike[str]) -> str:
     if run.metrics:
         seconds = run.values("timing_s/step")
         took = f" in {tqdm.format_interval(sum(seconds))}" if seconds else ""
-        lines.append(_row("steps", f"{len(run.metrics)}{took}"))
+        total = f" of {run.config['run.steps']}" if "run.steps" in run.config else ""
+        lines.append(_row("steps", f"{run.metrics[-1]['step']}{total}{took}"))
     validation = [name for name in run.names() if name.startswith("val/")]
     named = [("reward", reward_of(run.names())), *((name, name) for name in validation)]
     for label, name in [*named, ("KL to reference", "actor/kl"), ("explained variance", "critic/explained_variance")]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +17,7 @@ from rlhf_spmd.rewards.binding import Row
 from rlhf_spmd.rewards.config import reward_key
 from rlhf_spmd.rewards.results import RewardError, add_up, check_failures, source_metric
 from rlhf_spmd.rewards.runner import RewardRunner
+from rlhf_spmd.telemetry.progress import say
 from rlhf_spmd.workers.model_worker import ModelWorker
 from rlhf_spmd.workers.objective import last_token_value, model_tokens
 from rlhf_spmd.workers.retokenize import Retokenizer, build_retokenizer
@@ -221,10 +221,9 @@ class RewardWorker(ModelWorker):
         where = reward_key(self.name)
         check_failures(self.reward, where, failed, calls, said, not self.called, again)
         if not self.told and source == self.mesh.pool.rank:
-            print(
+            say(
                 f"{where}.{self.reward.scorer} failed; {where}.{self.reward.after_failure}, and they count in "
-                f"{self.name}/failures or {self.name}/timeouts: {said}",
-                file=sys.stderr,
+                f"{self.name}/failures or {self.name}/timeouts: {said}"
             )
         self.told = True
 
