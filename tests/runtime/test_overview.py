@@ -30,7 +30,8 @@ def prepared(run_dir: Path, size: int, *more: str) -> tuple[Prepared, World]:
         (2, ["run.threads=2"], "actor, critic, reference dp(2)"),
         (4, ["models.actor.layout.tp=2", "models.actor.generation.tp=1", "models.critic.layout.zero=2"],
          "actor tp(2) * dp(2), generation dp(4); critic dp(4) zero(2); reference dp(4)"),
-        (4, [*POOLS, "models.actor.layout.pp=2"], "actor pp(2), generation dp(2) on ranks 0 to 1; critic dp(2) on ranks 2 to 3; reference dp(4)"),
+        (4, [*POOLS, "models.actor.layout.pp=2"],
+         "actor pp(2), generation dp(2) on ranks 0 to 1; critic dp(2) on ranks 2 to 3; reference dp(4)"),
     ],
 )  # fmt: skip
 def test_a_run_begins_with_four_lines(tmp_path: Path, size: int, settings: list[str], layout: str) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import shutil
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +31,7 @@ from rlhf_spmd.rewards.results import RewardError
 from rlhf_spmd.runtime import session
 from rlhf_spmd.runtime.streams import merge_values
 from rlhf_spmd.train import main, prepare
-from rlhf_spmd.workers import RewardWorker
+from rlhf_spmd.workers import RewardWorker, flops
 from rlhf_spmd.workers.flops import forward_flops
 from rlhf_spmd.workers.objective import log_prob_differences
 from saved_models import flip_bit
@@ -190,7 +192,7 @@ def test_while_only_the_critic_learns_nothing_of_the_actor_s_update_is_reported(
     assert {"actor/pg_loss", "timing_s/update_actor"} <= whole.keys() and whole["rollout/log_prob_diff_max"] == 0.0
 
 
-PEAK = 1e9  # FLOP/s
+PEAK = 1e15  # FLOP/s, of no machine that runs this
 
 
 def flops_of(row: dict[str, Any]) -> float:
@@ -199,7 +201,7 @@ def flops_of(row: dict[str, Any]) -> float:
 
 def test_utilisation_counts_the_calls_that_were_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not those that only the trace made, as of a step whose update is skipped; and those that it did not foresee."""
-    monkeypatch.setattr(session, "matmul_rate", lambda device, dtype: PEAK)
+    monkeypatch.setattr(session, "matmul_rate", lambda device, dtype, local_size: PEAK)
     spec = {role: read_spec(tasks.task() / role) for role in ("actor", "critic")}
 
     def passes(row: dict[str, Any], role: str, batches: float = 1) -> float:
@@ -233,6 +235,23 @@ def test_utilisation_counts_the_calls_that_were_made(tmp_path: Path, monkeypatch
         (row,) = tasks.read_run(tmp_path / str(learns)).raw
         assert ("actor/grad_norm" in row) == learns
         assert flops_of(row) == pytest.approx((4 if learns else 1) * passes(row, "actor"), rel=1e-6)
+
+
+def test_no_step_uses_more_than_all_of_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever was measured at the start, as by a rank that had to wait for its core."""
+    monkeypatch.setattr(session, "matmul_rate", lambda device, dtype, local_size: 1.0)
+    train(tmp_path, 3)
+    shares = [row["perf/mfu"] for row in tasks.read_run(tmp_path).raw]
+    assert shares[0] == 1.0 and all(0.0 < share <= 1.0 for share in shares)
+
+
+def test_what_others_compute_does_not_lower_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that is kept from its core computes no less per second that it has it; ranks with a part of a core have a part."""
+    measure = partial(flops.matmul_rate.__wrapped__, torch.device("cpu"), torch.float32)
+    alone, cores = measure(), len(os.sched_getaffinity(0))
+    assert measure(local_size=8 * cores) == pytest.approx(alone / 8, rel=0.7)
+    monkeypatch.setattr(flops, "wait", lambda device: time.sleep(0.3))
+    assert measure() > alone / 3
 
 
 def test_a_mean_is_over_tokens_not_over_replicas() -> None:

@@ -167,8 +167,8 @@ class Session:
             for role, worker in vars(self.models).items()
             if isinstance(worker, ModelWorker) and worker.name == role and (worker.trained or role in algorithm.moved)
         }
-        # FLOP/s of one rank, by which utilisation (perf/mfu) is measured
-        self.peak_flops = matmul_rate(device, ready.plans[algorithm.exported].config.torch_dtype(device))
+        dtype = ready.plans[algorithm.exported].config.torch_dtype(device)
+        self.peak_flops = matmul_rate(device, dtype, self.world.launch.local_size)  # of one rank; by it perf/mfu is measured
 
     def run(self, script: Script, validate: Validate) -> None:
         """All steps from where the run stands; what ``validate`` gives is the same on every rank.
@@ -221,9 +221,8 @@ class Session:
                 shown = self.data.take_shown()
                 if recorder is not None:
                     recorder.log(step.number, metrics, samples, shown)
-                    if stopped:
-                        reached = f"{metrics[TARGET]:.4g} >= {self.goal:g}"
-                        recorder.progress.say(f"target reached: {TARGET} {reached} at step {number}")
+                if recorder is not None and stopped:
+                    recorder.progress.say(f"target reached: {TARGET} {found[TARGET]:.4g} >= {self.goal:g} at step {number}")
             ended = stopped or number == self.steps
             if ended or preempted or is_saved or is_best:
                 if recorder is not None:
@@ -289,7 +288,9 @@ class Session:
                 if kind == "generate" and in_flight(prepared.config):
                     rows = min(rows, prepared.config.data.train_batch_size * prepared.config.sampling.n)
                 flops += forward_flops(plan.spec, rows * mean, mean) * passes
-        return flops / seconds / (self.peak_flops * self.world.size)
+        rate = flops / seconds / self.world.size
+        self.peak_flops = max(self.peak_flops, rate)
+        return rate / self.peak_flops
 
     # Checkpoints
 
