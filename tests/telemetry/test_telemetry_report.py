@@ -15,6 +15,7 @@ import sys
 import threading
 import urllib.parse
 from collections.abc import Iterator, Sequence
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -306,6 +307,65 @@ def test_a_browser_makes_panels_of_it(tmp_path: Path) -> None:
     # in the summary, over sections (the shorter run has no validation) and over the tables of settings
     assert (marks.count(tmp_path.name), marks.count(f"{tmp_path.name}/other")) == (1 + 5 + 4, 1 + 4 + 4)
     assert "models.actor.layout.tp</td><td>2</td><td>4" in made and "in some of the runs, 2 values" in made
+
+
+def test_samples_are_of_several_prompts_and_the_best_step_is_known(tmp_path: Path) -> None:
+    atomic_write_text(tmp_path / "config.yaml", "run: {keep_best: null}")
+    files = (METRICS_FILE, ROLLOUTS_FILE, VALIDATION_FILE)
+    metrics, rollouts, validations = (JsonlLog(tmp_path / file, None) for file in files)
+    scores = dict(zip(range(0, 24, 2), [9.0, 0.1, 0.2, 0.1, 0.7, 0.7, 0.1, 0.1, 0.1, 0.1, 0.1, 0.3], strict=True))
+    for step, score in scores.items():
+        metrics.append([{"step": step, "val/reward_mean": score, "val/loss": step}])
+        rollouts.append({"step": step, "row_id": row, "prompt": f"p{row // 4}", "response": f"{row}"} for row in range(32))
+        validations.append([{"step": step, "set": "a", "row_id": 0, "prompt": "p", "response": f"{step}"}])
+    for log in (metrics, rollouts, validations):
+        log.close()
+    (run,) = Page(write_report(tmp_path).read_text()).runs
+    assert [[row["response"] for row in its] for its in run["samples"]] == 2 * [["0", "4", "8", "12", "16", "20"]]
+    assert run["best"] == {"name": "val/reward_mean", "step": 8, "value": 0.7}, "the first of equals, and none before training"
+    assert {0, 8, 22} <= set(run["validations"]["steps"]) and len(run["validations"]["steps"]) == 9
+    atomic_write_text(tmp_path / "config.yaml", "run: {keep_best: val/loss}")
+    (run,) = Page(write_report(tmp_path).read_text()).runs
+    assert run["best"] == {"name": "val/loss", "step": 2, "value": 2}
+
+
+LOOK = """<script>{
+const its = (selector) => document.querySelector(selector), panels = () => [...document.querySelectorAll(".panels figure")];
+const scroll = its(".scroll:has(.validation)"), seen = {wide: scroll.scrollWidth > scroll.clientWidth};
+seen.atEnd = scroll.scrollLeft + scroll.clientWidth >= scroll.scrollWidth - 2;
+const axis = panels().find((figure) => figure.dataset.found.includes("log_prob_diff")).plot.scales.y;
+seen.axis = [axis.min, axis.max];
+const open = (figure) => !figure.hidden && figure.closest("details")?.open !== false;
+const visible = () => panels().filter(open).map((figure) => figure.plot && figure.dataset.found);
+const find = its("input[type=search]");
+for (const words of ["CUSTOM metric", ""]) { find.value = words; find.oninput(); seen[words] = visible(); }
+its("main").append(JSON.stringify(seen));
+}</script></body>"""
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="no browser")
+def test_a_browser_shows_the_newest_validation_finds_metrics_and_says_who_speaks(tmp_path: Path) -> None:
+    fill(tmp_path)
+    chat = {
+        "messages": [{"role": "user", "content": "2+2?"}],
+        "turns": [["model", "calc"], ["environment", "4"], ["model", "4!"]],
+    }
+    metrics, rollouts, validations = (JsonlLog(tmp_path / f, 50) for f in (METRICS_FILE, ROLLOUTS_FILE, VALIDATION_FILE))
+    rollouts.append([{"step": 51, "row_id": 0, "prompt": "<u>2+2?", "response": "calc44!", "score": 1.0, **chat}])
+    validations.append({"step": step, "set": "sort", "row_id": 8, "prompt": "5", "response": "5"} for step in range(51, 60))
+    metrics.append([{"step": 51, "val/reward_mean": 0.5}, {"step": 52, "val/reward_mean": 0.25}])
+    for log in (metrics, rollouts, validations):
+        log.close()
+    page = write_report(tmp_path).read_text().replace("</body>", LOOK)
+    atomic_write_text(tmp_path / "looked.html", page)
+    made = browse((tmp_path / "looked.html").resolve().as_uri())
+    seen = json.loads(unescape(made[made.rindex('{"wide"') :]))
+    assert seen["wide"] and seen["atEnd"] and seen["axis"] == [-1, 1]
+    assert seen["CUSTOM metric"] == ["custom/<metric> custom/<metric>"]
+    assert len(seen[""]) >= 7 and "custom/<metric> custom/<metric>" not in seen[""], "what was folded is folded again"
+    assert "best 0.5 at step 51" in made and "<th>Step 51, the best</th>" in made
+    spoken = re.sub("<.*?>", "", made[made.index("user: ") :])
+    assert spoken.startswith("user: 2+2?\nmodel: calc\nenvironment: 4\nmodel: 4!\n")
 
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="no browser")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -20,8 +19,7 @@ from rlhf_spmd.data.encoding import read_template
 from rlhf_spmd.runtime.model_card import model_card
 from rlhf_spmd.runtime.roles import model_directory
 from rlhf_spmd.telemetry import run_dir, run_lock
-
-LOWEST = re.compile(r".*(loss|perplexity|kl)")  # metrics that are best where they are lowest
+from rlhf_spmd.telemetry.progress import LOWEST
 
 
 class Exports:

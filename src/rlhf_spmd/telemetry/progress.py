@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Container, Mapping
@@ -9,6 +10,7 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
+LOWEST = re.compile(r".*(loss|perplexity|kl)")  # metrics that are best where they are lowest
 ACTIVITIES = {  # by the first word of a call's method
     "generate": "generating",
     "compute": "scoring",

@@ -13,13 +13,14 @@ from rlhf_spmd.controller import THREE_D, Production, register
 from rlhf_spmd.data.batch import Batch, decode_json
 from rlhf_spmd.data.tokenizer import decode
 from rlhf_spmd.environments.config import environment_of
-from rlhf_spmd.rewards.binding import Row
+from rlhf_spmd.rewards.binding import Row, chat_messages
 from rlhf_spmd.rewards.config import reward_key
 from rlhf_spmd.rewards.results import RewardError, add_up, check_failures, source_metric
 from rlhf_spmd.rewards.runner import RewardRunner
 from rlhf_spmd.telemetry.progress import say
+from rlhf_spmd.telemetry.samples import pick, stretches
 from rlhf_spmd.workers.model_worker import ModelWorker
-from rlhf_spmd.workers.objective import last_token_value, model_tokens
+from rlhf_spmd.workers.objective import MASK, last_token_value, model_tokens
 from rlhf_spmd.workers.retokenize import Retokenizer, build_retokenizer
 
 COUNTED = ("calls", "failures", "timeouts", "clipped")  # in what each run notes
@@ -77,7 +78,9 @@ class RewardWorker(ModelWorker):
     def enter(self, call: Production) -> None:
         super().enter(call)
         rows = call.rows if self.first else None
-        self.shown = frozenset() if rows is None else frozenset(rows.row_ids[: self.build.num_samples].tolist())
+        self.shown: frozenset[int] = frozenset()
+        if rows is not None:
+            self.shown = frozenset(rows.row_ids[pick(rows.group_ids.tolist(), self.build.num_samples)].tolist())
 
     def _report(self, batch: Batch, made: Batch | None, noted: list[dict[str, Any]]) -> dict[str, Any]:
         """Statistics of the global batch's scored rows, and as samples the texts of the call's first rows. ``noted``: of each run.
@@ -156,7 +159,8 @@ class RewardWorker(ModelWorker):
                 yield {source_metric(self.name, source): (score, 1)}
 
     def sample(self, batch: Batch, i: int, text: Row, scores: Tensor) -> dict[str, Any]:
-        """The i-th row for people to read. ``versions``: runs of tokens, each with the step whose weights drew it, and its length."""
+        """The i-th row for people to read. ``versions``: runs of tokens, each with the step whose weights drew it, and its length.
+        ``messages``: the prompt, where the data have it as a chat; ``turns``: who wrote what of the response, if not all the model."""
         sample = {"row_id": int(batch.row_ids[i]), "prompt": text[0], "response": text[1], "score": float(scores[i])}
         sample["length"] = int(batch["response_ids"].lengths[i])
         if "stopped" in batch:
@@ -164,6 +168,14 @@ class RewardWorker(ModelWorker):
         if "rollout_versions" in batch:
             versions = batch["rollout_versions"].rows()[i]
             sample["versions"] = torch.stack(torch.unique_consecutive(versions, return_counts=True), 1).tolist()
+        if messages := chat_messages(text[2]):
+            sample["messages"] = messages
+        if MASK in batch:
+            ids, mask = batch["response_ids"].rows()[i].tolist(), batch[MASK].rows()[i].tolist()
+            parts = stretches(mask)
+            texts = decode(self.build.tokenizer, [ids[begin:end] for _, begin, end in parts])
+            names = ("model" if drawn else "environment" for drawn, *_ in parts)
+            sample["turns"] = [list(turn) for turn in zip(names, texts, strict=True)]
         return sample
 
     def _statistics(self, batch: Batch, scores: Tensor, report: dict[str, Any]) -> dict[str, float]:
