@@ -25,6 +25,7 @@ from rlhf_spmd.planner.placement import PlacementConfig
 from rlhf_spmd.planner.shape import shape_of
 from rlhf_spmd.rewards.config import reward_key
 from rlhf_spmd.runtime.roles import RolePlan
+from rlhf_spmd.workers.model_worker import ModelWorker
 
 UNITS = {"T": 1e12, "B": 1e9, "M": 1e6, "k": 1e3}
 
@@ -73,7 +74,7 @@ def _counted(number: int, noun: str) -> str:
 
 def _with_size(role: str, plan: RolePlan) -> str:
     """``actor (1.6M parameters)``."""
-    if plan.spec is None:
+    if plan.spec is None or not issubclass(plan.worker, ModelWorker):
         return role
     size = shape_of(plan.spec, plan.worker.head).params
     unit = next((unit for unit in ("T", "B", "M") if size >= UNITS[unit]), "k")

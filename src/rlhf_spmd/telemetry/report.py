@@ -79,7 +79,7 @@ def first_and_last_samples(run: Run, most: int) -> list[Sequence[Sample]]:
     """Up to so many rollouts of the first step that has some, and of the last one, of as many prompts as there are."""
     rollouts = read_lines(run.directory, ROLLOUTS_FILE)
     steps = sorted({sample["step"] for sample in rollouts})
-    found = []
+    found: list[Sequence[Sample]] = []
     for step in dict.fromkeys([*steps[:1], *steps[-1:]]):
         its = [sample for sample in rollouts if sample["step"] == step]
         found.append([its[at] for at in pick((str(sample.get("prompt")) for sample in its), most)])
@@ -158,7 +158,7 @@ def _run_data(
         "best": best,
         "timeline": {"note": chart.note, "keys": sorted(used & colors.keys(), key=lambda key: -busy.get(key, 0.0))},
         "samples": [[_short(sample) for sample in its] for its in first_and_last_samples(run, SAMPLES_PER_STEP)],
-        "validations": _validations(read_lines(run.directory, VALIDATION_FILE), best and best["step"]),
+        "validations": _validations(read_lines(run.directory, VALIDATION_FILE), best["step"] if best else None),
         "artifacts": list(_artifacts(run.directory)),
         "config": run.config,
     }
@@ -222,10 +222,10 @@ def _curves(run: Run) -> dict[str, Any]:
 
 def _best(run: Run) -> dict[str, Any] | None:
     """Metric, step and value of the best validation after the first step: by ``run.keep_best``, else by what validations have."""
-    names = (run.config.get("run.keep_best"), "val/reward_mean", "val/accuracy", "val/loss")
-    name = next((name for name in names if name in run.names()), None)
+    names = (run.config.get("run.keep_best", ""), "val/reward_mean", "val/accuracy", "val/loss")
+    name = next((name for name in names if name in run.names()), "")
     found = [(value, row["step"]) for row in run.metrics if row["step"] and (value := _number(row.get(name))) is not None]
-    if name is None or not found:
+    if not found:
         return None
     value, step = (min if LOWEST.fullmatch(name) else max)(found, key=lambda one: one[0])
     return {"name": name, "step": step, "value": _rounded(value)}
@@ -245,7 +245,7 @@ def _validations(samples: Sequence[Sample], best: int | None) -> dict[str, Any]:
     """The responses to the same prompts; of many validations the first, the last, some between, and step ``best``."""
     steps = sorted({sample["step"] for sample in samples})
     picked = {steps[round(i * (len(steps) - 1) / (MAX_STEPS - 1))] for i in range(MAX_STEPS)} if steps else set()
-    shown = sorted(picked | ({best} & set(steps)))
+    shown = sorted(picked | {step for step in steps if step == best})
     return {"steps": shown, "samples": [_short(sample) for sample in samples if sample["step"] in shown]}
 
 
