@@ -24,7 +24,7 @@ import numpy as np
 from rlhf_spmd.config.bounds import check_bounds
 from rlhf_spmd.config.json_input import parse_json
 from rlhf_spmd.config.load import check_tree, to_dict
-from rlhf_spmd.config.schema import ConfigError, Reader
+from rlhf_spmd.config.schema import PART, ConfigError, Reader
 from rlhf_spmd.data.encoding import read_template
 from rlhf_spmd.data.files import list_paths, names_of, read_rows
 from rlhf_spmd.data.prompts import QuestionsConfig
@@ -59,8 +59,8 @@ class SetConfig:
     split: str | None = None
     subset: str | None = None
     max_samples: int | None = None
-    reward: dict[str, Any] = field(default_factory=dict)
-    sampling: dict[str, Any] = field(default_factory=dict)
+    reward: dict[str, Any] = field(default_factory=dict, metadata={PART: RewardConfig})
+    sampling: dict[str, Any] = field(default_factory=dict, metadata={PART: SamplingConfig})
 
     def check(self, where: str) -> None:
         check_bounds(self, where, "max_samples", least=1)
@@ -157,7 +157,7 @@ def named_sets(config: EvaluateConfig) -> dict[str, SetConfig]:
 def merged(common: Any, own: Mapping[str, Any], where: str) -> Any:
     """``common`` with a set's own keys. Raises ConfigError, one line."""
     try:
-        section = Reader(type(common), {}, {**to_dict(common), **own}, interpolated=False).read()
+        section = Reader(type(common), {}, {**to_dict(common), **to_dict(own)}, interpolated=False).read()
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
     check_tree(section, where)

@@ -146,7 +146,7 @@ def test_settings_that_cannot_be_read_are_named(
     config.mkdir() if content is None else config.write_bytes(content)
     assert run(run_dir, 3) == 2
     err = capsys.readouterr().err
-    assert f"config error: {config}: cannot be read (" in err.splitlines()[-1] and "Traceback" not in err
+    assert f"config error: the run's configuration '{config}'" in err.splitlines()[-1] and "Traceback" not in err
 
 
 def test_settings_are_compared_where_checkpoints_lie_elsewhere(

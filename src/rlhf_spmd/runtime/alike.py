@@ -7,7 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rlhf_spmd.config.load import flatten_yaml, to_yaml
+from rlhf_spmd.config.interpolation import compared
+from rlhf_spmd.config.load import flatten, to_dict
 
 OWN = ("path", "val_path", "cache_dir", "dir")  # keys whose values may differ between hosts: what is there may not
 
@@ -15,7 +16,8 @@ OWN = ("path", "val_path", "cache_dir", "dir")  # keys whose values may differ b
 def run_digests(ready: Any) -> dict[str, str]:
     """Of a checked training run, by name: each setting, and digests of the rows of each stream of data and of the weights, as far as
     samples of their files tell."""
-    found = {key: text for key, text in flatten_yaml(to_yaml(ready.config)).items() if key.rpartition(".")[2] not in OWN}
+    settings = flatten(to_dict(ready.config, compared))
+    found = {key: text for key, text in settings.items() if key.rpartition(".")[2] not in OWN}
     found |= {f"set of rows ({name})": dataset.fingerprint for name, dataset in ready.training.items()}
     found |= {f"set of validation rows ({name})": dataset.fingerprint for name, dataset in ready.validation.items()}
     paths = {role: Path(model.path) for role, model in ready.config.models.items() if model.path is not None}

@@ -21,7 +21,7 @@ from rlhf_spmd.checkpoint.manifest import DTYPES
 from rlhf_spmd.checkpoint.save import RoleState
 from rlhf_spmd.config.bounds import check_bounds
 from rlhf_spmd.config.keys import Key, list_keys
-from rlhf_spmd.config.load import check_tree, flatten_yaml, load
+from rlhf_spmd.config.load import check_tree, load, resolved_key
 from rlhf_spmd.data.balance import partition_by_tokens
 from rlhf_spmd.data.dataset import RowsConfig
 from rlhf_spmd.models.hub import local_directory
@@ -126,7 +126,7 @@ def find_weights(path: str) -> tuple[str, Path | None]:
         return path, None
     written = checkpoint.parent.parent / CONFIG_FILE
     key = f"models.{ROLE}.path"
-    model = flatten_yaml(written.read_text(encoding="utf-8", errors="replace")).get(key) if written.is_file() else None
+    model = resolved_key(written, key) if written.exists() else None
     if model is None:
         raise ValueError(f"model.path={path} is a checkpoint, and {written} does not name {key}, whose tokenizer it needs")
     return model, checkpoint

@@ -17,7 +17,9 @@ from rlhf_spmd.checkpoint.directory import read_manifest
 from rlhf_spmd.checkpoint.load import load_checkpoint, read_pieces
 from rlhf_spmd.checkpoint.manifest import DTYPES, PARAM, CheckpointError, Manifest
 from rlhf_spmd.checkpoint.save import RoleState
-from rlhf_spmd.config.load import flatten_yaml, to_yaml
+from rlhf_spmd.config.interpolation import digest, escaped, written
+from rlhf_spmd.config.load import flatten, read_file, to_dict
+from rlhf_spmd.config.written import resolve
 from rlhf_spmd.controller import Controller
 from rlhf_spmd.parallel.boxes import whole_shard
 from rlhf_spmd.runtime.streams import Data
@@ -93,6 +95,13 @@ def _older(role: str, version: int) -> str:
     return f"{role}_at_version_{version}"
 
 
+def environment_digests(config: Any) -> dict[str, str]:
+    """Of keys that make it another experiment, those with a value from the environment, which ``config.yaml`` does not have: a digest
+    of it."""
+    values, shown = flatten(to_dict(config, escaped)), flatten(to_dict(config, written))
+    return {key: digest(text) for key, text in values.items() if text != shown[key] and EXPERIMENT.fullmatch(key)}
+
+
 def compare_runs(
     path: Path, config: Any, saved: Mapping[str, Any], present: Mapping[str, Any], lacking: Sequence[str] = ()
 ) -> str:
@@ -102,15 +111,20 @@ def compare_runs(
     Raises ValueError where that is another experiment, unless ``run.resume`` says that it is meant.
     """
     file = _config_of(path)
-    new = flatten_yaml(to_yaml(config))
-    old = _read_settings(file) if os.path.lexists(file) else new
+    values, new = flatten(to_dict(config, escaped)), flatten(to_dict(config, written))
+    old = flatten(resolve(read_file(file, "the run's configuration"))) if os.path.lexists(file) else new
+    digests = saved.get("environment", {})
     pairs = {key: (new.get(key, "null"), old.get(key, "null")) for key in {**old, **new}}
-    keys = [key for key, (is_now, was) in pairs.items() if is_now != was and key not in ("run.dir", "run.resume")]
-    changed = {key: f"{key}={pairs[key][0]} (was {pairs[key][1]})" for key in keys}
+    changed = {}
+    for key, (is_now, was) in pairs.items():
+        value = values.get(key, "null")
+        is_same = digest(value) == digests[key] if key in digests else was in (is_now, value)
+        if not is_same and key not in ("run.dir", "run.resume"):
+            changed[key] = f"{key}={is_now} (was {was if was != is_now else 'another value'})"
     # null is "as the actor" of a path, but a choice of bits
     meant = [key for key in changed if "null" not in pairs[key] or key.endswith(".lora.bits")]
     named = {key: changed[key] for key in meant if EXPERIMENT.fullmatch(key)}
-    other = [text for key, text in named.items() if len({Path(one).expanduser().resolve() for one in pairs[key]}) > 1]
+    other = [text for key, text in named.items() if key in digests or not same_path(values.get(key, "null"), pairs[key][1])]
     for name, stream in present["data"].items():
         then, now = saved["data"].get(name, {}).get("fingerprint"), stream["fingerprint"]
         if then != now:
@@ -121,21 +135,14 @@ def compare_runs(
     return f"other settings than in {file}: {', '.join(changed.values())}" if changed else ""
 
 
-def _read_settings(file: Path) -> dict[str, str]:
-    """By dotted key. Raises ValueError, one line that names the file."""
-    try:
-        found, why = flatten_yaml(file.read_text(encoding="utf-8")), "it holds no settings"
-    except (OSError, UnicodeDecodeError) as error:
-        found, why = {}, getattr(error, "strerror", None) or str(error)
-    if not found:
-        raise ValueError(f"{file}: cannot be read ({why}), so no settings can be compared with it; mend it or move it away")
-    return found
-
-
 def _config_of(checkpoint: Path) -> Path:
     """Its run's config.yaml. The checkpoint, or the directory of all of them, may be a link to another place."""
     named, found = (path.parents[1] / CONFIG_FILE for path in (checkpoint.absolute(), checkpoint.resolve()))
     return named if os.path.lexists(named) else found
+
+
+def same_path(*paths: str) -> bool:
+    return len({Path(path).expanduser().resolve() for path in paths}) == 1
 
 
 def check_dtypes(path: Path, models: Mapping[str, RoleConfig], device: torch.device) -> None:

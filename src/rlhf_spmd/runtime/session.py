@@ -14,14 +14,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import yaml
-
 from rlhf_spmd.checkpoint.adapters import STATE as ADAPTERS
 from rlhf_spmd.checkpoint.directory import Committed, checkpoints_of, named_checkpoint, read_manifest, step_directory
 from rlhf_spmd.checkpoint.load import find_resumable, load_checkpoint
 from rlhf_spmd.checkpoint.save import save_checkpoint
 from rlhf_spmd.config.bounds import SEEDS, check_bounds
-from rlhf_spmd.config.load import to_yaml
+from rlhf_spmd.config.load import read_file, to_yaml
+from rlhf_spmd.config.schema import ConfigError
 from rlhf_spmd.controller import Controller, Reference, Taken
 from rlhf_spmd.controller.versions import Versions
 from rlhf_spmd.data.prompts import PromptDataset
@@ -131,8 +130,8 @@ def run_dir_hint(path: str | None, overrides: Sequence[str]) -> Path | None:
     if given or path is None:
         return Path(given[-1]) if given else None
     try:
-        written = (yaml.safe_load(Path(path).read_text()) or {}).get("run", {}).get("dir")
-    except (OSError, UnicodeDecodeError, AttributeError, yaml.YAMLError):
+        written = read_file(path).get("run", {}).get("dir")
+    except (ConfigError, AttributeError):
         return None
     return Path(written) if isinstance(written, str) and "${" not in written else None
 
@@ -297,7 +296,8 @@ class Session:
     def _state(self) -> dict[str, Any]:
         """What a checkpoint holds besides the roles that change."""
         roles = restart.role_states(self.controller, self.models)
-        return {"data": self.data.state_dict(), "roles": roles, "kept": sorted(self.data.kept)}
+        environment = restart.environment_digests(self.context.prepared.config)
+        return {"data": self.data.state_dict(), "roles": roles, "kept": sorted(self.data.kept), "environment": environment}
 
     def save(self, number: int, stopped: bool = False) -> None:
         """Collective over the world: every rank of it must call, in program order. Raises CheckpointError on all of them."""
