@@ -18,6 +18,7 @@ from typing import NoReturn
 from rlhf_spmd import __version__
 from rlhf_spmd.config.registry import available, find
 from rlhf_spmd.config.schema import nearest
+from rlhf_spmd.parallel.output import let_readers_go
 
 PROGRAMS = {
     "train": "training by any algorithm, from configuration to export",
@@ -40,6 +41,7 @@ FISH_WORDS = "complete -c rlhf-spmd -n '__fish_seen_subcommand_from %s' -a '%s'\
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Ends the process with the program's exit code."""
+    let_readers_go()
     if not {"", os.getcwd()} & {*sys.path}:
         sys.path.insert(0, os.getcwd())  # as `python -m` does, for the user's own modules
     given = list(sys.argv[1:] if argv is None else argv)

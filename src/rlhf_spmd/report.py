@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlhf_spmd.parallel.command_line import Parser, refuse
+from rlhf_spmd.parallel.output import let_readers_go
 from rlhf_spmd.telemetry.report import read_run, render
 from rlhf_spmd.telemetry.report_server import open_server
 from rlhf_spmd.telemetry.run_dir import CONFIG_FILE, EXIT_STATUS_FILE, METRICS_FILE, REPORT_FILE, atomic_write_text
@@ -21,6 +22,7 @@ from rlhf_spmd.telemetry.run_dir import CONFIG_FILE, EXIT_STATUS_FILE, METRICS_F
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code. Ends the process with 2 and one line for a directory that is no run, an ``out`` that cannot be written, or a port
     that is taken."""
+    let_readers_go()
     parser = Parser("report", __doc__)
     parser.add_argument("run", nargs="*", help="the run.dir of a run, finished or not; out=FILE: where the page is written")
     parser.add_argument(

@@ -15,6 +15,7 @@ from rlhf_spmd.config.keys import Key
 from rlhf_spmd.config.load import to_yaml
 from rlhf_spmd.parallel.board import announce
 from rlhf_spmd.parallel.launcher import start_ranks, usual_number
+from rlhf_spmd.parallel.output import let_readers_go
 from rlhf_spmd.parallel.world import Launch, read_launch
 from rlhf_spmd.telemetry.run_dir import EXIT_CODES
 
@@ -55,6 +56,7 @@ def read_command_line(
 
     ``keys``: of the configuration, given the overrides. ``read``: the checked configuration of a file and overrides.
     """
+    let_readers_go()
     parser = _parser(name, description)
     # what is unknown is refused as an override, once for all ranks
     given, unknown = parser.parse_known_intermixed_args(argv)
