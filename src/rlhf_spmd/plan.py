@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from rlhf_spmd import train
-from rlhf_spmd.config.bounds import check_bounds
+from rlhf_spmd.config.bounds import SECONDS, check_bounds
 from rlhf_spmd.config.keys import Key
 from rlhf_spmd.config.registry import find
 from rlhf_spmd.config.schema import ConfigError
@@ -67,7 +67,7 @@ class SearchConfig:
     measured: str | None = None
 
     def check(self, where: str) -> None:
-        check_bounds(self, where, "time_limit_s", above=0)
+        check_bounds(self, where, "time_limit_s", **SECONDS)
         out = Path(self.out)
         if out.suffix == ".html" or out.is_dir() or not out.absolute().parent.is_dir():
             raise ValueError(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlhf_spmd.config import registry
-from rlhf_spmd.config.bounds import check_bounds
+from rlhf_spmd.config.bounds import SECONDS, check_bounds
 from rlhf_spmd.rewards.binding import BoundReward, bind_reward, right_answer
 from rlhf_spmd.rewards.judge import JudgeConfig
 
@@ -64,7 +64,8 @@ class RewardConfig:
     def check(self, where: str = "reward") -> None:
         """Raises ValueError naming the key and the value; imports the function's module to see that it is there."""
         check_bounds(self, where, "weight", "model_weight", "default", least=-FLOAT32_MAX, most=FLOAT32_MAX)
-        check_bounds(self, where, "timeout_s", "max_memory_gb", "max_file_gb", above=0)
+        check_bounds(self, where, "timeout_s", **SECONDS)
+        check_bounds(self, where, "max_memory_gb", "max_file_gb", above=0)
         check_bounds(self, where, "num_workers", least=1)
         check_bounds(self, where, "max_failure_rate", least=0, most=1)
         if self.data_sources is not None and not self.data_sources:

@@ -19,7 +19,7 @@ from rlhf_spmd.checkpoint.directory import COMMIT, committed, named_checkpoint, 
 from rlhf_spmd.checkpoint.load import load_checkpoint
 from rlhf_spmd.checkpoint.manifest import DTYPES
 from rlhf_spmd.checkpoint.save import RoleState
-from rlhf_spmd.config.bounds import check_bounds
+from rlhf_spmd.config.bounds import SECONDS, check_bounds
 from rlhf_spmd.config.keys import Key, list_keys
 from rlhf_spmd.config.load import check_tree, load, resolved_key
 from rlhf_spmd.data.balance import partition_by_tokens
@@ -66,7 +66,7 @@ class LoadedConfig:
     threads: int = 1
 
     def check(self, where: str) -> None:
-        check_bounds(self, where, "timeout_s", above=0)
+        check_bounds(self, where, "timeout_s", **SECONDS)
         check_bounds(self, where, "threads", least=1, most=MOST_THREADS)
 
 

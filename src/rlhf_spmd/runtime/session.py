@@ -18,7 +18,7 @@ from rlhf_spmd.checkpoint.adapters import STATE as ADAPTERS
 from rlhf_spmd.checkpoint.directory import Committed, checkpoints_of, named_checkpoint, read_manifest, step_directory
 from rlhf_spmd.checkpoint.load import find_resumable, load_checkpoint
 from rlhf_spmd.checkpoint.save import save_checkpoint
-from rlhf_spmd.config.bounds import SEEDS, check_bounds
+from rlhf_spmd.config.bounds import SECONDS, SEEDS, check_bounds
 from rlhf_spmd.config.load import read_file, to_yaml
 from rlhf_spmd.config.schema import ConfigError
 from rlhf_spmd.controller import Controller, Reference, Taken
@@ -99,7 +99,7 @@ class RunConfig:
         check_bounds(self, where, "threads", least=1, most=MOST_THREADS)
         check_bounds(self, where, "save_freq", "test_freq", "log_samples", "export_freq", least=0)
         check_bounds(self, where, "keep_checkpoints", least=2)
-        check_bounds(self, where, "timeout_s", above=0)
+        check_bounds(self, where, "timeout_s", **SECONDS)
         check_bounds(self, where, "seed", **SEEDS)
         from transformers.utils.hub import convert_file_size_to_int
 

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from rlhf_spmd.config.bounds import check_bounds
+from rlhf_spmd.config.bounds import SECONDS, check_bounds
 from rlhf_spmd.config.schema import nearest
 from rlhf_spmd.telemetry import follower
 from rlhf_spmd.telemetry.progress import say
@@ -115,7 +115,7 @@ class LoggerConfig:
                 raise ValueError(f"{said}{name} is not installed; pip install {name}, or leave it out")
         if not self.project:
             raise ValueError(f"{where}.project is empty; give the name of a project")
-        check_bounds(self, where, "timeout_s", above=0)
+        check_bounds(self, where, "timeout_s", **SECONDS)
 
 
 class Followers:
