@@ -19,7 +19,8 @@ from typing import Any, Union, get_args, get_origin
 from rlhf_spmd.config.foreign import foreign_hint
 from rlhf_spmd.config.written import Plain, resolve
 
-SHOWN_KEYS = 40
+SHOWN_KEYS, SHOWN_HINTS = 40, 3
+EVERYWHERE = ("name", "type", "path", "model", "enable")  # keys of so many sections that another one's is no hint
 NEAR, NEARER = 0.6, 0.8  # likeness of a mistyped name to a known one; of a key to that of another section
 PART = "part_of"  # in a field's metadata: the dataclass of which a mapping has some keys
 UNSET = "???"  # OmegaConf's word for a value that must be given
@@ -159,17 +160,19 @@ class Reader:
             raise ConfigError(self._unknown_key(where, str(unknown[0]), list(hints), value[unknown[0]]))
 
     def _unknown_key(self, where: str, key: str, allowed: Sequence[str], value: Any) -> str:
-        known = sorted(set(self._known(self.schema, self.plain, "")))
+        known = sorted({*self._known(self.schema, self.plain, "")} - {_dotted(where, key)})
         last = {name: name.rpartition(".")[2] for name in known}
-        same_name = [name for name in known if last[name] == key.rpartition(".")[2]]
+        same_name = [name for name in known if last[name] == key.rpartition(".")[2] and (not where or key not in EVERYWHERE)]
+        below = [name for name in known if last[name] == key and where and name.startswith(f"{where}.")]
+        longer = [_dotted(where, name) for name in sorted(allowed) if len(key) > 2 and name.startswith(key)]
         here = [_dotted(where, name) for name in difflib.get_close_matches(key, allowed, 1, NEAR)]
         elsewhere = [
             name for end in difflib.get_close_matches(key, last.values(), 1, NEARER) for name in known if last[name] == end
         ]
-        meant = next(iter([*here, *same_name, *elsewhere]), None)
-        hint = f"; did you mean '{meant}'?" if meant else ";"
+        meant = next(filter(None, [below, longer[:1], here, same_name, elsewhere[:1]]), [])
+        hint = f"; did you mean {' or '.join(map(repr, meant[:SHOWN_HINTS]))}?" if meant else ";"
         given = [name for name, _ in leaves(value, _dotted(where, key))]
-        foreign = foreign_hint(given, by_end=not same_name and not isinstance(value, Mapping))
+        foreign = foreign_hint(given, by_end=not (same_name or below) and not isinstance(value, Mapping))
         if foreign:
             return f"unknown key {foreign}"
         return f"unknown key '{_dotted(where, key)}'{hint} allowed here: {_listed(sorted(allowed))}"

@@ -128,7 +128,8 @@ def describe_roles(
     known |= {name: JudgeWorker for name, reward in rewards.items() if reward.judge is not None and name != exported}
     for role in models:
         if role not in known:
-            hint = nearest(role, list(known)) or ";"
+            meant = next((name for name in known if name.startswith(role)), exported)  # ref
+            hint = nearest(role, list(known)) or f"; did you mean '{meant}'?"
             raise ValueError(f"models.{role}: this algorithm has no such role{hint} its roles are {', '.join(known)}")
     configs = {role: models.get(role, RoleConfig()) for role in known}
     own = configs[exported]
