@@ -13,12 +13,16 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from rlhf_spmd import __version__
+from rlhf_spmd.config.keys import check_names
+from rlhf_spmd.config.load import read_tree
 from rlhf_spmd.config.registry import available, find
 from rlhf_spmd.config.schema import nearest
+from rlhf_spmd.parallel.arguments import RANKS, help_text, read_arguments, read_words, shared_parser
 from rlhf_spmd.parallel.output import let_readers_go
+from rlhf_spmd.parallel.remembered import ProgramKeys, recall, remember
 
 PROGRAMS = {
     "train": "training by any algorithm, from configuration to export",
@@ -55,7 +59,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     elif name == "completion":
         print(completion(rest[0] if rest else ""), end="")
     elif name in PROGRAMS:
+        answer_early(name, rest)
         program = importlib.import_module(f"rlhf_spmd.{name}")
+        remember_keys(name, program)
         try:
             more = usual_ranks(name, rest)
         except ValueError as error:
@@ -69,10 +75,50 @@ def main(argv: Sequence[str] | None = None) -> None:
         _refuse(f"unknown program '{name}'{hint} available: {', '.join(PROGRAMS)}, completion")
 
 
+def answer_early(name: str, arguments: Sequence[str]) -> None:
+    """Ends the process where help is asked for, or a key is none of the program's, and its keys are known without importing it. Ranks
+    ask the program, which makes one line of theirs."""
+    known = None if {"RANK", "WORLD_SIZE"} & {*os.environ} else recall(name)
+    if known is None:
+        return
+    words = [
+        one for number, one in enumerate(arguments) if name != "plan" or (one != "--json" and (number or one != "profile"))
+    ]
+    parser = shared_parser(name, known.about)
+    try:
+        given, overrides = read_arguments(parser, words)
+        config, *more = given.config or [None]
+        tree = {} if given.help or more else read_tree(config, overrides)
+        named = [value.removeprefix("algorithm.name=") for value in overrides if value.startswith("algorithm.name=")]
+        section = tree.get("algorithm")
+        if isinstance(section, dict) and section.get("name") is not None:
+            named.append(str(section["name"]))
+        keys = known.keys.get((named or [known.default])[-1])
+        if keys is None or more:
+            return
+        if given.help:
+            print(help_text(parser, keys).rstrip())
+            raise SystemExit(0)
+        check_names(keys, tree)
+    except ValueError as error:
+        _refuse(f"config error: {error}")
+
+
+def remember_keys(name: str, program: Any) -> None:
+    """For the next time, of each algorithm."""
+    if name in ONE_PROCESS[1:] or recall(name) is not None:
+        return
+    trains = name in ("train", "sft", "plan")
+    algorithms = available("rlhf_spmd.algorithms", exports="step") if trains else [""]
+    keys = {one: list(program.keys([f"algorithm.name={one}"] if one else [])) for one in algorithms}
+    default = ("sft" if name == "sft" else "ppo") if trains else ""
+    remember(name, ProgramKeys(program.__doc__ or "", default, keys))
+
+
 def usual_ranks(name: str, arguments: Sequence[str]) -> list[str]:
     """``--nproc-per-node`` where the user has not said it and there is something to start. Ends the process where srun has started
     the command several times."""
-    from rlhf_spmd.parallel.command_line import RANKS, launched, read_words
+    from rlhf_spmd.parallel.command_line import launched
     from rlhf_spmd.parallel.launcher import usual_number
     from rlhf_spmd.parallel.world import num_tasks
 

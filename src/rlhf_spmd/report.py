@@ -12,7 +12,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlhf_spmd.parallel.command_line import Parser, refuse
+from rlhf_spmd.parallel.arguments import Parser
+from rlhf_spmd.parallel.command_line import refuse
 from rlhf_spmd.parallel.output import let_readers_go
 from rlhf_spmd.telemetry.report import read_run, render
 from rlhf_spmd.telemetry.report_server import open_server
@@ -29,7 +30,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--serve", action="store_true", help="write nothing: show the page on this machine and keep it up to date"
     )
     parser.add_argument("--port", type=int, default=8421, help="of --serve (default: %(default)s; 0: a free one)")
-    given = parser.parse_intermixed_args(argv)
+    try:
+        given = parser.parse_intermixed_args(argv)
+    except ValueError as error:
+        refuse(error)
     outs = [value.removeprefix("out=") for value in given.run if value.startswith("out=")]
     runs = [value for value in given.run if not value.startswith("out=")]
     keys = [value for value in runs if "=" in value and not Path(value).exists()]

@@ -45,7 +45,7 @@ def load(
     overrides go over that.
     Raises ConfigError, one line, for a file that cannot be read, an unknown key, a wrong type or a missing required key.
     """
-    file = read_file(path) if isinstance(path, str | Path) else _of_mapping(path or {})
+    file = _given(path)
     plain = _merge_overrides(file, overrides)
     try:
         revised, goes_over = revise(file, plain)
@@ -67,6 +67,11 @@ def load(
     except OmegaConfBaseException as error:
         raise ConfigError(f"{error.full_key}: {first_line(error)}") from error
     return cast(T, Reader(schema, types, resolved, interpolated=False).read())
+
+
+def read_tree(path: str | Path | None, overrides: Sequence[str]) -> dict[str, Any]:
+    """What a file and overrides say, as it was written. Raises ConfigError, one line."""
+    return _merge_overrides(_given(path), overrides)
 
 
 def check_tree(config: Any, where: str = "") -> None:
@@ -178,9 +183,11 @@ def resolved_key(path: Path, key: str) -> Any:
         raise ConfigError(f"the run's configuration '{path}': {key}: {first_line(error)}") from error
 
 
-def _of_mapping(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What a file would say, from Python."""
-    plain = OmegaConf.to_container(given) if OmegaConf.is_config(given) else given
+def _given(path: str | Path | Mapping[str, Any] | None) -> dict[str, Any]:
+    """What the file says, or what one would say, from Python. Raises ConfigError."""
+    if isinstance(path, str | Path):
+        return read_file(path)
+    plain = OmegaConf.to_container(path) if OmegaConf.is_config(path) else path or {}
     try:
         return cast(dict[str, Any], to_plain(plain))
     except ValueError as error:

@@ -11,7 +11,7 @@ import difflib
 import numbers
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Union, get_args, get_origin
@@ -160,22 +160,7 @@ class Reader:
             raise ConfigError(self._unknown_key(where, str(unknown[0]), list(hints), value[unknown[0]]))
 
     def _unknown_key(self, where: str, key: str, allowed: Sequence[str], value: Any) -> str:
-        known = sorted({*self._known(self.schema, self.plain, "")} - {_dotted(where, key)})
-        last = {name: name.rpartition(".")[2] for name in known}
-        same_name = [name for name in known if last[name] == key.rpartition(".")[2] and (not where or key not in EVERYWHERE)]
-        below = [name for name in known if last[name] == key and where and name.startswith(f"{where}.")]
-        longer = [_dotted(where, name) for name in sorted(allowed) if len(key) > 2 and name.startswith(key)]
-        here = [_dotted(where, name) for name in difflib.get_close_matches(key, allowed, 1, NEAR)]
-        elsewhere = [
-            name for end in difflib.get_close_matches(key, last.values(), 1, NEARER) for name in known if last[name] == end
-        ]
-        meant = next(filter(None, [below, longer[:1], here, same_name, elsewhere[:1]]), [])
-        hint = f"; did you mean {' or '.join(map(repr, meant[:SHOWN_HINTS]))}?" if meant else ";"
-        given = [name for name, _ in leaves(value, _dotted(where, key))]
-        foreign = foreign_hint(given, by_end=not (same_name or below) and not isinstance(value, Mapping))
-        if foreign:
-            return f"unknown key {foreign}"
-        return f"unknown key '{_dotted(where, key)}'{hint} allowed here: {_listed(sorted(allowed))}"
+        return unknown_key(where, key, allowed, self._known(self.schema, self.plain, ""), value)
 
     def _known(self, annotation: Any, value: Any, where: str) -> Iterator[str]:
         """Dotted names of the schema; inside a dict of dataclasses, under the names that ``value`` uses."""
@@ -184,6 +169,27 @@ class Reader:
         for key, inner in entries.items():
             yield _dotted(where, key)
             yield from self._known(inner, given.get(key), _dotted(where, key))
+
+
+def unknown_key(where: str, key: str, allowed: Sequence[str], known: Iterable[str], value: Any) -> str:
+    """What is said of ``key`` in the section ``where``, which has not it but those that are ``allowed``. ``known``: dotted names of all
+    keys; ``value``: what was given."""
+    known = sorted({*known} - {_dotted(where, key)})
+    last = {name: name.rpartition(".")[2] for name in known}
+    same_name = [name for name in known if last[name] == key.rpartition(".")[2] and (not where or key not in EVERYWHERE)]
+    below = [name for name in known if last[name] == key and where and name.startswith(f"{where}.")]
+    longer = [_dotted(where, name) for name in sorted(allowed) if len(key) > 2 and name.startswith(key)]
+    here = [_dotted(where, name) for name in difflib.get_close_matches(key, allowed, 1, NEAR)]
+    elsewhere = [
+        name for end in difflib.get_close_matches(key, last.values(), 1, NEARER) for name in known if last[name] == end
+    ]
+    meant = next(filter(None, [below, longer[:1], here, same_name, elsewhere[:1]]), [])
+    hint = f"; did you mean {' or '.join(map(repr, meant[:SHOWN_HINTS]))}?" if meant else ";"
+    given = [name for name, _ in leaves(value, _dotted(where, key))]
+    foreign = foreign_hint(given, by_end=not (same_name or below) and not isinstance(value, Mapping))
+    if foreign:
+        return f"unknown key {foreign}"
+    return f"unknown key '{_dotted(where, key)}'{hint} allowed here: {_listed(sorted(allowed))}"
 
 
 def _kind_of(value: Plain, scalars: Sequence[type]) -> type:
