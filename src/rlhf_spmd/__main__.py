@@ -33,8 +33,17 @@ PROGRAMS = {
     "serve": "a model behind OpenAI's interface",
     "plan": "the best placement on a cluster, and whether a run fits; one process",
     "report": "one page about a run, or several beside each other; one process",
+    "summary": "what a run did, in a few lines",
+    "convert": "a configuration of verl's PPO trainer as one of this project",
+    "reward-server": "a reward function behind HTTP, for reward.function=http",
 }
-ONE_PROCESS = ("plan", "report")  # but plan profile
+OTHERS = {  # without a configuration, in one process: their options
+    "report": "--serve --port --help out=",
+    "summary": "--help",
+    "convert": "--help",
+    "reward-server": "--function --host --port --token-env --help",
+}
+ONE_PROCESS = ("plan", *OTHERS)  # but plan profile
 HELP = {"-h", "--help"}
 ASKED = {*HELP, "--print-config"}
 OPTIONS = ("--config", "--help", "--print-config", "--dry-run", "--nproc-per-node")
@@ -60,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(completion(rest[0] if rest else ""), end="")
     elif name in PROGRAMS:
         answer_early(name, rest)
-        program = importlib.import_module(f"rlhf_spmd.{name}")
+        program = importlib.import_module(f"rlhf_spmd.{name.replace('-', '_')}")
         remember_keys(name, program)
         try:
             more = usual_ranks(name, rest)
@@ -106,7 +115,7 @@ def answer_early(name: str, arguments: Sequence[str]) -> None:
 
 def remember_keys(name: str, program: Any) -> None:
     """For the next time, of each algorithm."""
-    if name in ONE_PROCESS[1:] or recall(name) is not None:
+    if name in OTHERS or recall(name) is not None:
         return
     trains = name in ("train", "sft", "plan")
     algorithms = available("rlhf_spmd.algorithms", exports="step") if trains else [""]
@@ -140,8 +149,7 @@ def usual_ranks(name: str, arguments: Sequence[str]) -> list[str]:
 
 def completion(shell: str) -> str:
     """A script for the shell, of the programs and of the keys of each. Ends the process for another shell."""
-    words = {name: " ".join([*OPTIONS, *_words(name)]) for name in PROGRAMS if name != "report"}
-    words["report"] = "--serve --port --help out="
+    words = {name: OTHERS.get(name) or " ".join([*OPTIONS, *_words(name)]) for name in PROGRAMS}
     programs = " ".join([*PROGRAMS, "completion"])
     if shell == "fish":
         return FISH % programs + "".join(FISH_WORDS % pair for pair in words.items())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import ClassVar
@@ -13,6 +12,7 @@ from typing import ClassVar
 import pytest
 
 from places import ROOT
+from rlhf_spmd import reward_server
 from rlhf_spmd.rewards import aime, auto, format, http, length, math, multiple_choice, regex
 from rlhf_spmd.rewards.config import RewardConfig
 from rlhf_spmd.rewards.runner import RewardRunner
@@ -334,16 +334,12 @@ def test_rows_without_answers_are_refused_before_the_start(function, message):
 
 @pytest.fixture
 def reference_server(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "scripts")
-    import reward_server
-
     monkeypatch.setenv("SCORER_TOKEN", "a-secret")
     config = RewardConfig(function="gsm8k:flexible")
     with reward_server.serve(config.bind("reward").ready(), 0, "a-secret") as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}/score"
         server.shutdown()
-    sys.modules.pop("reward_server")
 
 
 def test_a_server_scores_in_batches_and_its_token_is_not_told(reference_server):

@@ -408,11 +408,11 @@ def test_the_timeline_is_bounded() -> None:
 
 
 def test_the_summary_of_no_run_is_one_line(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "rlhf_spmd.telemetry.summary", str(tmp_path / "none")]
+    command = [sys.executable, "-m", "rlhf_spmd", "summary", str(tmp_path / "none")]
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
     ended = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert (ended.returncode, ended.stdout) == (2, "")
-    assert ended.stderr == f"run directory {tmp_path / 'none'} does not exist; give the run.dir of a run\n"
+    assert ended.stderr == f"config error: run directory {tmp_path / 'none'} does not exist; give the run.dir of a run\n"
 
 
 def test_the_validation_before_the_first_step_is_no_step(tmp_path: Path) -> None:

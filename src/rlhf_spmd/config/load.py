@@ -102,7 +102,13 @@ def check_tree(config: Any, where: str = "") -> None:
 def _masked(text: str, section: Any) -> str:
     """``text`` without the values that the section has from the environment."""
     found: list[FromEnvironment] = []
-    to_dict(section, lambda value: (found.append(value) if isinstance(value, FromEnvironment) and value else None) or value)
+
+    def note(value: str) -> str:
+        if value and isinstance(value, FromEnvironment):
+            found.append(value)
+        return value
+
+    to_dict(section, note)
     for value in sorted(found, key=len, reverse=True):
         text = text.replace(value, value.written)
     return text

@@ -77,7 +77,7 @@ def to_plain(value: Any, depth: int = 0) -> Any:
     return [to_plain(child, depth + 1) for child in value] if isinstance(value, list | tuple) else value
 
 
-class _Loader(Reader, Scanner, Parser, Composer):  # type: ignore[misc]  # PyYAML's loaders are made like this
+class _Loader(Reader, Scanner, Parser, Composer):
     """YAML's nodes. A scalar's tag is ``plain`` where it has neither quotes nor a tag of its own."""
 
     def __init__(self, text: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 class _Pipe(io.FileIO):
     """What is written after the reader has gone goes nowhere."""
 
-    def write(self, data: Any) -> int | None:
+    def write(self, data: Any, /) -> int:
         try:
             return super().write(data)
         except BrokenPipeError:
@@ -30,4 +30,4 @@ def let_readers_go() -> None:
             pipe = _Pipe(stream.fileno(), "w", closefd=False)
             given: dict[str, Any] = {"encoding": stream.encoding, "errors": stream.errors}
             given |= {"line_buffering": stream.line_buffering, "write_through": stream.write_through}
-            setattr(sys, name, io.TextIOWrapper(io.BufferedWriter(pipe) if is_buffered else pipe, **given))  # type: ignore[type-var]
+            setattr(sys, name, io.TextIOWrapper(io.BufferedWriter(pipe) if is_buffered else pipe, **given))

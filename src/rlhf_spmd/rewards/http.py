@@ -2,7 +2,7 @@
 
 Each request is a POST of ``{"prompts": [...], "completions": [...], "rows": [...]}``, prompts and completions as in TRL (texts, or
 lists of messages), ``rows`` the columns of each. The answer is ``{"scores": [...]}`` with a number, an object with ``score``, or null
-(the reward does not apply) for each. ``scripts/reward_server.py`` is such a server.
+(the reward does not apply) for each. ``rlhf-spmd reward-server`` is such a server.
 """
 
 from __future__ import annotations

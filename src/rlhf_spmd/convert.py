@@ -1,13 +1,13 @@
 """A configuration of verl's PPO trainer as one of this project: from its YAML, or from a shell script that starts it.
 
-    python scripts/convert_verl.py run_qwen2-7b.sh > mine.yaml
-    python scripts/convert_verl.py my_ppo_trainer.yaml data.train_batch_size=512 > mine.yaml
+rlhf-spmd convert run_qwen2-7b.sh > mine.yaml
+rlhf-spmd convert my_ppo_trainer.yaml data.train_batch_size=512 > mine.yaml
 
 Standard output is the configuration, with the command at its head. Standard error says, key by key, what has no counterpart:
 either it is not needed here, and why, or it is not known. verl's own defaults are written out where they differ from this project's.
 A script runs in a bash that can start no program and write no file; what it would start last of verl is taken. What cannot be converted
 ends with one line and status 2.
-What stands for verl's names is in src/rlhf_spmd/config/foreign.yaml. Source of names and defaults: verl's ppo_trainer.yaml (0.8
+What stands for verl's names is in config/foreign.yaml. Source of names and defaults: verl's ppo_trainer.yaml (0.8
 development version, January 2026).
 """
 
@@ -34,6 +34,7 @@ from rlhf_spmd.config.schema import ConfigError, Reader
 from rlhf_spmd.config.shell_script import last_command
 from rlhf_spmd.config.verl_sft import is_sft, sft_settings
 from rlhf_spmd.data.prompts import DataConfig
+from rlhf_spmd.parallel.output import let_readers_go
 from rlhf_spmd.telemetry.logger import PACKAGES
 
 ROLLOUT, ACTOR = "actor_rollout_ref.rollout.", "actor_rollout_ref.actor."
@@ -358,25 +359,29 @@ def default_of(config: type, key: str) -> Any:
     return value
 
 
-def main(arguments: Sequence[str]) -> None:
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit code."""
+    let_readers_go()
+    arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
         print(__doc__)
-        return
+        return 0
     try:
         verl = read(Path(arguments[0]), arguments[1:])
         check_is_verl(Path(arguments[0]), verl)
         found, left = convert(verl)
     except (ConfigError, Refused, yaml.YAMLError, UnicodeDecodeError) as error:
         remedy = "; set the variable in the environment of this command" if "${oc.env:" in str(error) else ""
-        print(f"convert_verl: {' '.join(str(error).split())}{remedy}", file=sys.stderr)
-        sys.exit(2)
+        print(f"config error: {' '.join(str(error).split())}{remedy}", file=sys.stderr)
+        return 2
     gpus, nodes = verl.get("trainer.n_gpus_per_node", 8), verl.get("trainer.nnodes", 1)
     several = f"torchrun --nnodes {nodes} --nproc-per-node {gpus} -m rlhf_spmd.train"
     print(f"# {several if nodes > 1 else f'rlhf-spmd train --nproc-per-node {gpus}'} --config THIS_FILE")
     print(OmegaConf.to_yaml(tree_of(found)), end="")
     for key, why in left.items():
         print(f"{key}: left out, {why}", file=sys.stderr)
+    return 0
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main())

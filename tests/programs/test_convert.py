@@ -1,18 +1,17 @@
-"""scripts/convert_verl.py: what it writes loads, means the same, and what it leaves out is said."""
+"""rlhf-spmd convert: what it writes loads, means the same, and what it leaves out is said."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import os
-import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from places import ROOT
+from rlhf_spmd.convert import main
 from rlhf_spmd.models.lora import LoraConfig
 from rlhf_spmd.train import TrainConfig, read_config
 
@@ -49,13 +48,10 @@ def convert(tmp_path: Path, estimator: str, *more: str, kl: bool = False) -> tup
 
 
 def run_script(*arguments: str) -> tuple[int, str, str]:
-    """``scripts/convert_verl.py`` in this process: exit code, standard output and standard error."""
-    code, written, said = 0, io.StringIO(), io.StringIO()
+    """The program in this process: exit code, standard output and standard error."""
+    written, said = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(written), contextlib.redirect_stderr(said):
-        try:
-            runpy.run_path(str(ROOT / "scripts" / "convert_verl.py"))["main"](arguments)
-        except SystemExit as ending:
-            code = int(ending.code or 0)
+        code = main(arguments)
     return code, written.getvalue(), said.getvalue()
 
 
@@ -127,7 +123,7 @@ echo "$max" > LOG.txt
     actor_rollout_ref.model.path=$MODEL trainer.default_local_dir=$OUT algorithm.filter_groups.enable=True \\
     algorithm.filter_groups.metric=acc 2>&1 | tee log
 """
-    command = [sys.executable, str(ROOT / "scripts" / "convert_verl.py"), str(script)]
+    command = [sys.executable, "-m", "rlhf_spmd", "convert", str(script)]
     script.write_text(text)
     asked = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=True)
     assert "path: ${oc.env:MODEL}" in asked.stdout and "takes them from the environment: MODEL\n" in asked.stderr
@@ -213,7 +209,7 @@ def test_what_cannot_be_converted_is_one_line(tmp_path: Path, name: str, text: s
     (tmp_path / name).write_text(text)
     code, written, said = run_script(str(tmp_path / name), override)
     *lines, last = said.splitlines()
-    assert code == 2 and not written and message in last and not any("convert_verl" in line for line in lines)
+    assert code == 2 and not written and message in last and not any("convert" in line for line in lines)
 
 
 def test_newer_names_of_rewards(tmp_path: Path) -> None:
