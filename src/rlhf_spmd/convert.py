@@ -151,7 +151,7 @@ def read(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
             given = flatten(OmegaConf.to_container(tree, resolve=True))
         except (OmegaConfBaseException, OSError) as error:
             raise Refused(f"{path}: {str(error).splitlines()[0]}") from error
-    named = {reduce(lambda name, newer: re.sub(*newer, name), NEWER, key): value for key, value in given.items()}
+    named = {reduce(lambda name, newer: re.sub(newer[0], newer[1], name), NEWER, key): value for key, value in given.items()}
     return {key: value for key, value in named.items() if value is not None and not key.endswith("_target_")}
 
 
@@ -258,7 +258,7 @@ def convert(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
         elif key in given or not ours.startswith("algorithm.") or default_of(config, ours) != value:
             found[ours] = value
     settle(found, left, given, config)
-    tree = OmegaConf.to_container(tree_of(found))
+    tree: Any = OmegaConf.to_container(tree_of(found))
     made = {
         name: Reader(kind, {}, tree.get(name, {}), interpolated=False).read()
         for name, kind in (("algorithm", config), ("data", DataConfig))

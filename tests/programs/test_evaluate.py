@@ -108,7 +108,11 @@ def test_results_are_those_of_the_rows_in_every_layout(model: Path, tmp_path: Pa
         (["data.path=[IN,IN]"], ValueError, "is given twice"),
         (["data.path=[]"], ValueError, r"data\.path or sets\.<name>\.path must be given"),
         (["data.path={a: 2}"], ConfigError, r"data\.path must be a file or a list of files"),
-        (["sets.b.path=IN", "sets.b.sampling.temprature=1"], ConfigError, r"^sets\.b\.sampling: unknown key 'temprature'; did"),
+        (
+            ["sets.b.path=IN", "sets.b.sampling.temprature=1"],
+            ConfigError,
+            r"^unknown key 'sets\.b\.sampling\.temprature'; did you mean 'sets\.b\.sampling\.temperature'",
+        ),
         (["sets.b.path=IN", "sets.b.sampling.n=0"], ConfigError, r"^sets\.b\.sampling\.n=0: must be at least 1"),
         (["out=IN"], ValueError, "cannot write"),
         (["reward.weight=0.5"], ValueError, r"^set 'in' has reward\.weight=0\.5: here a reward stands alone and has no weight"),
