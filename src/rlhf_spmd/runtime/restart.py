@@ -113,6 +113,8 @@ def compare_runs(
     file = _config_of(path)
     values, new = flatten(to_dict(config, escaped)), flatten(to_dict(config, written))
     old = flatten(resolve(read_file(file, "the run's configuration"))) if os.path.lexists(file) else new
+    if not old:
+        raise ValueError(f"the run's configuration '{file}' is empty, so no settings can be compared; mend it or move it away")
     digests = saved.get("environment", {})
     pairs = {key: (new.get(key, "null"), old.get(key, "null")) for key in {**old, **new}}
     changed = {}
