@@ -66,7 +66,7 @@ ppo() {
   launch rlhf_spmd.sft --config "$root/configs/quickstart_sft.yaml" "${steps[@]}" || return
   launch rlhf_spmd.train --config "$root/configs/quickstart_ppo.yaml" "${steps[@]}"
   local status=$?
-  "$python" -m rlhf_spmd.telemetry.summary runs/quickstart/ppo
+  "$python" -m rlhf_spmd.summary runs/quickstart/ppo
   return $status
 }
 agreement() { "$python" "$bench/agreement.py" "${quick[@]}" --out "$results/agreement.json"; }

@@ -3,72 +3,34 @@
     python scripts/presets.py            # write
     python scripts/presets.py --check    # exit status 1 where a file differs or a preset does not fit
 
-Needs neither network nor GPU: the models' published sizes stand below.
+Needs neither network nor GPU: the sizes of the models stand in src/rlhf_spmd/models/published.py.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PRESETS, PAGE = ROOT / "configs" / "presets", ROOT / "docs" / "presets.md"
-COMMIT = "0" * 40  # of a cache that holds configurations only
 
-QWEN2 = {"model_type": "qwen2", "max_position_embeddings": 32768, "rope_theta": 1e6, "rms_norm_eps": 1e-6}
-QWEN3 = {"model_type": "qwen3", "max_position_embeddings": 40960, "rope_theta": 1e6, "rms_norm_eps": 1e-6, "head_dim": 128}
-LLAMA = {
-    "model_type": "llama",
-    "max_position_embeddings": 131072,
-    "rope_theta": 5e5,
-    "rms_norm_eps": 1e-5,
-    "vocab_size": 128256,
-}
-LLAMA["rope_scaling"] = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
-
-
-def sizes(hidden: int, mlp: int, layers: int, heads: int, kv: int, **more: Any) -> dict[str, Any]:
-    return {
-        "hidden_size": hidden,
-        "intermediate_size": mlp,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv,
-        **more,
-    }
-
-
-TIED = {"vocab_size": 151936, "tie_word_embeddings": True}
-MIXTURE = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}
-# preset's name of a model -> (its name on the hub, what its config.json says)
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen2.5_0.5b": ("Qwen/Qwen2.5-0.5B-Instruct", QWEN2 | sizes(896, 4864, 24, 14, 2, **TIED)),
-    "qwen2.5_1.5b": ("Qwen/Qwen2.5-1.5B-Instruct", QWEN2 | sizes(1536, 8960, 28, 12, 2, **TIED)),
-    "qwen2.5_7b": ("Qwen/Qwen2.5-7B-Instruct", QWEN2 | sizes(3584, 18944, 28, 28, 4, vocab_size=152064)),
-    "qwen2.5_32b": ("Qwen/Qwen2.5-32B-Instruct", QWEN2 | sizes(5120, 27648, 64, 40, 8, vocab_size=152064)),
-    "qwen3_0.6b": ("Qwen/Qwen3-0.6B", QWEN3 | sizes(1024, 3072, 28, 16, 8, **TIED)),
-    "qwen3_1.7b": ("Qwen/Qwen3-1.7B", QWEN3 | sizes(2048, 6144, 28, 16, 8, **TIED)),
-    "qwen3_4b": ("Qwen/Qwen3-4B", QWEN3 | sizes(2560, 9728, 36, 32, 8, **TIED)),
-    "qwen3_8b": ("Qwen/Qwen3-8B", QWEN3 | sizes(4096, 12288, 36, 32, 8, vocab_size=151936)),
-    "qwen3_30b_a3b": (
-        "Qwen/Qwen3-30B-A3B",
-        QWEN3 | sizes(2048, 6144, 48, 32, 4, vocab_size=151936) | {"model_type": "qwen3_moe"} | MIXTURE,
-    ),
-    "llama3.1_8b": ("meta-llama/Llama-3.1-8B-Instruct", LLAMA | sizes(4096, 14336, 32, 32, 8)),
-    "llama3.1_70b": ("meta-llama/Llama-3.1-70B-Instruct", LLAMA | sizes(8192, 28672, 80, 64, 8)),
+# preset's name of a model -> its name on the hub
+MODELS = {
+    "qwen2.5_0.5b": "Qwen/Qwen2.5-0.5B-Instruct",
+    "qwen2.5_1.5b": "Qwen/Qwen2.5-1.5B-Instruct",
+    "qwen2.5_7b": "Qwen/Qwen2.5-7B-Instruct",
+    "qwen2.5_32b": "Qwen/Qwen2.5-32B-Instruct",
+    "qwen3_0.6b": "Qwen/Qwen3-0.6B",
+    "qwen3_1.7b": "Qwen/Qwen3-1.7B",
+    "qwen3_4b": "Qwen/Qwen3-4B",
+    "qwen3_8b": "Qwen/Qwen3-8B",
+    "qwen3_30b_a3b": "Qwen/Qwen3-30B-A3B",
+    "llama3.1_8b": "meta-llama/Llama-3.1-8B-Instruct",
+    "llama3.1_70b": "meta-llama/Llama-3.1-70B-Instruct",
 }
 
 MATH = """\
@@ -159,13 +121,13 @@ class Preset:
         own = "attention: auto, max_num_seqs: 256" + (f", {self.generation}" if self.generation else "")
         if self.lora:
             rate, role = f"{10 * float(rate):.1e}", f"    lora: {{rank: {self.lora}, alpha: {2 * self.lora}}}\n{role}"
-        actor = f"    path: {MODELS[self.model][0]}\n    optim: {{lr: {rate}}}\n{role}"
+        actor = f"    path: {MODELS[self.model]}\n    optim: {{lr: {rate}}}\n{role}"
         models = f"models:\n  actor:\n{actor}" + (f"    generation: {{{own}}}\n" if generates else "")
         if self.algorithm == "ppo":
             models += f"  critic:\n    optim: {{lr: 1.0e-5}}\n{role}"
         if self.algorithm != "sft" and self.layout and not self.lora:
             models += f"  reference:\n    layout: {{{self.layout}}}\n"
-        head = f"# {MODELS[self.model][0]} by {self.algorithm.upper()} on {self.gpus} GPU{'s' * (self.gpus > 1)} of 80 GB"
+        head = f"# {MODELS[self.model]} by {self.algorithm.upper()} on {self.gpus} GPU{'s' * (self.gpus > 1)} of 80 GB"
         return (
             f"{head}; written by scripts/presets.py, figures in docs/presets.md.\n#   {self.command}\n"
             f"run:\n  name: {self.name}\n  {run}\n{data.format(batch=batch)}{models}{rest}"
@@ -218,18 +180,8 @@ TABLE = [
 ]
 
 
-def fill_cache(cache: Path) -> None:
-    """What the hub's client would have downloaded of the models' configurations."""
-    for name, config in MODELS.values():
-        folder = cache / f"models--{name.replace('/', '--')}"
-        (folder / "refs").mkdir(parents=True)
-        (folder / "refs" / "main").write_text(COMMIT)
-        (folder / "snapshots" / COMMIT).mkdir(parents=True)
-        (folder / "snapshots" / COMMIT / "config.json").write_text(json.dumps(config))
-
-
 def judge(preset: Preset, folder: Path) -> tuple[float, float, str | None]:
-    """GiB of the fullest GPU, seconds of a step on H100, and why it does not fit. ``HF_HUB_CACHE`` must have been filled."""
+    """GiB of the fullest GPU, seconds of a step on H100, and why it does not fit."""
     from rlhf_spmd import plan
 
     path = folder / "preset.yaml"
@@ -279,8 +231,6 @@ def main() -> None:
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        os.environ |= {"HF_HUB_CACHE": str(Path(folder, "hub")), "HF_HUB_OFFLINE": "1"}  # before the client is imported
-        fill_cache(Path(folder, "hub"))
         found = [(preset, *judge(preset, Path(folder))) for preset in TABLE]
     wrong = [f"{preset.name} does not fit: {why}" for preset, _, _, why in found if why is not None]
     files = {PRESETS / f"{preset.name}.yaml": preset.text() for preset in TABLE} | {PAGE: page(found)}

@@ -13,4 +13,4 @@ echo "2/3  SFT until about a quarter of the answers are right"
 rlhf-spmd sft --nproc-per-node 2 --config configs/quickstart_sft.yaml run.seed="$seed"
 echo "3/3  PPO with actor, critic and reference on two ranks, rewarded for right answers only"
 rlhf-spmd train --nproc-per-node 2 --config configs/quickstart_ppo.yaml run.seed="$seed"
-python -m rlhf_spmd.telemetry.summary runs/quickstart/ppo
+python -m rlhf_spmd.summary runs/quickstart/ppo

@@ -1,6 +1,6 @@
 """Does what docs/tasks.md says, literally, and compares what comes out with what the page promises.
 
-source scripts/environment.sh; python scripts/tasks.py [--only NAME ...] [--dir DIR] [--out FILE.json]
+EXTRAS=dev source scripts/environment.sh; python scripts/tasks.py [--only NAME ...] [--dir DIR] [--out FILE.json]
 
 ``--only``: tasks by the beginning of their heading (``quickstart``, ``own-data``, ...); those after the first need what it makes.
 All of them write to ``runs/`` of the checkout, or of ``DIR``, where everything else is a link to it. Exit status 1 where a task fails.

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Set up, check style and types, run the tests. Arguments go to pytest: bash scripts/test.sh -k controller
 set -euo pipefail
-source "$(dirname "$0")/environment.sh"
+EXTRAS=dev source "$(dirname "$0")/environment.sh"
 # Torch for CPUs comes without Triton (188 MB); the tests run its kernels in its interpreter, and skip them where it cannot be had.
 python -c 'import triton' 2>/dev/null || pip install -q triton==3.6.0 || true
 unset PYTHONDONTWRITEBYTECODE  # or each of a thousand processes compiles the sources again

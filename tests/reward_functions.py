@@ -124,6 +124,8 @@ async def later(response, row):
     await asyncio.sleep(row.get("sleep", 0.05))
     if action == "raise":
         raise RuntimeError("broken on purpose")
+    if action == "exit":
+        sys.exit(0)
     if action == "cancel":
         raise asyncio.CancelledError
     if action == "forever":
@@ -153,6 +155,14 @@ class Scaled:
 
     def __call__(self, response):
         return {"score": self.scale * float(response) + self.shift, "made": Scaled.made}
+
+
+class Ends:
+    def __init__(self):
+        sys.exit(0)
+
+    def __call__(self, response):
+        return 1.0
 
 
 class AsyncScaled:
@@ -212,9 +222,12 @@ def attack(response, row):
             if not os.fork():
                 with open(row["path"], "w") as file:
                     file.write(str(os.getpid()))
-                time.sleep(3600)
+                os.execve("/bin/sleep", ["sleep", "3600"], {})  # nothing tells where it comes from
             os._exit(0)
         os.wait()
+    if action == "lines":
+        for number in range(200_000):
+            print(f"line {number} of many")
     if action == "megabytes":
         sys.stdout.write("noise " * 500_000)
     if action == "limits":

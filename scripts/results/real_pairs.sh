@@ -28,7 +28,7 @@ train() { # name, training data, held-out data, steps, further settings
         run.name="$name" run.dir="$root/$name" run.steps="$steps" run.test_freq="$((steps / 3))" run.seed="${SEED:-0}" \
         data.train_batch_size=32 data.path="$data" data.val_path="$held" models.reward.path="$model" \
         models.reward.optim.weight_decay=0.01 "$@"
-    python -m rlhf_spmd.telemetry.summary "$root/$name"
+    python -m rlhf_spmd.summary "$root/$name"
 }
 
 train sentiment $root/reviews/train.jsonl $root/reviews/test.jsonl 300 models.reward.optim.lr=5.0e-4

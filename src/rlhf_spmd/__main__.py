@@ -13,11 +13,16 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from rlhf_spmd import __version__
+from rlhf_spmd.config.keys import check_names
+from rlhf_spmd.config.load import read_tree
 from rlhf_spmd.config.registry import available, find
 from rlhf_spmd.config.schema import nearest
+from rlhf_spmd.parallel.arguments import RANKS, help_text, read_arguments, read_words, shared_parser
+from rlhf_spmd.parallel.output import let_readers_go
+from rlhf_spmd.parallel.remembered import ProgramKeys, recall, remember
 
 PROGRAMS = {
     "train": "training by any algorithm, from configuration to export",
@@ -28,8 +33,17 @@ PROGRAMS = {
     "serve": "a model behind OpenAI's interface",
     "plan": "the best placement on a cluster, and whether a run fits; one process",
     "report": "one page about a run, or several beside each other; one process",
+    "summary": "what a run did, in a few lines",
+    "convert": "a configuration of verl's PPO trainer as one of this project",
+    "reward-server": "a reward function behind HTTP, for reward.function=http",
 }
-ONE_PROCESS = ("plan", "report")  # but plan profile
+OTHERS = {  # without a configuration, in one process: their options
+    "report": "--serve --port --help out=",
+    "summary": "--help",
+    "convert": "--help",
+    "reward-server": "--function --host --port --token-env --help",
+}
+ONE_PROCESS = ("plan", *OTHERS)  # but plan profile
 HELP = {"-h", "--help"}
 ASKED = {*HELP, "--print-config"}
 OPTIONS = ("--config", "--help", "--print-config", "--dry-run", "--nproc-per-node")
@@ -40,6 +54,7 @@ FISH_WORDS = "complete -c rlhf-spmd -n '__fish_seen_subcommand_from %s' -a '%s'\
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Ends the process with the program's exit code."""
+    let_readers_go()
     if not {"", os.getcwd()} & {*sys.path}:
         sys.path.insert(0, os.getcwd())  # as `python -m` does, for the user's own modules
     given = list(sys.argv[1:] if argv is None else argv)
@@ -53,7 +68,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     elif name == "completion":
         print(completion(rest[0] if rest else ""), end="")
     elif name in PROGRAMS:
-        program = importlib.import_module(f"rlhf_spmd.{name}")
+        answer_early(name, rest)
+        program = importlib.import_module(f"rlhf_spmd.{name.replace('-', '_')}")
+        remember_keys(name, program)
         try:
             more = usual_ranks(name, rest)
         except ValueError as error:
@@ -67,10 +84,50 @@ def main(argv: Sequence[str] | None = None) -> None:
         _refuse(f"unknown program '{name}'{hint} available: {', '.join(PROGRAMS)}, completion")
 
 
+def answer_early(name: str, arguments: Sequence[str]) -> None:
+    """Ends the process where help is asked for, or a key is none of the program's, and its keys are known without importing it. Ranks
+    ask the program, which makes one line of theirs."""
+    known = None if {"RANK", "WORLD_SIZE"} & {*os.environ} else recall(name)
+    if known is None:
+        return
+    words = [
+        one for number, one in enumerate(arguments) if name != "plan" or (one != "--json" and (number or one != "profile"))
+    ]
+    parser = shared_parser(name, known.about)
+    try:
+        given, overrides = read_arguments(parser, words)
+        config, *more = given.config or [None]
+        tree = {} if given.help or more else read_tree(config, overrides)
+        named = [value.removeprefix("algorithm.name=") for value in overrides if value.startswith("algorithm.name=")]
+        section = tree.get("algorithm")
+        if isinstance(section, dict) and section.get("name") is not None:
+            named.append(str(section["name"]))
+        keys = known.keys.get((named or [known.default])[-1])
+        if keys is None or more:
+            return
+        if given.help:
+            print(help_text(parser, keys).rstrip())
+            raise SystemExit(0)
+        check_names(keys, tree)
+    except ValueError as error:
+        _refuse(f"config error: {error}")
+
+
+def remember_keys(name: str, program: Any) -> None:
+    """For the next time, of each algorithm."""
+    if name in OTHERS or recall(name) is not None:
+        return
+    trains = name in ("train", "sft", "plan")
+    algorithms = available("rlhf_spmd.algorithms", exports="step") if trains else [""]
+    keys = {one: list(program.keys([f"algorithm.name={one}"] if one else [])) for one in algorithms}
+    default = ("sft" if name == "sft" else "ppo") if trains else ""
+    remember(name, ProgramKeys(program.__doc__ or "", default, keys))
+
+
 def usual_ranks(name: str, arguments: Sequence[str]) -> list[str]:
     """``--nproc-per-node`` where the user has not said it and there is something to start. Ends the process where srun has started
     the command several times."""
-    from rlhf_spmd.parallel.command_line import RANKS, launched, read_words
+    from rlhf_spmd.parallel.command_line import launched
     from rlhf_spmd.parallel.launcher import usual_number
     from rlhf_spmd.parallel.world import num_tasks
 
@@ -92,8 +149,7 @@ def usual_ranks(name: str, arguments: Sequence[str]) -> list[str]:
 
 def completion(shell: str) -> str:
     """A script for the shell, of the programs and of the keys of each. Ends the process for another shell."""
-    words = {name: " ".join([*OPTIONS, *_words(name)]) for name in PROGRAMS if name != "report"}
-    words["report"] = "--serve --port --help out="
+    words = {name: OTHERS.get(name) or " ".join([*OPTIONS, *_words(name)]) for name in PROGRAMS}
     programs = " ".join([*PROGRAMS, "completion"])
     if shell == "fish":
         return FISH % programs + "".join(FISH_WORDS % pair for pair in words.items())

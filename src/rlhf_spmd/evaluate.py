@@ -22,12 +22,15 @@ from typing import Any
 import numpy as np
 
 from rlhf_spmd.config.bounds import check_bounds
+from rlhf_spmd.config.json_input import parse_json
 from rlhf_spmd.config.load import check_tree, to_dict
-from rlhf_spmd.config.schema import ConfigError, Reader
+from rlhf_spmd.config.schema import PART, ConfigError, Reader
+from rlhf_spmd.data.encoding import read_template
 from rlhf_spmd.data.files import list_paths, names_of, read_rows
 from rlhf_spmd.data.prompts import QuestionsConfig
 from rlhf_spmd.data.tokenizer import load_tokenizer
 from rlhf_spmd.generation import SamplingConfig
+from rlhf_spmd.models.spec import join_ends
 from rlhf_spmd.parallel.world import Launch, World
 from rlhf_spmd.rewards.config import RewardConfig
 from rlhf_spmd.runtime.generating import check_cache
@@ -56,8 +59,8 @@ class SetConfig:
     split: str | None = None
     subset: str | None = None
     max_samples: int | None = None
-    reward: dict[str, Any] = field(default_factory=dict)
-    sampling: dict[str, Any] = field(default_factory=dict)
+    reward: dict[str, Any] = field(default_factory=dict, metadata={PART: RewardConfig})
+    sampling: dict[str, Any] = field(default_factory=dict, metadata={PART: SamplingConfig})
 
     def check(self, where: str) -> None:
         check_bounds(self, where, "max_samples", least=1)
@@ -115,6 +118,7 @@ def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> Prepa
     config, spec, layout, checkpoint = read_weights(config, launch)
     check_cache(spec, layout, config.generation, config.model, launch)
     tokenizer = load_tokenizer(config.model.path)
+    spec = join_ends(spec, tokenizer, read_template(config.data.chat_template, "data.chat_template"))
     asked = []
     for name, given in sets.items():
         data = config.data
@@ -131,7 +135,7 @@ def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> Prepa
 def check_results(file: Path, job: str) -> None:
     """Raises ValueError where there are results of another job, which this one would replace."""
     try:
-        found = json.loads(file.read_text(encoding="utf-8")).get("job") if file.exists() else job
+        found = parse_json(file.read_text(encoding="utf-8")).get("job") if file.exists() else job
     except (ValueError, AttributeError):
         found = None
     if found != job:
@@ -153,7 +157,7 @@ def named_sets(config: EvaluateConfig) -> dict[str, SetConfig]:
 def merged(common: Any, own: Mapping[str, Any], where: str) -> Any:
     """``common`` with a set's own keys. Raises ConfigError, one line."""
     try:
-        section = Reader(type(common), {}, {**to_dict(common), **own}, interpolated=False).read()
+        section = Reader(type(common), {}, {**to_dict(common), **to_dict(own)}, interpolated=False).read()
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
     check_tree(section, where)
@@ -248,7 +252,9 @@ def _cell(value: Any) -> str:
     return "-" if value is None else f"{value:.4f}" if isinstance(value, float) else json.dumps(value)
 
 
-keys, main = inference_program("evaluate", __doc__, EvaluateConfig, prepare, evaluate)
+keys, main = inference_program(
+    "evaluate", __doc__, EvaluateConfig, prepare, lambda ready, world, board: evaluate(ready, world, board.tick)
+)
 
 
 if __name__ == "__main__":

@@ -21,12 +21,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from rlhf_spmd.data.encoding import read_template
 from rlhf_spmd.data.files import list_paths
 from rlhf_spmd.data.prompts import has_ids
 from rlhf_spmd.data.tokenizer import decoding, load_tokenizer
 from rlhf_spmd.environments.config import EnvironmentConfig, check_rows, environment_key, named_environments, tools_of
 from rlhf_spmd.generation import StopStrings
 from rlhf_spmd.generation.stopping import special_stops
+from rlhf_spmd.models.spec import join_ends
 from rlhf_spmd.parallel.world import Launch, World
 from rlhf_spmd.runtime.generating import check_cache
 from rlhf_spmd.runtime.inference import check_out, inference_program, read_config, read_weights, write_rows
@@ -78,6 +80,7 @@ def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> Prepa
     config = replace(config, data=replace(config.data, tools=tools_of(environments, config.data.tools)))
     needed = has_text or bool(config.sampling.stop or environments) or config.reward.function is not None
     tokenizer = load_tokenizer(config.model.path, required=needed)
+    spec = join_ends(spec, tokenizer, read_template(config.data.chat_template, "data.chat_template"))
     asked = check_set("", "reward", rows, config, config.sampling, config.reward, (spec, tokenizer))
     check_rows(environments, asked.rows, [row.where for row in rows], scored=True)
     journal = Journal(Path(f"{config.out}.part"), job_of(config, checkpoint, [asked]), config.out, checks=launch.rank == 0)
@@ -161,7 +164,9 @@ def response_text(ready: Prepared, row: dict[str, Any]) -> str | None:
     return decode(token_ids) + "".join(stop for stop, token in special.items() if token == token_ids[-1])
 
 
-keys, main = inference_program("generate", __doc__, GenerateConfig, prepare, generate)
+keys, main = inference_program(
+    "generate", __doc__, GenerateConfig, prepare, lambda ready, world, board: generate(ready, world, board.tick)
+)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from rlhf_spmd import train
-from rlhf_spmd.config.bounds import check_bounds
+from rlhf_spmd.config.bounds import SECONDS, check_bounds
 from rlhf_spmd.config.keys import Key
 from rlhf_spmd.config.registry import find
 from rlhf_spmd.config.schema import ConfigError
@@ -40,6 +40,7 @@ from rlhf_spmd.runtime.memory import StepFacts
 from rlhf_spmd.runtime.placing import place
 from rlhf_spmd.runtime.plan_file import PlanFile, read_plan
 from rlhf_spmd.runtime.plan_page import compare, measured_seconds, page, read_trace
+from rlhf_spmd.runtime.plan_summary import PlanSummary, summarise
 from rlhf_spmd.runtime.planned_calls import PlannedNode, placed_calls, planned_nodes
 from rlhf_spmd.runtime.profiling import profile
 from rlhf_spmd.runtime.roles import RolePlan, generating
@@ -66,7 +67,7 @@ class SearchConfig:
     measured: str | None = None
 
     def check(self, where: str) -> None:
-        check_bounds(self, where, "time_limit_s", above=0)
+        check_bounds(self, where, "time_limit_s", **SECONDS)
         out = Path(self.out)
         if out.suffix == ".html" or out.is_dir() or not out.absolute().parent.is_dir():
             raise ValueError(
@@ -207,6 +208,20 @@ def to_json(planned: planning.Planned) -> dict[str, Any]:
     }
 
 
+def summary_of(run: Run, planned: planning.Planned) -> PlanSummary:
+    """Beside what is planned, the configuration's own placement and layouts are judged."""
+    machine, _ = machine_of(run.config.cluster)  # type: ignore[attr-defined]
+    own: planning.Planned | str | None = None
+    if run.config.plan.fixed is None and run.config.placement.strategy != AUTO:
+        try:
+            own = plan(replace(run, config=replace(run.config, plan=replace(run.config.plan, fixed="config"))))
+        except ValueError as error:
+            own = str(error)
+    rows = max(node.work.rows for node in run.nodes)
+    tokens = rows * (run.work.prompt + sum(run.work.responses) / len(run.work.responses))
+    return summarise(planned, machine, tokens, run.config.run.steps, own)
+
+
 def table(planned: planning.Planned) -> str:
     """The plan for people."""
     titles = ("call", "ranks", "pp", "tp", "dp", "zero", "recompute", "micro-batches", "from s", "seconds", "GiB/rank")
@@ -234,8 +249,6 @@ def table(planned: planning.Planned) -> str:
     proof = "the optimum" if found.optimal else f"at least {found.lower_bound:.4g} s" if found.lower_bound else "no bound"
     lines.append(f"step {planned.file.told['step_seconds']:.4g} s ({proof}; searched for {found.search_seconds:.2f} s)")
     lines.append("* the role's weights stay here")
-    if planned.verdict is not None:
-        lines.append(f"does not fit: {planned.verdict}")
     return "\n".join(lines)
 
 
@@ -278,14 +291,20 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise ConfigError("plan is one process: start it without torchrun, which only `plan profile` needs")
         run = read_run(config, overrides)
         planned, settings = plan(run), run.config.plan
+        summary = summary_of(run, planned)
         out = Path(settings.out)
-        if settings.fixed in (None, "config") and planned.verdict is None:
+        picture, writes = out.with_suffix(".html"), settings.fixed in (None, "config") and planned.verdict is None
+        if writes:
             out.write_text(planned.file.to_yaml(), encoding="utf-8")
-        out.with_suffix(".html").write_text(page(planned.file, settings.measured), encoding="utf-8")
+        picture.write_text(page(planned.file, settings.measured, summary.lines()), encoding="utf-8")
     except (DataError, ValueError, OSError) as error:
         print(f"config error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
-    print(json.dumps(to_json(planned)) if as_json else table(planned))
+    if as_json:
+        print(json.dumps(to_json(planned) | summary.to_json()))
+    else:
+        written = [f"written: {out} (start with plan={out})"] if writes else []
+        print("\n".join([table(planned), "", *summary.lines(), *written, f"picture: {picture}"]))
     if settings.measured is not None:
         print(comparison(planned.file, settings.measured), file=sys.stderr)
     if planned.verdict is not None:

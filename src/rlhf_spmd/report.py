@@ -12,7 +12,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlhf_spmd.parallel.command_line import Parser, refuse
+from rlhf_spmd.parallel.arguments import Parser
+from rlhf_spmd.parallel.command_line import refuse
+from rlhf_spmd.parallel.output import let_readers_go
 from rlhf_spmd.telemetry.report import read_run, render
 from rlhf_spmd.telemetry.report_server import open_server
 from rlhf_spmd.telemetry.run_dir import CONFIG_FILE, EXIT_STATUS_FILE, METRICS_FILE, REPORT_FILE, atomic_write_text
@@ -21,13 +23,17 @@ from rlhf_spmd.telemetry.run_dir import CONFIG_FILE, EXIT_STATUS_FILE, METRICS_F
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code. Ends the process with 2 and one line for a directory that is no run, an ``out`` that cannot be written, or a port
     that is taken."""
+    let_readers_go()
     parser = Parser("report", __doc__)
     parser.add_argument("run", nargs="*", help="the run.dir of a run, finished or not; out=FILE: where the page is written")
     parser.add_argument(
         "--serve", action="store_true", help="write nothing: show the page on this machine and keep it up to date"
     )
     parser.add_argument("--port", type=int, default=8421, help="of --serve (default: %(default)s; 0: a free one)")
-    given = parser.parse_intermixed_args(argv)
+    try:
+        given = parser.parse_intermixed_args(argv)
+    except ValueError as error:
+        refuse(error)
     outs = [value.removeprefix("out=") for value in given.run if value.startswith("out=")]
     runs = [value for value in given.run if not value.startswith("out=")]
     keys = [value for value in runs if "=" in value and not Path(value).exists()]

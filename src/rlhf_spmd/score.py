@@ -162,7 +162,9 @@ def score_rows(engine: TrainEngine, batch: Batch, max_tokens: int) -> list[tuple
     return records
 
 
-keys, main = inference.inference_program("score", __doc__, ScoreConfig, prepare, lambda ready, world, tick: score(ready, world))
+keys, main = inference.inference_program(
+    "score", __doc__, ScoreConfig, prepare, lambda ready, world, board: score(ready, world)
+)
 
 
 if __name__ == "__main__":

@@ -41,11 +41,12 @@ from rlhf_spmd.runtime.alike import run_digests
 from rlhf_spmd.runtime.auto import plan_run
 from rlhf_spmd.runtime.fitting import check_launch
 from rlhf_spmd.runtime.memory import step_facts
-from rlhf_spmd.runtime.overview import describe
+from rlhf_spmd.runtime.overview import describe, describe_roles
 from rlhf_spmd.runtime.placing import place
 from rlhf_spmd.runtime.plan_file import PlanFile, apply_plan, check_ranks, read_plan
-from rlhf_spmd.runtime.reward_roles import rewarded_roles, with_templates
-from rlhf_spmd.runtime.session import RunConfig, Session, run_dir_hint, start_controller
+from rlhf_spmd.runtime.reward_roles import repeated_of, rewarded_roles, with_templates
+from rlhf_spmd.runtime.run_config import RunConfig, run_dir_hint
+from rlhf_spmd.runtime.session import Session, start_controller
 from rlhf_spmd.runtime.streams import Data, InFlightStream, RowStream, ValidationRows
 from rlhf_spmd.telemetry.logger import LoggerConfig
 from rlhf_spmd.workers import Build, RoleConfig
@@ -168,7 +169,7 @@ def prepare(
     environments = named_environments(config.environment, config.environments)
     sections = checks.with_tools(sections, environments)
     tokenizer = load_tokenizer(roles.model_directory(described, algorithm.exported))
-    described = roles.find_text_readers(described, rewards, algorithm.exported, tokenizer)
+    described = roles.find_text_readers(described, rewards, algorithm.exported, tokenizer, config.data)
     read = read or cache(lambda: read_data(config, sections, tokenizer, described))
     unplaced = cache(lambda: Prepared(config, module, described, rewards, tokenizer, *read()))
     traced = cache(lambda: trace(unplaced()))
@@ -266,7 +267,7 @@ def build_settings(ready: Prepared, controller: Controller, world: World) -> Bui
         max_prompt_length=max_prompt_length,
         max_response_length=ready.sampling().max_response_length or 0,
         environments=named_environments(config.environment, config.environments),
-        chat_template=getattr(config.data, "chat_template", None),
+        encoding=config.data,
         tokenizer=ready.tokenizer,
         num_samples=config.run.log_samples,
         exact_rollouts=checks.exact_rollouts(config, ready.plans),
@@ -350,7 +351,7 @@ def build_data(ready: Prepared, controller: Controller) -> Data:
         else:
             streams[name] = RowStream(loader, config.sampling.n if isinstance(section, DataConfig) else 1, len(streams))
     validation = {
-        name: ValidationRows(dataset, sections[name].val_batch_size, list(sections[name].val_sets))
+        name: ValidationRows(dataset, sections[name].val_batch_size, list(sections[name].val_sets), repeated_of(dataset, ready))
         for name, dataset in ready.validation.items()
     }
     sampling = ready.sampling(), ready.sampling(validates=True)
@@ -376,9 +377,7 @@ def main(argv: Sequence[str] | None = None, name: str = "train", about: str | No
         settings_of,
         run_dir_hint(path, overrides),
         saves_on_signal=True,
-        dry_run=(lambda ready: describe(ready, World(launch, model_device(), connect_store(Launch()), 0.0)))
-        if command.dry_run
-        else None,
+        dry_run=(lambda ready: describe_roles(ready, launch)) if command.dry_run else None,
     )
 
 

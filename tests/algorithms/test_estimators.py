@@ -187,10 +187,14 @@ def test_rows_without_a_score_are_left_out(estimator: str) -> None:
 
 def test_a_row_is_scored_where_one_of_several_rewards_scores_it() -> None:
     nan, state = torch.nan, {"kl_coef": 0.5}
+    sound = torch.zeros(3, dtype=torch.bool)
     fields = {"reward_scores": torch.tensor([1.0, nan, nan]), "cost_scores": torch.tensor([0.5, -2.0, nan])}
+    fields |= {"reward_failed": sound, "cost_failed": sound}
     made, told = add_scores(fields, rows_at([0, 1, 2]), alone(state))
     assert made["scores"][:2].tolist() == [1.5, -2.0] and made["scores"][2].isnan() and told == {"reward/total_mean": -0.25}
-    nothing = dict.fromkeys(fields, torch.full((3,), nan))
+    lost, told = add_scores({**fields, "reward_failed": torch.tensor([False, True, False])}, rows_at([0, 1, 2]), alone(state))
+    assert lost["scores"].isnan().tolist() == [False, True, True] and told == {"reward/total_mean": 1.5}, "half a sum is none"
+    nothing = {name: torch.full((3,), nan) if name.endswith("scores") else sound for name in fields}
     assert add_scores(nothing, rows_at([0, 1, 2]), alone(state))[1] == {}
     with pytest.raises(RewardError, match=r"^no reward scores any of the first 3 rows; look at"):
         add_scores(nothing, rows_at([0, 1, 2]), alone())

@@ -75,8 +75,10 @@ HH = "\n\nHuman: hi\n\nAssistant: yes?\n\nHuman: a\n\nAssistant:"
         ),
         ({"chosen": HH + " same start", "rejected": HH + " same end"}, HH, " same start", " same end"),
         (PKU, "p", "zero", "one"),
-        ({"prompt": "p:", "chosen": "p: a", "rejected": "p: b"}, "p:", " a", " b"),
-        ({"prompt": "p", "chosen": "pa", "rejected": "b"}, "p", "pa", "b"),  # one may begin so by chance
+        # responses may begin as the prompt does
+        ({"prompt": "p:", "chosen": "p: a", "rejected": "p: b"}, "p:", "p: a", "p: b"),
+        ({"prompt": "2", "chosen": "2 is even.", "rejected": "22 is odd."}, "2", "2 is even.", "22 is odd."),
+        ({"prompt": HH, "chosen": HH + " a", "rejected": HH + " b"}, HH, " a", " b"),
         (
             {"prompt": "p", "chosen": [user("p"), assistant("a")], "rejected": [user("p"), assistant("b")]},
             [user("p")],

@@ -18,7 +18,7 @@ import tasks
 from algorithm_cases import CASES, CONFIGS, ROLLOUTS, Case
 from ranks import run_ranks
 from rlhf_spmd.algorithms.dapo import Config as DAPOConfig
-from rlhf_spmd.algorithms.dapo import FilterGroupsConfig, OverlongConfig, in_group, shaped
+from rlhf_spmd.algorithms.dapo import FilterGroupsConfig, OverlongConfig, in_group, shaped, tell_of_few
 from rlhf_spmd.algorithms.distill import Config as DistillConfig
 from rlhf_spmd.algorithms.distill import towards_teacher
 from rlhf_spmd.algorithms.policy import PolicyConfig, clipped_policy
@@ -28,6 +28,7 @@ from rlhf_spmd.controller.reference import COPY_STRIDE
 from rlhf_spmd.data.batch import Ragged
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.parallel.world import World
+from rlhf_spmd.rewards.results import RewardError
 from rlhf_spmd.workers.arithmetic import Function, Whole
 from rlhf_spmd.workers.objective import Rows, Totals
 
@@ -88,7 +89,10 @@ def test_rows_without_a_score_teach_nothing() -> None:
     rows = rows_of([2] * 9, [0] * 3 + [1] * 3 + [2] * 3)
     made, _ = shaped(DAPOConfig(overlong_buffer=OverlongConfig(len=4)), 8)({"scores": scores}, rows, ALONE)
     assert isinstance(made["spread"], Tensor) and isinstance(made["seq_rewards"], Tensor)
-    assert made["spread"].tolist() == [1.0] * 3 + [0.0] * 6
+    assert made["spread"].tolist() == [1.0] * 3 + [-1.0] * 3 + [0.0] * 3
+    for is_scored, error in ((False, RewardError), (True, ValueError)):
+        with pytest.raises(error, match="step 4: of 16 prompts in 2 batches 0 have responses whose scores differ"):
+            tell_of_few(None, 4, 0, 8, 2, is_scored)
     advantages, _ = per_token(in_group({}), {"seq_rewards": made["seq_rewards"]}, rows)
     assert advantages[::2].tolist() == pytest.approx([-(0.5**0.5), 0, 0.5**0.5, 0, 0, 0, 0, 0, 0], abs=1e-6)
 

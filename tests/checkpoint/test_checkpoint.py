@@ -28,6 +28,7 @@ from rlhf_spmd.parallel.boxes import Box, ParamShard, cover
 from rlhf_spmd.parallel.collectives import RECORDER, Group, solo
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.world import World
+from rlhf_spmd.telemetry.run_dir import newest_checkpoint
 from saved_models import flip_bit, rank_shards
 
 SPEC = ModelSpec("llama", 37, 24, 40, 4, 4, 2, 6, attention_bias=True, tie_word_embeddings=True)
@@ -259,19 +260,43 @@ def damage(path: Path, how: str) -> None:
         flip_bit(path / "manifest.jsonl", 40)
     elif how == "commit missing":
         (path / "COMMIT").unlink()
-    elif how == "commit empty":
-        (path / "COMMIT").write_text("")
+    elif how == "commit a directory":
+        (path / "COMMIT").unlink()
+        (path / "COMMIT").mkdir()
+    elif how in COMMITS:
+        (path / "COMMIT").write_bytes(COMMITS[how])
+    elif how == "no files":
+        shutil.rmtree(path)
+        path.mkdir()
 
 
-@pytest.mark.parametrize(
-    "how", ["truncated", "file missing", "zero tail", "header", "manifest", "commit missing", "commit empty"]
-)
+COMMITS = {
+    "commit empty": b"",
+    "commit garbage": b"\xff\x00{",
+    "commit without serial": b'{"step": 2, "manifest_sha256": ""}',
+    "commit a list": b"[2]",
+    "commit deep": b"[" * 5000 + b"]" * 5000,
+}
+KINDS_OF_DAMAGE = ["truncated", "file missing", "zero tail", "header", "manifest", "no files"]
+KINDS_OF_DAMAGE += ["commit missing", "commit a directory", *COMMITS]
+
+
+@pytest.mark.parametrize("how", KINDS_OF_DAMAGE)
 def test_damage_of_every_kind(tmp_path: Path, how: str) -> None:
     first, second = save_alone(tmp_path, 1), save_alone(tmp_path, 2)
     damage(second, how)
     with pytest.raises(CheckpointError, match=str(second)):
         verify_checkpoint(second, solo())
-    assert find_resumable(tmp_path, solo()).directory == first
+    found = find_resumable(tmp_path, solo())
+    assert found.directory == first
+    (warning,) = found.warnings
+    assert warning.startswith(f"passing over {second}: ") and "\n" not in warning
+    for step in (3, 4, 5):  # the run goes on: what is damaged stays for whoever can mend it, and takes no good one's place
+        save_checkpoint(tmp_path, step, {}, {}, solo(), keep=2, damaged=found.damaged)
+    assert second.is_dir() and [c.step for c in committed(tmp_path) if c.path != second] == [5, 4]
+    for path in (tmp_path / "checkpoints").glob("step_[345]"):
+        shutil.rmtree(path)
+    first = save_alone(tmp_path, 1)
     damage(first, how)
     with pytest.raises(
         CheckpointError, match=rf"^no checkpoint of {tmp_path} can be read: .*; begin anew in another run\.dir$"
@@ -293,11 +318,111 @@ def test_damaged_checkpoints_do_not_count_as_kept(tmp_path: Path) -> None:
     for path in (second, third):
         flip_bit(next(path.glob("*.safetensors")))
     found = find_resumable(tmp_path, solo())
-    assert (found.directory, found.damaged) == (first, (third, second))
+    assert (found.directory, [bad.path for bad in found.damaged]) == (first, [third, second])
     save_checkpoint(tmp_path, 4, {}, {}, solo(), keep=2, damaged=found.damaged)
     assert first.is_dir(), "the only other good one was deleted"
     save_checkpoint(tmp_path, 5, {}, {}, solo(), keep=2, damaged=found.damaged)
     assert not first.exists()
+
+
+def test_a_damaged_step_that_is_saved_again_counts_as_kept(tmp_path: Path) -> None:
+    first, second = save_alone(tmp_path, 1), save_alone(tmp_path, 2)
+    flip_bit(next(second.glob("*.safetensors")))
+    damaged = find_resumable(tmp_path, solo()).damaged
+    for step in (2, 3):
+        save_checkpoint(tmp_path, step, {}, {}, solo(), keep=2, damaged=damaged)
+    assert not first.exists() and [c.step for c in committed(tmp_path)] == [3, 2]
+    save_checkpoint(tmp_path, 4, {}, {}, solo(), keep=2, damaged=damaged)
+    assert [c.step for c in committed(tmp_path)] == [4, 3], "a good checkpoint was kept for ever"
+
+
+def test_the_good_one_of_a_step_stays_until_another_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save that was killed left step_1.old beside step_1, which was damaged then: the run goes on from step_1.old."""
+    first = save_alone(tmp_path, 1)
+    good = first.with_name("step_1.old")
+    shutil.copytree(first, good)
+    mark = json.loads((first / "COMMIT").read_text())
+    (first / "COMMIT").write_text(json.dumps({**mark, "serial": 2}))
+    flip_bit(next(first.glob("*.safetensors")))
+    found = find_resumable(tmp_path, solo())
+    assert found.directory == good
+    with monkeypatch.context() as patch:
+        patch.setattr(files.os, "fsync", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+        for step in (2, 1):
+            with pytest.raises(KeyboardInterrupt):
+                save_checkpoint(
+                    tmp_path, step, {"actor": state_of(rank_shards(SPEC, "lm", Layout(), 0))}, {}, solo(), 2, found.damaged
+                )
+            assert find_resumable(tmp_path, solo()).directory == good, "the only good one was deleted"
+    save_checkpoint(tmp_path, 1, {}, {}, solo(), 2, found.damaged)
+    assert find_resumable(tmp_path, solo()).directory == first and not good.exists()
+
+
+def test_a_removal_that_is_interrupted_leaves_nothing_that_looks_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2):
+        save_alone(tmp_path, step)
+    with monkeypatch.context() as patch:
+        patch.setattr(directory.shutil, "rmtree", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            save_alone(tmp_path, 3)
+    found = find_resumable(tmp_path, solo())
+    assert found.directory is not None and found.directory.name == "step_3" and found.warnings == ()
+    save_alone(tmp_path, 4)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["latest", "step_3", "step_4"]
+
+
+def test_links_and_a_stray_manifest(tmp_path: Path) -> None:
+    """Checkpoints on another disk, one of them moved to a third, and a manifest of format 1 beside the right one."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "run" / "checkpoints").symlink_to(tmp_path / "disk")
+    moved = save_alone(tmp_path / "run", 1)
+    shutil.move(moved, tmp_path / "third")
+    moved.symlink_to(tmp_path / "third")
+    (moved / "manifest.json").write_text("{}")
+    assert find_resumable(tmp_path / "run", solo()).directory == moved
+    for step in (1, 2, 3, 4):
+        save_alone(tmp_path / "run", step)
+    assert sorted(path.name for path in (tmp_path / "disk").iterdir()) == ["latest", "step_3", "step_4"]
+    verify_checkpoint(tmp_path / "third", solo())  # only the link was removed
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda root: root.write_text(""), r"checkpoints is not a directory that this user can write to; move it away$"),
+        (
+            lambda root: root.symlink_to(root.parent / "gone"),
+            r"checkpoints is a link to \S+/gone, which is not there; make that",
+        ),
+        (
+            lambda root: (root / "latest").mkdir(parents=True),
+            r"checkpoints/latest is a directory, and the run writes a file of",
+        ),
+    ],
+)
+def test_what_lies_in_the_way_of_checkpoints_is_told_before_the_first_step(tmp_path: Path, make: Any, message: str) -> None:
+    make(tmp_path / "checkpoints")
+    with pytest.raises(CheckpointError, match=message):
+        find_resumable(tmp_path, solo())
+
+
+@pytest.mark.parametrize("content", [b"", b"step_9", b"/", b"../checkpoints/step_1", b"\xff\xfe\x00", None])
+def test_what_latest_says_is_not_trusted(tmp_path: Path, content: bytes | None) -> None:
+    path = save_alone(tmp_path, 1)
+    latest = path.with_name("latest")
+    assert directory.named_checkpoint(latest) == path and newest_checkpoint(tmp_path) == path
+    latest.unlink()
+    if content is None:
+        latest.symlink_to("gone")
+    else:
+        latest.write_bytes(content)
+    assert directory.named_checkpoint(latest) in (latest, path.with_name("step_9"))
+    assert newest_checkpoint(tmp_path) == find_resumable(tmp_path, solo()).directory == path
+    second = save_alone(tmp_path, 2)
+    assert directory.named_checkpoint(latest) == second
 
 
 def forge(path: Path, old: str, new: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ import torch
 from rlhf_spmd.checkpoint.export import export_hugging_face, plan_files
 from rlhf_spmd.checkpoint.files import Spec
 from rlhf_spmd.checkpoint.manifest import CheckpointError
+from rlhf_spmd.data import sort_digits
+from rlhf_spmd.data.tokenizer import load_tokenizer
 from saved_models import checkpoint_of, flip_bit, logits
 
 
@@ -58,6 +61,25 @@ def test_transformers_loads_the_export(tmp_path: Path, family: str, tied: bool, 
     assert sorted(p.name for p in out.parent.iterdir()) == ["checkpoints", "export"]
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_a_head_that_differs_from_a_tied_embedding_is_kept(tmp_path: Path, family: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    source = tmp_path / "source"
+    make_model(source, family, tied=False)
+    config = json.loads((source / "config.json").read_text()) | {"tie_word_embeddings": True}
+    if family == "gemma2":  # whose default that is
+        del config["tie_word_embeddings"]
+    (source / "config.json").write_text(json.dumps(config))
+    model = AutoModelForCausalLM.from_pretrained(source).eval()
+    path = checkpoint_of(model.state_dict(), source, tmp_path / "run", "lm")
+    out = export_hugging_face(path, "actor", source, tmp_path / "out")
+    assert json.loads((out / "config.json").read_text())["tie_word_embeddings"] is False
+    loaded, report = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert torch.equal(logits(loaded.eval()), logits(model))
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_policy_that_is_its_own_critic_is_a_language_model(tmp_path: Path, tied: bool) -> None:
     from transformers import AutoModelForCausalLM
@@ -85,6 +107,94 @@ def test_value_head_and_dtype(tmp_path: Path) -> None:
     loaded = AutoModelForSequenceClassification.from_pretrained(out, dtype="auto")
     assert loaded.dtype == torch.bfloat16 and json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
     assert torch.equal(loaded.model.norm.weight, critic.model.norm.weight.bfloat16())
+
+
+def write_tokenizer(source: Path, **names: str | None) -> Any:
+    """One token per character, of which the first four are <pad>, <bos>, <eos>, <unk>; ``names`` change what it calls them."""
+    sort_digits.write_tokenizer(source)
+    change_json(source / "tokenizer_config.json", **names)
+    return load_tokenizer(source)
+
+
+def change_json(file: Path, **changes: Any) -> None:
+    value = {**(json.loads(file.read_text()) if file.is_file() else {}), **changes}
+    file.write_text(json.dumps({key: its for key, its in value.items() if its is not None}))
+
+
+@pytest.mark.parametrize("pad", [2, None])
+@pytest.mark.parametrize("names", [{"pad_token": "<eos>"}, {"pad_token": None}, {"pad_token": "<unk>"}, None])
+def test_transformers_reads_a_score_at_the_end_of_a_row(tmp_path: Path, pad: int | None, names: dict[str, str] | None) -> None:
+    """Where the configuration pads with the token that ends rows, or with none. ``names`` None: there is no tokenizer."""
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    source = tmp_path / "source"
+    model = make_model(source, "llama", tied=False, value_head=True)
+    change_json(source / "config.json", eos_token_id=2, bos_token_id=1, pad_token_id=pad)
+    tokenizer = None if names is None else write_tokenizer(source, **names)
+    change_json(source / "special_tokens_map.json", pad_token="<eos>")
+    path = checkpoint_of(model.state_dict(), source, tmp_path / "run", "value")
+    out = export_hugging_face(path, "actor", source, tmp_path / "out", tokenizer=tokenizer)
+    loaded = AutoModelForSequenceClassification.from_pretrained(out).eval()
+    rows = [[1, 4, 5, 6, 2], [1, 7, 2], [1, 8, 9, 10, 11, 12, 2]]
+    with torch.no_grad():
+        wanted = torch.cat([model.score(model.model(torch.tensor([row])).last_hidden_state[:, -1]) for row in rows])
+        alone = torch.cat([loaded(torch.tensor([row])).logits for row in rows])
+        for side in ("left", "right"):
+            reader = AutoTokenizer.from_pretrained(out) if tokenizer is not None else None
+            given = rows, loaded.config.pad_token_id
+            padded = pad_rows(*given, side) if reader is None else reader.pad({"input_ids": rows}, padding_side=side)
+            together = loaded(**{name: torch.as_tensor(value) for name, value in padded.items()}).logits
+            assert (together - wanted).abs().max() < 1e-5
+    assert torch.equal(alone, wanted)
+
+
+def pad_rows(rows: list[list[int]], token: int, side: str) -> dict[str, list[list[int]]]:
+    absent = [max(map(len, rows)) - len(row) for row in rows]
+    left = [n * (side == "left") for n in absent]
+    ids = [[token] * a + row + [token] * (n - a) for row, n, a in zip(rows, absent, left, strict=True)]
+    return {
+        "input_ids": ids,
+        "attention_mask": [[0] * a + [1] * len(row) + [0] * (n - a) for row, n, a in zip(rows, absent, left, strict=True)],
+    }
+
+
+def test_a_row_is_not_padded_where_every_special_token_ends_it(tmp_path: Path) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    source = tmp_path / "source"
+    model = make_model(source, "llama", tied=False, value_head=True)
+    change_json(source / "config.json", eos_token_id=[1, 2], bos_token_id=1, pad_token_id=2)
+    path = checkpoint_of(model.state_dict(), source, tmp_path / "run", "value")
+    loaded = AutoModelForSequenceClassification.from_pretrained(export_hugging_face(path, "actor", source, tmp_path / "out"))
+    with pytest.raises(ValueError, match="batch sizes > 1"):
+        loaded(torch.tensor([[4, 2], [5, 2]]))
+
+
+@pytest.mark.parametrize(
+    ("named", "chat", "wanted"),
+    [
+        (2, None, 2),
+        ([2], None, [2]),  # as it was
+        (None, None, 2),
+        (0, None, [0, 2]),
+        (0, "{% for m in messages %}{{ m.content }}<unk>{% endfor %}", [0, 2, 3]),
+    ],
+)
+def test_an_export_names_all_ends(tmp_path: Path, named: Any, chat: str | None, wanted: Any) -> None:
+    from transformers import AutoModelForCausalLM
+
+    source = tmp_path / "source"
+    model = make_model(source, "llama", tied=False)
+    for file in ("config.json", "generation_config.json"):
+        change_json(source / file, eos_token_id=named)
+    path = checkpoint_of(model.state_dict(), source, tmp_path / "run", "lm")
+    tokenizer = write_tokenizer(source)
+    out = export_hugging_face(path, "actor", source, tmp_path / "out", tokenizer=tokenizer, chat_template=chat)
+    assert [json.loads((out / f"{file}config.json").read_text())["eos_token_id"] for file in ("", "generation_")] == [
+        wanted
+    ] * 2
+    assert AutoModelForCausalLM.from_pretrained(out).generation_config.eos_token_id == wanted
+    assert load_tokenizer(out).chat_template == chat
 
 
 def test_what_export_refuses(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 from rlhf_spmd import train
 from rlhf_spmd.config.foreign import foreign_names
 from rlhf_spmd.config.load import check_tree, load, to_dict, to_yaml
-from rlhf_spmd.config.registry import available, find, resolve_function
+from rlhf_spmd.config.registry import available, find, located, resolve_function
 from rlhf_spmd.config.schema import ConfigError
 
 pytest.importorskip("omegaconf")
@@ -332,3 +332,19 @@ def test_a_setting_that_does_nothing_is_refused(config: Derived, found: str | No
     else:
         with pytest.raises(ConfigError, match=f"^{re.escape(found)}$"):
             check_tree({"a": config})
+
+
+@dataclass(frozen=True)
+class Leaves:
+    def check(self, where: str) -> None:
+        sys.exit(0)
+
+
+def test_sys_exit_in_user_code_is_an_error_with_its_place(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("import sys\ndef step():\n    sys.exit(0)\n")
+    module = find("algorithm", "rlhf_spmd.algorithms", f"{tmp_path}/mine.py", "step")
+    with pytest.raises(RuntimeError, match="SystemExit: 0") as failed, located("algorithm", "mine.py", module):
+        module.step()
+    assert failed.value.__notes__ == [f"algorithm 'mine.py', {tmp_path}/mine.py:3"]
+    with pytest.raises(ConfigError, match=r"^algorithm: the check of test_config.Leaves raises SystemExit: 0$"):
+        check_tree(Leaves(), "algorithm")

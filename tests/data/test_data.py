@@ -12,6 +12,8 @@ import torch
 
 from rlhf_spmd.data import sort_digits
 from rlhf_spmd.data.batch import decode_json
+from rlhf_spmd.data.encoding import EncodingConfig, PromptEncoder
+from rlhf_spmd.data.ends import NO_TURN, turn_frame
 from rlhf_spmd.data.files import DataError, local_files, read_rows
 from rlhf_spmd.data.loader import Loader, build_loader, validation_batches
 from rlhf_spmd.data.prompts import DataConfig, PromptDataset
@@ -101,7 +103,8 @@ def test_parquet_and_saved_dataset(tmp_path: Path) -> None:
         ("a.jsonl", "[1]\n", r"a\.jsonl:1: must be a JSON object, not list"),
         ("a.jsonl", "\n", "holds no rows"),
         ("a.json", "[{},\n 3", r"a\.json:2: not valid JSON"),
-        ("a.json", "[" * 100_000, r"a\.json: JSON nested too deeply"),
+        ("a.json", "[" * 100_000, r"a\.json: nested more than 100 levels deep"),
+        ("a.jsonl", '{"prompt": ' + "[" * 500 + "]" * 500 + "}", r"a\.jsonl:1: nested more than 100 levels deep"),
         (
             "a.json",
             '[{"prompt": "1\\ud800"}]',
@@ -124,6 +127,33 @@ def test_bad_data_is_one_line(tmp_path: Path, tokenizer: Any, name: str, text: s
     with pytest.raises(DataError, match=message) as caught:
         prompts(tokenizer, str(tmp_path / name))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("drops", [True, False])
+def test_a_prompt_of_megabytes_is_not_tokenised_to_be_dropped(tmp_path: Path, drops: bool) -> None:
+    """One of as many characters whose tokens are few is read in full, and stays."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({"?": 0, "one": 1, "two": 2}, unk_token="?"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    read: list[int] = []
+
+    class Counting(PreTrainedTokenizerFast):
+        def __call__(self, texts: Any, *given: Any, **options: Any) -> Any:
+            read.append(sum(map(len, texts)))
+            return super().__call__(texts, *given, **options)
+
+    huge, wide = "one " * 100_000, "one" + " " * 100_000 + "two"
+    path = write(tmp_path / "a.jsonl", {"prompt": "one two"}, {"prompt": huge}, {"prompt": wide})
+    options = {"max_prompt_length": 4, "filter_overlong_prompts": drops}
+    if not drops:
+        with pytest.raises(DataError, match=r"a\.jsonl:2: 100000 tokens are more than data\.max_prompt_length=4"):
+            prompts(Counting(tokenizer_object=words), path, **options)
+        return
+    data = prompts(Counting(tokenizer_object=words), path, **options)
+    assert [ids.tolist() for ids in ids_of(data)] == [[1, 2], [1, 2]] and data.tally.num_overlong == 1
+    assert sum(read) < 2 * len(wide) < len(huge)
 
 
 @pytest.mark.parametrize("path", ["none.jsonl", "./none", "/no/such/directory", "data/none*.jsonl"])
@@ -450,3 +480,27 @@ def test_sort_digits_task(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     with pytest.raises(SystemExit):
         sort_digits.main(["--out", str(tmp_path / "c"), "--min-digits", "1", "--max-digits", "2"])
     assert "only 110 exist" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
+def test_a_tokenizer_s_file_that_is_nested_too_deeply_is_one_line(tmp_path: Path, tokenizer: Any, file: str) -> None:
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / file).write_text('{"a": ' * 900 + "1" + "}" * 900)
+    with pytest.raises(DataError, match=r"^the tokenizer in '[^\n]*' cannot be loaded: [^\n]*$"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ 1 / 0 }}", "division by zero"),
+        ("{% for i in range(10 ** 9) %}{% endfor %}", "Range too big"),
+        ("{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", "maximum recursion depth"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+    ],
+)
+def test_what_a_chat_template_may_do_is_one_line(tokenizer: Any, template: str, reason: str) -> None:
+    encoder = PromptEncoder(tokenizer, EncodingConfig(chat_template=template))
+    with pytest.raises(DataError, match=rf"^row 1: the chat template refuses these messages: [^\n]*{reason}[^\n]*$"):
+        encoder.apply_template([{"role": "user", "content": "x"}], "row 1")
+    assert turn_frame(tokenizer, template) == NO_TURN

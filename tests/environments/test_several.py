@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import re
 from collections.abc import Mapping
@@ -217,6 +218,8 @@ def test_calls_are_found_as_models_write_them() -> None:
     )
     assert (said, reward, done) == ([{"role": "user", "name": "find", "content": "6650 km"}], 0.0, False)
     assert Tools(["test_several:find"]).step("It is 6650 km.") == ("", 0.0, True)
+    ended, _, done = Tools(["sys:exit"], begin="").step('{"name": "exit", "parameters": {}}')
+    assert isinstance(ended, list) and (ended[0]["content"], done) == ("error: SystemExit: ", False)
 
 
 def test_a_function_describes_itself() -> None:
@@ -283,15 +286,20 @@ def test_rows_of_one_run_have_different_environments(tmp_path: Path) -> None:
         assert one.responses == other.responses
         difference, where = tasks.worst_metric(one, other, floor=1e-2)
         assert difference < 1e-8, where
-    ended = set[tuple[str | None, bool]]()
+    ended, several_turns = set[tuple[str | None, bool]](), 0
     for line in (tmp_path / "one" / "rollouts.jsonl").read_text().splitlines():
         row = json.loads(line)
+        if "turns" in row:  # who wrote which part of it
+            speakers = [who for who, _ in row["turns"]]
+            assert "".join(text for _, text in row["turns"]) == row["response"] and speakers[0] == "model"
+            assert all({one, other} == {"model", "environment"} for one, other in itertools.pairwise(speakers))
+            several_turns += len(speakers) > 1
         if row["step"] == 1:  # prompts 0 to 7, two responses each
             name = NAMES[row["row_id"] // tasks.SAMPLES % len(NAMES)]
             paid = row["score"] - tasks.even_share("", row["response"], {})
             assert min(abs(paid - possible) for possible in ((0, 3) if name == "zeds" else (0,))) < 1e-5, row
             ended.add((name, paid > 1))
-    assert ended >= {("zeds", True), ("short", False), (None, False)}
+    assert ended >= {("zeds", True), ("short", False), (None, False)} and several_turns
 
 
 def test_generate_tells_each_row_of_its_tools(tmp_path: Path) -> None:

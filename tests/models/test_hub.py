@@ -18,6 +18,7 @@ import pytest
 
 import tasks
 from places import ROOT
+from rlhf_spmd.models.hub import local_directory
 
 COMMIT, NAME = "a" * 40, "someone/tiny"
 
@@ -137,3 +138,18 @@ def test_what_cannot_be_had_is_said_in_one_line(files: Path, tmp_path: Path, mon
     assert status == 1 and "where no directory ORGANISATION is here" in line, "a slip in a path is no name"
     status, line = look_up(tmp_path / "cache", endpoint, name="/nowhere/at/all")
     assert status == 1 and "is not a directory, nor the name of a model" in line
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"base_model_name_or_path": "base"}', "holds adapters of base, not a model"),
+        ("{", r"adapter_config\.json: not readable as JSON: Expecting"),
+        ("[]", r"adapter_config\.json: holds a JSON list, not an object"),
+        ("[" * 900 + "]" * 900, r"adapter_config\.json: not readable as JSON: nested more than 100 levels deep"),
+    ],
+)
+def test_a_directory_of_adapters_is_one_line(tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "adapter_config.json").write_text(text)
+    with pytest.raises(ValueError, match=rf"^[^\n]*{words}[^\n]*$"):
+        local_directory(str(tmp_path), "model.path")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.spec import read_spec, spec_from_config
-from rlhf_spmd.models.weights import init_random, load_pretrained, read_eos_ids, write_random_model
+from rlhf_spmd.models.weights import check_pretrained, init_random, load_pretrained, read_eos_ids, write_random_model
 from rlhf_spmd.parallel.collectives import Group, solo
 from small_models import CONFIGS
 
@@ -65,6 +65,39 @@ def test_any_float_dtype_is_converted(model: Path, stored: torch.dtype) -> None:
     load_pretrained(decoder, model)
     assert decoder.embed is not None
     assert torch.equal(decoder.embed.weight, load_file(model / "model.safetensors")["model.embed_tokens.weight"].float())
+
+
+@pytest.mark.parametrize(("pp", "tp"), [(1, 1), (2, 2)])
+def test_a_stored_head_is_tied_only_where_it_is_the_embedding(tmp_path: Path, pp: int, tp: int) -> None:
+    path = tmp_path / "model"
+    write_random_model(path, CONFIGS["qwen3-tied"], 11)
+    embed = load_file(path / "model.safetensors")["model.embed_tokens.weight"]
+    rewrite(path, lambda tensors: tensors.update({"lm_head.weight": embed.clone()}))
+    assert read_spec(path).tie_word_embeddings
+    head = embed.clone()
+    head[-1, -1] += 1  # the last number
+    rewrite(path, lambda tensors: tensors.update({"lm_head.weight": head}))
+    spec = read_spec(path)
+    assert not spec.tie_word_embeddings
+    for rank in range(tp):
+        decoder = Decoder(spec, "lm", pp - 1, pp, Group("tp", tuple(range(tp)), rank), torch.float32, "cpu")
+        load_pretrained(decoder, path)
+        (box,) = decoder.shards["head.weight"].boxes
+        assert torch.equal(decoder.head_weight, head[box.global_slices])
+
+
+def test_a_model_whose_weights_are_not_there_is_as_its_configuration_says(tmp_path: Path) -> None:
+    write_random_model(tmp_path, CONFIGS["qwen3-tied"], 11)
+    (tmp_path / "model.safetensors").unlink()
+    files = {"model.embed_tokens.weight": "1.safetensors", "lm_head.weight": "2.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    assert read_spec(tmp_path).tie_word_embeddings
+
+
+def test_a_stored_head_of_another_size_is_refused(model: Path) -> None:
+    rewrite(model, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(3, 32)}))
+    with pytest.raises(ValueError, match=r"tensor 'lm_head\.weight' has shape \[3, 32\], but config\.json implies"):
+        check_pretrained(read_spec(model), model, "lm")
 
 
 def test_sharded_directory(model: Path) -> None:
@@ -155,6 +188,8 @@ def test_unreadable_files(model: Path) -> None:
         ({"model_type": None}, "'model_type' is None"),
         ({"hidden_size": "32"}, "'hidden_size' is '32'"),
         ({"num_hidden_layers": 0}, "'num_hidden_layers' is 0"),
+        ({"num_hidden_layers": 10**9}, "'num_hidden_layers' is 1000000000; it must be at most 1000"),
+        ({"model_type": "qwen3_moe", "num_experts": 10**9}, "'num_experts' is 1000000000; it must be at most 10000"),
         ({"num_key_value_heads": 3}, "num_attention_heads=4 .* num_key_value_heads=3"),
         ({"hidden_act": "gelu"}, "'hidden_act' is 'gelu'.*'silu'"),
         ({"use_sliding_window": True}, "'use_sliding_window' is True"),
@@ -173,9 +208,19 @@ def test_configurations_that_are_not_supported(model: Path, changes: dict[str, A
 def test_missing_and_broken_config(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"config\.json: no such file"):
         read_spec(tmp_path)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"config\.json: not readable as JSON"):
-        read_spec(tmp_path)
+    for text, why in (("{", "Expecting"), ('{"a": ' * 500 + "1" + "}" * 500, "nested more than 100 levels deep")):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ValueError, match=rf"config\.json: not readable as JSON: {why}"):
+            read_spec(tmp_path)
+
+
+def test_fewer_tensors_than_a_model_has_are_refused_without_a_list_of_their_names(model: Path) -> None:
+    write_config(model, model_type="qwen3_moe", num_experts=10_000, num_experts_per_tok=1, num_hidden_layers=1000)
+    spec = read_spec(model)
+    with pytest.raises(
+        ValueError, match=r"too few for the model of config\.json, num_hidden_layers=1000 with 10000000 experts"
+    ):
+        check_pretrained(spec, model, "lm")
 
 
 def test_end_of_sequence_ids(model: Path) -> None:
@@ -194,16 +239,11 @@ def test_rope_in_both_notations() -> None:
     assert (a.rope_theta, a.rope_scaling) == (b.rope_theta, b.rope_scaling) == (5e5, CONFIGS["llama3"]["rope_scaling"])
 
 
-def test_a_family_outside_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "outside_family.py").write_text(
-        "from rlhf_spmd.models.spec import standard_spec\n"
-        "def build_spec(config, source):\n"
-        "    return standard_spec(config, source, attention_bias=True)\n"
-    )
-    package = tmp_path / "outside_package"
-    package.mkdir()
-    (package / "__init__.py").write_text("")
-    (tmp_path / "outside_family.py").rename(package / "toy.py")
+@pytest.mark.parametrize("named", ["outside_family", "outside_package.toy", "{0}/outside_family.py", "hub", "..models.llama"])
+def test_a_model_cannot_name_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str) -> None:
+    (tmp_path / "outside_package").mkdir()
+    for file in ("outside_family.py", "outside_package/__init__.py", "outside_package/toy.py"):
+        (tmp_path / file).write_text("raise SystemExit('this ran')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    spec = spec_from_config({**CONFIG, "model_type": "outside_package.toy"}, "test")
-    assert spec.attention_bias and spec.family == "outside_package.toy"
+    with pytest.raises(ValueError, match=r"^test: model_type: unknown model family '[^\n]*; available: gemma2, [^\n]*$"):
+        spec_from_config({**CONFIG, "model_type": named.format(tmp_path)}, "test")

@@ -1,4 +1,4 @@
-"""Expert iteration: the likelihood of the best response to each prompt, in mini-batches."""
+"""Expert iteration: the likelihood of the best response to each prompt, in mini-batches. One without a score is never the best."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ Config = RolloutConfig
 def step(models: Any, data: Any, config: RolloutConfig, number: int) -> list[Reference]:
     batch, rollout = sample(models, data, number)
     scores, scored = score(models, batch)
-    best = batch.take(by_score(models.controller, scores)[0])
+    known = scores.take(~models.controller.get_field(scores, "scores").isnan())
+    best = batch.take(by_score(models.controller, known)[0])
     return [rollout, *scored, models.actor.update(best, likelihood("token-mean"), **config.schedule)]
 
 

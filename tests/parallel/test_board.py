@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from rlhf_spmd.checkpoint.files import hash_tensor
 from rlhf_spmd.controller import Controller
-from rlhf_spmd.parallel.board import JUDGES, Board
+from rlhf_spmd.parallel.board import JUDGES, Board, announce
 from rlhf_spmd.parallel.collectives import RECORDER, solo
 from rlhf_spmd.parallel.watch import Beat, Limits, Watch, group_places
 from rlhf_spmd.parallel.world import Launch
@@ -238,6 +238,18 @@ def test_nobody_hears_the_line_and_the_failure_is_posted_all_the_same(
         assert board.post_error("reward", "rank 0 failed")
     assert pipe.tried.is_set() and board.failure is not None
     assert json.loads((tmp_path / "exit_status.json").read_text())["code"] == 7
+
+
+def test_a_line_comes_where_no_thread_can_be_started(monkeypatch, capsys):
+    """As in a container that may have few processes; what was told at the end made exit code 1 of a run that was done."""
+
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    announce("a line with \x1b[2J", "Traceback")
+    announce("another\none")
+    assert capsys.readouterr().err == "Traceback\na line with \\x1b[2J\nanother one\n"
 
 
 def test_a_call_costs_the_main_thread_microseconds():

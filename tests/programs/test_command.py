@@ -47,7 +47,7 @@ def test_it_trains_as_torchrun_does_bit_for_bit(tmp_path: Path) -> None:
         assert tasks.finish(process, under) == 0, (under / "output.txt").read_text()
     finally:
         tasks.kill(process)
-    assert "ppo on 2 rank(s)" in ended.stderr
+    assert "\n  2 ranks on cpu, 1 thread each, attention " in ended.stderr
     tasks.assert_bit_equal(tasks.read_run(alone), tasks.read_run(under))
 
 
@@ -71,6 +71,9 @@ def test_it_trains_as_torchrun_does_bit_for_bit(tmp_path: Path) -> None:
         ),
         (("plan", "--nproc-per-node", "2"), "config error: --nproc-per-node=2: plan is one process; leave it out"),
         (("plan", "--dry-run"), "config error: --dry-run: plan trains nothing; leave it out"),
+        (("summary",), "config error: the following arguments are required: run_dir"),
+        (("reward-server",), "config error: the following arguments are required: --function"),
+        (("convert", "none.yaml"), "config error: none.yaml: .*"),
         (("trian",), "unknown program 'trian'; did you mean 'train'\\? available: train, sft, generate, .*"),
         (("completion", "tcsh"), "completion tcsh: give a shell: bash, zsh or fish"),
     ],
@@ -148,7 +151,7 @@ def test_the_printed_configuration_is_the_one_that_would_run(tmp_path: Path) -> 
 def test_a_dry_run_says_what_would_run_and_leaves_nothing(tmp_path: Path) -> None:
     ended = run("train", "--dry-run", "--nproc_per_node", "4", *CONFIG, *tasks.settings(tmp_path / "run", 1, *LAYOUT[:1]))
     assert (ended.returncode, ended.stderr) == (0, "")
-    assert "ppo on 4 rank(s), 20 prompts" in ended.stdout
+    assert re.search(r": ppo trains actor .* and critic .* on 20 prompts of .*\n  4 ranks on cpu, ", ended.stdout), ended.stdout
     assert re.search(r"^  memory: at most \d+\.\d GiB of [\d.]+ on a rank", ended.stdout, flags=re.MULTILINE), ended.stdout
     assert re.search(r"actor +pool all \[0 to 3\], pp\(1\) \* tp\(2\) \* dp\(2\)", ended.stdout)
     assert not (tmp_path / "run").exists()

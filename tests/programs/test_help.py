@@ -62,7 +62,7 @@ def test_the_example_works_and_every_key_of_it_is_listed(
 
     with pytest.raises(SystemExit) as ending:
         PROGRAMS[name].main([*said[2:], "--dry-run"])
-    assert ending.value.code == 0 and "2 rank(s)" in capsys.readouterr().out
+    assert ending.value.code == 0 and "2 ranks" in capsys.readouterr().out
 
 
 def test_types_and_defaults_are_told(capsys: pytest.CaptureFixture[str]) -> None:

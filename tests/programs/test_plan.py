@@ -95,11 +95,30 @@ def test_a_plan_for_sixteen_gpus(capsys: pytest.CaptureFixture[str], tmp_path: P
         assert 0 < call["memory_gb"] <= 79.2 and call["seconds"] > 0
     written = yaml.safe_load(out.read_text())
     assert written["ranks"] == 16 and written["calls"].keys() == found["calls"].keys()
+    tokens = found["tokens_per_second"] * found["step_seconds"]
+    assert found["hours"] == pytest.approx(found["step_seconds"] * 50 / 3600) and tokens % 1 == pytest.approx(0, abs=1e-3)
+    assert found["memory_gb"] == max(call["memory_gb"] for call in found["calls"].values()) < found["room_gb"]
     page = out.with_suffix(".html").read_text()
-    assert "update_actor" in page and "<svg" in page and "http" not in page.replace("http://www.w3.org", "")
+    assert (
+        "</i>update_actor</span>" in page
+        and "fits: " in page
+        and "<svg" in page
+        and "http" not in page.replace("http://www.w3.org", "")
+    )
 
     again = made(capsys, *large("actor", "reward"), *cluster, f"plan.fixed={out}")
     assert again["step_seconds"] == pytest.approx(found["step_seconds"], rel=1e-6), "the plan costs what the search said"
+
+
+def test_a_plan_says_what_it_comes_to(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """For a preset, whose model's sizes are known without a network."""
+    preset, out = str(CONFIGS / "presets" / "grpo_qwen2.5_7b_8gpu.yaml"), tmp_path / "plan.yaml"
+    plan.main(["--config", preset, "cluster.nodes=1", "cluster.gpu=h100", "placement.strategy=split", f"plan.out={out}"])
+    summary = capsys.readouterr().out.partition("\n\n")[2].splitlines()
+    assert re.fullmatch(r"fits: [\d.]+ of 79.2 GiB on the fullest rank, \d+% free", summary[0])
+    seconds, own = re.match(r"([\d.]+) s a step, [\d,]+ tokens/s, [\d.]+ hours", summary[1]), summary[2].split("(")[1]
+    assert seconds is not None and float(own.split()[0]) > float(seconds[1]) and " times as fast as" in summary[2]
+    assert summary[3:] == [f"written: {out} (start with plan={out})", f"picture: {out.with_suffix('.html')}"]
 
 
 @pytest.mark.parametrize("name", ["exact", "mcmc", "enumerate", "grid"])
@@ -138,7 +157,7 @@ def test_a_configuration_that_does_not_fit(capsys: pytest.CaptureFixture[str], t
         plan.main(["--config", PPO, *arguments])
     printed = capsys.readouterr().out
     assert ended.value.code == 2 and "does not fit: rank 0" in printed and "it would fit with" in printed
-    remedy = printed.partition("it would fit with ")[2].split()
+    remedy = printed.partition("it would fit with ")[2].splitlines()[0].split()
     found = made(capsys, *arguments, *remedy)
     assert found["fits"] is True, "what is named makes it fit"
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import json
 import signal
 import socket
@@ -11,9 +13,10 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from queue import Queue
 from typing import Any
@@ -21,13 +24,18 @@ from typing import Any
 import pytest
 
 import tasks
+from generate_runs import arguments, read_output, write_rows
 from generate_runs import model as model  # a fixture
 from generators import alone, transformers_greedy
-from rlhf_spmd import serve
+from rlhf_spmd import score, serve
 from rlhf_spmd.config.schema import ConfigError
 from rlhf_spmd.data.tokenizer import decode, load_tokenizer
 from rlhf_spmd.parallel.world import Launch
+from rlhf_spmd.runtime import endpoint as endpoints
+from rlhf_spmd.runtime import service as services
+from rlhf_spmd.runtime.endpoint import Access, Endpoint
 from rlhf_spmd.runtime.llm import Engine
+from rlhf_spmd.runtime.openai_forms import refused
 
 KEY = "a secret of this test"
 TALK = [{"role": "user", "content": "abd"}]
@@ -37,12 +45,9 @@ GREEDY = {"temperature": 0, "max_tokens": 12}
 @contextmanager
 def served(model: Path, ranks: int, *settings: str, interrupted: bool = False) -> Iterator[str]:
     """The address of a service, which ends with the block."""
-    start = ["-m", "torch.distributed.run", *tasks.one_node(ranks)] if ranks > 1 else []
     command = [
-        sys.executable,
-        *start,
-        "-m",
-        "rlhf_spmd.serve",
+        *(sys.executable, "-m", "rlhf_spmd", "serve"),
+        *("--nproc-per-node", str(ranks)),
         f"model.path={model}",
         "port=0",
         "generation.page_size=8",
@@ -54,9 +59,9 @@ def served(model: Path, ranks: int, *settings: str, interrupted: bool = False) -
         lines = iter(process.stderr.readline, "")
         yield next(line for line in lines if "http://" in line).split()[-1]
         process.send_signal(signal.SIGINT if interrupted else signal.SIGTERM)
-        last = "".join(lines)
-        assert last == "" if interrupted else "ended by SIGTERM" in last
-        assert (process.wait(60) == 0) is interrupted
+        *_, last = lines
+        assert last == "ended\n"
+        assert process.wait(60) == 0
     finally:
         process.kill()
         process.wait()
@@ -96,6 +101,7 @@ def test_completions_and_chats_are_answered_in_openai_s_form(address: str, model
     first = told["choices"][0]["logprobs"]
     assert len(first["tokens"]) == len(first["token_logprobs"]) == len(first["top_logprobs"]) == 12
     assert max(first["top_logprobs"][0].values()) == first["token_logprobs"][0] < 0
+    assert len(first["text_offset"]) == 12 and first["text_offset"][0] == 0
     assert told["usage"] == {"prompt_tokens": 6, "completion_tokens": 48, "total_tokens": 54}
 
     parts = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "bd"}]}]
@@ -162,6 +168,54 @@ def test_a_stream_brings_the_same_text(address: str, stops: str) -> None:
     assert {part["object"] for part in parts} == {"chat.completion.chunk"}
 
 
+@pytest.mark.parametrize("most", [0, 5])
+def test_echoed_log_probs_are_those_of_score(address: str, model: Path, tmp_path: Path, most: int) -> None:
+    ids = [ids_of("abc abd"), ids_of("The quick brown fox")]
+    rows = write_rows(tmp_path / "in.jsonl", [{"prompt_ids": each[:1], "response_ids": each[1:]} for each in ids])
+    score.main(arguments(model, rows, tmp_path / "out.jsonl"))
+    wanted = [row["log_probs"] for row in read_output(tmp_path / "out.jsonl")]
+    asked = {"echo": True, "logprobs": 2, "temperature": 0, "max_tokens": most, "ignore_eos": True}
+    _, by_ids = ask(address, "/completions", {"prompt": ids, **asked})
+    _, by_text = ask(address, "/completions", {"prompt": ["abc abd", "The quick brown fox"], **asked})
+    assert by_ids["choices"] == by_text["choices"]
+    for choice, prompt, log_probs in zip(by_ids["choices"], ids, wanted, strict=True):
+        told = choice["logprobs"]
+        assert {len(each) for each in told.values()} == {len(prompt) + most}
+        assert told["token_logprobs"][0] is told["top_logprobs"][0] is None
+        assert told["token_logprobs"][1 : len(prompt)] == log_probs
+        assert choice["text"] == "".join(told["tokens"]) and choice["finish_reason"] == "length"
+        assert told["text_offset"] == [len("".join(told["tokens"][:i])) for i in range(len(prompt) + most)]
+        for token, its, best in [*zip(told["tokens"], told["token_logprobs"], told["top_logprobs"], strict=True)][1:]:
+            assert best[token] >= its and 1 <= len(best) <= 3  # some tokens of this model have one text
+        for its, best in [*zip(told["token_logprobs"], told["top_logprobs"], strict=True)][len(prompt) :]:
+            assert its == max(best.values())  # which is how a client knows that they are greedy
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_stream_brings_the_same_log_probs(service: services.Service, chat: bool) -> None:
+    asked: dict[str, Any] = {
+        "logprobs": 2,
+        "max_tokens": 20,
+        "seed": 3,
+        "temperature": 1,
+        "stop": "\u0000",
+        "echo": True,
+        "prompt": "abc",
+    }
+    if chat:
+        asked = {**asked, "echo": False, "logprobs": True, "top_logprobs": 2, "messages": TALK}
+    answers = []
+    for number, stream in enumerate((False, True)):
+        got: list[Any] = []
+        reply = arrive(service, number, chat, stream=stream, **asked)
+        while part_or_turn(service, reply, got):
+            pass
+        answers.append([part["choices"][0]["logprobs"] for part in got])
+    (whole,), parts = answers
+    assert len(parts) > 3 and all(part.keys() == whole.keys() for part in parts)
+    assert {key: [each for part in parts for each in part[key]] for key in whole} == whole
+
+
 @pytest.mark.parametrize(
     ("path", "body", "key", "status", "said"),
     [
@@ -169,7 +223,19 @@ def test_a_stream_brings_the_same_text(address: str, stops: str) -> None:
         ("/completions", {"prompt": "a", "temprature": 1}, KEY, 400, "unknown key 'temprature'; did you mean 'temperature'?"),
         ("/completions", {"prompt": "a", "max_tokens": "many"}, KEY, 400, "max_tokens='many' must be an integer or null"),
         ("/completions", {"prompt": "a", "prompt_logprobs": 1}, KEY, 400, "unknown key 'prompt_logprobs'"),
-        ("/completions", {"prompt": "a", "logprobs": 1, "stream": True}, KEY, 400, "logprobs come with whole responses"),
+        ("/completions", {"prompt": "a", "max_tokens": 0}, KEY, 400, "max_tokens=0 is for echo=true"),
+        ("/completions", {"prompt": "a", "chat_template_kwargs": {"x": 1}}, KEY, 400, "chat_template_kwargs are for /v1/chat"),
+        ("/completions", {"prompt": "a" * 2000}, KEY, 400, "prompt 0 has 2000 characters, and no more than 320 can fit"),
+        ("/completions", {"prompt": "a", "stream_options": {"usage": True}}, KEY, 400, "unknown key 'stream_options.usage'"),
+        ("/chat/completions", {"messages": TALK, "tools": [{}]}, KEY, 400, "tools are not supported yet"),
+        ("/chat/completions", {"messages": TALK, "echo": True}, KEY, 400, "echo=true is for /v1/completions"),
+        (
+            "/chat/completions",
+            {"messages": TALK, "chat_template_kwargs": {"tokenize": True}},
+            KEY,
+            400,
+            "chat.chat_template_kwargs.tokenize is no variable",
+        ),
         ("/completions", {"prompt": "a" * 64}, KEY, 400, "prompt 0 has 64 tokens"),
         ("/completions", {"model": "large", "prompt": "a"}, KEY, 404, "the model 'large' is not here; there is 'small'"),
         (
@@ -196,7 +262,7 @@ def test_a_stream_brings_the_same_text(address: str, stops: str) -> None:
         ("/completions", b'{"prompt": "a", "temperature": NaN}', KEY, 400, "sampling_params.temperature=nan: must be 0"),
         ("/completions", {"prompt": "a", "n": "2"}, KEY, 400, "n='2' must be an integer"),
         ("/completions", {"prompt": "a", "stop": [1]}, KEY, 400, "stop[0]=1 must be text"),
-        ("/completions", {"prompt": "a", "echo": True}, KEY, 400, "unknown key 'echo'"),
+        ("/completions", {"prompt": "a", "suffix": "b"}, KEY, 400, "suffix is not supported yet"),
         ("/completions", {"prompt": "a", "temperature": 1e39}, KEY, 400, "sampling_params.temperature=1e+39: must be 0"),
         ("/completions", b"[" * 100_000, KEY, 400, "a request's JSON is at most 100 values deep"),
         ("/completions", b'{"metadata": ' + b"[" * 200 + b"]" * 200 + b"}", KEY, 400, "a request's JSON is at most 100"),
@@ -228,16 +294,14 @@ def test_fields_that_ask_for_nothing_are_taken(address: str) -> None:
 @pytest.mark.parametrize(
     ("head", "status"),
     [
-        (f"Authorization: Bearer {KEY}", 411),
         (f"Authorization: Bearer {KEY}\r\nContent-Length: -1", 400),
-        (f"Authorization: Bearer {KEY}\r\nContent-Length: many", 400),
         (f"Authorization: Bearer {KEY}\r\nContent-Length: 99999999999", 413),
         ("Content-Length: 1000", 401),
     ],
 )
 def test_what_cannot_be_read_is_refused_before_its_body_has_come(address: str, head: str, status: int) -> None:
     with socket.create_connection(("127.0.0.1", int(address.split(":")[2].split("/")[0])), timeout=30) as client:
-        client.sendall(f"POST /v1/completions HTTP/1.1\r\n{head}\r\n\r\n".encode())
+        client.sendall(f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n{head}\r\n\r\n".encode())
         assert client.recv(100).split()[1] == str(status).encode()
 
 
@@ -259,26 +323,31 @@ def test_the_openai_package(address: str, model: Path) -> None:
 
 
 @pytest.fixture
-def service(model: Path, monkeypatch: pytest.MonkeyPatch) -> serve.Service:
+def service(model: Path, monkeypatch: pytest.MonkeyPatch) -> services.Service:
     """Without an endpoint, and with a step of the generator in each turn."""
-    monkeypatch.setattr(serve, "TURN_S", 1e-9)
-    monkeypatch.setattr(serve, "IDLE_S", 1e-3)
+    monkeypatch.setattr(services, "TURN_S", 1e-9)
+    monkeypatch.setattr(services, "IDLE_S", 1e-3)
     world, settings = alone()[0], [f"model.path={model}", "generation.max_num_seqs=4", "generation.page_size=8"]
-    return serve.Service(Engine(serve.prepare(None, settings, world.launch), world), "small")
+    return services.Service(Engine(serve.prepare(None, settings, world.launch), world), "small")
 
 
-def arrive(service: serve.Service, number: int, **body: Any) -> Queue[serve.Part]:
-    reply = service.replies[number] = Queue()
-    service.arrivals.put((number, False, {"temperature": 0, "ignore_eos": True, **body}))
+def arrive(service: services.Service, number: int, chat: bool = False, **body: Any) -> Queue[services.Part]:
+    """As the endpoint puts it."""
+    reply: Queue[services.Part] = Queue()
+    service.replies[number] = reply.put
+    try:
+        service.arrivals.put((number, service.read(json.dumps({"temperature": 0, "ignore_eos": True, **body}).encode(), chat)))
+    except ValueError as error:
+        reply.put(refused(error))
     return reply
 
 
-def test_requests_join_those_that_run_and_others_wait_their_turn(service: serve.Service, model: Path) -> None:
+def test_requests_join_those_that_run_and_others_wait_their_turn(service: services.Service, model: Path) -> None:
     kept = service.engine.generator
     first = arrive(service, 0, prompt="abc", max_tokens=20)
     for _ in range(5):
         service.turn()
-    arrive(service, 1, prompt="x", max_tokens=40)
+    second = arrive(service, 1, prompt="x", max_tokens=40)
     service.turn()
     assert [row.request.row_id for row in kept.kept] == [0, 1] and 0 < kept.kept[1].num_new < kept.kept[0].num_new
     other = arrive(service, 2, prompt="x", presence_penalty=1.0, max_tokens=2)
@@ -288,7 +357,7 @@ def test_requests_join_those_that_run_and_others_wait_their_turn(service: serve.
         assert not {2, 3} & set(service.running)
     while service.running or service.waiting:
         service.turn()
-    answers = [reply.get_nowait() for reply in (first, service.replies[1], other, last)]
+    answers = [reply.get_nowait() for reply in (first, second, other, last)]
     wanted = [greedy_tokens(model, prompt, most) for prompt, most in (("abc", 20), ("x", 40), ("y", 2))]
     assert [text_of(answer) for answer in (*answers[:2], answers[3])] == wanted
     assert kept.config.num_pages == 4 * 8  # of 8 tokens: room for all that can run, whoever came first
@@ -298,12 +367,12 @@ def greedy_tokens(model: Path, prompt: str, most: int) -> str:
     return decode(load_tokenizer(model), transformers_greedy(str(model), [ids_of(prompt)], most, eos_token_id=-1))[0]
 
 
-def text_of(answer: serve.Part) -> Any:
+def text_of(answer: services.Part) -> Any:
     assert answer is not None and answer[0] == 200
     return answer[1]["choices"][0]["text"]
 
 
-def test_a_stream_sends_no_beginning_of_a_stop_string(service: serve.Service) -> None:
+def test_a_stream_sends_no_beginning_of_a_stop_string(service: services.Service) -> None:
     asked = {"prompt": "abc", "max_tokens": 30, "allowed_token_ids": list(range(3, 98))}  # a character for each token
 
     def said(**more: Any) -> list[str]:
@@ -319,7 +388,7 @@ def test_a_stream_sends_no_beginning_of_a_stop_string(service: serve.Service) ->
     assert "".join(said(stream=True)) == whole
 
 
-def part_or_turn(service: serve.Service, reply: Queue[serve.Part], parts: list[Any]) -> bool:
+def part_or_turn(service: services.Service, reply: Queue[services.Part], parts: list[Any]) -> bool:
     """Whether more is to come."""
     if reply.empty():
         service.turn()
@@ -331,15 +400,15 @@ def part_or_turn(service: serve.Service, reply: Queue[serve.Part], parts: list[A
     return part is not None
 
 
-def test_a_client_that_goes_away_frees_its_place(service: serve.Service, model: Path) -> None:
+def test_a_client_that_goes_away_frees_its_place(service: services.Service, model: Path) -> None:
     arrive(service, 0, prompt="abc", n=3)
     stays = arrive(service, 1, prompt="x", max_tokens=12)
     arrive(service, 2, prompt="abc", presence_penalty=1.0)
     for _ in range(3):
         service.turn()
     assert len(service.engine.generator.kept) == 4 and len(service.waiting) == 1
-    service.arrivals.put((0, False, None))
-    service.arrivals.put((2, False, None))
+    service.arrivals.put((0, None))
+    service.arrivals.put((2, None))
     service.turn()
     assert [row.request.row_id for row in service.engine.generator.kept] == [3] and not service.waiting
     while service.running:
@@ -347,24 +416,145 @@ def test_a_client_that_goes_away_frees_its_place(service: serve.Service, model: 
     assert text_of(stays.get_nowait()) == greedy_tokens(model, "x", 12)
 
 
-def test_a_client_that_does_not_wait_for_its_answer_frees_its_place(service: serve.Service, model: Path) -> None:
-    with serve.Endpoint(serve.read_config(serve.ServeConfig, None, [f"model.path={model}", "port=0"]), service) as endpoint:
-        threading.Thread(target=endpoint.serve_forever, daemon=True).start()
-        body = json.dumps({"prompt": "abc", "n": 4, "max_tokens": 60, "ignore_eos": True}).encode()
-        with socket.create_connection(endpoint.server_address[:2]) as client:
-            client.sendall(b"POST /v1/completions HTTP/1.1\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+@pytest.fixture
+def endpoint(service: services.Service) -> Iterator[Endpoint]:
+    made = Endpoint(0, Access("127.0.0.1", None, ["https://chat.example.org"]), service)
+    yield made
+    made.close()
+
+
+def test_a_client_that_does_not_wait_for_its_answer_frees_its_place(service: services.Service, endpoint: Endpoint) -> None:
+    for stream in (False, True):
+        asked = {"prompt": "abc", "n": 4, "max_tokens": 60, "ignore_eos": True, "stream": stream}
+        body = json.dumps(asked).encode()
+        with socket.create_connection((endpoint.bound, endpoint.port)) as client:
+            client.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+            )
             while len(service.engine.generator.kept) < 4:
                 service.turn()
-        for _ in range(100):  # without a step of the generator
-            if not service.replies:
-                break
-            time.sleep(0.1)
+        await_that(lambda: not service.replies)  # without a step of the generator
         service.turn()
         assert not service.running and not service.engine.generator.kept
-        endpoint.shutdown()
 
 
-def test_numbers_that_are_not_finite_end_requests_and_not_the_service(service: serve.Service, model: Path) -> None:
+def test_a_long_text_is_tokenised_while_others_are_answered(
+    service: services.Service, endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on, encode = threading.Event(), service.engine.encode
+
+    def encode_slowly(prompts: Any, **more: Any) -> Any:
+        assert prompts != ["long"] or go_on.wait(60)
+        return encode(prompts, **more)
+
+    monkeypatch.setattr(service.engine, "encode", encode_slowly)
+    with ThreadPoolExecutor(2) as pool:
+        long, short = (pool.submit(ask, endpoint.url, "/completions", {"prompt": text, **GREEDY}) for text in ("long", "x"))
+        while not short.done():
+            service.turn()
+        assert short.result()[0] == 200 and not long.done()
+        go_on.set()
+        while not long.done():
+            service.turn()
+        assert long.result()[0] == 200
+
+
+def await_that(is_so: Callable[[], bool]) -> None:
+    for _ in range(200):
+        if is_so():
+            return
+        time.sleep(0.05)
+    raise AssertionError("it did not come to be")
+
+
+def test_a_connection_answers_more_than_one_request(endpoint: Endpoint) -> None:
+    connection = http.client.HTTPConnection(endpoint.bound, endpoint.port, timeout=30)
+    found = []
+    for method, path in (
+        ("GET", "/health"),
+        ("HEAD", "/v1/models"),
+        ("OPTIONS", "/v1/completions"),
+        ("GET", "/v1/completions"),
+    ):
+        connection.request(method, path)
+        answer = connection.getresponse()
+        found.append((answer.status, answer.read()[:16], answer.getheader("Allow")))
+        socket_of = connection.sock
+        assert socket_of is not None
+    assert found == [
+        (200, b'{"status":"on"}', None),
+        (200, b"", None),
+        (204, b"", "POST, OPTIONS"),
+        (405, b'{"error":{"messa', "POST, OPTIONS"),
+    ]
+    connection.request("GET", "/version")
+    assert connection.sock is socket_of and json.loads(connection.getresponse().read()) == {"version": version("rlhf_spmd")}
+
+
+@pytest.mark.parametrize(
+    ("headers", "status", "allowed"),
+    [
+        ({"Host": "localhost:1"}, 200, None),
+        ({"Host": "[::1]"}, 200, None),
+        ({"Host": "LOCALHOST"}, 200, None),
+        ({"Host": "rebound.example.org"}, 403, None),
+        ({"Host": "127.0.0.1.example.org"}, 403, None),
+        ({"Host": "rebound.example.org:127"}, 403, None),
+        ({"Origin": "https://elsewhere.example.org"}, 403, None),
+        ({"Origin": "null"}, 403, None),
+        ({"Origin": "https://chat.example.org"}, 200, "https://chat.example.org"),
+    ],
+)
+def test_pages_from_elsewhere_are_not_answered(
+    endpoint: Endpoint, headers: dict[str, str], status: int, allowed: str | None
+) -> None:
+    connection = http.client.HTTPConnection(endpoint.bound, endpoint.port, timeout=30)
+    connection.request("GET", "/v1/models", headers=headers)
+    answer = connection.getresponse()
+    assert (answer.status, answer.getheader("Access-Control-Allow-Origin")) == (status, allowed)
+    asks = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+    answer.read()
+    connection.request("OPTIONS", "/v1/completions", headers={**headers, **asks})
+    answer = connection.getresponse()
+    assert (answer.status < 300, answer.getheader("Access-Control-Allow-Origin")) == (status == 200, allowed)
+
+
+def test_connections_that_ask_for_nothing_cost_no_thread_and_end(
+    service: services.Service, endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(endpoints, "SILENT_S", 2.0)
+    before = threading.active_count()
+    with contextlib.ExitStack() as stack:
+        silent = [stack.enter_context(socket.create_connection((endpoint.bound, endpoint.port), 30)) for _ in range(100)]
+        slow = silent[0]
+        slow.sendall(b"GET /health HTTP/1.1\r\n")
+        await_that(lambda: len(endpoint.server.server_state.connections) == 100)
+        assert threading.active_count() == before
+        slow.sendall(b"Host: localhost\r\n")  # gives it no more time
+        assert {client.recv(1) for client in silent} == {b""}
+
+
+def test_the_service_ends_when_what_runs_has_been_answered(model: Path, service: services.Service) -> None:
+    runs = arrive(service, 0, prompt="abc", max_tokens=20)
+    other = arrive(service, 1, prompt="x", presence_penalty=1.0)
+    assert service.turn() and 0 in service.running and len(service.waiting) == 1
+    service.told_to_end = lambda: True
+    late = arrive(service, 2, prompt="x")
+    while service.turn():
+        assert service.state == "ending"
+    assert text_of(runs.get_nowait()) == greedy_tokens(model, "abc", 20)
+    assert [reply.get_nowait() for reply in (other, late)] == [refused(services.Refusal(503, "the server is ending"))] * 2
+
+
+def test_the_service_ends_in_time(service: services.Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(services, "END_S", 0.0)
+    runs = arrive(service, 0, prompt="abc", max_tokens=60)
+    assert service.turn()
+    service.told_to_end = lambda: True
+    assert not service.turn() and runs.get_nowait() == refused(services.Refusal(503, "the server has ended"))
+
+
+def test_numbers_that_are_not_finite_end_requests_and_not_the_service(service: services.Service, model: Path) -> None:
     failing = [arrive(service, 0, prompt="abc", max_tokens=20, n=2), arrive(service, 1, prompt="x", max_tokens=20, stream=True)]
     waits = arrive(service, 2, prompt="x", max_tokens=5, presence_penalty=0.0, stop="never there")
     for _ in range(3):
@@ -383,7 +573,7 @@ def test_numbers_that_are_not_finite_end_requests_and_not_the_service(service: s
     assert text_of(waits.get_nowait()) == greedy_tokens(model, "x", 5)
 
 
-def test_the_pages_of_prompts_stay_while_nothing_runs(service: serve.Service) -> None:
+def test_the_pages_of_prompts_stay_while_nothing_runs(service: services.Service) -> None:
     hits, prompt = [], "a prompt of some pages"
     for number in range(3):
         if number == 2:
@@ -395,8 +585,8 @@ def test_the_pages_of_prompts_stay_while_nothing_runs(service: serve.Service) ->
     assert hits == [0, len(prompt) - 1, 0]
 
 
-def test_what_is_noted_of_tokens_is_bounded(service: serve.Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serve, "MOST_NOTED", 4 * 20 * 3)
+def test_what_is_noted_of_tokens_is_bounded(service: services.Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(services, "MOST_NOTED", 4 * 20 * 3)
     replies = [
         arrive(service, number, prompt="abc", logprobs=2, **asked)
         for number, asked in enumerate(
@@ -412,21 +602,31 @@ def test_what_is_noted_of_tokens_is_bounded(service: serve.Service, monkeypatch:
     assert all(text_of(replies[i].get_nowait()) is not None for i in (0, 2, 3))
 
 
-def test_two_ranks_serve_one_model(model: Path) -> None:
+def test_two_ranks_serve_one_model(model: Path, address: str) -> None:
+    by_one = address
     with served(model, 2, "layout.tp=2") as address:
         bodies = [{"prompt": "abc", **GREEDY}, {"prompt": "x", **GREEDY}, {"prompt": "a", "n": 0}, {"prompt": "abc", **GREEDY}]
         with ThreadPoolExecutor(4) as pool:
             answers = list(pool.map(lambda body: ask(address, "/completions", body), bodies))
         assert [status for status, _ in answers] == [200, 200, 400, 200]
         assert answers[0][1]["choices"][0]["text"] == greedy_text(model, ids_of("abc"), 12)
-        time.sleep(3 * serve.IDLE_S)  # longer than an idle rank waits
+        time.sleep(3 * services.IDLE_S)  # longer than an idle rank waits
         assert ask(address, "/completions", bodies[1])[1]["choices"] == answers[1][1]["choices"]
+        echo = {"prompt": "The quick", "echo": True, "max_tokens": 0, "logprobs": 1}
+        one, two = (
+            ask(each, "/completions", echo)[1]["choices"][0]["logprobs"]["token_logprobs"] for each in (by_one, address)
+        )
+        assert two[0] is None and two[1:] == pytest.approx(one[1:], abs=1e-4)
 
 
 @pytest.mark.parametrize(
     ("settings", "ranks", "said"),
     [
         (["port=70000"], 1, "port=70000: must be at least 0 and at most 65535"),
+        (["allowed_origins=[chat.example.org]"], 1, "allowed_origins: 'chat.example.org' must be as https://"),
+        (["allowed_origins=['*',https://a.example.org/]"], 1, "allowed_origins: 'https://a.example.org/' must be as https://"),
+        (["allowed_origins=https://a.example.org"], 1, "allowed_origins='https://a.example.org' must be a list"),
+        (["max_model_len=65"], 1, "max_model_len=65: the model's context is max_position_embeddings=64"),
         (["token_env=NOT_THERE"], 1, "token_env='NOT_THERE': there is no such variable in the environment"),
         ([], 2, "layout.tp=1 on 2 ranks: they hold one model; set layout.tp=2"),
         (["layout.pp=2"], 2, "layout.pp=2: a model that is asked has no stages"),

@@ -113,7 +113,7 @@ def test_a_mistake_with_a_script_is_a_line_and_status_2(command, line):
     ],
 )
 def test_a_mistake_with_the_reward_server_is_a_line_and_status_2(arguments, line):
-    command = [sys.executable, "scripts/reward_server.py", *arguments.split()]
+    command = [sys.executable, "-m", "rlhf_spmd", "reward-server", *arguments.split()]
     done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
     assert done.returncode == 2 and line in done.stderr and "Traceback" not in done.stderr
 

@@ -70,6 +70,42 @@ def test_the_image_s_stamp_is_the_one_that_the_scripts_look_for() -> None:
     assert f'touch "{stamp}"' in (ROOT / "launch" / "Dockerfile").read_text()
 
 
+BASE, DEV = "install -q -e .", "install -q -e .[dev]"
+
+
+@pytest.mark.parametrize(
+    ("sourced", "installed"),  # a dot: pyproject.toml changes
+    [
+        (["", "", "dev", "", "dev"], [BASE, DEV]),
+        (["dev", "", "dev"], [DEV]),
+        (["dev", ".", "", "dev", ""], [DEV, BASE, DEV]),
+        (["", ".", "dev", ""], [BASE, DEV]),
+    ],
+)
+def test_scripts_install_what_their_job_needs_once_in_any_order(
+    tmp_path: Path, sourced: list[str], installed: list[str]
+) -> None:
+    """With a pip that writes down what it is asked."""
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(ROOT / "scripts" / "environment.sh", tmp_path / "scripts")
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    programs, log = tmp_path / ".venv" / "bin", tmp_path / "log"
+    programs.mkdir(parents=True)
+    for name, does in (("python", ""), ("pip", f'echo "$@" >> {log}')):
+        (programs / name).write_text(f"#!/bin/sh\n{does}\n")
+        (programs / name).chmod(0o755)
+    for extras in sourced:
+        if extras == ".":
+            with (tmp_path / "pyproject.toml").open("a") as file:
+                file.write("# more\n")
+            continue
+        given = f"EXTRAS={extras} " * bool(extras)
+        command = f"set -euo pipefail; {given}source scripts/environment.sh; command -v pip"
+        ended = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True)
+        assert (ended.returncode, ended.stdout) == (0, f"{programs / 'pip'}\n"), ended.stderr
+    assert log.read_text().splitlines() == installed
+
+
 def test_the_notebook_learns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
 ) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import ClassVar
@@ -13,6 +12,7 @@ from typing import ClassVar
 import pytest
 
 from places import ROOT
+from rlhf_spmd import reward_server
 from rlhf_spmd.rewards import aime, auto, format, http, length, math, multiple_choice, regex
 from rlhf_spmd.rewards.config import RewardConfig
 from rlhf_spmd.rewards.runner import RewardRunner
@@ -136,8 +136,7 @@ def test_math_on_the_answers_of_math500():
     assert len(answers) == 301 and len(pairs) == 12, pairs
     # another number in place of the last digit
     perturbed = [(a, a[:i] + str((int(a[i]) + 1) % 10) + a[i + 1 :]) for a in answers for i in [_last_digit(a)] if i >= 0]
-    same = [pair for pair in perturbed if math.equal(*pair)]
-    assert len(perturbed) > 230 and all(right.endswith(("cm}^2", "inches}^2")) for right, _ in same) and len(same) == 2, same
+    assert len(perturbed) > 230 and [pair for pair in perturbed if math.equal(*pair)] == []
 
 
 def _last_digit(text):
@@ -320,7 +319,7 @@ def test_rows_find_their_reward_by_data_source():
     [
         (
             "gsm8k",
-            r"a.jsonl:1: reward.function=gsm8k: no row has 'answer' \(data.answer_key .*; the columns are data_source, question",
+            r"no row has ground_truth \(data.answer_key .*; the columns are data_source, question",
         ),
         ("code", r"a.jsonl:1: reward.function=code: the row has no tests: .*; the columns are data_source, question"),
         ("math", r"no row has ground_truth \(data.answer_key .*; the columns are data_source, question\."),
@@ -335,16 +334,12 @@ def test_rows_without_answers_are_refused_before_the_start(function, message):
 
 @pytest.fixture
 def reference_server(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "scripts")
-    import reward_server
-
     monkeypatch.setenv("SCORER_TOKEN", "a-secret")
     config = RewardConfig(function="gsm8k:flexible")
     with reward_server.serve(config.bind("reward").ready(), 0, "a-secret") as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}/score"
         server.shutdown()
-    sys.modules.pop("reward_server")
 
 
 def test_a_server_scores_in_batches_and_its_token_is_not_told(reference_server):
@@ -387,7 +382,9 @@ class Flaky(BaseHTTPRequestHandler):
             return
         code = 503 if self.path == "/down" or (self.path == "/late" and tried < 3) else 200
         scores = [1.0] * (number - (self.path == "/short"))
-        body = b"no json" if self.path == "/garbage" else json.dumps({"scores": scores}).encode()
+        body = {"/garbage": b"no json", "/deep": b"[" * 9000 + b"]" * 9000}.get(
+            self.path, json.dumps({"scores": scores}).encode()
+        )
         self.send_response(code)
         self.end_headers()
         self.wfile.write(body)
@@ -407,6 +404,7 @@ def test_a_server_that_fails_is_asked_again_and_then_its_rows_get_the_default(mo
             ("down", 3, False),
             ("short", 1, False),
             ("garbage", 1, False),
+            ("deep", 1, False),
             ("redirect", 1, False),
             ("hang", 3, False),
             ("cut", 3, False),

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import itertools
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from rlhf_spmd.config import registry
+from rlhf_spmd.rewards import runner as rewards_runner
+from rlhf_spmd.rewards import worker_process
 from rlhf_spmd.rewards.config import RewardConfig
 from rlhf_spmd.rewards.runner import RewardError, RewardRunner
 
@@ -37,6 +42,54 @@ def test_a_function_in_a_file_is_named_by_its_path(tmp_path, monkeypatch):
     (tmp_path / "broken.py").write_text("1 / 0\n")
     with pytest.raises(ValueError, match=r"\Areward.function 'broken.py' cannot be imported: ZeroDivisionError[^\n]*\Z"):
         RewardConfig(function="broken.py:f").check()
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [("import sys\nsys.exit(0)\n", "SystemExit: 0"), ("raise SystemExit\n", "SystemExit: SystemExit")],
+)
+def test_a_file_that_ends_its_process_when_it_is_imported_is_refused(tmp_path, code, reason):
+    (tmp_path / "ends.py").write_text(code)
+    with pytest.raises(ValueError, match=rf"\Areward.function '\S*/ends.py' cannot be imported: {reason}\Z"):
+        RewardConfig(function=f"{tmp_path}/ends.py:f").check()
+
+
+@pytest.mark.parametrize("end", ["sys.exit(0)", "os._exit(0)"])
+def test_a_file_that_ends_a_worker_when_it_is_imported_ends_the_run(tmp_path, end):
+    (tmp_path / "ends.py").write_text(
+        f"import os, sys\nif {os.getpid()} != os.getpid():\n    {end}\ndef f(response): return 1.0\n"
+    )
+    ended = r"(?s)ends.py.*(SystemExit: 0|ended before it was ready .exit code 0.)"
+    config = RewardConfig(function=f"{tmp_path}/ends.py:f")
+    with pytest.raises(RewardError, match=ended), RewardRunner(config) as shared:
+        shared.score(texts(1))
+
+
+def test_a_file_that_hangs_when_it_is_imported_is_named(tmp_path, monkeypatch):
+    (tmp_path / "hangs.py").write_text(
+        "import time\ntry:\n    time.sleep(100)\nexcept Exception:\n    time.sleep(100)\ndef f(response): return 1.0\n"
+    )
+    config = RewardConfig(function=f"{tmp_path}/hangs.py:f")
+    monkeypatch.setattr(registry, "IMPORT_LIMIT_S", 0.3)
+    with pytest.raises(ValueError, match=r"hangs.py' cannot be imported: TimeoutError: it has not ended after 0.3 s"):
+        config.check()
+    monkeypatch.setattr(registry, "IMPORT_LIMIT_S", 60.0)
+    (tmp_path / "hangs.py").write_text(
+        f"import os, time\nif {os.getpid()} != os.getpid():\n    time.sleep(100)\ndef f(response): return 1.0\n"
+    )
+    for module in (rewards_runner, worker_process):
+        monkeypatch.setattr(module, "START_LIMIT_S", 3.0)
+    with pytest.raises(RewardError, match=r"hangs.py:f' was not ready after 3 s"), RewardRunner(config) as shared:
+        shared.score(texts(1))
+
+
+def test_sys_exit_in_user_code_costs_its_own_row():
+    with runner("later") as shared:
+        result = shared.score([*texts(1), *texts(2, do="exit"), *texts(3)])
+        assert result.scores == [1.0, -9.0, 3.0] and "the function ended by SystemExit: 0" in result.first_error
+        assert shared.score(texts(4)).scores == [4.0]
+    with pytest.raises(RewardError, match="cannot be made: SystemExit: 0"), runner("Ends") as shared:
+        shared.score(texts(1))
 
 
 def test_async_functions_are_awaited_together():
@@ -162,22 +215,63 @@ def test_an_attack_costs_its_own_row(attack, tmp_path, capfd):
     assert not (tmp_path / "file").exists() or (tmp_path / "file").stat().st_size <= 0.01 * 2**30
 
 
+KILLED = """
+import os
+from rlhf_spmd.rewards.runner import RewardConfig, RewardRunner
+with RewardRunner(RewardConfig(function="reward_functions:attack")) as runner:
+    print(runner.score([("p", "1", {{"do": "orphan", "path": {path!r}}})]).scores, flush=True)
+    os.kill(os.getpid(), 9)
+"""
+
+
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc")
-def test_daemons_that_a_function_leaves_behind_end_with_its_process(tmp_path):
-    with runner("attack") as shared:
-        assert shared.score(texts(1, do="orphan", path=str(tmp_path / "pid"))).scores == [1.0]
-        limit = time.monotonic() + 20
-        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
-            assert time.monotonic() < limit
-            time.sleep(0.05)
-        pid = int((tmp_path / "pid").read_text())
-        os.kill(pid, 0)
+@pytest.mark.parametrize("end", ["the runner's", "the worker's", "the rank's"])
+def test_daemons_that_a_function_leaves_behind_end_with_its_process(tmp_path, end):
+    path = str(tmp_path / "pid")
+    if end == "the rank's":
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        rank = [sys.executable, "-c", KILLED.format(path=path)]
+        assert subprocess.run(rank, env=environment, stdout=subprocess.PIPE, text=True).stdout == "[1.0]\n"
+        pid = _written(path)
+    else:
+        with runner("attack") as shared:
+            assert shared.score(texts(1, do="orphan", path=path)).scores == [1.0]
+            pid = _written(path)
+            os.kill(pid, 0)
+            if end == "the worker's":
+                assert shared.score(texts(1, do="exit later")).failures == 1
+                _await_end(pid)
+    _await_end(pid)
+
+
+def _written(path):
+    limit = time.monotonic() + 20
+    while not os.path.exists(path) or not Path(path).read_text():
+        assert time.monotonic() < limit
+        time.sleep(0.05)
+    return int(Path(path).read_text())
+
+
+def _await_end(pid):
     for _ in range(100):
         state = Path(f"/proc/{pid}/stat")
         if not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z":
             return
         time.sleep(0.05)
     raise AssertionError("the daemon lives on")
+
+
+def test_what_a_function_prints_is_cut_and_counted(capfd):
+    with runner("attack") as shared:
+        assert shared.score(texts(1, do="lines")).scores == [1.0]
+        said = capfd.readouterr().err
+        shown = said.count(" of many")
+        assert len(said) < 70_000 and said.startswith("line 0 of many") and 2_000 < shown < 4_000
+        left = int(said.rpartition("... and ")[2].split()[0])
+        assert said.endswith(f"{left} more lines of output of reward.function 'reward_functions:attack'\n")
+        assert 199_999 <= shown + left <= 200_000
+        shared.score(texts(1, do="lines"))
+        assert "line 0 of many" in capfd.readouterr().err, "each step has its own limit"
 
 
 def test_a_mistake_in_the_function_is_shown_with_its_line_and_one_traceback(tmp_path, capfd):
@@ -187,6 +281,14 @@ def test_a_mistake_in_the_function_is_shown_with_its_line_and_one_traceback(tmp_
     assert result.first_error == f"row 0: ZeroDivisionError: division by zero ({tmp_path}/mine.py:2 in helper)"
     said = capfd.readouterr().err
     assert said.count("Traceback") == 1 and f'{tmp_path}/mine.py", line 6, in f' in said
+
+
+def test_errors_of_user_code_do_not_reach_the_terminal_raw(tmp_path, capfd):
+    (tmp_path / "mine.py").write_text("def f(response):\n    raise RuntimeError('\\x1b[2J' + response)\n")
+    with RewardRunner(RewardConfig(function=f"{tmp_path}/mine.py:f")) as shared:
+        result = shared.score([("p", "\x07\nok", {"id": "\x1b]0;title\x07"})])
+    assert result.first_error.startswith(r"row \x1b]0;title\x07: RuntimeError: \x1b[2J\x07\nok (")
+    assert "\x1b" not in capfd.readouterr().err
 
 
 def test_a_call_that_a_worker_has_not_got_whole_has_not_begun():

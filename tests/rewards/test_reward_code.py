@@ -6,6 +6,9 @@ import gzip
 import json
 import os
 import socket
+import subprocess
+import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -13,10 +16,10 @@ from pathlib import Path
 import pytest
 
 from places import SHARED
-from rlhf_spmd.rewards import code
+from rlhf_spmd.rewards import code, sandbox
 from rlhf_spmd.rewards.config import RewardConfig
 from rlhf_spmd.rewards.runner import RewardRunner
-from rlhf_spmd.rewards.sandbox import Limits, run
+from rlhf_spmd.rewards.sandbox import Limits, remove_unused, run
 
 DATA = SHARED / "data"
 ISOLATED = run("pass").isolated
@@ -44,16 +47,59 @@ def test_a_program_that_ends_before_its_tests_passes_none(program):
 
 
 def test_time_memory_files_and_output_are_limited(tmp_path):
-    started = time.monotonic()
-    assert "took longer" in run("import time\ntime.sleep(60)", limits=SMALL).error
-    assert run("while True: pass", limits=SMALL).exit_code != 0
-    assert time.monotonic() - started < 20
+    assert run("while True: pass", limits=SMALL).error == "it used more than 2.0 s of CPU"
+    both = "import os\nos.fork()\nos.fork()\nwhile True: pass"
+    assert run(both, limits=SMALL).error == "it used more than 2.0 s of CPU", "of all of them together"
     assert "MemoryError" in run("x = bytearray(2**30)", limits=SMALL).error
     assert "File too large" in run("open('big', 'wb').write(b'x' * 2**24)", limits=SMALL).error
     many = "import itertools, time\nfor i in itertools.count():\n    open(str(i), 'wb').write(b'x' * 2**21)"
     assert "wrote more than 16 MiB" in run(many, limits=SMALL).error
     outcome = run("print('x' * 2**26)", limits=SMALL)
     assert outcome.exit_code != 0 and len(outcome.output) <= 2**22
+
+
+def test_seconds_of_the_clock_say_nothing_of_the_program(monkeypatch):
+    """As on a machine that has no time for it."""
+    waits = "import time\ntime.sleep(60)"
+    with pytest.raises(
+        TimeoutError, match=r"had not ended after 1.0 s, in which it got 0.\d s of CPU: it waits, or the machine is"
+    ):
+        run(waits, limits=Limits(wall_s=1.0))
+    monkeypatch.setattr(code, "WALL", 0.2)
+    with RewardRunner(RewardConfig(function="code", timeout_s=60.0)) as runner:
+        slow = "    import time\n    time.sleep(1.5)\n    return 2 * x\n"
+        assert runner.score([("", slow, HUMANEVAL)]).scores == [1.0], "1.5 s of which it uses next to nothing"
+    with pytest.raises(TimeoutError):
+        code.score(slow, HUMANEVAL)
+
+
+def test_a_judge_that_cannot_start_says_nothing_of_the_program(tmp_path, monkeypatch):
+    """As where the system starts no more processes."""
+    (tmp_path / "judge.py").write_text("raise BlockingIOError(11, 'Resource temporarily unavailable')\n")
+    monkeypatch.setattr(sandbox, "_JUDGE", tmp_path / "judge.py")
+    with pytest.raises(OSError, match=r"(?s)the judge of the program could not start: .*temporarily unavailable"):
+        run("pass")
+
+
+def test_directories_go_however_deep_and_when_the_worker_is_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    deep = (
+        "import os\nfor _ in range({}):\n    os.mkdir('d')\n    open('f', 'w').close()\n    os.chdir('d')\nos.chmod('.', 0)\n"
+    )
+    assert run(deep.format(300)).exit_code == 0 and not list(tmp_path.iterdir())
+    assert "too many files" in run(deep.format(1500) + "import time\ntime.sleep(60)").error and not list(tmp_path.iterdir())
+    killed = "import tempfile\nfrom rlhf_spmd.rewards.sandbox import run\ntempfile.tempdir = {!r}\nrun({!r})"
+    program = "open('here', 'w').close()\nwhile True: pass"
+    worker = subprocess.Popen([sys.executable, "-c", killed.format(str(tmp_path), program)])
+    deadline = time.monotonic() + 20
+    while not list(tmp_path.glob("*/here")) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    remove_unused()
+    assert list(tmp_path.glob("*/here")), "it is used"
+    worker.kill()
+    worker.wait()
+    remove_unused()
+    assert not list(tmp_path.iterdir())
 
 
 def test_it_begins_in_an_empty_directory_that_is_removed():
@@ -65,7 +111,38 @@ def test_it_begins_in_an_empty_directory_that_is_removed():
     assert "SCORER" not in environment and "PYTHONPATH" not in environment
 
 
-@namespaces
+SOCKETS = """
+import asyncio, socket, subprocess, sys
+one, other = socket.socketpair()
+one.send(b"pair")
+print(other.recv(4).decode(), asyncio.run(asyncio.sleep(0, 7)))
+tries = [lambda: socket.socketpair(type=socket.SOCK_DGRAM), lambda: socket.socket(socket.AF_UNIX).connect({path!r})]
+for each in tries:
+    try: print(each())
+    except OSError as error: print(error.errno)
+code = "import socket; socket.socket(socket.AF_UNIX).connect({path!r})"
+print(subprocess.run([sys.executable, "-c", code], stderr=subprocess.DEVNULL).returncode)
+"""
+
+
+def test_servers_that_listen_at_a_path_are_out_of_reach(tmp_path):
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(tmp_path / "server"))
+        server.listen()
+        outcome = run(SOCKETS.format(path=str(tmp_path / "server")))
+        assert outcome.output == "pair 7\n97\n97\n1\n", outcome.error
+        server.settimeout(0)
+        with pytest.raises(BlockingIOError):
+            server.accept()
+
+
+def test_where_that_cannot_be_closed_it_is_told_once(capfd):
+    sandbox._tell_of_sockets.cache_clear()
+    for _ in range(2):
+        sandbox._tell_of_sockets()
+    assert capfd.readouterr().err.count("reach servers that listen at a path") == 1
+
+
 def test_there_is_no_network():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

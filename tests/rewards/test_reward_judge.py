@@ -140,7 +140,7 @@ def test_a_judge_adds_to_other_rewards_for_its_sources_and_validates(tmp_path: P
     odd = [expected(model, s, "<s>{}") for s in samples if int(s["prompt"].partition("a")[0]) % 2]
     total = sum(2.0 * score for _, score, _ in odd)
     assert 0 < len(odd) < 16 and {sample["score"] for sample in samples} == {1.0}
-    assert metrics["quality/mean"] == metrics["quality/odd/mean"] == pytest.approx(total / len(odd), abs=1e-9)
+    assert metrics["quality/mean"] == pytest.approx(total / len(odd), abs=1e-9)
     assert metrics["quality/failures"] == sum(failed for _, _, failed in odd)
     assert metrics["reward/total_mean"] == pytest.approx(1.0 + total / 16, abs=1e-6)
     judged = before["val/quality/odd/mean"]

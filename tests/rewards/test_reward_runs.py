@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from generate_runs import read_output
 from ranks import run_ranks
 from rlhf_spmd.rewards.results import RewardError
 from tasks import MAX_RESPONSE, read_run, settings, task, token_ids, train_alone, train_here, worst_metric
@@ -34,6 +35,16 @@ def some(prompts, completions):
 
 def none(completions):
     return [None] * len(completions)
+
+calls = 0
+
+def dies(response):
+    '''Of three steps and a half: the server is gone.'''
+    global calls
+    calls += 1
+    if calls > 36:
+        raise ConnectionError("the server is gone")
+    return len(response) / 10
 """
 
 
@@ -82,6 +93,20 @@ def test_rows_that_no_reward_scores_are_told_and_left_out_on_any_number_of_ranks
         scored = [score for score in scores if score is not None]
         assert metrics["reward/unscored"] == 16 - len(scored) and 0 < len(scored) < 16
         assert metrics["reward/mean"] == pytest.approx(sum(scored) / len(scored))
+
+
+def test_rows_of_a_reward_that_dies_are_left_out_and_a_second_step_of_them_ends_the_run(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(FILE)
+    with pytest.raises(
+        RewardError, match=r"failed in 16 of 16 calls of this step, as of the step before; .*the server is gone"
+    ):
+        train_alone(tmp_path / "run", 6, f"reward.function={tmp_path}/mine.py:dies")
+    metrics = read_output(tmp_path / "run" / "metrics.jsonl")
+    assert [step["reward/failures"] for step in metrics] == [0, 0, 12, 16]
+    scores = [row["score"] for row in read_output(tmp_path / "run" / "rollouts.jsonl") if row["step"] == 3]
+    known = [score for score in scores if score is not None]
+    assert len(known) == 4 and metrics[2]["reward/mean"] == pytest.approx(sum(known) / 4)
+    assert "reward/mean" not in metrics[3] and metrics[3]["critic/advantages/max"] == metrics[3]["critic/advantages/min"] == 0
 
 
 @pytest.mark.parametrize("more", [(), ("run.test_freq=1", "data.val_path={task}/train.jsonl")], ids=["a step", "validation"])

@@ -15,7 +15,7 @@ import pytest
 
 from places import SHARED
 from rlhf_spmd.config.registry import available
-from rlhf_spmd.rewards import exact_match, gsm8k, happy_words, worker
+from rlhf_spmd.rewards import exact_match, gsm8k, happy_words, sandbox, worker
 from rlhf_spmd.rewards.config import RewardConfig, resolve_reward
 from rlhf_spmd.rewards.results import check_failures
 from rlhf_spmd.rewards.runner import RewardError, RewardRunner
@@ -57,6 +57,7 @@ def test_results_come_in_the_order_of_the_rows(patient):
 def test_a_call_that_fails_gets_the_default_and_is_counted(patient):
     result = patient.score(rows(1, "raise", "nan", "none", "exit", 2, {"do": "return", "value": "5"}))
     assert result.scores == [1.0, -9.0, -9.0, None, -9.0, 2.0, -9.0], "None: the function does not apply, as in a list"
+    assert RewardConfig(function=BY_ROW).default is None, "unless a score is given, such rows have none"
     assert (result.failures, result.timeouts) == (4, 0)
     assert re.fullmatch(r"row 1: RuntimeError: broken on purpose \(\S*/reward_functions.py:\d+ in by_row\)", result.first_error)
     named = [(prompt, response, row | {"id": f"aime-{i}"}) for i, (prompt, response, row) in enumerate(rows(1, 2, "raise"))]
@@ -124,7 +125,9 @@ def test_a_hanging_worker_that_does_not_read_cannot_block_the_rank():
 def test_a_worker_killed_between_steps_is_no_calls_failure():
     with runner() as shared:
         shared.score(rows(1))
-        os.kill(shared.worker_pids[0], signal.SIGKILL)
+        keeper = shared.worker_pids[0]
+        (worker,) = sandbox.descendants(keeper, 10)
+        os.kill(worker, signal.SIGKILL)
         _wait_until(lambda: _state(shared.worker_pids[0]) == "Z")
         result = shared.score(rows(1, 2, 3))
         assert result.scores == [1.0, 2.0, 3.0] and result.failures == 0
@@ -185,6 +188,9 @@ def test_too_many_failures_end_the_run():
         check_failures(config, "reward", 2, 4, "row 0: x", first_step=False)
     patient = RewardConfig(function=BY_ROW)
     check_failures(patient, "reward", 4, 4, "row 0: x", first_step=False)
+    check_failures(patient, "reward", 3, 4, "row 0: x", first_step=False, again=True)
+    with pytest.raises(RewardError, match=r"failed in 4 of 4 calls of this step, as of the step before; first error: row 0"):
+        check_failures(patient, "reward", 4, 4, "row 0: x", first_step=False, again=True)
     check_failures(patient, "reward", 3, 4, "row 0: x", first_step=True)
     with pytest.raises(
         RewardError, match=r"rewards.cost.function .* failed in 4 of 4 calls of the first step; first error: row 0"
@@ -273,7 +279,7 @@ def test_what_cannot_be_bound_is_refused_in_one_line():
         with pytest.raises(ValueError, match=f"no row has {argument}.*; the columns are id"):
             RewardConfig(function=f"reward_functions:{name}").check_rows("reward", unanswered)
     places = ["data.path, row 0", "data.val_path, row 0"]  # each by itself: answers of the one do not help the other
-    with pytest.raises(ValueError, match="no row has answer"):
+    with pytest.raises(ValueError, match="no row has ground_truth"):
         RewardConfig(function="exact_match").check_rows("reward", [*unanswered, {"answer": "7", "id": 0}], places)
     with pytest.raises(ValueError, match=r"reward.data_sources: no row has the data_source 'smus'; there are sums$"):
         RewardConfig(data_sources=["sums", "smus"]).check_rows("reward", rows)
@@ -360,7 +366,8 @@ def test_numbers_are_told_from_look_alikes():
     assert worker.read_result(torch.tensor(0.5)) == (0.5, {})
     assert worker.read_result(True) == (1.0, {})
     for bad in ("1.0", None, [1.0], b"1"):
-        with pytest.raises(TypeError, match="is not a number"):
+        said = f"{bad!r}, a {type(bad).__name__}, is not a number: a score is a float, an int or a bool, or None where there is none"
+        with pytest.raises(TypeError, match=re.escape(said)):
             worker.read_result(bad)
 
 
@@ -387,16 +394,16 @@ def test_numbers_are_told_from_look_alikes():
 )
 @pytest.mark.parametrize("answer", ["72", 72, "He has 36*2 = <<36*2=72>>72.\n#### 72"])
 def test_gsm8k(response, strict, flexible, answer):
-    assert gsm8k.score("q", response, {"answer": answer}) == strict
-    assert gsm8k.flexible("q", response, {"answer": answer}) == flexible
+    assert gsm8k.score(response, answer) == strict
+    assert gsm8k.flexible(response, answer) == flexible
 
 
 def test_gsm8k_answers_with_commas_and_without_numbers():
-    assert gsm8k.score("q", "#### 1,234,000", {"answer": "#### 1234000"}) == 1.0
-    assert gsm8k.score("q", "#### -5", {"answer": "#### -5"}) == 1.0
-    for row in ({}, {"answer": "no number"}):
+    assert gsm8k.score("#### 1,234,000", "#### 1234000") == 1.0
+    assert gsm8k.score("#### -5", "#### -5") == 1.0
+    for answer in (None, "no number"):
         with pytest.raises(ValueError, match="answer"):
-            gsm8k.score("q", "#### 5", row)
+            gsm8k.score("#### 5", answer)
 
 
 @pytest.mark.skipif(not SOLUTIONS.exists(), reason="needs the data set that lies beside the repository")
@@ -405,9 +412,9 @@ def test_gsm8k_agrees_with_the_published_judgement_of_real_model_output():
         solutions = [json.loads(line) for line in file]
     wrong = []
     for item in solutions:
-        row = {"answer": "####".join(item["ground_truth"].rsplit("A:", 1))}
+        answer = "####".join(item["ground_truth"].rsplit("A:", 1))
         response = "####".join(item["solution"].rsplit("A:", 1))
-        if bool(gsm8k.score("", response, row)) != item["is_correct"]:
+        if bool(gsm8k.score(response, answer)) != item["is_correct"]:
             wrong.append((item["solution"][-40:], item["ground_truth"][-20:]))
     assert len(solutions) == 5276 and not wrong, wrong[:5]
 
@@ -417,7 +424,7 @@ def test_exact_match():
     assert exact_match.score("1 2 33", "1 2 3") == 0.0
     config = RewardConfig(function="exact_match")
     with pytest.raises(
-        ValueError, match=r"no row has answer .data.answer_key names the answer's column.; the columns are anwser"
+        ValueError, match=r"no row has ground_truth .data.answer_key names the answer's column.; the columns are anwser"
     ):
         config.check_rows("reward", [{"anwser": "1"}])
 

@@ -22,7 +22,7 @@ from rlhf_spmd.data.tokenizer import load_tokenizer
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.runtime import exports
 from rlhf_spmd.runtime.exports import Exports
-from rlhf_spmd.runtime.model_card import curves
+from rlhf_spmd.runtime.model_card import base_names, curves
 from rlhf_spmd.train import prepare
 from tasks import train_alone as train
 
@@ -131,8 +131,10 @@ def test_a_model_card_tells_base_configuration_and_curves(tmp_path: Path) -> Non
     text = (tmp_path / "export" / "README.md").read_text()
     _, head, body = text.split("---\n", 2)
     assert yaml.safe_load(head)["tags"] == ["rlhf_spmd", "ppo"] and yaml.safe_load(head)["library_name"] == "transformers"
-    assert yaml.safe_load(head)["base_model"] == str(tasks.task() / "actor") and body.lstrip().startswith("# cards\n")
-    config = yaml.safe_load(body.split("```yaml\n")[1].removesuffix("```\n"))
+    assert "base_model" not in yaml.safe_load(head), "the hub refuses one that is none of its names"
+    assert body.lstrip().startswith(f"# cards\n\n`{tasks.task() / 'actor'}`, trained by rlhf_spmd with `ppo`.")
+    folded = body.split("<details>\n<summary>Configuration</summary>\n")[1].removesuffix("\n</details>\n")
+    config = yaml.safe_load(folded.split("```yaml\n")[1].removesuffix("```\n"))
     assert config == yaml.safe_load((tmp_path / "config.yaml").read_text())
     table = [line.strip("| ").split(" | ") for line in body.splitlines() if line.startswith("|")]
     rows = {row["step"]: row for row in tasks.read_run(tmp_path).raw}
@@ -145,10 +147,20 @@ def test_a_model_card_tells_base_configuration_and_curves(tmp_path: Path) -> Non
     assert type(found["model"]).__name__ == "LlamaForCausalLM" and found["tokenizer"]("1a")["input_ids"]
 
 
+def test_a_model_card_names_the_hub_s_model(tmp_path: Path) -> None:
+    cached = tmp_path / "hub" / "models--some--base-1.5B" / "snapshots" / ("a" * 40)
+    assert base_names(cached) == ("some/base-1.5B", "some/base-1.5B")
+    assert base_names(tmp_path) == (str(tmp_path), None)
+    heads = {"base_model: some/base\nx: 1": "some/base", "base_model: /a/b": None, "x: 1": None}
+    for head, family in heads.items():  # of what was trained from it before
+        (tmp_path / "README.md").write_text(f"---\n{head}\n---\nbase_model: not/this")
+        assert base_names(tmp_path) == (str(tmp_path), family)
+
+
 def test_curves_are_short() -> None:
     rows = [{"step": i, "reward/mean": i / 7, "actor/loss": 1.0 / (i + 1), "perf/mfu": 0.1} for i in range(1, 1001)]
     lines = curves(rows).splitlines()
-    assert lines[0] == "| step | reward/mean | actor/loss |" and len(lines) == 14
+    assert lines[0] == "| step | reward/mean | actor/loss |" and len(lines) == 8
     assert lines[2].startswith("| 1 |") and lines[-1] == "| 1000 | 142.9 | 0.000999 |"
 
 
@@ -169,7 +181,7 @@ def test_bad_settings_are_refused(tmp_path: Path, override: str, message: str) -
 def export_slowly(world: World, run_dir: Path, fails: bool) -> int:
     """How often a rank asks while rank 0 writes."""
 
-    def write(checkpoint: Path, role: str, source: Path, directory: Path, size: int, card: str, merged: bool) -> None:
+    def write(checkpoint: Path, role: str, source: Path, directory: Path, size: int, **more: Any) -> None:
         for _ in range(1000):  # until it was asked for often enough
             if len(asked) > 3 or fails:
                 break
@@ -185,7 +197,7 @@ def export_slowly(world: World, run_dir: Path, fails: bool) -> int:
     trained = SimpleNamespace(lora=SimpleNamespace(rank=0), random_init=False)
     plans = {"actor": SimpleNamespace(worker=SimpleNamespace(head="lm"), config=trained)}
     config = SimpleNamespace(run=run, algorithm=SimpleNamespace(exported="actor"), data=SimpleNamespace())
-    ours = Exports(SimpleNamespace(config=config, plans=plans), controller)
+    ours = Exports(SimpleNamespace(config=config, plans=plans, tokenizer=None), controller)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exports, "export_hugging_face", write)
         patch.setattr(exports, "model_directory", lambda plans, role: Path())

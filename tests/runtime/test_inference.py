@@ -11,7 +11,7 @@ from rlhf_spmd.data.encoding import EncodingConfig, PromptEncoder
 from rlhf_spmd.data.files import DataError
 from rlhf_spmd.models.hub import local_directory
 from rlhf_spmd.runtime.inference import find_weights
-from rlhf_spmd.runtime.session import RunConfig
+from rlhf_spmd.runtime.run_config import RunConfig
 from rlhf_spmd.telemetry.run_dir import newest_checkpoint
 from rlhf_spmd.telemetry.summary import places
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,6 +25,7 @@ from places import ROOT
 from ranks import run_ranks
 from rlhf_spmd import LLM, RequestOutput, SamplingParams, generate
 from rlhf_spmd.config.load import check_tree
+from rlhf_spmd.data.encoding import PromptEncoder
 from rlhf_spmd.generation import GenerationConfig
 from rlhf_spmd.generation.sequence import NotFinite
 from rlhf_spmd.parallel.layout import LayoutConfig
@@ -255,6 +258,12 @@ def test_a_processor_that_leaves_nothing_to_draw_is_an_error(llm: LLM, left: flo
 
 def test_what_an_llm_cannot_be_is_said(llm: LLM, model: Path) -> None:
     for more, said in (
+        ({"max_model_len": 65}, "max_model_len=65: the model's context is max_position_embeddings=64; lower it"),
+        ({"max_model_len": 1}, "max_model_len=1: must be at least 2"),
+        ({"tokenizer": "nowhere"}, "tokenizer directory 'nowhere' does not exist"),
+        ({"trust_remote_code": True}, "trust_remote_code=True is vLLM's and has no effect here: no code"),
+        ({"quantization": "awq"}, "quantization='awq' is vLLM's and has no effect here"),
+        ({"block_size": 16}, "block_size=16 is vLLM's and has no effect here: give page_size"),
         ({"pagesize": 8}, "unknown key 'generation.pagesize'; did you mean 'generation.page_size'?"),
         ({"tensor_parallel_size": 2}, "layout on all ranks"),
         ({"rebalance_steps": 4}, "generation.rebalance_steps=4: rows stay where they are; allowed is 0"),
@@ -277,7 +286,7 @@ def answer_on_rank(world: World, path: str, layout: LayoutConfig) -> Any:
     config = EngineConfig(ModelConfig(path=path), layout=layout, generation=generation, seed=4)
     check_tree(config)
     engine = Engine(prepare_model(config, world.launch), world)
-    return whole(engine.generate(engine.ask(PROMPTS, mixed())))
+    return whole(engine.generate(engine.ask(engine.encode(PROMPTS), mixed())))
 
 
 def mixed() -> list[SamplingParams]:
@@ -305,6 +314,53 @@ def rounded(told: Any) -> Any:
     if isinstance(told, list):
         return [rounded(value) for value in told]
     return pytest.approx(told, abs=1e-4) if isinstance(told, float) else told
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"best_of": 3}, "best_of=3 is vLLM's and has no effect here: ask for n responses"),
+        ({"guided_decoding": object}, "guided_decoding=<class 'object'> is vLLM's and has no effect here: give a library's"),
+        ({"detokenize": False}, "detokenize=False is vLLM's and has no effect here: texts are always made"),
+    ],
+)
+def test_vllm_s_settings_of_sampling_are_refused_with_what_to_do(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=r"^\w") as refusal:
+        SamplingParams(**given)
+    assert str(refusal.value).startswith(said)
+    usual = SamplingParams(best_of=1, bad_words=[], structured_outputs=None, detokenize=True, n=2)
+    assert usual == SamplingParams(n=2) == dataclasses.replace(SamplingParams(), n=2) and usual.read() == usual
+
+
+def test_what_vllm_takes_is_taken(llm: LLM, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(model, tmp_path / "other")
+    named = tmp_path / "other" / "tokenizer_config.json"
+    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}{{ ending }}"
+    named.write_text(json.dumps(json.loads(named.read_text()) | {"chat_template": template}))
+    (tmp_path / "other" / "chat_template.jinja").write_text(template)
+    asks_nothing = {"trust_remote_code": False, "quantization": None, "revision": None}
+    other = LLM(model, tokenizer=tmp_path / "other", max_model_len=16, seed=None, page_size=8, max_num_seqs=4, **asks_nothing)
+    greedy = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+    (short,) = other.generate("abc", greedy, use_tqdm=False)
+    assert len(short.outputs[0].token_ids) == 13
+    with pytest.raises(ValueError, match="prompt 0 has 16 tokens, and a row may have 16"):
+        other.generate("a" * 16)
+    (talk,) = other.chat(TALK, greedy, chat_template_kwargs={"ending": "!?"})
+    assert talk.prompt == "abd!?" and other.chat(TALK, greedy)[0].prompt == "abd"
+    with pytest.raises(ValueError, match=r"chat\.chat_template_kwargs\.tokenize is no variable"):
+        other.chat(TALK, greedy, chat_template_kwargs={"tokenize": True})
+    assert llm.chat(TALK)[0].prompt == "<|user|>abd<|assistant|>"
+    assert "responses" not in capsys.readouterr().err  # a bar is for terminals
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def tokenize(*_: Any, **__: Any) -> None:
+        raise AssertionError("it was tokenised")
+
+    monkeypatch.setattr(PromptEncoder, "tokenize", tokenize)
+    for ask in (llm.generate, lambda text: llm.chat([{"role": "user", "content": text}])):
+        with pytest.raises(ValueError, match=r"^prompt 0 has \d+ characters, and no more than 320 can fit; shorten it"):
+            ask("a" * 321)
 
 
 SCRIPT = """

@@ -9,7 +9,17 @@ import numpy as np
 import pytest
 
 from rlhf_spmd.rewards import math
-from rlhf_spmd.runtime.measures import final_answer, interval, majority, measure, pass_at_k, student_95
+from rlhf_spmd.rewards.config import RewardConfig
+from rlhf_spmd.runtime.measures import (
+    final_answer,
+    interval,
+    majority,
+    measure,
+    measure_sets,
+    pass_at_k,
+    repeated_means,
+    student_95,
+)
 
 
 @pytest.mark.parametrize("num_right", range(7))
@@ -33,6 +43,47 @@ def test_measures_of_a_set() -> None:
     assert measure(scores, answers, pass_score=0.5)["pass@1"] == pytest.approx((2 / 5 + 0 + 1) / 3)
 
 
+@pytest.mark.parametrize(
+    ("k", "sets", "names"),
+    [
+        (1, ["val"], []),
+        (1, ["gsm8k", "sums"], ["gsm8k/mean", "sums/mean"]),
+        (4, ["val"], ["pass@2", "pass@4", "maj@4"]),
+        (2, ["a", "b"], ["a/mean@2", "a/pass@2", "a/maj@2", "b/mean@2", "b/pass@2", "b/maj@2"]),
+    ],
+)
+def test_validation_says_every_number_of_its_sets_once(k: int, sets: list[str], names: list[str]) -> None:
+    scores, answers = np.eye(4, k), [["x"] * k] * 4
+    chosen = {name: np.arange(i, 4, len(sets)) for i, name in enumerate(sets)}
+    found = measure_sets(scores, answers, chosen)
+    assert list(found) == names
+    for name, value in found.items():
+        its, _, key = name.rpartition("/")
+        key = key if "@" in key else f"{key}@1"
+        assert value == measure(scores[chosen[its or sets[0]]], answers[:2])[key] if its else measure(scores, answers)[key]
+
+
+@pytest.mark.parametrize(
+    ("groups", "repeated"),
+    [
+        (["aa"], {"a"}),  # letters: the data_source of each row; a dash: a row without one
+        (["ab"], set()),
+        (["a-"], set()),
+        (["--"], set()),
+        (["aa", "bb"], {"a", "b"}),
+        (["ab", "b"], set()),
+        (["ab", "c"], {"c"}),
+        (["a", "a"], {"a"}),
+        (["a", "a", "b"], {"b"}),
+    ],
+)
+def test_the_mean_of_a_source_is_left_out_where_another_mean_says_it(groups: list[str], repeated: set[str]) -> None:
+    rows = [[{"data_source": None if letter == "-" else letter} for letter in group] for group in groups]
+    assert repeated_means({"reward": RewardConfig()}, rows) == {f"reward/{source}/mean" for source in repeated}
+    chosen = repeated_means({"cost": RewardConfig(data_sources=["b"])}, rows)
+    assert ("cost/b/mean" in chosen) is ("b" in "".join(groups)), "all rows that it scores are of this source"
+
+
 def test_the_majority_is_the_first_of_the_most_frequent() -> None:
     assert majority([None, "x", "y", "y"]) == 2
     assert majority(["x", "y", "y", "x"]) == 0
@@ -42,7 +93,7 @@ def test_the_majority_is_the_first_of_the_most_frequent() -> None:
 @pytest.mark.parametrize(
     ("response", "answer", "expected"),
     [
-        ("so \\boxed{\\frac{1}{2}} or \\boxed{3{4}5}", None, "3{4}5"),
+        ("so \\boxed{\\frac{1}{2}}, no: \\boxed{3{4}5}", None, "3{4}5"),
         ("so \\boxed{1,2}", "12", " 1,2"),
         ("so \\boxed{5-3}", "2", "5-3"),
         ("so 1.2.3", None, "so 1.2.3"),

@@ -182,7 +182,7 @@ def test_sft_learns_the_same_on_every_layout(tmp_path: Path) -> None:
                 assert other[key] == pytest.approx(one[key], rel=1e-10), (size, one["step"], key)
 
 
-def test_sft_that_reached_its_goal_stays_ended(tmp_path: Path) -> None:
+def test_sft_that_reached_its_goal_says_so_and_stays_ended(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     data = tmp_path / "sft.jsonl"
     data.write_text("".join(json.dumps({"prompt": f"{i % 10}", "response": f"{i % 7}"}) + "\n" for i in range(16)))
     overrides = [
@@ -201,3 +201,6 @@ def test_sft_that_reached_its_goal_stays_ended(tmp_path: Path) -> None:
         run_ranks(1, sft_here, overrides)
         rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
         assert [row["step"] for row in rows] == [0, 1, 2]
+    said = capfd.readouterr().err
+    assert said.count(f"target reached: val/reward_mean {rows[2]['val/reward_mean']:.4g} >= -1 at step 2\n") == 1
+    assert "nothing to do: its goal was reached in step 2" in said

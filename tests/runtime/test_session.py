@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import shutil
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +31,7 @@ from rlhf_spmd.rewards.results import RewardError
 from rlhf_spmd.runtime import session
 from rlhf_spmd.runtime.streams import merge_values
 from rlhf_spmd.train import main, prepare
-from rlhf_spmd.workers import RewardWorker
+from rlhf_spmd.workers import RewardWorker, flops
 from rlhf_spmd.workers.flops import forward_flops
 from rlhf_spmd.workers.objective import log_prob_differences
 from saved_models import flip_bit
@@ -171,9 +173,7 @@ def test_a_log_tells_steps_validations_and_where_things_lie(tmp_path: Path, caps
         line = rf"^step {number}/2  reward -?\d\.\d+  KL -?\d\.\d+  [\d,]+ tokens/s  \d+\.\d\d s/step"
         line += r"  \d\d:\d\d elapsed  \d\d:\d\d left$"
         assert len(re.findall(line, said, flags=re.M)) == 1, said
-    assert re.findall(
-        r"^validation after step (\d): val/reward_mean -?\d\.\d{4}, val/train/mean@1 -?\d\.\d{4}, .*$", said, flags=re.M
-    ) == ["0", "2"]
+    assert re.findall(r"^validation after step (\d): val/reward_mean -?\d\.\d{4}$", said, flags=re.M) == ["0", "2"]
     places = [("report", "report.html"), ("export", "export"), ("checkpoint", "checkpoints/step_2")]
     assert said.splitlines()[-3:] == [f"  {name:<20}{tmp_path / path}" for name, path in places]
     (start,) = map(json.loads, (tmp_path / "starts.jsonl").read_text().splitlines())
@@ -192,7 +192,7 @@ def test_while_only_the_critic_learns_nothing_of_the_actor_s_update_is_reported(
     assert {"actor/pg_loss", "timing_s/update_actor"} <= whole.keys() and whole["rollout/log_prob_diff_max"] == 0.0
 
 
-PEAK = 1e9  # FLOP/s
+PEAK = 1e15  # FLOP/s, of no machine that runs this
 
 
 def flops_of(row: dict[str, Any]) -> float:
@@ -201,7 +201,7 @@ def flops_of(row: dict[str, Any]) -> float:
 
 def test_utilisation_counts_the_calls_that_were_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not those that only the trace made, as of a step whose update is skipped; and those that it did not foresee."""
-    monkeypatch.setattr(session, "matmul_rate", lambda device, dtype: PEAK)
+    monkeypatch.setattr(session, "matmul_rate", lambda device, dtype, local_size: PEAK)
     spec = {role: read_spec(tasks.task() / role) for role in ("actor", "critic")}
 
     def passes(row: dict[str, Any], role: str, batches: float = 1) -> float:
@@ -235,6 +235,23 @@ def test_utilisation_counts_the_calls_that_were_made(tmp_path: Path, monkeypatch
         (row,) = tasks.read_run(tmp_path / str(learns)).raw
         assert ("actor/grad_norm" in row) == learns
         assert flops_of(row) == pytest.approx((4 if learns else 1) * passes(row, "actor"), rel=1e-6)
+
+
+def test_no_step_uses_more_than_all_of_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever was measured at the start, as by a rank that had to wait for its core."""
+    monkeypatch.setattr(session, "matmul_rate", lambda device, dtype, local_size: 1.0)
+    train(tmp_path, 3)
+    shares = [row["perf/mfu"] for row in tasks.read_run(tmp_path).raw]
+    assert shares[0] == 1.0 and all(0.0 < share <= 1.0 for share in shares)
+
+
+def test_what_others_compute_does_not_lower_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that is kept from its core computes no less per second that it has it; ranks with a part of a core have a part."""
+    measure = partial(flops.matmul_rate.__wrapped__, torch.device("cpu"), torch.float32)
+    alone, cores = measure(), len(os.sched_getaffinity(0))
+    assert measure(local_size=8 * cores) == pytest.approx(alone / 8, rel=0.7)
+    monkeypatch.setattr(flops, "wait", lambda device: time.sleep(0.3))
+    assert measure() > alone / 3
 
 
 def test_a_mean_is_over_tokens_not_over_replicas() -> None:
@@ -303,9 +320,10 @@ def test_an_algorithm_need_not_return_the_call_that_counts_tokens(tmp_path: Path
     assert {key for key in row if key.startswith(("perf/", "response_length/"))} == set()
 
 
-def test_as_many_responses_are_kept_as_asked_for(tmp_path: Path) -> None:
+def test_as_many_responses_are_kept_as_asked_for_of_several_prompts(tmp_path: Path) -> None:
     run_ranks(2, tasks.train_here, str(tasks.task() / "ppo.json"), tasks.settings(tmp_path, 1, "run.log_samples=3"))
-    assert [json.loads(line)["row_id"] for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()] == [0, 1, 2]
+    kept = [json.loads(line)["row_id"] for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
+    assert kept == [number * tasks.SAMPLES for number in range(3)], "the first response to each prompt"
 
 
 def test_paths_of_models_may_begin_with_the_home_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -11,17 +12,29 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from torch.distributed import HashStore
 
+from rlhf_spmd.checkpoint.files import write_safetensors
+from rlhf_spmd.checkpoint.manifest import CheckpointError
+from rlhf_spmd.checkpoint.save import save_checkpoint
+from rlhf_spmd.parallel.board import Board, announce
+from rlhf_spmd.parallel.collectives import solo
+from rlhf_spmd.parallel.program import _fail, classify
+from rlhf_spmd.parallel.world import Launch
+from rlhf_spmd.runtime.recorder import Recorder
 from rlhf_spmd.telemetry import run_lock
 from rlhf_spmd.telemetry.jsonl import JsonlLog, read_jsonl
-from rlhf_spmd.telemetry.progress import Progress
+from rlhf_spmd.telemetry.logger import LoggerConfig
+from rlhf_spmd.telemetry.progress import Progress, say
 from rlhf_spmd.telemetry.run_dir import (
     EXIT_CODES,
     ExitStatus,
+    WriteError,
     atomic_write_json,
     atomic_write_text,
     create_run_dir,
@@ -29,6 +42,7 @@ from rlhf_spmd.telemetry.run_dir import (
     read_exit_status,
     write_exit_status,
 )
+from rlhf_spmd.telemetry.trace import write_trace
 
 
 def test_metrics_are_strict_json_one_object_per_step(tmp_path: Path) -> None:
@@ -155,18 +169,30 @@ def test_a_terminal_has_a_bar_and_a_line_per_validation(monkeypatch: pytest.Monk
     terminal = Terminal()
     progress = Progress(4, terminal)
     monkeypatch.setattr(progress._bar, "mininterval", 0.0)
-    progress.phase("actor.generate_sequences")
+    for call in ("actor.generate_sequences", "arithmetic.apply", "reward.compute_reward", "actor.update_actor"):
+        progress.phase(call)
     progress.update(1, STEP)
     progress.phase("save_checkpoint")
     progress.update(2, {"actor/loss": 1.25, "val/loss": 1.5})
     progress.close()
     shown = terminal.getvalue().split("\r")
     assert any("1/4" in part and "reward 0.500, KL 0.0123, 12,346 tokens/s" in part for part in shown)
-    assert any("actor.generate_sequences: " in part and "0/4 [00:00<?" in part for part in shown)
-    assert any(part.startswith("save_checkpoint: ") and "1/4" in part for part in shown)
+    activities = [part.partition(":")[0] for part in shown if re.match("[a-z]+: ", part)]
+    assert list(dict.fromkeys(activities)) == ["generating", "scoring", "updating", "saving"]
+    assert any("generating: " in part and "0/4 [00:00<?" in part for part in shown)
+    assert any(part.startswith("saving: ") and "1/4" in part for part in shown)
     assert any("2/4" in part and "loss 1.2500" in part for part in shown)
     assert "validation after step 2: val/loss 1.5000\n" in terminal.getvalue()
     assert terminal.getvalue().count("\n") == 2
+
+
+@pytest.mark.parametrize(("stream", "written"), [(io.StringIO, "one\ntwo\n"), (Terminal, "\r\x1b[Kone\n\r\x1b[Ktwo\n")])
+def test_a_message_has_a_line_of_its_own(monkeypatch: pytest.MonkeyPatch, stream: type[io.StringIO], written: str) -> None:
+    """Also one of another process than that which draws the bar, and the last one of a run that fails."""
+    monkeypatch.setattr(sys, "stderr", stream())
+    say("one")
+    announce("two")
+    assert sys.stderr.getvalue() == written  # type: ignore[attr-defined]
 
 
 def test_time_left_follows_the_pace_since_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,6 +238,14 @@ def test_of_jobs_that_start_at_once_one_is_the_owner(tmp_path: Path) -> None:
     owned(tmp_path, started="another process has its number")
     script = f"""
 import sys
+from rlhf_spmd.checkpoint.files import write_safetensors
+from rlhf_spmd.checkpoint.manifest import CheckpointError
+from rlhf_spmd.checkpoint.save import save_checkpoint
+from rlhf_spmd.parallel.board import Board
+from rlhf_spmd.parallel.collectives import solo
+from rlhf_spmd.parallel.program import _fail, classify
+from rlhf_spmd.parallel.world import Launch
+from rlhf_spmd.runtime.recorder import Recorder
 from rlhf_spmd.telemetry import run_lock
 print("ready", flush=True), sys.stdin.readline()
 try:
@@ -279,3 +313,124 @@ def test_an_owner_touches_its_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert time.monotonic() < deadline
         time.sleep(0.01)
     run_lock.release()
+
+
+def lose(run_dir: Path, how: str) -> str:
+    """The lock of this process, as it lies there after a suspension; returns what the error says of it."""
+    lock = run_dir / run_lock.LOCK_FILE
+    if how == "taken":
+        owned(run_dir, host="far", machine="other", pid=4711, job="SLURM job 17")
+        return "it is in use by SLURM job 17, process 4711 on far"
+    lock.unlink() if how == "removed" else lock.write_text("garbage")
+    return f"{lock} was removed or written over"
+
+
+def contents(run_dir: Path) -> dict[Path, bytes]:
+    """Of all files but logs/, to which any job may append."""
+    return {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file() and path.parent.name != "logs"}
+
+
+@pytest.mark.parametrize("how", ["taken", "removed", "garbage"])
+def test_a_job_that_lost_its_lock_writes_nothing_more(tmp_path: Path, how: str) -> None:
+    run_lock.prove(tmp_path)  # of a directory that was never taken
+    run_lock.take(tmp_path)
+    config = SimpleNamespace(run=SimpleNamespace(steps=3, name="x", log_samples=1), logger=LoggerConfig())
+    recorder = Recorder(tmp_path, config, 0, {})
+    recorder.log(1, {"a": 1.0}, [], [])
+    save_checkpoint(tmp_path, 1, {}, {}, solo())
+    said = lose(tmp_path, how)
+    (tmp_path / "checkpoints" / "step_2.tmp").mkdir()  # the other one is writing it
+    (tmp_path / "exit_status.json").write_text("{}")  # and has ended, where the lock is gone
+    before = contents(tmp_path)
+    line = (
+        f"^run.dir={tmp_path} was taken from this job \\(process {HERE.pid} on {HERE.host}\\): {said}; this job writes nothing"
+    )
+    with pytest.raises(run_lock.LockLost, match=line):
+        recorder.log(2, {"a": 2.0}, [], [])
+    with pytest.raises(CheckpointError, match=line):
+        save_checkpoint(tmp_path, 2, {}, {}, solo())
+    board = Board(Launch(), HashStore())
+    board.run_dir = tmp_path
+    board.post_error("error", "that of the job that lost it")
+    with pytest.raises(SystemExit) as ending:
+        _fail(board, run_lock.LockLost("lost"), saves_on_signal=True)
+    run_lock.release()
+    assert ending.value.code == 1  # the job's first failure
+    assert contents(tmp_path) == before
+    assert (tmp_path / "checkpoints" / "step_2.tmp").is_dir(), "the draft of the other job was removed"
+    assert classify(run_lock.LockLost()) == "checkpoint"
+
+
+def test_another_job_s_lock_is_not_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that woke up would keep the lock of its dead successor alive."""
+    monkeypatch.setattr(run_lock, "TOUCH_S", 0.01)
+    run_lock.take(tmp_path)
+    lose(tmp_path, "taken")
+    os.utime(tmp_path / run_lock.LOCK_FILE, (0, 0))
+    time.sleep(0.2)
+    assert (tmp_path / run_lock.LOCK_FILE).stat().st_mtime == 0
+    run_lock.release()
+
+
+def test_other_ranks_tell_an_ending_of_their_own_job_only(tmp_path: Path) -> None:
+    owned(tmp_path, pid=1, started=run_lock._started(1))
+    run_lock.follow(tmp_path)
+    assert run_lock.may_tell_ending(tmp_path)
+    (tmp_path / run_lock.LOCK_FILE).unlink()
+    assert run_lock.may_tell_ending(tmp_path)  # rank 0 has left before
+    lose(tmp_path, "taken")
+    assert not run_lock.may_tell_ending(tmp_path)
+    run_lock.release()
+
+
+# -- files that cannot be written
+
+
+def test_a_full_disk_names_the_file(tmp_path: Path) -> None:
+    log = JsonlLog(tmp_path / "metrics.jsonl", None)
+    full = os.open("/dev/full", os.O_WRONLY)
+    os.dup2(full, log._file.fileno())
+    os.close(full)
+    with pytest.raises(WriteError) as caught:
+        log.append([{"step": 2}])
+    line = f"cannot write {tmp_path}/metrics.jsonl: No space left on device; what was saved before is intact"
+    assert str(caught.value) == line and classify(caught.value) == "checkpoint"
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO])
+def test_a_file_that_cannot_be_written_is_named_and_the_old_one_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    writers = {
+        "a.json": lambda path: atomic_write_json(path, {"a": 2}),
+        "trace.json": lambda path: write_trace(path, []),
+        "step_1.safetensors": lambda path: write_safetensors(path, [], lambda _: None),  # type: ignore[arg-type, return-value]
+        "metrics.jsonl": lambda path: JsonlLog(path, 1).sync(),
+        "run.lock": lambda path: run_lock.take(path.parent),
+    }
+    atomic_write_json(tmp_path / "a.json", {"a": 1})
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", refuse)
+        patch.setattr(run_lock, "_owner", refuse)
+        for name, write in writers.items():
+            with pytest.raises(WriteError, match=rf"^cannot write {tmp_path}/{name}: {os.strerror(code)}; ") as caught:
+                write(tmp_path / name)
+            assert classify(caught.value) == "checkpoint"
+        patch.setattr("tempfile.TemporaryFile", refuse)
+        with pytest.raises((WriteError, ValueError), match=re.escape(os.strerror(code))) as caught:
+            create_run_dir(tmp_path)
+        assert classify(caught.value) == ("config" if code == errno.EACCES else "checkpoint")
+    assert json.loads((tmp_path / "a.json").read_text()) == {"a": 1} and not list(tmp_path.glob(".*.tmp"))
+
+
+def test_a_last_line_that_lacks_only_its_end_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}')
+    log = JsonlLog(path, 2)
+    log.append([{"step": 3}])
+    log.close()
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3}\n'

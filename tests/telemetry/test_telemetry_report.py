@@ -15,6 +15,7 @@ import sys
 import threading
 import urllib.parse
 from collections.abc import Iterator, Sequence
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -308,6 +309,65 @@ def test_a_browser_makes_panels_of_it(tmp_path: Path) -> None:
     assert "models.actor.layout.tp</td><td>2</td><td>4" in made and "in some of the runs, 2 values" in made
 
 
+def test_samples_are_of_several_prompts_and_the_best_step_is_known(tmp_path: Path) -> None:
+    atomic_write_text(tmp_path / "config.yaml", "run: {keep_best: null}")
+    files = (METRICS_FILE, ROLLOUTS_FILE, VALIDATION_FILE)
+    metrics, rollouts, validations = (JsonlLog(tmp_path / file, None) for file in files)
+    scores = dict(zip(range(0, 24, 2), [9.0, 0.1, 0.2, 0.1, 0.7, 0.7, 0.1, 0.1, 0.1, 0.1, 0.1, 0.3], strict=True))
+    for step, score in scores.items():
+        metrics.append([{"step": step, "val/reward_mean": score, "val/loss": step}])
+        rollouts.append({"step": step, "row_id": row, "prompt": f"p{row // 4}", "response": f"{row}"} for row in range(32))
+        validations.append([{"step": step, "set": "a", "row_id": 0, "prompt": "p", "response": f"{step}"}])
+    for log in (metrics, rollouts, validations):
+        log.close()
+    (run,) = Page(write_report(tmp_path).read_text()).runs
+    assert [[row["response"] for row in its] for its in run["samples"]] == 2 * [["0", "4", "8", "12", "16", "20"]]
+    assert run["best"] == {"name": "val/reward_mean", "step": 8, "value": 0.7}, "the first of equals, and none before training"
+    assert {0, 8, 22} <= set(run["validations"]["steps"]) and len(run["validations"]["steps"]) == 9
+    atomic_write_text(tmp_path / "config.yaml", "run: {keep_best: val/loss}")
+    (run,) = Page(write_report(tmp_path).read_text()).runs
+    assert run["best"] == {"name": "val/loss", "step": 2, "value": 2}
+
+
+LOOK = """<script>{
+const its = (selector) => document.querySelector(selector), panels = () => [...document.querySelectorAll(".panels figure")];
+const scroll = its(".scroll:has(.validation)"), seen = {wide: scroll.scrollWidth > scroll.clientWidth};
+seen.atEnd = scroll.scrollLeft + scroll.clientWidth >= scroll.scrollWidth - 2;
+const axis = panels().find((figure) => figure.dataset.found.includes("log_prob_diff")).plot.scales.y;
+seen.axis = [axis.min, axis.max];
+const open = (figure) => !figure.hidden && figure.closest("details")?.open !== false;
+const visible = () => panels().filter(open).map((figure) => figure.plot && figure.dataset.found);
+const find = its("input[type=search]");
+for (const words of ["CUSTOM metric", ""]) { find.value = words; find.oninput(); seen[words] = visible(); }
+its("main").append(JSON.stringify(seen));
+}</script></body>"""
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="no browser")
+def test_a_browser_shows_the_newest_validation_finds_metrics_and_says_who_speaks(tmp_path: Path) -> None:
+    fill(tmp_path)
+    chat = {
+        "messages": [{"role": "user", "content": "2+2?"}],
+        "turns": [["model", "calc"], ["environment", "4"], ["model", "4!"]],
+    }
+    metrics, rollouts, validations = (JsonlLog(tmp_path / f, 50) for f in (METRICS_FILE, ROLLOUTS_FILE, VALIDATION_FILE))
+    rollouts.append([{"step": 51, "row_id": 0, "prompt": "<u>2+2?", "response": "calc44!", "score": 1.0, **chat}])
+    validations.append({"step": step, "set": "sort", "row_id": 8, "prompt": "5", "response": "5"} for step in range(51, 60))
+    metrics.append([{"step": 51, "val/reward_mean": 0.5}, {"step": 52, "val/reward_mean": 0.25}])
+    for log in (metrics, rollouts, validations):
+        log.close()
+    page = write_report(tmp_path).read_text().replace("</body>", LOOK)
+    atomic_write_text(tmp_path / "looked.html", page)
+    made = browse((tmp_path / "looked.html").resolve().as_uri())
+    seen = json.loads(unescape(made[made.rindex('{"wide"') :]))
+    assert seen["wide"] and seen["atEnd"] and seen["axis"] == [-1, 1]
+    assert seen["CUSTOM metric"] == ["custom/<metric> custom/<metric>"]
+    assert len(seen[""]) >= 7 and "custom/<metric> custom/<metric>" not in seen[""], "what was folded is folded again"
+    assert "best 0.5 at step 51" in made and "<th>Step 51, the best</th>" in made
+    spoken = re.sub("<.*?>", "", made[made.index("user: ") :])
+    assert spoken.startswith("user: 2+2?\nmodel: calc\nenvironment: 4\nmodel: 4!\n")
+
+
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="no browser")
 def test_a_browser_takes_over_what_is_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fill(tmp_path, steps=2)
@@ -348,11 +408,19 @@ def test_the_timeline_is_bounded() -> None:
 
 
 def test_the_summary_of_no_run_is_one_line(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "rlhf_spmd.telemetry.summary", str(tmp_path / "none")]
+    command = [sys.executable, "-m", "rlhf_spmd", "summary", str(tmp_path / "none")]
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
     ended = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert (ended.returncode, ended.stdout) == (2, "")
-    assert ended.stderr == f"run directory {tmp_path / 'none'} does not exist; give the run.dir of a run\n"
+    assert ended.stderr == f"config error: run directory {tmp_path / 'none'} does not exist; give the run.dir of a run\n"
+
+
+def test_the_validation_before_the_first_step_is_no_step(tmp_path: Path) -> None:
+    atomic_write_text(tmp_path / "config.yaml", "run: {steps: 2}")
+    log = JsonlLog(tmp_path / METRICS_FILE, None)
+    log.append([{"step": 0, "val/reward_mean": 0.5}, {"step": 1}, {"step": 2}])
+    log.close()
+    assert "  steps               2 of 2\n" in summarize(tmp_path)
 
 
 def test_summary_compares_start_and_end(tmp_path: Path) -> None:
@@ -360,7 +428,7 @@ def test_summary_compares_start_and_end(tmp_path: Path) -> None:
     write_report(tmp_path)
     text = summarize(tmp_path)
     assert re.search(r"reward +0\.03 -> 0\.48 +\(\+0\.450; means of the first and the last 5 logged\)", text)
-    assert "val/sort/accuracy" in text and "steps               50 in 00:50" in text
+    assert "val/sort/accuracy" in text and "steps               50 of 50 in 00:50" in text
     assert "samples of step 1\n" in text and "samples of step 50\n" in text and "[0.5]" in text
     assert str(tmp_path / "report.html") in text and "step_40" in text and "export" not in text
     assert summarize(tmp_path / "checkpoints").startswith("run ")

@@ -20,7 +20,7 @@ import pytest
 from rlhf_spmd.config.load import check_tree, load, to_yaml
 from rlhf_spmd.config.schema import ConfigError
 from rlhf_spmd.runtime.recorder import Recorder
-from rlhf_spmd.runtime.session import RunConfig
+from rlhf_spmd.runtime.run_config import RunConfig
 from rlhf_spmd.telemetry.jsonl import read_jsonl
 from rlhf_spmd.telemetry.logger import LoggerConfig
 

@@ -221,23 +221,29 @@ def sample(models: Any, data: Any, number: int) -> tuple[Reference, Reference]:
 
 
 def score(models: Any, rows: Reference) -> tuple[Reference, list[Reference]]:
-    """``scores`` of responses, the sum of all rewards that add up (``models.rewards``), nan where none of them scores a response; and
-    the calls that made them."""
+    """``scores`` of responses, the sum of all rewards that add up (``models.rewards``), nan where none of them scores a response or a
+    call of one failed; and the calls that made them."""
     calls = [reward.compute_reward(rows) for reward in models.rewards]
     if len(calls) == 1:
         return calls[0].select("scores"), calls
-    names = tuple(f"{reward.name}_scores" for reward in models.rewards)
-    scored = [call.rename(scores=name).select(name) for call, name in zip(calls, names, strict=True)]
-    total = models.arithmetic.apply(rows.union(*scored), add_scores, reads=names, gives=("scores",))
+    names = [(f"{reward.name}_scores", f"{reward.name}_failed") for reward in models.rewards]
+    scored = [
+        call.rename(scores=score, failed=fail).select(score, fail) for call, (score, fail) in zip(calls, names, strict=True)
+    ]
+    reads = tuple(name for pair in names for name in pair)
+    total = models.arithmetic.apply(rows.union(*scored), add_scores, reads, gives=("scores",))
     return total, [*calls, total]
 
 
 def add_scores(fields: dict[str, Tensor], rows: Rows, whole: Whole) -> Computed:
-    """Raises RewardError where no reward has scored any row of the run so far."""
-    given = torch.stack([field.double() for field in fields.values()])
-    scored = ~given.isnan().all(0)
+    """The sum of the fields ``*_scores``; nan for a row that none of them scores, and for one in a field ``*_failed``, whose sum would
+    lack what that call would have said. Raises RewardError where no reward has scored any row of the run so far."""
+    given, failed = (
+        torch.stack([field.double() for name, field in fields.items() if name.endswith(end)]) for end in ("_scores", "_failed")
+    )
+    scored = ~given.isnan().all(0) & ~failed.any(0)
     total = given.masked_fill(given.isnan(), 0.0).cumsum(0)[-1]  # in order, whatever the number of rows
-    sums = whole.sum(torch.stack([total.sum(), scored.sum().double(), total.new_tensor(len(rows))])).tolist()
+    sums = whole.sum(torch.stack([total[scored].sum(), scored.sum().double(), total.new_tensor(len(rows))])).tolist()
     if not sums[1] and "scored" not in whole.state:
         raise RewardError(
             f"no reward scores any of the first {sums[2]:.0f} rows; look at what the functions return, and at data_sources"

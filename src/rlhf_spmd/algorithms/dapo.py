@@ -16,6 +16,7 @@ from rlhf_spmd.algorithms.policy import PolicyConfig, clipped_policy
 from rlhf_spmd.config.bounds import check_bounds
 from rlhf_spmd.controller import Reference
 from rlhf_spmd.objectives.advantages import group_advantages
+from rlhf_spmd.rewards.results import RewardError
 from rlhf_spmd.workers import Computed, Function, Rows, Whole
 
 
@@ -83,24 +84,22 @@ class Config(PolicyConfig):
 def step(models: Any, data: Any, config: Config, number: int) -> list[Reference]:
     """One DAPO step. Returns the calls whose values are the step's metrics; those of rewards are of its first batch of prompts."""
     # 1. prompts, until enough of them have responses that score differently; counted in rows, of which each group has as many
-    calls, batches, found, wanted = list[Reference](), list[Reference](), 0, 0
+    calls, batches, found, wanted, is_scored = list[Reference](), list[Reference](), 0, 0, False
     filtering, judge = config.filter_groups, shaped(config, data.sampling.max_response_length)
     for _ in range(filtering.max_num_gen_batches if filtering.enable else 1):
         batch, rollout = sample(models, data, number)
         scores, scored = score(models, batch)
         judged = models.arithmetic.apply(batch.union(scores), judge, ("scores",), ("seq_rewards", "spread"), keep_groups=True)
-        calls, wanted = calls or [rollout, *scored, judged], wanted or len(batch)
-        batch = batch.union(scores, judged)
+        calls, wanted, batch = calls or [rollout, *scored, judged], wanted or len(batch), batch.union(scores, judged)
         if filtering.enable:
-            batch = batch.take(models.controller.get_field(judged, "spread") > 0)
-        batches.append(batch)
-        found += len(batch)
+            spread = models.controller.get_field(judged, "spread")
+            batch, is_scored = batch.take(spread > 0), is_scored or bool((spread >= 0).any())
+        batches, found = [*batches, batch], found + len(batch)
         if found >= wanted:
             break
     kept_groups, size = found // data.sampling.n, wanted // data.sampling.n
     if found < wanted:
-        tell_of_few(models.controller, number, kept_groups, size, len(batches))
-
+        tell_of_few(models.controller, number, kept_groups, size, len(batches), is_scored)
     # 2. the first of them, and the update
     kept = batches[0].concat(*batches[1:])
     kept = kept.take(np.arange(len(kept)) < wanted)
@@ -111,18 +110,19 @@ def step(models: Any, data: Any, config: Config, number: int) -> list[Reference]
     return [*calls, old, advantages, update]
 
 
-def tell_of_few(controller: Any, number: int, found: int, wanted: int, tried: int) -> None:
-    """A step of fewer groups is told. Raises ValueError where there are none: a run must not go on without learning."""
+def tell_of_few(controller: Any, number: int, found: int, wanted: int, tried: int, is_scored: bool) -> None:
+    """A step of fewer groups is told. Where there are none it raises ValueError, or RewardError if no response has a score."""
     told = f"step {number}: of {tried * wanted} prompts in {tried} batches {found} have responses whose scores differ"
     remedy = "give other prompts, more samples (sampling.n), or a larger algorithm.filter_groups.max_num_gen_batches"
     if not found:
-        raise ValueError(f"{told}, so there is nothing to train on; {remedy}, or set algorithm.filter_groups.enable=false")
+        failure = ValueError if is_scored else RewardError
+        raise failure(f"{told}, so there is nothing to train on; {remedy}, or set algorithm.filter_groups.enable=false")
     controller.tell(f"{told}, where {wanted} were wanted; it trains on these; {remedy}")
 
 
 def shaped(config: Config, limit: int) -> Function:
     """Scores with the over-long penalty, min(0, (limit - len - length) / len) * factor (equation 13); and in each row of a group how
-    far the group's metric spreads, 0 only where it is the same in all rows."""
+    far the group's metric spreads, 0 only where it is the same in all rows, below 0 where no row has a score."""
 
     def judge(fields: dict[str, Tensor], rows: Rows, whole: Whole) -> Computed:
         scores, overlong = fields["scores"].double(), config.overlong_buffer
@@ -130,9 +130,9 @@ def shaped(config: Config, limit: int) -> Function:
         room = overlong.len or max(limit // 5, 1)
         penalty = ((limit - room - lengths) / room).clamp(max=0.0) * overlong.penalty_factor * overlong.enable
         metric = scores if config.filter_groups.metric == "score" else scores + penalty
-        away = group_advantages(metric, rows.group_ids, by_std=False).abs()
+        away = group_advantages(metric, rows.group_ids, by_std=False).abs().where(~scores.isnan(), -1.0)
         at = rows.group_ids.unique(return_inverse=True)[1]
-        spread = away.new_zeros(len(rows)).scatter_reduce_(0, at, away, "amax")[at]
+        spread = away.new_full((len(rows),), -1.0).scatter_reduce_(0, at, away, "amax")[at]
         sums = whole.sum(torch.stack([penalty.sum(), (spread == 0).sum().double(), penalty.new_tensor(len(rows))]))
         report = {"dapo/overlong_penalty_mean": float(sums[0] / sums[2]), "dapo/equal_group_fraction": float(sums[1] / sums[2])}
         return {"seq_rewards": scores + penalty, "spread": spread}, report

@@ -6,5 +6,6 @@ ever read or written.
 
 Public: ``save.save_checkpoint``, ``load.load_checkpoint`` with ``save.RoleState``; ``load.find_resumable``,
 ``load.verify_checkpoint``, ``directory.read_manifest`` (its ``state``); ``export.export_hugging_face``; ``manifest.CheckpointError``.
-It does not know engines or roles: it takes shards (boxes) and tensors by name; ``adapters`` alone knows models, with which it merges.
+It proves that the run directory is still this job's (``telemetry.run_lock``) before it writes there. It does not know engines or
+roles: it takes shards (boxes) and tensors by name; ``adapters`` alone knows models, with which it merges.
 """

@@ -2,7 +2,7 @@
 
 ``checkpoints/step_N`` is complete exactly if it has a COMMIT file, whose hash fits its manifest. It is prepared as
 ``step_N.tmp`` and renamed when it is complete. ``step_N.old`` is a complete predecessor of the same step that the new one
-is about to replace.
+is about to replace. What is removed gets a name that ends in ``.tmp`` first: a ``step_N`` without a COMMIT file was damaged.
 """
 
 from __future__ import annotations
@@ -13,13 +13,17 @@ import os
 import re
 import shutil
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 from weakref import WeakValueDictionary
 
 from rlhf_spmd.checkpoint.manifest import FORMAT_VERSION, CheckpointError, Manifest
+from rlhf_spmd.config.json_input import parse_json
 from rlhf_spmd.parallel.collectives import RECORDER
+from rlhf_spmd.telemetry import run_lock
 from rlhf_spmd.telemetry.run_dir import CHECKPOINTS_DIR, LATEST, atomic_write_bytes, atomic_write_text, fsync_directory
 
 FORMAT_1 = "manifest.json"  # what format 1 had in its place
@@ -31,7 +35,8 @@ _HELD: WeakValueDictionary[tuple[Any, ...], Manifest] = WeakValueDictionary()
 
 @dataclass(frozen=True)
 class Committed:
-    """A complete checkpoint. ``serial`` counts the saves of a run directory: their order in time, whatever their steps."""
+    """A checkpoint that has its COMMIT file. ``serial`` counts the saves of a run directory: their order in time, whatever their
+    steps, so that a step that is saved again is another one."""
 
     path: Path
     step: int
@@ -47,9 +52,23 @@ def step_directory(run_dir: Path, step: int) -> Path:
 
 
 def named_checkpoint(path: Path) -> Path:
-    """``path``, or the checkpoint that the file ``latest`` there names."""
+    """``path``, or the checkpoint that the file ``latest`` there names, where it names one."""
     path = path.expanduser()
-    return path.parent / path.read_text(encoding="utf-8").strip() if path.name == LATEST and path.is_file() else path
+    if path.name != LATEST or not path.is_file():
+        return path
+    name = path.read_text(encoding="utf-8", errors="replace").strip()
+    return path.parent / name if _NAME.fullmatch(name) else path
+
+
+def check_place(run_dir: Path) -> None:
+    """Raises CheckpointError where something lies in the way of checkpoints, which a save would meet only when it ends."""
+    root = checkpoints_of(run_dir)
+    if root.is_symlink() and not root.exists():
+        raise CheckpointError(f"{root} is a link to {os.readlink(root)}, which is not there; make that directory")
+    if root.exists() and not (root.is_dir() and os.access(root, os.W_OK)):
+        raise CheckpointError(f"{root} is not a directory that this user can write to; move it away")
+    if (root / LATEST).is_dir() and not (root / LATEST).is_symlink():
+        raise CheckpointError(f"{root / LATEST} is a directory, and the run writes a file of that name; move it away")
 
 
 def draft_directory(run_dir: Path, step: int) -> Path:
@@ -58,31 +77,47 @@ def draft_directory(run_dir: Path, step: int) -> Path:
 
 
 def committed(run_dir: Path) -> list[Committed]:
-    """Complete checkpoints, newest first. Reads only the COMMIT files."""
+    """Checkpoints that can be complete, newest first. Reads only the COMMIT files."""
     found = []
-    root = checkpoints_of(run_dir)
-    for path in root.iterdir() if root.is_dir() else ():
-        match = _NAME.fullmatch(path.name)
-        if match and (path / COMMIT).is_file():
-            serial = _read_commit(path).get("serial", 0)
-            found.append(Committed(path, int(match[1]), serial if isinstance(serial, int) else 0))
+    for path in _step_directories(run_dir):
+        with suppress(CheckpointError):
+            mark = _read_commit(path)
+            found.append(Committed(path, mark["step"], mark["serial"]))
     return sorted(found, key=lambda c: (c.serial, c.step), reverse=True)
 
 
-def lost_checkpoint(run_dir: Path) -> list[Path]:
-    """The one that ``latest`` names, if it is there and not complete: no save leaves that behind, it was damaged later."""
-    latest = checkpoints_of(run_dir) / LATEST
-    path = named_checkpoint(latest)
-    return [path] if path != latest and path.is_dir() and not (path / COMMIT).is_file() else []
+def uncommitted(run_dir: Path) -> dict[Path, str]:
+    """Checkpoints whose COMMIT file is missing or damaged, and what is wrong: no save leaves them behind, they were damaged later."""
+    found = {}
+    for path in sorted(_step_directories(run_dir)):
+        try:
+            _read_commit(path)
+        except CheckpointError as error:
+            found[path] = str(error)
+    return found
 
 
-def _read_commit(path: Path) -> dict[str, object]:
-    """The COMMIT file's content; empty where it is damaged, which :func:`read_manifest` reports."""
+def _step_directories(run_dir: Path) -> list[Path]:
+    root = checkpoints_of(run_dir)
+    return [path for path in (root.iterdir() if root.is_dir() else ()) if _NAME.fullmatch(path.name) and path.is_dir()]
+
+
+def _read_commit(path: Path) -> dict[str, Any]:
+    """What the COMMIT file of a checkpoint says: step, serial and the manifest's sha256. Raises CheckpointError."""
+    where = path / COMMIT
+    if not where.exists():
+        raise CheckpointError(f"{path}: not a complete checkpoint, {COMMIT} is missing")
     try:
-        body = json.loads((path / COMMIT).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return body if isinstance(body, dict) else {}
+        mark = parse_json(where.read_text(encoding="utf-8"))
+        return {"step": int(mark["step"]), "serial": int(mark["serial"]), "manifest_sha256": str(mark["manifest_sha256"])}
+    except OSError as error:
+        raise CheckpointError(f"{where}: {error.strerror}") from error
+    except (LookupError, TypeError, ValueError, OverflowError) as error:
+        raise CheckpointError(f"{where}: damaged, not what a save writes ({type(error).__name__}: {error})") from error
+
+
+def is_of_format_1(directory: Path) -> bool:
+    return (directory / FORMAT_1).is_file() and not (directory / MANIFEST).is_file()
 
 
 def read_manifest(directory: Path) -> Manifest:
@@ -104,23 +139,22 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def _read_manifest(directory: Path) -> Manifest:
-    if not (directory / COMMIT).is_file():
-        what = "an interrupted save" if directory.is_dir() else "no such directory"
-        raise CheckpointError(f"{directory}: not a complete checkpoint, {COMMIT} is missing ({what})")
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory}: no such directory")
     where, lines, digest = str(directory / MANIFEST), [], hashlib.sha256()
-    if (directory / FORMAT_1).is_file():
+    if is_of_format_1(directory):
         raise CheckpointError(f"{directory}: format 1, but this program reads format {FORMAT_VERSION}")
+    mark = _read_commit(directory)
     try:
         with open(where, "rb") as file:
             for line in file:
                 RECORDER.tick()
                 digest.update(line)
                 lines.append(line)
-        mark = _read_commit(directory)
-        if digest.hexdigest() != mark.get("manifest_sha256"):
+        if digest.hexdigest() != mark["manifest_sha256"]:
             raise CheckpointError(f"{where}: damaged, its hash is not the one in {COMMIT}")
         manifest = Manifest.from_lines(lines, where)
-        if manifest.step != mark.get("step"):
+        if manifest.step != mark["step"]:
             raise CheckpointError(f"{where}: of step {manifest.step}, which is not the one in {COMMIT}")
         for name, size in manifest.files.items():
             found = (directory / name).stat().st_size
@@ -131,26 +165,31 @@ def _read_manifest(directory: Path) -> Manifest:
     return manifest
 
 
-def prepare_draft(run_dir: Path, step: int) -> Path:
-    """An empty directory to write a checkpoint into. Removes what interrupted saves left. Raises OSError."""
+def prepare_draft(run_dir: Path, step: int, damaged: Collection[Committed] = ()) -> Path:
+    """An empty directory to write a checkpoint into. Removes what interrupted saves left. Raises OSError, LockLost.
+
+    A ``step_N.old`` stays where ``step_N`` is not complete or one of the ``damaged``: the run may stand on it.
+    """
+    run_lock.prove(run_dir)
     root = checkpoints_of(run_dir)
     root.mkdir(parents=True, exist_ok=True)
+    good = {found.path for found in committed(run_dir) if found not in damaged}
     for path in list(root.iterdir()):
-        complete = (path / COMMIT).is_file()
-        superseded = path.name.endswith(".old") and (path.with_suffix("") / COMMIT).is_file()
-        if path.name.endswith(".tmp") or (_NAME.fullmatch(path.name) and (superseded or not complete)):
+        superseded = path.name.endswith(".old") and path.with_suffix("") in good
+        if path.name.endswith(".tmp") or (_NAME.fullmatch(path.name) and superseded):
             _remove(path)
     draft = draft_directory(run_dir, step)
     draft.mkdir()
     return draft
 
 
-def commit(run_dir: Path, manifest: Manifest, keep: int, damaged: Collection[Path] = ()) -> Path:
+def commit(run_dir: Path, manifest: Manifest, keep: int, damaged: Collection[Committed] = ()) -> Path:
     """Make a written draft the newest checkpoint, then delete the ones beyond ``keep`` but that of the step ``state["best"]["step"]``;
     those that are known as ``damaged`` do not count.
 
-    Raises OSError, CheckpointError. Every rank must have written and synced its files before.
+    Raises OSError, CheckpointError, LockLost. Every rank must have written and synced its files before.
     """
+    run_lock.prove(run_dir)
     draft, final = draft_directory(run_dir, manifest.step), step_directory(run_dir, manifest.step)
     for name, size in manifest.files.items():
         found = (draft / name).stat().st_size if (draft / name).is_file() else None
@@ -165,7 +204,9 @@ def commit(run_dir: Path, manifest: Manifest, keep: int, damaged: Collection[Pat
     atomic_write_bytes(draft / MANIFEST, text)
     atomic_write_text(draft / COMMIT, json.dumps(mark))
     old = final.with_name(final.name + ".old")
-    if final.exists():
+    if old.is_dir() and final.exists():  # prepare_draft left it, so what lies in the new one's place is damaged
+        _remove(final)
+    elif final.exists():
         os.rename(final, old)
     os.rename(draft, final)
     fsync_directory(final.parent)
@@ -173,16 +214,25 @@ def commit(run_dir: Path, manifest: Manifest, keep: int, damaged: Collection[Pat
     if old.exists():
         _remove(old)
     best = manifest.state.get("best") or {}
-    for expired in [found for found in committed(run_dir) if found.path not in damaged][max(keep, 1) :]:
+    for expired in [found for found in committed(run_dir) if found not in damaged][max(keep, 1) :]:
         if expired.step != best.get("step"):
             _remove(expired.path)
     return final
 
 
+def drop_draft(run_dir: Path, step: int) -> None:
+    """After a save that failed, for its space, unless the run directory is another job's by now. What stays, the next save removes."""
+    with suppress(OSError, run_lock.LockLost):
+        run_lock.prove(run_dir)
+        shutil.rmtree(draft_directory(run_dir, step))
+
+
 def _remove(path: Path) -> None:
-    """COMMIT goes first: a removal that is interrupted must not leave something that looks complete."""
-    if path.is_dir():
-        (path / COMMIT).unlink(missing_ok=True)
-        shutil.rmtree(path)
-    else:
+    """It is renamed first: a removal that is interrupted must leave neither what looks complete nor what looks damaged. Of a
+    symbolic link only the link goes."""
+    if path.is_symlink() or not path.is_dir():
         path.unlink(missing_ok=True)
+        return
+    if path.suffix != ".tmp":
+        path = path.rename(path.with_name(f"{path.name}.{uuid4().hex}.tmp"))
+    shutil.rmtree(path)

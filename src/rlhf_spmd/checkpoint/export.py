@@ -20,6 +20,10 @@ from rlhf_spmd.checkpoint.directory import read_manifest
 from rlhf_spmd.checkpoint.files import Spec, write_safetensors
 from rlhf_spmd.checkpoint.load import read_whole
 from rlhf_spmd.checkpoint.manifest import DTYPES, PARAM, CheckpointError
+from rlhf_spmd.checkpoint.special_tokens import name_ends, name_padding, padding, with_ends
+from rlhf_spmd.data.encoding import TEMPLATE_FILE
+from rlhf_spmd.models.spec import join_ends, read_spec
+from rlhf_spmd.models.stored import read_json
 from rlhf_spmd.parallel.data_parallel import buckets
 from rlhf_spmd.telemetry.run_dir import atomic_write_text
 
@@ -50,14 +54,20 @@ def export_hugging_face(
     dtype: torch.dtype | None = None,
     card: str | None = None,
     merged: bool = True,
+    tokenizer: Any = None,
+    chat_template: str | None = None,
+    prove: Callable[[], None] = lambda: None,
 ) -> Path:
     """Write ``out_dir`` so that ``transformers`` loads it; returns it.
 
     The configuration and tokenizer come from ``source_model_dir`` (the role's ``path``). ``dtype`` None keeps the stored one.
     A model with a value head becomes ``<Family>ForSequenceClassification`` with one label; one that has both heads leaves the value
     head out. Of a role with adapters these go to ``adapter`` there, and the model with them only if ``merged``. ``card``: the text of
-    README.md. An earlier export at ``out_dir`` is replaced only when the new one is complete. Raises CheckpointError (damaged piece,
-    no such role) and ValueError (paths).
+    README.md. ``tokenizer``: of the directory, if it has one; ``chat_template``: what the role was trained with in place of its own.
+    The configuration names all ends of a response, and with a value head a token to pad with at which no row ends.
+
+    An earlier export at ``out_dir`` is replaced only when the new one is complete and ``prove`` returns. Raises
+    CheckpointError (damaged piece, no such role, a file that cannot be written), ValueError (paths) and what ``prove`` raises.
     """
     checkpoint_dir, out_dir, source = Path(checkpoint_dir), Path(out_dir), Path(source_model_dir)
     if not (source / "config.json").is_file():
@@ -66,9 +76,9 @@ def export_hugging_face(
     if out_dir.exists() and any(out_dir.iterdir()) and not is_export:
         raise ValueError(f"export: {out_dir} is not empty and not a model directory; choose another one")
     draft = out_dir.with_name(f".{out_dir.name}.tmp")
-    shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir(parents=True)
     try:
+        _remove(draft)
+        draft.mkdir(parents=True)
         adapters = find_adapters(checkpoint_dir, role)
         if adapters is not None:
             adapters.write(draft / ADAPTER_DIR, source)
@@ -77,24 +87,43 @@ def export_hugging_face(
                 found, get = _whole_tensors(checkpoint_dir, role) if adapters is None else adapters.merged(source, stack)
                 specs = [replace(spec, dtype=dtype or spec.dtype) for spec in found]
                 _write_weights(draft, plan_files(specs, max_shard_bytes), lambda spec: get(spec).to(spec.dtype))
-            config = export_config(json.loads((source / "config.json").read_text(encoding="utf-8")), specs)
-            atomic_write_text(draft / "config.json", json.dumps(config, indent=2) + "\n")
         for name in COMPANIONS:
             if (source / name).is_file():
                 shutil.copyfile(source / name, draft / name)
+        if chat_template is not None:
+            atomic_write_text(draft / TEMPLATE_FILE, chat_template)
+        spec = join_ends(read_spec(source), tokenizer, chat_template)
+        name_ends(draft, spec.eos_token_ids)
+        if adapters is None or merged:
+            config = with_ends(export_config(read_json(source / "config.json"), specs), spec.eos_token_ids)
+            if any(tensor.key == VALUE_HEAD for tensor in specs):
+                config["pad_token_id"] = pad = padding(spec, tokenizer)
+                if tokenizer is not None and pad is not None:
+                    name_padding(draft, tokenizer.convert_ids_to_tokens(pad))
+            atomic_write_text(draft / "config.json", json.dumps(config, indent=2) + "\n")
         if card is not None:
             atomic_write_text(draft / "README.md", card)
         old = out_dir.with_name(f".{out_dir.name}.old")
-        shutil.rmtree(old, ignore_errors=True)
+        prove()
+        _remove(old)
         if out_dir.exists():
             os.rename(out_dir, old)
         os.rename(draft, out_dir)
-        shutil.rmtree(old, ignore_errors=True)
+        _remove(old)
     except OSError as error:
-        raise CheckpointError(f"cannot write export {error.filename or out_dir}: {error.strerror}") from error
+        file = error.filename2 or error.filename or out_dir  # of a copy the second one is written
+        raise CheckpointError(f"cannot write export {file}: {error.strerror}") from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     return out_dir
+
+
+def _remove(path: Path) -> None:
+    """A directory, if it is there; of a symbolic link, which an export may be, only the link."""
+    if path.is_symlink():
+        path.unlink()
+    elif path.exists():
+        shutil.rmtree(path)
 
 
 def _whole_tensors(checkpoint_dir: Path, role: str) -> tuple[list[Spec], Callable[[Spec], Tensor]]:
@@ -130,7 +159,7 @@ def export_config(config: dict[str, Any], specs: Sequence[Spec]) -> dict[str, An
         family += "Text" if str(config.get("model_type")).endswith("_text") else ""  # Gemma3TextForSequenceClassification
         config |= {"architectures": [f"{family}ForSequenceClassification"], "num_labels": 1, "tie_word_embeddings": False}
         config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
-    elif config.get("tie_word_embeddings") and "lm_head.weight" in names:
+    elif "lm_head.weight" in names:  # some families are tied unless their configuration denies it
         config["tie_word_embeddings"] = False
     return config
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from rlhf_spmd.checkpoint.manifest import DTYPE_NAMES
 from rlhf_spmd.parallel.collectives import RECORDER
+from rlhf_spmd.telemetry.run_dir import writing
 
 _CHUNK = 16 << 20  # bytes hashed and written at a time: stays in the cache between the two
 
@@ -54,7 +55,7 @@ def hash_tensor(tensor: Tensor, file: BinaryIO | None = None) -> str:
 def write_safetensors(path: Path, specs: Sequence[Spec], get: Callable[[Spec], Tensor]) -> list[str]:
     """Write ``get(spec)`` for every spec, one after the other, and sync the file to disk.
 
-    Returns the sha256 of each tensor's bytes. Raises OSError as the file system does (no space left, no permission).
+    Returns the sha256 of each tensor's bytes. Raises WriteError, which names the file.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
@@ -65,7 +66,7 @@ def write_safetensors(path: Path, specs: Sequence[Spec], get: Callable[[Spec], T
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     hashes = []
-    with open(path, "xb") as file:
+    with writing(path), open(path, "xb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for spec in specs:
             tensor = get(spec).detach().to("cpu").contiguous()

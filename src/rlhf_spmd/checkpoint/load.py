@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from rlhf_spmd.checkpoint.agree import LABEL, agree
-from rlhf_spmd.checkpoint.directory import FORMAT_1, committed, lost_checkpoint, read_manifest
+from rlhf_spmd.checkpoint.agree import agree
+from rlhf_spmd.checkpoint.directory import Committed, check_place, committed, is_of_format_1, read_manifest, uncommitted
 from rlhf_spmd.checkpoint.files import Spec, hash_tensor
 from rlhf_spmd.checkpoint.manifest import DTYPE_NAMES, DTYPES, PARAM, CheckpointError, Manifest, Piece
 from rlhf_spmd.checkpoint.save import RoleState
@@ -21,10 +22,11 @@ from rlhf_spmd.parallel.collectives import Group
 
 @dataclass(frozen=True)
 class Resumable:
-    """The newest undamaged checkpoint (None: there is none), the ``damaged`` ones before it, and ``warnings`` that say so."""
+    """The newest undamaged checkpoint (None: there is none), the ``damaged`` ones before it, and ``warnings`` that say so, and which
+    others have no COMMIT file that can be read."""
 
     directory: Path | None
-    damaged: tuple[Path, ...] = ()
+    damaged: tuple[Committed, ...] = ()
     warnings: tuple[str, ...] = ()
 
 
@@ -121,14 +123,15 @@ def load_checkpoint(directory: Path, role: str, target: RoleState, group: Group,
     agree(group, read, compare)
 
 
-def verify_checkpoint(directory: Path, group: Group) -> None:
-    """Read and hash every piece once, shared out over the ranks. Raises CheckpointError on every rank.
+def verify_checkpoint(directory: Path, group: Group, check: Callable[[Manifest], None] = lambda manifest: None) -> None:
+    """Read and hash every piece once, shared out over the ranks, and ``check`` the manifest. Raises CheckpointError on every rank.
 
     Collective over the group: every rank of it must call, in program order.
     """
 
     def read() -> None:
         manifest = read_manifest(directory)
+        check(manifest)
         keys = sorted(manifest.lines)  # to each rank as many of a role and kind as to the others
         num = max(1, len(keys))
         first, sharing = group.rank % num, len(range(group.rank % num, group.size, num))  # the ranks of one line
@@ -139,28 +142,36 @@ def verify_checkpoint(directory: Path, group: Group) -> None:
     agree(group, read)
 
 
-def find_resumable(run_dir: Path, group: Group) -> Resumable:
+def find_resumable(run_dir: Path, group: Group, check: Callable[[Manifest], None] = lambda manifest: None) -> Resumable:
     """The newest undamaged checkpoint of a run directory: damaged ones are passed over with a warning, and what an interrupted save
-    left without a word.
+    left without a word. ``check`` raises CheckpointError for a state that the run cannot go on with.
 
-    Raises CheckpointError before one of format 1, and where all are damaged: a run that began anew beside them would in time delete
-    them. Collective over the group: every rank of it must call, in program order.
+    Raises CheckpointError before one of format 1, where no save could succeed, and where all are damaged: a run that began anew
+    beside them would in time delete them. Collective over the group: every rank of it must call, in program order.
     """
-    found = [str(c.path) for c in committed(Path(run_dir))] or [str(path) for path in lost_checkpoint(Path(run_dir))]
-    candidates = [Path(path) for path in group.broadcast_json(found if group.rank == 0 else None, LABEL)]
-    failures = []
+
+    def look(everyone: list[None]) -> Any:
+        try:
+            check_place(run_dir)
+            found = [[str(one.path), one.step, one.serial] for one in committed(run_dir)]
+            return found, [f"passing over {path}: {why}" for path, why in uncommitted(run_dir).items()]
+        except OSError as error:
+            raise CheckpointError(f"{error.filename or run_dir}: {error.strerror}") from error
+
+    run_dir = Path(run_dir)
+    found, warnings = agree(group, lambda: None, look)
+    candidates = [Committed(Path(path), step, serial) for path, step, serial in found]
     for number, candidate in enumerate(candidates):
-        if (candidate / FORMAT_1).is_file():
+        if is_of_format_1(candidate.path):
             raise CheckpointError(
-                f"{candidate} is of format 1, which this program does not read; begin anew in another run.dir"
+                f"{candidate.path} is of format 1, which this program does not read; begin anew in another run.dir"
             )
         try:
-            verify_checkpoint(candidate, group)
+            verify_checkpoint(candidate.path, group, check)
         except CheckpointError as failure:
-            failures.append(str(failure))
+            warnings.append(f"passing over {candidate.path}: {failure}")
             continue
-        warnings = [f"passing over {path}: {failure}" for path, failure in zip(candidates, failures, strict=False)]
-        return Resumable(candidate, tuple(candidates[:number]), tuple(warnings))
-    if failures:
-        raise CheckpointError(f"no checkpoint of {run_dir} can be read: {'; '.join(failures)}; begin anew in another run.dir")
+        return Resumable(candidate.path, tuple(candidates[:number]), tuple(warnings))
+    if warnings:
+        raise CheckpointError(f"no checkpoint of {run_dir} can be read: {'; '.join(warnings)}; begin anew in another run.dir")
     return Resumable(None)

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from rlhf_spmd.config.json_input import parse_json
 from rlhf_spmd.parallel.boxes import Box, ParamShard
 from rlhf_spmd.parallel.collectives import RECORDER
 
@@ -145,7 +146,7 @@ class Manifest:
         """Parses the first line only. A manifest is input: what is parsed is checked. ``where`` names its file in the
         CheckpointError."""
         try:
-            head = json.loads(lines[0])
+            head = parse_json(lines[0])
             if head["format"] != FORMAT_VERSION:
                 raise CheckpointError(f"{where}: format {head['format']!r}, but this program reads format {FORMAT_VERSION}")
             files = {name: int(size) for name, size in head["files"].items()}
@@ -154,7 +155,7 @@ class Manifest:
             if len(by_key) < len(keys):
                 raise ValueError("a line that is there twice")
             return Manifest(int(head["step"]), int(head["world_size"]), files, by_key, dict(head["state"]))
-        except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise CheckpointError(f"{where}: not a checkpoint manifest ({type(error).__name__}: {error})") from error
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rlhf_spmd.checkpoint.agree import agree
-from rlhf_spmd.checkpoint.directory import commit, draft_directory, prepare_draft, step_directory
+from rlhf_spmd.checkpoint.directory import Committed, commit, draft_directory, drop_draft, prepare_draft, step_directory
 from rlhf_spmd.checkpoint.files import Spec, write_safetensors
 from rlhf_spmd.checkpoint.manifest import (
     DTYPE_NAMES,
@@ -31,6 +30,7 @@ from rlhf_spmd.checkpoint.manifest import (
 )
 from rlhf_spmd.parallel.boxes import Box, ParamShard
 from rlhf_spmd.parallel.collectives import Group
+from rlhf_spmd.telemetry.run_lock import LockLost
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def save_checkpoint(
     state: Mapping[str, Any],
     group: Group,
     keep: int = 2,
-    damaged: Collection[Path] = (),
+    damaged: Collection[Committed] = (),
 ) -> Path:
     """Write ``run_dir/checkpoints/step_<step>``; returns its path.
 
@@ -90,7 +90,7 @@ def save_checkpoint(
         held.check(role)
     run_dir, draft = Path(run_dir), draft_directory(run_dir, step)
     boxes = {role: held_boxes(held.shards) for role, held in roles.items()}
-    writes = _assign(run_dir, step, {role: list(held) for role, held in boxes.items()}, group)
+    writes = _assign(run_dir, step, {role: list(held) for role, held in boxes.items()}, group, damaged)
 
     def write() -> list[Any]:
         with _explained(draft):
@@ -108,19 +108,21 @@ def save_checkpoint(
     try:
         agree(group, write, complete)
     except CheckpointError:
-        if group.rank == 0:  # free its space; what cannot be removed now is removed by the next save
-            shutil.rmtree(draft, ignore_errors=True)
+        if group.rank == 0:
+            drop_draft(run_dir, step)
         raise
     return step_directory(run_dir, step)
 
 
-def _assign(run_dir: Path, step: int, held: dict[str, list[BoxKey]], group: Group) -> dict[str, list[BoxKey]]:
+def _assign(
+    run_dir: Path, step: int, held: dict[str, list[BoxKey]], group: Group, damaged: Collection[Committed]
+) -> dict[str, list[BoxKey]]:
     """The boxes that this rank writes, per role. The first rank also prepares the directory. Collective over the group."""
 
     def plan_shares(everyone: list[dict[str, Any]]) -> dict[str, list[list[int]]]:
         plan = {}
         with _explained(draft_directory(run_dir, step)):
-            prepare_draft(run_dir, step)
+            prepare_draft(run_dir, step, damaged)
         for role in sorted({role for rank in everyone for role in rank}):
             lists = [[(name, tuple(start), tuple(size)) for name, start, size in rank.get(role, ())] for rank in everyone]
             # sent back as positions in each rank's own list: a few bytes per piece
@@ -156,9 +158,11 @@ def _write_role(
 
 @contextmanager
 def _explained(path: Path) -> Iterator[None]:
-    """Raises CheckpointError for an OSError."""
+    """Raises CheckpointError for an OSError and LockLost."""
     try:
         yield
+    except LockLost as failure:
+        raise CheckpointError(str(failure)) from failure
     except OSError as failure:
         raise CheckpointError(
             f"cannot write checkpoint {failure.filename or path}: {failure.strerror or failure}; "

@@ -8,6 +8,7 @@ from dataclasses import MISSING, Field
 from operator import attrgetter
 from typing import Any
 
+SECONDS = {"above": 0, "most": 100_000_000}  # three years: a multiple of it is still a time that clocks and threads take
 SEEDS = {"least": -(2**63), "most": 2**63 - 1}  # random numbers are made of 64 bits of a seed: beyond, two seeds would be one
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from yaml import safe_load
 
+SLIPS = "slips"  # in the projects' place: what people write without thinking of one
 SHARED = ("algorithm", "data", "reward")  # sections that are ours too
 
 
@@ -28,14 +29,15 @@ def foreign_hint(keys: Sequence[str], by_end: bool) -> str | None:
             for name in (key, key.rpartition(".")[2])[: 1 + by_end]:
                 ours = names["keys"].get(name) or names["said"].get(name)
                 if ours not in (None, name):
-                    return f"'{key}'; it is {project}'s; here: {ours}"
+                    origin = "" if project == SLIPS else f"it is {project}'s; "
+                    return f"'{key}'; {origin}here: {ours}"
     return next(filter(None, map(_of_section, keys)), None)
 
 
 def _of_section(key: str) -> str | None:
     """Where the key is in a section that only another project has."""
     for project, names in foreign_names().items():
-        sections = {one.partition(".")[0] for one in (*names["keys"], *names["said"]) if "." in one}
+        sections = {one.partition(".")[0] for one in (*names["keys"], *names["said"]) if "." in one and project != SLIPS}
         if key.partition(".")[0] in sections.difference(SHARED):
             why = next((why for pattern, why in names["not_needed"].items() if re.search(pattern, key)), None)
             return f"'{key}'; it is {project}'s; " + (

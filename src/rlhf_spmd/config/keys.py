@@ -11,11 +11,11 @@ import inspect
 import json
 import re
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any, get_args, get_origin, get_type_hints
 
-from rlhf_spmd.config.schema import describe
+from rlhf_spmd.config.schema import ConfigError, describe, unknown_key
 
 ENTRIES = {"models": "role", "calls": "method"}  # what the entries of a mapping are called; those of others: name
 
@@ -68,6 +68,42 @@ def key_texts(schema: type) -> dict[str, str]:
         for names, said in re.findall(r"^- (\w+(?:, \w+)*): (.*(?:\n +.*)*)", text, flags=re.MULTILINE):
             found |= dict.fromkeys(names.split(", "), " ".join(said.split()))
     return found
+
+
+def check_names(keys: Iterable[Key], tree: Mapping[str, Any]) -> None:
+    """Raise ConfigError for the first key of ``tree`` that is none of ``keys``, in the words in which loading it is refused."""
+    names: _Names = {}
+    for key in keys:
+        section = names
+        for part in key.name.split("."):
+            section = section.setdefault(part, {})
+    _check_names(names, tree, "", names, tree)
+
+
+_Names = dict[str, Any]  # keys of a section -> those below each; a mapping to sections has one, <name>
+
+
+def _check_names(names: _Names, given: Mapping[str, Any], where: str, root: _Names, tree: Mapping[str, Any]) -> None:
+    below = _entries(names, given)
+    for key in given:
+        if key not in below:
+            raise ConfigError(unknown_key(where, str(key), list(below), _all_names(root, tree, ""), given[key]))
+    for key, inner in below.items():
+        if inner and isinstance(given.get(key), Mapping):
+            _check_names(inner, given[key], f"{where}.{key}" if where else str(key), root, tree)
+
+
+def _entries(names: _Names, given: Mapping[str, Any]) -> _Names:
+    only = next(iter(names))
+    return dict.fromkeys(given, names[only]) if only.startswith("<") else names
+
+
+def _all_names(names: _Names, given: Any, where: str) -> Iterator[str]:
+    given = given if isinstance(given, Mapping) else {}
+    for key, inner in _entries(names, given).items():
+        name = f"{where}.{key}" if where else str(key)
+        yield name
+        yield from _all_names(inner, given.get(key), name) if inner else ()
 
 
 def _default(field: dataclasses.Field[Any], default: Any) -> str | None:

@@ -2,25 +2,29 @@
 
 The order is: YAML file, then overrides, then ``sections`` (a section whose schema depends on what was read, as
 ``algorithm`` does), then keys and types, then OmegaConf's interpolations, then the types of what they gave.
+Until its type is known, a value is the text that was written (:mod:`rlhf_spmd.config.written`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError, YAMLError
 
 from rlhf_spmd.config.bounds import idle_settings
 from rlhf_spmd.config.foreign import foreign_hint
+from rlhf_spmd.config.interpolation import FromEnvironment, interpolate, select, written
 from rlhf_spmd.config.schema import ConfigError, Reader, first_line, leaves
+from rlhf_spmd.config.written import parse, parse_value, to_plain
 
 T = TypeVar("T")
 
@@ -41,7 +45,7 @@ def load(
     overrides go over that.
     Raises ConfigError, one line, for a file that cannot be read, an unknown key, a wrong type or a missing required key.
     """
-    file = cast(dict[str, Any], OmegaConf.to_container(_read_file(path)))
+    file = _given(path)
     plain = _merge_overrides(file, overrides)
     try:
         revised, goes_over = revise(file, plain)
@@ -59,11 +63,15 @@ def load(
     plain |= {key: {} for key, kind in kinds.items() if dataclasses.is_dataclass(kind) and plain.get(key) is None}
     resolved = to_dict(Reader(schema, types, plain, interpolated=True).read())
     try:
-        if "${" in str(resolved):  # OmegaConf's containers cost more than all the rest
-            resolved = OmegaConf.to_container(OmegaConf.create(resolved), resolve=True)
+        resolved = interpolate(resolved)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{error.full_key}: {first_line(error)}") from error
     return cast(T, Reader(schema, types, resolved, interpolated=False).read())
+
+
+def read_tree(path: str | Path | None, overrides: Sequence[str]) -> dict[str, Any]:
+    """What a file and overrides say, as it was written. Raises ConfigError, one line."""
+    return _merge_overrides(_given(path), overrides)
 
 
 def check_tree(config: Any, where: str = "") -> None:
@@ -76,18 +84,34 @@ def check_tree(config: Any, where: str = "") -> None:
             if hasattr(section, "check"):
                 section.check(path)
         except ValueError as error:
-            raise ConfigError(str(error)) from error
+            raise ConfigError(_masked(str(error), section)) from error
         # The boundary to the user's code: whatever the check of an algorithm of one's own raises.
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             kind, reason = type(section), f"{type(error).__name__}: {first_line(error)}"
             if kind.__module__.startswith("rlhf_spmd."):
                 raise
             raise ConfigError(f"{path}: the check of {kind.__module__}.{kind.__qualname__} raises {reason}") from error
         for key, value, default, needed in idle_settings(section, path):
             plain = default if isinstance(default, str) else json.dumps(default)
+            shown = _masked(str(value), section)
             raise ConfigError(
-                f"{key}={value} does nothing without {needed}; leave it out, or where a file has it give {key}={plain}"
+                f"{key}={shown} does nothing without {needed}; leave it out, or where a file has it give {key}={plain}"
             )
+
+
+def _masked(text: str, section: Any) -> str:
+    """``text`` without the values that the section has from the environment."""
+    found: list[FromEnvironment] = []
+
+    def note(value: str) -> str:
+        if value and isinstance(value, FromEnvironment):
+            found.append(value)
+        return value
+
+    to_dict(section, note)
+    for value in sorted(found, key=len, reverse=True):
+        text = text.replace(value, value.written)
+    return text
 
 
 def sections_of(config: Any, where: str = "") -> Iterator[tuple[str, Any]]:
@@ -98,8 +122,8 @@ def sections_of(config: Any, where: str = "") -> Iterator[tuple[str, Any]]:
         yield from sections_of(value, f"{where}.{key}" if where else str(key))
 
 
-def to_dict(config: Any, text: Callable[[str], str] = str) -> Any:
-    """Nested dicts, lists and scalars, which json and yaml can write; ``text`` is applied to every text."""
+def to_dict(config: Any, text: Callable[[str], str] = lambda text: text) -> Any:
+    """Nested dicts, lists and scalars, which json can write; ``text`` is applied to every text."""
     if isinstance(config, list):
         return [to_dict(value, text) for value in config]
     if isinstance(config, Mapping) or dataclasses.is_dataclass(config):
@@ -108,19 +132,23 @@ def to_dict(config: Any, text: Callable[[str], str] = str) -> Any:
 
 
 def to_yaml(config: Any) -> str:
-    """The resolved configuration as YAML; :func:`load` makes an equal object of it.
+    """The configuration as YAML, resolved but for references to the environment; :func:`load` makes an equal object of it.
 
     ``${`` in a resolved value is text; written plainly it would be read back as an interpolation.
     """
-    return OmegaConf.to_yaml(OmegaConf.create(to_dict(config, lambda text: text.replace("${", "\\${"))))
+    return OmegaConf.to_yaml(OmegaConf.create(to_dict(config, written)))
 
 
 def flatten_yaml(text: str) -> dict[str, str]:
     """The values of a YAML text as text, by dotted key; empty where it is no mapping."""
     try:
-        tree = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # libyaml's, ten times as fast
-    except YAMLError:
+        return flatten(yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)))  # libyaml's, ten times as fast
+    except (YAMLError, RecursionError):
         return {}
+
+
+def flatten(tree: Any) -> dict[str, str]:
+    """The values of nested dicts as text, by dotted key; empty for anything else."""
     found = leaves(tree, "") if isinstance(tree, dict) and tree else ()
     return {key: value if isinstance(value, str) else json.dumps(value, default=str) for key, value in found}
 
@@ -131,68 +159,118 @@ def _children(node: Any) -> Mapping[Any, Any]:
     return node if isinstance(node, Mapping) else dict(enumerate(node)) if isinstance(node, list) else {}
 
 
-def _read_file(path: str | Path | Mapping[str, Any] | None) -> DictConfig:
-    """Raises ConfigError naming the file, and the line where the YAML is broken."""
-    if path is None or isinstance(path, Mapping):
-        try:
-            return OmegaConf.create(dict(path or {}))
-        except OmegaConfBaseException as error:
-            raise ConfigError(f"{error.full_key}: {first_line(error)}") from error
+def read_file(path: str | Path, what: str = "config file") -> dict[str, Any]:
+    """The mapping in a YAML file, its values as they were written. Raises ConfigError naming the file, and the line where the YAML is
+    broken; ``what``: the file is called."""
     file = Path(path)
     if not file.is_file():
-        raise ConfigError(f"config file '{file}' {'is not a file' if file.exists() else 'does not exist'}")
+        raise ConfigError(f"{what} '{file}' {'is not a file' if file.exists() else 'does not exist'}")
     try:
-        raw = OmegaConf.load(file)
+        tree = parse(file.read_text(encoding="utf-8"))
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f":{mark.line + 1}" if mark is not None else ""
-        raise ConfigError(f"config file '{file}'{line} is not valid YAML: {error.problem or error.context}") from error
-    except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException) as error:
-        raise ConfigError(f"config file '{file}' cannot be read: {first_line(error)}") from error
-    if not OmegaConf.is_dict(raw):
-        raise ConfigError(f"config file '{file}' must hold a mapping (key: value), not a list")
-    return cast(DictConfig, raw)
+        raise ConfigError(f"{what} '{file}'{line} is not valid YAML: {error.problem or error.context}") from error
+    except (OSError, UnicodeDecodeError, YAMLError) as error:
+        raise ConfigError(f"{what} '{file}' cannot be read: {first_line(error)}") from error
+    if not isinstance(tree, dict | None):
+        raise ConfigError(
+            f"{what} '{file}' must hold a mapping (key: value), not {'a list' if isinstance(tree, list) else 'text'}"
+        )
+    return tree or {}
+
+
+def resolved_key(path: Path, key: str) -> Any:
+    """The value of a dotted key of a run's ``config.yaml``, with what this process's environment has for its references; None where it
+    is not there. Raises ConfigError."""
+    try:
+        return select(read_file(path, "the run's configuration"), key)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"the run's configuration '{path}': {key}: {first_line(error)}") from error
+
+
+def _given(path: str | Path | Mapping[str, Any] | None) -> dict[str, Any]:
+    """What the file says, or what one would say, from Python. Raises ConfigError."""
+    if isinstance(path, str | Path):
+        return read_file(path)
+    plain = OmegaConf.to_container(path) if OmegaConf.is_config(path) else path or {}
+    try:
+        return cast(dict[str, Any], to_plain(plain))
+    except ValueError as error:
+        raise ConfigError(f"the configuration cannot be read: {error}") from error
 
 
 def _merge_overrides(file: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """``key=null`` takes a section out, as if the file did not have it."""
-    raw = OmegaConf.create(dict(file))
+    """``key=null`` takes a section out, as if the file did not have it; ``key={}`` leaves an empty one."""
+    tree = cast(dict[str, Any], to_plain(file))
     for override in overrides:
         key, equals, value = override.partition("=")
         if key.startswith("-"):
             raise ConfigError(_not_an_option(override, overrides))
         if not equals and (override.endswith((".yaml", ".yml")) or Path(override).is_file()):
             raise ConfigError(f"'{override}' is a file; give it as --config {override}")
-        if not equals or not key.strip() or key != key.strip():
+        path = re.sub(r"\[(\w+)\]", r".\1", key).split(".")  # a[b] is a.b
+        if not equals or not all(path) or key != key.strip():
             raise ConfigError(f"override '{override}' is not of the form key.subkey=value")
         if not value:
             raise ConfigError(f"override '{override}' has no value; write {key}=null, or {key}='' for an empty text")
         try:
-            given = OmegaConf.from_dotlist([override])
-            before = OmegaConf.to_container(raw)
-            clash = _clash(before, OmegaConf.to_container(given), "")
-            if value == "null" and _drop_section(before, key.split(".")):
-                raw = OmegaConf.create(cast(dict[str, Any], before))
-                continue
-            raw = cast(DictConfig, OmegaConf.unsafe_merge(raw, given))
-        except (YAMLError, OmegaConfBaseException, ValueError, TypeError) as error:
-            raise ConfigError(f"override '{override}' cannot be read: {first_line(error)}") from error
-        if clash and not (clash == key and value.startswith("{")):  # a mapping may take the place of a text: of data.path
+            _put(tree, path, parse_value(value))
+        except YAMLError as error:
+            why = (error.problem if isinstance(error, MarkedYAMLError) else None) or first_line(error)
+            quotes = "; ${...} needs quotes in a list or a mapping" if "${" in value else ""
+            raise ConfigError(f"override '{override}' cannot be read: {why}{quotes}") from error
+        except _Clash as clash:
             raise ConfigError(
                 f"override '{override}': '{clash}' is a section and has no value of its own; set '{clash}.<key>=...'"
-            )
-    return cast(dict[str, Any], OmegaConf.to_container(raw))
+            ) from None
+    return tree
 
 
-def _drop_section(tree: Any, path: Sequence[str]) -> bool:
-    """Whether there was a section there. On plain values: interpolations in the tree may need overrides that are still to come."""
+class _Clash(Exception):
+    """The dotted key that is a section on one side and a value on the other."""
+
+
+def _put(tree: dict[str, Any], path: Sequence[str], given: Any) -> None:
+    """Set the value at ``path``. Raises _Clash."""
     *outer, last = path
-    for name in outer:
-        tree = tree.get(name) if isinstance(tree, dict) else None
-    found = isinstance(tree, dict) and isinstance(tree.get(last), dict)
-    if found:
-        del tree[last]
-    return found
+    section = tree
+    for depth, name in enumerate(outer):
+        inner = section.get(name)
+        inner = {} if inner is None else _own_section(tree, inner)
+        if not isinstance(inner, dict):
+            raise _Clash(".".join(path[: depth + 1]))
+        section[name] = inner
+        section = inner
+    if given is None and isinstance(section.get(last), dict):
+        del section[last]
+    else:
+        _merge(section, last, given, ".".join(path))
+
+
+def _merge(section: dict[str, Any], key: str, given: Any, where: str) -> None:
+    """Set ``section[key]``, of a mapping the keys that are given; an empty one clears it. Raises _Clash."""
+    before = section.get(key)
+    if not isinstance(before, dict) or given == {}:
+        section[key] = given
+    elif isinstance(given, dict):
+        for inner, value in given.items():
+            _merge(before, inner, value, f"{where}.{inner}")
+    elif isinstance(given, str) and "${" in given:
+        section[key] = given
+    else:
+        raise _Clash(where)
+
+
+def _own_section(tree: Mapping[str, Any], value: Any) -> Any:
+    """``value``, or a copy of the section of ``tree`` that it stands for, to be changed by itself."""
+    reference = re.fullmatch(r"\$\{([\w.]+)\}", value) if isinstance(value, str) else None
+    if reference is None:
+        return value
+    found: Any = tree
+    for name in reference[1].split("."):
+        found = found.get(name) if isinstance(found, dict) else None
+    return to_plain(found)
 
 
 def _not_an_option(given: str, overrides: Sequence[str]) -> str:
@@ -204,12 +282,3 @@ def _not_an_option(given: str, overrides: Sequence[str]) -> str:
         return f"there is no option {theirs} (keys are given as key=value)"
     known = f"write {name}={value}" if "." in name else "--help lists options and keys"
     return f"there is no option '{given}', and keys are given as key=value: {known}"
-
-
-def _clash(before: Any, after: Any, where: str) -> str:
-    """The dotted key that is a section on one side and a value on the other; "" without one."""
-    if not (isinstance(before, dict) and isinstance(after, dict)):
-        values = [value for value in (before, after) if not isinstance(value, dict)]
-        return where if len(values) == 1 and values[0] is not None and "${" not in str(values[0]) else ""
-    shared = ((before[key], after[key], f"{where}.{key}" if where else str(key)) for key in after if key in before)
-    return next(filter(None, (_clash(*pair) for pair in shared)), "")

@@ -6,7 +6,9 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import pkgutil
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +17,8 @@ from types import ModuleType
 from typing import Any
 
 from rlhf_spmd.config.schema import first_line, nearest
+
+IMPORT_LIMIT_S = 120.0  # for the user's own module
 
 
 def find(kind: str, package: str, name: str, exports: str, beside: Sequence[str] = ()) -> ModuleType:
@@ -29,6 +33,15 @@ def find(kind: str, package: str, name: str, exports: str, beside: Sequence[str]
         if not hasattr(module, exports):
             raise ValueError(f"{kind} '{name}': module {module.__name__} has no '{exports}', which every {kind} must define")
         return module
+    try:
+        return find_builtin(kind, package, name, exports, beside)
+    except ValueError as error:
+        raise ValueError(f"{error} (or the dotted name of your own module)") from None
+
+
+def find_builtin(kind: str, package: str, name: str, exports: str, beside: Sequence[str] = ()) -> ModuleType:
+    """As :func:`find`, but only a module of ``package``: for a name that is not the user's own word, such as one in a model's
+    files, which must not choose what code runs."""
     if name.isidentifier() and not name.startswith("_") and importlib.util.find_spec(f"{package}.{name}") is not None:
         module = importlib.import_module(f"{package}.{name}")
         if hasattr(module, exports):
@@ -36,7 +49,7 @@ def find(kind: str, package: str, name: str, exports: str, beside: Sequence[str]
     known = sorted([*available(package, exports), *beside])
     listed = ", ".join(known) or "none"
     hint = nearest(name.lower(), known)
-    raise ValueError(f"unknown {kind} '{name}'{hint or ';'} available: {listed} (or the dotted name of your own module)")
+    raise ValueError(f"unknown {kind} '{name}'{hint or ';'} available: {listed}")
 
 
 def available(package: str, exports: str) -> list[str]:
@@ -77,23 +90,27 @@ def resolve_function(name: str, kind: str = "function") -> Callable[..., Any]:
 
 @contextmanager
 def located(kind: str, name: str, module: ModuleType) -> Iterator[None]:
-    """What the user's own ``module`` raises says, as a note, the line of its file where it came from."""
+    """What the user's own ``module`` raises says, as a note, the line of its file where it came from. Its SystemExit becomes a
+    RuntimeError: it is no end of a run."""
     try:
         yield
     # The boundary to the user's code: whatever it raises goes on.
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         lines = [line for frame, line in walk_tb(error.__traceback__) if frame.f_code.co_filename == module.__file__]
-        if lines and not module.__name__.startswith("rlhf_spmd."):
-            error.add_note(f"{kind} '{name}', {module.__file__}:{lines[-1]}")
-        raise
+        if not lines or module.__name__.startswith("rlhf_spmd."):
+            raise
+        failure = RuntimeError(f"SystemExit: {error}") if isinstance(error, SystemExit) else error
+        failure.add_note(f"{kind} '{name}', {module.__file__}:{lines[-1]}")
+        raise failure from error.__cause__
 
 
 def _import(kind: str, name: str) -> ModuleType:
     is_file = name.endswith(".py")
     try:
-        return _import_file(name) if is_file else importlib.import_module(name)
-    # The boundary to the user's code: whatever its module raises when it is imported.
-    except Exception as error:
+        with _time_limit(IMPORT_LIMIT_S):
+            return _import_file(name) if is_file else importlib.import_module(name)
+    # The boundary to the user's code: whatever its module raises when it is imported, sys.exit() included.
+    except (Exception, SystemExit) as error:
         reason = f"{type(error).__name__}: {first_line(error)}"
         absent = error.name if isinstance(error, ModuleNotFoundError) and not is_file else None
         hint = "; is it on PYTHONPATH?" if absent and f"{name}.".startswith(f"{absent}.") else ""
@@ -101,6 +118,26 @@ def _import(kind: str, name: str) -> ModuleType:
         if absent == name and outer in sys.modules and not hasattr(sys.modules[outer], "__path__"):
             hint = f"; {outer} is a module: write {outer}, or {outer}:{inner} for what is in it"
         raise ValueError(f"{kind} '{name}' cannot be imported: {reason}{hint}") from error
+
+
+@contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    """Raises TimeoutError in what takes longer, again each second, should that be caught. Only the main thread can be interrupted,
+    and C code that does not return cannot."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(*_: object) -> None:
+        raise TimeoutError(f"it has not ended after {seconds:g} s")
+
+    handler = signal.signal(signal.SIGALRM, interrupt)
+    left, interval = signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, left, interval)
+        signal.signal(signal.SIGALRM, handler)
 
 
 def _import_file(name: str) -> ModuleType:

@@ -1,6 +1,7 @@
 """Plain values (mappings, lists, scalars) into dataclasses, strictly: types in words, unknown keys with the nearest known one.
 
-A field is a dataclass, ``int``, ``float``, ``bool``, ``str``, ``Any``, a ``list`` or ``dict`` of these, or a union.
+A field is a dataclass, ``int``, ``float``, ``bool``, ``str``, ``Any``, a ``list`` or ``dict`` of these, or a union; with ``PART`` in
+its metadata a ``dict`` of some keys of a dataclass.
 """
 
 from __future__ import annotations
@@ -10,15 +11,18 @@ import difflib
 import numbers
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Union, get_args, get_origin
 
 from rlhf_spmd.config.foreign import foreign_hint
+from rlhf_spmd.config.written import Plain, resolve
 
-SHOWN_KEYS = 40
+SHOWN_KEYS, SHOWN_HINTS = 40, 3
+EVERYWHERE = ("name", "type", "path", "model", "enable")  # keys of so many sections that another one's is no hint
 NEAR, NEARER = 0.6, 0.8  # likeness of a mistyped name to a known one; of a key to that of another section
+PART = "part_of"  # in a field's metadata: the dataclass of which a mapping has some keys
 UNSET = "???"  # OmegaConf's word for a value that must be given
 WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "text", type(None): "null", Any: "any value"}
 READABLE = {int: (int, str), float: (float, int, str), str: (str, int, float, bool), bool: (bool, int, str)}
@@ -36,7 +40,12 @@ type_hints = cache(typing.get_type_hints)
 
 def first_line(error: BaseException) -> str:
     """What an exception says in its first line; its type's name where it says nothing."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return printable((str(error).strip() or type(error).__name__).splitlines()[0])
+
+
+def printable(text: str) -> str:
+    """One line in which what a terminal would obey, such as a sequence that begins with escape, is written as Python writes it."""
+    return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in text)
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
@@ -87,30 +96,36 @@ class Reader:
 
     def _section(self, section: Any, value: Mapping[str, Any], where: str, default: Any) -> Any:
         """``default``: an instance that the value's keys go over, if there is one."""
-        hints = self._fields(section)
-        unknown = [key for key in value if key not in hints]
-        if unknown:
-            raise ConfigError(self._unknown_key(where, str(unknown[0]), list(hints), value[unknown[0]]))
-        made = {}
+        self._check_keys(section, value, where)
+        hints, made = self._fields(section), {}
         for f in dataclasses.fields(section):
             dotted = _dotted(where, f.name)
             made[f.name] = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
             made[f.name] = getattr(default, f.name, made[f.name])
             if value.get(f.name, UNSET) != UNSET:
-                made[f.name] = self._value(hints[f.name], value[f.name], dotted, made[f.name])
+                read = self._part if PART in f.metadata and isinstance(value[f.name], Mapping) else self._value
+                made[f.name] = read(f.metadata.get(PART, hints[f.name]), value[f.name], dotted, made[f.name])
             elif made[f.name] is dataclasses.MISSING:
                 self.missing[dotted] = hints[f.name]
         return section(**made)
+
+    def _part(self, section: Any, value: Mapping[str, Any], where: str, default: Any) -> dict[str, Any]:
+        """The keys of a section that are given, and no others."""
+        self._check_keys(section, value, where)
+        hints = self._fields(section)
+        return {str(key): self._value(hints[key], child, _dotted(where, key)) for key, child in value.items()}
 
     def _value(self, annotation: Any, value: Any, where: str, default: Any = None) -> Any:
         options = {get_origin(option) or option: option for option in _options(annotation)}
         section = _dataclass(annotation)
         if where.endswith("dtype") and isinstance(value, str):
             value = DTYPES.get(value, value)
-        if Any in options or (value is None and type(None) in options):
-            return value
+        if value is None and type(None) in options:
+            return None
         if self.interpolated and isinstance(value, str) and "${" in value:
-            return value
+            return str(value)
+        if Any in options:
+            return resolve(value)
         if section is not None and isinstance(value, Mapping):
             return self._section(section, value, where, default)
         if isinstance(value, Mapping) and dict in options:
@@ -121,35 +136,31 @@ class Reader:
             (element,) = get_args(options[list])
             return [self._value(element, child, f"{where}[{index}]") for index, child in enumerate(value)]
         scalars = [option for option in options if option in READABLE]
-        if type(value) in scalars:
+        if type(value) in scalars or (str in scalars and isinstance(value, str) and not isinstance(value, Plain)):
             return value
+        if len(scalars) > 1 and isinstance(value, Plain):
+            scalars = [_kind_of(value, scalars)]
         try:
             if len(scalars) == 1 and self._fits(scalars[0], value):
-                return SWITCH[str(value).lower()] if scalars[0] is bool else scalars[0](value)
+                return _read(scalars[0], value)
         except (ValueError, KeyError):
             pass
-        raise ConfigError(f"{where}={value!r} must be {describe(annotation)}")
+        raise ConfigError(f"{where}={resolve(value)!r} must be {describe(annotation)}")
 
     def _fits(self, scalar: type, value: Any) -> bool:
         """Whether ``value``, of another type, says one of type ``scalar``. numpy's numbers are numbers."""
         exact = isinstance(value, EXACT.get(scalar, ())) and not isinstance(value, bool)
-        return exact or (not self.strict and type(value) in READABLE[scalar])
+        said = str if isinstance(value, str) else type(value)
+        return exact or (not self.strict and said in READABLE[scalar])
+
+    def _check_keys(self, section: Any, value: Mapping[str, Any], where: str) -> None:
+        hints = self._fields(section)
+        unknown = [key for key in value if key not in hints]
+        if unknown:
+            raise ConfigError(self._unknown_key(where, str(unknown[0]), list(hints), value[unknown[0]]))
 
     def _unknown_key(self, where: str, key: str, allowed: Sequence[str], value: Any) -> str:
-        known = sorted(set(self._known(self.schema, self.plain, "")))
-        last = {name: name.rpartition(".")[2] for name in known}
-        same_name = [name for name in known if last[name] == key.rpartition(".")[2]]
-        here = [_dotted(where, name) for name in difflib.get_close_matches(key, allowed, 1, NEAR)]
-        elsewhere = [
-            name for end in difflib.get_close_matches(key, last.values(), 1, NEARER) for name in known if last[name] == end
-        ]
-        meant = next(iter([*here, *same_name, *elsewhere]), None)
-        hint = f"; did you mean '{meant}'?" if meant else ";"
-        given = [name for name, _ in leaves(value, _dotted(where, key))]
-        foreign = foreign_hint(given, by_end=not same_name and not isinstance(value, Mapping))
-        if foreign:
-            return f"unknown key {foreign}"
-        return f"unknown key '{_dotted(where, key)}'{hint} allowed here: {_listed(sorted(allowed))}"
+        return unknown_key(where, key, allowed, self._known(self.schema, self.plain, ""), value)
 
     def _known(self, annotation: Any, value: Any, where: str) -> Iterator[str]:
         """Dotted names of the schema; inside a dict of dataclasses, under the names that ``value`` uses."""
@@ -158,6 +169,45 @@ class Reader:
         for key, inner in entries.items():
             yield _dotted(where, key)
             yield from self._known(inner, given.get(key), _dotted(where, key))
+
+
+def unknown_key(where: str, key: str, allowed: Sequence[str], known: Iterable[str], value: Any) -> str:
+    """What is said of ``key`` in the section ``where``, which has not it but those that are ``allowed``. ``known``: dotted names of all
+    keys; ``value``: what was given."""
+    known = sorted({*known} - {_dotted(where, key)})
+    last = {name: name.rpartition(".")[2] for name in known}
+    same_name = [name for name in known if last[name] == key.rpartition(".")[2] and (not where or key not in EVERYWHERE)]
+    below = [name for name in known if last[name] == key and where and name.startswith(f"{where}.")]
+    longer = [_dotted(where, name) for name in sorted(allowed) if len(key) > 2 and name.startswith(key)]
+    here = [_dotted(where, name) for name in difflib.get_close_matches(key, allowed, 1, NEAR)]
+    elsewhere = [
+        name for end in difflib.get_close_matches(key, last.values(), 1, NEARER) for name in known if last[name] == end
+    ]
+    meant = next(filter(None, [below, longer[:1], here, same_name, elsewhere[:1]]), [])
+    hint = f"; did you mean {' or '.join(map(repr, meant[:SHOWN_HINTS]))}?" if meant else ";"
+    given = [name for name, _ in leaves(value, _dotted(where, key))]
+    foreign = foreign_hint(given, by_end=not (same_name or below) and not isinstance(value, Mapping))
+    if foreign:
+        return f"unknown key {foreign}"
+    return f"unknown key '{_dotted(where, key)}'{hint} allowed here: {_listed(sorted(allowed))}"
+
+
+def _kind_of(value: Plain, scalars: Sequence[type]) -> type:
+    """Which of several types a plain value is of."""
+    if bool in scalars and value.lower() in SWITCH:
+        return bool
+    made = type(resolve(value))
+    return made if made in scalars else str if str in scalars else scalars[0]
+
+
+def _read(scalar: type, value: Any) -> Any:
+    """Raises ValueError or KeyError for what says no ``scalar``."""
+    if scalar is bool:
+        return SWITCH[str(value).lower()]
+    if scalar is str:
+        return str(value).lower() if isinstance(value, bool) else str(value)
+    made = resolve(value)  # .inf is a number, too
+    return made if type(made) is scalar else scalar(value)
 
 
 def _dotted(where: str, key: object) -> str:

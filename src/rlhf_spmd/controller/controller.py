@@ -41,6 +41,7 @@ from rlhf_spmd.controller.worker import MethodSpec, Signature, Worker
 from rlhf_spmd.data.batch import Batch
 from rlhf_spmd.parallel.board import Board
 from rlhf_spmd.parallel.collectives import Group, wait_all
+from rlhf_spmd.telemetry.progress import say
 from rlhf_spmd.telemetry.trace import Argument, Timeline
 
 
@@ -99,9 +100,7 @@ class Controller:
                 own.append(node)
         result = script(*args)
         # a rank whose script has fewer calls must not wait here for messages while the others wait for its next call
-        self._enter(
-            "controller.settle", f"end of the script after {self._last_site}" if self._last_site else "end of the script"
-        )
+        self._enter("controller.settle", f"end of the script{' after ' * bool(self._last_site)}{self._last_site}")
         self.settle(self.versions.ahead)
         self._leave()
         return result
@@ -201,7 +200,7 @@ class Controller:
     def tell(self, line: str) -> None:
         """A line for people, from the first rank; nothing while tracing."""
         if self.world.rank == 0 and not self._tracing:
-            print(line, file=sys.stderr)
+            say(line)
 
     def send_report(self, report: Any) -> None:
         """JSON for the first rank of the world, on its way while this rank goes on."""

@@ -180,11 +180,13 @@ class DatasetConfig(StoredRowsConfig):
 @dataclass
 class Tally:
     """Counts of a data set's rows, and of each kind that is left out the first. ``overlong``: the first row that is too long;
-    ``shortest``: tokens of the shortest. ``left_out``: by reason. ``bad``: the first rows of ``num_bad`` that cannot be used."""
+    ``shortest``: tokens of the shortest. ``num_dialogues``: rows whose prompt is the beginning of a dialogue. ``left_out``: by
+    reason. ``bad``: the first rows of ``num_bad`` that cannot be used."""
 
     num_overlong: int = 0
     overlong: str = ""
     shortest: int = sys.maxsize
+    num_dialogues: int = 0
     left_out: dict[str, int] = field(default_factory=dict)
     first_left_out: str = ""
     num_duplicates: int = 0
@@ -194,13 +196,15 @@ class Tally:
     def add(self, other: Tally) -> None:
         """What was counted of the rows that follow."""
         self.num_overlong += other.num_overlong
+        self.num_dialogues += other.num_dialogues
         self.overlong, self.first_left_out = self.overlong or other.overlong, self.first_left_out or other.first_left_out
         self.shortest = min(self.shortest, other.shortest)
         self.left_out = dict(Counter(self.left_out) + Counter(other.left_out))
 
     def told(self) -> str:
         """In words, with a comma before each."""
-        text = f", {self.num_overlong} over-long ones dropped" if self.num_overlong else ""
+        text = f", {self.num_dialogues} cut from whole dialogues at their last turn" if self.num_dialogues else ""
+        text += f", {self.num_overlong} over-long ones dropped" if self.num_overlong else ""
         text += "".join(f", {count} left out whose {reason}" for reason, count in self.left_out.items())
         text += f" (the first is {self.first_left_out})" if self.left_out else ""
         text += f", {self.num_duplicates} duplicate{'s' * (self.num_duplicates > 1)} left out" if self.num_duplicates else ""

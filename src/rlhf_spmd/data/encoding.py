@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from rlhf_spmd.config.schema import first_line
+from rlhf_spmd.data.ends import PROBE, REFUSALS, TurnFrame, turn_frame
 from rlhf_spmd.data.files import DataError
+from rlhf_spmd.data.tokenizer import added_ids, encode
 
 ENCODE_ROWS = 1024
+LONG_TOKEN = 64  # characters; few tokens have more
 TEMPLATE_FILE = "chat_template.jinja"  # transformers' name, beside a tokenizer
-TURN = "A-TURN-OF-THE-MODEL"  # which no template writes by itself
+RENDERING = (
+    "tokenize",
+    "add_generation_prompt",
+    "chat_template",
+    "tools",
+    "conversation",
+    "return_dict",
+)  # set here, not by users
 
 
 @dataclass(frozen=True)
@@ -22,11 +33,13 @@ class EncodingConfig:
     - apply_chat_template: `auto`: messages through the chat template, text as it is; `true`: text too, as one user message;
       `false`: messages are an error
     - chat_template: a file or the Jinja text, instead of the tokenizer's own
+    - chat_template_kwargs: variables of the chat template: `{enable_thinking: false}`
     - system_prompt: put before messages that have no system message
     """
 
     apply_chat_template: bool | str = "auto"
     chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     system_prompt: str | None = None
 
     def check(self, where: str) -> None:
@@ -34,6 +47,11 @@ class EncodingConfig:
             raise ValueError(f"{where}.apply_chat_template={self.apply_chat_template!r} must be auto, true or false")
         if self.system_prompt is not None and self.apply_chat_template is False:
             raise ValueError(f"{where}.system_prompt needs {where}.apply_chat_template=true (or auto, with chat messages)")
+        for name in RENDERING:
+            if name in self.chat_template_kwargs:
+                raise ValueError(
+                    f"{where}.chat_template_kwargs.{name} is no variable of a template: the trainer sets it itself"
+                )
 
 
 class PromptEncoder:
@@ -45,6 +63,11 @@ class PromptEncoder:
         self.config = config
         self.key = f"{section}.chat_template".lstrip(".")
         self.template = read_template(config.chat_template, self.key)
+
+    @cached_property
+    def frame(self) -> TurnFrame:
+        """How the template opens and closes a turn of the assistant."""
+        return turn_frame(self.tokenizer, self.template, **self.config.chat_template_kwargs)
 
     def render(self, prompt: Any, where: str, tools: list[Any] | None = None) -> tuple[str, bool]:
         """The text to tokenise, and whether it came from the template (which writes the special tokens itself)."""
@@ -71,29 +94,67 @@ class PromptEncoder:
             return [{"role": "system", "content": self.config.system_prompt}, *messages]
         return messages
 
-    def encode(self, prompts: Sequence[Any], wheres: Sequence[str], tools: Sequence[Any] = ()) -> list[tuple[list[int], str]]:
-        """Token ids and rendered text of each prompt, told of its ``tools`` (schemas, or None); tokenised in batches."""
+    def encode(
+        self, prompts: Sequence[Any], wheres: Sequence[str], tools: Sequence[Any] = (), most_characters: int | None = None
+    ) -> list[tuple[list[int], str]]:
+        """Token ids and rendered text of each prompt, told of its ``tools`` (schemas, or None); tokenised in batches. Of a prompt that
+        is going to be dropped for its length only the first ids. Longer texts than ``most_characters`` are refused before that:
+        tokenising takes time and memory."""
         rendered = [self.render(*one) for one in zip(prompts, wheres, tools or [None] * len(prompts), strict=True)]
-        from_template = self.tokenize([text for text, templated in rendered if templated], special_tokens=False)
-        from_text = self.tokenize([text for text, templated in rendered if not templated], special_tokens=True)
+        for (text, _), where in zip(rendered, wheres, strict=True):
+            if most_characters is not None and len(text) > most_characters:
+                raise DataError(f"{where} has {len(text)} characters, and no more than {most_characters} can fit; shorten it")
+        read = [(self.first_part(text), templated) for text, templated in rendered]
+        from_template = self.tokenize([text for text, templated in read if templated], special_tokens=False)
+        from_text = self.tokenize([text for text, templated in read if not templated], special_tokens=True)
         encoded = [(next(from_template if templated else from_text), text) for text, templated in rendered]
         for (tokens, _), where in zip(encoded, wheres, strict=True):
             if not tokens:
                 raise DataError(f"{where}: the prompt has no tokens")
         return encoded
 
+    def first_part(self, text: str) -> str:
+        """As much of a text as says whether the prompt is dropped for its length: megabytes would take minutes and gigabytes. All of it
+        where none is dropped, and where its first part has few tokens: a tokenizer may make one of many characters.
+        """
+        if not getattr(self.config, "filter_overlong_prompts", False):
+            return text
+        most = self.config.max_prompt_length  # type: ignore[attr-defined]  # of PromptsConfig, beside the other
+        part = text[: LONG_TOKEN * most]
+        # twice as many, since the last tokens of a part may not be those of the whole text
+        cut = len(part) < len(text) and len(next(self.tokenize([part], special_tokens=False))) > 2 * most
+        return part if cut else text
+
     def tokenize(self, texts: Sequence[str], special_tokens: bool) -> Iterator[list[int]]:
+        """Token ids of each text. ``special_tokens``: after those that the tokenizer begins texts with, if the text does not begin with
+        them itself. What it ends texts with is left out: a prompt goes on, and a response's end is a setting of its own."""
+        begin = added_ids(self.tokenizer)[0] if special_tokens else []
         for start in range(0, len(texts), ENCODE_ROWS):
             batch = list(texts[start : start + ENCODE_ROWS])
-            yield from self.tokenizer(batch, add_special_tokens=special_tokens, truncation=False, verbose=False)["input_ids"]
+            for ids in self.tokenizer(batch, add_special_tokens=False, truncation=False, verbose=False)["input_ids"]:
+                yield ids if ids[: len(begin)] == begin else [*begin, *ids]
+
+    def tokenize_pairs(self, pairs: Sequence[tuple[str, str]], special_tokens: bool) -> Iterator[tuple[list[int], list[int]]]:
+        """Token ids of each prompt and response, tokenised as one text, since a tokenizer may join the last characters of one with the
+        first of the other. The prompt's are those that both readings begin with: a token across the border is the response's, unless
+        nothing would be left of the prompt; then each is tokenised by itself."""
+        prompts = dict.fromkeys(prompt for prompt, _ in pairs)
+        alone = dict(zip(prompts, self.tokenize(list(prompts), special_tokens), strict=True))
+        whole = self.tokenize([prompt + response for prompt, response in pairs], special_tokens)
+        for (prompt, response), ids in zip(pairs, whole, strict=True):
+            by_itself = alone[prompt]
+            same = next(
+                (i for i, (a, b) in enumerate(zip(by_itself, ids, strict=False)) if a != b), min(len(by_itself), len(ids))
+            )
+            yield (ids[:same], ids[same:]) if same else (by_itself, encode(self.tokenizer, response))
 
     def between_turns(self, messages: list[dict[str, Any]], where: str) -> str:
         """What the template writes from the end of an assistant's text to the beginning of its next, with ``messages`` between.
 
         Raises DataError, also where it leaves them out.
         """
-        begun = [{"role": "user", "content": "?"}, {"role": "assistant", "content": TURN}]
-        said, silent = (self.apply_template([*begun, *more], where).partition(TURN)[2] for more in (messages, []))
+        begun = [{"role": "user", "content": "?"}, {"role": "assistant", "content": PROBE}]
+        said, silent = (self.apply_template([*begun, *more], where).partition(PROBE)[2] for more in (messages, []))
         if said == silent:
             roles = ", ".join(sorted({repr(message["role"]) for message in messages}))
             raise DataError(f"{where}: the chat template leaves out messages of the role {roles}")
@@ -116,20 +177,22 @@ class PromptEncoder:
         if tools and "tools" not in self.tokenizer.get_chat_template(self.template, tools):
             raise DataError(f"{where}: the chat template does not tell the model of tools; give {self.key}, one that does")
         try:
-            text = self.tokenizer.apply_chat_template(
-                messages, tools, tokenize=False, add_generation_prompt=add_generation_prompt, chat_template=self.template
-            )
+            options = {"tokenize": False, "add_generation_prompt": add_generation_prompt, "chat_template": self.template}
+            text = self.tokenizer.apply_chat_template(messages, tools, **options, **self.config.chat_template_kwargs)
         except TemplateSyntaxError as error:
             its = f"the chat template of tokenizer '{self.tokenizer.name_or_path}'"
             owner = self.key if self.template else its
             raise DataError(f"{owner}, line {error.lineno}: not valid Jinja: {error.message}") from error
-        except (TemplateError, ValueError, TypeError, KeyError) as error:
+        except (TemplateError, *REFUSALS) as error:
             raise DataError(f"{where}: the chat template refuses these messages: {first_line(error)}") from error
         return str(text)
 
 
 def check_messages(prompt: Any, where: str) -> list[dict[str, Any]]:
-    """A list of ``{"role": ..., "content": text}``. Raises DataError."""
+    """A list of ``{"role": ..., "content": text}``; keys without a value, which parquet gives every message, are left out.
+
+    Raises DataError.
+    """
     if not isinstance(prompt, Sequence) or isinstance(prompt, (str, bytes)):
         raise DataError(f"{where}: a prompt must be text or a list of chat messages, not {type(prompt).__name__}")
     if not prompt:
@@ -141,7 +204,7 @@ def check_messages(prompt: Any, where: str) -> list[dict[str, Any]]:
             raise DataError(
                 f"{where}: the content of message {number} must be text, not {type(message.get('content')).__name__}"
             )
-    return [dict(message) for message in prompt]
+    return [{key: value for key, value in message.items() if value is not None} for message in prompt]
 
 
 def check_ids(ids: Any, vocab_size: int | None, where: str, key: str) -> list[int]:

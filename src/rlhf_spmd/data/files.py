@@ -14,6 +14,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+from rlhf_spmd.config.json_input import parse_json
 from rlhf_spmd.config.schema import first_line
 from rlhf_spmd.telemetry.jsonl import json_value
 
@@ -198,13 +199,11 @@ def _json_rows(file: Path) -> Iterable[Given]:
 
 def _parse(text: str, where: str) -> Any:
     try:
-        return json.loads(text)
+        return parse_json(text)
     except json.JSONDecodeError as error:
         line = f":{error.lineno}" if "\n" in text.rstrip() else ""
         raise DataError(f"{where}{line}: not valid JSON: {error.msg} at column {error.colno}") from error
-    except RecursionError as error:
-        raise DataError(f"{where}: JSON nested too deeply") from error
-    except ValueError as error:  # a number of more digits than Python converts
+    except ValueError as error:  # nested too deeply, or a number of more digits than Python converts
         raise DataError(f"{where}: {first_line(error)}") from error
 
 

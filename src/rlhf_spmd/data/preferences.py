@@ -12,10 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from rlhf_spmd.data.conversation import ConversationEncoder, end_ids
 from rlhf_spmd.data.dataset import TokenDataset
 from rlhf_spmd.data.encoding import PromptEncoder, check_messages
 from rlhf_spmd.data.files import DataError, Given, Row
-from rlhf_spmd.data.sft import ResponsesConfig, end_ids
+from rlhf_spmd.data.sft import ResponsesConfig
 
 PKU = "PKU-SafeRLHF's"  # in place of the setting that names a column
 HUMAN, TURN = "\n\nHuman:", "\n\nAssistant:"  # before what each says in dialogues that are one text, as those of hh-rlhf
@@ -23,12 +24,14 @@ HUMAN, TURN = "\n\nHuman:", "\n\nAssistant:"  # before what each says in dialogu
 
 @dataclass(frozen=True)
 class Response:
-    """``prompt``: text or messages. ``numbers``: fields of the row."""
+    """``prompt``: text or messages. ``numbers``: fields of the row. ``from_dialogue``: the data have the prompt and the response as
+    one dialogue."""
 
     prompt: Any
     text: str
     row: Row
     numbers: dict[str, float]
+    from_dialogue: bool = False
 
 
 @dataclass(frozen=True)
@@ -57,14 +60,16 @@ class PreferencesConfig(ResponsesConfig):
         keys = self.columns(row, ("chosen_key", "rejected_key"), "response_{}")
         texts = [_response(row, *key) for key in keys]
         has_prompt = self.prompt_key in row or keys[0][1] == PKU
-        prompt = row.get(self.prompt_key, "data.prompt_key") if has_prompt else common_prompt(texts, row.where)
-        prompt, texts = without_repeated_prompt(prompt, texts, row.where)
+        if has_prompt:
+            prompt = whole_prompt(row.get(self.prompt_key, "data.prompt_key"), texts, row.where)
+        else:
+            prompt = common_prompt(texts, row.where)
         named = self.margin_key in row or self.margin_key != PreferencesConfig.margin_key
         margin = row.get(self.margin_key, "data.margin_key") if named else 0.0
         if isinstance(margin, bool) or not isinstance(margin, (int, float)) or not 0 <= margin < float("inf"):
             raise DataError(f"{row.where}: '{self.margin_key}' must be a number of at least 0, not {margin!r}")
         chosen, rejected = (
-            Response(prompt, answer_to(prompt, text, row.where), row, {"chosen": is_chosen, "margin": float(margin)})
+            answer_to(prompt, text, row, {"chosen": is_chosen, "margin": float(margin)})
             for text, is_chosen in zip(texts, (1.0, 0.0), strict=True)
         )
         return chosen, rejected
@@ -130,8 +135,8 @@ class UnpairedConfig(ResponsesConfig):
         if self.completion_key not in row and (pairs.chosen_key in row or pairs.better in row):
             return [replace(response, numbers={"desirable": response.numbers["chosen"]}) for response in pairs.pair(row)]
         prompt = row.get(self.prompt_key, "data.prompt_key")
-        text = answer_to(prompt, _response(row, self.completion_key, "data.completion_key"), row.where)
-        return [Response(prompt, text, row, {"desirable": float(_bit(row, self.label_key, "data.label_key"))})]
+        label = float(_bit(row, self.label_key, "data.label_key"))
+        return [answer_to(prompt, _response(row, self.completion_key, "data.completion_key"), row, {"desirable": label})]
 
     def usable(self, row: Given) -> Row:
         self.single(found := super().usable(row))  # here, since :meth:`encode` would read all rows again after each bad one
@@ -199,6 +204,9 @@ class GroupDataset(TokenDataset):
         numbers = {name: [response.numbers[name] for response in flat] for name in (flat[0].numbers if flat else ())}
         limit, drop = ("max_length", config.max_length), ("filter_overlong", config.filter_overlong)
         super().__init__([group[0].row for group in usable], columns, limit, drop, numbers)
+        self.tally.num_dialogues = sum(
+            all(response.from_dialogue for response in group[: 1 + (not cut_second)]) for group in usable
+        )
         self.tally.left_out = dict(Counter(reason for reason in found if reason))
         self.tally.first_left_out = next((g[0].row.where for g, reason in zip(groups, found, strict=True) if reason), "")
 
@@ -232,44 +240,59 @@ def common_prompt(dialogues: Sequence[Any], where: str) -> Any:
     return first[: min(same, len(first) - 1, len(second) - 1)]
 
 
-def without_repeated_prompt(prompt: Any, responses: list[Any], where: str) -> tuple[Any, list[Any]]:
-    """A text prompt that both responses begin with is cut off from texts; before messages it is theirs, as messages."""
-    if isinstance(prompt, str) and all(isinstance(response, str) and response.startswith(prompt) for response in responses):
-        return prompt, [response[len(prompt) :] for response in responses]
+def whole_prompt(prompt: Any, responses: list[Any], where: str) -> Any:
+    """A text prompt before two dialogues of messages, whose common beginning ends with it, is that beginning."""
     if isinstance(prompt, str) and all(isinstance(response, list) and len(response) > 1 for response in responses):
         messages = common_prompt(responses, where)
         if messages and messages[-1]["content"] == prompt:
-            return messages, responses
-    return prompt, responses
+            return messages
+    return prompt
 
 
-def answer_to(prompt: Any, response: Any, where: str) -> str:
-    """The text of a response: text, the assistant's message, or a dialogue that goes on from the prompt. Raises DataError."""
+def answer_to(prompt: Any, response: Any, row: Row, numbers: dict[str, float]) -> Response:
+    """A response as the data have it: text, the assistant's message, or a dialogue that goes on from the prompt. Only what has the
+    form of a dialogue is cut, never a text that happens to begin as the prompt does. Raises DataError."""
     if isinstance(response, str):
-        begins = isinstance(prompt, str) and prompt.endswith(TURN) and response.startswith(prompt)
-        return response[len(prompt) :] if begins else response
+        is_dialogue = isinstance(prompt, str) and prompt.endswith(TURN) and response.startswith(prompt)
+        return Response(prompt, response[len(prompt) :] if is_dialogue else response, row, numbers, is_dialogue)
     messages = [response] if isinstance(response, dict) else response
-    messages = check_messages(messages, where)
-    if isinstance(prompt, list | tuple) and messages[: len(prompt)] == list(prompt):
-        messages = messages[len(prompt) :]
+    messages = check_messages(messages, row.where)
+    before = check_messages(prompt, row.where) if isinstance(prompt, list | tuple) and prompt else None
+    is_dialogue = before is not None and messages[: len(before)] == before
+    messages = messages[len(before or ()) :] if is_dialogue else messages
     if len(messages) != 1 or messages[0]["role"] != "assistant":
         roles = ", ".join(message["role"] for message in messages) or "none"
-        raise DataError(f"{where}: a response must be one message of the assistant after the prompt; there are: {roles}")
-    return str(messages[0]["content"])
+        raise DataError(f"{row.where}: a response must be one message of the assistant after the prompt; there are: {roles}")
+    return Response(prompt, str(messages[0]["content"]), row, numbers, is_dialogue)
 
 
 def _encode(responses: Sequence[Response], config: ResponsesConfig, tokenizer: Any) -> dict[str, list[list[int]]]:
+    """What stands in several rows is rendered and tokenised once."""
     end, encoder = end_ids(tokenizer, config.append_eos), PromptEncoder(tokenizer, config)
-    # a prompt and a completion stand in several rows; each is tokenised once
-    keys = [response.prompt if isinstance(response.prompt, str) else json.dumps(response.prompt) for response in responses]
-    firsts: dict[str, Response] = {}
-    for key, response in zip(keys, responses, strict=True):
-        firsts.setdefault(key, response)
-    encoded = encoder.encode([one.prompt for one in firsts.values()], [one.row.where for one in firsts.values()])
-    prompts = {key: ids for key, (ids, _) in zip(firsts, encoded, strict=True)}
-    distinct = list(dict.fromkeys(response.text for response in responses))
-    texts = {text: [*ids, *end] for text, ids in zip(distinct, encoder.tokenize(distinct, special_tokens=False), strict=True)}
-    return {"prompt_ids": [prompts[key] for key in keys], "response_ids": [texts[response.text] for response in responses]}
+    keys = [
+        (response.prompt if isinstance(response.prompt, str) else json.dumps(response.prompt), response.text)
+        for response in responses
+    ]
+    distinct = dict(zip(reversed(keys), reversed(responses), strict=True))  # of equal ones the first, whose row an error names
+    found: dict[tuple[str, str], tuple[list[int], list[int]]] = {}
+    texts: list[tuple[str, str]] = []
+    talks: ConversationEncoder | None = None
+    for key, response in distinct.items():
+        if isinstance(response.prompt, str) and config.apply_chat_template is not True:
+            texts.append((encoder.render(response.prompt, response.row.where)[0], response.text))
+            continue
+        talks = talks or ConversationEncoder(encoder)
+        given = response.prompt
+        messages = [{"role": "user", "content": given}] if isinstance(given, str) else check_messages(given, response.row.where)
+        answer = {"role": "assistant", "content": response.text}
+        found[key] = talks.learn([*messages, answer], len(messages), response.row.where, end)[:2]
+    pairs = encoder.tokenize_pairs(texts, special_tokens=True)
+    found |= {key: (prompt, [*ids, *end]) for key, (prompt, ids) in zip(texts, pairs, strict=True)}
+    both = [found[key] for key in keys]
+    for (prompt, _), response in zip(both, responses, strict=True):
+        if not prompt:
+            raise DataError(f"{response.row.where}: the prompt has no tokens")
+    return {"prompt_ids": [prompt for prompt, _ in both], "response_ids": [ids for _, ids in both]}
 
 
 def _response(row: Row, key: str, setting: str) -> Any:

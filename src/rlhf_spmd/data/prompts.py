@@ -135,6 +135,12 @@ class PromptDataset(TokenDataset):
         _, first = np.unique(cast(Tensor, self.beside["kind"]).numpy(), return_index=True)
         return [self.row(i) for i in sorted({*range(min(len(self), NUM_FIRST)), *first.tolist()})]
 
+    def examples_by_path(self) -> list[list[dict[str, Any]]]:
+        """Of each path the first row of every ``data_source``, ``environment`` and set of columns that have a value."""
+        path, kind = self.sources.numpy(), cast(Tensor, self.beside["kind"]).numpy()
+        _, first = np.unique(np.stack([path, kind]), axis=1, return_index=True)
+        return [[self.row(i) for i in first.tolist() if path[i] == number] for number in np.unique(path)]
+
 
 def _kind(row: Mapping[str, Any]) -> int:
     there = sorted(key for key, value in row.items() if value is not None)

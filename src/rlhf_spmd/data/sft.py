@@ -10,13 +10,12 @@ import torch
 
 from rlhf_spmd.config.bounds import check_bounds
 from rlhf_spmd.data.batch import ragged
-from rlhf_spmd.data.conversation import ConversationEncoder
+from rlhf_spmd.data.conversation import ConversationEncoder, Learnt, end_ids
 from rlhf_spmd.data.dataset import DatasetConfig, RowsConfig, TokenDataset
 from rlhf_spmd.data.encoding import PromptEncoder, check_ids, check_messages
 from rlhf_spmd.data.files import DataError, Row
 
 ID_KEYS = ("prompt_ids", "response_ids")
-Learnt = tuple[list[int], list[int], list[bool]]  # ids of prompt and response, and which of the response are learnt
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class ResponsesConfig(DatasetConfig):
 
     - max_length: tokens of prompt and response together; of a pair the longer one counts
     - filter_overlong: drop longer rows; `false`: an error
-    - append_eos: end responses with the tokenizer's end token
+    - append_eos: end responses with the tokenizer's end token; behind chat messages, where the template writes no end of its own
     """
 
     max_length: int = 1024
@@ -55,7 +54,6 @@ class SftConfig(ResponsesConfig, PairsConfig):
     completion of messages too, every turn in that.
 
     - val_path: `path` of the rows for `val/loss`
-    - append_eos: end responses with the tokenizer's end token; of conversations, where the template writes none of its own
     - text_key: column of one text in place of prompt and response, all of which is learnt (language modelling)
     """
 
@@ -100,7 +98,8 @@ def encode_pairs(
     append_eos: bool = False,
     text_key: str | None = None,
 ) -> list[tuple[list[int], list[int]]]:
-    """(prompt ids, response ids) of each row: those that it gives, else its text's, with the end token if ``append_eos``.
+    """(prompt ids, response ids) of each row: those that it gives, else its text's, with the end token if ``append_eos``. Behind chat
+    messages a response is the text alone, without what the template would put around it.
 
     Raises DataError, also for given ids beyond ``vocab_size``.
     """
@@ -123,19 +122,13 @@ def _encode(
     if text_key is not None:
         return _encode_texts(rows, text_key, encoder, end)
     pairs = [_prompt_and_response(row, config) for row in rows]
-    prompts = encoder.encode([prompt for prompt, _ in pairs], [row.where for row in rows])
-    responses = encoder.tokenize([response for _, response in pairs], special_tokens=False)
-    return [
-        (prompt, _not_empty([*response, *end], row))
-        for (prompt, _), response, row in zip(prompts, responses, rows, strict=True)
-    ]
-
-
-def end_ids(tokenizer: Any, append_eos: bool) -> list[int]:
-    """The end token after a response, if it is to have one. Raises DataError for a tokenizer without."""
-    if append_eos and tokenizer.eos_token_id is None:
-        raise DataError(f"tokenizer '{tokenizer.name_or_path}' has no eos token; set data.append_eos=false")
-    return [int(tokenizer.eos_token_id)] if append_eos else []
+    rendered = [encoder.render(prompt, row.where) for (prompt, _), row in zip(pairs, rows, strict=True)]
+    found: dict[int, tuple[list[int], list[int]]] = {}
+    for templated in (True, False):
+        its = [i for i, (_, from_template) in enumerate(rendered) if from_template is templated]
+        texts = [(rendered[i][0], pairs[i][1]) for i in its]
+        found |= zip(its, encoder.tokenize_pairs(texts, special_tokens=not templated), strict=True)
+    return [(_not_empty(found[i][0], row, "prompt"), _not_empty([*found[i][1], *end], row)) for i, row in enumerate(rows)]
 
 
 def _talk(row: Row, config: SftConfig) -> tuple[list[Any], int] | None:
@@ -144,10 +137,12 @@ def _talk(row: Row, config: SftConfig) -> tuple[list[Any], int] | None:
     if has_ids(row) or key not in row:
         return None
     messages, response = row.get(key, "data.prompt_key"), _response(row, config)
-    if isinstance(messages, str) and config.apply_chat_template is True and isinstance(response, list):
+    if isinstance(messages, str) and config.apply_chat_template is True and response is not None:
         messages = [{"role": "user", "content": messages}]
-    if isinstance(messages, str) or isinstance(response, str):
+    if isinstance(messages, str):
         return None
+    if isinstance(response, str):
+        response = [{"role": "assistant", "content": response}]
     if response is None:
         return check_messages(messages, row.where), 0
     return [*check_messages(messages, row.where), *check_messages(response, row.where)], len(messages)
@@ -161,21 +156,12 @@ def _response(row: Row, config: PairsConfig) -> Any:
 def _encode_talks(
     talks: Mapping[int, tuple[list[Any], int]], rows: Sequence[Row], config: SftConfig, tokenizer: Any
 ) -> dict[int, Learnt]:
-    """The response begins with the first token that is learnt and ends with the last; an end token follows where the template
-    writes none of its own."""
     if not talks:
         return {}
     if tokenizer is None:
         raise DataError(f"{rows[next(iter(talks))].where}: messages need a tokenizer")
     encoder, end = ConversationEncoder(PromptEncoder(tokenizer, config)), end_ids(tokenizer, config.append_eos)
-    found = {}
-    for i, (messages, first) in talks.items():
-        ids, mask = encoder.encode(messages, first, rows[i].where)
-        start, stop = max(mask.index(True), 1), len(mask) - mask[::-1].index(True)
-        own = [] if encoder.ends_itself(ids[stop - 1]) else end
-        response = _not_empty([*ids[start:stop], *own], rows[i])
-        found[i] = (ids[:start], response, [*mask[start:stop], *(True for _ in own)])
-    return found
+    return {i: encoder.learn(messages, first, rows[i].where, end) for i, (messages, first) in talks.items()}
 
 
 def _encode_texts(rows: Sequence[Row], key: str, encoder: PromptEncoder, end: list[int]) -> list[tuple[list[int], list[int]]]:
@@ -198,6 +184,11 @@ def _prompt_and_response(row: Row, config: PairsConfig) -> tuple[Any, str]:
                 f"{row.where}: without '{config.response_key}', the last of two or more messages must be the assistant's"
             )
         return messages[:-1], messages[-1]["content"]
+    if response is None and "messages" in row:
+        raise DataError(
+            f"{row.where} has '{config.prompt_key}' and 'messages', and no '{config.response_key}' (data.response_key); set "
+            "data.prompt_key=messages to take the conversation"
+        )
     response = row.get(config.response_key, "data.response_key") if response is None else response
     if isinstance(response, list) and response:
         messages = check_messages(response, row.where)
@@ -212,7 +203,7 @@ def _prompt_and_response(row: Row, config: PairsConfig) -> tuple[Any, str]:
     return prompt, response
 
 
-def _not_empty(response: list[int], row: Row) -> list[int]:
-    if not response:
-        raise DataError(f"{row.where}: the response has no tokens")
-    return response
+def _not_empty(ids: list[int], row: Row, what: str = "response") -> list[int]:
+    if not ids:
+        raise DataError(f"{row.where}: the {what} has no tokens")
+    return ids

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
+from rlhf_spmd.config.json_input import parse_json
 from rlhf_spmd.config.schema import first_line
 from rlhf_spmd.data.files import DataError
 
@@ -33,7 +33,7 @@ def load_tokenizer(path: str | Path, required: bool = True) -> Any:
         raise DataError(f"'{path}' holds no tokenizer; looked for {', '.join(TOKENIZER_FILES)}")
     try:
         return _tokenizer_class(directory).from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RecursionError) as error:
         reason = f"{type(error).__name__}: {first_line(error)}"
         raise DataError(f"the tokenizer in '{path}' cannot be loaded: {reason}") from error
 
@@ -44,7 +44,7 @@ def _tokenizer_class(directory: Path) -> Any:
     said: dict[str, dict[str, Any]] = {}
     for name in ("config.json", "tokenizer_config.json"):
         with suppress(OSError, ValueError):
-            said[name] = json.loads((directory / name).read_bytes())
+            said[name] = parse_json((directory / name).read_bytes())
     own = said.get("tokenizer_config.json", {})
     general = own.get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend") and "auto_map" not in own
     family = said.get("config.json", {}).get("model_type")
@@ -58,9 +58,24 @@ def _tokenizer_class(directory: Path) -> Any:
 
 
 def decode(tokenizer: Any, rows: Sequence[Sequence[int]], skip_special_tokens: bool = True) -> list[str]:
-    """Text of each row of token ids; spaces are left as they are."""
+    """Text of each row of token ids where it goes on from other text, as a response does; spaces are left as they are.
+
+    Tokenizers of SentencePiece's kind drop the space that a text begins with. So each row is decoded behind a word, which is then
+    taken away: the text is the difference of two decodings.
+    """
     options = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
-    return [tokenizer.decode(list(map(int, ids)), **options) for ids in rows]
+    before, word = _word_before(tokenizer)
+    return [tokenizer.decode([*before, *map(int, ids)], **options)[len(word) :] for ids in rows]
+
+
+@lru_cache(maxsize=8)
+def _word_before(tokenizer: Any) -> tuple[list[int], str]:
+    """A word that the tokenizer reads and writes unchanged, and its token ids; nothing where it has none of these."""
+    for word in ("a", "1", "A", "."):
+        ids = encode(tokenizer, word)
+        if ids and tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False) == word:
+            return ids, word
+    return [], ""
 
 
 def prompt_texts(tokenizer: Any, prompts: Sequence[list[int]]) -> list[str]:
@@ -68,8 +83,27 @@ def prompt_texts(tokenizer: Any, prompts: Sequence[list[int]]) -> list[str]:
     rendered chat are shown. Empty without a tokenizer."""
     if tokenizer is None:
         return [""] * len(prompts)
-    begin: list[int] = tokenizer("")["input_ids"]
-    return decode(tokenizer, [ids[len(begin) * (ids[: len(begin)] == begin) :] for ids in prompts], skip_special_tokens=False)
+    begin, _ = added_ids(tokenizer)
+    own = [ids[len(begin) * (ids[: len(begin)] == begin) :] for ids in prompts]
+    return [tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False) for ids in own]
+
+
+@lru_cache(maxsize=8)
+def added_ids(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """The special tokens that the tokenizer puts before and behind a text."""
+    alone, word = _word_before(tokenizer)
+    dressed = list(tokenizer(word)["input_ids"])
+    for at in range(len(dressed) - len(alone) + 1):
+        if alone and dressed[at : at + len(alone)] == alone:
+            return dressed[:at], dressed[at + len(alone) :]
+    end = dressed[-1:] if dressed[-1:] == [tokenizer.eos_token_id] else []
+    return dressed[: len(dressed) - len(end)], end
+
+
+@lru_cache(maxsize=8)
+def longest_token(tokenizer: Any) -> int:
+    """Characters of the longest token of the vocabulary, as it is written there: its text has no more."""
+    return max(map(len, tokenizer.get_vocab()))
 
 
 @cache

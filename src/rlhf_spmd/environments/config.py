@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlhf_spmd.config import registry
-from rlhf_spmd.config.bounds import check_bounds
+from rlhf_spmd.config.bounds import SECONDS, check_bounds
 from rlhf_spmd.config.schema import nearest
 from rlhf_spmd.environments.base import Environment
 
@@ -47,7 +47,7 @@ class EnvironmentConfig:
     def check(self, where: str = "environment") -> None:
         """Raises ValueError naming the key and the value; imports the class's module to see that it is there."""
         check_bounds(self, where, "max_turns", "num_workers", least=1)
-        check_bounds(self, where, "timeout_s", above=0)
+        check_bounds(self, where, "timeout_s", **SECONDS)
         check_bounds(self, where, "weight")
         if self.cls is None:
             if self.args:

@@ -53,7 +53,7 @@ class Tools:
                 result = self.functions[name](**arguments)
                 said = result if isinstance(result, str) else json.dumps(result, default=str)
             # The boundary to the user's code, called with what the model wrote: whatever it raises, the model can do better.
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 said = f"error: {type(error).__name__}: {error}"
         return {"role": self.role, "name": name, "content": said}
 

@@ -34,12 +34,12 @@ Encoded = tuple[int, list[int], float, bool]  # an answer: row id, observation, 
 @dataclass(frozen=True)
 class Environments:
     """What a call needs to run environments, of which each row has one or none: ``configs`` by name; ``rows``: what each row id's
-    environment begins with. ``chat_template``: in place of the tokenizer's."""
+    environment begins with. ``encoding``: how messages between turns are rendered."""
 
     configs: Mapping[str, EnvironmentConfig]
     rows: Mapping[int, Mapping[str, Any]]
     tokenizer: Any
-    chat_template: str | None = None
+    encoding: EncodingConfig | None = None
 
 
 class Episodes:
@@ -55,7 +55,7 @@ class Episodes:
         self._names = {row_id: name for row_id, row in chosen if (name := environment_of(configs, row))}
         self.rows = {row_id: (lane, row) for lane in lanes for row_id, row in lane.rows.items() if row_id in self._names}
         self._awaited = set(self.rows)  # row ids; the same on every rank
-        self._encoder = PromptEncoder(environments.tokenizer, EncodingConfig(chat_template=environments.chat_template))
+        self._encoder = PromptEncoder(environments.tokenizer, environments.encoding or EncodingConfig())
         self._runner: EnvironmentRunner | None = None
         if self.replica.rank == 0:
             self._runner = EnvironmentRunner(configs, self._names, environments.rows)

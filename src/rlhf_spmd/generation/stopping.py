@@ -53,8 +53,7 @@ class StopStrings:
     def _may_complete(self, token: int) -> bool:
         if token not in self._candidate:
             text = self.decode([token])
-            # tokenizers may drop the space at the start of a text
-            odd = not text or UNFINISHED in text or any(last.isspace() for last in self._last)
+            odd = not text or UNFINISHED in text
             self._candidate[token] = odd or not self._last.isdisjoint(text)
         return self._candidate[token]
 

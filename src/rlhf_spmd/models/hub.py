@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from contextlib import suppress
 from pathlib import Path
 
+from rlhf_spmd.models.stored import read_json
 from rlhf_spmd.models.weights import ADAPTER_CONFIG
 from rlhf_spmd.telemetry.run_dir import CONFIG_FILE, EXPORT_DIR
 
@@ -32,7 +32,7 @@ def local_directory(path: str, key: str, weights: bool = True) -> str:
                     f"{key}={path} has no config.json: it is of a run, which writes its model into {run / EXPORT_DIR}; give that"
                 )
         if (directory / ADAPTER_CONFIG).is_file():
-            base = json.loads((directory / ADAPTER_CONFIG).read_bytes()).get("base_model_name_or_path")
+            base = read_json(directory / ADAPTER_CONFIG).get("base_model_name_or_path")
             raise ValueError(f"{key}={path} holds adapters of {base}, not a model; of a run, its export/ has both in one")
         return str(directory)
     if not NAME.fullmatch(path) or directory.parent.is_dir():  # a slip in a path must not fetch a stranger's model
@@ -83,7 +83,7 @@ def _cached(name: str, weights: bool) -> str | None:
         needed = ["config.json"]
         if weights:
             several = not (found / "model.safetensors").is_file()
-            needed += json.loads(index.read_bytes())["weight_map"].values() if several else ["model.safetensors"]
+            needed += read_json(index)["weight_map"].values() if several else ["model.safetensors"]
         if all((found / file).is_file() for file in needed):
             return str(found)
     return None

@@ -1,20 +1,25 @@
 """What a model is, in our words: read from a Hugging Face ``config.json``, without the network and without running its code.
 
-A family is one file of this package that exports ``build_spec(config, source) -> ModelSpec``; ``model_type`` names it. It may
-export ``IGNORED``, keys that other families refuse.
+A family is one file of this package that exports ``build_spec(config, source) -> ModelSpec``; ``model_type`` names it, and nothing
+outside the package. It may export ``IGNORED``, keys that other families refuse.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from rlhf_spmd.config import registry
+from rlhf_spmd.data.ends import end_token_ids
 from rlhf_spmd.kernels import AttentionRule
+from rlhf_spmd.models.stored import INDEX, WEIGHTS, StoredModel, read_json
+
+# sizes that multiply the tensors of a model, of which lists are made: several times the largest published
+MOST = {"num_hidden_layers": 1000, "num_experts": 10_000, "num_local_experts": 10_000}
 
 
 @dataclass(frozen=True)
@@ -113,9 +118,25 @@ class ModelSpec:
 
 
 def read_spec(path: str | Path) -> ModelSpec:
-    """The architecture of a Hugging Face directory. Raises ValueError naming the file, the key and the value."""
+    """The architecture of a Hugging Face directory, whose weights need not be there. ``tie_word_embeddings`` is false where an output
+    matrix lies there that differs from the embedding, as transformers has it.
+
+    Raises ValueError naming the file, the key and the value.
+    """
     source = Path(path) / "config.json"
-    return spec_from_config(read_json(source), str(source), read_eos_ids(path))
+    spec = spec_from_config(read_json(source), str(source), read_eos_ids(path))
+    if not spec.tie_word_embeddings or not any((Path(path) / name).is_file() for name in (WEIGHTS, INDEX)):
+        return spec
+    with ExitStack() as stack:
+        tied = not StoredModel(Path(path), spec, stack).has_own_head(spec)
+    return spec if tied else replace(spec, tie_word_embeddings=False)
+
+
+def join_ends(spec: ModelSpec, tokenizer: Any, template: str | None = None) -> ModelSpec:
+    """``spec`` with all tokens that end a response: those that the model's files name, the end token of ``tokenizer`` (None: there is
+    none) and the one that closes the assistant's turn in ``template``, by default the tokenizer's own."""
+    known = (token for token in end_token_ids(tokenizer, template) if token < spec.vocab_size)
+    return replace(spec, eos_token_ids=tuple(sorted({*spec.eos_token_ids, *known})))
 
 
 def spec_from_config(config: Mapping[str, Any], source: str, eos_token_ids: tuple[int, ...] | None = None) -> ModelSpec:
@@ -124,7 +145,7 @@ def spec_from_config(config: Mapping[str, Any], source: str, eos_token_ids: tupl
     if not isinstance(family, str):
         raise ValueError(f"{source}: 'model_type' is {family!r}; it must name a model family")
     try:
-        module = registry.find("model family", __package__, family, exports="build_spec")
+        module = registry.find_builtin("model family", __package__, family, exports="build_spec")
     except ValueError as error:
         raise ValueError(f"{source}: model_type: {error}") from None
     for key in ("quantization_config", "auto_map"):
@@ -211,19 +232,6 @@ def read_eos_ids(path: str | Path) -> tuple[int, ...]:
     return ()
 
 
-def read_json(source: Path) -> dict[str, Any]:
-    """A JSON object from a file. Raises ValueError naming the file."""
-    if not source.is_file():
-        raise ValueError(f"{source}: no such file; a Hugging Face model directory must contain {source.name}")
-    try:
-        value = json.loads(source.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{source}: not readable as JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{source}: holds a JSON {type(value).__name__}, not an object")
-    return value
-
-
 def _eos_ids(value: Any, source: str) -> tuple[int, ...] | None:
     if value is None:
         return None
@@ -234,12 +242,15 @@ def _eos_ids(value: Any, source: str) -> tuple[int, ...] | None:
 
 
 def read_size(config: Mapping[str, Any], source: str, key: str, default: int | None = None) -> int:
-    """A positive integer; ``default`` where the key is missing or null. Raises ValueError naming the key and the value."""
+    """A positive integer, within ``MOST`` if the key is there; ``default`` where the key is missing or null. Raises ValueError naming
+    the key and the value."""
     value = config.get(key)
     if value is None:
         value = default
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{source}: '{key}' is {value!r}; it must be a positive integer")
+    if value > MOST.get(key, value):
+        raise ValueError(f"{source}: '{key}' is {value}; it must be at most {MOST[key]}")
     return value
 
 

@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import json
 import math
-import re
 from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
@@ -20,7 +19,8 @@ from torch import Tensor
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.lora import PREFIX, LoraConfig, is_adapter
 from rlhf_spmd.models.sharding import plan_params, tensor_shapes
-from rlhf_spmd.models.spec import ModelSpec, Names, read_eos_ids, read_json, spec_from_config
+from rlhf_spmd.models.spec import ModelSpec, Names, read_eos_ids, spec_from_config
+from rlhf_spmd.models.stored import StoredModel, read_json
 from rlhf_spmd.parallel.boxes import Box, ParamShard
 from rlhf_spmd.parallel.collectives import RECORDER
 from rlhf_spmd.parallel.zero import local_part
@@ -30,83 +30,6 @@ __all__ = ["init_random", "load_pretrained", "random_tensor", "read_eos_ids", "w
 ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"  # PEFT's
 STORED_HEAD = PREFIX + Names.value_head  # beside a reward model's adapters
 INIT_STD = 0.02  # transformers' default initializer_range
-_IGNORED = re.compile(r"rotary_emb\.inv_freq$")  # a buffer that old exports contain
-_VISION = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
-
-
-class StoredModel:
-    """The tensors of a directory: which file each lies in, opened when first needed. ``stored``: their names there."""
-
-    def __init__(self, path: Path, spec: ModelSpec, stack: contextlib.ExitStack) -> None:
-        self.path, self._stack = path, stack
-        self._open: dict[str, Any] = {}
-        index = path / "model.safetensors.index.json"
-        if (path / "model.safetensors").is_file():
-            self.source = path / "model.safetensors"
-            self.files = dict.fromkeys(self._file("model.safetensors").keys(), "model.safetensors")
-        elif index.is_file():
-            self.source = index
-            self.files = _read_index(index)
-        else:
-            pickles = ", ".join(sorted(p.name for p in path.glob("*.bin"))[:2])
-            hint = f" ({pickles} cannot be used: pickles are never read; convert them)" if pickles else ""
-            raise ValueError(f"{path}: neither model.safetensors nor model.safetensors.index.json is there{hint}")
-        text = [name for name in self.files if not (spec.text_prefix and _VISION.match(name))]
-        self.stored = {name.replace(spec.text_prefix, ""): name for name in text}
-
-    def refuse_unknown(self, spec: ModelSpec) -> None:
-        known = {*tensor_shapes(spec, "both"), spec.names.lm_head, spec.names.value_head}
-        unknown = sorted(n for n in self.stored if n not in known and not _IGNORED.search(n))
-        if unknown:
-            raise ValueError(
-                f"{self.source}: {len(unknown)} tensors that a {spec.family} model does not have, such as '{unknown[0]}'"
-            )
-
-    def find(self, spec: ModelSpec, name: str, shape: tuple[int, ...], missing_head_ok: bool) -> Any:
-        """safetensors' slice object of a tensor of the model; None for a value head that may be absent and is."""
-        stored = name
-        if name == spec.names.embed and spec.tie_word_embeddings and name not in self.stored:
-            stored = spec.names.lm_head  # the one matrix of a tied model is saved under either name
-        if stored in self.stored:
-            return self.slices(stored, shape)
-        if name in (spec.names.value_head, spec.names.second_head) and missing_head_ok:
-            return None
-        hint = "; a reward model needs a value head of one label" if name == spec.names.value_head else ""
-        raise ValueError(f"{self.source}: tensor '{name}' is missing{hint}")
-
-    def slices(self, name: str, shape: tuple[int, ...]) -> Any:
-        """safetensors' slice object of a tensor, after checking its shape and dtype."""
-        stored = self.stored[name]
-        source = self.path / self.files[stored]
-        try:
-            found = self._file(self.files[stored]).get_slice(stored)
-        except SafetensorError as error:
-            raise ValueError(f"{source}: tensor '{name}' cannot be read: {error}") from error
-        if tuple(found.get_shape()) != shape:
-            implied = "a reward model or critic has one label," if name == Names.value_head else "config.json implies"
-            raise ValueError(f"{source}: tensor '{name}' has shape {list(found.get_shape())}, but {implied} {list(shape)}")
-        if found.get_dtype() not in ("F64", "F32", "F16", "BF16"):
-            raise ValueError(f"{source}: tensor '{name}' has dtype {found.get_dtype()}; allowed: F64, F32, F16, BF16")
-        return found
-
-    def _file(self, name: str) -> Any:
-        if name not in self._open:
-            try:
-                self._open[name] = self._stack.enter_context(safe_open(self.path / name, framework="pt", device="cpu"))
-            except (SafetensorError, OSError) as error:
-                raise ValueError(f"{self.path / name}: cannot be read as safetensors: {error}") from error
-        return self._open[name]
-
-
-def _read_index(index: Path) -> dict[str, str]:
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise ValueError(f"{index}: 'weight_map' is missing; it must map tensor names to files")
-    for tensor, file in weight_map.items():
-        # a file of the same directory, never a path out of it
-        if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
-            raise ValueError(f"{index}: tensor '{tensor}' lies in {file!r}, which is not the name of a .safetensors file here")
-    return weight_map
 
 
 def load_pretrained(
@@ -121,7 +44,7 @@ def load_pretrained(
     """
     with contextlib.ExitStack() as stack, torch.no_grad():
         checkpoint = StoredModel(Path(path), decoder.spec, stack)
-        checkpoint.refuse_unknown(decoder.spec)
+        checkpoint.refuse_unknown(decoder.spec, tensor_shapes(decoder.spec, "both"))
         for target, box in chain(_places(decoder, shards), _quantized_places(decoder)):
             found = checkpoint.find(decoder.spec, box.name, box.shape, missing_head_ok)
             if found is None:
@@ -137,7 +60,8 @@ def check_pretrained(spec: ModelSpec, path: str | Path, head: str, missing_head_
     """
     with contextlib.ExitStack() as stack:
         checkpoint = StoredModel(Path(path), spec, stack)
-        checkpoint.refuse_unknown(spec)
+        checkpoint.refuse_fewer(spec)
+        checkpoint.refuse_unknown(spec, tensor_shapes(spec, "both"))
         for name, shape in tensor_shapes(spec, head).items():
             checkpoint.find(spec, name, shape, missing_head_ok)
 

@@ -31,6 +31,7 @@ from rlhf_spmd.parallel.ending import announce, await_all, end_process, one_line
 from rlhf_spmd.parallel.messages import ALL_ENDED, DONE, FAILURE, ForgedMessage, Messages
 from rlhf_spmd.parallel.watch import HISTORY, WINDOW, Beat, Finding, Limits, Watch, place
 from rlhf_spmd.parallel.world import Launch
+from rlhf_spmd.telemetry import run_lock
 from rlhf_spmd.telemetry.run_dir import ExitStatus, write_exit_status
 
 JUDGES = 8  # ranks that read the heartbeats of all after a timeout: they mostly time out together, and one store serves them
@@ -147,6 +148,7 @@ class Board:
         self.stop()
         if self.launch.rank == 0:
             if self.run_dir is not None:
+                run_lock.prove(self.run_dir)
                 write_exit_status(self.run_dir, ExitStatus("done", step=self.step, last_checkpoint=self.last_checkpoint))
             self._main.set(DONE, "1")
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import shutil
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -14,23 +12,12 @@ import torch.distributed as dist
 
 from rlhf_spmd.config.keys import Key
 from rlhf_spmd.config.load import to_yaml
+from rlhf_spmd.parallel.arguments import help_text, read_arguments, shared_parser
 from rlhf_spmd.parallel.ending import announce
 from rlhf_spmd.parallel.launcher import start_ranks, usual_number
+from rlhf_spmd.parallel.output import let_readers_go
 from rlhf_spmd.parallel.world import Launch, read_launch
 from rlhf_spmd.telemetry.run_dir import EXIT_CODES
-
-RANKS = ("--nproc-per-node", "--nproc_per_node")  # torchrun has both
-
-
-class Parser(argparse.ArgumentParser):
-    """Of the program ``name``: what it cannot read is refused in one line."""
-
-    def __init__(self, name: str, description: str | None, add_help: bool = True) -> None:
-        layout = argparse.RawDescriptionHelpFormatter
-        super().__init__(f"rlhf-spmd {name}", None, description, formatter_class=layout, add_help=add_help, allow_abbrev=False)
-
-    def error(self, message: str) -> NoReturn:
-        refuse(message)
 
 
 @dataclass(frozen=True)
@@ -58,20 +45,23 @@ def read_command_line(
     ``keys``: of the configuration, given the overrides. ``read``: the checked configuration of a file and overrides. ``run_dir_of``:
     where exit_status.json goes, of the same.
     """
-    parser = _parser(name, description)
-    # what is unknown is refused as an override, once for all ranks
-    given, unknown = parser.parse_known_intermixed_args(argv)
+    let_readers_go()
     try:
-        overrides, launch = unknown + given.overrides, read_launch()
+        launch = read_launch()
     except ValueError as error:  # each rank's own: there is nobody to agree with
         announce(f"config error: {error}")
         raise SystemExit(EXIT_CODES["config"]) from None
+    parser = shared_parser(name, description)
+    try:
+        given, overrides = read_arguments(parser, argv)
+    except ValueError as error:
+        refuse(error)
     config, *more = given.config or [None]
     if more:
         refuse(f"--config {config} and --config {more[0]}: give one file, and overrides such as run.steps=20")
     if given.help or given.print_config:
         try:
-            text = _help(parser, keys(overrides)) if given.help else to_yaml(read(config, overrides))
+            text = help_text(parser, keys(overrides)) if given.help else to_yaml(read(config, overrides))
         except ValueError as error:
             refuse(error)
         if launch.rank == 0:
@@ -97,12 +87,6 @@ def read_command_line(
     return CommandLine(config, overrides, launch, given.dry_run)
 
 
-def read_words(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
-    """The configuration file and the overrides of a command line."""
-    given, unknown = _parser("", None).parse_known_intermixed_args(arguments)
-    return (given.config or [None])[0], unknown + given.overrides
-
-
 def launched() -> bool:
     """Whether this process is a rank that torchrun, or another launcher, has started."""
     return dist.is_torchelastic_launched() or read_launch().size > 1
@@ -113,20 +97,3 @@ def refuse(why: object) -> NoReturn:
     if read_launch().rank == 0:
         announce(f"config error: {why}")
     raise SystemExit(EXIT_CODES["config"])
-
-
-def _parser(name: str, description: str | None) -> Parser:
-    parser = Parser(name, description, add_help=False)
-    parser.add_argument("-h", "--help", action="store_true", help="print this and end")
-    parser.add_argument("--config", metavar="FILE", action="append", help="YAML file")
-    parser.add_argument("--print-config", action="store_true", help="print the whole configuration as YAML and end")
-    parser.add_argument("--dry-run", action="store_true", help="check configuration, models, data and memory, start nothing")
-    ranks = "ranks to start on this machine; default, and auto: its GPUs, or 1. Not under torchrun"
-    parser.add_argument(*RANKS, metavar="N", help=ranks)
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted keys of the configuration, listed below")
-    return parser
-
-
-def _help(parser: Parser, keys: Iterable[Key]) -> str:
-    width = min(shutil.get_terminal_size((120, 0)).columns, 120)
-    return "\n".join([parser.format_help(), "keys, their defaults and types:", *(key.lines(width) for key in keys)])

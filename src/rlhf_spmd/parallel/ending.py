@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import sys
 import threading
@@ -16,9 +15,11 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
+from rlhf_spmd.config.schema import printable
 from rlhf_spmd.parallel.world import Launch
 from rlhf_spmd.telemetry import run_lock
-from rlhf_spmd.telemetry.run_dir import EXIT_CODES, EXIT_STATUS_FILE, ExitStatus, write_exit_status
+from rlhf_spmd.telemetry.progress import on_own_line
+from rlhf_spmd.telemetry.run_dir import DISK_ERRORS, EXIT_CODES, EXIT_STATUS_FILE, ExitStatus, write_exit_status
 
 # what a broken connection to another rank looks like in an exception of gloo, nccl or the store
 _CONNECTION_WORDS = ("gloo", "nccl", "connection closed", "connection reset", "connection refused", "broken pipe", "timed out")
@@ -28,7 +29,6 @@ _CLASSES = {
     "memory": (MemoryError, torch.OutOfMemoryError),
     "lost": (SystemExit,),  # the user's code has left
 }
-_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 _exit = os._exit  # which a program replaces while the user's code runs
 
 
@@ -49,7 +49,7 @@ def classify(error: BaseException) -> str:
     own = getattr(type(error), "exit_class", None)
     if own in EXIT_CODES:
         return str(own)
-    if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
+    if isinstance(error, OSError) and error.errno in DISK_ERRORS:
         return "checkpoint"
     return next((name for name, kinds in _CLASSES.items() if isinstance(error, kinds)), "error")
 
@@ -70,17 +70,10 @@ def one_line(text: str) -> str:
     return printable(" ".join(text.split()))
 
 
-def printable(text: str) -> str:
-    """With escapes such as ``\\x1b`` in place of characters that a terminal would obey; lines and tabulators stay."""
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
-
-
 def announce(line: str, details: str = "") -> None:
     """``details`` (a traceback) and one line on standard error, in one write so that ranks do not mix."""
-    text = f"{printable(details.rstrip())}\n{one_line(line)}\n" if details else f"{one_line(line)}\n"
-    _to_streams(lambda: sys.stderr.write(text), 5.0)
+    lines = [*map(printable, details.rstrip().split("\n") if details else ()), one_line(line)]
+    _to_streams(lambda: sys.stderr.write(on_own_line("\n".join(lines) + "\n")), 5.0)
 
 
 def forget_status(run_dir: Path) -> None:
@@ -91,11 +84,12 @@ def forget_status(run_dir: Path) -> None:
 
 
 def record_status(run_dir: Path, status: ExitStatus) -> None:
-    """Write exit_status.json. The directory must belong to this job."""
+    """Write exit_status.json, unless the directory is another job's by now."""
     try:
-        write_exit_status(run_dir, replace(status, message=one_line(status.message)))
+        if run_lock.may_tell_ending(run_dir):
+            write_exit_status(run_dir, replace(status, message=one_line(status.message)))
     except OSError as error:
-        announce(f"cannot write exit_status.json in {run_dir}: {error}")
+        announce(str(error))
 
 
 def await_all(store: dist.Store, key: str, size: int, deadline: float, ready: Callable[[], bool] = lambda: True) -> None:

@@ -30,7 +30,7 @@ from rlhf_spmd.parallel.ending import Preempted, classify, end_process, end_rank
 from rlhf_spmd.parallel.watch import Limits, place
 from rlhf_spmd.parallel.world import World, choose_matmul, init_world, launcher_is_process_1, read_launch
 from rlhf_spmd.telemetry import run_lock
-from rlhf_spmd.telemetry.run_dir import EXIT_CODES, create_run_dir
+from rlhf_spmd.telemetry.run_dir import EXIT_CODES, EXIT_STATUS_FILE, create_run_dir, writing
 
 T = TypeVar("T")
 
@@ -47,6 +47,7 @@ class ProgramSettings:
     calls_apart: int = 1  # so many times as long where a rank waits for what another one does some steps later
     limits: Limits = field(default_factory=Limits)
     alike: Mapping[str, str] = field(default_factory=dict)  # what all ranks must have the same of, by its name: digests
+    when_told: str = "the run saves after the steps under way and ends"  # what a body that polls does at a first Ctrl-C
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ def run_program(
 
     ``prepare`` must be local (no collective). The run directory belongs to this job until its end; ``run_dir_hint`` receives
     exit_status.json when ``prepare`` fails, unless it belongs to another job.
-    ``saves_on_signal``: the body polls ``board.preempted`` and raises :class:`Preempted` itself; otherwise SIGTERM raises it.
+    ``saves_on_signal``: the body polls ``board.preempted``, and returns or raises :class:`Preempted`; otherwise SIGTERM raises it.
     ``dry_run``: in place of all but ``prepare``, what it says of the prepared input is printed.
     A single process raises SystemExit instead of ending, so that it can be called from another program.
     """
@@ -97,7 +98,8 @@ def run_program(
     board = Board(launch, messages.store, replace(chosen.limits, stall_s=chosen.timeout_s), messages.key)
     board.run_dir = chosen.run_dir
     owns_group = not dist.is_initialized()
-    with _signals(board, saves_on_signal), _exits_are_seen(lambda left: fail_beside(board, left, board.call)):
+    ending = _exits_are_seen(lambda left: fail_beside(board, left, board.call))
+    with _signals(board, chosen.when_told if saves_on_signal else None), ending:
         try:
             if early.number:
                 signal.raise_signal(early.number)
@@ -141,14 +143,18 @@ def _open_run_dir(board: Board) -> None:
     if board.run_dir is None:
         return
     if board.launch.rank == 0:
-        forget_status(board.run_dir)  # it may have become known only now
+        with writing(board.run_dir / EXIT_STATUS_FILE):
+            (board.run_dir / EXIT_STATUS_FILE).unlink(missing_ok=True)
+    else:
+        run_lock.follow(board.run_dir)
     path = board.log_path("err")
     if path is not None and board.launch.size > 1:
-        faulthandler.enable(path.open("a"))
+        with writing(path):
+            faulthandler.enable(path.open("a"))
 
 
 @contextmanager
-def _signals(board: Board, saves: bool) -> Iterator[None]:
+def _signals(board: Board, when_told: str | None) -> Iterator[None]:
     """SIGTERM and SIGUSR1 set ``board.preempted`` (and end a body that does not poll it); restored on leaving.
 
     So does a first SIGINT for a body that polls; one after it ends the run at once, and SIGTERM too, which is what torchrun makes
@@ -163,16 +169,16 @@ def _signals(board: Board, saves: bool) -> Iterator[None]:
         if board.failing or board.failure is not None:
             return
         first, board.preempted = not board.preempted, True
-        if first and not saves:
+        if first and when_told is None:
             raise Preempted(f"ended by {signal.Signals(number).name}")
         if interrupted_at and number != signal.SIGUSR1 and time.monotonic() - interrupted_at[0] > SAME_PRESS_S:
             raise KeyboardInterrupt
         if number == signal.SIGINT and not interrupted_at:
             interrupted_at.append(time.monotonic())
             if board.launch.rank == 0:  # the streams may be in the middle of a line of their own
-                os.write(2, b"interrupted: the run saves after the steps under way and ends; again: it ends at once\n")
+                os.write(2, f"interrupted: {when_told}; again: it ends at once\n".encode())
 
-    watched = (signal.SIGTERM, signal.SIGUSR1, *((signal.SIGINT,) if saves else ()))
+    watched = (signal.SIGTERM, signal.SIGUSR1, *((signal.SIGINT,) if when_told is not None else ()))
     previous = {number: signal.signal(number, on_signal) for number in watched}
     try:
         yield

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from rlhf_spmd.config.json_input import parse_json
 from rlhf_spmd.generation.config import GenerationConfig
 from rlhf_spmd.planner.machine import Gpu, Machine
 from rlhf_spmd.planner.shape import Choices, ModelShape, Workload
@@ -166,7 +167,7 @@ def write_profile(profile: Profile, path: Path) -> None:
 def read_profile(path: str, key: str = "cluster.gpu") -> Profile:
     """Raises ValueError that names the file and the setting ``key`` that gave it."""
     try:
-        raw = json.loads(Path(path).read_text(encoding="utf-8"))
+        raw = parse_json(Path(path).read_text(encoding="utf-8"))
         layers = tuple(LayerTimes(**one) for one in raw.pop("layers"))
         return Profile(Gpu(**raw.pop("device")), layers=layers, **raw)
     except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from rlhf_spmd.rewards.math import final_answer, normalise, number, right_answer
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlhf_spmd.rewards import answers
+from rlhf_spmd.rewards.latex import normalise, number
+from rlhf_spmd.rewards.math import final_answer, is_right, right_answers
+
+
+def check_rows(where: str, rows: Sequence[Mapping[str, Any]], places: Sequence[str]) -> None:
+    """Raises ValueError for an answer that is none, and where no row's is a whole number."""
+    answers.check_rows(where, rows, places, _whole_numbers)
+
+
+def _whole_numbers(ground_truth: object) -> list[str]:
+    found = right_answers(ground_truth)
+    for value in (number(normalise(text)) for text in found):
+        if value is None or value.denominator != 1:
+            raise ValueError(f"the row's answer {str(ground_truth)[-80:]!r} is no whole number")
+    return found
 
 
 def score(response: str, ground_truth: object) -> float:
     """1.0 if the final answer is that number (``025`` is 25), else 0.0. Raises ValueError where the row's answer is none."""
-    right = number(normalise(right_answer(ground_truth)))
-    if right is None or right.denominator != 1:
-        raise ValueError(f"the row's answer {str(ground_truth)[-80:]!r} is no whole number")
-    found = final_answer(response)
-    return float(found is not None and number(normalise(found.rstrip("* "))) == right)
+    return float(is_right(final_answer(response), _whole_numbers(ground_truth)))

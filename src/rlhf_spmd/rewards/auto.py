@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -27,20 +28,27 @@ def _reward(data_source: object) -> Callable[..., Any] | None:
 
 
 def check_rows(where: str, rows: Sequence[Mapping[str, Any]], places: Sequence[str]) -> None:
-    """Raises ValueError for a ``data_source`` that is not known, and one whose rows have no answers."""
-    answered = {str(row.get("data_source")) for row in rows if right_answer(row) is not None}
-    for row, place in zip(rows, places, strict=True):
+    """Raises ValueError for a ``data_source`` that is not known, one whose rows have no answers, and answers that its reward does not
+    take."""
+    of_source: dict[str, list[int]] = {}
+    for at, (row, place) in enumerate(zip(rows, places, strict=True)):
         source = row.get("data_source")
-        function = _reward(source)
-        if function is None:
+        if _reward(source) is None:
             known = ", ".join((*SOURCES, *(f"{prefix}*" for prefix in PREFIXES)))
             raise ValueError(f"{place}: {where}.function=auto has no reward for the data_source {source!r}; it knows {known}")
-        if function is not code.score and str(source) not in answered:
-            columns = ", ".join(sorted(key for key, value in row.items() if value is not None))
+        of_source.setdefault(str(source), []).append(at)
+    for source, its in of_source.items():
+        function = _reward(source)
+        if function is code.score:
+            continue
+        if all(right_answer(rows[at]) is None for at in its):
+            columns = ", ".join(sorted(key for key, value in rows[its[0]].items() if value is not None))
             raise ValueError(
-                f"{place}: {where}.function=auto: no row of the data_source {source!r} has an answer (data.answer_key names its "
-                f"column); the columns are {columns}"
+                f"{places[its[0]]}: {where}.function=auto: no row of the data_source {source!r} has an answer (data.answer_key names "
+                f"its column); the columns are {columns}"
             )
+        check = sys.modules[function.__module__].check_rows
+        check(where, [rows[at] for at in its], [places[at] for at in its])
 
 
 def score(response: str, row: dict[str, Any], data_source: str, ground_truth: object = None) -> Any:
@@ -48,8 +56,6 @@ def score(response: str, row: dict[str, Any], data_source: str, ground_truth: ob
     function = _reward(data_source)
     if function is None:
         raise ValueError(f"no reward for the data_source {data_source!r}")
-    if function is gsm8k.score:
-        return gsm8k.score("", response, {**row, "answer": ground_truth})
     if function is code.score:
         return code.score(response, row, ground_truth)
     return function(response, ground_truth)

@@ -55,6 +55,11 @@ class BoundReward:
         return not BATCHED.isdisjoint(self.required + self.optional)
 
     @property
+    def is_own(self) -> bool:
+        """Whether the function is the user's, and none of the built-in ones."""
+        return not getattr(self.function, "__module__", "").startswith("rlhf_spmd.rewards.")
+
+    @property
     def takes_ids(self) -> bool:
         """Whether rows must have ``completion_ids``, the response's tokens."""
         return "completion_ids" in self.required + self.optional
@@ -66,7 +71,7 @@ class BoundReward:
             try:
                 function, kwargs = function(**kwargs), {}
             # The boundary to the user's code: whatever it raises.
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 raise self.refusal(f"it cannot be made: {type(error).__name__}: {error}") from error
         return replace(self, function=function, kwargs=kwargs, loop=asyncio.Runner() if self.is_async else None)
 
@@ -99,7 +104,10 @@ class BoundReward:
 
     async def _together(self, each: Sequence[Mapping[str, Any]], timeout_s: float) -> list[Any]:
         async def one(values: Mapping[str, Any]) -> Any:
-            return await self.function(**self._keywords(values))
+            try:
+                return await self.function(**self._keywords(values))
+            except SystemExit as error:  # it would end the loop, and with it the other rows
+                raise RuntimeError(f"the function ended by SystemExit: {error}") from error
 
         tasks = [asyncio.ensure_future(one(values)) for values in each]
         _, late = await asyncio.wait(tasks, timeout=timeout_s)

@@ -24,6 +24,7 @@ from rlhf_spmd.rewards.sandbox import Limits, Outcome, run
 
 _FENCE = re.compile(r"^[ \t]*(`{3,})[ \t]*(\w*)[^`\n]*\n(.*?)(?:^[ \t]*\1`*[ \t]*$|\Z)", re.DOTALL | re.MULTILINE)
 _PYTHON = ("python", "py", "python3")
+WALL = 10.0  # seconds by the clock of a run, for each of CPU
 # What a judge of function calls has imported for the program, as the sites that the tasks come from have.
 _IMPORTED = "".join(
     f"import {name}\nfrom {name} import *\n"
@@ -171,9 +172,10 @@ def score(
     """``score``: 1.0 if all tests pass, else 0.0; with ``partial`` the share that passes. ``passed``: that share. ``isolated``: 1.0
     where the program had namespaces of its own. Raises ValueError for a row without tests.
 
-    ``time_s``: of one run; all cases of standard input together must end within ``reward.timeout_s``. See :class:`sandbox.Limits`.
+    ``time_s``: CPU seconds of one run. By the clock all runs together must end within ``reward.timeout_s``, each within
+    ``WALL`` * ``time_s``, or the call has failed: that may be the machine's doing. See :class:`sandbox.Limits`.
     """
-    task, limits = read_task(row, ground_truth), Limits(time_s, memory_mb, processes, file_mb)
+    task, limits = read_task(row, ground_truth), Limits(time_s, WALL * time_s, memory_mb, processes, file_mb)
     program, outcomes, passed = _program(response, row, task), list[Outcome](), 0
     if task.tests:
         outcomes.append(run(program, task.tests, limits=limits, names=task.names, before=task.set_up))

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlhf_spmd.config import registry
-from rlhf_spmd.config.bounds import check_bounds
-from rlhf_spmd.rewards.binding import BoundReward, bind_reward
+from rlhf_spmd.config.bounds import SECONDS, check_bounds
+from rlhf_spmd.rewards.binding import BoundReward, bind_reward, right_answer
 from rlhf_spmd.rewards.judge import JudgeConfig
 
 FLOAT32_MAX = 3.4028234e38
@@ -35,10 +35,10 @@ class RewardConfig:
     - weight: of the function's score
     - model_weight: of the reward model's or the judge's score (`models.reward.path`)
     - timeout_s: limit of one call; below `run.timeout_s`
-    - default: score of a row whose call failed
+    - default: score of a row whose call failed; null: none, and the row is left out of what is learnt and measured
     - num_workers: processes per rank that scores
     - max_failure_rate: share of a step's calls that may fail (time-outs included) before the run ends with class `reward`; 1:
-      any, after the first step
+      all may fail once, not in the first step and not in two steps that follow each other
     - max_memory_gb: private memory of each such process, GiB; beyond it a call fails with MemoryError
     - max_file_gb: size of each file that such a process writes, GiB
     """
@@ -55,7 +55,7 @@ class RewardConfig:
     weight: float = 1.0
     model_weight: float = 1.0
     timeout_s: float = 10.0
-    default: float = 0.0
+    default: float | None = None
     num_workers: int = 1
     max_failure_rate: float = 1.0
     max_memory_gb: float = 16.0
@@ -64,7 +64,8 @@ class RewardConfig:
     def check(self, where: str = "reward") -> None:
         """Raises ValueError naming the key and the value; imports the function's module to see that it is there."""
         check_bounds(self, where, "weight", "model_weight", "default", least=-FLOAT32_MAX, most=FLOAT32_MAX)
-        check_bounds(self, where, "timeout_s", "max_memory_gb", "max_file_gb", above=0)
+        check_bounds(self, where, "timeout_s", **SECONDS)
+        check_bounds(self, where, "max_memory_gb", "max_file_gb", above=0)
         check_bounds(self, where, "num_workers", least=1)
         check_bounds(self, where, "max_failure_rate", least=0, most=1)
         if self.data_sources is not None and not self.data_sources:
@@ -86,10 +87,9 @@ class RewardConfig:
 
     def _hook(self, bound: BoundReward, name: str, *args: Any, **kwargs: Any) -> None:
         """Call what the module of a built-in reward has to say under ``name``, if it has. Raises what that raises."""
-        module = getattr(bound.function, "__module__", "")
-        if module.startswith("rlhf_spmd.rewards."):
+        if not bound.is_own:
             try:
-                getattr(sys.modules[module], name, lambda *_, **__: None)(*args, **kwargs)
+                getattr(sys.modules[bound.function.__module__], name, lambda *_, **__: None)(*args, **kwargs)
             except TypeError as error:  # a setting is missing, or of another type
                 raise bound.refusal(f"with kwargs={self.kwargs}: {error}") from error
 
@@ -98,6 +98,11 @@ class RewardConfig:
         for key in ("model_weight", "retokenize", "apply_chat_template", "chat_template"):
             if (value := getattr(self, key)) != self.__dataclass_fields__[key].default:
                 raise ValueError(f"{where}.{key}={value} does nothing without a model that scores; leave it out")
+
+    @property
+    def after_failure(self) -> str:
+        """What becomes of a row whose call failed, for messages; after the reward's key."""
+        return "default=null leaves such rows out" if self.default is None else f"default={self.default} is their score"
 
     @property
     def scorer(self) -> str:
@@ -121,6 +126,15 @@ class RewardConfig:
     def chooses(self, row: Mapping[str, Any]) -> bool:
         """Whether this reward scores a row with these columns."""
         return self.data_sources is None or row.get("data_source") in self.data_sources
+
+    def misses_answers(self, where: str, rows: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether the function has an argument for the answer, and can do without, and no row that it scores has one. Built-in
+        functions check their rows themselves."""
+        chosen = [row for row in rows if self.chooses(row)]
+        if self.function is None or not chosen or any(right_answer(row) is not None for row in chosen):
+            return False
+        bound = self.bind(where)
+        return bound.is_own and not {"answer", "ground_truth"}.isdisjoint(bound.optional)
 
     def check_rows(self, where: str, rows: Sequence[Mapping[str, Any]], places: Sequence[str] = ()) -> None:
         """Raises ValueError for a data source that no row is of, for an argument of the function that no row of the data for training

@@ -2,67 +2,76 @@
 
 The data set ends each solution with ``#### 72`` (Cobbe et al. 2021, arXiv 2110.14168). ``score`` asks for that form (verl's
 "strict"); ``flexible``, named ``gsm8k:flexible`` in the config, takes the last number of the response whatever its form.
-The row's ``answer`` is a whole solution (``... #### 72``) or the number alone.
+The row's answer is a whole solution (``... #### 72``) or the number alone, or a list of which any is right.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
-# Sign and dollar in either order, digits with commas between, an optional fraction.
-_NUMBER = r"[-+]?\$?[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
-# A number that goes on (18/2, 5-3, 5e3) is no final one.
-_MARKED = re.compile(r"####[ \t]*(" + _NUMBER + r")([eE][-+]?\d|[ \t]*[-+*/^][ \t]*[\d$(])?")
+from rlhf_spmd.rewards import answers
+
+_DIGITS = r"(?:\d{1,3}(?:,\d{2,3})*,\d{3}(?!\d)|\d+)(?:\.\d+)?|\.\d+"  # 1,000 and 1,00,000, but 7,2 are two
+_MONEY = r"(?:\\?[$€£])?"
+# Sign and dollar in either order. What follows a digit, a letter or a bracket is no sign: 5-3, 10-12.
+_NUMBER = rf"(?:(?<![\w)\]}}])[-+])?{_MONEY}(?:(?<![\w)\]}}])[-+])?(?:{_DIGITS})"
+# A number that goes on (18/2, 5-3, 5e3, 18 × 2, 5 or 6) is no final one.
+_GOES_ON = (
+    r"[eE.][-+]?\d|[ \t]*(?:[-+*/^×÷·⋅∙∗%,]|\\(?:times|cdot|div)\b)[ \t]*\\?[\d$(.]|,[ \t]*(?:and|or)\b|"  # noqa: RUF001
+    r"[ \t]+(?:[xX][ \t]*\d|\\?\$?\d|(?:and|or|to|plus|minus|times|million|billion|thousand|hundred)\b)"
+)
+_MARKED = re.compile(rf"####[ \t]*(?:\*\*)?({_NUMBER})({_GOES_ON})?")
 _ANY = re.compile(_NUMBER)
+_PARTS = str.maketrans({"½": ".5", "¼": ".25", "¾": ".75"})
 
 
 def _parse(text: str) -> Decimal | None:
     try:
-        return Decimal(text.strip().replace(",", "").replace("$", ""))
+        return Decimal(re.sub(r"[,\\$€£]", "", text.strip()))
     except InvalidOperation:
         return None
 
 
+def _plain(text: str) -> str:
+    return answers.plain(text).translate(_PARTS)
+
+
 def marked_number(text: str) -> Decimal | None:
     """The last number that follows ``####``, None without one or where a formula goes on. Commas and a dollar sign are dropped."""
-    found = _MARKED.findall(text)
+    found = _MARKED.findall(_plain(text))
     return _parse(found[-1][0]) if found and not found[-1][1] else None
 
 
 def last_number(text: str) -> Decimal | None:
     """The last number in the text, None without one."""
-    found = _ANY.findall(text)
+    found = _ANY.findall(_plain(text))
     return _parse(found[-1]) if found else None
 
 
-def right_number(row: dict[str, Any]) -> Decimal:
-    """The number of the row's ``answer``. Raises ValueError where there is none."""
-    answer = row.get("answer")
-    if answer is None:
-        raise ValueError("the row has no 'answer' (set data.answer_key)")
-    number = marked_number(str(answer)) if "####" in str(answer) else _parse(str(answer))
-    if number is None:
-        raise ValueError(f"no number in the row's answer {str(answer)[-80:]!r}")
-    return number
+def right_numbers(ground_truth: object) -> list[Decimal]:
+    """The numbers of a row's answer. Raises ValueError where there are none."""
+    found = list[Decimal]()
+    for text in answers.alternatives(ground_truth):
+        number = marked_number(text) if "####" in text else _parse(_plain(text))
+        if number is None or not number.is_finite():
+            raise ValueError(f"no number in the row's answer {text[-80:]!r}")
+        found.append(number)
+    return found
 
 
-def check_rows(where: str, rows: Sequence[dict[str, Any]], places: Sequence[str]) -> None:
-    """Raises ValueError where no row has an answer."""
-    if rows and all(row.get("answer") is None for row in rows):
-        columns = ", ".join(sorted(key for key, value in rows[0].items() if value is not None))
-        raise ValueError(
-            f"{places[0]}: {where}.function=gsm8k: no row has 'answer' (data.answer_key names its column); the columns are {columns}"
-        )
+def check_rows(where: str, rows: Sequence[Mapping[str, Any]], places: Sequence[str]) -> None:
+    """Raises ValueError for an answer that is none, and where no row's has a number."""
+    answers.check_rows(where, rows, places, right_numbers)
 
 
-def score(prompt: str, response: str, row: dict[str, Any]) -> float:
+def score(response: str, ground_truth: object) -> float:
     """1.0 if the response's last ``#### number`` equals the answer as a number (72.0 is 72), else 0.0."""
-    return float(marked_number(response) == right_number(row))
+    return float(marked_number(response) in right_numbers(ground_truth))
 
 
-def flexible(prompt: str, response: str, row: dict[str, Any]) -> float:
+def flexible(response: str, ground_truth: object) -> float:
     """1.0 if the last number in the response, marked or not, equals the answer, else 0.0."""
-    return float(last_number(response) == right_number(row))
+    return float(last_number(response) in right_numbers(ground_truth))

@@ -2,7 +2,7 @@
 
 Each request is a POST of ``{"prompts": [...], "completions": [...], "rows": [...]}``, prompts and completions as in TRL (texts, or
 lists of messages), ``rows`` the columns of each. The answer is ``{"scores": [...]}`` with a number, an object with ``score``, or null
-(the reward does not apply) for each. ``scripts/reward_server.py`` is such a server.
+(the reward does not apply) for each. ``rlhf-spmd reward-server`` is such a server.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import urllib.request
 from collections.abc import Sequence
 from http.client import HTTPException
 from typing import Any
+
+from rlhf_spmd.config.json_input import parse_json
 
 PASSING = (408, 425, 429, 500, 502, 503, 504)  # codes of failures that may pass
 
@@ -83,7 +85,7 @@ def _ask(request: urllib.request.Request, retries: int, timeout_s: float, backof
     for attempt in range(retries + 1):
         try:
             with _OPENER.open(request, timeout=timeout_s) as answer:
-                return json.loads(answer.read())
+                return parse_json(answer.read())
         except (OSError, HTTPException) as error:
             passing = not isinstance(error, urllib.error.HTTPError) or error.code in PASSING
             if attempt == retries or not passing:

@@ -7,7 +7,7 @@ import json
 import re
 from typing import Any
 
-_FENCE = re.compile(r"```(?:json)?\s*\n(.*?)```", re.DOTALL)
+_FENCE = re.compile(r"```(?:json)?\s*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 
 
 def check(where: str, schema: Any = None) -> None:
@@ -32,6 +32,10 @@ def _validator(schema: Any, where: str) -> Any:
     return kind(schema, registry=Registry())  # which fetches nothing from the network
 
 
+def _no_json(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
+
+
 def score(response: str, row: dict[str, Any], schema: Any = None) -> float:
     """1.0 if the response, or its only fenced block, is JSON that ``schema`` allows, else 0.0. ``schema``: an object or its JSON
     text; null: the row's column ``schema``. Raises ValueError where there is none."""
@@ -40,7 +44,7 @@ def score(response: str, row: dict[str, Any], schema: Any = None) -> float:
         raise ValueError("there is no schema: give kwargs.schema or a column 'schema'")
     blocks = _FENCE.findall(response)
     try:
-        value = json.loads(blocks[0] if len(blocks) == 1 else response)
+        value = json.loads(blocks[0] if len(blocks) == 1 else response, parse_constant=_no_json)
     except (ValueError, RecursionError):
         return 0.0
     return float(_validator(schema, "the row's schema").is_valid(value))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 
-from rlhf_spmd.rewards.math import right_answer
+from rlhf_spmd.rewards.answers import check_rows as check_rows
+from rlhf_spmd.rewards.answers import plain
+from rlhf_spmd.rewards.math import right_answers
 
 
 def check(where: str) -> None:
@@ -14,13 +16,14 @@ def check(where: str) -> None:
 
 
 def score(response: str, ground_truth: object) -> float:
-    """1.0 if the response's final answer equals the row's, else 0.0. Raises ValueError where that cannot be read.
+    """1.0 if the response's final answer equals the row's, or any of a list, else 0.0. Raises ValueError where that cannot be read.
 
     The library's own alarms are off: ``reward.timeout_s`` ends a call that takes too long, and counts it.
     """
     from math_verify import parse, verify
 
-    right = parse(f"\\boxed{{{right_answer(ground_truth)}}}", parsing_timeout=None)
-    if not right:
+    rights = [parse(f"\\boxed{{{plain(right)}}}", parsing_timeout=None) for right in right_answers(ground_truth)]
+    if not all(rights):
         raise ValueError(f"the row's answer {str(ground_truth)[-80:]!r} cannot be read")
-    return float(verify(right, parse(response, parsing_timeout=None), timeout_seconds=None))
+    found = parse(plain(response), parsing_timeout=None)
+    return float(any(verify(right, found, timeout_seconds=None) for right in rights))

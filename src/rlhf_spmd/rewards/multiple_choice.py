@@ -3,24 +3,40 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from operator import itemgetter
+from typing import Any
 
-from rlhf_spmd.rewards.math import boxed, normalise
+from rlhf_spmd.rewards import answers
+from rlhf_spmd.rewards.math import boxed
+
+# Taken away before a letter is looked for: bold, code, LaTeX's commands, and quotes or brackets around a letter.
+_CLEAN: list[tuple[re.Pattern[str], str]] = [
+    (re.compile(r"\\(?:text|textbf|textrm|mathrm|mathbf)\s*\{([^{}]*)\}"), r"\1"),
+    (re.compile(r"\*\*|[`$\"]|\\[()\[\]]"), ""),
+    (re.compile(r"(?<!\w)'([A-Z][).:]?)'"), r"\1"),
+    (re.compile(r"\[+([A-Z])\]+"), r"(\1)"),
+]
+_SMALL = re.compile(  # a small letter is one in brackets, or at a line's end
+    r"(?P<said>\b(?i:answer|option|choice)(?:\s+is\b)?\s*+[:=]?\s*+)(?:\((?P<a>[a-z])\)|(?P<b>[a-z])(?=\s*\.?\s*(?:\n|\Z)))"
+)
 
 # "A" and "I" before other words are words: "a good choice", "I think".
 _LETTER = r"(?:\(([A-Z])\)|\b([A-Z])\b(?!(?<=[AI])\s+(?!(?:because|since|as|is|which|and|but|so|for|or|nor)\b)[a-z])(?!'))"
-_KINDS = r"(?i:answer|choice|option)\b"
+_KINDS = r"(?i:answer|choice|option|statement|choose|pick)\b"
 # A clause ends with its sentence, and where another begins: "A is wrong, so the answer".
 _ANCHOR = re.compile(
-    rf"(?<!\bnot )\b(?P<kind>{_KINDS})(?P<clause>(?:\**\s*\(?[A-Z]\b\)?|(?!,\s+(?:\w+\s+){{0,3}}{_KINDS})[^\n.;])*)"
+    rf"(?<!\bnot )(?<!n't )\b(?P<kind>{_KINDS})(?P<clause>(?:\**\s*\(?[A-Z]\b\)?|(?!,\s+(?:\w+\s+){{0,3}}{_KINDS})[^\n.;])*)"
 )
-_DIRECT = re.compile(rf"(?P<link>(?:\s+is\b)?\s*+[:=]?)\s*+\**+\s*+{_LETTER}(?![*\s]*(?:\bor\b|/)[*\s]*\(?[A-Z]\b)")
-_NOT = r"(?:not\b|n't\b|\b(?:wrong|incorrect|except|never|false|distractor)\b)"
+# Another letter beside the one that is given: "A or B", "A, B".
+_OTHER = r"(?:(?:(?:,\s*)?\bor\b|/)[^\n.;]{0,20}?(?<!\w)\(?[A-Z]\b|(?:,|&|\band\b)\s*\(?[A-Z]\b\)?(?=\s*(?:[.,;!&\n]|\Z|and\b|or\b)))"
+_DIRECT = re.compile(rf"(?P<link>(?:\s+is\b)?\s*+[:=]?)\s*+\**+\s*+{_LETTER}(?!\)?\s*{_OTHER})")
+_NOT = r"(?:not\b|n't\b|\b(?:wrong|incorrect|except|never|false|distractor|anything but|one of)\b)"
 # What is said of a letter ends at a comma, a reason or another letter.
 _END = re.compile(r"(?i)[,;]|\b(?:because|since|as|but|while)\b|\bnot\s+\(?(?-i:[A-Z])\b")
 _VERDICT = re.compile(rf"(?i)(?P<denied>{_NOT})|\b(?:correct|right|best|answer)\b")
-_ALONE = re.compile(r"\s*\**\(?([A-Z])\)?[.:]?\s*\**\s*")
-_BEGINS = re.compile(r"^\s*\**\(?([A-Z])[).:]\**[.:]?\s+\S", re.MULTILINE)
+_ALONE = re.compile(r"\s*\(?([A-Za-z])\)?[.:]?\s*")
+_BEGINS = re.compile(r"^\s*\(?([A-Z])[).:][.:]?\s+\S", re.MULTILINE)
 _BRACKETS = re.compile(r"(?<!\bnot )(?<!n't )\(([A-Z])\)(?!\s+(?:is|are)\s+(?:not|wrong|incorrect|false)\b)")
 
 
@@ -43,21 +59,49 @@ def letter(response: str, choices: str = "ABCDEFGHIJ") -> str | None:
     right"), else the last that is named ("option B") and not denied, else the one that the response begins with (``B) Paris``) if no
     other line does so with another, else its only ``(X)`` that is not denied."""
     box = boxed(response)
-    alone = _ALONE.fullmatch(normalise(box) if box is not None else response)
+    text = _clean(response if box is None else box)
+    alone = _ALONE.fullmatch(text) or (box is not None and _begun(text))
     if alone:
-        found: str | None = alone.group(1)
+        found: str | None = alone[1].upper()
     else:
-        said = sorted((one for one in map(_said, _ANCHOR.finditer(response)) if one), key=itemgetter(0))
-        begins, brackets = set(_BEGINS.findall(response)), set(_BRACKETS.findall(response))
-        begun = begins if _BEGINS.match(response) and brackets <= begins else set()
+        text = _clean(response)
+        said = sorted((one for one in map(_said, _ANCHOR.finditer(text)) if one), key=itemgetter(0))
+        begins, brackets = set(_BEGINS.findall(text)), set(_BRACKETS.findall(text))
+        begun = begins if _BEGINS.match(text) and brackets <= begins else set()
         only = next((letters.pop() for letters in (begun, brackets) if len(letters) == 1), None)
         found = said[-1][1] if said else only
     return found if found is not None and found in choices else None
 
 
+def _clean(text: str) -> str:
+    text = answers.plain(text)
+    for pattern, to in _CLEAN:
+        text = pattern.sub(to, text)
+    return _SMALL.sub(lambda match: f"{match['said']}({(match['a'] or match['b']).upper()})", text)
+
+
+def _begun(text: str) -> re.Match[str] | None:
+    """The letter that a text begins with, if no other line or bracket has another."""
+    return _BEGINS.match(text) if len({*_BEGINS.findall(text), *_BRACKETS.findall(text)}) == 1 else None
+
+
+def right_letters(ground_truth: object) -> list[str]:
+    """The letters of a row's answer (``B``, ``(B)``, ``B) Rome``). Raises ValueError for another answer."""
+    found = [(_ALONE.fullmatch(text) or _begun(text)) for text in map(_clean, answers.alternatives(ground_truth))]
+    if not all(found):
+        raise ValueError(f"the row's answer {str(ground_truth)[:80]!r} is no letter")
+    return [letter[1].upper() for letter in found if letter]
+
+
+def check_rows(where: str, rows: Sequence[Mapping[str, Any]], places: Sequence[str]) -> None:
+    """Raises ValueError for an answer that is none, and where no row's is a letter."""
+    answers.check_rows(where, rows, places, right_letters)
+
+
 def score(response: str, ground_truth: object, choices: str = "ABCDEFGHIJ") -> float:
-    """1.0 if the response's letter is the answer's (``B``, ``(B)``), else 0.0. Raises ValueError for another answer."""
-    right = str(ground_truth).strip().strip("().").upper()
-    if len(right) != 1 or right not in choices:
+    """1.0 if the response's letter is the answer's, or any of a list, else 0.0. Raises ValueError for an answer that is none of the
+    choices."""
+    rights = right_letters(ground_truth)
+    if not set(rights) <= set(choices):
         raise ValueError(f"the row's answer {str(ground_truth)[:80]!r} is none of the choices {choices}")
-    return float(letter(response, choices) == right)
+    return float(letter(response, choices) in rights)

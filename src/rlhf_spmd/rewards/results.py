@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from rlhf_spmd.config.schema import printable
 from rlhf_spmd.rewards.config import RewardConfig
 
 
@@ -15,17 +16,25 @@ class RewardError(RuntimeError):
 
 
 def check_failures(
-    config: RewardConfig, where: str, failed: int, calls: int, first_error: str, first_step: bool, rows: str | None = None
+    config: RewardConfig,
+    where: str,
+    failed: int,
+    calls: int,
+    first_error: str,
+    first_step: bool,
+    again: bool = False,
+    rows: str | None = None,
 ) -> None:
-    """Raises RewardError if more than ``max_failure_rate`` of a step's rows failed, or all of the first step's.
+    """Raises RewardError if more than ``max_failure_rate`` of a step's calls failed, or all of the first step's, or all of two steps'
+    that follow each other.
 
-    ``failed`` (failures and time-outs) and ``calls`` are summed over ranks, so that every rank comes to the same end. ``rows``: what
-    the calls are of where there are no steps, for the message.
+    ``failed`` (failures and time-outs) and ``calls`` are summed over ranks, so that every rank comes to the same end. ``again``: all
+    calls of the step before failed too. ``rows``: what the calls are of where there are no steps, for the message.
     """
-    everything = first_step and failed == calls
+    everything = failed == calls and (first_step or again)
     if failed and (everything or failed / calls > config.max_failure_rate):
         limit = "" if everything else f", more than {where}.max_failure_rate = {config.max_failure_rate}"
-        step = rows or ("the first step" if everything else "this step")
+        step = rows or ("the first step" if first_step else f"this step{', as of the step before' if everything else ''}")
         raise RewardError(
             f"{where}.{config.scorer} failed in {failed} of {calls} calls of {step}{limit}; first error: {first_error}"
         )
@@ -36,12 +45,12 @@ class RewardResult:
     may be added meanwhile.
 
     ``calls``: the rows of each call of the function; ``overrun``: what is said of a row whose call took too long. ``scores``: the
-    function's scores, ``default`` where a call failed, None where the function does not apply, without weights. ``extras``: one dict
+    function's scores without weights, ``default`` where a call failed, None where the function does not apply. ``extras``: one dict
     per row, the other numeric entries of what the function returned. ``late``: rows whose call overran. ``errors``: by row, why its
     call failed. ``names``: what each row is called outside.
     """
 
-    def __init__(self, default: float, overrun: str) -> None:
+    def __init__(self, default: float | None, overrun: str) -> None:
         self.default, self.overrun, self.unanswered = default, overrun, 0
         self.calls: list[Sequence[int]] = []
         self.scores: list[float | None] = []
@@ -85,7 +94,7 @@ class RewardResult:
     def first_error(self) -> str | None:
         """Of the lowest row that failed, None without one."""
         first = min(self.errors, default=None)
-        return None if first is None else f"row {self.names[first]}: {self.errors[first]}"
+        return None if first is None else printable(f"row {self.names[first]}: {self.errors[first]}")
 
     def take(self, call: int, results: list[Any] | str | None) -> None:
         """What a worker answered. In place of the list, for all rows of the call: why it failed, or None if it took too long."""
@@ -104,6 +113,11 @@ class RewardResult:
     def extra_sums(self) -> dict[str, tuple[float, int]]:
         """For each extra: its sum over rows and the number of rows that have it, so that a mean over ranks can be taken."""
         return add_up({key: (value, 1) for key, value in row.items()} for row in self.extras)
+
+
+def source_metric(reward: str, source: str) -> str:
+    """The metric of a reward's mean score over the rows of one ``data_source``; none of what the function returns besides."""
+    return f"{reward}/{'data_source extra' if source == 'extra' else source}/mean"
 
 
 def add_up(parts: Iterable[Mapping[str, tuple[float, int]]]) -> dict[str, tuple[float, int]]:

@@ -1,7 +1,8 @@
 """Calls a reward function for many rows, in processes that can be killed.
 
-The workers are plain programs, started with exec: they share nothing with the rank but two pipes, so neither the rank's
-threads, nor its device, nor its ``__main__`` come along, and a call that hangs (also inside C code) ends with the worker.
+The workers are plain programs, started with exec: they share nothing with the rank but pipes, so neither the rank's threads, nor its
+device, nor its ``__main__`` come along, and a call that hangs (also inside C code) ends with the worker. What a worker has started ends
+with it (``keeper``), and what it prints is passed on up to a limit.
 A worker is sent many calls at once and answers one by one; a call's time runs from the answer before it. A call is one row; of
 a batched function the rows of this rank, or with several workers an equal share of them for each, or with ``by_group`` the rows of
 one prompt; of an async function up to ``MAX_TOGETHER`` rows. Rows may begin before they are all there (``begin``).
@@ -12,22 +13,16 @@ from __future__ import annotations
 import json
 import os
 import selectors
-import signal
-import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
 
 from rlhf_spmd.rewards.binding import Row
 from rlhf_spmd.rewards.config import RewardConfig
 from rlhf_spmd.rewards.results import RewardError, RewardResult
+from rlhf_spmd.rewards.worker_process import START_LIMIT_S, Output, WorkerProcess, start_worker
 
-# Seconds for a worker to start and import the function's module.
-START_LIMIT_S = 120.0
 # Seconds beyond the time limit before a silent worker is killed. The worker measures each call itself, and by its clock an
 # overrun counts exactly; this only covers the way of the answer.
 GRACE_S = 0.05
@@ -39,87 +34,6 @@ MAX_TOGETHER = 64
 BEAT_S = 0.5
 # Calls sent to a worker at a time, at most: bounds what has to be sent again when it is killed.
 MAX_CHUNK = 256
-
-# Seconds to wait for the exit code of a worker that has closed its pipe.
-EXIT_LIMIT_S = 1.0
-
-# The worker sees the same modules as the rank, however the rank's sys.path came about.
-_BOOT = """
-import json, sys
-sys.path[:] = json.loads(sys.argv[1])
-from rlhf_spmd.rewards.worker import main
-main(json.loads(sys.argv[2]), sys.argv[3], *map(int, sys.argv[4:]))
-"""
-# In the environment of a worker and of all that it starts, with a number of its own.
-_MARK = "RLHF_SPMD_REWARD_WORKER"
-
-
-@dataclass(eq=False)
-class _Worker:
-    """A process, its pipes, and the rows that it has been sent and not answered, oldest first."""
-
-    process: subprocess.Popen[bytes]
-    mark: bytes
-    request_fd: int
-    answer_fd: int
-    deadline: float
-    ready: bool = False
-    outgoing: memoryview = field(default_factory=lambda: memoryview(b""))
-    incoming: bytes = b""
-    pending: deque[int] = field(default_factory=deque)
-
-    @property
-    def busy(self) -> bool:
-        """Whether an answer is due before ``deadline``."""
-        return bool(self.pending) or not self.ready
-
-
-def _start_worker(config: RewardConfig, where: str, number: int) -> _Worker:
-    request_out, request_in = os.pipe()
-    answer_out, answer_in = os.pipe()
-    command = [sys.executable, "-c", _BOOT, json.dumps(sys.path), json.dumps(asdict(config)), where]
-    command += map(str, (request_out, answer_in, os.getpid()))
-    # Fixed string hashing: a function that walks over a set gives the same score in every worker and after a resume.
-    environment = {**os.environ, "PYTHONHASHSEED": "0", _MARK: f"{os.getpid()}.{id(config)}.{number}"}
-    try:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=sys.__stderr__.fileno() if sys.__stderr__ is not None else subprocess.DEVNULL,
-            pass_fds=(request_out, answer_in),
-            process_group=0,  # its own, so that what the function started is killed with it
-            env=environment,
-        )
-    except OSError as error:
-        os.close(request_in)
-        os.close(answer_out)
-        raise RewardError(f"cannot start a worker for {where}.function {config.function!r}: {error}") from error
-    finally:
-        os.close(request_out)
-        os.close(answer_in)
-    os.set_blocking(request_in, False)
-    os.set_blocking(answer_out, False)
-    mark = f"{_MARK}={environment[_MARK]}".encode()
-    return _Worker(process, mark, request_in, answer_out, time.monotonic() + START_LIMIT_S)
-
-
-def _how_it_ended(pid: int) -> str:
-    """In words; leaves the process to be waited for, so that its number cannot go to another one before its group is killed."""
-    limit = time.monotonic() + EXIT_LIMIT_S
-    while time.monotonic() < limit:
-        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if ended is not None:
-            return f"exit code {ended.si_status}" if ended.si_code == os.CLD_EXITED else f"signal {ended.si_status}"
-        time.sleep(0.001)
-    return "it closed its pipe"
-
-
-def _kill_marked(mark: bytes) -> None:
-    """End what a worker has started, also in process groups of their own, and what outlived it."""
-    for environment in Path("/proc").glob("[0-9]*/environ"):
-        with suppress(OSError):  # of another user, or gone
-            if mark in environment.read_bytes().split(b"\0"):
-                os.kill(int(environment.parent.name), signal.SIGKILL)
 
 
 class RewardRunner:
@@ -137,9 +51,9 @@ class RewardRunner:
         self.config, self.where = config, where
         self.bound = config.bind(where)
         self._name = f"{where}.function {config.function!r}"
-        self._started = 0  # workers so far
+        self._output = Output(self._name)
         self._selector = selectors.DefaultSelector()
-        self._workers: list[_Worker] = []
+        self._workers: list[WorkerProcess] = []
         self._forget()
         self.grow(config.num_workers)
 
@@ -168,6 +82,7 @@ class RewardRunner:
         while self._workers:
             self._remove_worker(self._workers[0])
         self._selector.close()
+        self._output.end_step()
 
     def score(
         self,
@@ -193,6 +108,9 @@ class RewardRunner:
                 self._turn(BEAT_S, tick)
             return self._step.of_rows([self._at[key] for key in keys])
         finally:
+            for worker in self._workers:
+                self._output.take(worker)
+            self._output.end_step()
             self._forget()
 
     def begin(self, keys: Sequence[int], rows: Sequence[Row], groups: Sequence[int] | None = None) -> None:
@@ -276,7 +194,9 @@ class RewardRunner:
         for key, mask in self._selector.select(min(most_s, max(0.0, deadline - time.monotonic()))):
             if mask & selectors.EVENT_WRITE:
                 self._flush(key.data)
-            if mask & selectors.EVENT_READ:
+            if key.fd == key.data.output_fd:
+                self._pass_on(key.data)
+            elif mask & selectors.EVENT_READ:
                 answered.add(key.data)
                 self._receive(key.data)
         now = time.monotonic()
@@ -286,31 +206,32 @@ class RewardRunner:
                 self._overrun(worker)
 
     def _add_worker(self) -> None:
-        worker = _start_worker(self.config, self.where, self._started)
-        self._started += 1
+        worker = start_worker(self.config, self.where)
         self._workers.append(worker)
-        self._selector.register(worker.answer_fd, selectors.EVENT_READ, worker)
+        for number in (worker.answer_fd, worker.output_fd):
+            self._selector.register(number, selectors.EVENT_READ, worker)
 
-    def _remove_worker(self, worker: _Worker) -> None:
+    def _pass_on(self, worker: WorkerProcess) -> None:
+        """What it printed."""
+        if worker in self._workers and not self._output.take(worker):
+            self._selector.unregister(worker.output_fd)
+
+    def _remove_worker(self, worker: WorkerProcess) -> None:
         self._workers.remove(worker)
         if worker.outgoing:
             self._selector.unregister(worker.request_fd)
         self._selector.unregister(worker.answer_fd)
-        try:
-            os.killpg(worker.process.pid, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):  # the group is empty, or the process has ended and was not yet waited for
-            worker.process.kill()
-        worker.process.wait()
-        _kill_marked(worker.mark)
-        os.close(worker.request_fd)
-        os.close(worker.answer_fd)
+        with suppress(KeyError):  # it has closed its standard error
+            self._selector.unregister(worker.output_fd)
+        self._output.take(worker)
+        worker.end()
 
-    def _replace_worker(self, worker: _Worker) -> None:
+    def _replace_worker(self, worker: WorkerProcess) -> None:
         self._waiting.extendleft(reversed(worker.pending))
         self._remove_worker(worker)
         self._add_worker()
 
-    def _send(self, worker: _Worker) -> None:
+    def _send(self, worker: WorkerProcess) -> None:
         # Guided self-scheduling: large chunks first, so that cheap calls run without round trips; small ones last, so that
         # the workers end together.
         size = max(1, min(MAX_CHUNK, -(-len(self._waiting) // (2 * len(self._workers)))))
@@ -331,7 +252,7 @@ class RewardRunner:
         except (TypeError, ValueError) as error:
             raise ValueError(f"row {self._step.names[index]} for {self._name} is not JSON: {error}") from error
 
-    def _flush(self, worker: _Worker) -> None:
+    def _flush(self, worker: WorkerProcess) -> None:
         """Write what the pipe takes; never blocks, since a hanging worker does not read."""
         if worker not in self._workers or not worker.outgoing:
             return
@@ -345,7 +266,7 @@ class RewardRunner:
         if not worker.outgoing:
             self._selector.unregister(worker.request_fd)
 
-    def _receive(self, worker: _Worker) -> None:
+    def _receive(self, worker: WorkerProcess) -> None:
         if worker not in self._workers:
             return
         try:
@@ -374,15 +295,15 @@ class RewardRunner:
                 return
         worker.deadline = time.monotonic() + self._patience_s
 
-    def _died(self, worker: _Worker, how: str | None = None) -> None:
-        how = how or _how_it_ended(worker.process.pid)
+    def _died(self, worker: WorkerProcess, how: str | None = None) -> None:
+        how = how or worker.how_it_ended()
         if not worker.ready:
             raise RewardError(f"a worker for {self._name} ended before it was ready ({how})")
         if worker.pending:
             self._step.take(worker.pending.popleft(), f"the worker process ended during the call ({how})")
         self._replace_worker(worker)
 
-    def _overrun(self, worker: _Worker) -> None:
+    def _overrun(self, worker: WorkerProcess) -> None:
         if not worker.ready:
             raise RewardError(f"a worker for {self._name} was not ready after {START_LIMIT_S:.0f} s")
         self._step.take(worker.pending.popleft(), None)

@@ -1,15 +1,19 @@
 """Runs a Python program that nobody vouches for, in a process of its own.
 
-It has an empty directory, which is removed with all that it wrote, no standard input but what it is given, and limits of time, CPU,
-memory, processes, open files and file sizes. Where Linux allows it also namespaces: no network, no sight of other processes, and
-all that it started ends with it, all mounts but its directory read-only; and Landlock: it can write only below its directory. Where
-those are not allowed (``isolated`` says so) it can reach the network, and a process that leaves its session can outlive it until the
-worker ends. Root's processes are not counted by the kernel, but a watcher ends the program soon after it has too many. It can
-read what the user can read: this is a guard against accidents and cheating, not against an attacker who wants data.
+It has an empty directory, which is removed with all that it wrote, no standard input but what it is given, and limits of CPU
+seconds, memory, processes, open files and file sizes. It can make no socket (seccomp): neither the network nor a server on this
+machine that listens at a path, such as docker's or ssh-agent's. Where Linux allows it also namespaces: no sight of other processes,
+and all that it started ends with it, all mounts but its directory read-only; and Landlock: it can write only below its directory.
+Where those are not allowed (``isolated`` says so) a process that leaves its session can outlive it until the worker ends, and only a
+watcher counts processes, which ends the program soon after it has too many. It can read what the user can read: this is a guard
+against accidents and cheating, not against an attacker who wants data.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import functools
 import json
 import os
 import signal
@@ -17,22 +21,26 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 WATCH_S = 0.02
 MAX_OUTPUT = 1 << 22  # bytes read of what the program writes
+ENTRY = 1 << 16  # bytes that a file or directory counts for beside what is in it: many take long to remove
+PREFIX = "rlhf_spmd_code_"  # of the directories' names
+TICKS = os.sysconf("SC_CLK_TCK")  # of a second, in /proc
 _JUDGE = Path(__file__).with_name("code_judge.py")
 
 
 @dataclass(frozen=True)
 class Limits:
-    """``time_s``: wall clock and CPU seconds; ``memory_mb``: address space of each process; ``file_mb``: of each file, and four
-    times that of all in the directory."""
+    """``time_s``: CPU seconds of all processes together; ``wall_s``: seconds of the clock, beyond which nothing is said of the program;
+    ``memory_mb``: address space of each process; ``file_mb``: of each file, and four times that of all in the directory."""
 
     time_s: float = 5.0
+    wall_s: float = 20.0
     memory_mb: int = 1024
     processes: int = 16
     file_mb: int = 16
@@ -61,19 +69,22 @@ def run(
     """Run ``program`` (parts in one scope), as ``__main__`` if there are no ``tests``, then each test, see ``code_judge``. A program
     that ends by itself before its tests has passed none. ``names``: in the tests always the program's. ``before``: runs before
     the tests, where they do.
+
+    Raises TimeoutError at ``limits.wall_s``, by the machine's doing or because the program waits, and OSError where the judge cannot
+    start: both say nothing of the program.
     """
     limits = limits or Limits()
     parts, name = [program] if isinstance(program, str) else list(program), "program" if tests else "__main__"
     job = {"program": parts, "name": name, "limits": asdict(limits)}
     judged = {"tests": list(tests), "names": list(names), "before": before}
     with ExitStack() as opened:
-        directory = opened.enter_context(tempfile.TemporaryDirectory(prefix="rlhf_spmd_code_", ignore_cleanup_errors=True))
+        directory = opened.enter_context(_own_directory())
         files = [opened.enter_context(tempfile.TemporaryFile()) for _ in range(6)]
         given, asked, read, wrote, failed, verdict = files
         for file, text in ((given, json.dumps(job)), (asked, json.dumps(judged)), (read, stdin)):
             file.write(text.encode(errors="replace"))
             file.seek(0)
-        passed_on = {key: value for key, value in os.environ.items() if key in ("PATH", "LANG", "RLHF_SPMD_REWARD_WORKER")}
+        passed_on = {key: value for key, value in os.environ.items() if key in ("PATH", "LANG")}
         process = subprocess.Popen(
             [sys.executable, "-I", "-B", str(_JUDGE), *(str(file.fileno()) for file in (given, asked, verdict))],
             cwd=directory,
@@ -85,33 +96,63 @@ def run(
             start_new_session=True,
         )
         try:
-            why = _watch(process, Path(directory), limits)
+            why = _watch(process, directory, limits)
         finally:
             _end(process)
         output, error, said = (_text(file) for file in (wrote, failed, verdict))
     first, *passed = said.splitlines() or [""]
+    if first not in ("isolated", "open", "isolated with sockets", "open with sockets"):
+        raise OSError(f"the judge of the program could not start: {error[-500:].strip() or why}")
+    if first.endswith("sockets"):
+        _tell_of_sockets()
     done = set(map(int, passed)) - {0}  # 0 is what comes before the tests
-    return Outcome(len(done), process.returncode, output, why or error[-500:], first == "isolated")
+    return Outcome(len(done), process.returncode, output, why or error[-500:], first.startswith("isolated"))
 
 
-def _watch(process: subprocess.Popen[bytes], directory: Path, limits: Limits) -> str:
-    """Wait for the end, or for the reason to end it."""
-    end = time.monotonic() + limits.time_s
+@functools.cache
+def _tell_of_sockets() -> None:
+    """Once for each process."""
+    print(
+        "rewards.code: this system has no seccomp, so programs that are judged can reach servers that listen at a path, such as "
+        "docker's; run as a user who may not",
+        file=sys.stderr,
+    )
+
+
+def _watch(process: subprocess.Popen[bytes], directory: str, limits: Limits) -> str:
+    """Wait for the end, or for the reason to end it. Raises TimeoutError."""
+    end = time.monotonic() + limits.wall_s
     while True:
         with suppress(subprocess.TimeoutExpired):
             process.wait(WATCH_S)
             return ""
+        below = descendants(process.pid, limits.processes + 2)
+        used = sum(map(_cpu_seconds, (process.pid, *below)))
+        if used > limits.time_s:
+            return f"it used more than {limits.time_s} s of CPU"
         if time.monotonic() > end:
-            return f"it took longer than {limits.time_s} s"
-        if len(_descendants(process.pid, limits.processes + 2)) > limits.processes + 1:
+            raise TimeoutError(
+                f"the program had not ended after {limits.wall_s} s, in which it got {used:.1f} s of CPU: it waits, or the machine is "
+                "busy"
+            )
+        if len(below) > limits.processes + 1:
             return f"it had more than {limits.processes} processes"
         if _size(directory) > limits.file_mb << 22:
-            return f"it wrote more than {4 * limits.file_mb} MiB"
+            return f"it wrote more than {4 * limits.file_mb} MiB, or too many files"
+
+
+def _cpu_seconds(pid: int) -> float:
+    """Of a process, and of its children that it has waited for; 0 where it is gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return sum(map(int, fields[11:15])) / TICKS
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """Kill the program with what it has started: the first process of a namespace takes all others along."""
-    for pid in (*reversed(_descendants(process.pid, 1000)), process.pid):
+    for pid in (*reversed(descendants(process.pid, 1000)), process.pid):
         with suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
     with suppress(ProcessLookupError, PermissionError):
@@ -119,7 +160,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _descendants(pid: int, most: int) -> list[int]:
+def descendants(pid: int, most: int) -> list[int]:
     """Of a process, parents before children; not many more than ``most``."""
     found = [pid]
     for parent in found:
@@ -131,13 +172,95 @@ def _descendants(pid: int, most: int) -> list[int]:
     return found[1:]
 
 
-def _size(directory: Path) -> int:
-    total = 0
-    for folder, _, names in os.walk(directory):
-        for name in names:
-            with suppress(OSError):
-                total += os.lstat(os.path.join(folder, name)).st_size
+def _size(directory: str) -> float:
+    """Bytes below it, ``ENTRY`` more for each name; infinite where a path is too long to look."""
+    total, folders = 0, [directory]
+    while folders:
+        try:
+            with os.scandir(folders.pop()) as entries:
+                for entry in entries:
+                    total += ENTRY + entry.stat(follow_symlinks=False).st_size
+                    if entry.is_dir(follow_symlinks=False):
+                        folders.append(entry.path)
+        except OSError as error:  # else it is gone, or closed to us
+            if error.errno == errno.ENAMETOOLONG:
+                return float("inf")
     return total
+
+
+@contextmanager
+def _own_directory() -> Iterator[str]:
+    """An empty directory, removed in the end. While this process lives it holds a lock on it, by which :func:`remove_unused` knows."""
+    while True:
+        directory = tempfile.mkdtemp(prefix=PREFIX)
+        with _locked(directory, no_locks=True) as is_ours:
+            if is_ours and os.path.exists(directory):  # else another process has just taken it for one that was left
+                try:
+                    yield directory
+                finally:
+                    _remove_tree(directory)
+                return
+
+
+@contextmanager
+def _locked(directory: str, no_locks: bool) -> Iterator[bool]:
+    """Whether this process holds the directory's lock, inside; ``no_locks`` where the file system has none."""
+    try:
+        opened = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:  # gone, or another user's
+        yield False
+        return
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_ours = True
+    except BlockingIOError:
+        is_ours = False
+    except OSError:
+        is_ours = no_locks
+    try:
+        yield is_ours
+    finally:
+        os.close(opened)
+
+
+def remove_unused() -> None:
+    """Remove the directories whose process was killed."""
+    for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        with _locked(str(path), no_locks=False) as is_ours:
+            if is_ours:
+                _remove_tree(str(path))
+
+
+def _remove_tree(directory: str) -> None:
+    """However deep: its paths may be longer than the system takes. What cannot be removed stays."""
+    names, kind = list[str](), os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+    with suppress(OSError), ExitStack() as opened:
+        os.chmod(directory, 0o700)
+        here = os.open(directory, kind)
+        opened.callback(lambda: os.close(here))
+        while True:
+            if (below := _unlink_files(here)) is not None:
+                os.chmod(below, 0o700, dir_fd=here)
+                following = os.open(below, kind, dir_fd=here)
+                names.append(below)
+            elif names:
+                following = os.open("..", kind, dir_fd=here)
+                os.rmdir(names.pop(), dir_fd=following)
+            else:
+                break
+            os.close(here)
+            here = following
+        os.rmdir(directory)
+
+
+def _unlink_files(directory: int) -> str | None:
+    """Those that come before the first directory in this one, which is returned."""
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                return entry.name
+            os.unlink(entry.name, dir_fd=directory)
+    return None
 
 
 def _text(file: object) -> str:

@@ -9,7 +9,6 @@ started. Standard input is empty, and what the function prints goes to standard 
 
 from __future__ import annotations
 
-import ctypes
 import json
 import math
 import os
@@ -23,25 +22,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from rlhf_spmd.config.schema import printable
 from rlhf_spmd.rewards.binding import OVERRUN, BoundReward
 from rlhf_spmd.rewards.config import FLOAT32_MAX, RewardConfig
-
-_PR_SET_PDEATHSIG = 1
-
-
-def _die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when the thread that started it ends, even inside a call that never returns."""
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it ended before prctl took effect
-        os._exit(0)
 
 
 def _number(value: Any) -> float:
     """Python and NumPy numbers, and tensors of one element; text that looks like a number is a mistake, not a score."""
     if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
         hint = "; a function with an argument completions takes and returns lists" if isinstance(value, list) else ""
-        raise TypeError(f"{type(value).__name__} is not a number{hint}")
+        said = f"{repr(value)[:80]}, a {type(value).__name__}, is not a number: a score is a float, an int or a bool"
+        raise TypeError(f"{said}, or None where there is none{hint}")
     number = float(value)
     if not math.isfinite(number):
         raise ValueError(f"{number} is not finite")
@@ -77,7 +68,8 @@ def _said(error: BaseException) -> str:
     place = f" ({frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
     if place and place not in _told:
         _told.add(place)
-        traceback.print_exception(error)
+        lines = "".join(traceback.format_exception(error)).splitlines()
+        print(*map(printable, lines), sep="\n", file=sys.stderr, flush=True)
     return f"{type(error).__name__}: {error}"[: 2000 - len(place)] + place
 
 
@@ -120,10 +112,9 @@ def _serve(bound: BoundReward, requests: Any, answers: Any, timeout_s: float) ->
         answers.flush()
 
 
-def main(settings: dict[str, Any], where: str, request_fd: int, answer_fd: int, parent: int) -> None:
-    """Runs until the request pipe is closed or the parent dies. ``settings``: the fields of the reward's configuration. ``where``:
+def main(settings: dict[str, Any], where: str, request_fd: int, answer_fd: int) -> None:
+    """Runs until the request pipe is closed. ``settings``: the fields of the reward's configuration. ``where``:
     its key, for messages."""
-    _die_with_parent(parent)
     config = RewardConfig(**settings)
     _limit(resource.RLIMIT_DATA, config.max_memory_gb)
     _limit(resource.RLIMIT_FSIZE, config.max_file_gb)

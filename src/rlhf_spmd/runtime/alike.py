@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rlhf_spmd.config.load import flatten_yaml, to_yaml
+from rlhf_spmd.config.interpolation import compared
+from rlhf_spmd.config.load import flatten, to_dict
 
 LARGEST = 16 << 20  # bytes of a file that a setting names; data are larger, and are compared by their rows
 READS = ("config.json", "generation_config.json", "tokenizer*", "*.jinja", "vocab*", "merges.txt", "special_tokens_map.json")
@@ -19,7 +20,8 @@ OWN = ("path", "val_path", "cache_dir", "dir")  # keys whose values may differ b
 def run_digests(ready: Any) -> dict[str, str]:
     """Of a checked training run, by name: each setting, and digests of the rows of each stream of data and of the weights, as far as
     samples of their files tell."""
-    found = {key: text for key, text in flatten_yaml(to_yaml(ready.config)).items() if key.rpartition(".")[2] not in OWN}
+    settings = flatten(to_dict(ready.config, compared))
+    found = {key: text for key, text in settings.items() if key.rpartition(".")[2] not in OWN}
     found |= {f"set of rows ({name})": dataset.fingerprint for name, dataset in ready.training.items()}
     found |= {f"set of validation rows ({name})": dataset.fingerprint for name, dataset in ready.validation.items()}
     paths = {role: Path(model.path) for role, model in ready.config.models.items() if model.path is not None}
@@ -32,7 +34,7 @@ def run_digests(ready: Any) -> dict[str, str]:
 def file_digests(config: Any) -> dict[str, str]:
     """Of files that settings name, the user's functions and templates: a digest of each by its key."""
     found = {}
-    for key, text in flatten_yaml(to_yaml(config)).items():
+    for key, text in flatten(to_dict(config)).items():
         if not set(OWN) & set(key.split(".")):
             for file in _named_files(text):
                 found[f"{key} (its file)"] = f"{file.name} {hashlib.sha256(file.read_bytes()).hexdigest()}"

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-import re
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -15,12 +15,11 @@ from rlhf_spmd.checkpoint.directory import COMMIT, step_directory
 from rlhf_spmd.checkpoint.export import export_hugging_face
 from rlhf_spmd.config.schema import nearest
 from rlhf_spmd.controller import Controller
-from rlhf_spmd.data.encoding import TEMPLATE_FILE, read_template
+from rlhf_spmd.data.encoding import read_template
 from rlhf_spmd.runtime.model_card import model_card
 from rlhf_spmd.runtime.roles import model_directory
-from rlhf_spmd.telemetry import run_dir
-
-LOWEST = re.compile(r".*(loss|perplexity|kl)")  # metrics that are best where they are lowest
+from rlhf_spmd.telemetry import run_dir, run_lock
+from rlhf_spmd.telemetry.progress import LOWEST
 
 
 class Exports:
@@ -76,15 +75,16 @@ class Exports:
         def export() -> None:
             from transformers.utils.hub import convert_file_size_to_int
 
+            prove = partial(run_lock.prove, self.run_dir)
+            prove()
             config, plans = self.prepared.config, self.prepared.plans
             role = config.algorithm.exported
             source, size = model_directory(plans, role), convert_file_size_to_int(self.run.max_shard_size)
             whole = not plans[role].config.lora.rank or self.run.export_merged
             card = model_card(self.run_dir, config, source, checkpoint.name, plans[role].worker.head, whole)
-            export_hugging_face(checkpoint, role, source, out, size, card=card, merged=whole)
-            chat_template = getattr(config.data, "chat_template", None)  # what the model has learnt to read
-            if template := read_template(chat_template, "data.chat_template"):
-                run_dir.atomic_write_text(out / TEMPLATE_FILE, template)
+            template = read_template(getattr(config.data, "chat_template", None), "data.chat_template")
+            learnt = {"tokenizer": self.prepared.tokenizer, "chat_template": template, "prove": prove}
+            export_hugging_face(checkpoint, role, source, out, size, card=card, merged=whole, **learnt)
             run_dir.atomic_write_text(out / run_dir.EXPORTED_FILE, checkpoint.name)
 
         written: Future[None] | None = Future() if self.controller.rank == 0 else None

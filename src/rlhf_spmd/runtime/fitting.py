@@ -15,6 +15,7 @@ from rlhf_spmd.models.activations import CHECKPOINTING
 from rlhf_spmd.parallel.world import Launch, choose_device
 from rlhf_spmd.planner import memory as model
 from rlhf_spmd.planner.machine import GIB
+from rlhf_spmd.runtime.disk import check_disk
 from rlhf_spmd.runtime.memory import StepFacts, measure, step_facts
 from rlhf_spmd.runtime.placing import lay_out
 from rlhf_spmd.runtime.roles import RolePlan
@@ -23,16 +24,17 @@ Plans = Mapping[str, RolePlan]
 Setting = tuple[str | None, str, Any]  # role, or None: of the algorithm; key; value
 
 
-def check_launch(ready: Any, graph: Graph, launch: Launch) -> tuple[str, str, str | None]:
+def check_launch(ready: Any, graph: Graph, launch: Launch) -> tuple[str, str, str | None, str | None]:
     """:func:`decide_checkpointing`, what the fullest rank needs, in words, and :func:`check_memory` of a checked run on this rank's
-    device. Raises ValueError, also where there is none for it."""
+    device; and on rank 0 :func:`check_disk`. Raises ValueError, also where there is no device for it, and CheckpointError."""
     choose_device(launch)
     facts = step_facts(ready, graph, model_device())
     room = total_bytes(facts.device, launch.local_rank, launch.local_size)
     chosen = decide_checkpointing(ready.plans, facts, room, launch.rank)
     plans = with_checkpointing(ready.plans, chosen)
     needs = f"memory: at most {_gib(measure(plans, facts).peaks.max())} GiB of {_gib(room)} on a rank, as estimated"
-    return chosen, needs, check_memory(plans, facts, room, launch.local_size, launch.rank)
+    full = check_disk(ready) if launch.rank == 0 else None
+    return chosen, needs, check_memory(plans, facts, room, launch.local_size, launch.rank), full
 
 
 def with_checkpointing(plans: Plans, chosen: str) -> dict[str, RolePlan]:

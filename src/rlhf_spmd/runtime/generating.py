@@ -14,7 +14,7 @@ from rlhf_spmd.kernels import model_device
 from rlhf_spmd.kernels.devices import total_bytes
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.sharding import kv_heads_of
-from rlhf_spmd.models.spec import ModelSpec, read_eos_ids
+from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.models.weights import load_pretrained
 from rlhf_spmd.parallel.layout import Layout, LayoutConfig
 from rlhf_spmd.parallel.mesh import build_mesh
@@ -73,9 +73,8 @@ def build_generator(ready: LoadedModel, world: World) -> Generator:
     take_checkpoint(ready.spec, held, config.model.path, ready.checkpoint, world)
     backend = choose_backend(config.generation.attention, config.model.attention, dtype, world.device, "generation.attention")
     generation = replace(config.generation, attention=backend)
-    generator = Generator(
-        decoder, mesh, generation, read_eos_ids(config.model.path), decoding(ready.tokenizer), world.launch.local_size
-    )
+    ends, size = ready.spec.eos_token_ids, world.launch.local_size
+    generator = Generator(decoder, mesh, generation, ends, decoding(ready.tokenizer), size)
     # before any rank generates: one that cannot load its weights must not leave the others in a collective for long
     world.all.barrier("generate:loaded")
     return generator

@@ -19,15 +19,16 @@ from rlhf_spmd.checkpoint.directory import COMMIT, committed, named_checkpoint, 
 from rlhf_spmd.checkpoint.load import load_checkpoint
 from rlhf_spmd.checkpoint.manifest import DTYPES
 from rlhf_spmd.checkpoint.save import RoleState
-from rlhf_spmd.config.bounds import check_bounds
+from rlhf_spmd.config.bounds import SECONDS, check_bounds
 from rlhf_spmd.config.keys import Key, list_keys
-from rlhf_spmd.config.load import check_tree, flatten_yaml, load
+from rlhf_spmd.config.load import check_tree, load, resolved_key
 from rlhf_spmd.data.balance import partition_by_tokens
 from rlhf_spmd.data.dataset import RowsConfig
 from rlhf_spmd.models.hub import local_directory
 from rlhf_spmd.models.sharding import check_layout
 from rlhf_spmd.models.spec import ModelSpec, read_spec
 from rlhf_spmd.models.weights import check_pretrained
+from rlhf_spmd.parallel.board import Board
 from rlhf_spmd.parallel.command_line import read_command_line
 from rlhf_spmd.parallel.layout import Layout, LayoutConfig, resolve_layout
 from rlhf_spmd.parallel.mesh import Mesh
@@ -65,7 +66,7 @@ class LoadedConfig:
     threads: int = 1
 
     def check(self, where: str) -> None:
-        check_bounds(self, where, "timeout_s", above=0)
+        check_bounds(self, where, "timeout_s", **SECONDS)
         check_bounds(self, where, "threads", least=1, most=MOST_THREADS)
 
 
@@ -125,7 +126,7 @@ def find_weights(path: str) -> tuple[str, Path | None]:
         return path, None
     written = checkpoint.parent.parent / CONFIG_FILE
     key = f"models.{ROLE}.path"
-    model = flatten_yaml(written.read_text(encoding="utf-8", errors="replace")).get(key) if written.is_file() else None
+    model = resolved_key(written, key) if written.exists() else None
     if model is None:
         raise ValueError(f"model.path={path} is a checkpoint, and {written} does not name {key}, whose tokenizer it needs")
     return model, checkpoint
@@ -222,10 +223,12 @@ def inference_program(
     description: str | None,
     schema: type[LoadedConfig],
     prepare: Callable[[str | None, Sequence[str], Launch], Any],
-    work: Callable[[Any, World, Callable[[], None]], None],
+    work: Callable[[Any, World, Board], None],
+    when_told: str | None = None,
 ) -> tuple[Callable[..., Iterator[Key]], Callable[..., None]]:
     """``keys(overrides)`` and ``main(argv)`` of a program: ``prepare(config file, overrides, launch)``, then
-    ``work(prepared, world, tick)`` on all ranks. The command line has overrides, and ``--config FILE`` if there are many."""
+    ``work(prepared, world, board)`` on all ranks. ``when_told`` to end: what it
+    does then, if it looks at ``board.preempted`` itself. The command line has overrides, and ``--config FILE`` if there are many."""
 
     def keys(overrides: Sequence[str] = ()) -> Iterator[Key]:
         return list_keys(schema, {})
@@ -233,15 +236,20 @@ def inference_program(
     def settings(ready: LoadedModel) -> ProgramSettings:
         config = ready.config
         files = {"model.path (its tokenizer and configuration)": text_digest(Path(config.model.path)), **file_digests(config)}
-        return ProgramSettings(timeout_s=config.timeout_s, threads=config.threads, alike={**ready.alike, **files})
+        return ProgramSettings(
+            timeout_s=config.timeout_s, threads=config.threads, alike={**ready.alike, **files}, when_told=when_told or ""
+        )
 
     def main(argv: Sequence[str] | None = None) -> None:
         command = read_command_line(name, description, keys, partial(read_config, schema), argv)
         run_program(
             lambda: prepare(command.config, command.overrides, command.launch),
-            lambda context: work(context.prepared, context.world, context.board.tick),
+            lambda context: work(context.prepared, context.world, context.board),
             settings,
-            dry_run=(lambda ready: f"{name}: good for {command.launch.size} rank(s), {ready.layout}")
+            saves_on_signal=when_told is not None,
+            dry_run=(
+                lambda ready: f"{name}: good for {command.launch.size} rank{'s' * (command.launch.size > 1)}, {ready.layout}"
+            )
             if command.dry_run
             else None,
         )

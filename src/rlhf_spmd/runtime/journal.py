@@ -10,6 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from rlhf_spmd.telemetry.run_dir import writing
+
 
 def other_job(out: str, what: str) -> ValueError:
     """What to raise where this job would be mixed with another one."""
@@ -48,14 +50,15 @@ class Journal:
         return found
 
     def append(self, records: Sequence[tuple[tuple[int, int], Any]]) -> None:
-        """Written and flushed: there after a kill of this process."""
-        if self._file is None:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            path = self.directory / f"{time.time_ns()}-{os.getpid()}.jsonl"
-            self._file = path.open("x", encoding="utf-8", errors="replace")
-            self._file.write(json.dumps(self.job) + "\n")
-        self._file.writelines(json.dumps([*place, row]) + "\n" for place, row in records)
-        self._file.flush()
+        """Written and flushed: there after a kill of this process. Raises WriteError."""
+        with writing(self.directory):
+            if self._file is None:
+                self.directory.mkdir(parents=True, exist_ok=True)
+                path = self.directory / f"{time.time_ns()}-{os.getpid()}.jsonl"
+                self._file = path.open("x", encoding="utf-8", errors="replace")
+                self._file.write(json.dumps(self.job) + "\n")
+            self._file.writelines(json.dumps([*place, row]) + "\n" for place, row in records)
+            self._file.flush()
 
     def remove(self) -> None:
         """When the results are in place, and no rank writes any more."""

@@ -15,13 +15,15 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from rlhf_spmd.rewards.config import RewardConfig
 from rlhf_spmd.rewards.gsm8k import last_number, marked_number
 from rlhf_spmd.rewards.math import boxed, canonical
+from rlhf_spmd.rewards.results import source_metric
 
 NORMAL_95 = 1.959963984540054
 STUDENT_95 = (12.7062, 4.30265, 3.18245, 2.77645, 2.57058, 2.44691, 2.36462, 2.30600, 2.26216, 2.22814)  # by degrees of freedom
@@ -92,6 +94,36 @@ def student_95(degrees: int) -> float:
     z = NORMAL_95
     terms = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
     return z + sum(term / degrees ** (i + 1) for i, term in enumerate(terms))
+
+
+def measure_sets(
+    scores: np.ndarray, answers: Sequence[Sequence[Hashable | None]], sets: Mapping[str, np.ndarray]
+) -> dict[str, float]:
+    """What validation says besides the mean of all scores: of each of several ``sets`` (positions of prompts) its mean, and where
+    prompts have k > 1 responses pass@2, ... pass@k and maj@k. Arguments and names as in :func:`measure`; no number twice."""
+    k, found = scores.shape[1], dict[str, float]()
+    for name, chosen in sets.items():
+        measured = measure(scores[chosen], [answers[i] for i in chosen]) if len(chosen) else {}
+        for key, value in measured.items():
+            kind, _, size = key.partition("@")
+            if len(sets) > 1 if kind == "mean" else int(size) > 1:
+                found[f"{name}/" * (len(sets) > 1) + (key if k > 1 else kind)] = value
+    return found
+
+
+def repeated_means(rewards: Mapping[str, RewardConfig], groups: Sequence[Sequence[Mapping[str, Any]]]) -> frozenset[str]:
+    """Names of the means of single data sources that a mean says already: that of all rows, or of a group of them.
+
+    ``groups``: example rows of each group, with one at least of every data source in it.
+    """
+    found: set[str] = set()
+    for name, reward in rewards.items():
+        sources = [{row.get("data_source") for row in rows if reward.chooses(row)} for rows in groups]
+        for source in filter(None, set().union(*sources)):
+            inside = [its for its in sources if source in its]
+            if all(its <= {source} for its in (inside if len(inside) == 1 else sources)):
+                found.add(source_metric(name, str(source)))
+    return frozenset(found)
 
 
 def measure(scores: np.ndarray, answers: Sequence[Sequence[Hashable | None]], pass_score: float = 1.0) -> dict[str, float]:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rlhf_spmd.config.load import to_yaml
+from rlhf_spmd.models.hub import NAME
 from rlhf_spmd.telemetry.jsonl import read_jsonl
 from rlhf_spmd.telemetry.progress import reward_of
 from rlhf_spmd.telemetry.run_dir import METRICS_FILE
 
-ROWS, COLUMNS = 12, 8  # of the table, at most
+ROWS, COLUMNS = 6, 4  # of the table, at most
 
 LOAD = """from transformers import AutoTokenizer, {kind}
 
@@ -31,21 +33,36 @@ def model_card(run_dir: Path, config: Any, base: Path, checkpoint: str, head: st
     last = int(checkpoint.removeprefix("step_"))
     rows = [row for row in read_jsonl(run_dir / METRICS_FILE) if row["step"] <= last]
     trained = config.models[config.algorithm.exported].lora.rank
+    source, family = base_names(base)
     beside = " Its low-rank adapters alone are in `adapter`, as PEFT loads them beside the model that they were trained on."
     return CARD.read_text(encoding="utf-8").format(
-        base=base,
+        base=source,
+        base_model=f"base_model: {family}\n" if family else "",
         algorithm=config.algorithm.name,
         name=config.run.name,
         checkpoint=checkpoint,
         adapters=beside if trained and whole else "",
-        load=(LOAD if whole else LOAD_ADAPTERS).format(kind=kind, base=base),
+        load=(LOAD if whole else LOAD_ADAPTERS).format(kind=kind, base=source),
         curves=curves(rows),
         config=to_yaml(config),
     )
 
 
+def base_names(base: Path) -> tuple[str, str | None]:
+    """How the model in the directory ``base`` is loaded: by its name on the hub if it lies in the client's cache, else from there; and
+    the hub's model that it comes from, by its place or its own card, if there is one."""
+    cached = next((part for part in base.parts if part.startswith("models--")), None)
+    if cached is not None and base.parent.name == "snapshots":
+        name = cached.removeprefix("models--").replace("--", "/", 1)
+        return name, name
+    card = base / "README.md"
+    head = card.read_text(encoding="utf-8", errors="replace").split("---\n", 2) if card.is_file() else []
+    named = re.search(r"^base_model: *(\S+) *$", head[1], flags=re.MULTILINE) if len(head) == 3 and not head[0] else None
+    return str(base), named[1] if named and NAME.fullmatch(named[1]) and not Path(named[1]).exists() else None
+
+
 def curves(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A table of metrics, of validated steps where there are any. Pure."""
+    """A short table of the metrics that say most, of validated steps where there are any. Pure."""
     names = dict.fromkeys(name for row in rows for name in row)
     validation = [name for name in names if name.startswith("val/")]
     shown = [*validation, reward_of(list(names)), *(name for name in names if name.endswith("/loss")), "response_length/mean"]

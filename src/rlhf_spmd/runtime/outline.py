@@ -11,12 +11,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, ClassVar
 
 from rlhf_spmd.config.bounds import check_bounds
 from rlhf_spmd.data.dataset import DatasetConfig, TokenDataset, joined
 from rlhf_spmd.data.files import Row
 from rlhf_spmd.data.prompts import PromptDataset, PromptsConfig
+from rlhf_spmd.models.published import published_config
 from rlhf_spmd.planner.shape import Workload
 from rlhf_spmd.workers import RoleConfig
 
@@ -91,6 +92,7 @@ class CharacterTokenizer:
     """Stands for a tokenizer that nobody has yet: a token for each character."""
 
     eos_token_id, name_or_path, chat_template = 0, "none", "{{ messages }}"
+    added_tokens_decoder: ClassVar[dict[int, Any]] = {}
 
     def __len__(self) -> int:
         return MANY_TOKENS
@@ -129,14 +131,17 @@ def stand_in(section: DatasetConfig) -> TokenDataset:
 
 @contextmanager
 def directories(models: Mapping[str, RoleConfig]) -> Iterator[dict[str, RoleConfig]]:
-    """``models`` with a directory, for as long as this lasts, of each that is given by its sizes."""
+    """``models`` with a directory, for as long as this lasts, of each that is given by its sizes or by the name of a published one."""
     with TemporaryDirectory() as folder:
         found = dict(models)
         for role, config in models.items():
+            sizes = published_config(config.path) if config.path and not Path(config.path).is_dir() else None
             if isinstance(config, PlannedRoleConfig) and config.spec is not None:
+                sizes = {"model_type": "llama", "max_position_embeddings": MANY_TOKENS, **vars(config.spec)}
+                config = replace(config, spec=None)
+            if sizes is not None:
                 path = Path(folder) / role
                 path.mkdir()
-                sizes = {"model_type": "llama", "max_position_embeddings": MANY_TOKENS, **vars(config.spec)}
                 (path / "config.json").write_text(json.dumps(sizes))
-                found[role] = replace(config, path=str(path), random_init=True, spec=None)
+                found[role] = replace(config, path=str(path), random_init=True)
         yield found

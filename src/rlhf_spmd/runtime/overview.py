@@ -7,6 +7,7 @@ import shlex
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from datetime import datetime
 from importlib.metadata import version
@@ -17,40 +18,42 @@ import torch
 
 from rlhf_spmd.data.prompts import PromptDataset
 from rlhf_spmd.generation.backends import choose_backend
-from rlhf_spmd.kernels import can, choose_ops
-from rlhf_spmd.parallel.world import World
+from rlhf_spmd.kernels import can, choose_ops, model_device
+from rlhf_spmd.parallel.layout import GenerationLayout, Layout
+from rlhf_spmd.parallel.world import Launch, World, connect_store
 from rlhf_spmd.planner.placement import PlacementConfig
+from rlhf_spmd.planner.shape import shape_of
+from rlhf_spmd.rewards.config import reward_key
+from rlhf_spmd.runtime.roles import RolePlan
+from rlhf_spmd.workers.model_worker import ModelWorker
+
+UNITS = {"T": 1e12, "B": 1e9, "M": 1e6, "k": 1e3}
 
 
 def describe(ready: Any, world: World) -> str:
-    """``ready``: the checked run (``Prepared`` of the training program)."""
-    config, rows = ready.config, ", ".join(data.summary() for data in ready.training.values())
-    placement, exported = config.placement, config.algorithm.exported
-    lines = [f"{config.run.name}: {config.algorithm.name} on {world.size} rank(s), {rows}"]
-    lines += [f"  warning: {line}" for line in ready.warnings]
-    if ready.checkpointing != "none":
-        lines.append(f"  activation_checkpointing auto: {ready.checkpointing}, so that activations fit into memory")
-    prompts = [data for data in ready.training.values() if isinstance(data, PromptDataset)]
-    rules = any(reward.function for reward in ready.rewards.values())
-    if prompts and rules and all(row["answer"] is None for data in prompts for row in data.examples()):
-        lines.append("  warning: no row has an answer (data.answer_key), so a reward that looks for one finds none")
-    correction = getattr(config.algorithm, "rollout_correction", None)
-    if placement.max_staleness and not (correction and (correction.bypass_mode or correction.active)):
-        advice = "set algorithm.rollout_correction.bypass_mode=true, or rollout_is" if correction else "this algorithm cannot"
-        stale = f"placement.max_staleness={placement.max_staleness}"
-        lines.append(f"  warning: {stale} and nothing corrects for older weights: {advice}")
-    lines += [line for data in (*ready.training.values(), *ready.validation.values()) for line in data.tally.warnings()]
-    plan, device = ready.plans[exported], world.device
-    dtype = plan.config.torch_dtype(device)
-    attention = choose_ops(dtype, device, plan.config.attention, f"models.{exported}.attention").name
-    line = f"  device {device.type}, attention {attention}"
-    if plan.generation is not None:
-        where = f"models.{exported}.generation.attention"
-        line += f", of generation {choose_backend(plan.config.generation.attention, attention, dtype, device, where)}"
-    on_cpu = f", float32 products '{torch.get_float32_matmul_precision()}', {config.run.threads} thread(s) per rank"
-    lines.append(line + (on_cpu if can(device).exact else ""))
-    lines += [f"  {ready.memory}"] if ready.memory else []
-    usual = PlacementConfig()
+    """What is trained, on what ranks, how they are split, what fits; and warnings. ``ready``: the checked run (``Prepared`` of the
+    training program)."""
+    config, device = ready.config, world.device
+    trained = " and ".join(_with_size(role, plan) for role, plan in ready.plans.items() if plan.trained)
+    rows = ", ".join(data.summary() for data in ready.training.values())
+    names = ", generation ".join(dict.fromkeys(_attention(ready, device)))
+    threads = f", {_counted(config.run.threads, 'thread')}{' each' * (world.size > 1)}" if can(device).exact else ""
+    lines = [
+        f"{config.run.name}: {config.algorithm.name} trains {trained} on {rows}",
+        f"{_counted(world.size, 'rank')} on {device.type}{threads}, attention {names}",
+        f"layout: {'; '.join(_layouts(ready.plans, world.size))}",
+    ]
+    recomputed = f", activation_checkpointing auto: {ready.checkpointing}" if ready.checkpointing != "none" else ""
+    lines += [f"{ready.memory}{recomputed}"] if ready.memory else []
+    return "\n  ".join([*lines, *(f"warning: {line}" for line in _warnings(ready))])
+
+
+def describe_roles(ready: Any, launch: Launch) -> str:
+    """:func:`describe`, and where every role and every call of it is, for a run that is not started."""
+    world = World(launch, model_device(), connect_store(Launch()), 0.0)
+    placement, usual = ready.config.placement, PlacementConfig()
+    products = f"float32 products '{torch.get_float32_matmul_precision()}'"
+    lines = [describe(ready, world), *([f"  {products}"] if can(world.device).exact else [])]
     set_here = [f.name for f in fields(placement) if f.name != "pools" and getattr(placement, f.name) != getattr(usual, f.name)]
     if set_here:
         lines.append("  placement " + ", ".join(f"{name} {getattr(placement, name)}" for name in set_here))
@@ -61,10 +64,73 @@ def describe(ready: Any, world: World) -> str:
             where += f", generation pp({g.pp}) * tp({g.tp}) * micro_dp({g.micro_dp}) * dp({g.train.dp})"
         lines.append(where)
         for method, call in plan.calls.items():
-            lines.append(
-                f"    {method} on pool {call.pool}, {call.shape.layout}{', delta' if plan.config.calls[method].delta else ''}"
-            )
+            delta = ", delta" if plan.config.calls[method].delta else ""
+            lines.append(f"    {method} on pool {call.pool}, {call.shape.layout}{delta}")
     return "\n".join(lines)
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _with_size(role: str, plan: RolePlan) -> str:
+    """``actor (1.6M parameters)``."""
+    if plan.spec is None or not issubclass(plan.worker, ModelWorker):
+        return role
+    size = shape_of(plan.spec, plan.worker.head).params
+    unit = next((unit for unit in ("T", "B", "M") if size >= UNITS[unit]), "k")
+    adapters = f", of which adapters of rank {plan.config.lora.rank} learn" if plan.config.lora.rank else ""
+    return f"{role} ({size / UNITS[unit]:.3g}{unit} parameters{adapters})"
+
+
+def _layouts(plans: Mapping[str, RolePlan], size: int) -> Iterator[str]:
+    """Of the roles with a model, those that are split alike together: the axes that are not 1, and the ranks where not all are."""
+    alike: dict[str, list[str]] = {}
+    for role, plan in plans.items():
+        if plan.spec is None:
+            continue
+        layout, generation = plan.shape.layout, plan.shape.generation
+        how = _axes(layout, layout.dp)
+        if generation is not None and (generation.pp, generation.tp) != (layout.pp, layout.tp):
+            how += ", generation " + _axes(generation, generation.micro_dp * layout.dp)
+        if len(plan.pool.ranks) < size:
+            how += f" on ranks {str(plan.pool).partition('[')[2].rstrip(']')}"
+        alike.setdefault(how, []).append(role)
+    for how, names in alike.items():
+        yield f"{', '.join(names)} {how}"
+
+
+def _axes(split: Layout | GenerationLayout, copies: int) -> str:
+    axes = [f"{name}({n})" for name, n in (("pp", split.pp), ("tp", split.tp), ("dp", copies)) if n > 1]
+    zero = f" zero({split.zero})" if isinstance(split, Layout) and split.zero else ""
+    return (" * ".join(axes) or "whole on one rank") + zero
+
+
+def _attention(ready: Any, device: torch.device) -> Iterator[str]:
+    """Of training, and of generation where the exported model generates."""
+    exported = ready.config.algorithm.exported
+    plan = ready.plans[exported]
+    dtype = plan.config.torch_dtype(device)
+    attention = choose_ops(dtype, device, plan.config.attention, f"models.{exported}.attention").name
+    yield attention
+    if plan.generation is not None:
+        where = f"models.{exported}.generation.attention"
+        yield choose_backend(plan.config.generation.attention, attention, dtype, device, where)
+
+
+def _warnings(ready: Any) -> Iterator[str]:
+    yield from ready.warnings
+    config, placement = ready.config, ready.config.placement
+    prompts = [row for data in ready.training.values() if isinstance(data, PromptDataset) for row in data.examples()]
+    for name, reward in ready.rewards.items():
+        if reward.misses_answers(reward_key(name), prompts):
+            yield f"no row has an answer (data.answer_key), and {reward_key(name)}.function={reward.function} reads one"
+    correction = getattr(config.algorithm, "rollout_correction", None)
+    if placement.max_staleness and not (correction and (correction.bypass_mode or correction.active)):
+        advice = "set algorithm.rollout_correction.bypass_mode=true, or rollout_is" if correction else "this algorithm cannot"
+        yield f"placement.max_staleness={placement.max_staleness} and nothing corrects for older weights: {advice}"
+    for data in (*ready.training.values(), *ready.validation.values()):
+        yield from data.tally.warnings()
 
 
 def start_facts(world: World) -> dict[str, str]:

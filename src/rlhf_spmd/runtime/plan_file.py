@@ -12,6 +12,7 @@ import yaml
 
 from rlhf_spmd.config.bounds import check_bounds
 from rlhf_spmd.config.schema import ConfigError, Reader
+from rlhf_spmd.config.written import parse, resolve
 from rlhf_spmd.planner.problem import Mesh
 from rlhf_spmd.planner.shape import CHECKPOINTING
 
@@ -126,7 +127,7 @@ def _layout(call: PlannedCall) -> dict[str, Any]:
 def read_plan(path: str) -> PlanFile:
     """Raises ConfigError, one line that names the file."""
     try:
-        raw = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        raw = resolve(parse(Path(path).read_text(encoding="utf-8")))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"plan={path} cannot be read: {str(error).splitlines()[0]}") from error
     if not isinstance(raw, dict) or not isinstance(raw.get("calls"), dict):

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from importlib.resources import files
 from itertools import groupby
@@ -12,10 +11,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from rlhf_spmd.config.json_input import parse_json
 from rlhf_spmd.runtime.plan_file import PlanFile
 from rlhf_spmd.telemetry.timeline_chart import Box, Row, TimelineChart, draw, from_trace, phase_key
 
 COLORS = 8  # that report.css has
+KEY_STYLE = ".key{margin-right:1.2em}.key i{display:inline-block;width:.8em;height:.8em;margin-right:.4em}"
 
 
 def planned_chart(plan: PlanFile) -> TimelineChart:
@@ -57,7 +58,7 @@ def read_trace(plan: PlanFile, run: str) -> dict[str, Any]:
     """Of a run that followed ``plan``. Raises ValueError that names the file, and where the run was another one."""
     path = Path(run) / "trace.json"
     try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        found: dict[str, Any] = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"plan.measured={run}: {path} cannot be read: {error}") from error
     ran: dict[str, set[int]] = defaultdict(set)
@@ -78,12 +79,13 @@ def compare(plan: PlanFile, measured: Mapping[str, float]) -> list[tuple[str, fl
     return [(name, planned, seconds, planned / seconds - 1 if seconds else None) for name, planned, seconds in found]
 
 
-def page(plan: PlanFile, run: str | None) -> str:
+def page(plan: PlanFile, run: str | None, summary: Sequence[str] = ()) -> str:
     """One self-contained HTML file. ``run``: a run directory, or none. Raises ValueError."""
     keys = dict.fromkeys(phase_key(name) for name in plan.calls)
     colors = {key: f"var(--c{i % COLORS})" for i, key in enumerate(keys)}
-    parts = [f"<h1>Plan for {plan.ranks} ranks</h1><p>{float(plan.told.get('step_seconds', 0.0)):.4g} s a step</p>"]
-    parts.append(draw(planned_chart(plan), colors))
+    parts = [f"<h1>Plan for {plan.ranks} ranks</h1>", *(f"<p>{escape(line)}</p>" for line in summary)]
+    names = (f'<span class="key"><i style="background:{color}"></i>{escape(key)}</span>' for key, color in colors.items())
+    parts += [f"<p>{' '.join(names)}</p>", draw(planned_chart(plan), colors), "<p>Seconds of a step, from left to right.</p>"]
     if run is not None:
         trace = read_trace(plan, run)
         chart, _ = from_trace(trace)
@@ -94,7 +96,7 @@ def page(plan: PlanFile, run: str | None) -> str:
             for name, planned, seconds, error in compare(plan, measured_seconds(trace))
         )
         parts.append(f"<table><tr><th>call</th><th>planned s</th><th>measured s</th><th>error</th></tr>{cells}</table>")
-    style = files("rlhf_spmd.telemetry").joinpath("report.css").read_text(encoding="utf-8")
+    style = files("rlhf_spmd.telemetry").joinpath("report.css").read_text(encoding="utf-8") + KEY_STYLE
     return (
         f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>Plan</title><style>{style}</style></head>'
         f"<body><main>{''.join(parts)}</main></body></html>"

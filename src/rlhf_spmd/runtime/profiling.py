@@ -55,7 +55,7 @@ def profile(
         _seconds(world, partial(world.all.all_reduce, x, "profile")) if world.size > 1 else 0.0 for x in (message, small)
     )
     link = 2 * (world.size - 1) / world.size * 4 * MESSAGE / max(of_large - latency, 1e-9) if world.size > 1 else 1e12
-    rate = matmul_rate(world.device, dtype)
+    rate = matmul_rate(world.device, dtype, world.launch.local_size)
     bandwidth = 8 * MESSAGE / _seconds(world, lambda: message.add_(1.0))
     has_streams = can(world.device).streams
     if has_streams:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from rlhf_spmd.controller import Taken, ordered_values
 from rlhf_spmd.data.batch import Batch, Ragged
 from rlhf_spmd.runtime.streams import merge_values
+from rlhf_spmd.telemetry import run_lock
 from rlhf_spmd.telemetry.jsonl import JsonlLog
 from rlhf_spmd.telemetry.logger import Followers
 from rlhf_spmd.telemetry.progress import Progress
@@ -55,12 +56,13 @@ class Recorder:
 
     def __init__(self, run_dir: Path, config: Any, started_at: int, facts: Mapping[str, str]) -> None:
         """``config``: with ``run`` and ``logger``; it lies in the run directory already. ``facts``: of this start, for the report."""
-        resume = started_at or None
+        self.run_dir, resume = run_dir, started_at or None
         starts = JsonlLog(run_dir / STARTS_FILE, resume)
         starts.append([{"step": started_at, **facts}])
         starts.close()
         files = (ROLLOUTS_FILE, VALIDATION_FILE, METRICS_FILE)
-        self.rollouts, self.validations, self.metrics = (JsonlLog(run_dir / file, resume) for file in files)
+        self._logs = [JsonlLog(run_dir / file, resume) for file in files]
+        self.rollouts, self.validations, self.metrics = self._logs
         steps = config.run.steps
         self.followers = Followers(run_dir, config.logger, config.run.name, steps, resume)
         self.num_samples = config.run.log_samples
@@ -69,16 +71,22 @@ class Recorder:
     def log(
         self, number: int, metrics: dict[str, float], samples: list[dict[str, Any]], validated: list[dict[str, Any]]
     ) -> None:
-        """A step's metrics come last in the files: followers then find all of it."""
+        """A step's metrics come last in the files: followers then find all of it. Raises LockLost, WriteError."""
+        run_lock.prove(self.run_dir)
         shown = sorted(samples, key=lambda sample: int(sample["row_id"]))[: self.num_samples]
         self.rollouts.append({"step": number, **sample} for sample in shown)
         self.validations.append({"step": number, **sample} for sample in validated)
         self.metrics.append([{"step": number, "unix_s": round(time.time(), 3), **metrics}])
         self.progress.update(number, metrics)
 
+    def sync(self) -> None:
+        """Before a checkpoint: the steps that it holds are in the files whatever happens to this machine. Raises WriteError."""
+        for log in self._logs:
+            log.sync()
+
     def close(self) -> None:
         self.progress.close()
-        for log in (self.rollouts, self.validations, self.metrics):
+        for log in self._logs:
             log.close()
         self.followers.close()
 

@@ -264,7 +264,7 @@ class Answerer:
             environments = None
             if known and requests:
                 rows = {request.row_id: self.set.rows[request.group_id] for request in requests}
-                environments = Environments(known, rows, self.ready.tokenizer, self.ready.config.data.chat_template)
+                environments = Environments(known, rows, self.ready.tokenizer, self.ready.config.data)
             yield self.generator.generate(requests, sampling, sampling.seed, 0, self.tick, environments)
             return
         yield from generate_in_parts(self.generator, waiting, sampling, sampling.seed, self.tick)
@@ -299,9 +299,10 @@ class Answerer:
         )
         failed, error = result.failures + result.timeouts, result.first_error or ""
         rows = f"the set {self.set.name!r}" if self.set.name else "the rows"
-        check_failures(reward, self.set.key, failed, len(chosen), error, first_step, f"{rows} so far" if first_step else rows)
+        rows = f"{rows} so far" if first_step else rows
+        check_failures(reward, self.set.key, failed, len(chosen), error, first_step, rows=rows)
         if failed and not self.told:
-            told = f"{self.set.key}.function {reward.function!r} failed; such rows get {self.set.key}.default={reward.default}"
+            told = f"{self.set.key}.function {reward.function!r} failed; {self.set.key}.{reward.after_failure}"
             print(f"{told}: {error}", file=sys.stderr)
             self.told = True
         for i, score in zip(chosen, result.scores, strict=True):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,9 +15,11 @@ import torch
 
 from rlhf_spmd.checkpoint.directory import read_manifest
 from rlhf_spmd.checkpoint.load import load_checkpoint, read_pieces
-from rlhf_spmd.checkpoint.manifest import DTYPES, PARAM, CheckpointError
+from rlhf_spmd.checkpoint.manifest import DTYPES, PARAM, CheckpointError, Manifest
 from rlhf_spmd.checkpoint.save import RoleState
-from rlhf_spmd.config.load import flatten_yaml, to_yaml
+from rlhf_spmd.config.interpolation import digest, escaped, written
+from rlhf_spmd.config.load import flatten, read_file, to_dict
+from rlhf_spmd.config.written import resolve
 from rlhf_spmd.controller import Controller
 from rlhf_spmd.parallel.boxes import whole_shard
 from rlhf_spmd.runtime.streams import Data
@@ -91,6 +95,13 @@ def _older(role: str, version: int) -> str:
     return f"{role}_at_version_{version}"
 
 
+def environment_digests(config: Any) -> dict[str, str]:
+    """Of keys that make it another experiment, those with a value from the environment, which ``config.yaml`` does not have: a digest
+    of it."""
+    values, shown = flatten(to_dict(config, escaped)), flatten(to_dict(config, written))
+    return {key: digest(text) for key, text in values.items() if text != shown[key] and EXPERIMENT.fullmatch(key)}
+
+
 def compare_runs(
     path: Path, config: Any, saved: Mapping[str, Any], present: Mapping[str, Any], lacking: Sequence[str] = ()
 ) -> str:
@@ -99,16 +110,23 @@ def compare_runs(
 
     Raises ValueError where that is another experiment, unless ``run.resume`` says that it is meant.
     """
-    file = path.resolve().parents[1] / CONFIG_FILE
-    new = flatten_yaml(to_yaml(config))
-    old = flatten_yaml(file.read_text(encoding="utf-8")) if file.is_file() else new
+    file = _config_of(path)
+    values, new = flatten(to_dict(config, escaped)), flatten(to_dict(config, written))
+    old = flatten(resolve(read_file(file, "the run's configuration"))) if os.path.lexists(file) else new
+    if not old:
+        raise ValueError(f"the run's configuration '{file}' is empty, so no settings can be compared; mend it or move it away")
+    digests = saved.get("environment", {})
     pairs = {key: (new.get(key, "null"), old.get(key, "null")) for key in {**old, **new}}
-    keys = [key for key, (is_now, was) in pairs.items() if is_now != was and key not in ("run.dir", "run.resume")]
-    changed = {key: f"{key}={pairs[key][0]} (was {pairs[key][1]})" for key in keys}
+    changed = {}
+    for key, (is_now, was) in pairs.items():
+        value = values.get(key, "null")
+        is_same = digest(value) == digests[key] if key in digests else was in (is_now, value)
+        if not is_same and key not in ("run.dir", "run.resume"):
+            changed[key] = f"{key}={is_now} (was {was if was != is_now else 'another value'})"
     # null is "as the actor" of a path, but a choice of bits
     meant = [key for key in changed if "null" not in pairs[key] or key.endswith(".lora.bits")]
     named = {key: changed[key] for key in meant if EXPERIMENT.fullmatch(key)}
-    other = [text for key, text in named.items() if len({Path(one).expanduser().resolve() for one in pairs[key]}) > 1]
+    other = [text for key, text in named.items() if key in digests or not same_path(values.get(key, "null"), pairs[key][1])]
     for name, stream in present["data"].items():
         then, now = saved["data"].get(name, {}).get("fingerprint"), stream["fingerprint"]
         if then != now:
@@ -117,6 +135,16 @@ def compare_runs(
         forced = f", since it holds no role {lacking[0]!r}" if lacking else ", or run.resume=force to go on with it"
         raise ValueError(f"{path} is of another experiment: {', '.join(other)}; give another run.dir{forced}")
     return f"other settings than in {file}: {', '.join(changed.values())}" if changed else ""
+
+
+def _config_of(checkpoint: Path) -> Path:
+    """Its run's config.yaml. The checkpoint, or the directory of all of them, may be a link to another place."""
+    named, found = (path.parents[1] / CONFIG_FILE for path in (checkpoint.absolute(), checkpoint.resolve()))
+    return named if os.path.lexists(named) else found
+
+
+def same_path(*paths: str) -> bool:
+    return len({Path(path).expanduser().resolve() for path in paths}) == 1
 
 
 def check_dtypes(path: Path, models: Mapping[str, RoleConfig], device: torch.device) -> None:
@@ -135,6 +163,30 @@ def role_states(controller: Controller, models: SimpleNamespace) -> dict[str, An
     workers = {role: worker for role, worker in vars(models).items() if isinstance(worker, ArithmeticWorker)}
     found = controller.get(*(worker.progress() for worker in workers.values()))
     return {role: values[0] for role, values in zip(workers, found, strict=True)}
+
+
+def check_state(manifest: Manifest) -> None:
+    """Raises CheckpointError where the state is not one that :class:`Session` saves: somebody has edited it."""
+    kinds = {"step": int, "stopped": bool, "optimizer_steps": dict, "data": dict, "roles": dict, "kept": list}
+    for key, kind in kinds.items():
+        value = manifest.state.get(key)
+        if not isinstance(value, kind):
+            raise CheckpointError(
+                f"the manifest of step {manifest.step} has {key}={value!r:.80} in its state, no {kind.__name__}"
+            )
+    if odd := [name for name, stream in manifest.state["data"].items() if not isinstance(stream, dict)]:
+        raise CheckpointError(f"the manifest of step {manifest.step} has no dict as data.{odd[0]} in its state")
+    if manifest.state["step"] != manifest.step:
+        raise CheckpointError(f"the manifest of step {manifest.step} has step={manifest.state['step']} in its state")
+
+
+@contextmanager
+def read_state(path: Path) -> Iterator[None]:
+    """Raises CheckpointError where the state of the checkpoint ``path`` lacks something, or has something else in its place."""
+    try:
+        yield
+    except (LookupError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path}: its state is not what a run saves ({type(error).__name__}: {error})") from error
 
 
 def restore(state: dict[str, Any], data: Data, models: SimpleNamespace) -> None:

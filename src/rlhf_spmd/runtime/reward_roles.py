@@ -7,9 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from rlhf_spmd.algorithms.base import AlgorithmConfig
-from rlhf_spmd.data.prompts import PromptsConfig
+from rlhf_spmd.data.dataset import TokenDataset
+from rlhf_spmd.data.prompts import PromptDataset, PromptsConfig
 from rlhf_spmd.rewards.config import RewardConfig, reward_key
 from rlhf_spmd.runtime import roles
+from rlhf_spmd.runtime.measures import repeated_means
 from rlhf_spmd.workers import RewardWorker, RoleClass
 
 
@@ -41,3 +43,12 @@ def with_templates(
             for role, one in found.items()
         }
     return found
+
+
+def repeated_of(dataset: TokenDataset, ready: Any) -> frozenset[str]:
+    """Means of data sources that a validation by ``dataset`` says already. With several rewards none: it says their sum.
+    ``ready``: the checked run (``Prepared`` of the training program)."""
+    added = roles.added_rewards(ready.rewards, ready.plans)
+    if len(added) != 1 or not isinstance(dataset, PromptDataset):
+        return frozenset()
+    return repeated_means({name: ready.rewards[name] for name in added}, dataset.examples_by_path())

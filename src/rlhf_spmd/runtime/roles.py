@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,13 +16,14 @@ from rlhf_spmd.config.load import to_dict
 from rlhf_spmd.config.schema import leaves, nearest
 from rlhf_spmd.controller import GroupShape, ResourcePool
 from rlhf_spmd.data.dataset import TokenDataset
+from rlhf_spmd.data.encoding import read_template
 from rlhf_spmd.data.prompts import PromptDataset, PromptsConfig
 from rlhf_spmd.data.tokenizer import decoding
 from rlhf_spmd.generation.config import GenerationConfig, SamplingConfig
 from rlhf_spmd.generation.stopping import build_ends
 from rlhf_spmd.models.hub import local_directory
 from rlhf_spmd.models.sharding import check_lora
-from rlhf_spmd.models.spec import ModelSpec, read_spec
+from rlhf_spmd.models.spec import ModelSpec, join_ends, read_spec
 from rlhf_spmd.models.weights import check_adapter, check_pretrained
 from rlhf_spmd.parallel.layout import GenerationLayout, Layout, LayoutConfig, resolve_layout
 from rlhf_spmd.reshard import METHODS
@@ -127,7 +128,8 @@ def describe_roles(
     known |= {name: JudgeWorker for name, reward in rewards.items() if reward.judge is not None and name != exported}
     for role in models:
         if role not in known:
-            hint = nearest(role, list(known)) or ";"
+            meant = next((name for name in known if name.startswith(role)), exported)  # ref
+            hint = nearest(role, list(known)) or f"; did you mean '{meant}'?"
             raise ValueError(f"models.{role}: this algorithm has no such role{hint} its roles are {', '.join(known)}")
     configs = {role: models.get(role, RoleConfig()) for role in known}
     own = configs[exported]
@@ -259,11 +261,18 @@ def _check_judge(where: str, config: RoleConfig, layout: Layout) -> None:
 
 
 def find_text_readers(
-    plans: Mapping[str, RolePlan], rewards: Mapping[str, RewardConfig], exported: str, tokenizer: Any
+    plans: Mapping[str, RolePlan], rewards: Mapping[str, RewardConfig], exported: str, tokenizer: Any, data: Any
 ) -> dict[str, RolePlan]:
     """``plans``, with the reward models marked that read text through tokenizers of their own: all others must read the tokens of
-    ``exported``. Raises ValueError, DataError."""
-    found = dict(plans)
+    ``exported``. The models that generate know the ends that their tokenizers and the template of ``data`` (the
+    section), a judge its own, name.
+
+    Raises ValueError, DataError.
+    """
+    found, template = dict(plans), read_template(getattr(data, "chat_template", None), "data.chat_template")
+    for role, plan in generating(plans).items():
+        assert plan.spec is not None, "a role that generates has a model"
+        found[role] = replace(plan, spec=join_ends(plan.spec, tokenizer, template))
     own = plans[exported].spec
     assert own is not None
     for role, plan in plans.items():
@@ -271,8 +280,9 @@ def find_text_readers(
             continue
         remedy = "all roles read the same token ids"
         if role in rewards and role != exported:
-            if _retokenizer(role, plan, rewards, tokenizer) is not None:
-                found[role] = replace(plan, reads_text=True)
+            read = _retokenizer(role, plan, rewards, tokenizer)
+            if read is not None:
+                found[role] = replace(plan, reads_text=True, spec=join_ends(plan.spec, read.own, read.encoder.template))
                 continue
             setting = f"{reward_key(role)}.retokenize={rewards[role].retokenize}"
             remedy = f"with {setting} and the tokenizer there it reads the same token ids"
@@ -360,10 +370,15 @@ def build_models(plans: Mapping[str, RolePlan], build: Build) -> SimpleNamespace
 
     Collective over the world: every rank of it must call.
     """
-    added = tuple(role for role in build.rewards if role == "reward" or plans[role].is_added)
+    added = added_rewards(build.rewards, plans)
     roles = {role: _build_role(role, plan, replace(build, added_rewards=added)) for role, plan in plans.items()}
     roles |= {name: roles[role] for role, plan in plans.items() for name in plan.serves}
     return SimpleNamespace(**roles, rewards=[roles[role] for role in added], controller=build.controller)
+
+
+def added_rewards(rewards: Iterable[str], plans: Mapping[str, RolePlan]) -> tuple[str, ...]:
+    """Names of the rewards whose scores are added up."""
+    return tuple(role for role in rewards if role == "reward" or plans[role].is_added)
 
 
 def _build_role(role: str, plan: RolePlan, build: Build) -> ModelWorker | ArithmeticWorker:

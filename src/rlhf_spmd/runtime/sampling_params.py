@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import InitVar, dataclass
 from typing import Any
 
 from rlhf_spmd.config.bounds import SEEDS, check_bounds
@@ -14,6 +15,17 @@ from rlhf_spmd.generation.sequence import Drawing
 PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 # by a call's rows, beside stop
 SHARED = (*PENALTIES, "logit_bias", "allowed_token_ids", "stop_token_ids", "ignore_eos", "logprobs")
+
+# vLLM's arguments of SamplingParams that nothing follows here: values that ask for nothing, and what stands for the others
+VLLM_ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
+    "best_of": ((None, 1), "ask for n responses and choose by cumulative_logprob"),
+    "bad_words": ((None, []), "give logit_bias -100 to their tokens"),
+    "structured_outputs": ((None,), "give a library's function in logits_processors (docs/python.md)"),
+    "guided_decoding": ((None,), "give a library's function in logits_processors (docs/python.md)"),
+    "truncate_prompt_tokens": ((None,), "cut the prompt's token ids yourself"),
+    "detokenize": ((True,), "texts are always made"),
+    "spaces_between_special_tokens": ((True,), "special tokens are left out of a text, or shown as they are"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +63,17 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     logits_processors: Any = None
+    best_of: InitVar[int | None] = None
+    bad_words: InitVar[list[str] | None] = None
+    structured_outputs: InitVar[Any] = None
+    guided_decoding: InitVar[Any] = None
+    truncate_prompt_tokens: InitVar[int | None] = None
+    detokenize: InitVar[bool] = True
+    spaces_between_special_tokens: InitVar[bool] = True
+
+    def __post_init__(self, *vllm_only: Any) -> None:
+        """Raises ValueError for what of ``VLLM_ONLY`` asks for something."""
+        refuse_vllm_only(dict(zip(VLLM_ONLY, vllm_only, strict=True)), VLLM_ONLY)
 
     @property
     def drawing(self) -> Drawing:
@@ -75,6 +98,14 @@ class SamplingParams:
         config = SamplingConfig(**shared, stop=[self.stop] if isinstance(self.stop, str) else self.stop or [])
         config.drawn_by(self.drawing).check(where)
         return config
+
+
+def refuse_vllm_only(given: Mapping[str, Any], only: Mapping[str, tuple[tuple[Any, ...], str]]) -> None:
+    """Raises ValueError for the first value of ``given`` that ``only`` does not name as one that asks for nothing."""
+    for key, value in given.items():
+        usual, instead = only.get(key, ((value,), ""))
+        if value not in usual:
+            raise ValueError(f"{key}={value!r} is vLLM's and has no effect here: {instead}")
 
 
 @dataclass(frozen=True)

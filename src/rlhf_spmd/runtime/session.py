@@ -3,138 +3,46 @@
 from __future__ import annotations
 
 import math
-import os
 import sys
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import yaml
-
 from rlhf_spmd.checkpoint.adapters import STATE as ADAPTERS
-from rlhf_spmd.checkpoint.directory import checkpoints_of, named_checkpoint, read_manifest, step_directory
+from rlhf_spmd.checkpoint.directory import Committed, checkpoints_of, named_checkpoint, read_manifest, step_directory
 from rlhf_spmd.checkpoint.load import find_resumable, load_checkpoint
 from rlhf_spmd.checkpoint.save import save_checkpoint
-from rlhf_spmd.config.bounds import SEEDS, check_bounds
 from rlhf_spmd.config.load import to_yaml
 from rlhf_spmd.controller import Controller, Reference, Taken
 from rlhf_spmd.controller.versions import Versions
+from rlhf_spmd.data.prompts import PromptDataset
 from rlhf_spmd.kernels import wait
 from rlhf_spmd.kernels.devices import peak_bytes
 from rlhf_spmd.parallel.collectives import RECORDER
 from rlhf_spmd.parallel.ending import Preempted
 from rlhf_spmd.parallel.program import ProgramContext
-from rlhf_spmd.parallel.world import MOST_THREADS
 from rlhf_spmd.reshard import LABELS
 from rlhf_spmd.runtime import restart
 from rlhf_spmd.runtime.checks import in_flight
 from rlhf_spmd.runtime.exports import Exports
+from rlhf_spmd.runtime.measures import repeated_means
 from rlhf_spmd.runtime.overview import start_facts
 from rlhf_spmd.runtime.recorder import MadeStep, Recorder, merge_reports
+from rlhf_spmd.runtime.run_config import RESUME, RunConfig
 from rlhf_spmd.runtime.streams import Data
-from rlhf_spmd.telemetry import run_dir
+from rlhf_spmd.telemetry import run_dir, run_lock
 from rlhf_spmd.telemetry.report import write_report
 from rlhf_spmd.telemetry.summary import places
 from rlhf_spmd.telemetry.trace import Timeline, events_of_a_rank, write_trace
 from rlhf_spmd.workers.flops import forward_flops, matmul_rate
 from rlhf_spmd.workers.model_worker import ModelWorker
 
-RESUME = ("auto", "force", "never")
-
-
-@dataclass(frozen=True)
-class RunConfig:
-    """``run``.
-
-    - name: name of the run
-    - dir: the run directory; on several nodes on a file system that all see. It belongs to one job at a time, see
-      [clusters.md](clusters.md#one-job-per-run-directory)
-    - seed: of sampling, of random weights and, unless `data.seed` is given, of the order of the data
-    - steps: null: as `data.epochs` says; steps of the whole run; a resumed run goes on to this number
-    - save_freq: steps between checkpoints; 0: only at the end
-    - test_freq: steps between validations (and one before the first step and at the end); 0: never. It needs data to validate
-      by: `data.val_path`, in `sft` also `val_prompts`
-    - resume: `auto`: from the newest good checkpoint in `run.dir`, if there is one; refused where it is of another algorithm
-      (`algorithm.name`), other models (their `path`) or other data (`data.path`, or other prompts or pairs in it); `force`: as
-      `auto`, whatever it is of; `never`; or a checkpoint directory. Settings that are not those of the run it goes on with are
-      printed
-    - keep_checkpoints: how many stay, at least 2
-    - timeout_s: the longest that one rank may keep the others waiting
-    - threads: threads of a rank on CPUs, see [generation.md](generation.md#kernels); on GPUs not read
-    - log_samples: responses written to `rollouts.jsonl` per step
-    - export: write `export/` at the end
-    - export_freq: also every so many steps, as `exports/step_N/`, with a checkpoint; 0: not. Rank 0 writes an export by one
-      thread while all other ranks wait: about the time of reading and writing the weights once
-    - export_merged: of an actor with adapters write the whole model, too; false: only `adapter/`
-    - max_shard_size: of a safetensors file of an export, as transformers reads it (`200MB`, `2GiB`)
-    - keep_best: a metric of validation, such as `val/reward_mean`: the checkpoint of the step in which it was best stays, and is
-      exported as `exports/best/`. Best is highest, of names that end in `loss`, `perplexity` or `kl` lowest. It needs `run.test_freq`
-    """
-
-    name: str = "run"
-    dir: str = "runs/${run.name}"
-    seed: int = 0
-    steps: int | None = 100
-    save_freq: int = 0
-    test_freq: int = 0
-    resume: str = "auto"
-    keep_checkpoints: int = 2
-    timeout_s: float = 600.0
-    threads: int = 1
-    log_samples: int = 4
-    export: bool = True
-    export_freq: int = 0
-    export_merged: bool = True
-    max_shard_size: str = "5GB"
-    keep_best: str | None = None
-
-    def check(self, where: str) -> None:
-        check_bounds(self, where, "steps", least=1)
-        check_bounds(self, where, "threads", least=1, most=MOST_THREADS)
-        check_bounds(self, where, "save_freq", "test_freq", "log_samples", "export_freq", least=0)
-        check_bounds(self, where, "keep_checkpoints", least=2)
-        check_bounds(self, where, "timeout_s", above=0)
-        check_bounds(self, where, "seed", **SEEDS)
-        from transformers.utils.hub import convert_file_size_to_int
-
-        try:
-            convert_file_size_to_int(self.max_shard_size)
-        except ValueError:
-            raise ValueError(
-                f"{where}.max_shard_size={self.max_shard_size!r} is no size; give one such as 5GB or 200MB"
-            ) from None
-        if self.keep_best is not None and not self.test_freq:
-            raise ValueError(
-                f"{where}.keep_best={self.keep_best} is a metric of validation, and {where}.test_freq is 0; set it"
-            )
-        here = Path(self.dir).absolute()
-        root = next(path for path in (here, *here.parents) if path.exists())
-        if not (root.is_dir() and os.access(root, os.W_OK)):
-            raise ValueError(f"{where}.dir={self.dir}: {root} is not a directory that this user can write to; give another one")
-        if self.resume not in RESUME and not named_checkpoint(Path(self.resume)).is_dir():
-            raise ValueError(f"{where}.resume={self.resume!r} is none of {', '.join(RESUME)}, and no checkpoint directory")
-        if self.resume not in RESUME and checkpoints_of(Path(self.resume)).is_dir():
-            newest = checkpoints_of(Path(self.resume)) / run_dir.LATEST
-            raise ValueError(f"{where}.resume={self.resume} is the directory of a run; give {newest}, or one of its step_N")
-
-
-def run_dir_hint(path: str | None, overrides: Sequence[str]) -> Path | None:
-    """Where exit_status.json goes when the configuration is refused: ``run.dir`` of the command line or file, as far as readable."""
-    given = [value.removeprefix("run.dir=") for value in overrides if value.startswith("run.dir=")]
-    if given or path is None:
-        return Path(given[-1]) if given else None
-    try:
-        written = (yaml.safe_load(Path(path).read_text()) or {}).get("run", {}).get("dir")
-    except (OSError, UnicodeDecodeError, AttributeError, yaml.YAMLError):
-        return None
-    return Path(written) if isinstance(written, str) and "${" not in written else None
-
-
+TARGET = "val/reward_mean"  # what an algorithm's goal is of
 Script = Callable[[int], list[Reference]]  # number of a step -> the calls whose values are its metrics
 Validate = Callable[[int], dict[str, float]]
 
@@ -145,7 +53,7 @@ class Session:
     def __init__(self, context: ProgramContext[Any], models: SimpleNamespace, data: Data) -> None:
         self.context, self.models, self.data = context, models, data
         self.finished_before = False  # its goal was reached in an earlier start
-        self.damaged: tuple[Path, ...] = ()  # checkpoints of the run that cannot be read
+        self.damaged: tuple[Committed, ...] = ()  # checkpoints of the run that cannot be read
         self._received = 0  # bytes of weights that have been reported
         self.world, self.board, ready = context.world, context.board, context.prepared
         self.config: RunConfig = ready.config.run
@@ -157,19 +65,21 @@ class Session:
         self.exports = Exports(ready, self.controller)
         algorithm, device = ready.config.algorithm, self.world.device
         self.goal = algorithm.goal
+        prompts = [row for rows in ready.training.values() if isinstance(rows, PromptDataset) for row in rows.examples()]
+        self.repeated = repeated_means(ready.rewards, [prompts])  # metrics that are left out
         self.num_bad = sum(rows.tally.num_bad for rows in (*ready.training.values(), *ready.validation.values()))
         self.saved = {
             role: worker
             for role, worker in vars(self.models).items()
             if isinstance(worker, ModelWorker) and worker.name == role and (worker.trained or role in algorithm.moved)
         }
-        # FLOP/s of one rank, by which utilisation (perf/mfu) is measured
-        self.peak_flops = matmul_rate(device, ready.plans[algorithm.exported].config.torch_dtype(device))
+        dtype = ready.plans[algorithm.exported].config.torch_dtype(device)
+        self.peak_flops = matmul_rate(device, dtype, self.world.launch.local_size)  # of one rank; by it perf/mfu is measured
 
     def run(self, script: Script, validate: Validate) -> None:
         """All steps from where the run stands; what ``validate`` gives is the same on every rank.
 
-        ``validate`` is called where ``run.test_freq`` says. The run ends when ``val/reward_mean`` has reached the algorithm's goal.
+        ``validate`` is called where ``run.test_freq`` says. The run ends when ``TARGET`` has reached the algorithm's goal.
         Collective over the world: every rank of it must call. Raises Preempted after saving if any rank was signalled.
         """
         started_at = self.resume()
@@ -213,12 +123,16 @@ class Session:
                     self._moved_bytes()  # not of a step
                     metrics |= found
                     is_best = self.exports.is_best(number, found)
-                    stopped = self.goal is not None and found.get("val/reward_mean", -math.inf) >= self.goal
+                    stopped = self.goal is not None and found.get(TARGET, -math.inf) >= self.goal
                 shown = self.data.take_shown()
                 if recorder is not None:
                     recorder.log(step.number, metrics, samples, shown)
+                if recorder is not None and stopped:
+                    recorder.progress.say(f"target reached: {TARGET} {found[TARGET]:.4g} >= {self.goal:g} at step {number}")
             ended = stopped or number == self.steps
             if ended or preempted or is_saved or is_best:
+                if recorder is not None:
+                    recorder.sync()  # before the checkpoint is there
                 self.save(number, stopped)
             if preempted and not ended:
                 self._close(recorder, "preempted", number)
@@ -261,6 +175,7 @@ class Session:
             return {}, []
         reports = self.controller.receive_reports()
         metrics, samples = merge_reports(step, reports, self._utilisation)
+        metrics = {name: value for name, value in metrics.items() if name not in self.repeated}
         if "generation/idle_fraction" in metrics:
             idle = round(metrics["generation/idle_fraction"], 4)
             self.controller.timeline.instant("generation", of_step=step.number, idle_fraction=idle)
@@ -279,14 +194,17 @@ class Session:
                 if kind == "generate" and in_flight(prepared.config):
                     rows = min(rows, prepared.config.data.train_batch_size * prepared.config.sampling.n)
                 flops += forward_flops(plan.spec, rows * mean, mean) * passes
-        return flops / seconds / (self.peak_flops * self.world.size)
+        rate = flops / seconds / self.world.size
+        self.peak_flops = max(self.peak_flops, rate)
+        return rate / self.peak_flops
 
     # Checkpoints
 
     def _state(self) -> dict[str, Any]:
         """What a checkpoint holds besides the roles that change."""
         roles = restart.role_states(self.controller, self.models)
-        return {"data": self.data.state_dict(), "roles": roles, "kept": sorted(self.data.kept)}
+        environment = restart.environment_digests(self.context.prepared.config)
+        return {"data": self.data.state_dict(), "roles": roles, "kept": sorted(self.data.kept), "environment": environment}
 
     def save(self, number: int, stopped: bool = False) -> None:
         """Collective over the world: every rank of it must call, in program order. Raises CheckpointError on all of them."""
@@ -300,6 +218,7 @@ class Session:
             held = {role: restart.role_state(worker) for role, worker in self.saved.items() if worker.member}
             held |= restart.rows_in_flight(self.saved) | restart.weights_ahead(self.saved)
             if self.is_first:
+                run_lock.prove(self.run_dir)
                 run_dir.forget_exports(self.run_dir, step_directory(self.run_dir, number).name)
             keep = self.config.keep_checkpoints
             path = save_checkpoint(self.run_dir, number, held, state, self.world.all, keep, self.damaged)
@@ -312,7 +231,7 @@ class Session:
         mix with the checkpoints of an older one, or go on with those of another experiment.
         """
         # also beside a path that is given: what is damaged must not count as kept
-        found = find_resumable(self.run_dir, self.world.all)
+        found = find_resumable(self.run_dir, self.world.all, restart.check_state)
         path, self.damaged = found.directory, found.damaged
         if self.config.resume not in RESUME:
             path = named_checkpoint(Path(self.config.resume))
@@ -327,6 +246,7 @@ class Session:
                 print(f"no checkpoint in {self.run_dir}: it begins anew, what it had logged is in *.before", file=sys.stderr)
             return 0
         manifest = read_manifest(path)
+        restart.check_state(manifest)
         state, lacking = manifest.state, sorted(self.saved.keys() - set(manifest.roles))
         told = restart.compare_runs(path, self.context.prepared.config, state, self._state(), lacking)
         if told and self.is_first:
@@ -334,7 +254,9 @@ class Session:
         configs = {role: self.context.prepared.plans[role].config for role in self.saved}
         restart.check_dtypes(path, configs, self.world.device)
         self.board.last_checkpoint = str(path)
-        self.controller.versions.load_state(state.get("versions", Versions().state()))  # older checkpoints do not count them
+        with restart.read_state(path):
+            versions = state.get("versions", Versions().state())  # older checkpoints do not count them
+            self.controller.versions.load_state(versions)
         for role, worker in self.saved.items():
             worker.version = self.controller.versions.newest(role)
             if worker.member:
@@ -342,8 +264,10 @@ class Session:
                 load_checkpoint(path, role, held, worker.mesh.pool)
                 if worker.engine.optimizer is not None:
                     worker.engine.optimizer.take_states(held.optim)
-                    worker.engine.optimizer.step_count = int(state["optimizer_steps"][role])
-        restart.restore(dict(state), self.data, self.models)
+                    with restart.read_state(path):
+                        worker.engine.optimizer.step_count = int(state["optimizer_steps"][role])
+        with restart.read_state(path):
+            restart.restore(dict(state), self.data, self.models)
         restart.restore_rows_in_flight(path, self.saved)
         restart.restore_weights_ahead(path, self.saved)
         self.finished_before = bool(state["stopped"])
@@ -357,6 +281,7 @@ class Session:
         self.controller.settle()
         payloads = self.world.all.gather_bytes(self.controller.timeline.to_bytes(), "control")
         if recorder is not None and payloads is not None:
+            run_lock.prove(self.run_dir)
             write_trace(self.run_dir / run_dir.TRACE_FILE, payloads)
             write_report(
                 self.run_dir, status=run_dir.ExitStatus(ended, step=number, last_checkpoint=self.board.last_checkpoint)

@@ -24,7 +24,7 @@ from rlhf_spmd.data.loader import Loader, validation_batches
 from rlhf_spmd.data.tokenizer import decode
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.rewards.results import RewardError
-from rlhf_spmd.runtime.measures import final_answer, measure
+from rlhf_spmd.runtime.measures import final_answer, measure_sets
 from rlhf_spmd.workers import Function, Rows, Whole
 
 STREAM_STRIDE = 1 << 56  # between the ids of two streams, so that no row of one is taken for a row of another
@@ -221,11 +221,13 @@ class InFlightStream(RowStream):
 
 
 class ValidationRows(NamedTuple):
-    """``sets``: names of the files that the rows are from. ``batch_size``: None: all at once."""
+    """``sets``: names of the files that the rows are from. ``batch_size``: None: all at once. ``repeated``: means of rewards that
+    the mean of all rows or of a set says already."""
 
     dataset: Any
     batch_size: int | None
     sets: list[str]
+    repeated: frozenset[str] = frozenset()
 
 
 @dataclass(eq=False)
@@ -301,9 +303,8 @@ class Data:
     def validate_rewards(
         self, name: str, script: Callable[[Reference, SamplingConfig, Function], tuple[Reference, list[Reference]]]
     ) -> dict[str, float]:
-        """``val/reward_mean``, the mean of the scores, means of the rewards' extras, and for each set of prompts ``val/<set>/...`` as
-        :func:`measures.measure`, of prompts whose responses all have a score. The first prompts of each set, with a response each, go
-        to ``shown``.
+        """``val/reward_mean``, the mean of the scores, means of the rewards' extras, and ``val/...`` of :func:`measures.measure_sets`,
+        of prompts whose responses all have a score. The first prompts of each set, with a response each, go to ``shown``.
 
         ``script`` gets rows, sampling and a function for ``arithmetic.apply``, and returns the rows' ``scores`` (nan: none) and
         ``answer_codes``, and the calls that report. Raises RewardError where no response has a score.
@@ -320,17 +321,16 @@ class Data:
             reports += [report for members in self._controller.get(*calls) for report in members]
         samples = [sample for report in reports for sample in report.get("answers", [])]
         self.shown += sorted(samples, key=lambda sample: int(sample["row_id"]))
-        means = {f"val/{key}": value for key, value in mean_extras(reports).items()}
+        means = {key: value for key, value in mean_extras(reports).items() if key not in given.repeated}
         scores, codes = (torch.cat(parts).reshape(-1, self.val_sampling.n).numpy() for parts in fields.values())
         scored = ~np.isnan(scores)
         if not scored.any():
             raise RewardError(f"no reward scores any of the {scores.size} responses to validation prompts")
         answers = [[None if code < 0 else code for code in row] for row in codes.tolist()]
-        for number, its in enumerate(given.sets):
-            of_set = np.flatnonzero((given.dataset.sources == number).numpy() & scored.all(1))
-            measured = measure(scores[of_set], [answers[i] for i in of_set]) if len(of_set) else {}
-            means |= {f"val/{its}/{key}": value for key, value in measured.items()}
-        return {"val/reward_mean": float(scores[scored].mean(dtype=np.float64)), **means}
+        numbers, whole = given.dataset.sources.numpy(), scored.all(1)
+        sets = {name: np.flatnonzero((numbers == number) & whole) for number, name in enumerate(given.sets)}
+        means = {"reward_mean": float(scores[scored].mean(dtype=np.float64)), **means, **measure_sets(scores, answers, sets)}
+        return {f"val/{key}": value for key, value in means.items()}
 
     def _reader(self, given: ValidationRows) -> Function:
         """A function for ``arithmetic.apply``: ``answer_codes`` float64 [rows], equal where final answers are, -1 for none."""

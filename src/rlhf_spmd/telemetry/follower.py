@@ -24,7 +24,7 @@ from typing import Any, BinaryIO, NamedTuple, NoReturn, Protocol
 import yaml
 
 from rlhf_spmd.config.load import flatten_yaml
-from rlhf_spmd.telemetry.progress import Progress
+from rlhf_spmd.telemetry.progress import Progress, say
 from rlhf_spmd.telemetry.run_dir import CONFIG_FILE
 
 POLL_S = 0.5
@@ -105,7 +105,7 @@ class Wandb:
             warn(order.tracker, f"online failed ({_reason(error)}); going on offline")
             _restart(replace(order, settings={**order.settings, "mode": "offline"}), wandb.teardown)
         if online:
-            print(f"wandb: {self._run.url}", file=sys.stderr)
+            say(f"wandb: {self._run.url}")
         self._table: Any = wandb.Table
         self._console = Progress(order.steps, sys.stdout, order.resumed_at or 0)  # what W&B shows as the run's console
 
@@ -267,7 +267,7 @@ def main() -> int:
 
 
 def warn(tracker: str, message: str) -> None:
-    print(f"{tracker}: {message}", file=sys.stderr, flush=True)
+    say(f"{tracker}: {message}")
 
 
 def next_line(timeout_s: float | None) -> str | None:

@@ -9,11 +9,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rlhf_spmd.telemetry.run_dir import atomic_write_bytes
+from rlhf_spmd.config.json_input import parse_json
+from rlhf_spmd.telemetry.run_dir import atomic_write_bytes, fsync_directory, writing
 
 
 class JsonlLog:
-    """One file, one writer. Every object has an integer ``step``.
+    """One file, one writer. Every object has an integer ``step``. All methods raise WriteError.
 
     ``resume_step`` N: lines of later steps are removed before the first append, so that a resumed run leaves each step once.
     None: a new run; a file that lies there is moved to ``<name>.before``.
@@ -21,26 +22,37 @@ class JsonlLog:
 
     def __init__(self, path: str | os.PathLike[str], resume_step: int | None) -> None:
         self.path = Path(path)
-        if self.path.exists():
-            if resume_step is None:
-                os.replace(self.path, self.path.with_name(self.path.name + ".before"))
-            else:
-                self._truncate_after(resume_step)
-        self._file = open(self.path, "a", encoding="utf-8", errors="replace")  # noqa: SIM115 (closed by close)
+        with writing(self.path):
+            if self.path.exists():
+                if resume_step is None:
+                    os.replace(self.path, self.path.with_name(self.path.name + ".before"))
+                else:
+                    self._truncate_after(resume_step)
+            self._file = open(self.path, "a", encoding="utf-8", errors="replace")  # noqa: SIM115 (closed by close)
 
     def append(self, objects: Iterable[Mapping[str, Any]]) -> None:
         """Write and flush: what was appended is there after a kill of this process."""
         lines = (json.dumps(json_value(value), allow_nan=False, ensure_ascii=False) + "\n" for value in objects)
-        self._file.write("".join(lines))
-        self._file.flush()
+        with writing(self.path):
+            self._file.write("".join(lines))
+            self._file.flush()
+
+    def sync(self) -> None:
+        """What was appended is there after a crash of this machine, too."""
+        with writing(self.path):
+            os.fsync(self._file.fileno())
+            fsync_directory(self.path.parent)
 
     def close(self) -> None:
-        self._file.close()
+        with writing(self.path):
+            self._file.close()
 
     def _truncate_after(self, step: int) -> None:
-        """Keep the whole lines with ``step`` <= the given one, byte for byte. The file is replaced atomically, or left as it is."""
+        """Keep the whole lines with ``step`` <= the given one, byte for byte; of a last one only its end may be lacking. The file is
+        replaced atomically, or left as it is."""
         data = self.path.read_bytes()
-        kept = b"".join(line for line in data.splitlines(keepends=True) if line.endswith(b"\n") and _step_of(line) <= step)
+        kept = b"".join(line for line in data.splitlines(keepends=True) if _step_of(line) <= step)
+        kept += b"\n" * bool(kept and not kept.endswith(b"\n"))
         if kept != data:
             atomic_write_bytes(self.path, kept)
 
@@ -74,7 +86,7 @@ def json_value(value: Any) -> Any:
 
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
-        value = json.loads(line)
+        value = parse_json(line)
     except ValueError:
         return None
     return value if isinstance(value, dict) else None

@@ -14,9 +14,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from rlhf_spmd.config.bounds import check_bounds
+from rlhf_spmd.config.bounds import SECONDS, check_bounds
 from rlhf_spmd.config.schema import nearest
 from rlhf_spmd.telemetry import follower
+from rlhf_spmd.telemetry.progress import say
 
 WANDB_MODES = ("online", "offline", "disabled")
 PACKAGES = ("tensorboard", "mlflow", "trackio")  # other trackers, by the names of their packages
@@ -114,7 +115,7 @@ class LoggerConfig:
                 raise ValueError(f"{said}{name} is not installed; pip install {name}, or leave it out")
         if not self.project:
             raise ValueError(f"{where}.project is empty; give the name of a project")
-        check_bounds(self, where, "timeout_s", above=0)
+        check_bounds(self, where, "timeout_s", **SECONDS)
 
 
 class Followers:
@@ -151,7 +152,7 @@ class Followers:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-                print(f"{name}: given up; metrics.jsonl has every step", file=sys.stderr)
+                say(f"{name}: given up; metrics.jsonl has every step")
             with contextlib.suppress(OSError):  # it is gone: there is nobody left to tell
                 process.stdin.close()  # type: ignore[union-attr]  # started with a pipe
 

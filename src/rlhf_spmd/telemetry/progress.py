@@ -1,13 +1,35 @@
-"""What a person sees of a run while it goes on: a bar on a terminal, which says what is being done; one line per step in a log."""
+"""What a person sees of a run while it goes on: on a terminal a bar, which says what is being done; else one line per step."""
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Container, Mapping
 from typing import Any, TextIO
 
 from tqdm import tqdm
+
+LOWEST = re.compile(r".*(loss|perplexity|kl)")  # metrics that are best where they are lowest
+ACTIVITIES = {  # by the first word of a call's method
+    "generate": "generating",
+    "compute": "scoring",
+    "evaluate": "scoring",
+    "update": "updating",
+    "save": "saving",
+    "export": "exporting",
+}
+TO_LEFT_EDGE = "\r\x1b[K"  # of a terminal's line, which is then empty
+
+
+def on_own_line(text: str) -> str:
+    """``text`` for standard error, where a bar may stand on the line; the process that draws it draws it again."""
+    return TO_LEFT_EDGE + text if sys.stderr.isatty() else text
+
+
+def say(text: str) -> None:
+    """A line for people on standard error, from any process of a run."""
+    print(on_own_line(text), file=sys.stderr, flush=True)
 
 
 class Progress:
@@ -22,9 +44,10 @@ class Progress:
         )
 
     def phase(self, name: str) -> None:
-        """What is being done from here on, such as ``actor.generate_sequences``; for the bar."""
-        if not self._bar.disable and self._bar.desc != f"{name}: ":
-            self._bar.set_description(name)
+        """A call such as ``actor.generate_sequences`` begins. The bar names what it does; a short call between is not shown."""
+        activity = ACTIVITIES.get(name.rpartition(".")[2].partition("_")[0])
+        if activity is not None and not self._bar.disable and self._bar.desc != f"{activity}: ":
+            self._bar.set_description(activity)
 
     def update(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Step ``step`` is done, with these metrics (names as in metrics.jsonl; those that are missing are not shown).
@@ -33,7 +56,7 @@ class Progress:
         """
         values = {name: value for name, value in metrics.items() if name.startswith("val/")}
         if values:
-            self._say(f"validation after step {step}: " + ", ".join(f"{name} {value:.4f}" for name, value in values.items()))
+            self.say(f"validation after step {step}: " + ", ".join(f"{name} {value:.4f}" for name, value in values.items()))
         if step and not self._bar.disable:
             self._bar.set_postfix_str(", ".join(shown(metrics)), refresh=False)
             self._bar.update(step - self._bar.n)
@@ -42,13 +65,13 @@ class Progress:
             left = elapsed / max(step - self._start, 1) * (self._total - step)
             seconds = [f"{metrics['timing_s/step']:.2f} s/step"] if "timing_s/step" in metrics else []
             times = [f"{tqdm.format_interval(elapsed)} elapsed", f"{tqdm.format_interval(left)} left"]
-            self._say("  ".join([f"step {step}/{self._total}", *shown(metrics), *seconds, *times]))
+            self.say("  ".join([f"step {step}/{self._total}", *shown(metrics), *seconds, *times]))
 
     def close(self) -> None:
         """Leaves the last state of the bar on the screen. May be called twice."""
         self._bar.close()
 
-    def _say(self, text: str) -> None:
+    def say(self, text: str) -> None:
         """A line of its own, above the bar if there is one."""
         tqdm.write(text, file=self._stream)
         self._stream.flush()

@@ -1,6 +1,6 @@
 "use strict";
 // Makes the page from the JSON in #data (_run_data in report.py) and the timelines in the templates, and where it is served, anew from
-// what changes (report_server.py). What a run wrote is only ever set as text, never parsed as HTML.
+// what changes (report_server.py). report_samples.js, which comes before it in the page, makes the samples. What a run wrote is only ever set as text, never parsed as HTML.
 let DATA, RUNS, SEVERAL, NAMES, SOURCES, CLOCK;  // see show()
 const TIMING = "timing_s/", VALIDATION = "Validation";
 const REWARD = ["reward/total_mean", "reward/mean"], LENGTH = "response_length/mean";
@@ -35,7 +35,7 @@ const WHOLE = [1, 2, 5].flatMap((n) => [...Array(8).keys()].map((power) => n * 1
 const SMOOTH_FROM = 20;  // points; shorter curves are shown as they are
 const MAX_BARS = 150;
 const POLL_MS = 5000;  // between looks at a run that goes on, if the answer is quick
-const view = {x: "step", log: false, smooth: null, zoom: null};  // smooth: null: by the length; zoom: ends of the horizontal axis
+const view = {x: "step", log: false, smooth: null, zoom: null, find: ""};  // smooth: null: by the length; zoom: ends of the horizontal axis
 
 // ---- numbers and elements
 
@@ -158,7 +158,13 @@ function drawPanel(figure, names) {
     const value = (plot, _, index, i) => shown(plot.data[average ? index - 1 : index][i]);  // of the step itself
     add(x, average ? smoothed(y) : y, {label, value, stroke, width: 1.8, dash, points: {show: x.length < 2, fill: stroke}});
   }
-  const scales = {x: {time: false}, y: {distr: positive ? 3 : 1}};
+  for (const {best, ...run} of RUNS) if (best && names.includes(best.name)) {
+    const x = view.x === "step" ? best.step : run.hours[run.steps.indexOf(best.step)] * CLOCK[1], stroke = color("text");
+    if (x !== undefined && !isNaN(x)) add([x], [best.value], {...aside, stroke, paths: () => null, points: {show: true, size: 9, width: 2}});
+  }
+  const range = (_, low, high) => low !== high || low === null ? uPlot.rangeNum(low ?? 0, high ?? 1, 0.1, true)
+    : low ? [low - Math.abs(low) / 10, low + Math.abs(low) / 10] : [-1, 1];  // of one value, such as 0: it in the middle
+  const scales = {x: {time: false}, y: positive ? {distr: 3} : {range}};
   const cursor = {sync: {key: "x", scales: ["x", null]}, dataIdx: (plot, index, i) => index ? near(plot.data[index], i) : i};
   const options = plotOptions(series, {bands, scales, cursor, whole: view.x === "step", width: figure.clientWidth - 28});
   if (!tables.length) return null;
@@ -173,8 +179,10 @@ function drawPanel(figure, names) {
 
 function panels(all) {  // of pairs of title and metrics
   return el("div", {className: "panels"}, all.map(([title, names]) => {
-    const name = SEVERAL && names.length === 1 ? names[0] : "";
-    const figure = card(el("figcaption", {}, el("span", {className: "title"}, title), el("span", {className: "metric"}, name)));
+    const best = RUNS[0].best, marked = !SEVERAL && best && names.includes(best.name);
+    const told = marked ? `best ${shown(best.value)} at step ${best.step}` : SEVERAL && names.length === 1 ? names[0] : "";
+    const figure = card(el("figcaption", {}, el("span", {className: "title"}, title), el("span", {className: "metric"}, told)));
+    figure.dataset.found = [title, ...names].join(" ").toLowerCase();
     return Object.assign(figure, {draw: () => drawPanel(figure, names)});
   }));
 }
@@ -186,6 +194,19 @@ function drawAll(where = document) {  // those that can be seen
   }
 }
 
+function sift() {  // shows the panels in which every word of what is looked for stands
+  const words = view.find.toLowerCase().split(/\s+/).filter(Boolean);
+  for (const figure of document.querySelectorAll(".panels figure")) {
+    figure.hidden = !words.every((word) => figure.dataset.found.includes(word));
+  }
+  for (const fold of document.querySelectorAll(".folded details")) {
+    fold.hidden = !fold.querySelector("figure:not([hidden])");
+    if (words.length && !fold.open) fold.open = fold.dataset.opened = true;
+    if (!words.length && fold.dataset.opened) fold.open = false, delete fold.dataset.opened;
+  }
+  drawAll();
+}
+
 function controls() {
   const choice = (label, options, chosen, set) => {
     const onchange = (event) => { set(event.target.value); drawAll(); };
@@ -195,7 +216,9 @@ function controls() {
   const share = el("output", {}, String(smoothing()));
   const oninput = (event) => { share.value = view.smooth = Number(event.target.value); drawAll(); };
   const slider = el("input", {type: "range", min: 0, max: 0.99, step: 0.01, value: smoothing(), oninput});
-  return el("div", {className: "controls"},
+  const find = el("input", {type: "search", placeholder: "find a metric", value: view.find});
+  find.oninput = () => { view.find = find.value; sift(); };
+  return el("div", {className: "controls"}, find,
     choice("over ", ["step", CLOCK[0]], view.x !== "step", (x) => { view.x = x; view.zoom = null; }),
     choice("scale ", ["linear", "logarithmic"], view.log, (scale) => { view.log = scale !== "linear"; }),
     el("label", {}, "smoothing ", slider, share), "drag: zoom, double click: back");
@@ -275,34 +298,7 @@ document.addEventListener("mousemove", (event) => {
   tip.style.top = Math.min(event.clientY + 14, innerHeight - tip.offsetHeight - 4) + "px";
 });
 
-// ---- text
-
-function sample(its, tag) {
-  const {step, set, row_id, prompt, response, answer, score, ...more} = its;
-  const told = Object.entries(more).map(([key, value]) => `${key} ${shown(value).slice(0, 120)}`).join(", ");
-  return el(tag, {className: "sample"},
-    el("div", {className: "score"}, typeof score === "number" ? `score ${shown(score)}` : ""),
-    el("pre", {}, el("span", {className: "prompt"}, shown(prompt)), shown(response)),
-    el("div", {className: "extra"}, told));
-}
-
-function samples(run) {  // of the first and the last step; of both in the order of the first one's prompts
-  const wanted = (run.samples[0] || []).map((its) => shown(its.prompt)).reverse();
-  const columns = run.samples.map((its) => [...its].sort((a, b) => wanted.indexOf(shown(b.prompt)) - wanted.indexOf(shown(a.prompt))));
-  const drawn = columns.map((its) => el("div", {}, el("h4", {}, `Step ${its[0].step}`), its.map((one) => sample(one, "div"))));
-  return drawn.length ? el("div", {className: "columns"}, drawn) : null;
-}
-
-function validations(run) {
-  const {steps, samples: all} = run.validations, key = (its) => JSON.stringify([its.set, its.row_id]);
-  const rows = [...new Map(all.map((its) => [key(its), its])).values()].map((one) => {
-    const its = new Map(all.filter((other) => key(other) === key(one)).map((other) => [other.step, other]));
-    const prompt = el("td", {className: "sample"}, el("pre", {}, shown(one.prompt)), el("div", {className: "extra"}, shown(one.set)));
-    const cells = steps.map((step) => its.has(step) ? sample({...its.get(step), prompt: ""}, "td") : "");
-    return [prompt, el("pre", {}, shown(one.answer)), ...cells];
-  });
-  return rows.length ? table(["Prompt", "Expected", ...steps.map((step) => `Step ${step}`)], rows, "validation") : null;
-}
+// ---- tables
 
 function summary() {
   const columns = SUMMARY.filter(([, ...patterns]) => matching(patterns).length);
@@ -345,6 +341,8 @@ function show(data) {
   NAMES = [...new Set(RUNS.flatMap((run) => Object.keys(run.metrics)))];
   SOURCES = [...new Set(["actor", "critic", "reward", "val", ...NAMES.map(source)])];  // of one run, a colour for each
   CLOCK = RUNS.some((run) => run.hours.at(-1) > 2) ? ["hours", 1] : ["minutes", 60];
+  const tables = () => [...document.querySelectorAll(".scroll:has(.validation)")];
+  const places = tables().map((it) => it.scrollLeft + it.clientWidth < it.scrollWidth - 2 ? it.scrollLeft : null);
   const title = (fold) => fold.firstChild.textContent.replace(/[\d(].*/, ""), top = scrollY;
   const open = new Set([...document.querySelectorAll("details[open]")].map(title));
   for (const figure of document.querySelectorAll("figure")) figure.plot?.destroy();
@@ -359,7 +357,8 @@ function show(data) {
   section("Checkpoints", "", each(({artifacts}) => artifacts.length ? table(["Directory", "State", "Size"], artifacts, "mono") : null));
   settings();
   for (const fold of document.querySelectorAll("details")) if (open.has(title(fold))) fold.open = true;
-  drawAll();
+  sift();
+  tables().forEach((it, i) => { it.scrollLeft = places[i] ?? it.scrollWidth; });  // the newest column, unless another was looked at
   scrollTo(0, top);
 }
 

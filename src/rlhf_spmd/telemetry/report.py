@@ -19,6 +19,7 @@ from typing import Any
 
 from rlhf_spmd.telemetry import timeline_chart
 from rlhf_spmd.telemetry.jsonl import json_value, read_jsonl
+from rlhf_spmd.telemetry.progress import LOWEST
 from rlhf_spmd.telemetry.run_dir import (
     CHECKPOINTS_DIR,
     EXPORT_DIR,
@@ -36,6 +37,7 @@ from rlhf_spmd.telemetry.run_dir import (
     read_exit_status,
     read_json,
 )
+from rlhf_spmd.telemetry.samples import pick
 
 TIMING = "timing_s/"
 NOT_DRAWN = ("step", "unix_s")  # of a line of metrics.jsonl: what curves are drawn over
@@ -74,11 +76,14 @@ def read_lines(directory: Path, file: str) -> list[dict[str, Any]]:
 
 
 def first_and_last_samples(run: Run, most: int) -> list[Sequence[Sample]]:
-    """Up to so many rollouts of the first step that has some, and of the last one."""
+    """Up to so many rollouts of the first step that has some, and of the last one, of as many prompts as there are."""
     rollouts = read_lines(run.directory, ROLLOUTS_FILE)
     steps = sorted({sample["step"] for sample in rollouts})
-    ends = dict.fromkeys([*steps[:1], *steps[-1:]])
-    return [[sample for sample in rollouts if sample["step"] == step][:most] for step in ends]
+    found: list[Sequence[Sample]] = []
+    for step in dict.fromkeys([*steps[:1], *steps[-1:]]):
+        its = [sample for sample in rollouts if sample["step"] == step]
+        found.append([its[at] for at in pick((str(sample.get("prompt")) for sample in its), most)])
+    return found
 
 
 def read_run(run_dir: str | os.PathLike[str], status: ExitStatus | None = None) -> Run:
@@ -134,7 +139,7 @@ def render(runs: Sequence[Run], is_live: bool = False) -> str:
         f"<style>{_packaged('uplot/uPlot.min.css')}\n{_packaged('report.css')}</style></head>\n<body>"
         f"<main><noscript>The page is made by a script in it.</noscript></main>{''.join(timelines)}"
         f'<script type="application/json" id="data">{data}</script>\n'
-        f"<script>{library}</script>\n<script>{_packaged('report.js')}</script></body></html>\n"
+        f"<script>{library}</script>\n<script>{_packaged('report_samples.js')}{_packaged('report.js')}</script></body></html>\n"
     )
 
 
@@ -142,6 +147,7 @@ def _run_data(
     run: Run, chart: timeline_chart.TimelineChart, busy: Mapping[str, float], colors: Mapping[str, str]
 ) -> dict[str, Any]:
     """What report.js reads of a run."""
+    best = _best(run)
     used = {box.key for row in chart.rows for track in row.tracks for box in track}
     return {
         "name": _name(run),
@@ -149,9 +155,10 @@ def _run_data(
         "status": _status(run.status),
         "facts": _facts(run),
         **_curves(run),
+        "best": best,
         "timeline": {"note": chart.note, "keys": sorted(used & colors.keys(), key=lambda key: -busy.get(key, 0.0))},
         "samples": [[_short(sample) for sample in its] for its in first_and_last_samples(run, SAMPLES_PER_STEP)],
-        "validations": _validations(read_lines(run.directory, VALIDATION_FILE)),
+        "validations": _validations(read_lines(run.directory, VALIDATION_FILE), best["step"] if best else None),
         "artifacts": list(_artifacts(run.directory)),
         "config": run.config,
     }
@@ -213,6 +220,17 @@ def _curves(run: Run) -> dict[str, Any]:
     }
 
 
+def _best(run: Run) -> dict[str, Any] | None:
+    """Metric, step and value of the best validation after the first step: by ``run.keep_best``, else by what validations have."""
+    names = (run.config.get("run.keep_best", ""), "val/reward_mean", "val/accuracy", "val/loss")
+    name = next((name for name in names if name in run.names()), "")
+    found = [(value, row["step"]) for row in run.metrics if row["step"] and (value := _number(row.get(name))) is not None]
+    if not found:
+        return None
+    value, step = (min if LOWEST.fullmatch(name) else max)(found, key=lambda one: one[0])
+    return {"name": name, "step": step, "value": _rounded(value)}
+
+
 def _extremes(column: Values, stretch: int) -> Iterator[float | None]:
     """Of each ``stretch`` neighbours two, the lowest and the highest in their order, so that spikes stay visible."""
     for at in range(0, len(column), stretch):
@@ -223,10 +241,11 @@ def _extremes(column: Values, stretch: int) -> Iterator[float | None]:
         yield from (*kept, None, None)[: min(2, len(part))]
 
 
-def _validations(samples: Sequence[Sample]) -> dict[str, Any]:
-    """The responses to the same prompts; of many validations the first, the last and some between."""
+def _validations(samples: Sequence[Sample], best: int | None) -> dict[str, Any]:
+    """The responses to the same prompts; of many validations the first, the last, some between, and step ``best``."""
     steps = sorted({sample["step"] for sample in samples})
-    shown = sorted({steps[round(i * (len(steps) - 1) / (MAX_STEPS - 1))] for i in range(MAX_STEPS)}) if steps else []
+    picked = {steps[round(i * (len(steps) - 1) / (MAX_STEPS - 1))] for i in range(MAX_STEPS)} if steps else set()
+    shown = sorted(picked | {step for step in steps if step == best})
     return {"steps": shown, "samples": [_short(sample) for sample in samples if sample["step"] in shown]}
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from rlhf_spmd.config.json_input import parse_json
 from rlhf_spmd.config.load import flatten_yaml
 
 METRICS_FILE = "metrics.jsonl"
@@ -43,10 +47,33 @@ EXIT_CODES = {
 }
 
 
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
+
+
+class WriteError(OSError):
+    """A file cannot be written; the message names it."""
+
+    exit_class = "checkpoint"  # how the run ends: parallel/program.py
+
+    def __str__(self) -> str:
+        return f"cannot write {self.filename}: {self.strerror}; what was saved before is intact"
+
+
+@contextmanager
+def writing(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Raises WriteError, which names ``path``, for any other OSError: that of a full disk names no file."""
+    try:
+        yield
+    except WriteError:
+        raise
+    except OSError as error:
+        raise WriteError(error.errno, error.strerror or str(error), str(path)) from error
+
+
 def create_run_dir(path: str | os.PathLike[str]) -> Path:
     """Make the directory, parents too, if it is not there.
 
-    Raises ValueError where the path is not a directory that can be written to.
+    Raises ValueError where the path is not a directory that can be written to, WriteError where its disk is full or broken.
     """
     run_dir = Path(path)
     try:
@@ -54,25 +81,29 @@ def create_run_dir(path: str | os.PathLike[str]) -> Path:
         with tempfile.TemporaryFile(dir=run_dir):
             pass
     except OSError as error:
+        if error.errno in DISK_ERRORS:
+            raise WriteError(error.errno, error.strerror, str(run_dir)) from error
         reason = f"run.dir={run_dir}: cannot write there ({error.strerror or error})"
         raise ValueError(f"{reason}; give a directory that this user can write to") from error
     return run_dir
 
 
 def atomic_write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
-    """Readers see the old file or the whole new one, also after a crash or on a full disk (write, fsync, rename)."""
+    """Readers see the old file or the whole new one, also after a crash or on a full disk (write, fsync, rename). Raises WriteError."""
     target = Path(path)
     temporary = target.with_name(f".{target.name}.{uuid4().hex}.tmp")
-    try:
-        with temporary.open("xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(target)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    fsync_directory(target.parent)
+    with writing(target):
+        try:
+            with temporary.open("xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(target)
+        except BaseException:
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise
+        fsync_directory(target.parent)
 
 
 def atomic_write_text(path: str | os.PathLike[str], text: str) -> None:
@@ -135,7 +166,7 @@ def read_exit_status(run_dir: str | os.PathLike[str]) -> ExitStatus | None:
 def read_json(path: str | os.PathLike[str]) -> Any:
     """The parsed file, or None where it is missing or not JSON."""
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8", errors="replace"))
+        return parse_json(Path(path).read_text(encoding="utf-8", errors="replace"))
     except (OSError, ValueError):
         return None
 
@@ -162,8 +193,8 @@ def forget_exports(run_dir: str | os.PathLike[str], checkpoint: str) -> None:
 def newest_checkpoint(run_dir: str | os.PathLike[str]) -> Path | None:
     """The one that was saved last, whatever its step: a run may have gone on from an older one."""
     root = Path(run_dir) / CHECKPOINTS_DIR
-    named = root / (root / LATEST).read_text(encoding="utf-8", errors="replace").strip() if (root / LATEST).is_file() else None
-    return named if named is not None and named.is_dir() else next(iter(list_checkpoints(run_dir)[::-1]), None)
+    named = root / (root / LATEST).read_text(encoding="utf-8", errors="replace").strip() if (root / LATEST).is_file() else root
+    return named if named.parent == root and named.is_dir() else next(iter(list_checkpoints(run_dir)[::-1]), None)
 
 
 def list_checkpoints(run_dir: str | os.PathLike[str]) -> list[Path]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median_high
@@ -31,7 +29,8 @@ def summarize(run_dir: str | os.PathLike[str]) -> str:
     if run.metrics:
         seconds = run.values("timing_s/step")
         took = f" in {tqdm.format_interval(sum(seconds))}" if seconds else ""
-        lines.append(_row("steps", f"{len(run.metrics)}{took}"))
+        total = f" of {run.config['run.steps']}" if "run.steps" in run.config else ""
+        lines.append(_row("steps", f"{run.metrics[-1]['step']}{total}{took}"))
     validation = [name for name in run.names() if name.startswith("val/")]
     named = [("reward", reward_of(run.names())), *((name, name) for name in validation)]
     for label, name in [*named, ("KL to reference", "actor/kl"), ("explained variance", "critic/explained_variance")]:
@@ -79,18 +78,3 @@ def _first_and_last(values: Sequence[float], most: int = AVERAGED_STEPS) -> tupl
         return math.nan, math.nan, 0
     k = min(most, max(1, len(values) // 2))
     return sum(values[:k]) / k, sum(values[-k:]) / k, k
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="rlhf_spmd.telemetry.summary", description="What a run did, in a few lines.")
-    parser.add_argument("run_dir", help="the run.dir of a run, finished or not")
-    try:
-        print(summarize(parser.parse_args().run_dir))
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -140,7 +140,7 @@ class ActorWorker(ModelWorker):
         if not self.build.environments or not len(batch):
             return None
         rows = dict(zip(batch.row_ids.tolist(), decode_json(batch["row"]), strict=True))
-        return Environments(self.build.environments, rows, self.build.tokenizer, self.build.chat_template)
+        return Environments(self.build.environments, rows, self.build.tokenizer, self.build.encoding)
 
     def rollout_state(self) -> dict[str, Tensor]:
         """Of a replica's first rank: the rows in flight here, as one tensor of bytes, for a checkpoint; {} elsewhere."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from functools import cache
 
@@ -32,15 +33,21 @@ def forward_flops(spec: ModelSpec, num_tokens: float, mean_length: float) -> flo
 
 
 @cache
-def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
+def matmul_rate(device: torch.device, dtype: torch.dtype, local_size: int = 1) -> float:
     """FLOP/s of square matrix products on this rank's device, the best of three: the peak that utilisation is measured by.
-    Measured once in a process: it takes a quarter of a second on CPUs, and a notebook trains more than once."""
-    size = 8192 if can(device).streams else 768
+
+    On CPUs by the time that this process computes, times the cores that it has (its threads, at most its share of the cores among
+    ``local_size`` ranks): what other processes compute meanwhile does not make the peak lower. Measured once in a process: it takes a
+    quarter of a second on CPUs, and a notebook trains more than once.
+    """
+    on_gpu = can(device).streams
+    size, clock = (8192, time.perf_counter) if on_gpu else (768, time.process_time)
+    cores = 1.0 if on_gpu else min(torch.get_num_threads(), len(os.sched_getaffinity(0)) / local_size)
     a, b = (torch.rand(size, size, device=device, dtype=dtype) for _ in range(2))
     best = float("inf")
     for _ in range(4):  # the first is warm-up, and the best of the others counts
-        start = time.perf_counter()
+        start = clock()
         a @ b
         wait(device)
-        best = min(best, time.perf_counter() - start)
-    return 2.0 * size**3 / best
+        best = min(best, clock() - start)
+    return 2.0 * size**3 / best * cores

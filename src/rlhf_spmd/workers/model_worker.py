@@ -25,6 +25,7 @@ from rlhf_spmd.controller import (
 )
 from rlhf_spmd.data.balance import cut_rows
 from rlhf_spmd.data.batch import Batch, Ragged
+from rlhf_spmd.data.encoding import EncodingConfig
 from rlhf_spmd.environments.config import EnvironmentConfig
 from rlhf_spmd.models.activations import CHECKPOINTING
 from rlhf_spmd.models.decoder import Decoder
@@ -60,7 +61,7 @@ class Build:
     """What every role is built from, besides its own configuration.
 
     ``temperature``: of sampling, and so of log-probs. ``num_samples``: scored rows that come back as text, for people to read.
-    ``chat_template``: of messages between turns, in place of the tokenizer's.
+    ``encoding``: how messages between turns are rendered.
     ``max_prompt_length`` and ``max_response_length``: limits of sampling, 0: none is known. ``exact_rollouts``: generation's
     log-probs are training's, bit for bit. ``partial_rollouts``: rows may cross steps. ``rollout_log_probs``: the old
     log-probs are always generation's.
@@ -77,7 +78,7 @@ class Build:
     rewards: Mapping[str, RewardConfig] = field(default_factory=dict)  # by role
     added_rewards: tuple[str, ...] = ()  # those whose scores are added up
     environments: Mapping[str, EnvironmentConfig] = field(default_factory=dict)
-    chat_template: str | None = None
+    encoding: EncodingConfig | None = None
     tokenizer: Any = None
     num_samples: int = 0
     max_prompt_length: int = 0

@@ -10,6 +10,7 @@ import torch
 
 from rlhf_spmd.data.batch import Batch, decode_json, ragged
 from rlhf_spmd.data.encoding import EncodingConfig, PromptEncoder
+from rlhf_spmd.data.ends import end_token_ids, turn_frame
 from rlhf_spmd.data.tokenizer import Decoding, decode, load_tokenizer
 from rlhf_spmd.rewards.binding import chat_messages
 from rlhf_spmd.rewards.config import RewardConfig
@@ -22,10 +23,12 @@ class Retokenizer:
     def __init__(self, own: Any, actor: Any, config: RewardConfig, limit: int, vocab_size: int, where: str) -> None:
         self.own, self.actor, self.limit, self.vocab_size, self.where = own, actor, limit, vocab_size, where
         self.encoder = PromptEncoder(own, EncodingConfig(config.apply_chat_template, config.chat_template), where)
+        self.opening, self.actor_ends = turn_frame(actor).opening, end_token_ids(actor)
 
     def encode(self, row: Mapping[str, Any], response: str, ended: bool) -> list[int]:
         """Tokens of a row's prompt and ``response``. Chat messages, which the response is the last of, go through the template, which
-        writes the special tokens. Text does not: the tokenizer begins it, and its end token follows a response that ``ended``.
+        writes the special tokens. Text does not: the tokenizer begins it, and its end token follows a response that ``ended``. The
+        last token is the one that the model has learnt to read its value at: the one that closes a turn, without what follows it.
 
         Raises DataError where there is no template, or it refuses the messages.
         """
@@ -34,9 +37,9 @@ class Retokenizer:
         if messages is None and applies is True:
             messages = [{"role": "user", "content": row["prompt"]}]
         if messages is not None:
-            chat = [*messages, {"role": "assistant", "content": response}]
+            chat = [*messages, {"role": "assistant", "content": response.removeprefix(self.opening)}]
             text = self.encoder.apply_template(chat, f"{self.where}.model, row {row.get('id')}", add_generation_prompt=False)
-            return next(self.encoder.tokenize([text], special_tokens=False))
+            return next(self.encoder.tokenize([text.removesuffix(self.encoder.frame.rest)], special_tokens=False))
         ids = next(self.encoder.tokenize([row["prompt"] + response], special_tokens=True))
         end = self.own.eos_token_id
         return [*ids, end] if ended and end is not None and ids[-1:] != [end] else ids
@@ -56,7 +59,7 @@ class Retokenizer:
         whole, refused = [], {}
         rows = zip(decode_json(batch["row"]), responses, decode(self.actor, responses), strict=True)
         for index, (row, response_ids, text) in enumerate(rows):
-            ids = self.encode(row, text, response_ids[-1:] == [self.actor.eos_token_id])
+            ids = self.encode(row, text, bool(response_ids) and response_ids[-1] in self.actor_ends)
             why = self.refusal(ids)
             if why is not None:
                 refused[index], ids = why, [0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,12 +13,14 @@ from rlhf_spmd.controller import THREE_D, Production, register
 from rlhf_spmd.data.batch import Batch, decode_json
 from rlhf_spmd.data.tokenizer import decode
 from rlhf_spmd.environments.config import environment_of
-from rlhf_spmd.rewards.binding import Row
+from rlhf_spmd.rewards.binding import Row, chat_messages
 from rlhf_spmd.rewards.config import reward_key
-from rlhf_spmd.rewards.results import RewardError, add_up, check_failures
+from rlhf_spmd.rewards.results import RewardError, add_up, check_failures, source_metric
 from rlhf_spmd.rewards.runner import RewardRunner
+from rlhf_spmd.telemetry.progress import say
+from rlhf_spmd.telemetry.samples import pick, stretches
 from rlhf_spmd.workers.model_worker import ModelWorker
-from rlhf_spmd.workers.objective import last_token_value, model_tokens
+from rlhf_spmd.workers.objective import MASK, last_token_value, model_tokens
 from rlhf_spmd.workers.retokenize import Retokenizer, build_retokenizer
 
 COUNTED = ("calls", "failures", "timeouts", "clipped")  # in what each run notes
@@ -41,6 +42,7 @@ class RewardWorker(ModelWorker):
         self.answers = one_for_each_replica and self.serves("compute_reward")
         self.called = False  # the function, by any rank
         self.told = False  # of the first call that failed
+        self.failing_since: int | None = None  # the step; all calls failed from there on
         scores_text = self.answers and self.reward.function is not None
         self.runner = RewardRunner(self.reward, reward_key(self.name)) if scores_text else None
         by_rule = self.spec is None and self.reward.function is not None
@@ -76,7 +78,9 @@ class RewardWorker(ModelWorker):
     def enter(self, call: Production) -> None:
         super().enter(call)
         rows = call.rows if self.first else None
-        self.shown = frozenset() if rows is None else frozenset(rows.row_ids[: self.build.num_samples].tolist())
+        self.shown: frozenset[int] = frozenset()
+        if rows is not None:
+            self.shown = frozenset(rows.row_ids[pick(rows.group_ids.tolist(), self.build.num_samples)].tolist())
 
     def _report(self, batch: Batch, made: Batch | None, noted: list[dict[str, Any]]) -> dict[str, Any]:
         """Statistics of the global batch's scored rows, and as samples the texts of the call's first rows. ``noted``: of each run.
@@ -101,39 +105,42 @@ class RewardWorker(ModelWorker):
     @register(
         THREE_D,
         inputs=("prompt_ids", "response_ids", "row", "stopped?", "response_mask?", "environment_reward?", "rollout_versions?"),
-        outputs=("scores",),
+        outputs=("scores", "failed"),
         streams=True,
         report=_report,
     )
     def compute_reward(self, batch: Batch) -> tuple[Batch | None, dict[str, Any]]:
         """``scores`` [rows]: weight * function + model_weight * model, nan for rows that this reward does not score; of the first
-        reward + weight * reward of the row's environment. Raises RewardError where that is beyond float32.
+        reward + weight * reward of the row's environment. ``failed`` bool [rows]: it has no score because a call failed, and so
+        none with what other rewards say. Raises RewardError where a score is beyond float32.
 
         Collective over the pool: every rank of it must call, in program order.
         """
         # sums of weighted scores: at least float32, also for a model in bfloat16
         dtype = torch.promote_types(self.config.torch_dtype(torch.device("cpu")), torch.float32)
         scores = torch.zeros(len(batch), dtype=dtype)
-        refused: dict[int, str] = {}
+        failed, refused = torch.zeros(len(batch), dtype=torch.bool), dict[int, str]()
         if self.spec is not None:
             by_model, refused = self.score_by_model(batch)
             if by_model is not None:
-                given = by_model.to(dtype)
-                given[list(refused)] = self.reward.default
+                given, failed[list(refused)] = by_model.to(dtype), True
+                given[failed] = self.reward.default or 0.0
                 scores += self.reward.model_weight * given
-        note = self._score_text(batch, scores, refused)
+        note = self._score_text(batch, scores, failed, refused)
+        failed &= self.reward.default is None
         if self.first and "environment_reward" in batch:
             known = self.build.environments
             names = [environment_of(known, row) for row in decode_json(batch["row"])]
             weights = [torch.nan if name is None else known[name].weight for name in names]
             more = torch.tensor(weights, dtype=torch.float64) * batch["environment_reward"]
             scores = scores.where(more.isnan(), (scores.masked_fill(scores.isnan(), 0.0) + more).to(dtype))
+        scores[failed] = torch.nan
         if len(beyond := (scores.abs() > torch.finfo(torch.float32).max).nonzero()):
             row = decode_json(batch["row"])[int(beyond[0])].get("id")
             raise RewardError(
                 f"{reward_key(self.name)}: the score of row {row} is beyond float32, by what it sums or by its weights"
             )
-        return (batch.with_fields(scores=scores) if self.mesh.last_stage and len(batch) else None), note
+        return (batch.with_fields(scores=scores, failed=failed) if self.mesh.last_stage and len(batch) else None), note
 
     def score_by_model(self, batch: Batch) -> tuple[Tensor | None, dict[int, str]]:
         """The model's value of each row [rows], None off the last stage and without rows; and which rows it cannot read, and why.
@@ -149,11 +156,11 @@ class RewardWorker(ModelWorker):
         for (_, _, row), score, counts in zip(texts, scores.tolist(), scored.tolist(), strict=False):
             source = row.get("data_source")
             if counts and source is not None:
-                source = "data_source extra" if source == "extra" else source  # not among what the function returns besides
-                yield {f"{self.name}/{source}/mean": (score, 1)}
+                yield {source_metric(self.name, source): (score, 1)}
 
     def sample(self, batch: Batch, i: int, text: Row, scores: Tensor) -> dict[str, Any]:
-        """The i-th row for people to read. ``versions``: runs of tokens, each with the step whose weights drew it, and its length."""
+        """The i-th row for people to read. ``versions``: runs of tokens, each with the step whose weights drew it, and its length.
+        ``messages``: the prompt, where the data have it as a chat; ``turns``: who wrote what of the response, if not all the model."""
         sample = {"row_id": int(batch.row_ids[i]), "prompt": text[0], "response": text[1], "score": float(scores[i])}
         sample["length"] = int(batch["response_ids"].lengths[i])
         if "stopped" in batch:
@@ -161,6 +168,14 @@ class RewardWorker(ModelWorker):
         if "rollout_versions" in batch:
             versions = batch["rollout_versions"].rows()[i]
             sample["versions"] = torch.stack(torch.unique_consecutive(versions, return_counts=True), 1).tolist()
+        if messages := chat_messages(text[2]):
+            sample["messages"] = messages
+        if MASK in batch:
+            ids, mask = batch["response_ids"].rows()[i].tolist(), batch[MASK].rows()[i].tolist()
+            parts = stretches(mask)
+            texts = decode(self.build.tokenizer, [ids[begin:end] for _, begin, end in parts])
+            names = ("model" if drawn else "environment" for drawn, *_ in parts)
+            sample["turns"] = [list(turn) for turn in zip(names, texts, strict=True)]
         return sample
 
     def _statistics(self, batch: Batch, scores: Tensor, report: dict[str, Any]) -> dict[str, float]:
@@ -186,8 +201,12 @@ class RewardWorker(ModelWorker):
         summed = self.mesh.pool.all_reduce(sums, "control").tolist()
         calls, failures, timeouts, rows, scored, *clipped, tokens, prompt_tokens, score, squares = summed
         *extremes, highest, lowest, first = self.mesh.pool.all_reduce(largest, "control", "max").tolist()
+        step, all_failed = self.controller.timeline.step, failures + timeouts == calls
+        again = self.failing_since is not None and self.failing_since < step
         if failures + timeouts:
-            self._report_failures(int(failures + timeouts), int(calls), int(-first), report["first_error"])
+            self._report_failures(int(failures + timeouts), int(calls), int(-first), report["first_error"], again)
+        if calls:
+            self.failing_since = None if not all_failed else step if self.failing_since is None else self.failing_since
         others = set(self.build.added_rewards) - {self.name} if self.name in self.build.added_rewards else ()
         if calls and not scored and not self.called and not others:  # which may score them
             raise RewardError(f"{reward_key(self.name)}.{self.reward.scorer} gave None for all of the first {int(calls)} rows")
@@ -204,19 +223,19 @@ class RewardWorker(ModelWorker):
                 found[f"{name}/clip_ratio"] = clipped[i] / rows
         return found
 
-    def _report_failures(self, failed: int, calls: int, source: int, error: str | None) -> None:
-        """End the run, or tell once. ``source``: the first rank of the pool with an ``error``.
+    def _report_failures(self, failed: int, calls: int, source: int, error: str | None, again: bool) -> None:
+        """End the run, or tell once. ``source``: the first rank of the pool with an ``error``. ``again``: all calls of the step before
+        failed too.
 
         Collective over the pool: every rank of it must call, in program order.
         """
         said = self.mesh.pool.broadcast_bytes((error or "").encode(errors="replace"), "control", source).decode()
         where = reward_key(self.name)
-        check_failures(self.reward, where, failed, calls, said, first_step=not self.called)
+        check_failures(self.reward, where, failed, calls, said, not self.called, again)
         if not self.told and source == self.mesh.pool.rank:
-            print(
-                f"{where}.{self.reward.scorer} failed; such rows get {where}.default={self.reward.default} and count "
-                f"in {self.name}/failures or {self.name}/timeouts: {said}",
-                file=sys.stderr,
+            say(
+                f"{where}.{self.reward.scorer} failed; {where}.{self.reward.after_failure}, and they count in "
+                f"{self.name}/failures or {self.name}/timeouts: {said}"
             )
         self.told = True
 
@@ -237,33 +256,37 @@ class RewardWorker(ModelWorker):
             rows = [(prompt, text, row | its) for (prompt, text, row), its in zip(rows, more, strict=True)]
         return batch.row_ids[chosen].tolist(), rows, batch.group_ids[chosen].tolist()
 
-    def _score_text(self, batch: Batch, scores: Tensor, refused: dict[int, str]) -> dict[str, Any]:
-        """Add the function's scores to ``scores`` in place, nan for rows that are not scored, the same on all tp ranks of the last
-        stage. Returns what :meth:`_report` has to know of the calls, on tp 0 with (prompt, response, row) of each row id, without
-        special tokens in the response. ``refused``: rows that the model could not read, and why."""
+    def _score_text(self, batch: Batch, scores: Tensor, failed: Tensor, refused: dict[int, str]) -> dict[str, Any]:
+        """Add the function's scores to ``scores`` in place, nan for rows that are not scored, and its failures to ``failed`` (bool
+        [rows]), the same on all tp ranks of the last stage. Returns what :meth:`_report` has to know of the calls, on tp 0 with
+        (prompt, response, row) of each row id, without special tokens in the response. ``refused``: rows that the model could not
+        read, and why."""
         report: dict[str, Any] = {**dict.fromkeys(COUNTED, 0), "first_error": None, "extras": {}, "texts": {}}
         if not self.mesh.last_stage or not len(batch):
             return report
         if self.answers:
             texts, scored = self._texts(batch)
             report["texts"] = dict(zip(batch.row_ids.tolist(), texts, strict=True))
-            scores[~scored] = torch.nan
+            scores[~scored], failed[~scored] = torch.nan, False
             limits = torch.tensor([row.get("max_response_length") or math.inf for _, _, row in texts])
             limits = limits.clamp(max=self.build.max_response_length or math.inf)
             report["clipped"] = int((batch["response_ids"].lengths >= limits).sum())
             if self.retokenizer is not None:
                 errors = [f"row {texts[index][2].get('id')}: {why}" for index, why in refused.items() if scored[index]]
-                report |= {"calls": int(scored.sum()), "failures": len(errors), "first_error": next(iter(errors), None)}
+                report |= {"calls": int(scored.sum()), "first_error": next(iter(errors), None)}
         if self.runner is not None:
             keys, rows, groups = self._asked(batch, texts, scored)
             result = self.runner.score(rows, groups, self.controller.tick, keys)
             given = torch.tensor([torch.nan if score is None else score for score in result.scores], dtype=scores.dtype)
             scores[scored] += self.reward.weight * (given if self.spec is None else given.nan_to_num(0.0))
-            report["calls"] += len(rows)
-            report["failures"] += result.failures
-            report["timeouts"] = result.timeouts
+            failed[scored.nonzero()[list(result.errors), 0]] = True
+            report |= {"calls": len(rows), "timeouts": result.timeouts}
             extras = {f"{self.name}/extra/{name}": sums for name, sums in result.extra_sums().items()}
             report |= {"first_error": report["first_error"] or result.first_error, "extras": extras}
+        report["failures"] = int(failed.sum()) - report["timeouts"] if self.answers else 0
         if self.reward.function is not None or self.reward.data_sources is not None:
-            self.mesh.tp.broadcast(scores, 0, "batch")
+            both = torch.stack([scores, failed.to(scores.dtype)])
+            self.mesh.tp.broadcast(both, 0, "batch")
+            scores.copy_(both[0])
+            failed.copy_(both[1] > 0)
         return report

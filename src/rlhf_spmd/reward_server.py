@@ -1,7 +1,7 @@
 """A reward server for ``reward.function=http``, as small as it gets: the standard library, and a reward function by its name.
 
-    python scripts/reward_server.py --function gsm8k --port 8000
-    ... -m rlhf_spmd.train ... reward.function=http 'reward.kwargs={url: "http://localhost:8000/score"}'
+rlhf-spmd reward-server --function gsm8k --port 8000
+rlhf-spmd train ... reward.function=http 'reward.kwargs={url: "http://localhost:8000/score"}'
 
 With ``--token-env NAME`` a request must bring the bearer token that is in that variable here and, named by ``kwargs.token_env``, there.
 """
@@ -12,9 +12,14 @@ import argparse
 import hmac
 import json
 import os
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from rlhf_spmd.parallel.arguments import Parser
+from rlhf_spmd.parallel.output import let_readers_go
 from rlhf_spmd.rewards.binding import BoundReward
 from rlhf_spmd.rewards.config import RewardConfig
 from rlhf_spmd.rewards.worker import read_result
@@ -54,28 +59,42 @@ def serve(bound: BoundReward, port: int, token: str | None, host: str = "127.0.0
     return ThreadingHTTPServer((host, port), Handler)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(argv: Sequence[str] | None = None) -> int:
+    """Ends the process with 2 and one line where it cannot serve; otherwise serves until it is interrupted."""
+    let_readers_go()
+    parser = Parser("reward-server", __doc__)
     parser.add_argument("--function", required=True, help="as reward.function")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--token-env", help="variable with the bearer token")
-    given = parser.parse_args()
-    if given.token_env and given.token_env not in os.environ:
-        parser.error(f"--token-env {given.token_env}: this variable is not set")
-    token = os.environ[given.token_env] if given.token_env else None
     try:
-        config = RewardConfig(function=given.function)
-        config.check()
-        server = serve(config.bind("reward").ready(), given.port, token, given.host)
+        given = parser.parse_args(argv)
+        server = open_server(given)
     except ValueError as error:
-        parser.error(f"--function {given.function}: {error}")
-    except (OSError, OverflowError) as error:
-        parser.error(f"--host {given.host} --port {given.port}: {error}")
-    with server:
+        print(f"config error: {error}", file=sys.stderr)
+        return 2
+    with server, suppress(KeyboardInterrupt):
         print(f"http://{given.host}:{server.server_port}/score", flush=True)
         server.serve_forever()
+    return 0
+
+
+def open_server(given: argparse.Namespace) -> ThreadingHTTPServer:
+    """Raises ValueError, one line."""
+    if given.token_env and given.token_env not in os.environ:
+        raise ValueError(f"--token-env {given.token_env}: this variable is not set")
+    token = os.environ[given.token_env] if given.token_env else None
+    config = RewardConfig(function=given.function)
+    try:
+        config.check()
+        bound = config.bind("reward").ready()
+    except ValueError as error:
+        raise ValueError(f"--function {given.function}: {error}") from error
+    try:
+        return serve(bound, given.port, token, given.host)
+    except (OSError, OverflowError) as error:
+        raise ValueError(f"--host {given.host} --port {given.port}: {error}") from error
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

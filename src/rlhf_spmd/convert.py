@@ -1,22 +1,20 @@
 """A configuration of verl's PPO trainer as one of this project: from its YAML, or from a shell script that starts it.
 
-    python scripts/convert_verl.py run_qwen2-7b.sh > mine.yaml
-    python scripts/convert_verl.py my_ppo_trainer.yaml data.train_batch_size=512 > mine.yaml
+rlhf-spmd convert run_qwen2-7b.sh > mine.yaml
+rlhf-spmd convert my_ppo_trainer.yaml data.train_batch_size=512 > mine.yaml
 
 Standard output is the configuration, with the command at its head. Standard error says, key by key, what has no counterpart:
 either it is not needed here, and why, or it is not known. verl's own defaults are written out where they differ from this project's.
-Of a script, bash expands the assignments that stand outside of conditions and loops, and the last command that starts verl; nothing
-else of it is run. What cannot be converted ends with one line and status 2.
-What stands for verl's names is in src/rlhf_spmd/config/foreign.yaml. Source of names and defaults: verl's ppo_trainer.yaml (0.8
+A script runs in a bash that can start no program and write no file; what it would start last of verl is taken. What cannot be converted
+ends with one line and status 2.
+What stands for verl's names is in config/foreign.yaml. Source of names and defaults: verl's ppo_trainer.yaml (0.8
 development version, January 2026).
 """
 
 from __future__ import annotations
 
 import ast
-import os
 import re
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
@@ -33,7 +31,10 @@ from rlhf_spmd.config.foreign import foreign_names
 from rlhf_spmd.config.load import sections_of
 from rlhf_spmd.config.registry import find
 from rlhf_spmd.config.schema import ConfigError, Reader
+from rlhf_spmd.config.shell_script import last_command
+from rlhf_spmd.config.verl_sft import is_sft, sft_settings
 from rlhf_spmd.data.prompts import DataConfig
+from rlhf_spmd.parallel.output import let_readers_go
 from rlhf_spmd.telemetry.logger import PACKAGES
 
 ROLLOUT, ACTOR = "actor_rollout_ref.rollout.", "actor_rollout_ref.actor."
@@ -56,6 +57,7 @@ DEFAULTS: dict[str, Any] = {  # verl's; those that this project has too are not 
     ACTOR + "clip_ratio_high": 0.2,
     ACTOR + "clip_ratio_c": 3.0,
     ACTOR + "ppo_mini_batch_size": 256,
+    "data.train_files": "~/data/rlhf/gsm8k/train.parquet",
     "data.train_batch_size": 1024,
     "data.filter_overlong_prompts": False,
     VALIDATION + "temperature": 0,
@@ -85,44 +87,29 @@ NUMBERS = (  # what is compared here
 )
 
 
+PROGRAM = r"(?:.*[./])?(?:main_(?:ppo|dapo)|(?:fsdp_)?sft_trainer(?:_ray)?)(?:\.py)?"
+
+
 class Refused(ValueError):
     """What cannot be converted, in one line."""
 
 
 def read_script(path: Path) -> list[str]:
     """The ``key=value`` arguments of the last command of a shell script that starts verl, as bash expands them."""
-    text = re.sub(r"\\\n", " ", path.read_text(encoding="utf-8"))
-    text = re.sub(r"\(\s*\n([^()]*)\)", lambda found: "(" + " ".join(found[1].split()) + ")", text)  # an array on several lines
-    assignments, command, depth = [], "", 0
-    for line in text.splitlines():
-        words = line.strip()
-        if words.startswith("#"):
-            continue
-        depth += len(re.findall(r"^(?:if|for|while|case|until)\b|\{$", words)) - len(
-            re.findall(r"^(?:fi|done|esac)\b|^\}", words)
-        )
-        if re.match(r"(?:export\s+|readonly\s+)?\w+\+?=", words):
-            if depth or re.search(r"`|\$\((?!\()", words):
-                what = "stands in a condition or a loop" if depth else "asks another program"
-                print(f"{path}: not read, since it {what}: {words[:80]}", file=sys.stderr)
-            else:
-                assignments.append(words)
-        elif re.search(r"\bpython3?\b.*\bmain_(?:ppo|dapo)\b", words):
-            command = words
-    if not command:
+    try:
+        found = last_command(path, PROGRAM)
+    except ValueError as error:
         raise Refused(
-            f"{path}: no command 'python -m ...main_ppo' (or main_dapo); give the script that starts verl, or its YAML"
-        )
-    arguments = re.split(r"main_(?:ppo|dapo)(?:\.py)?", command, maxsplit=1)[1]
-    arguments = re.sub(r"(?:\d?>&?\d?|\||&&|;).*$", "", arguments)
-    if re.search(r"`|\$\((?!\()", arguments):
-        raise Refused(f"{path}: the command's arguments ask another program ($(...)); write what it answers in its place")
-    program = "\n".join(["set -u", *assignments, f"printf '%s\\0' {arguments}"])
-    done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, env=dict(os.environ))
-    if done.returncode:
-        said = (done.stderr.strip().splitlines() or ["no reason given"])[-1].split(": ", 1)[-1]
-        raise Refused(f"{path}: bash cannot expand it: {said}; set the variable in the environment of this command")
-    return [word.lstrip("+") for word in done.stdout.split("\0") if re.match(r"[+~]*[a-z_]+\.[\w.]+=", word)]
+            f"{error}; give a script that starts verl.trainer.main_ppo, main_dapo or an SFT trainer, or its YAML"
+        ) from error
+    if found.unset:
+        print(f"{path}: not set, so the file takes them from the environment: {', '.join(found.unset)}", file=sys.stderr)
+    if found.not_run:
+        print(f"{path}: not run, so what they do or answer is missing: {', '.join(found.not_run)}", file=sys.stderr)
+    words = [word.lstrip("+") for word in found.arguments if re.match(r"[+~]*[A-Za-z_][\w.]*=", word)]
+    if other := [word for word in found.arguments if word.lstrip("+") not in words]:
+        print(f"{path}: not read: {' '.join(other)[:200]}", file=sys.stderr)
+    return words
 
 
 def value_of(text: str) -> Any:
@@ -164,7 +151,7 @@ def read(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
             given = flatten(OmegaConf.to_container(tree, resolve=True))
         except (OmegaConfBaseException, OSError) as error:
             raise Refused(f"{path}: {str(error).splitlines()[0]}") from error
-    named = {reduce(lambda name, newer: re.sub(*newer, name), NEWER, key): value for key, value in given.items()}
+    named = {reduce(lambda name, newer: re.sub(newer[0], newer[1], name), NEWER, key): value for key, value in given.items()}
     return {key: value for key, value in named.items() if value is not None and not key.endswith("_target_")}
 
 
@@ -209,8 +196,8 @@ def rewards_of(verl: dict[str, Any]) -> dict[str, Any]:
     return {"reward.function": function, **kwargs}
 
 
-def run_of(verl: dict[str, Any], roles: Sequence[str], left: dict[str, str]) -> dict[str, Any]:
-    """Sharding and activation memory of each role, the run's length, directory and tracker; into ``left`` what there is not."""
+def roles_of(verl: dict[str, Any], roles: Sequence[str]) -> dict[str, Any]:
+    """Sharding and activation memory of each role."""
     found: dict[str, Any] = {}
     for role in roles:
         section = "critic.model" if role == "critic" else "actor_rollout_ref.model"
@@ -218,6 +205,12 @@ def run_of(verl: dict[str, Any], roles: Sequence[str], left: dict[str, str]) -> 
             found[f"models.{role}.activation_checkpointing"] = "full"
         if role in ("actor", "critic", "reference") and not any(".megatron." in key for key in verl):
             found[f"models.{role}.layout.zero"] = 3
+    return found
+
+
+def run_of(verl: dict[str, Any], left: dict[str, str]) -> dict[str, Any]:
+    """The run's length, directory and tracker; into ``left`` what there is not."""
+    found: dict[str, Any] = {}
     if "trainer.total_training_steps" not in verl:
         found |= {"data.epochs": verl["trainer.total_epochs"], "run.steps": None}
     found["run.dir"] = f"runs/{verl.get('trainer.experiment_name', 'verl')}"
@@ -239,6 +232,9 @@ def run_of(verl: dict[str, Any], roles: Sequence[str], left: dict[str, str]) -> 
 
 def convert(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     """This project's settings by dotted key, and of each of verl's keys that is not carried over, why."""
+    if is_sft(given):
+        found, left = sft_settings(given)
+        return {**run_of({"trainer.total_epochs": 4, **given}, left), **found}, left
     verl = DEFAULTS | given
     for key in NUMBERS:
         if not isinstance(verl.get(key, 0), int | float):
@@ -248,8 +244,7 @@ def convert(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     config = find("algorithm", "rlhf_spmd.algorithms", name, exports="step").Config
     table = foreign_names()["verl"]
     names = table["keys"]
-    found: dict[str, Any] = dict(chosen)
-    left: dict[str, str] = {}
+    found, left = dict(chosen), {}
     for key, value in verl.items():
         ours = names.get(key)
         if ours is None:
@@ -263,7 +258,7 @@ def convert(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
         elif key in given or not ours.startswith("algorithm.") or default_of(config, ours) != value:
             found[ours] = value
     settle(found, left, given, config)
-    tree = OmegaConf.to_container(tree_of(found))
+    tree: Any = OmegaConf.to_container(tree_of(found))
     made = {
         name: Reader(kind, {}, tree.get(name, {}), interpolated=False).read()
         for name, kind in (("algorithm", config), ("data", DataConfig))
@@ -273,11 +268,13 @@ def convert(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
         del found[key]
     left |= {key: f"does nothing without {idle[ours]}" for key, ours in names.items() if key in given and ours in idle}
     roles = list(made["algorithm"].roles)
+    if found.get("models.actor.lora.rank"):
+        roles = [role for role in roles if role != "reference"]  # the actor without its adapters is the reference
     for key in [key for key in found if key.startswith("models.") and key.split(".")[1] not in roles]:
         del found[key]
     if not verl.get("reward_model.enable"):
         found.pop("reward.model", None)
-    return {**run_of(verl, roles, left), **rewards_of(verl), **found}, left
+    return {**roles_of(verl, roles), **run_of(verl, left), **rewards_of(verl), **found}, left
 
 
 def tree_of(found: dict[str, Any]) -> DictConfig:
@@ -326,6 +323,18 @@ def settle(found: dict[str, Any], left: dict[str, str], given: dict[str, Any], c
     for key in ("data.train_max_samples", "data.val_max_samples"):
         if found.get(key, 0) < 0:
             del found[key]
+    if not found.get("models.actor.lora.rank"):
+        for key in [key for key in found if key.startswith("models.actor.lora.")]:
+            del found[key]
+    if found["algorithm.name"] == "dapo" and found.pop("algorithm.use_kl_loss", False):
+        left[ACTOR + "use_kl_loss"] = "dapo, which filters groups and shapes long responses, has no reference"
+    if found.get("run.keep_checkpoints") == 1:
+        found["run.keep_checkpoints"] = 2
+        left["trainer.max_actor_ckpt_to_keep"] = "the one before the newest is kept too, in case that is damaged"
+    if found.get("algorithm.rollout_correction.bypass_mode"):
+        for key in [key for key in found if key.startswith("algorithm.rollout_correction.rollout_is")]:
+            del found[key]
+            left[key] = "bypass_mode finds no difference to correct"
     for key in ("data.path", "data.val_path"):
         if isinstance(found.get(key), list) and len(found[key]) == 1:
             found[key] = found[key][0]
@@ -350,24 +359,29 @@ def default_of(config: type, key: str) -> Any:
     return value
 
 
-def main(arguments: Sequence[str]) -> None:
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit code."""
+    let_readers_go()
+    arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
         print(__doc__)
-        return
+        return 0
     try:
         verl = read(Path(arguments[0]), arguments[1:])
         check_is_verl(Path(arguments[0]), verl)
         found, left = convert(verl)
     except (ConfigError, Refused, yaml.YAMLError, UnicodeDecodeError) as error:
-        print(f"convert_verl: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(2)
+        remedy = "; set the variable in the environment of this command" if "${oc.env:" in str(error) else ""
+        print(f"config error: {' '.join(str(error).split())}{remedy}", file=sys.stderr)
+        return 2
     gpus, nodes = verl.get("trainer.n_gpus_per_node", 8), verl.get("trainer.nnodes", 1)
     several = f"torchrun --nnodes {nodes} --nproc-per-node {gpus} -m rlhf_spmd.train"
     print(f"# {several if nodes > 1 else f'rlhf-spmd train --nproc-per-node {gpus}'} --config THIS_FILE")
     print(OmegaConf.to_yaml(tree_of(found)), end="")
     for key, why in left.items():
         print(f"{key}: left out, {why}", file=sys.stderr)
+    return 0
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main())

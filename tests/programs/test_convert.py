@@ -1,18 +1,17 @@
-"""scripts/convert_verl.py: what it writes loads, means the same, and what it leaves out is said."""
+"""rlhf-spmd convert: what it writes loads, means the same, and what it leaves out is said."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import os
-import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from places import ROOT
+from rlhf_spmd.convert import main
 from rlhf_spmd.models.lora import LoraConfig
 from rlhf_spmd.train import TrainConfig, read_config
 
@@ -49,13 +48,10 @@ def convert(tmp_path: Path, estimator: str, *more: str, kl: bool = False) -> tup
 
 
 def run_script(*arguments: str) -> tuple[int, str, str]:
-    """``scripts/convert_verl.py`` in this process: exit code, standard output and standard error."""
-    code, written, said = 0, io.StringIO(), io.StringIO()
+    """The program in this process: exit code, standard output and standard error."""
+    written, said = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(written), contextlib.redirect_stderr(said):
-        try:
-            runpy.run_path(str(ROOT / "scripts" / "convert_verl.py"))["main"](arguments)
-        except SystemExit as ending:
-            code = int(ending.code or 0)
+        code = main(arguments)
     return code, written.getvalue(), said.getvalue()
 
 
@@ -94,6 +90,7 @@ def test_what_is_left_out_is_said(tmp_path: Path) -> None:
     lora = "actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.target_modules=all-linear"
     config, _, said = convert(tmp_path, "grpo", *lora, "actor_rollout_ref.actor.no_such_key=1")
     assert config.models["actor"].lora == LoraConfig(rank=8)
+    assert set(convert(tmp_path, "grpo", *lora, kl=True)[0].models) == {"actor"}, "without its adapters it is the reference"
     assert "actor_rollout_ref.actor.no_such_key: left out, not known" in said
     assert "use_remove_padding: left out, rows are always packed" in said and "trainer.nnodes" not in said
 
@@ -117,19 +114,27 @@ DATA=(
   data.train_files=[/d/a.parquet,/d/b.parquet]
   data.max_prompt_length=${max}
 )
-python3 -m recipe.dapo.main_dapo "${DATA[@]}" algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=4 \\
+LAUNCH=(torchrun --nnodes 1)
+if [ "$max" -gt 2000 ]; then steps=7; else steps=8; fi
+ray status || exit 1
+echo "$max" > LOG.txt
+"${LAUNCH[@]}" -m recipe.dapo.main_dapo "${DATA[@]}" algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=4 \\
+    trainer.total_training_steps=$steps trainer.experiment_name=$(basename /a/mine.sh .sh) \\
     actor_rollout_ref.model.path=$MODEL trainer.default_local_dir=$OUT algorithm.filter_groups.enable=True \\
     algorithm.filter_groups.metric=acc 2>&1 | tee log
 """
-    command = [sys.executable, str(ROOT / "scripts" / "convert_verl.py"), str(script)]
+    command = [sys.executable, "-m", "rlhf_spmd", "convert", str(script)]
     script.write_text(text)
-    refused = subprocess.run(command, capture_output=True, text=True)
-    assert refused.returncode == 2 and "MODEL: unbound variable" in refused.stderr and not refused.stdout
+    asked = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=True)
+    assert "path: ${oc.env:MODEL}" in asked.stdout and "takes them from the environment: MODEL\n" in asked.stderr
+    assert "not run, so what they do or answer is missing: ray\n" in asked.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"run.sh"}, "the script writes nothing"
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | {"MODEL": "/m"})
     (tmp_path / "mine.yaml").write_text(done.stdout)
     config = read_config(str(tmp_path / "mine.yaml"), [])[0]
     assert config.algorithm.name == "dapo" and config.data.path == ["/d/a.parquet", "/d/b.parquet"]
     assert (config.data.max_prompt_length, config.run.dir, config.models["actor"].path) == (2048, "/tmp/here", "/m")
+    assert (config.run.steps, config.run.name) == (7, "mine")
     script.write_text("python3 -m other.program a.b=1\n")
     assert subprocess.run(command, capture_output=True, text=True).returncode == 2
 
@@ -204,7 +209,7 @@ def test_what_cannot_be_converted_is_one_line(tmp_path: Path, name: str, text: s
     (tmp_path / name).write_text(text)
     code, written, said = run_script(str(tmp_path / name), override)
     *lines, last = said.splitlines()
-    assert code == 2 and not written and message in last and not any("convert_verl" in line for line in lines)
+    assert code == 2 and not written and message in last and not any("convert" in line for line in lines)
 
 
 def test_newer_names_of_rewards(tmp_path: Path) -> None:
@@ -233,3 +238,26 @@ def test_a_yaml(tmp_path: Path) -> None:
     config = read_config(str(tmp_path / "mine.yaml"), [])[0]
     assert (config.run.steps, config.sampling.temperature, config.data.train_batch_size) == (9, 0.7, 1024)
     assert "--nnodes 3" in written
+
+
+def test_a_script_that_trains_by_examples(tmp_path: Path) -> None:
+    script = tmp_path / "sft.sh"
+    script.write_text("""if [ "$#" -lt 2 ]; then echo usage; exit 1; fi
+torchrun --nproc_per_node=$1 -m verl.trainer.fsdp_sft_trainer data.train_files=/d.parquet data.val_files=/v.parquet \\
+    data.prompt_key=extra_info data.response_key=extra_info data.prompt_dict_keys=['question'] +data.response_dict_keys=['answer'] \\
+    data.micro_batch_size_per_gpu=4 model.partial_pretrain=/m model.lora_rank=8 optim.lr=1e-4 trainer.total_epochs=2 \\
+    trainer.default_local_dir=/out trainer.logger=console use_remove_padding=true trainer.test_freq=-1 trainer.no_such=1
+""")
+    code, written, said = run_script(str(script))
+    (tmp_path / "mine.yaml").write_text(written)
+    config = read_config(str(tmp_path / "mine.yaml"), [])[0]
+    assert code == 0 and config.algorithm.name == "sft" and set(config.models) == {"actor"}
+    data, actor = config.data, config.models["actor"]
+    assert (data.prompt_key, data.response_key, data.apply_chat_template) == ("extra_info.question", "extra_info.answer", True)
+    assert (data.path, data.val_path, data.epochs, data.train_batch_size) == ("/d.parquet", "/v.parquet", 2, 256)
+    assert (actor.path, actor.lora.rank, actor.optim.lr, actor.layout.zero) == ("/m", 8, 1e-4, 3)
+    assert (config.run.dir, config.run.test_freq, config.logger.wandb) == ("/out", 0, "disabled")
+    assert "trainer.no_such: left out, not known" in said and "rows are always packed" in said
+    script.write_text(script.read_text().replace("data.prompt_key=extra_info", "data.multiturn.enable=true"))
+    written = run_script(str(script))[1]
+    assert "prompt_key: messages" in written and "response_key" not in written

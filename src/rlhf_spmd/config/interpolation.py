@@ -1,0 +1,114 @@
+"""OmegaConf's interpolations. What came from the environment may be secret: what is written has the reference in its place."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from rlhf_spmd.config.written import resolve
+
+RESOLVER = "rlhf_spmd.reference"  # stands for ``oc.env`` where references are kept
+KEPT = re.compile("rlhf_spmd_reference_([0-9a-f]+)_end")  # a reference, in a form that is no interpolation
+
+
+class FromEnvironment(str):
+    """Text that has a value from the environment in it. ``written``: the same with ``${oc.env:NAME}`` in place of that value."""
+
+    written: str
+
+    def __new__(cls, value: str, written: str = "") -> FromEnvironment:
+        self = super().__new__(cls, value)
+        self.written = written
+        return self
+
+    def __repr__(self) -> str:
+        return repr(self.written)
+
+
+def interpolate(tree: Any) -> Any:
+    """``tree`` with its interpolations resolved; texts that hold a value of the environment are :class:`FromEnvironment`.
+
+    Raises OmegaConfBaseException, whose ``full_key`` is the key.
+    """
+    text = str(tree)
+    if "${" not in text:  # OmegaConf's containers cost more than all the rest
+        return tree
+    resolved = OmegaConf.to_container(OmegaConf.create(tree), resolve=True)
+    if "oc.env" not in text:
+        return resolved
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # OmegaConf 2.4 has a newer name for this, which 2.3 has not
+        OmegaConf.register_new_resolver(RESOLVER, _kept_reference, replace=True)
+    try:
+        kept = OmegaConf.to_container(OmegaConf.create(_with_kept_references(tree)), resolve=True)
+    except OmegaConfBaseException as error:
+        error.args = ("${oc.env:...} may stand for a value or for a part of one, and not for the name of a key",)
+        raise
+    return _marked(resolved, kept)
+
+
+def written(text: str) -> str:
+    """``text`` as YAML is to have it: a reference where it came from the environment, and no interpolation where it has ``${``."""
+    return text.written if isinstance(text, FromEnvironment) else escaped(text)
+
+
+def compared(text: str) -> str:
+    """``text`` for people who compare two of them: of a value from the environment the reference and a digest."""
+    return f"{text.written} (sha256 {digest(text)})" if isinstance(text, FromEnvironment) else text
+
+
+def select(tree: Any, key: str) -> Any:
+    """The value of a dotted key, its interpolations resolved; None where it is not there. Raises OmegaConfBaseException."""
+    return OmegaConf.select(OmegaConf.create(resolve(tree)), key)
+
+
+def _kept_reference(*arguments: Any) -> str:
+    return f"rlhf_spmd_reference_{','.join(map(_argument, arguments)).encode().hex()}_end"
+
+
+def _argument(value: Any) -> str:
+    """Of a resolver, as it is written."""
+    if not isinstance(value, str):
+        return "null" if value is None else str(value)
+    is_word = re.fullmatch(r"[A-Za-z_]\w*", value) and value.lower() not in ("null", "true", "false", "nan", "inf")
+    return value if is_word else "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
+def _with_kept_references(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return {key: _with_kept_references(value) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return list(map(_with_kept_references, tree))
+    return re.sub(r"\$\{\s*oc\.env\s*:", f"${{{RESOLVER}:", tree) if isinstance(tree, str) else tree
+
+
+def _marked(resolved: Any, kept: Any) -> Any:
+    if isinstance(resolved, dict) and isinstance(kept, dict):
+        return {key: _marked(value, kept.get(key)) for key, value in resolved.items()}
+    if isinstance(resolved, list) and isinstance(kept, Sequence) and len(resolved) == len(kept):
+        return [_marked(value, its) for value, its in zip(resolved, kept, strict=True)]
+    if isinstance(resolved, str) and isinstance(kept, str) and KEPT.search(kept):
+        return FromEnvironment(resolved, _restored(escaped(kept)))
+    return resolved
+
+
+def _restored(text: str) -> str:
+    """Also a reference that is the default of another one."""
+    while KEPT.search(text):
+        text = KEPT.sub(lambda found: f"${{oc.env:{bytes.fromhex(found[1]).decode()}}}", text)
+    return text
+
+
+def digest(text: str) -> str:
+    """By which equal values are known, and from which they cannot be found."""
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def escaped(text: str) -> str:
+    return text.replace("${", "\\${")

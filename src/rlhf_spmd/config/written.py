@@ -1,0 +1,146 @@
+"""YAML as it was written: a plain value stays text until the type of its key says what it is.
+
+YAML 1.1, which PyYAML speaks, makes ``false`` of ``No``, 750 of ``12:30``, 8 of ``010`` and 7 of ``007``. A key of text must get what
+was written, and a key of numbers what a person means by it. Which of the two a key is, only :mod:`rlhf_spmd.config.schema` knows.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import yaml
+from yaml import MappingNode, Node, ScalarNode, SequenceNode, YAMLError
+from yaml.composer import Composer
+from yaml.parser import Parser
+from yaml.reader import Reader
+from yaml.scanner import Scanner
+
+MOST_DEPTH, MOST_VALUES = 64, 100_000  # of a file, its aliases followed: no configuration has as many
+NULLS = ("", "~", "null", "Null", "NULL")
+TRUTHS = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
+INTEGER = re.compile(r"[-+]?(0|[1-9]\d*)", re.ASCII)  # what begins with 0 is rather a name than a number
+REAL = re.compile(r"[-+]?(\.\d+|(0|[1-9]\d*)(\.\d*)?)(e[-+]?\d+)?", re.ASCII | re.IGNORECASE)
+SPECIAL = re.compile(r"[-+]?\.(inf|nan)", re.ASCII | re.IGNORECASE)
+
+
+class Plain(str):
+    """A value that was written without quotes, and that is not null."""
+
+    __slots__ = ()
+
+
+def resolve(value: Any) -> Any:
+    """``value`` for a key that says nothing of its type: plain values in it become what YAML 1.2's core schema says, of integers the
+    decimal ones without leading zeros."""
+    if isinstance(value, dict):
+        return {resolve(key): resolve(child) for key, child in value.items()}
+    if isinstance(value, list):
+        return [resolve(child) for child in value]
+    if not isinstance(value, Plain):
+        return value
+    if value in TRUTHS:
+        return TRUTHS[value]
+    if INTEGER.fullmatch(value):
+        return int(value)
+    if REAL.fullmatch(value):
+        return float(value)
+    return float(value.replace(".", "")) if SPECIAL.fullmatch(value) else str(value)
+
+
+def parse(text: str) -> Any:
+    """The value of a YAML document: dicts, lists, None, :class:`Plain`, and text that was in quotes. Raises YAMLError."""
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node()
+        return None if node is None else _Builder().value(node, 0)
+    except RecursionError:
+        raise YAMLError(_too_deep()) from None
+
+
+def parse_value(text: str) -> Any:
+    """The value of an override. It is YAML where it begins as a list, a mapping or a text in quotes, else a plain value as it stands:
+    none of its characters means anything. Raises YAMLError."""
+    text = text.strip()
+    if text[:1] in ("[", "{", "'", '"'):
+        return parse(text)
+    return None if text in NULLS else Plain(text)
+
+
+def to_plain(value: Any, depth: int = 0) -> Any:
+    """A copy of dicts and lists, for mappings and sequences of any kind. Raises ValueError for one that is nested too deeply."""
+    if depth > MOST_DEPTH:
+        raise ValueError(_too_deep())
+    if isinstance(value, Mapping):
+        return {key: to_plain(child, depth + 1) for key, child in value.items()}
+    return [to_plain(child, depth + 1) for child in value] if isinstance(value, list | tuple) else value
+
+
+class _Loader(Reader, Scanner, Parser, Composer):
+    """YAML's nodes. A scalar's tag is ``plain`` where it has neither quotes nor a tag of its own."""
+
+    def __init__(self, text: str) -> None:
+        Reader.__init__(self, text)
+        Scanner.__init__(self)
+        Parser.__init__(self)
+        Composer.__init__(self)
+
+    def descend_resolver(self, *_: Any) -> None: ...
+
+    def ascend_resolver(self) -> None: ...
+
+    def resolve(self, kind: type[Node], value: str | None, implicit: Any) -> str:
+        if kind is ScalarNode:
+            return "plain" if implicit[0] else "str"
+        return "seq" if kind is SequenceNode else "map"
+
+
+class _Builder:
+    """Values of nodes. What an alias stands for is made anew wherever it stands, and counts there."""
+
+    def __init__(self) -> None:
+        self._num_values = 0
+
+    def value(self, node: Node, depth: int) -> Any:
+        self._num_values += 1
+        if depth > MOST_DEPTH:
+            raise YAMLError(_too_deep())
+        if self._num_values > MOST_VALUES:
+            raise YAMLError(f"more than {MOST_VALUES} values, its aliases followed")
+        tag = node.tag.removeprefix("tag:yaml.org,2002:")
+        if isinstance(node, MappingNode) and tag == "map":
+            return self._mapping(node, depth)
+        if isinstance(node, SequenceNode) and tag == "seq":
+            return [self.value(child, depth + 1) for child in node.value]
+        if isinstance(node, ScalarNode) and tag in ("plain", "str", "int", "float", "bool", "null"):
+            if tag == "null" or (tag == "plain" and node.value in NULLS):
+                return None
+            return str(node.value) if tag == "str" else Plain(node.value)
+        raise yaml.MarkedYAMLError(problem=f"there is no {node.tag} here", problem_mark=node.start_mark)
+
+    def _mapping(self, node: MappingNode, depth: int) -> dict[str, Any]:
+        own: dict[str, Any] = {}
+        merged: dict[str, Any] = {}
+        for key, child in node.value:
+            if not isinstance(key, ScalarNode):
+                raise yaml.MarkedYAMLError(problem="a key must be text", problem_mark=key.start_mark)
+            if key.tag == "plain" and key.value == "<<":
+                for part in self._merged(child, depth):
+                    merged = {**part, **merged}  # the first of them counts
+                continue
+            if key.value in own:
+                raise yaml.MarkedYAMLError(problem=f"found duplicate key {key.value}", problem_mark=key.start_mark)
+            own[Plain(key.value) if key.tag == "plain" else str(key.value)] = self.value(child, depth + 1)
+        return {**merged, **own}
+
+    def _merged(self, node: Node, depth: int) -> Iterator[dict[str, Any]]:
+        """What ``<<`` puts into a mapping."""
+        for one in node.value if isinstance(node, SequenceNode) else [node]:
+            if not isinstance(one, MappingNode):
+                raise yaml.MarkedYAMLError(problem="<< takes a mapping, or a list of them", problem_mark=one.start_mark)
+            yield self.value(one, depth + 1)
+
+
+def _too_deep() -> str:
+    return f"it is nested deeper than {MOST_DEPTH} levels"

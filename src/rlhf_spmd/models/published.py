@@ -1,0 +1,56 @@
+"""Configurations of models of the Hugging Face hub, as published: what a plan needs of them where there is no network."""
+
+from __future__ import annotations
+
+from typing import Any
+
+QWEN2 = {"model_type": "qwen2", "max_position_embeddings": 32768, "rope_theta": 1e6, "rms_norm_eps": 1e-6}
+QWEN3 = {"model_type": "qwen3", "max_position_embeddings": 40960, "rope_theta": 1e6, "rms_norm_eps": 1e-6, "head_dim": 128}
+LLAMA = {
+    "model_type": "llama",
+    "max_position_embeddings": 131072,
+    "rope_theta": 5e5,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": 128256,
+}
+LLAMA["rope_scaling"] = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def _sizes(hidden: int, mlp: int, layers: int, heads: int, kv: int, **more: Any) -> dict[str, Any]:
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": mlp,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        **more,
+    }
+
+
+TIED = {"vocab_size": 151936, "tie_word_embeddings": True}
+MIXTURE = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}
+# name on the hub, without "-Instruct" -> what its config.json says of sizes
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "Qwen/Qwen2.5-0.5B": QWEN2 | _sizes(896, 4864, 24, 14, 2, **TIED),
+    "Qwen/Qwen2.5-1.5B": QWEN2 | _sizes(1536, 8960, 28, 12, 2, **TIED),
+    "Qwen/Qwen2.5-7B": QWEN2 | _sizes(3584, 18944, 28, 28, 4, vocab_size=152064),
+    "Qwen/Qwen2.5-32B": QWEN2 | _sizes(5120, 27648, 64, 40, 8, vocab_size=152064),
+    "Qwen/Qwen3-0.6B": QWEN3 | _sizes(1024, 3072, 28, 16, 8, **TIED),
+    "Qwen/Qwen3-1.7B": QWEN3 | _sizes(2048, 6144, 28, 16, 8, **TIED),
+    "Qwen/Qwen3-4B": QWEN3 | _sizes(2560, 9728, 36, 32, 8, **TIED),
+    "Qwen/Qwen3-8B": QWEN3 | _sizes(4096, 12288, 36, 32, 8, vocab_size=151936),
+    "Qwen/Qwen3-30B-A3B": QWEN3 | _sizes(2048, 6144, 48, 32, 4, vocab_size=151936) | {"model_type": "qwen3_moe"} | MIXTURE,
+    "meta-llama/Llama-3.1-8B": LLAMA | _sizes(4096, 14336, 32, 32, 8),
+    "meta-llama/Llama-3.1-70B": LLAMA | _sizes(8192, 28672, 80, 64, 8),
+}
+
+
+def published_config(name: str) -> dict[str, Any] | None:
+    """The configuration of a model by its name on the hub; None for one that is not known here."""
+    return PUBLISHED.get(name.removesuffix("-Instruct"))

@@ -1,0 +1,137 @@
+"""The tensors of a Hugging Face directory: which file each lies in, its shape and its dtype. Only safetensors, never a pickle."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Collection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from rlhf_spmd.config.json_input import parse_json
+from rlhf_spmd.parallel.collectives import RECORDER
+
+if TYPE_CHECKING:
+    from rlhf_spmd.models.spec import ModelSpec
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+COMPARED_ROWS = 4096  # of two matrices at a time
+_IGNORED = re.compile(r"rotary_emb\.inv_freq$")  # a buffer that old exports contain
+_VISION = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
+
+
+class StoredModel:
+    """The tensors of a directory: which file each lies in, opened when first needed. ``stored``: their names there."""
+
+    def __init__(self, path: Path, spec: ModelSpec, stack: contextlib.ExitStack) -> None:
+        self.path, self._stack = path, stack
+        self._open: dict[str, Any] = {}
+        index = path / INDEX
+        if (path / WEIGHTS).is_file():
+            self.source = path / WEIGHTS
+            self.files = dict.fromkeys(self._file(WEIGHTS).keys(), WEIGHTS)
+        elif index.is_file():
+            self.source = index
+            self.files = _read_index(index)
+        else:
+            pickles = ", ".join(sorted(p.name for p in path.glob("*.bin"))[:2])
+            hint = f" ({pickles} cannot be used: pickles are never read; convert them)" if pickles else ""
+            raise ValueError(f"{path}: neither {WEIGHTS} nor {INDEX} is there{hint}")
+        text = [name for name in self.files if not (spec.text_prefix and _VISION.match(name))]
+        self.stored = {name.replace(spec.text_prefix, ""): name for name in text}
+
+    def refuse_fewer(self, spec: ModelSpec) -> None:
+        """Raises ValueError where there cannot be all layers and experts of the model: at once, without a list of their names."""
+        experts = 0 if spec.experts is None else spec.experts.count * (spec.num_hidden_layers - len(spec.experts.dense_layers))
+        if len(self.stored) < max(spec.num_hidden_layers, experts):
+            its = f"num_hidden_layers={spec.num_hidden_layers}" + (f" with {experts} experts" if experts else "")
+            raise ValueError(f"{self.source}: {len(self.stored)} tensors are too few for the model of config.json, {its}")
+
+    def refuse_unknown(self, spec: ModelSpec, known: Collection[str]) -> None:
+        """Raises ValueError for a tensor whose name is neither ``known`` nor a head's."""
+        heads = spec.names.lm_head, spec.names.value_head
+        unknown = sorted(n for n in self.stored if n not in known and n not in heads and not _IGNORED.search(n))
+        if unknown:
+            raise ValueError(
+                f"{self.source}: {len(unknown)} tensors that a {spec.family} model does not have, such as '{unknown[0]}'"
+            )
+
+    def has_own_head(self, spec: ModelSpec) -> bool:
+        """Whether an output matrix lies here beside the embedding and differs from it. False where a file of theirs is missing.
+
+        Raises ValueError for a file that cannot be read.
+        """
+        names = [self.stored[name] for name in (spec.names.embed, spec.names.lm_head) if name in self.stored]
+        if len(names) < 2 or not all((self.path / self.files[name]).is_file() for name in names):
+            return False
+        embed, head = (self._file(self.files[name]).get_slice(name) for name in names)
+        shape = embed.get_shape()
+        if shape != head.get_shape() or len(shape) != 2:
+            return shape != head.get_shape()
+        for row in range(0, shape[0], COMPARED_ROWS):
+            RECORDER.tick()  # ranks may not stand still for as long as a large model takes
+            if not torch.equal(*(each[row : row + COMPARED_ROWS].float() for each in (embed, head))):
+                return True
+        return False
+
+    def find(self, spec: ModelSpec, name: str, shape: tuple[int, ...], missing_head_ok: bool) -> Any:
+        """safetensors' slice object of a tensor of the model; None for a value head that may be absent and is."""
+        stored = name
+        if name == spec.names.embed and spec.tie_word_embeddings and name not in self.stored:
+            stored = spec.names.lm_head  # the one matrix of a tied model is saved under either name
+        if stored in self.stored:
+            why = "a reward model or critic has one label," if name == spec.names.value_head else "config.json implies"
+            return self.slices(stored, shape, why)
+        if name in (spec.names.value_head, spec.names.second_head) and missing_head_ok:
+            return None
+        hint = "; a reward model needs a value head of one label" if name == spec.names.value_head else ""
+        raise ValueError(f"{self.source}: tensor '{name}' is missing{hint}")
+
+    def slices(self, name: str, shape: tuple[int, ...], why: str) -> Any:
+        """safetensors' slice object of a tensor, after checking its shape and dtype. ``why`` it has that shape."""
+        stored = self.stored[name]
+        source = self.path / self.files[stored]
+        try:
+            found = self._file(self.files[stored]).get_slice(stored)
+        except SafetensorError as error:
+            raise ValueError(f"{source}: tensor '{name}' cannot be read: {error}") from error
+        if tuple(found.get_shape()) != shape:
+            raise ValueError(f"{source}: tensor '{name}' has shape {list(found.get_shape())}, but {why} {list(shape)}")
+        if found.get_dtype() not in ("F64", "F32", "F16", "BF16"):
+            raise ValueError(f"{source}: tensor '{name}' has dtype {found.get_dtype()}; allowed: F64, F32, F16, BF16")
+        return found
+
+    def _file(self, name: str) -> Any:
+        if name not in self._open:
+            try:
+                self._open[name] = self._stack.enter_context(safe_open(self.path / name, framework="pt", device="cpu"))
+            except (SafetensorError, OSError) as error:
+                raise ValueError(f"{self.path / name}: cannot be read as safetensors: {error}") from error
+        return self._open[name]
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise ValueError(f"{index}: 'weight_map' is missing; it must map tensor names to files")
+    for tensor, file in weight_map.items():
+        # a file of the same directory, never a path out of it
+        if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
+            raise ValueError(f"{index}: tensor '{tensor}' lies in {file!r}, which is not the name of a .safetensors file here")
+    return weight_map
+
+
+def read_json(source: Path) -> dict[str, Any]:
+    """A JSON object from a file of a model directory. Raises ValueError naming the file."""
+    if not source.is_file():
+        raise ValueError(f"{source}: no such file; a Hugging Face model directory must contain {source.name}")
+    try:
+        value = parse_json(source.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{source}: not readable as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{source}: holds a JSON {type(value).__name__}, not an object")
+    return value

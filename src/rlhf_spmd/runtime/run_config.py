@@ -1,0 +1,105 @@
+"""Section ``run`` of the configuration: how long a run is, where it writes, and what it goes on from."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlhf_spmd.checkpoint.directory import checkpoints_of, named_checkpoint
+from rlhf_spmd.config.bounds import SECONDS, SEEDS, check_bounds
+from rlhf_spmd.config.load import read_file
+from rlhf_spmd.config.schema import ConfigError
+from rlhf_spmd.parallel.world import MOST_THREADS
+from rlhf_spmd.telemetry import run_dir
+
+RESUME = ("auto", "force", "never")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """``run``.
+
+    - name: name of the run
+    - dir: the run directory; on several nodes on a file system that all see. It belongs to one job at a time, see
+      [clusters.md](clusters.md#one-job-per-run-directory)
+    - seed: of sampling, of random weights and, unless `data.seed` is given, of the order of the data
+    - steps: null: as `data.epochs` says; steps of the whole run; a resumed run goes on to this number
+    - save_freq: steps between checkpoints; 0: only at the end
+    - test_freq: steps between validations (and one before the first step and at the end); 0: never. It needs data to validate
+      by: `data.val_path`, in `sft` also `val_prompts`
+    - resume: `auto`: from the newest good checkpoint in `run.dir`, if there is one; refused where it is of another algorithm
+      (`algorithm.name`), other models (their `path`) or other data (`data.path`, or other prompts or pairs in it); `force`: as
+      `auto`, whatever it is of; `never`; or a checkpoint directory. Settings that are not those of the run it goes on with are
+      printed
+    - keep_checkpoints: how many stay, at least 2
+    - timeout_s: the longest that one rank may keep the others waiting
+    - threads: threads of a rank on CPUs, see [generation.md](generation.md#kernels); on GPUs not read
+    - log_samples: responses written to `rollouts.jsonl` per step
+    - export: write `export/` at the end
+    - export_freq: also every so many steps, as `exports/step_N/`, with a checkpoint; 0: not. Rank 0 writes an export by one
+      thread while all other ranks wait: about the time of reading and writing the weights once
+    - export_merged: of an actor with adapters write the whole model, too; false: only `adapter/`
+    - max_shard_size: of a safetensors file of an export, as transformers reads it (`200MB`, `2GiB`)
+    - keep_best: a metric of validation, such as `val/reward_mean`: the checkpoint of the step in which it was best stays, and is
+      exported as `exports/best/`. Best is highest, of names that end in `loss`, `perplexity` or `kl` lowest. It needs `run.test_freq`
+    """
+
+    name: str = "run"
+    dir: str = "runs/${run.name}"
+    seed: int = 0
+    steps: int | None = 100
+    save_freq: int = 0
+    test_freq: int = 0
+    resume: str = "auto"
+    keep_checkpoints: int = 2
+    timeout_s: float = 600.0
+    threads: int = 1
+    log_samples: int = 4
+    export: bool = True
+    export_freq: int = 0
+    export_merged: bool = True
+    max_shard_size: str = "5GB"
+    keep_best: str | None = None
+
+    def check(self, where: str) -> None:
+        check_bounds(self, where, "steps", least=1)
+        check_bounds(self, where, "threads", least=1, most=MOST_THREADS)
+        check_bounds(self, where, "save_freq", "test_freq", "log_samples", "export_freq", least=0)
+        check_bounds(self, where, "keep_checkpoints", least=2)
+        check_bounds(self, where, "timeout_s", **SECONDS)
+        check_bounds(self, where, "seed", **SEEDS)
+        from transformers.utils.hub import convert_file_size_to_int
+
+        try:
+            convert_file_size_to_int(self.max_shard_size)
+        except ValueError:
+            raise ValueError(
+                f"{where}.max_shard_size={self.max_shard_size!r} is no size; give one such as 5GB or 200MB"
+            ) from None
+        if self.keep_best is not None and not self.test_freq:
+            raise ValueError(
+                f"{where}.keep_best={self.keep_best} is a metric of validation, and {where}.test_freq is 0; set it"
+            )
+        here = Path(self.dir).absolute()
+        root = next(path for path in (here, *here.parents) if path.exists())
+        if not (root.is_dir() and os.access(root, os.W_OK)):
+            raise ValueError(f"{where}.dir={self.dir}: {root} is not a directory that this user can write to; give another one")
+        if self.resume not in RESUME and not named_checkpoint(Path(self.resume)).is_dir():
+            raise ValueError(f"{where}.resume={self.resume!r} is none of {', '.join(RESUME)}, and no checkpoint directory")
+        if self.resume not in RESUME and checkpoints_of(Path(self.resume)).is_dir():
+            newest = checkpoints_of(Path(self.resume)) / run_dir.LATEST
+            raise ValueError(f"{where}.resume={self.resume} is the directory of a run; give {newest}, or one of its step_N")
+
+
+def run_dir_hint(path: str | None, overrides: Sequence[str]) -> Path | None:
+    """Where exit_status.json goes when the configuration is refused: ``run.dir`` of the command line or file, as far as readable."""
+    given = [value.removeprefix("run.dir=") for value in overrides if value.startswith("run.dir=")]
+    if given or path is None:
+        return Path(given[-1]) if given else None
+    try:
+        written = read_file(path).get("run", {}).get("dir")
+    except (ConfigError, AttributeError):
+        return None
+    return Path(written) if isinstance(written, str) and "${" not in written else None

@@ -1,0 +1,30 @@
+"""What a run did, in a few lines: reward before and after, samples, where its report and its model lie.
+
+rlhf-spmd summary runs/quickstart/ppo
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from rlhf_spmd.parallel.arguments import Parser
+from rlhf_spmd.parallel.output import let_readers_go
+from rlhf_spmd.telemetry.summary import summarize
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit code."""
+    let_readers_go()
+    parser = Parser("summary", __doc__)
+    parser.add_argument("run_dir", help="the run.dir of a run, finished or not")
+    try:
+        print(summarize(parser.parse_args(argv).run_dir))
+    except ValueError as error:
+        print(f"config error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
