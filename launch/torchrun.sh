@@ -54,8 +54,8 @@ if ((NODE_RANK == 0)); then
 else
   START_SECONDS=${START_SECONDS:-300}
   connect='import datetime, sys; from torch.distributed import TCPStore as S; host, port, limit = sys.argv[1:]; S(host, int(port), None, False, datetime.timedelta(seconds=int(limit)), False)'
-  timeout "$((START_SECONDS + 15))" "${PYTHON:-python3}" -c "$connect" "$MASTER_ADDR" "$MASTER_PORT" "$START_SECONDS" >/dev/null 2>&1 || {
-    echo "node $NODE_RANK: no store at $where within $START_SECONDS s; is node 0 started, and does nothing else listen there?" >&2
+  said=$(timeout "$((START_SECONDS + 60))" "${PYTHON:-python3}" -c "$connect" "$MASTER_ADDR" "$MASTER_PORT" "$START_SECONDS" 2>&1 >/dev/null) || {
+    echo "node $NODE_RANK: no store at $where within $START_SECONDS s; is node 0 started, and does nothing else listen there? Last line: $(tail -n 1 <<<"$said")" >&2
     exit 5
   }
 fi

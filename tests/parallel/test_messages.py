@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import socket
 import threading
 import time
@@ -67,7 +68,10 @@ def test_ranks_end_together_whatever_a_stranger_counts() -> None:
 
 def keys_of(store: dist.Store, place: Path | None, local_size: int) -> list[bytes]:
     with ThreadPoolExecutor(2) as ranks:
-        return list(ranks.map(lambda rank: agree_on_key(Launch(rank, 2, rank, local_size), store, place), range(2)))
+        agreed = list(ranks.map(lambda rank: agree_on_key(Launch(rank, 2, rank, local_size), store, place), range(2)))
+    for its in agreed:  # as at the end of the agreement
+        its.forget_key_file()
+    return [its.key for its in agreed]
 
 
 def test_ranks_get_the_key_of_the_job_through_a_file_that_is_gone_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +84,7 @@ def test_ranks_get_the_key_of_the_job_through_a_file_that_is_gone_then(tmp_path:
     assert keys_of(dist.HashStore(), None, 1) == [b"", b""]  # nodes that have nothing in common but the store
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
     monkeypatch.setenv(JOB_KEY, "given")
-    assert agree_on_key(Launch(1, 2, 0, 1, restart_count=3), dist.HashStore(), None) == b"3 given"
+    assert agree_on_key(Launch(1, 2, 0, 1, restart_count=3), dist.HashStore(), None).key == b"3 given"
 
 
 @pytest.mark.parametrize(
@@ -147,26 +151,60 @@ def test_a_failure_survives_the_store() -> None:
     assert Failure.decode(failure.encode()) == failure
 
 
-def test_ranks_with_another_version_are_told_apart(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    store, found = dist.HashStore(), iter(["2.13", "2.14"])
+def codes_of_two_nodes(monkeypatch: pytest.MonkeyPatch, places: list[Path | None], told: int = 0) -> list[object]:
+    """How the only ranks of two nodes end their agreement, 0: well. ``places``: where each looks for the job's key. ``told``: the
+    signal that came before."""
+    store = dist.HashStore()
 
     def leave(launch: Launch, code: int) -> None:
         raise SystemExit(code)
 
     monkeypatch.setattr(agreement, "connect_store", lambda launch: store)
-    monkeypatch.setattr(agreement, "versions", lambda: {"version of torch": next(found)})
     monkeypatch.setattr(agreement, "end_rank", leave)
     monkeypatch.setattr(agreement.signal, "signal", lambda *_: None)
-    monkeypatch.setenv(JOB_KEY, "key")
 
     def agree(rank: int) -> object:
+        signals = agreement.EarlySignals()
+        signals.number = told
         try:
-            return agreement.agree_on_input(Launch(rank, 2, rank, 2), dict, dict, None, agreement.EarlySignals())
+            agreement.agree_on_input(Launch(rank, 2, 0, 1), dict, dict, places[rank], signals)
         except SystemExit as ending:
             return ending.code
+        return 0
 
     with ThreadPoolExecutor(2) as ranks:
-        assert list(ranks.map(agree, range(2))) == [2, 2]
+        return list(ranks.map(agree, range(2)))
+
+
+def test_ranks_with_another_version_are_told_apart(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    found = iter(["2.13", "2.14"])
+    monkeypatch.setattr(agreement, "versions", lambda: {"version of torch": next(found)})
+    monkeypatch.setenv(JOB_KEY, "key")
+    assert codes_of_two_nodes(monkeypatch, [None, None]) == [2, 2]
     (line,) = capsys.readouterr().err.splitlines()
     assert re.fullmatch(r"rank . on \S+ has another version of torch than rank . on \S+ \(2.1[34], not 2.1[34]\): .*", line)
-    assert {"version of torch", "version of Python", "version of rlhf_spmd (its code)"} == {*VERSIONS}
+    assert {"version of torch", "version of Python", "version of rlhf_spmd (its code)", "kind of device"} == {*VERSIONS}
+
+
+def test_a_node_that_does_not_see_the_directory_of_the_key_ends_all_with_its_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """It cannot seal what it says, and the others must not wait for it."""
+    monkeypatch.delenv(JOB_KEY, raising=False)
+    (tmp_path / "b").mkdir()
+    assert codes_of_two_nodes(monkeypatch, [tmp_path / "a", tmp_path / "b"]) == [2, 2]
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2 and all("all nodes must see the same directory" in line for line in lines)
+    assert not list((tmp_path / "a").glob("rlhf_spmd_key_*")) and (tmp_path / "a" / "exit_status.json").is_file()
+
+
+def test_a_signal_while_nothing_could_be_ended_ends_the_job_before_it_reads_its_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(JOB_KEY, "key")
+    assert codes_of_two_nodes(monkeypatch, [None, None], told=signal.SIGTERM) == [10, 10]
+
+
+def test_a_secret_in_the_environment_is_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/clusters.md has people set it on all machines, where a single process runs too."""
+    monkeypatch.setenv(JOB_KEY, "key")
+    monkeypatch.delenv("RANK", raising=False)
+    assert isinstance(connect_store(Launch()), dist.HashStore)

@@ -216,10 +216,12 @@ def test_an_attack_costs_its_own_row(attack, tmp_path, capfd):
 
 
 KILLED = """
-import os
+import os, time
 from rlhf_spmd.rewards.runner import RewardConfig, RewardRunner
 with RewardRunner(RewardConfig(function="reward_functions:attack")) as runner:
     print(runner.score([("p", "1", {{"do": "orphan", "path": {path!r}}})]).scores, flush=True)
+    while not os.path.exists({path!r}) or not os.path.getsize({path!r}):  # else the daemon may end before it has begun
+        time.sleep(0.05)
     os.kill(os.getpid(), 9)
 """
 

@@ -18,6 +18,7 @@ from rlhf_spmd.data.ends import end_token_ids
 from rlhf_spmd.kernels import AttentionRule
 from rlhf_spmd.models.stored import INDEX, WEIGHTS, StoredModel, read_json
 
+_untied: dict[tuple[Any, ...], bool] = {}  # of directories, by their path and files: whether the head is not the embedding
 # sizes that multiply the tensors of a model, of which lists are made: several times the largest published
 MOST = {"num_hidden_layers": 1000, "num_experts": 10_000, "num_local_experts": 10_000}
 
@@ -127,9 +128,12 @@ def read_spec(path: str | Path) -> ModelSpec:
     spec = spec_from_config(read_json(source), str(source), read_eos_ids(path))
     if not spec.tie_word_embeddings or not any((Path(path) / name).is_file() for name in (WEIGHTS, INDEX)):
         return spec
-    with ExitStack() as stack:
-        tied = not StoredModel(Path(path), spec, stack).has_own_head(spec)
-    return spec if tied else replace(spec, tie_word_embeddings=False)
+    files = sorted(Path(path).glob("*.safetensors"))
+    stamps = (str(path), *((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files))
+    if stamps not in _untied:  # several roles have the same model, whose matrices are large
+        with ExitStack() as stack:
+            _untied[stamps] = StoredModel(Path(path), spec, stack).has_own_head(spec)
+    return replace(spec, tie_word_embeddings=False) if _untied[stamps] else spec
 
 
 def join_ends(spec: ModelSpec, tokenizer: Any, template: str | None = None) -> ModelSpec:

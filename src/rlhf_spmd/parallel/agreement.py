@@ -23,6 +23,7 @@ from typing import NoReturn, TypeVar
 
 import torch
 
+from rlhf_spmd.kernels import model_device
 from rlhf_spmd.parallel.ending import ToldToEnd, announce, await_all, classify, end_rank, one_line, told
 from rlhf_spmd.parallel.messages import VERDICT, ForgedMessage, Messages, agree_on_key
 from rlhf_spmd.parallel.world import Launch, connect_store, start_limit
@@ -33,6 +34,7 @@ T = TypeVar("T")
 
 TELL_LATE_S = 300.0  # until ranks that are still checking their input are named
 PREPARE_TIMEOUT_S = 4200.0  # for them; more than one of them may wait for another process to make a file of data.cache_dir
+NO_KEY = "key/none"  # unsealed: why a rank has not got the key of the job
 Refusal = tuple[str, str, str]  # class, line, traceback (only for defects of the program)
 
 
@@ -91,6 +93,8 @@ def agree_on_input(
     try:
         if refusal is None:
             signals.ends = True
+            if signals.number:  # it came while nothing could be ended
+                raise ToldToEnd(f"ended by {signal.Signals(signals.number).name} before the first step")
             prepared.append(prepare())
     except (Exception, SystemExit) as error:  # the process boundary
         refusal = _refusal(launch, error)
@@ -98,13 +102,22 @@ def agree_on_input(
         signals.ends = False
     try:
         if prepared and refusal is None:
-            own = {"--nproc-per-node": str(launch.local_size), **versions(), **alike(prepared[0])}
+            own = {"--nproc-per-node": str(launch.local_size), **alike(prepared[0])}
             refusal = _differing(launch, messages, own)
+            if refusal is None and launch.local_rank == 0:
+                refusal = _differing(launch, messages, versions())
         _post_verdict(launch, messages, refusal)
         _await_verdict(launch, messages, PREPARE_TIMEOUT_S, run_dir_hint)
     except ForgedMessage as error:
-        announce(*(refusal[1:] if refusal else (f"rank {launch.rank} ends before the first step: {error}",)))
-        end_rank(launch, input_exit_code(refusal[0]) if refusal else EXIT_CODES["error"])
+        _end_without_key(launch, messages, refusal or _unsealed(launch, messages, error), run_dir_hint)
+    except RuntimeError as error:  # torch's store clients raise nothing more precise in all versions
+        if launch.local_rank == 0:
+            announce(
+                f"rank {launch.rank} lost the store that all ranks share before the first step: {one_line(str(error))[:300]}"
+            )
+        end_rank(launch, EXIT_CODES["lost"])
+    finally:
+        messages.forget_key_file()
     assert prepared, "a refusal ends the process"
     return prepared[0], messages
 
@@ -119,12 +132,36 @@ def _connect(launch: Launch, run_dir_hint: Path | None) -> tuple[Messages, Refus
         announce(line, details)
         end_rank(launch, input_exit_code(error_class))
     try:
-        return Messages(store, agree_on_key(launch, store, run_dir_hint)), None
+        return agree_on_key(launch, store, run_dir_hint), None
     except ValueError as error:
-        return Messages(store, b""), _refusal(launch, error)
+        refusal = _refusal(launch, error)
+        store.compare_set(NO_KEY, "", json.dumps([*refusal[:2], launch.rank]))  # nothing that it seals would be believed
+        return Messages(store, b""), refusal
     except RuntimeError:
         line = f"rank {launch.rank} has waited {start_limit(launch):.0f} s for rank 0 to start"
         return Messages(store, b""), ("hang", line, "")
+
+
+def _unsealed(launch: Launch, messages: Messages, error: ForgedMessage) -> Refusal:
+    """Why there is a message without the job's seal: a rank that has not got the key may have said so."""
+    try:
+        error_class, line, _ = json.loads(messages.store.get(NO_KEY)) if messages.store.check([NO_KEY]) else ("", "", 0)
+    except (ValueError, TypeError):
+        error_class = line = ""
+    if error_class == "config":
+        return error_class, one_line(str(line))[:500], ""
+    return "error", f"rank {launch.rank} ends before the first step: {error}", ""
+
+
+def _end_without_key(launch: Launch, messages: Messages, refusal: Refusal, run_dir_hint: Path | None) -> NoReturn:
+    """Ends this rank, and by a verdict that nobody can read those that still wait for one."""
+    with suppress(RuntimeError):
+        messages.put_first(VERDICT, "")
+    if launch.local_rank == 0:
+        announce(*refusal[1:])
+    messages.forget_key_file()
+    _record(launch, run_dir_hint, ExitStatus(refusal[0], one_line(refusal[1])))
+    end_rank(launch, input_exit_code(refusal[0]))
 
 
 @cache
@@ -136,6 +173,7 @@ def versions() -> dict[str, str]:
     return {
         "version of Python": platform.python_version(),
         "version of torch": torch.__version__,
+        "kind of device": model_device().type,
         "version of rlhf_spmd (its code)": digest.hexdigest(),
     }
 
@@ -143,7 +181,7 @@ def versions() -> dict[str, str]:
 def _differing(launch: Launch, messages: Messages, own: Mapping[str, str]) -> Refusal | None:
     """What this rank has another of than the first that came here."""
     here = f"rank {launch.rank} on {socket.gethostname()}"
-    there, first = json.loads(messages.put_first("prepare/alike", json.dumps([here, own])))
+    there, first = json.loads(messages.put_first(f"prepare/alike/{next(iter(own))}", json.dumps([here, own])))
     for name in {**first, **own}:
         if first.get(name) != own.get(name):
             values = f"{one_line(str(own.get(name)))[:80]}, not {one_line(str(first.get(name)))[:80]}"
@@ -186,12 +224,18 @@ def _await_verdict(launch: Launch, messages: Messages, timeout_s: float, run_dir
     error_class, line, culprit = json.loads(verdict)
     if launch.size > 1:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it when the first rank leaves; the code must stay ours
-    if launch.rank == 0 and run_dir_hint is not None:  # whose process is the owner, if it is this job's
-        with suppress(OSError):  # the refusal itself was told, and run_dir may be what is wrong
-            if run_lock.other_owner(run_dir_hint) is None:
-                write_exit_status(run_dir_hint, ExitStatus(error_class, one_line(line), rank=culprit))
+    _record(launch, run_dir_hint, ExitStatus(error_class, one_line(line), rank=culprit))
+    messages.forget_key_file()
     await_all(store, "prepare/known", launch.size, time.monotonic() + 30.0)
     end_rank(launch, input_exit_code(error_class))
+
+
+def _record(launch: Launch, run_dir_hint: Path | None, status: ExitStatus) -> None:
+    """Exit_status.json, by rank 0, whose process is the owner of the directory, if it is this job's."""
+    if launch.rank == 0 and run_dir_hint is not None:
+        with suppress(OSError):  # the refusal itself was told, and run_dir may be what is wrong
+            if run_lock.other_owner(run_dir_hint) is None:
+                write_exit_status(run_dir_hint, status)
 
 
 def input_exit_code(error_class: str) -> int:

@@ -72,7 +72,8 @@ def one_line(text: str) -> str:
 
 def announce(line: str, details: str = "") -> None:
     """``details`` (a traceback) and one line on standard error, in one write so that ranks do not mix."""
-    lines = [*map(printable, details.rstrip().split("\n") if details else ()), one_line(line)]
+    shown = ["\t".join(map(printable, each.split("\t"))) for each in details.rstrip().split("\n")] if details else []
+    lines = [*shown, one_line(line)]
     _to_streams(lambda: sys.stderr.write(on_own_line("\n".join(lines) + "\n")), 5.0)
 
 

@@ -11,6 +11,7 @@ import os
 import secrets
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,10 +39,12 @@ class ForgedMessage(RuntimeError):
 
 @dataclass(frozen=True)
 class Messages:
-    """``store`` with sealed texts. What reads raises :class:`ForgedMessage`, and RuntimeError where the store does not answer."""
+    """``store`` with sealed texts. What reads raises :class:`ForgedMessage`, and RuntimeError where the store does not answer.
+    ``key_file``: through which rank 0 gives the key to the others."""
 
     store: dist.Store
     key: bytes
+    key_file: Path | None = None
 
     def set(self, name: str, text: str) -> None:
         self.store.set(name, self._seal(name, text) + text)
@@ -63,6 +66,12 @@ class Messages:
         """Write it where there is none of this name; returns what is there then."""
         return self._opened(name, self.store.compare_set(name, "", self._seal(name, text) + text))
 
+    def forget_key_file(self) -> None:
+        """When all ranks have read it, or the job ends."""
+        if self.key_file is not None:
+            with suppress(OSError):
+                self.key_file.unlink(missing_ok=True)
+
     def _seal(self, name: str, text: str) -> str:
         return hmac.new(self.key, f"{name}\0{text}".encode(), "sha256").hexdigest()
 
@@ -78,8 +87,8 @@ def given_key(text: str, restart: int = 0) -> bytes:
     return f"{restart} {text}".encode()
 
 
-def agree_on_key(launch: Launch, store: dist.Store, place: Path | None) -> bytes:
-    """The job's key, from the environment or through a file that only this user can read; the store has the file's name.
+def agree_on_key(launch: Launch, store: dist.Store, place: Path | None) -> Messages:
+    """``store`` with the job's key, from the environment or through a file that only this user can read; the store has its name.
 
     The file lies in the machine's directory for such files if all ranks are on one, otherwise in ``place``, which all of them see.
     Empty, and so no secret, without such a place. Raises ValueError where there should be a file and this rank cannot read it.
@@ -87,24 +96,23 @@ def agree_on_key(launch: Launch, store: dist.Store, place: Path | None) -> bytes
     Collective over the world: every rank of it must call.
     """
     if given := os.environ.get(JOB_KEY):
-        return given_key(given, launch.restart_count)
+        if launch.rank == 0:
+            store.set("key/file", "")  # for a rank whose environment lacks it
+        return Messages(store, given_key(given, launch.restart_count))
     if launch.size == 1:
-        return secrets.token_bytes(32)
+        return Messages(store, secrets.token_bytes(32))
     if launch.local_size == launch.size:
         place = Path(tempfile.gettempdir())
     if launch.rank == 0:
         name = "" if place is None else _write_key(place)
         store.set("key/file", name)
     elif place is None:
-        return b""
+        return Messages(store, b"")
     else:
         name = store.get("key/file").decode(errors="replace")
     if place is None or (launch.rank == 0 and not name):
-        return b""
-    key = _read_key(place, name)
-    if store.add("key/read", 1) == launch.size:
-        (place / name).unlink(missing_ok=True)
-    return key
+        return Messages(store, b"")
+    return Messages(store, _read_key(place, name), place / name if launch.rank == 0 else None)
 
 
 def _write_key(place: Path) -> str:
@@ -123,7 +131,9 @@ def _read_key(place: Path, name: str) -> bytes:
     """A stranger may have written the name: the file must be this user's own."""
     what = f"{place}/{name}, through which ranks share the key of the job,"
     if not (name.startswith(KEY_FILE) and name.replace("_", "").isalnum()):
-        raise ValueError(f"rank 0 has no file in {place} for the key of the job; all nodes must see the same directory")
+        raise ValueError(
+            f"rank 0 has no file in {place} for the key of the job; all nodes must see the same directory, or have the same {JOB_KEY}"
+        )
     try:
         descriptor = os.open(place / name, os.O_RDONLY | os.O_NOFOLLOW)
         with os.fdopen(descriptor, "rb") as file, tempfile.TemporaryFile(dir=place) as own:

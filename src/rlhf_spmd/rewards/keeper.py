@@ -17,6 +17,7 @@ from contextlib import suppress
 from rlhf_spmd.rewards.sandbox import descendants, remove_unused
 
 END = signal.SIGRTMAX  # no scheduler sends it
+TOLD_TO_END = (signal.SIGTERM, signal.SIGINT)  # a scheduler sends them to all processes of a job
 MOST = 100_000  # processes that are looked for
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
@@ -24,13 +25,13 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 def keep(parent: int, *pipes: int) -> None:
     """Returns in a new process, the worker, which ends with this one. ``pipes``: those of the worker alone. ``parent``: the rank."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, (END, signal.SIGCHLD, signal.SIGTERM, signal.SIGINT))
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (END, signal.SIGCHLD, *TOLD_TO_END))
     _control(_PR_SET_CHILD_SUBREAPER, 1)
     _end_with(parent, END)
     keeper, worker = os.getpid(), os.fork()
     if worker == 0:
         _end_with(keeper, signal.SIGKILL)
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, {*before, *TOLD_TO_END})  # until the worker has its handlers
         return
     for number in pipes:
         os.close(number)

@@ -25,6 +25,7 @@ from typing import Any
 from rlhf_spmd.config.schema import printable
 from rlhf_spmd.rewards.binding import OVERRUN, BoundReward
 from rlhf_spmd.rewards.config import FLOAT32_MAX, RewardConfig
+from rlhf_spmd.rewards.keeper import TOLD_TO_END
 
 
 def _number(value: Any) -> float:
@@ -123,8 +124,9 @@ def main(settings: dict[str, Any], where: str, request_fd: int, answer_fd: int) 
         Path("/proc/self/oom_score_adj").write_text("1000")
     # A scheduler signals the whole job at once, but the rank decides when its workers end. A handler, unlike SIG_IGN, is not
     # inherited by programs that a reward function starts.
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in TOLD_TO_END:
         signal.signal(number, lambda *_: None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, TOLD_TO_END)
     os.set_inheritable(request_fd, False)
     os.set_inheritable(answer_fd, False)
     # What a function forks must not hold the pipe open: its end tells the rank that this process has died.

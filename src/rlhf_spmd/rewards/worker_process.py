@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 
 from rlhf_spmd.rewards.config import RewardConfig
-from rlhf_spmd.rewards.keeper import END
+from rlhf_spmd.rewards.keeper import END, TOLD_TO_END
 from rlhf_spmd.rewards.results import RewardError
 
 # Seconds for a worker to start and import the function's module.
@@ -91,6 +91,8 @@ def start_worker(config: RewardConfig, where: str) -> WorkerProcess:
     command += map(str, (os.getpid(), request_out, answer_in))
     with suppress(OSError):
         fcntl.fcntl(output_in, _F_SETPIPE_SZ, PIPE_BYTES)
+    # from here on until the worker has its handlers they wait: they would end it, and with it the run
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, TOLD_TO_END)
     try:
         process = subprocess.Popen(
             command,
@@ -107,6 +109,7 @@ def start_worker(config: RewardConfig, where: str) -> WorkerProcess:
             os.close(number)
         raise RewardError(f"cannot start a worker for {where}.function {config.function!r}: {error}") from error
     finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         for number in (request_out, answer_in, output_in):
             os.close(number)
     for number in (request_in, answer_out, output_out):

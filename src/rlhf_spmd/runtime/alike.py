@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,9 +26,11 @@ def run_digests(ready: Any) -> dict[str, str]:
     found |= {f"set of rows ({name})": dataset.fingerprint for name, dataset in ready.training.items()}
     found |= {f"set of validation rows ({name})": dataset.fingerprint for name, dataset in ready.validation.items()}
     paths = {role: Path(model.path) for role, model in ready.config.models.items() if model.path is not None}
+    digests = {path: (weights_digest(path), text_digest(path)) for path in {*paths.values()}}
     for role, path in paths.items():
-        found[f"models.{role}.path (its weights)"] = weights_digest(path)
-        found[f"models.{role}.path (its tokenizer and configuration)"] = text_digest(path)
+        found[f"models.{role}.path (its weights)"], found[f"models.{role}.path (its tokenizer and configuration)"] = digests[
+            path
+        ]
     return found | file_digests(ready.config)
 
 
@@ -44,6 +47,8 @@ def file_digests(config: Any) -> dict[str, str]:
 def _named_files(text: str) -> Iterator[Path]:
     """The file that ``file.py:function``, ``package.module:function`` of a module that is not this package's, or a path names."""
     name, colon, _ = text.partition(":")
+    if not re.search(r"/|\.[a-zA-Z]", name):  # most settings are no path: a thousand ranks need not ask the file system
+        return
     module = sys.modules.get(name) if (colon or "." in name) and not name.startswith("rlhf_spmd.") else None
     path = Path(str(getattr(module, "__file__", None) or name)).expanduser()
     try:
