@@ -128,6 +128,32 @@ def test_a_last_turn_that_the_template_renders_otherwise_follows_the_generation_
         learnt(SftConfig(path="x", chat_template=THINKS), llama, {"messages": [*talk, *talk]})
 
 
+@pytest.mark.parametrize("begun", ["<think>", "<think>\n"])
+def test_thoughts_that_the_generation_prompt_begins_are_begun_once(llama: Any, begun: str) -> None:
+    template = THINKS.replace("assistant:<think>", f"assistant:{begun}")
+    config = PreferencesConfig(path="x", chat_template=template)
+    row = {"prompt": TALK[:1], "chosen": f"{begun}why</think>Two", "rejected": "no</think>One"}
+    chosen, rejected = learnt(config, llama, row)
+    assert chosen[0] == rejected[0] and chosen[0].endswith(
+        pieces(llama, llama(begun, add_special_tokens=False)["input_ids"][1:])
+    )
+    assert (chosen[1], rejected[1]) == ("w h y < / t h i n k > T w o <|end|>", "n o < / t h i n k > O n e <|end|>")
+    with pytest.raises(DataError, match="the response has no </think>, so all of it would be learnt as thoughts"):
+        learnt(config, llama, {**row, "rejected": "One"})
+
+
+def test_a_token_of_the_header_that_takes_the_blanks_behind_it_is_not_learnt() -> None:
+    """As Phi-3's do."""
+    from tokenizers import AddedToken
+
+    tokenizer = sentence_piece()
+    tokenizer.add_tokens([AddedToken("<|assistant|>", rstrip=True, special=True)])
+    rows = [{"prompt": TALK[:1], "response": said} for said in ("Four", " Four", "\nFour")]
+    found = learnt(SftConfig(path="x", chat_template=PHI.replace("|>\n", "|>")), tokenizer, *rows)
+    assert len({prompt for prompt, _ in found}) == 1 and found[0][0].endswith("<|assistant|>")
+    assert all(said.replace("▁ ", "") == "F o u r <|end|>" for _, said in found)
+
+
 def test_a_conversation_that_the_assistant_begins_does_not_train_its_header(llama: Any) -> None:
     encoder = ConversationEncoder(PromptEncoder(llama, EncodingConfig(chat_template=CHATML)))
     ids, mask = encoder.encode([TALK[1], *TALK], 0, "x")

@@ -261,3 +261,22 @@ torchrun --nproc_per_node=$1 -m verl.trainer.fsdp_sft_trainer data.train_files=/
     script.write_text(script.read_text().replace("data.prompt_key=extra_info", "data.multiturn.enable=true"))
     written = run_script(str(script))[1]
     assert "prompt_key: messages" in written and "response_key" not in written
+
+
+def test_arithmetic_tests_and_quotes_of_a_script_are_no_redirections(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text("""nodes=1; name='a>b'
+if (( nodes > 1 )); then size=2048; else size=512; fi
+if [[ $nodes > 2 ]]; then steps=7; else steps=8; fi  # > what
+python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_batch_size=$size trainer.experiment_name="$name" \\
+    trainer.total_training_steps=$steps actor_rollout_ref.model.path=/m custom_reward_function.reward_kwargs.key=$MY_API_KEY > log 2>&1
+""")
+    done = subprocess.run(
+        [sys.executable, "-m", "rlhf_spmd", "convert", str(script)],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"MY_API_KEY": "hunter2"},
+    )
+    assert "train_batch_size: 512" in done.stdout and "steps: 8" in done.stdout and "name: a>b" in done.stdout
+    assert "hunter2" not in done.stdout + done.stderr and "${oc.env:MY_API_KEY}" in done.stdout

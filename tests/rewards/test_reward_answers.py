@@ -335,3 +335,26 @@ def test_json_schema_takes_no_numbers_that_json_does_not_have():
         json_schema.score("NaN", {}, {"type": "number"}) == 0.0
         and json_schema.score("```JSON\n5\n```", {}, {"type": "number"}) == 1.0
     )
+
+
+@pytest.mark.parametrize(
+    ("response", "right"),
+    [
+        ("B is the correct answer.", 1.0),
+        ("Rome fell in 476. Therefore, B is the answer.", 1.0),
+        ("**B** is correct.", 1.0),
+        ("The answer is not A but B.", 1.0),
+        ("I doubt the answer is B.", 0.0),
+        ("The answer is unlikely to be B.", 0.0),
+        ("C is the correct answer.", 0.0),
+    ],
+)
+def test_a_letter_that_is_called_the_answer(response: str, right: float) -> None:
+    assert multiple_choice.score(response, "B") == right
+
+
+@pytest.mark.parametrize(
+    "response", ["#### 5:30", "#### 5 & 6", "#### 5; 6", "#### 5²", "#### 5!", "#### 5 dozen", "#### 5√2", "#### 5k"]
+)
+def test_a_marked_number_that_goes_on_is_no_answer(response: str) -> None:
+    assert gsm8k.score(response, "5") == 0.0 and gsm8k.score("#### 5.", "5") == 1.0

@@ -23,6 +23,7 @@ from rlhf_spmd.checkpoint.directory import read_manifest
 from rlhf_spmd.checkpoint.manifest import DTYPES, CheckpointError
 from rlhf_spmd.runtime import disk
 from rlhf_spmd.runtime.restart import check_state
+from rlhf_spmd.runtime.run_config import run_dir_hint
 from rlhf_spmd.telemetry import run_lock
 from rlhf_spmd.train import main, prepare
 from tasks import train_alone as train
@@ -259,3 +260,21 @@ def score(prompt, response):
     train(run_dir, 3, *EVERY[:1])
     assert "resumed from" in capsys.readouterr().err
     assert [json.loads(row)["step"] for row in (run_dir / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "wanted"),
+    [
+        ([], "runs/run"),
+        (["run.name=mine"], "runs/mine"),
+        (["run.dir=runs/${run.name}", "run.name=007"], "runs/007"),
+        (['run.dir="q"'], "q"),
+        (["run={dir: x}"], "x"),
+        (["run.dir=null"], "runs/run"),
+        (["run.dir=there", "not an override"], "there"),
+        (["run.dir=${oc.env:NOT_SET_ANYWHERE}"], None),
+    ],
+)
+def test_where_a_refusal_is_written_down(overrides: list[str], wanted: str | None) -> None:
+    """So that a script never reads the ending of an earlier start."""
+    assert run_dir_hint(None, overrides) == (None if wanted is None else Path(wanted))

@@ -26,6 +26,12 @@ exec() { [ $# -eq 0 ] || "$@"; }
 exit() { :; }; cd() { :; }; source() { :; }; kill() { :; }; trap() { :; }; wait() { :; }; ulimit() { :; }; function . { :; }
 set -u
 """
+SECRET = re.compile(r"(?i)(^|_)(\w*key|token|secret|password|passwd|pass|credentials?)(_|$)")  # names of variables
+OUTPUT = re.compile(  # a redirection; arithmetic, tests, quotes and comments are kept as they are
+    r"""(?P<kept>\(\(.*?\)\)|\[\[.*?\]\]|'[^']*'|"(?:\\.|[^"\\])*"|(?<!\S)\#[^\n]*)|"""
+    r"""(?<![<>&\d=-])\d?>>?\|?\s*(?!&)["']?[\w./${}~-]+["']?""",
+    re.DOTALL,
+)
 UNSET = re.compile(r"\$?(\w+): (?:unbound variable|parameter null or not set|parameter not set)")
 
 
@@ -48,7 +54,7 @@ def last_command(path: Path, program: str) -> ScriptCommand:
     text = re.sub(r"\$\{BASH_SOURCE(\[0\])?\}|\$BASH_SOURCE\b", "$0", text)
     text = re.sub(r"\b(PATH|SHELL|ENV|BASH_ENV)=", r"\1_=", text)  # which a restricted bash does not let be set
     text = re.sub(r"(^|[;&|({]\s*|\s)(?:[\w.~-]*/)+(python[\d.]*|torchrun)(?=\s)", r"\1\2", text, flags=re.MULTILINE)
-    text = re.sub(r"(?<![<>&\d])\d?>>?\|?\s*(?!&)[\"']?[\w./${}~-]+[\"']?", "", text)  # nor an output be sent elsewhere
+    text = OUTPUT.sub(lambda found: found["kept"] or "", text)  # nor an output be sent elsewhere
     unset: list[str] = []
     with tempfile.TemporaryDirectory() as directory:
         for name in ANSWERING:
@@ -78,7 +84,8 @@ def _named(variable: str) -> str:
 
 def _run(program: str, path: Path, directory: str, unset: list[str]) -> tuple[list[list[str]], str]:
     """The commands that the script would start, and its standard error."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("BASH")}
+    own = {name: value for name, value in os.environ.items() if not name.startswith("BASH")}
+    kept = {name: f"${{oc.env:{name}}}" if SECRET.search(name) else value for name, value in own.items()}  # never written out
     kept |= {"PATH": directory, "LC_ALL": "C"} | {name: f"${{oc.env:{name}}}" for name in unset if not name.isdigit()}
     arguments = [f"${{oc.env:ARGUMENT_{n}}}" for n in range(1, 1 + max([int(n) for n in unset if n.isdigit()], default=0))]
     bash = shutil.which("bash") or "/bin/bash"

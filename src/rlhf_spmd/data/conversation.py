@@ -53,10 +53,9 @@ class ConversationEncoder:
         text = self.encoder.apply_template(messages, where, add_generation_prompt=False)
         turns = [number for number, message in enumerate(messages) if number >= first and message["role"] == "assistant"]
         if not self._marked and turns == [len(messages) - 1]:
-            prompt = self._before(messages, turns[0], where)
+            prompt, frame = self._before(messages, turns[0], where), self.encoder.frame
             if not text.startswith(prompt):
-                frame = self.encoder.frame
-                text = prompt + frame.opening + messages[-1]["content"] + frame.closing
+                text = prompt + frame.opening + self._after(prompt, messages, where) + frame.closing
         encoded = self.tokenizer(text, add_special_tokens=False, truncation=False, verbose=False, return_offsets_mapping=True)
         ids, places = encoded["input_ids"], encoded["offset_mapping"]
         if self._marked:
@@ -67,7 +66,11 @@ class ConversationEncoder:
             mask = [bool(said) and at >= start for said, (at, _) in zip(found["assistant_masks"], places, strict=True)]
         else:
             spans = [self._turn(messages, number, text, where) for number in turns]
-            mask = [any(at < end and start < to for start, end in spans) for at, to in places]
+            added = self.tokenizer.added_tokens_decoder  # one may take the blanks behind it, which begin a response
+            mask = [
+                any(at < end and start < to and not (at < start and token in added) for start, end in spans)
+                for token, (at, to) in zip(ids, places, strict=True)
+            ]
         if not any(mask):
             raise DataError(f"{where}: no message is the assistant's, or none of its tokens; there is nothing to learn from")
         return ids, mask
@@ -81,6 +84,22 @@ class ConversationEncoder:
             raise DataError(f"{where}: the response has no tokens")
         own = [] if ids[stop - 1] in self._special.values() else end
         return ids[:start], [*ids[start:stop], *own], [*mask[start:stop], *(True for _ in own)]
+
+    def _after(self, prompt: str, messages: Sequence[dict[str, Any]], where: str) -> str:
+        """What of the last message follows a generation prompt that begins it, as those of reasoning models do with ``<think>``: the
+        data may have that beginning too. Raises DataError for a message that has no such part."""
+        probed = [*messages[:-1], {**messages[-1], "content": PROBE}]
+        header = self.encoder.apply_template(probed, where, add_generation_prompt=False).partition(PROBE)[0]
+        begun, content = prompt.removeprefix(header) if prompt.startswith(header) else "", str(messages[-1]["content"])
+        if begun.strip() and content.lstrip().startswith(begun.strip()):
+            return content.lstrip().removeprefix(begun.strip()).removeprefix("\n" * begun.endswith("\n"))
+        for name in re.findall(r"<(\w+)>", begun):
+            if f"</{name}>" not in content:
+                raise DataError(
+                    f"{where}: the generation prompt ends with {begun!r}, and the response has no </{name}>, so all of it would be "
+                    "learnt as thoughts; give the thoughts, or a data.chat_template that does not begin them"
+                )
+        return content
 
     def _before(self, messages: list[dict[str, Any]], number: int, where: str) -> str:
         """What is rendered before the content of message ``number``, the assistant's."""

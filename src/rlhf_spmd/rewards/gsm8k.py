@@ -20,8 +20,9 @@ _MONEY = r"(?:\\?[$€£])?"
 _NUMBER = rf"(?:(?<![\w)\]}}])[-+])?{_MONEY}(?:(?<![\w)\]}}])[-+])?(?:{_DIGITS})"
 # A number that goes on (18/2, 5-3, 5e3, 18 × 2, 5 or 6) is no final one.
 _GOES_ON = (
-    r"[eE.][-+]?\d|[ \t]*(?:[-+*/^×÷·⋅∙∗%,]|\\(?:times|cdot|div)\b)[ \t]*\\?[\d$(.]|,[ \t]*(?:and|or)\b|"  # noqa: RUF001
-    r"[ \t]+(?:[xX][ \t]*\d|\\?\$?\d|(?:and|or|to|plus|minus|times|million|billion|thousand|hundred)\b)"
+    r"[eE.][-+]?\d|:\d|[xX][\da-fA-F]|[²³!√kK]|[ \t]*[;&][ \t]*\d|"
+    r"[ \t]*(?:[-+*/^×÷·⋅∙∗%,]|\\(?:times|cdot|div)\b)[ \t]*\\?[\d$(.]|,[ \t]*(?:and|or)\b|"  # noqa: RUF001
+    r"[ \t]+(?:[xX][ \t]*\d|\\?\$?\d|(?:and|or|to|plus|minus|times|million|billion|thousand|hundred|dozen)\b)"
 )
 _MARKED = re.compile(rf"####[ \t]*(?:\*\*)?({_NUMBER})({_GOES_ON})?")
 _ANY = re.compile(_NUMBER)

@@ -26,15 +26,22 @@ _LETTER = r"(?:\(([A-Z])\)|\b([A-Z])\b(?!(?<=[AI])\s+(?!(?:because|since|as|is|w
 _KINDS = r"(?i:answer|choice|option|statement|choose|pick)\b"
 # A clause ends with its sentence, and where another begins: "A is wrong, so the answer".
 _ANCHOR = re.compile(
-    rf"(?<!\bnot )(?<!n't )\b(?P<kind>{_KINDS})(?P<clause>(?:\**\s*\(?[A-Z]\b\)?|(?!,\s+(?:\w+\s+){{0,3}}{_KINDS})[^\n.;])*)"
+    rf"(?<!\bnot )(?<!n't )(?<!\bdoubt )(?<!\bdoubt the )(?<!\bdoubt that the )"
+    rf"\b(?P<kind>{_KINDS})(?P<clause>(?:\**\s*\(?[A-Z]\b\)?|(?!,\s+(?:\w+\s+){{0,3}}{_KINDS})[^\n.;])*)"
 )
 # Another letter beside the one that is given: "A or B", "A, B".
 _OTHER = r"(?:(?:(?:,\s*)?\bor\b|/)[^\n.;]{0,20}?(?<!\w)\(?[A-Z]\b|(?:,|&|\band\b)\s*\(?[A-Z]\b\)?(?=\s*(?:[.,;!&\n]|\Z|and\b|or\b)))"
 _DIRECT = re.compile(rf"(?P<link>(?:\s+is\b)?\s*+[:=]?)\s*+\**+\s*+{_LETTER}(?!\)?\s*{_OTHER})")
-_NOT = r"(?:not\b|n't\b|\b(?:wrong|incorrect|except|never|false|distractor|anything but|one of)\b)"
+_NOT = r"(?:not\b|n't\b|\b(?:wrong|incorrect|except|never|false|distractor|anything but|one of|unlikely|doubt)\b)"
 # What is said of a letter ends at a comma, a reason or another letter.
 _END = re.compile(r"(?i)[,;]|\b(?:because|since|as|but|while)\b|\bnot\s+\(?(?-i:[A-Z])\b")
 _VERDICT = re.compile(rf"(?i)(?P<denied>{_NOT})|\b(?:correct|right|best|answer)\b")
+# "B is the correct answer."
+_NAMED = re.compile(
+    rf"(?:\A|[.\n:,]|\b(?:therefore|thus|so|hence|is)\b)\s*{_LETTER}\s+is\s+(?:the\s+)?(?:correct|right|best|answer)\b",
+    re.MULTILINE,
+)
+_INSTEAD = re.compile(r"\bnot\s+\(?[A-Z]\)?,?\s+but\s+\(?([A-Z])\b")  # "not A but B"
 _ALONE = re.compile(r"\s*\(?([A-Za-z])\)?[.:]?\s*")
 _BEGINS = re.compile(r"^\s*\(?([A-Z])[).:][.:]?\s+\S", re.MULTILINE)
 _BRACKETS = re.compile(r"(?<!\bnot )(?<!n't )\(([A-Z])\)(?!\s+(?:is|are)\s+(?:not|wrong|incorrect|false)\b)")
@@ -68,8 +75,9 @@ def letter(response: str, choices: str = "ABCDEFGHIJ") -> str | None:
         said = sorted((one for one in map(_said, _ANCHOR.finditer(text)) if one), key=itemgetter(0))
         begins, brackets = set(_BEGINS.findall(text)), set(_BRACKETS.findall(text))
         begun = begins if _BEGINS.match(text) and brackets <= begins else set()
+        named = [one or other for one, other in _NAMED.findall(text)] or _INSTEAD.findall(text)
         only = next((letters.pop() for letters in (begun, brackets) if len(letters) == 1), None)
-        found = said[-1][1] if said else only
+        found = said[-1][1] if said and said[-1][0] else named[-1] if named else said[-1][1] if said else only
     return found if found is not None and found in choices else None
 
 

@@ -47,7 +47,9 @@ def file_digests(config: Any) -> dict[str, str]:
 def _named_files(text: str) -> Iterator[Path]:
     """The file that ``file.py:function``, ``package.module:function`` of a module that is not this package's, or a path names."""
     name, colon, _ = text.partition(":")
-    if not re.search(r"/|\.[a-zA-Z]", name):  # most settings are no path: a thousand ranks need not ask the file system
+    if not (
+        colon or re.search(r"/|\.[a-zA-Z]", name)
+    ):  # most settings are no path: a thousand ranks need not ask the file system
         return
     module = sys.modules.get(name) if (colon or "." in name) and not name.startswith("rlhf_spmd.") else None
     path = Path(str(getattr(module, "__file__", None) or name)).expanduser()

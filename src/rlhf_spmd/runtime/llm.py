@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
 from numbers import Integral
@@ -24,7 +24,8 @@ from rlhf_spmd.config.bounds import SEEDS, check_bounds
 from rlhf_spmd.config.load import check_tree
 from rlhf_spmd.config.schema import Reader
 from rlhf_spmd.data.balance import micro_batches_by_tokens
-from rlhf_spmd.data.encoding import EncodingConfig, PromptEncoder, check_ids
+from rlhf_spmd.data.encoding import EncodingConfig, PromptEncoder, check_ids, read_template
+from rlhf_spmd.data.ends import end_token_ids
 from rlhf_spmd.data.tokenizer import decode, load_tokenizer, longest_token
 from rlhf_spmd.generation import Completion, GenerationConfig, Request, SamplingConfig, StopStrings
 from rlhf_spmd.generation.stopping import Ends, build_ends, special_stops
@@ -357,9 +358,15 @@ class LLM:
         talks = [messages] if len(messages) > 0 and isinstance(messages[0], Mapping) else messages
         if isinstance(talks, str) or not all(isinstance(talk, list | tuple) for talk in talks):
             raise ValueError("a conversation is a list of messages with 'role' and 'content'")
-        return self._answer(self.engine.encode(talks, chat_template, chat_template_kwargs), sampling_params, use_tqdm)
+        prompts = self.engine.encode(talks, chat_template, chat_template_kwargs)
+        template = read_template(chat_template, "chat_template")
+        ends = () if template is None else end_token_ids(self.engine.tokenizer, template)
+        return self._answer(prompts, sampling_params, use_tqdm, ends)
 
-    def _answer(self, prompts: Sequence[Prompt], params: Params, use_tqdm: bool) -> list[RequestOutput]:
+    def _answer(
+        self, prompts: Sequence[Prompt], params: Params, use_tqdm: bool, ends: Sequence[int] = ()
+    ) -> list[RequestOutput]:
+        """``ends``: of a chat template that is not the tokenizer's."""
         each = params if isinstance(params, Sequence) else [params or SamplingParams()] * len(prompts)
         if wrong := [type(its).__name__ for its in each if not isinstance(its, SamplingParams)]:
             raise ValueError(f"sampling_params are a {wrong[0]}: give SamplingParams, or a list of them")
@@ -367,6 +374,9 @@ class LLM:
             raise ValueError(
                 f"sampling_params: {len(each)} of them for {len(prompts)} prompts; give one for all, or one for each"
             )
+        if ends:
+            stops = [[*(its.stop_token_ids or ()), *(() if its.ignore_eos else ends)] for its in each]
+            each = [replace(its, stop_token_ids=stop) for its, stop in zip(each, stops, strict=True)]
         asked = self.engine.ask(prompts, each)
         shown = use_tqdm and self.engine.world.rank == 0 and sys.stderr.isatty()
         total = sum(len(its.requests) for its in asked) if self.engine.mesh.layout.dp == 1 else None  # others' are not seen

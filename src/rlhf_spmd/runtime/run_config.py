@@ -7,9 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from omegaconf.errors import OmegaConfBaseException
+
 from rlhf_spmd.checkpoint.directory import checkpoints_of, named_checkpoint
 from rlhf_spmd.config.bounds import SECONDS, SEEDS, check_bounds
-from rlhf_spmd.config.load import read_file
+from rlhf_spmd.config.interpolation import select
+from rlhf_spmd.config.load import read_tree
 from rlhf_spmd.config.schema import ConfigError
 from rlhf_spmd.parallel.world import MOST_THREADS
 from rlhf_spmd.telemetry import run_dir
@@ -94,12 +97,14 @@ class RunConfig:
 
 
 def run_dir_hint(path: str | None, overrides: Sequence[str]) -> Path | None:
-    """Where exit_status.json goes when the configuration is refused: ``run.dir`` of the command line or file, as far as readable."""
-    given = [value.removeprefix("run.dir=") for value in overrides if value.startswith("run.dir=")]
-    if given or path is None:
-        return Path(given[-1]) if given else None
+    """Where exit_status.json goes when the configuration is refused: ``run.dir`` of command line, file and defaults, as far as they can
+    be read."""
     try:
-        written = read_file(path).get("run", {}).get("dir")
-    except (ConfigError, AttributeError):
-        return None
-    return Path(written) if isinstance(written, str) and "${" not in written else None
+        tree = read_tree(path, overrides)
+        given = {key: value for key, value in (tree.get("run") or {}).items() if value is not None}
+        run = {"name": RunConfig.name, "dir": RunConfig.dir, **given}
+        found = select({**tree, "run": run}, "run.dir")
+    except (ConfigError, OmegaConfBaseException, TypeError, ValueError):
+        said = [value.removeprefix("run.dir=") for value in overrides if value.startswith("run.dir=") and "${" not in value]
+        found = said[-1] if said else None
+    return Path(found) if isinstance(found, str) and found else None

@@ -18,12 +18,15 @@ from rlhf_spmd.rewards.config import RewardConfig
 
 class Retokenizer:
     """``own``: the reward model's tokenizer, ``actor``: that of the responses. ``limit``: tokens of a row that the model can read;
-    ``vocab_size``: the model's. ``where``: key of the reward's configuration, for messages."""
+    ``vocab_size``: the model's. ``where``: key of the reward's configuration, for messages. ``template``: the actor's chat template, in
+    place of its tokenizer's."""
 
-    def __init__(self, own: Any, actor: Any, config: RewardConfig, limit: int, vocab_size: int, where: str) -> None:
+    def __init__(
+        self, own: Any, actor: Any, config: RewardConfig, limit: int, vocab_size: int, where: str, template: str | None = None
+    ) -> None:
         self.own, self.actor, self.limit, self.vocab_size, self.where = own, actor, limit, vocab_size, where
         self.encoder = PromptEncoder(own, EncodingConfig(config.apply_chat_template, config.chat_template), where)
-        self.opening, self.actor_ends = turn_frame(actor).opening, end_token_ids(actor)
+        self.opening, self.actor_ends = turn_frame(actor, template).opening, end_token_ids(actor, template)
 
     def encode(self, row: Mapping[str, Any], response: str, ended: bool) -> list[int]:
         """Tokens of a row's prompt and ``response``. Chat messages, which the response is the last of, go through the template, which
@@ -114,7 +117,7 @@ class JudgePrompts(Retokenizer):
 
 
 def build_retokenizer(
-    config: RewardConfig, path: str, actor: Any, limit: int, vocab_size: int, where: str
+    config: RewardConfig, path: str, actor: Any, limit: int, vocab_size: int, where: str, template: str | None = None
 ) -> Retokenizer | None:
     """None if the model in ``path`` reads the actor's tokens as they are: it has no tokenizer, or with ``retokenize=auto`` the
     actor's vocabulary. Local: reads files. Raises DataError, ValueError, one line."""
@@ -123,4 +126,4 @@ def build_retokenizer(
     own = None if config.retokenize is False else load_tokenizer(path, required=config.retokenize is True)
     if own is None or (config.retokenize == "auto" and own.get_vocab() == actor.get_vocab()):
         return None
-    return Retokenizer(own, actor, config, limit, vocab_size, where)
+    return Retokenizer(own, actor, config, limit, vocab_size, where, template)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rlhf_spmd.controller import THREE_D, Production, register
 from rlhf_spmd.data.batch import Batch, decode_json
+from rlhf_spmd.data.encoding import read_template
 from rlhf_spmd.data.tokenizer import decode
 from rlhf_spmd.environments.config import environment_of
 from rlhf_spmd.rewards.binding import Row, chat_messages
@@ -52,7 +53,9 @@ class RewardWorker(ModelWorker):
             assert self.config.path is not None
             longest = self.longest(self.spec.max_position_embeddings)
             own = (self.reward, self.config.path, self.build.tokenizer, longest, self.spec.vocab_size, reward_key(self.name))
-            self.retokenizer = build_retokenizer(*own)
+            encoding = self.build.encoding
+            template = None if encoding is None else read_template(encoding.chat_template, "data.chat_template")
+            self.retokenizer = build_retokenizer(*own, template)
 
     def longest(self, context: int) -> int:
         """Tokens of a row that the model can hold."""
