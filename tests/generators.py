@@ -143,6 +143,12 @@ def matmul_precision(request: pytest.FixtureRequest) -> Iterator[str]:
     torch.set_float32_matmul_precision(before)
 
 
+def skip_unless_exact(ops: kernels.Ops, dtype: torch.dtype) -> None:
+    """Some processors' own matrix products are not exact; the trainer then computes what it would have taken from a generator."""
+    if not ops.is_exact(dtype):
+        pytest.skip(f"this processor's products of {dtype} are not exact at this precision")
+
+
 @pytest.fixture(params=["torch", "cpp"])
 def backend(request: pytest.FixtureRequest) -> Iterator[None]:
     with kernels.suspended() if request.param == "torch" else contextlib.nullcontext():

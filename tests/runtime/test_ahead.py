@@ -188,8 +188,8 @@ def ended_by(run_dir: Path, rank: int, how: signal.Signals) -> tuple[dict[str, o
 
 def test_a_killed_rank_that_generates_is_named(directory: Path) -> None:
     status, codes = ended_by(directory / "killed", 3, signal.SIGKILL)
-    assert (status["class"], status["rank"]) == ("hang", 3)
-    assert codes == {0: 5, 1: 5, 2: 5, 3: -signal.SIGKILL}
+    assert (status["class"], status["rank"]) == ("lost", 3)
+    assert codes == {0: 9, 1: 9, 2: 9, 3: -signal.SIGKILL}
 
 
 def test_a_signal_saves_a_step_later_and_the_run_goes_on(directory: Path) -> None:

@@ -113,7 +113,7 @@ def test_a_reward_that_fails_in_every_call_of_the_first_step_ends_the_run(tmp_pa
     found = run_ranks(2, ends_with, str(task() / "ppo.json"), overrides)
     ranks.close_pool(2)  # its ranks ended inside a step
     line = "reward.function 'outside.rewards:always_fails' failed in 16 of 16 calls of the first step; first error: row 0: TypeError: "
-    assert found == [f"{line}str is not a number"] * 2
+    assert found == [f"{line}'good', a str, is not a number: a score is a float, an int or a bool, or None where there is none"] * 2
 
 
 def test_two_named_rewards_side_by_side(tmp_path: Path) -> None:
@@ -161,6 +161,12 @@ def sft_here(world: Any, overrides: list[str]) -> None:
     train(ProgramContext(world, Board(world.launch, world.store), prepared))
 
 
+def said_by_sft(world: Any, overrides: list[str]) -> str:
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        sft_here(world, overrides)
+    return said.getvalue()
+
+
 def test_sft_learns_the_same_on_every_layout(tmp_path: Path) -> None:
     rows = [{"prompt": f"{i % 10}{i % 7}", "response": f"{i % 7}{i % 10}"} for i in range(64)]
     data = tmp_path / "sft.jsonl"
@@ -182,7 +188,7 @@ def test_sft_learns_the_same_on_every_layout(tmp_path: Path) -> None:
                 assert other[key] == pytest.approx(one[key], rel=1e-10), (size, one["step"], key)
 
 
-def test_sft_that_reached_its_goal_says_so_and_stays_ended(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_sft_that_reached_its_goal_says_so_and_stays_ended(tmp_path: Path) -> None:
     data = tmp_path / "sft.jsonl"
     data.write_text("".join(json.dumps({"prompt": f"{i % 10}", "response": f"{i % 7}"}) + "\n" for i in range(16)))
     overrides = [
@@ -197,10 +203,10 @@ def test_sft_that_reached_its_goal_says_so_and_stays_ended(tmp_path: Path, capfd
         "val_prompts.max_response_length=4",
         "val_prompts.max_prompt_length=12",
     ]
+    said = ""
     for _ in range(2):
-        run_ranks(1, sft_here, overrides)
+        said += run_ranks(1, said_by_sft, overrides)[0]
         rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
         assert [row["step"] for row in rows] == [0, 1, 2]
-    said = capfd.readouterr().err
     assert said.count(f"target reached: val/reward_mean {rows[2]['val/reward_mean']:.4g} >= -1 at step 2\n") == 1
     assert "nothing to do: its goal was reached in step 2" in said

@@ -33,8 +33,8 @@ def check_launch(ready: Any, graph: Graph, launch: Launch) -> tuple[str, str, st
     chosen = decide_checkpointing(ready.plans, facts, room, launch.rank)
     plans = with_checkpointing(ready.plans, chosen)
     needs = f"memory: at most {_gib(measure(plans, facts).peaks.max())} GiB of {_gib(room)} on a rank, as estimated"
-    full = check_disk(ready) if launch.rank == 0 else None
-    return chosen, needs, check_memory(plans, facts, room, launch.local_size, launch.rank), full
+    tight = check_memory(plans, facts, room, launch.local_size, launch.rank)  # first: a smaller model may fit on the disk, too
+    return chosen, needs, tight, check_disk(ready) if launch.rank == 0 else None
 
 
 def with_checkpointing(plans: Plans, chosen: str) -> dict[str, RolePlan]:
