@@ -51,7 +51,7 @@ from rlhf_spmd.train import Prepared, TrainConfig, describe_run, read_config, tr
 class SearchConfig:
     """``plan``.
 
-    - search: how plans are searched for: `exact`, `mcmc`, `enumerate`, `grid`, or the dotted name of your own
+    - search: how plans are searched for: `exact`, `mcmc`, `enumerate`, `grid`, or a module of your own by its dotted name or file
     - fixed: a plan, which is evaluated instead; `config`: the configuration's own placement and layouts
     - time_limit_s: of the search, seconds
     - seed: of `mcmc`

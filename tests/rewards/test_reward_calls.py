@@ -35,7 +35,7 @@ def test_a_function_in_a_file_is_named_by_its_path(tmp_path, monkeypatch):
         assert shared.score(texts("a")).scores == [0.75]
     monkeypatch.chdir(tmp_path)
     RewardConfig(function="json.py:right").check()
-    with pytest.raises(ValueError, match=r"reward.function 'jsn.py' cannot be imported: FileNotFoundError"):
+    with pytest.raises(ValueError, match=r"reward.function 'jsn.py': the file does not exist in .*; did you mean 'json.py'"):
         RewardConfig(function="jsn.py:right").check()
     with pytest.raises(ValueError, match=r"has no function 'rihgt'; did you mean 'right'\?"):
         RewardConfig(function="json.py:rihgt").check()

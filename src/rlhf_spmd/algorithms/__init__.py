@@ -1,4 +1,4 @@
-"""Algorithms (F6): what is computed. One short dataflow file each; ``algorithm.name`` names the module, a dotted name your own.
+"""Algorithms (F6): what is computed. One short dataflow file each; ``algorithm.name`` names the module, a dotted name or file your own.
 
 A module is an algorithm if it exports ``Config``, a frozen dataclass that derives from :class:`base.AlgorithmConfig` and says which
 data the algorithm reads, which roles there are and which is exported; and ``step(models, data, config, number)``, which makes the

@@ -1,5 +1,5 @@
 """Name = module: ``algorithm: grpo`` is the module ``rlhf_spmd.algorithms.grpo``; a dotted name is the user's own module, and one
-that ends in ``.py`` a file."""
+that ends in ``.py`` a file. ``:function`` after either names what is in it."""
 
 from __future__ import annotations
 
@@ -22,13 +22,16 @@ IMPORT_LIMIT_S = 120.0  # for the user's own module
 
 
 def find(kind: str, package: str, name: str, exports: str, beside: Sequence[str] = ()) -> ModuleType:
-    """The module that ``name`` stands for: ``package.name``, or for a dotted name that module itself.
+    """The module that ``name`` stands for: ``package.name``, or for a dotted name or a file that module itself.
 
     ``kind`` is the word for messages (``algorithm``, ``reward``). ``exports`` is an attribute that such a module must
     have; other modules of the package (its helpers) are then neither found nor listed. ``beside``: names that the caller knows itself.
     Raises ValueError that lists what exists, nearest first.
     """
     if "." in name:
+        name, inner = split_name(name)
+        if inner:
+            raise ValueError(f"{kind} '{name}:{inner}' stands for the whole module; leave :{inner} out")
         module = _import(kind, name)
         if not hasattr(module, exports):
             raise ValueError(f"{kind} '{name}': module {module.__name__} has no '{exports}', which every {kind} must define")
@@ -36,7 +39,7 @@ def find(kind: str, package: str, name: str, exports: str, beside: Sequence[str]
     try:
         return find_builtin(kind, package, name, exports, beside)
     except ValueError as error:
-        raise ValueError(f"{error} (or the dotted name of your own module)") from None
+        raise ValueError(f"{error} (or your own module: its dotted name, or a file.py)") from None
 
 
 def find_builtin(kind: str, package: str, name: str, exports: str, beside: Sequence[str] = ()) -> ModuleType:
@@ -60,20 +63,22 @@ def available(package: str, exports: str) -> list[str]:
 
 
 def resolve(kind: str, package: str, name: str, exports: str) -> Callable[..., Any]:
-    """The function or class that ``name`` stands for: a built-in (``gsm8k``, ``gsm8k:flexible``), or ``package.module:function``.
+    """The function or class that ``name`` stands for: a built-in (``gsm8k``, ``gsm8k:flexible``), ``package.module:function`` or
+    ``file.py:function``.
 
     Without a function's name ``exports`` is meant. Raises ValueError that names ``kind``, the value and what exists.
     """
-    module_name, _, function_name = name.partition(":")
+    module_name, function_name = split_name(name)
     if "." not in module_name and (not function_name or module_name in available(package, exports)):
         module_name = find(kind, package, module_name, exports).__name__
     return resolve_function(f"{module_name}:{function_name or exports}", kind)
 
 
 def resolve_function(name: str, kind: str = "function") -> Callable[..., Any]:
-    """``package.module:function`` -> the function. Raises ValueError that names what is wrong with the name."""
-    module_name, colon, function_name = name.partition(":")
-    if not colon or not module_name or not function_name.isidentifier():
+    """``package.module:function`` or ``file.py:function`` -> the function. Raises ValueError that names what is wrong with the
+    name."""
+    module_name, function_name = split_name(name)
+    if not function_name.isidentifier():
         raise ValueError(f"{kind} '{name}' is not of the form package.module:function or file.py:function")
     module = _import(kind, module_name)
     found = getattr(module, function_name, None)
@@ -86,6 +91,13 @@ def resolve_function(name: str, kind: str = "function") -> Callable[..., Any]:
         f"{kind} '{name}': module {module_name} has no function '{function_name}'"
         f"{nearest(function_name, functions) or ';'} it has: {', '.join(functions) or 'none'}"
     )
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """``module:function`` -> the module's name or file, and the function's name, empty where there is none. A file's path may have
+    colons of its own."""
+    module, _, function = name.rpartition(":")
+    return (module, function) if module and not name.endswith(".py") else (name, "")
 
 
 @contextmanager
@@ -106,6 +118,8 @@ def located(kind: str, name: str, module: ModuleType) -> Iterator[None]:
 
 def _import(kind: str, name: str) -> ModuleType:
     is_file = name.endswith(".py")
+    if is_file:
+        _check_file(kind, name)
     try:
         with _time_limit(IMPORT_LIMIT_S):
             return _import_file(name) if is_file else importlib.import_module(name)
@@ -118,6 +132,17 @@ def _import(kind: str, name: str) -> ModuleType:
         if absent == name and outer in sys.modules and not hasattr(sys.modules[outer], "__path__"):
             hint = f"; {outer} is a module: write {outer}, or {outer}:{inner} for what is in it"
         raise ValueError(f"{kind} '{name}' cannot be imported: {reason}{hint}") from error
+
+
+def _check_file(kind: str, name: str) -> None:
+    """Raises ValueError for a file that is not there, with the nearest one that is."""
+    path = Path(name).expanduser()
+    if path.is_file():
+        return
+    beside = [str(Path(name).with_name(file.name)) for file in path.parent.glob("*.py")]
+    there = "is a directory" if path.is_dir() else "does not exist"
+    looked = "" if path.is_absolute() else f" in {Path.cwd()}"
+    raise ValueError(f"{kind} '{name}': the file {there}{looked}{nearest(str(Path(name)), beside)}")
 
 
 @contextmanager

@@ -19,7 +19,7 @@ DEFAULT = "environment"  # the section of the environment of rows that name none
 class EnvironmentConfig:
     """``environment``: what answers the model between its turns.
 
-    - cls: `calculator`, `tools`, or `package.module:Class`; null: the model answers once
+    - cls: `calculator`, `tools`, or `package.module:Class` or `file.py:Class`; null: the model answers once
     - args: keyword arguments of the class
     - max_turns: turns of the model in a row; null: as many as the response's length allows
     - num_workers: threads of each generation replica
@@ -102,7 +102,7 @@ def named_environments(environment: EnvironmentConfig, environments: Named) -> d
         raise ValueError("environments.environment: rows that name none have that of the section environment; give it there")
     for name, one in environments.items():
         if one.cls is None:
-            raise ValueError(f"environments.{name}.cls must be given: calculator, tools, or package.module:Class")
+            raise ValueError(f"environments.{name}.cls must be given: calculator, tools, package.module:Class or file.py:Class")
     return given | dict(environments)
 
 

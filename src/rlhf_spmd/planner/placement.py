@@ -20,7 +20,8 @@ class PlacementConfig:
     """``placement``.
 
     - strategy: for roles that name no pool: `colocate`, `split`, `standalone`, `interleave`, `separate`, `auto` ([the run plans
-      itself](planner.md#the-run-plans-itself)), or the dotted name of your own; see [placement.md](placement.md#strategies)
+      itself](planner.md#the-run-plans-itself)), or a module of your own by its dotted name or file; see
+      [placement.md](placement.md#strategies)
     - pools: name: list of ranks, for roles whose `pool` names one, which goes before the strategy; see
       [placement.md](placement.md)
     - ratios: role, or `role.method`: its share of the ranks, above 0 and at most 1; see [placement.md](placement.md#ratios)

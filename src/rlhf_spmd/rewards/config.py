@@ -179,7 +179,7 @@ def resolve_reward(name: str, where: str = "reward.function") -> Callable[..., A
     """The function called ``name``; see :func:`registry.resolve`. A module's ``compute_score`` (verl's name) stands in for
     ``score``."""
     exports = "score"
-    if "." in name and ":" not in name:
+    if "." in name and not registry.split_name(name)[1]:
         module = registry.find(where, "rlhf_spmd.rewards", name, "__name__")
         exports = next((found for found in ("score", "compute_score") if hasattr(module, found)), "score")
     return registry.resolve(where, "rlhf_spmd.rewards", name, exports)

@@ -12,6 +12,7 @@ from typing import Any
 
 from rlhf_spmd.config.interpolation import compared
 from rlhf_spmd.config.load import flatten, to_dict
+from rlhf_spmd.config.registry import split_name
 
 LARGEST = 16 << 20  # bytes of a file that a setting names; data are larger, and are compared by their rows
 READS = ("config.json", "generation_config.json", "tokenizer*", "*.jinja", "vocab*", "merges.txt", "special_tokens_map.json")
@@ -46,12 +47,10 @@ def file_digests(config: Any) -> dict[str, str]:
 
 def _named_files(text: str) -> Iterator[Path]:
     """The file that ``file.py:function``, ``package.module:function`` of a module that is not this package's, or a path names."""
-    name, colon, _ = text.partition(":")
-    if not (
-        colon or re.search(r"/|\.[a-zA-Z]", name)
-    ):  # most settings are no path: a thousand ranks need not ask the file system
+    name, function = split_name(text)
+    if not (function or re.search(r"/|\.[a-zA-Z]", name)):  # most settings are no path: a thousand ranks need not ask the file system
         return
-    module = sys.modules.get(name) if (colon or "." in name) and not name.startswith("rlhf_spmd.") else None
+    module = sys.modules.get(name) if (function or "." in name) and not name.startswith("rlhf_spmd.") else None
     path = Path(str(getattr(module, "__file__", None) or name)).expanduser()
     try:
         if 0 < len(name) < 4096 and path.is_file() and path.stat().st_size <= LARGEST:
