@@ -41,8 +41,8 @@ class AlgorithmConfig:
     ``needs_reward``: a run without a reward is refused. ``rows_in_flight``: the step can take prompts in flight, by
     :func:`sample`.
 
-    - name: one of [algorithms.md](algorithms.md), or the dotted name of your own module; program `sft` takes `sft` where it is
-      not given
+    - name: one of [algorithms.md](algorithms.md), or your own module by its dotted name or file; program `sft` takes `sft` where
+      it is not given
     """
 
     name: str = ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rlhf_spmd.algorithms.kl_reward import KLRewardConfig, MeasuredKL
+from rlhf_spmd.algorithms.own import Estimator, is_own, own_estimator
 from rlhf_spmd.objectives.advantages import (
     gae,
     group_advantages,
@@ -24,8 +25,7 @@ from rlhf_spmd.objectives.advantages import (
 )
 from rlhf_spmd.workers import Computed, Function, ReferenceWorker, RoleClass, Rows, Whole
 
-# (config, rewards of rows [rows], their group ids, their lengths) -> [rows]
-ESTIMATORS: Mapping[str, Callable[[CriticFreeConfig, Tensor, Tensor, Tensor], Tensor]] = {
+ESTIMATORS: Mapping[str, Estimator] = {
     "grpo": lambda config, rewards, groups, lengths: group_advantages(rewards, groups, config.norm_adv_by_std_in_grpo),
     "rloo": lambda config, rewards, groups, lengths: leave_one_out(rewards, groups),
     "opo": lambda config, rewards, groups, lengths: length_weighted_advantages(rewards, groups, lengths),
@@ -39,8 +39,8 @@ WHITENED = (BY_TOKEN, "reinforce_plus_plus_baseline")
 class CriticFreeConfig(KLRewardConfig):
     """The names are verl's.
 
-    - adv_estimator: the advantages: `grpo`, `rloo`, `opo`, `reinforce_plus_plus`, `reinforce_plus_plus_baseline`; of `ppo`
-      `gae`: see [algorithms.md](algorithms.md#estimators)
+    - adv_estimator: the advantages: `grpo`, `rloo`, `opo`, `reinforce_plus_plus`, `reinforce_plus_plus_baseline`, or a function
+      of your own, `file.py:function`; of `ppo` `gae`: see [algorithms.md](algorithms.md#estimators)
     - norm_adv_by_std_in_grpo: of the estimator `grpo`: divide a response's advantage by the standard deviation of its prompt's
       scores; `false`: only subtract their mean (Dr. GRPO)
     """
@@ -53,9 +53,12 @@ class CriticFreeConfig(KLRewardConfig):
     def check(self, where: str) -> None:
         super().check(where)
         known = (*ESTIMATORS, BY_TOKEN)
-        if self.adv_estimator not in known:
+        if is_own(self.adv_estimator):
+            own_estimator(f"{where}.adv_estimator", self.adv_estimator)  # raises if it is not there
+        elif self.adv_estimator not in known:
             raise ValueError(
-                f"unknown {where}.adv_estimator {self.adv_estimator!r}; available: {', '.join(known)}; gae is algorithm.name=ppo"
+                f"unknown {where}.adv_estimator {self.adv_estimator!r}; available: {', '.join(known)}, or a function of your own, "
+                "file.py:function; gae is algorithm.name=ppo"
             )
         if self.min_samples < 2 and self.adv_estimator != BY_TOKEN:
             raise ValueError(f"{where}.adv_estimator={self.adv_estimator}: {self.name} is {BY_TOKEN}; use {where}.name=grpo")
@@ -93,12 +96,15 @@ def check_groups(group_ids: Tensor, num_samples: int | None) -> None:
 def in_group(config: CriticFreeConfig, num_samples: int | None = None) -> Function:
     """Advantages [tokens] by ``config.adv_estimator``, of the score, minus KL with ``use_kl_in_reward``.
 
-    ``num_samples``: rows of every group, if it is known. Rows without a score (nan) count nowhere and get 0.
+    ``num_samples``: rows of every group, if it is known. Rows without a score (nan) count nowhere and get 0. A function of
+    the user's own sees the groups of one rank.
     reinforce_plus_plus: REINFORCE++ (arXiv 2501.03262), a token's discounted rewards to come, whitened over all tokens; with
     ``_baseline`` the row's reward minus its group's mean, whitened likewise.
     The function raises ValueError for groups that are not whole.
     """
-    by_token, whitened = config.adv_estimator == BY_TOKEN, config.adv_estimator in WHITENED
+    name = config.adv_estimator
+    by_token, whitened = name == BY_TOKEN, name in WHITENED
+    estimate = own_estimator("algorithm.adv_estimator", name) if is_own(name) else ESTIMATORS.get(name)
 
     def compute_advantage(fields: dict[str, Tensor], rows: Rows, whole: Whole) -> Computed:
         if not by_token:
@@ -106,12 +112,13 @@ def in_group(config: CriticFreeConfig, num_samples: int | None = None) -> Functi
         kl, scores = MeasuredKL(config, fields, rows, whole.state), fields["scores"]
         scored = ~scores.isnan()
         learnt = rows.spread(scored)
-        if by_token:
+        if estimate is None:
             rewards = token_level_rewards(scores, kl.values if config.use_kl_in_reward else None, kl.coefficient, rows.lengths)
             advantages, _ = gae(rewards, torch.zeros_like(rewards), rows.lengths, config.gamma, 1.0)
         else:
             rewards = scores - kl.coefficient * row_sums(kl.values, rows.lengths) if config.use_kl_in_reward else scores
-            advantages = rows.spread(ESTIMATORS[config.adv_estimator](config, rewards, rows.group_ids, rows.lengths))
+            advantages = estimate(config, rewards, rows.group_ids, rows.lengths)
+            advantages = rows.spread(advantages) if len(advantages) == len(rows) else advantages
         zeros = row_means(advantages.abs(), rows.lengths) == 0
         sums = whole.sums(
             kl=kl.sums(),

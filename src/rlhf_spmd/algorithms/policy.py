@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
 from rlhf_spmd.algorithms.base import RolloutConfig
+from rlhf_spmd.algorithms.own import PolicyLoss, is_own, own_loss
 from rlhf_spmd.config.bounds import check_bounds
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.objectives.kl import check_kl_kind, kl_penalty
@@ -25,8 +26,8 @@ class PolicyConfig(RolloutConfig):
     - use_kl_loss: add the KL to the reference to the policy loss
     - kl_loss_coef: coefficient of that KL
     - kl_loss_type: estimate of that KL, as `kl_penalty`; a final `+` (`k3+`) keeps the value and takes the gradient of k2
-    - loss_mode: how the policy ratio is bounded: `vanilla` (PPO's clip), `gspo`, `geo_mean`, `cispo`, `sapo`: see
-      [algorithms.md](algorithms.md#losses)
+    - loss_mode: how the policy ratio is bounded: `vanilla` (PPO's clip), `gspo`, `geo_mean`, `cispo`, `sapo`, or a
+      function of your own, `file.py:function`: see [algorithms.md](algorithms.md#losses)
     - clip_ratio: the policy ratio is clipped to 1 - this and 1 + this
     - clip_ratio_low: the ratio's lower bound is 1 - this; null: `clip_ratio`
     - clip_ratio_high: the ratio's upper bound is 1 + this; null: `clip_ratio`
@@ -74,15 +75,13 @@ class PolicyConfig(RolloutConfig):
         self._check_loss_mode(where)
 
     def _check_loss_mode(self, where: str) -> None:
-        if self.loss_mode not in LOSS_MODES:
-            raise ValueError(f"unknown {where}.loss_mode {self.loss_mode!r}; available: {', '.join(LOSS_MODES)}")
-        mode = LOSS_MODES[self.loss_mode]
+        mode = loss_mode(self.loss_mode, f"{where}.loss_mode")
         if self.loss_agg_mode not in mode.agg_modes:
             raise ValueError(
                 f"{where}.loss_agg_mode={self.loss_agg_mode}: {where}.loss_mode={self.loss_mode} is a loss of whole responses; use "
                 f"{' or '.join(mode.agg_modes)}"
             )
-        for key in sorted({key for other in LOSS_MODES.values() for key in other.keys} - {*mode.keys}):
+        for key in sorted({*KEYS} - {*mode.keys}):
             if getattr(self, key) != self.__dataclass_fields__[key].default:
                 raise ValueError(
                     f"{where}.{key}={getattr(self, key)} does nothing with {where}.loss_mode={self.loss_mode}; leave it out"
@@ -119,7 +118,7 @@ class PolicyConfig(RolloutConfig):
 class LossMode(NamedTuple):
     """``loss``: of (config, log_prob, old_log_prob, advantages, lengths). ``keys`` of the configuration that it reads."""
 
-    loss: Callable[[PolicyConfig, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
+    loss: PolicyLoss
     keys: tuple[str, ...]
     agg_modes: tuple[str, ...] = LOSS_AGG_MODES
 
@@ -136,7 +135,20 @@ LOSS_MODES = {
     "cispo": LossMode(lambda c, new, old, a, n: cispo_loss(new, old, a, *c.clip_range), CLIP),
     "sapo": LossMode(lambda c, new, old, a, n: sapo_loss(new, old, a, c.tau_pos, c.tau_neg), ("tau_pos", "tau_neg")),
 }
+KEYS = tuple(
+    dict.fromkeys(key for mode in LOSS_MODES.values() for key in mode.keys)
+)  # all of them may a loss of one's own read
 METRICS = {"clipped": "actor/clip_frac", "dual_clipped": "actor/clip_frac_dual", "ppo_kl": "actor/ppo_kl"}
+
+
+def loss_mode(name: str, where: str) -> LossMode:
+    """The loss of this name, or the user's own. Raises ValueError."""
+    if is_own(name):
+        return LossMode(own_loss(where, name), KEYS)
+    if name not in LOSS_MODES:
+        known = ", ".join(LOSS_MODES)
+        raise ValueError(f"unknown {where} {name!r}; available: {known}, or a function of your own, file.py:function")
+    return LOSS_MODES[name]
 
 
 def clipped_policy(config: PolicyConfig, sampling: SamplingConfig, number: int | None = None) -> Objective:
@@ -144,7 +156,7 @@ def clipped_policy(config: PolicyConfig, sampling: SamplingConfig, number: int |
 
     ``number``: the step, for an entropy coefficient with a schedule.
     """
-    policy, correction = LOSS_MODES[config.loss_mode].loss, config.rollout_correction
+    policy, correction = loss_mode(config.loss_mode, "algorithm.loss_mode").loss, config.rollout_correction
     entropy_coeff = config.entropy_coefficient(number)
 
     def loss(fields: dict[str, Tensor], rows: Rows, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
@@ -158,7 +170,7 @@ def clipped_policy(config: PolicyConfig, sampling: SamplingConfig, number: int |
 
         log_probs, old = fields["log_probs"], fields["old_log_probs"]
         per_token, stats = policy(config, log_probs, old, fields["advantages"], rows.lengths)
-        report = {METRICS[name]: mean(value) for name, value in stats.items()}
+        report = {METRICS.get(name, name): mean(value) for name, value in stats.items()}
         if correction.active:
             weights, told = correction_weights(correction, old, fields["rollout_log_probs"], rows.lengths)
             per_token = per_token * weights

@@ -36,7 +36,8 @@ class Config(CriticConfig):
         super().check(where)
         if self.adv_estimator != "gae":
             raise ValueError(
-                f"{where}.adv_estimator={self.adv_estimator!r}: ppo has gae; others are algorithms of their own, by name"
+                f"{where}.adv_estimator={self.adv_estimator!r}: ppo has gae; others are for algorithms without a critic, such as "
+                f"{where}.name=grpo"
             )
         check_bounds(self, where, "critic_warmup", "vf_coef", least=0)
         if self.share_actor_critic and self.critic_warmup:
