@@ -1,18 +1,39 @@
-"""``rlhf_spmd.train(config)``: training in a process that goes on afterwards."""
+"""``rlhf_spmd.train(config)``: training in a process that goes on afterwards, from objects where a file has paths and names."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from rlhf_spmd.config.interpolation import select
+from rlhf_spmd.config.registry import forget_files
+from rlhf_spmd.config.schema import ConfigError, first_line
+from rlhf_spmd.config.written import MOST_DEPTH
 from rlhf_spmd.parallel.program import run_program
 from rlhf_spmd.parallel.world import Launch, choose_matmul, read_launch
+from rlhf_spmd.runtime.notebook_source import importable_name, source_of
+from rlhf_spmd.runtime.run_config import RunConfig
+from rlhf_spmd.telemetry.jsonl import json_value
+from rlhf_spmd.telemetry.run_dir import atomic_write_text, create_run_dir
+
+GIVEN_DIR = "given"  # in the run's directory: files of what the configuration has as objects
+DATA_KEYS = ("path", "val_path")
 
 
 def train(config: Mapping[str, Any]) -> Path:
     """The run that ``config`` describes, nested as a YAML file is, on this process alone. Returns its directory.
 
+    A function or class may stand where a file has a name, and rows (a list of dicts, a ``datasets.Dataset``) where it has a path of
+    data. They are written into the run's directory, and its ``config.yaml`` has their paths.
     Raises ConfigError, ValueError or DataError for bad input, later what ended the run.
     """
     from rlhf_spmd import train as program  # it imports this module
@@ -21,6 +42,8 @@ def train(config: Mapping[str, Any]) -> Path:
         raise ValueError(
             "train(config) is for one rank; under torchrun start the program: torchrun ... -m rlhf_spmd.train --config FILE"
         )
+    forget_files()  # which may have been edited since the run before
+    config = write_objects(config)
     choose_matmul()
     ready = program.prepare(config, (), 1, launch=Launch())
     try:
@@ -31,3 +54,72 @@ def train(config: Mapping[str, Any]) -> Path:
             raise RuntimeError(f"the run was left before its end by SystemExit: {why}") from None
         raise why or ending from None
     return Path(ready.config.run.dir)
+
+
+def write_objects(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """``config`` with names and paths in place of objects. What other processes cannot import, and rows, are in files of the run's
+    directory by then; each has a digest of what is in it in its name, so that no run overwrites another's.
+
+    Raises ConfigError, one line, for an object that no file can stand for.
+    """
+    if OmegaConf.is_config(config):  # which holds no such objects
+        return config
+
+    def written(value: Any, where: str, is_data: bool, depth: int) -> Any:
+        if depth > MOST_DEPTH:  # the loader refuses it
+            return value
+        if is_data and (rows := rows_of(value, where)) is not None:
+            lines = "".join(f"{json.dumps(json_value(row))}\n" for row in rows)
+            return given_file(config, re.sub(r"\W+", "_", where), lines, ".jsonl")
+        if isinstance(value, Mapping):
+            inner = {key: f"{where}.{key}" if where else str(key) for key in value}
+            return {key: written(one, inner[key], is_data or key in DATA_KEYS, depth + 1) for key, one in value.items()}
+        if isinstance(value, list | tuple):
+            return [written(one, f"{where}[{at}]", is_data, depth + 1) for at, one in enumerate(value)]
+        if isinstance(value, os.PathLike):
+            return os.fspath(value)
+        if not callable(value) or (name := importable_name(value)) is not None:
+            return name if callable(value) else value
+        inner_name, text = source_of(value, where)
+        return f"{given_file(config, inner_name, text, '.py')}:{inner_name}"
+
+    found: dict[str, Any] = written(config, "", False, 0)
+    return found
+
+
+def rows_of(value: Any, where: str) -> Iterator[Mapping[str, Any]] | None:
+    """The rows of a list of dicts or of a ``datasets.Dataset``; None for anything else. Raises ConfigError for several data sets."""
+    if isinstance(value, list | tuple):
+        return iter(value) if value and all(isinstance(row, Mapping) for row in value) else None
+    library = sys.modules.get("datasets")  # who gives a data set has imported it
+    if library is None or not isinstance(value, library.Dataset | library.DatasetDict):
+        return None
+    if isinstance(value, library.DatasetDict):
+        raise ConfigError(f"{where}: a DatasetDict is several data sets; give one of them: {', '.join(map(repr, value))}")
+    return iter(value)
+
+
+def given_file(config: Mapping[str, Any], name: str, text: str, suffix: str) -> str:
+    """The path of a file of the run's directory with this text, which is made unless it is there. Raises ValueError."""
+    digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+    path = create_run_dir(_run_dir(config) / GIVEN_DIR) / f"{name}-{digest}{suffix}"
+    if not path.exists():
+        atomic_write_text(path, text)
+    return str(path)
+
+
+def _run_dir(config: Mapping[str, Any]) -> Path:
+    """Raises ConfigError."""
+
+    def texts(value: Any) -> Any:  # all that the directory's name may refer to
+        if isinstance(value, Mapping):
+            return {key: texts(one) for key, one in value.items()}
+        return value if isinstance(value, str | int | float) else None
+
+    run = config.get("run") or {}
+    usual = {"name": RunConfig.name, "dir": RunConfig.dir}
+    try:
+        found = select(texts({**config, "run": {**usual, **run} if isinstance(run, Mapping) else usual}), "run.dir")
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"run.dir: {first_line(error)}") from error
+    return Path(str(found))

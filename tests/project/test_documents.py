@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 import tasks
+from cells import run_cell
 from outside.protocol import LAST_FIRST
 from places import ROOT
 from ranks import run_ranks
@@ -50,7 +51,7 @@ def test_every_block_of_python_runs_and_every_block_of_yaml_can_be_read(
     for block in blocks(page, "python"):
         module = sys.modules["a_document"] = ModuleType("a_document")  # dataclasses look theirs up
         names = vars(module)
-        exec(compile(block, page.name, "exec"), names)
+        run_cell(block, names)
         if "LAST_FIRST" in names:
             shape: Any = type("Shape", (), {"size": 3})()
             assert names["LAST_FIRST"].collect(shape) == LAST_FIRST.collect(shape) == [2, 1, 0]

@@ -16,6 +16,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import tasks
+from cells import run_cell
 from places import ROOT
 
 NOTEBOOK = ROOT / "docs" / "quickstart.ipynb"
@@ -114,7 +115,7 @@ def test_the_notebook_learns(
     names: dict[str, object] = {}
     for cell in json.loads(NOTEBOOK.read_text())["cells"]:
         if cell["cell_type"] == "code":
-            exec(compile("".join(cell["source"]), NOTEBOOK.name, "exec"), names)
+            run_cell("".join(cell["source"]), names)
     printed = capsys.readouterr()
     assert "warning" not in printed.err
     right = [int(percent) for percent in re.findall(r"(\d+)% of sampled validation answers", printed.out)]

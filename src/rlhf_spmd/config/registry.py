@@ -165,6 +165,12 @@ def _time_limit(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, handler)
 
 
+def forget_files() -> None:
+    """The modules of files are read anew when they are next named."""
+    for name in [name for name in sys.modules if "@" in name]:
+        del sys.modules[name]
+
+
 def _import_file(name: str) -> ModuleType:
     """The module in a file, once per path. Its own name has a character that no module on the path can have."""
     path = Path(name).expanduser().resolve()
