@@ -45,7 +45,7 @@ def test_a_slip_of_ours_names_the_key(key: str, meant: str) -> None:
         ("tensor_parallel_size", "it is vLLM's; here: models.<role>.layout.tp of training, "),
         ("models.actor.generation.max_model_len", "it is vLLM's; here: data.max_prompt_length and data.max_response_length"),
         ("gpu_memory_utilization", "it is vLLM's; here: models.actor.generation.gpu_memory_utilization"),
-        ("mask_truncated_completions", "it is TRL's; here: nothing, a response that was cut counts by its score; "),
+        ("mask_truncated_completions", "it is TRL's; here: algorithm.mask_truncated_completions"),
         ("models.actor.grad_clip", "here: models.actor.optim.clip_grad"),
         ("models.actor.model_path", "here: models.actor.path"),
         ("model.path", "here: models.actor.path"),
@@ -60,6 +60,11 @@ def test_a_word_of_others_is_translated(key: str, said: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read_config(None, [f"{key}=1"])
     assert str(caught.value).startswith(f"unknown key '{key}'; {said}")
+
+
+def test_a_word_of_others_that_is_ours_in_another_algorithm_is_not_translated_into_itself() -> None:
+    with pytest.raises(ConfigError, match=r"^unknown key 'algorithm.mask_truncated_completions'; allowed here: "):
+        read_config(None, ["algorithm.name=dpo", "algorithm.mask_truncated_completions=true"])
 
 
 @pytest.mark.parametrize(

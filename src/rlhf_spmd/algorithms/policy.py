@@ -37,6 +37,8 @@ class PolicyConfig(RolloutConfig):
     - entropy_coeff: entropy bonus
     - entropy_coeff_end: the bonus moves to this on a line, within `entropy_coeff_steps`
     - entropy_coeff_steps: so many steps, such as `${run.steps}`; later the bonus stays
+    - mask_truncated_completions: a response that was cut at its limit teaches nothing: its tokens count neither in losses nor in
+      means over tokens; its score counts in its prompt's advantages
     - loss_agg_mode: `token-mean`, `seq-mean-token-sum`, `seq-mean-token-mean`, `seq-mean-token-sum-norm`; of the policy loss
     """
 
@@ -53,6 +55,7 @@ class PolicyConfig(RolloutConfig):
     entropy_coeff: float = 0.0
     entropy_coeff_end: float | None = None
     entropy_coeff_steps: int | None = None
+    mask_truncated_completions: bool = False
     loss_agg_mode: str = "token-mean"
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
     needs: ClassVar[Mapping[str, tuple[str, ...]]] = {"use_kl_loss": ("kl_loss_coef", "kl_loss_type")}
@@ -96,6 +99,11 @@ class PolicyConfig(RolloutConfig):
             raise ValueError(
                 f"{where}.rollout_correction by token: {where}.loss_mode=geo_mean has one ratio per response; use sequence, seq_*"
             )
+
+    @property
+    def learns_only(self) -> str | None:
+        """The field of the rows that are learnt; None: all are."""
+        return "stopped" if self.mask_truncated_completions else None
 
     @property
     def clip_range(self) -> tuple[float, float]:
@@ -187,4 +195,4 @@ def clipped_policy(config: PolicyConfig, sampling: SamplingConfig, number: int |
 
     reads = ("old_log_probs", "advantages", *(("ref_log_prob",) if config.use_kl_loss else ()))
     reads += ("rollout_log_probs",) if correction.active else ()
-    return Objective(loss, reads, ("log_probs", "entropy"), sampling.log_prob_temperature)
+    return Objective(loss, reads, ("log_probs", "entropy"), sampling.log_prob_temperature, only=config.learns_only)

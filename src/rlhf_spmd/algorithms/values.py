@@ -104,4 +104,4 @@ def clipped_value(config: CriticConfig) -> Objective:
         report["critic/values_mean"] = fields["values"].detach().double().sum() / totals.tokens
         return result, report
 
-    return Objective(loss, ("old_values", "returns"), ("values",), names_loss=True)
+    return Objective(loss, ("old_values", "returns"), ("values",), names_loss=True, only=config.learns_only)

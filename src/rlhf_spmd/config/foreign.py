@@ -28,7 +28,7 @@ def foreign_hint(keys: Sequence[str], by_end: bool) -> str | None:
         for project, names in foreign_names().items():
             for name in (key, key.rpartition(".")[2])[: 1 + by_end]:
                 ours = names["keys"].get(name) or names["said"].get(name)
-                if ours not in (None, name):
+                if ours not in (None, name, key):
                     origin = "" if project == SLIPS else f"it is {project}'s; "
                     return f"'{key}'; {origin}here: {ours}"
     return next(filter(None, map(_of_section, keys)), None)

@@ -41,11 +41,11 @@ from rlhf_spmd.workers.engine import Packed, TrainEngine, rank_shards
 from rlhf_spmd.workers.loan import Loan, LoanAhead
 from rlhf_spmd.workers.objective import (
     MASK,
-    ROW_INPUTS,
     Objective,
     Rows,
     Totals,
     as_objectives,
+    learnt_rows,
     log_prob_differences,
     model_outputs,
     model_tokens,
@@ -256,7 +256,7 @@ class ModelWorker(Worker):
         kind="train",
         describe=lambda self, objective, *, mini_batch_size=None, epochs=1: Signature(
             f"update_{self.name}",
-            tuple(Stream((*ROW_INPUTS, *one.reads), one.keep_groups) for one in as_objectives(objective)),
+            tuple(Stream(one.inputs, one.keep_groups) for one in as_objectives(objective)),
             mini_batch_size=mini_batch_size,
             epochs=epochs,
         ),
@@ -285,7 +285,8 @@ class ModelWorker(Worker):
         if not self.engine.weights_finite():
             raise FloatingPointError(f"the weights of {self.name} are not finite after its update; {self._remedy()}")
         named = [{name if "/" in name else f"{self.name}/{name}": x for name, x in report.items()} for report in reports]
-        having = {name: [report[name] for report in named if name in report] for name in named[0]}
+        names = dict.fromkeys(name for report in named for name in report)
+        having = {name: [report[name] for report in named if name in report] for name in names}
         means = {name: sum(values) / len(values) for name, values in having.items()}
         if (kl := f"{self.name}/ppo_kl") in named[0]:
             means[f"{kl}_first"] = named[0][kl]
@@ -298,10 +299,11 @@ class ModelWorker(Worker):
         with grad_norm and lr. ``differences`` receives those of the rollout's log-probs from these, where they should be none."""
         stats: dict[str, Tensor] = {}
         for batch, objective in zip(batches, objectives, strict=True):
-            _, packed, totals = self.micro_batches(batch, objective.keep_groups)
+            _, packed, totals = self.micro_batches(learnt_rows(batch, objective.only), objective.keep_groups)
             if totals.rows:  # of a stream that is shorter than the others this mini-batch may have none
                 loss = functools.partial(_loss, objective, totals, differences if objective is objectives[0] else None)
-                for name, value in self.engine.forward_backward(packed, loss).items():
+                told = self.engine.forward_backward(packed, loss)
+                for name, value in told.items() if totals.tokens else ():  # where no row is learnt there is nothing to tell
                     stats[name] = stats[name] + value if name in stats else value
         if all(objective.names_loss for objective in objectives):
             stats.pop("loss", None)
@@ -315,9 +317,7 @@ class ModelWorker(Worker):
 
     @register(
         THREE_D,
-        describe=lambda self, objective: Signature(
-            f"evaluate_{self.name}", (Stream((*ROW_INPUTS, *objective.reads), objective.keep_groups),)
-        ),
+        describe=lambda self, objective: Signature(f"evaluate_{self.name}", (Stream(objective.inputs, objective.keep_groups),)),
     )
     def evaluate(self, batch: Batch, objective: Objective) -> dict[str, float]:
         """The objective's loss and statistics without learning: of each the share of this replica's rows, times the number of all;
@@ -325,7 +325,7 @@ class ModelWorker(Worker):
 
         Collective over the pool: every rank of it must call, in program order.
         """
-        _, packed, totals = self.micro_batches(batch, objective.keep_groups)
+        _, packed, totals = self.micro_batches(learnt_rows(batch, objective.only), objective.keep_groups)
         loss = functools.partial(_loss, replace(objective, weight=1.0), totals, None)
         sums: dict[str, float] = {"rows": len(batch)}
         for value, told in filter(None, self.engine.forward(packed, loss)):
@@ -348,5 +348,6 @@ def _loss(
     fields |= {name: take_field(micro.extra, name, device) for name, device in devices.items()}
     if differences is not None and "old_log_probs" in fields:
         differences.append((fields["log_probs"].detach() - fields["old_log_probs"]).abs())
-    value, told = objective.evaluate(fields, Rows.of(micro.extra), totals)
+    some = replace(totals, tokens=max(totals.tokens, 1))  # where no row is learnt the loss is 0
+    value, told = objective.evaluate(fields, Rows.of(micro.extra), some)
     return value * objective.weight, told

@@ -68,7 +68,7 @@ class Objective:
     ``log_probs``, ``entropy`` and ``values`` [tokens], at ``temperature``, and ``row_values`` [rows], the value head at a row's last
     token. ``keep_groups``: the rows of one group come in one micro-batch. ``weight``: of the loss, among several. ``on_cpu``: of
     ``reads``, those that stay on the CPU. ``names_loss``: the loss is a statistic of its own name already, so that an update does not
-    report it as ``<role>/loss``.
+    report it as ``<role>/loss``. ``only``: a field, bool [rows], of the rows that are learnt: an update counts no tokens of the others.
     """
 
     loss: Loss
@@ -79,6 +79,12 @@ class Objective:
     weight: float = 1.0
     on_cpu: tuple[str, ...] = ()
     names_loss: bool = False
+    only: str | None = None
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """What an update needs of a row."""
+        return (*ROW_INPUTS, *self.reads, *([] if self.only is None else [self.only]))
 
     def evaluate(self, fields: dict[str, Tensor], rows: Rows, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
         """What ``loss`` gives. Raises TypeError where that is something else."""
@@ -98,7 +104,7 @@ def as_objectives(given: Objective | Sequence[Objective]) -> list[Objective]:
 def joint(*objectives: Objective) -> Objective:
     """One objective on one forward pass for several on the same rows: the sum of their weighted losses."""
     first = objectives[0]
-    assert all((one.temperature, one.keep_groups) == (first.temperature, first.keep_groups) for one in objectives), "one pass"
+    assert len({(one.temperature, one.keep_groups, one.only) for one in objectives}) == 1, "one pass"
 
     def loss(fields: dict[str, Tensor], rows: Rows, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
         parts = [(one.weight, *one.evaluate(fields, rows, totals)) for one in objectives]
@@ -107,7 +113,7 @@ def joint(*objectives: Objective) -> Objective:
 
     keys = "reads", "model", "on_cpu"
     reads, model, on_cpu = (tuple(dict.fromkeys(sum((getattr(one, key) for one in objectives), ()))) for key in keys)
-    return Objective(loss, reads, model, first.temperature, first.keep_groups, on_cpu=on_cpu)
+    return Objective(loss, reads, model, first.temperature, first.keep_groups, on_cpu=on_cpu, only=first.only)
 
 
 def model_outputs(objective: Objective, decoder: Decoder, hidden: Tensor, micro: Packed) -> dict[str, Tensor]:
@@ -160,6 +166,16 @@ def pack_rows(batch: Batch, device: torch.device, least: float = 0.0) -> Packed:
     lengths, at = batch["prompt_ids"].lengths + batch["response_ids"].lengths, torch.cat(places)
     tokens, shares = ragged(parts, torch.int64).values, len(at) - num_tokens > least * len(at)
     return Packed(on_device(tokens if shares else tokens[at], device), lengths, batch, at if shares else None)
+
+
+def learnt_rows(batch: Batch, only: str | None) -> Batch:
+    """``batch``, where it has ``only``, bool [rows], false, without response tokens of the model."""
+    if only is None or not len(batch) or bool(batch[only].all()):
+        return batch
+    lengths = batch["response_ids"].lengths
+    mask = torch.repeat_interleave(batch[only].bool(), lengths)
+    mask = mask & batch[MASK].values if MASK in batch else mask
+    return batch.union(batch.with_fields(**{MASK: Ragged(mask, lengths)}))
 
 
 def model_tokens(batch: Batch) -> Tensor:

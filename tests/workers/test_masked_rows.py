@@ -1,0 +1,84 @@
+"""Responses that were cut teach nothing where that is asked: losses, gradients and means are those without their tokens."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rlhf_spmd.algorithms.policy import PolicyConfig, clipped_policy
+from rlhf_spmd.algorithms.ppo import Config as PPOConfig
+from rlhf_spmd.algorithms.values import clipped_value
+from rlhf_spmd.data.batch import Batch, Ragged, ragged
+from rlhf_spmd.generation.config import SamplingConfig
+from rlhf_spmd.parallel.world import Launch, World, connect_store
+from rlhf_spmd.workers.objective import MASK, joint, learnt_rows
+from role_workers import batch_of, build
+
+LENGTHS = [(3, 5), (7, 2), (2, 9), (6, 6)]
+STOPPED = [True, False, True, False]
+KEPT = [0, 2]
+
+
+def rows(stopped: list[bool]) -> Batch:
+    batch = batch_of(LENGTHS, group_size=2)
+    generator, lengths = torch.Generator().manual_seed(1), batch["response_ids"].lengths
+
+    def drawn(shift: float) -> Ragged:
+        return Ragged(torch.randn(int(lengths.sum()), generator=generator) * 0.3 + shift, lengths)
+
+    fields = {
+        "old_log_probs": drawn(-3.0),
+        "advantages": drawn(0.0),
+        "ref_log_prob": drawn(-3.0),
+        "stopped": torch.tensor(stopped),
+    }
+    return batch.union(batch.with_fields(**fields))
+
+
+def updated(batch: Batch, agg: str, masks: bool, groups: int | None = None) -> dict[str, float]:
+    """The report of the actor of the small task, of optimizer steps with so many groups; None: of one step."""
+    world = World(Launch(), torch.device("cpu"), connect_store(Launch()), 60.0)
+    controller, models = build(world)
+    config = PolicyConfig(mask_truncated_completions=masks, loss_agg_mode=agg, use_kl_loss=True, entropy_coeff=0.1)
+    source = controller.source(batch)
+    objective = clipped_policy(config, SamplingConfig(max_response_length=9))
+    report = controller.run(lambda: models.actor.update(source, objective, mini_batch_size=groups))
+    found: dict[str, float] = controller.get(report)[0][0]
+    return found
+
+
+@pytest.mark.parametrize(("agg", "share"), [("token-mean", 1.0), ("seq-mean-token-mean", 0.5), ("seq-mean-token-sum", 0.5)])
+def test_the_update_is_that_without_the_rows_that_were_cut(agg: str, share: float) -> None:
+    """Of modes that divide by rows, all of a mini-batch count, as in TRL."""
+    masked, without = updated(rows(STOPPED), agg, True), updated(rows(STOPPED).take(KEPT), agg, False)
+    assert updated(rows(STOPPED), agg, False)["actor/grad_norm"] != pytest.approx(without["actor/grad_norm"], rel=1e-3)
+    for name in ("actor/grad_norm", "actor/pg_loss", "actor/kl_loss"):
+        assert masked[name] == pytest.approx(share * without[name], rel=1e-5), name
+    assert masked["actor/entropy"] == pytest.approx(without["actor/entropy"], rel=1e-5), "a mean over the tokens that count"
+
+
+def test_a_step_of_cut_rows_alone_changes_nothing() -> None:
+    told = updated(rows([False] * 4), "token-mean", True)
+    assert told["actor/grad_norm"] == 0.0 and told.keys() == {"actor/grad_norm", "actor/lr"}
+
+
+def test_a_step_of_cut_rows_alone_dilutes_no_mean() -> None:
+    """Entropy of weights that hardly change, as a mean over two steps of which one has nothing to learn."""
+    told = updated(rows([True, True, False, False]), "token-mean", True, groups=1)
+    alone = updated(rows([True] * 4).take([0, 1]), "token-mean", False)
+    assert told["actor/entropy"] == pytest.approx(alone["actor/entropy"], rel=1e-2)
+
+
+def test_the_mask_of_an_environment_stays() -> None:
+    batch = batch_of([(1, 2), (1, 3)])
+    mask = ragged([[True, False], [False, True, True]], torch.bool)
+    for stopped, wanted in (([True, True], mask.values.tolist()), ([True, False], [True, False, False, False, False])):
+        given = batch.union(batch.with_fields(**{MASK: mask, "stopped": torch.tensor(stopped)}))
+        assert learnt_rows(given, "stopped")[MASK].values.tolist() == wanted
+
+
+def test_the_critic_learns_from_the_same_rows() -> None:
+    config = PPOConfig(mask_truncated_completions=True)
+    both = joint(clipped_policy(config, SamplingConfig()), clipped_value(config))
+    assert both.only == "stopped" and "stopped" in both.inputs and "stopped" not in both.reads
+    assert clipped_value(PPOConfig()).only is None
