@@ -28,11 +28,12 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rlhf_spmd.config.bounds import idle_settings
 from rlhf_spmd.config.foreign import foreign_names
-from rlhf_spmd.config.load import sections_of
+from rlhf_spmd.config.load import read_file, sections_of
 from rlhf_spmd.config.registry import find
-from rlhf_spmd.config.schema import ConfigError, Reader
+from rlhf_spmd.config.schema import SWITCH, ConfigError, Reader
 from rlhf_spmd.config.shell_script import last_command
 from rlhf_spmd.config.verl_sft import is_sft, sft_settings
+from rlhf_spmd.config.written import Plain, resolve
 from rlhf_spmd.data.prompts import DataConfig
 from rlhf_spmd.parallel.output import let_readers_go
 from rlhf_spmd.telemetry.logger import PACKAGES
@@ -123,6 +124,15 @@ def value_of(text: str) -> Any:
     return {"true": True, "false": False, "null": None, "none": None}.get(text.lower(), text)
 
 
+def switched(tree: Any) -> Any:
+    """``yes`` and ``off`` as verl reads them: what it is, where no type says so."""
+    if isinstance(tree, dict):
+        return {key: switched(value) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return list(map(switched, tree))
+    return SWITCH.get(tree.lower(), tree) if isinstance(tree, Plain) and tree.isalpha() else tree
+
+
 def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
     if not isinstance(tree, dict):
         return {prefix.rstrip("."): tree}
@@ -141,11 +151,9 @@ def read(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
     given = {key.lstrip("+"): value_of(value) for key, _, value in (word.partition("=") for word in words)}
     if is_tree:
         try:
-            tree = OmegaConf.load(path)
-            if not OmegaConf.is_dict(tree) or not tree:
-                raise Refused(
-                    f"{path}: must hold verl's settings (section: key: value), and is {'a list' if tree else 'empty'}"
-                )
+            tree = OmegaConf.create(resolve(switched(read_file(path, "verl's configuration"))))
+            if not tree:
+                raise Refused(f"{path}: must hold verl's settings (section: key: value), and is empty")
             for key, value in given.items():
                 OmegaConf.update(tree, key, value)
             given = flatten(OmegaConf.to_container(tree, resolve=True))

@@ -183,8 +183,8 @@ BROKEN = [
     ("run.sh", SCRIPT, "data.seed", "'data.seed' is no override; give key=value"),
     ("a.yaml", "data: {seed: 1}", "data.seed", "'data.seed' is no override; give key=value"),
     ("a.yaml", "", "data.seed=1", "must hold verl's settings (section: key: value), and is empty"),
-    ("a.yaml", "- data\n- trainer", "data.seed=1", "must hold verl's settings (section: key: value), and is a list"),
-    ("a.yaml", "data: {seed: 1", "data.seed=1", "line 1"),
+    ("a.yaml", "- data\n- trainer", "data.seed=1", "a.yaml' must hold a mapping (key: value), not a list"),
+    ("a.yaml", "data: {seed: 1", "data.seed=1", "a.yaml':1 is not valid YAML"),
     ("a.yaml", "trainer: {test_freq: often}", "data.seed=1", "trainer.test_freq=often must be a number"),
     ("a.yaml", "algorithm: {adv_estimator: [grpo]}", "data.seed=1", "algorithm.adv_estimator=['grpo']"),
     (
@@ -238,6 +238,20 @@ def test_a_yaml(tmp_path: Path) -> None:
     config = read_config(str(tmp_path / "mine.yaml"), [])[0]
     assert (config.run.steps, config.sampling.temperature, config.data.train_batch_size) == (9, 0.7, 1024)
     assert "--nnodes 3" in written
+
+
+def test_text_of_a_yaml_stays_what_was_written(tmp_path: Path) -> None:
+    """YAML 1.1 has 750 for 12:30 and 202401 for 2024_01; a switch is what verl reads."""
+    (tmp_path / "verl.yaml").write_text(
+        "algorithm: {adv_estimator: grpo}\nactor_rollout_ref: {model: {path: /m}, actor: {use_kl_loss: yes, optim: {lr: 1e-6}}}\n"
+        "data: {train_files: /d.parquet}\ntrainer: {experiment_name: 12:30, project_name: 2024_01, nnodes: 1}\n"
+    )
+    code, written, said = run_script(str(tmp_path / "verl.yaml"))
+    assert code == 0, said
+    (tmp_path / "mine.yaml").write_text(written)
+    config = read_config(str(tmp_path / "mine.yaml"), [])[0]
+    assert (config.run.name, config.logger.project) == ("12:30", "2024_01")
+    assert config.algorithm.use_kl_loss is True and config.models["actor"].optim.lr == 1e-6
 
 
 def test_a_script_that_trains_by_examples(tmp_path: Path) -> None:
