@@ -358,3 +358,10 @@ def test_a_letter_that_is_called_the_answer(response: str, right: float) -> None
 )
 def test_a_marked_number_that_goes_on_is_no_answer(response: str) -> None:
     assert gsm8k.score(response, "5") == 0.0 and gsm8k.score("#### 5.", "5") == 1.0
+
+
+def test_a_schema_given_as_text_is_refused_in_one_line():
+    pytest.importorskip("jsonschema")
+    for text, why in (('{"a": ', "is no JSON schema: Expecting value"), ("[" * 200 + "]" * 200, "nested more than 100 levels")):
+        with pytest.raises(ValueError, match=why):
+            json_schema.check("reward.kwargs", text)

@@ -7,6 +7,8 @@ import json
 import re
 from typing import Any
 
+from rlhf_spmd.config.json_input import parse_json
+
 _FENCE = re.compile(r"```(?:json)?\s*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 
 
@@ -24,7 +26,7 @@ def _validator(schema: Any, where: str) -> Any:
     from referencing import Registry
 
     try:
-        schema = json.loads(schema) if isinstance(schema, str) else schema
+        schema = parse_json(schema) if isinstance(schema, str) else schema
         kind = validator_for(schema)
         kind.check_schema(schema)
     except (ValueError, TypeError, SchemaError) as error:
