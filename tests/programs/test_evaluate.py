@@ -83,7 +83,7 @@ def test_results_are_those_of_the_rows_in_every_layout(model: Path, tmp_path: Pa
     lost = [row for row in written if row["id"] == "p6"]
     assert len(lost) == K and all("the prompt has 70 tokens, the model's context 64" in row["error"] for row in lost)
     assert all(row["score"] == 0 for row in lost) and results["first/num_unanswered"] == 1
-    assert "1 prompt(s) not answered" in printed.err
+    assert "1 prompt not answered" in printed.err
     lines = [line.split() for line in printed.out.splitlines()]
     assert lines[0][:3] == ["set", "n", "mean@1"] and [line[0] for line in lines[1:4]] == ["long", "long/even", "long/odd"]
 

@@ -300,4 +300,4 @@ def test_a_prompt_without_room_is_a_row_with_an_error(model: Path, tmp_path: Pat
     assert all(row["error"].endswith("in.jsonl:1: the prompt has 70 tokens, the model's context 64") for row in written[:2])
     assert written[0]["response_ids"] == [] and written[0]["text"] is None
     assert written[2]["prompt"] == "abc" and written[2]["answer"] == "d" and "error" not in written[2]
-    assert "1 prompt(s) not answered, the first: " in capsys.readouterr().err
+    assert "1 prompt not answered, the first: " in capsys.readouterr().err

@@ -48,6 +48,11 @@ def printable(text: str) -> str:
     return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in text)
 
 
+def counted(number: int, noun: str) -> str:
+    """``1 rank``, ``2 ranks``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def nearest(name: str, known: Sequence[str]) -> str:
     """``; did you mean 'x'?`` or the empty string."""
     found = difflib.get_close_matches(name, known, n=1, cutoff=NEAR)

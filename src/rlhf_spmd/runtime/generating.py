@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from rlhf_spmd.checkpoint.save import RoleState
+from rlhf_spmd.config.schema import counted
 from rlhf_spmd.data.tokenizer import decoding
 from rlhf_spmd.generation import CallLimits, Completion, GenerationConfig, Generator, Request, SamplingConfig
 from rlhf_spmd.generation.backends import choose_backend
@@ -54,7 +55,7 @@ def check_cache(spec: ModelSpec, layout: Layout, generation: GenerationConfig, m
     there = total_bytes(device, launch.local_rank, launch.local_size)
     if needed > there:
         raise ValueError(
-            f"generation.num_pages={generation.num_pages} and page_size={generation.page_size}: {pages} page(s) take "
+            f"generation.num_pages={generation.num_pages} and page_size={generation.page_size}: {counted(pages, 'page')} need "
             f"{needed / 2**30:.1f} GiB on a rank, whose device has {there / 2**30:.1f}; lower them"
         )
 

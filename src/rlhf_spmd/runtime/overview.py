@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.distributed import HashStore
 
+from rlhf_spmd.config.schema import counted
 from rlhf_spmd.data.prompts import PromptDataset
 from rlhf_spmd.generation.backends import choose_backend
 from rlhf_spmd.kernels import can, choose_ops, model_device
@@ -38,10 +39,10 @@ def describe(ready: Any, world: World) -> str:
     trained = " and ".join(_with_size(role, plan) for role, plan in ready.plans.items() if plan.trained)
     rows = ", ".join(data.summary() for data in ready.training.values())
     names = ", generation ".join(dict.fromkeys(_attention(ready, device)))
-    threads = f", {_counted(config.run.threads, 'thread')}{' each' * (world.size > 1)}" if can(device).exact else ""
+    threads = f", {counted(config.run.threads, 'thread')}{' each' * (world.size > 1)}" if can(device).exact else ""
     lines = [
         f"{config.run.name}: {config.algorithm.name} trains {trained} on {rows}",
-        f"{_counted(world.size, 'rank')} on {device.type}{threads}, attention {names}",
+        f"{counted(world.size, 'rank')} on {device.type}{threads}, attention {names}",
         f"layout: {'; '.join(_layouts(ready.plans, world.size))}",
     ]
     recomputed = f", activation_checkpointing auto: {ready.checkpointing}" if ready.checkpointing != "none" else ""
@@ -68,10 +69,6 @@ def describe_roles(ready: Any, launch: Launch) -> str:
             delta = ", delta" if plan.config.calls[method].delta else ""
             lines.append(f"    {method} on pool {call.pool}, {call.shape.layout}{delta}")
     return "\n".join(lines)
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _with_size(role: str, plan: RolePlan) -> str:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from rlhf_spmd.config.load import to_dict
+from rlhf_spmd.config.schema import counted
 from rlhf_spmd.data.encoding import check_ids
 from rlhf_spmd.data.files import DataError, Row
 from rlhf_spmd.data.prompts import QuestionsConfig, encode_prompts, response_limits, reward_row
@@ -201,11 +202,12 @@ def answer(
         num_tokens = sum(row["length"] for _, row in gathered)
         seconds = time.perf_counter() - loaded
         missing = sum(len(s.errors) for s in ready.sets)
-        said = f"{len(gathered)} responses, {num_tokens} tokens in {seconds:.1f} s ({num_tokens / seconds:.0f} tokens/s; "
-        said += f"{loaded - started:.1f} s to load) on {ready.layout}, {config.threads} thread(s), attention {backend}: {config.out}"
+        said = f"{counted(len(gathered), 'response')}, {counted(num_tokens, 'token')} in {seconds:.1f} s "
+        said += f"({num_tokens / seconds:.0f} tokens/s; {loaded - started:.1f} s to load) on {ready.layout}, "
+        said += f"{counted(config.threads, 'thread')}, attention {backend}: {config.out}"
         said += f"; {before} of them were there from an earlier start" if before else ""
         first = next((error for s in ready.sets for error in s.errors.values()), "")
-        said += f"; {missing} prompt(s) not answered, the first: {first}" if missing else ""
+        said += f"; {counted(missing, 'prompt')} not answered, the first: {first}" if missing else ""
     world.all.barrier("generate:written")
     if world.rank == 0:
         ready.journal.remove()

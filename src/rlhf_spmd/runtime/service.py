@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from rlhf_spmd.config.schema import counted
 from rlhf_spmd.data.tokenizer import UNFINISHED, added_ids, decode, prompt_texts, token_bytes
 from rlhf_spmd.generation import CallLimits, Request
 from rlhf_spmd.generation.sequence import NotFinite, Row
@@ -155,7 +156,7 @@ class Service:
             return "on"
         if self.state == "on":
             self.end_by = time.monotonic() + END_S
-            under_way = f"{len(self.running)} request(s) under way are answered within {END_S:.0f} s"
+            under_way = f"{counted(len(self.running), 'request')} under way can be answered within {END_S:.0f} s"
             print(f"ending: {under_way}, others are refused", file=sys.stderr, flush=True)
         return "ending" if self.running and time.monotonic() < self.end_by else "over"
 
