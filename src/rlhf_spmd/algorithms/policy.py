@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
 from rlhf_spmd.algorithms.base import RolloutConfig
-from rlhf_spmd.algorithms.own import PolicyLoss, is_own, own_loss
+from rlhf_spmd.algorithms.own import is_own, own_loss
 from rlhf_spmd.config.bounds import check_bounds
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.objectives.kl import check_kl_kind, kl_penalty
@@ -126,7 +126,7 @@ class PolicyConfig(RolloutConfig):
 class LossMode(NamedTuple):
     """``loss``: of (config, log_prob, old_log_prob, advantages, lengths). ``keys`` of the configuration that it reads."""
 
-    loss: PolicyLoss
+    loss: Callable[[PolicyConfig, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
     keys: tuple[str, ...]
     agg_modes: tuple[str, ...] = LOSS_AGG_MODES
 
