@@ -55,8 +55,8 @@ def check_cache(spec: ModelSpec, layout: Layout, generation: GenerationConfig, m
     there = total_bytes(device, launch.local_rank, launch.local_size)
     if needed > there:
         raise ValueError(
-            f"generation.num_pages={generation.num_pages} and page_size={generation.page_size}: {counted(pages, 'page')} need "
-            f"{needed / 2**30:.1f} GiB on a rank, whose device has {there / 2**30:.1f}; lower them"
+            f"generation.num_pages={generation.num_pages} and page_size={generation.page_size}: a rank needs "
+            f"{needed / 2**30:.1f} GiB for {counted(pages, 'page')}, and its device has {there / 2**30:.1f}; lower them"
         )
 
 
