@@ -15,7 +15,6 @@ from types import MappingProxyType, ModuleType
 from typing import Any
 
 import torch
-from torch.distributed import HashStore
 
 from rlhf_spmd import notebook
 from rlhf_spmd.algorithms.base import AlgorithmConfig, move_reference
@@ -34,7 +33,7 @@ from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.kernels import model_device
 from rlhf_spmd.parallel.command_line import read_command_line
 from rlhf_spmd.parallel.program import ProgramContext, ProgramSettings, run_program
-from rlhf_spmd.parallel.world import Launch, World
+from rlhf_spmd.parallel.world import Launch, World, lone_store
 from rlhf_spmd.planner.placement import AUTO, PlacementConfig
 from rlhf_spmd.rewards.config import RewardConfig, named_rewards, reward_key
 from rlhf_spmd.runtime import checks, outline, roles
@@ -303,7 +302,7 @@ def trace(ready: Prepared) -> Graph:
     last = ready.config.run.steps
     assert last is not None, "checks.check_duration has seen to it"
     size = 1 + max(pool.ranks[-1] for plan in ready.plans.values() for pool in plan.pools)
-    world = World(Launch(rank=size, size=size + 1), torch.device("cpu"), HashStore(), timeout_s=1.0)
+    world = World(Launch(rank=size, size=size + 1), torch.device("cpu"), lone_store(), timeout_s=1.0)
     controller = Controller(world.all)
     models, data = roles.build_models(ready.plans, build_settings(ready, controller, world)), build_data(ready, controller)
     try:

@@ -469,4 +469,5 @@ def test_the_tools_of_the_document_run(tmp_path: Path, monkeypatch: pytest.Monke
     assert ask("search", topic="Nile").startswith("error: TypeError:")
     assert ask("python", code="print(6650 - 1230)") == "5420\n"
     assert "ZeroDivisionError" in ask("python", code="1 / 0")
-    assert re.search(r"more than 5\.0 s of CPU|had not ended after", ask("python", code="while True: pass"))  # the latter if busy
+    endless = ask("python", code="while True: pass")
+    assert "more than 5.0 s of CPU" in endless or "had not ended after" in endless, "the latter on a busy machine"

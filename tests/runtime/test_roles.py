@@ -113,7 +113,8 @@ def test_a_reward_that_fails_in_every_call_of_the_first_step_ends_the_run(tmp_pa
     found = run_ranks(2, ends_with, str(task() / "ppo.json"), overrides)
     ranks.close_pool(2)  # its ranks ended inside a step
     line = "reward.function 'outside.rewards:always_fails' failed in 16 of 16 calls of the first step; first error: row 0: TypeError: "
-    assert found == [f"{line}'good', a str, is not a number: a score is a float, an int or a bool, or None where there is none"] * 2
+    line += "'good', a str, is not a number: a score is a float, an int or a bool, or None where there is none"
+    assert found == [line] * 2
 
 
 def test_two_named_rewards_side_by_side(tmp_path: Path) -> None:

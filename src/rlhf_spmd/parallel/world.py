@@ -82,12 +82,17 @@ def start_limit(launch: Launch) -> float:
     return START_S if launch.local_size == launch.size else START_NODES_S
 
 
+def lone_store() -> dist.Store:
+    """A key-value store that only this process sees."""
+    return dist.HashStore()
+
+
 def connect_store(launch: Launch, timeout_s: float | None = None) -> dist.Store:
     """The key-value store that all ranks share before and beside any process group (torchrun hosts it). Raises ValueError where the
     launcher has not said where it is, ConnectionError where nothing answers as a store there within ``timeout_s``, by default
     :func:`start_limit`."""
     if launch.size == 1 and not {"RANK", JOB_KEY} <= os.environ.keys():  # nobody else listens
-        return dist.HashStore()
+        return lone_store()
     if missing := [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
         are = "are" if len(missing) > 1 else "is"
         raise ValueError(

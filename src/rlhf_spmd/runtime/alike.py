@@ -48,7 +48,9 @@ def file_digests(config: Any) -> dict[str, str]:
 def _named_files(text: str) -> Iterator[Path]:
     """The file that ``file.py:function``, ``package.module:function`` of a module that is not this package's, or a path names."""
     name, function = split_name(text)
-    if not (function or re.search(r"/|\.[a-zA-Z]", name)):  # most settings are no path: a thousand ranks need not ask the file system
+    if not (
+        function or re.search(r"/|\.[a-zA-Z]", name)
+    ):  # most settings are no path: a thousand ranks need not ask the file system
         return
     module = sys.modules.get(name) if (function or "." in name) and not name.startswith("rlhf_spmd.") else None
     path = Path(str(getattr(module, "__file__", None) or name)).expanduser()

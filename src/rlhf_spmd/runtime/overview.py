@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed import HashStore
 
 from rlhf_spmd.config.schema import counted
 from rlhf_spmd.data.prompts import PromptDataset
 from rlhf_spmd.generation.backends import choose_backend
 from rlhf_spmd.kernels import can, choose_ops, model_device
 from rlhf_spmd.parallel.layout import GenerationLayout, Layout
-from rlhf_spmd.parallel.world import Launch, World
+from rlhf_spmd.parallel.world import Launch, World, lone_store
 from rlhf_spmd.planner.placement import PlacementConfig
 from rlhf_spmd.planner.shape import shape_of
 from rlhf_spmd.rewards.config import reward_key
@@ -52,7 +51,7 @@ def describe(ready: Any, world: World) -> str:
 
 def describe_roles(ready: Any, launch: Launch) -> str:
     """:func:`describe`, and where every role and every call of it is, for a run that is not started."""
-    world = World(launch, model_device(), HashStore(), 0.0)
+    world = World(launch, model_device(), lone_store(), 0.0)
     placement, usual = ready.config.placement, PlacementConfig()
     products = f"float32 products '{torch.get_float32_matmul_precision()}'"
     lines = [describe(ready, world), *([f"  {products}"] if can(world.device).exact else [])]
