@@ -1,8 +1,8 @@
 // Causal attention of packed sequences and over a paged cache, by the same inner routines.
 //
-// For one query of one head: each score is a chain of fused multiply-adds over head_dim; the softmax runs over vectors of 16 keys
+// For one query of one head: each score is a chain of fused multiply-adds over head_dim; the softmax runs over vectors of W keys
 // that are aligned to the key's position; the output is, per dimension, one chain over the keys (two, of even and odd positions,
-// where head_dim is at most 32), starting from 0. Nothing of that depends on the other queries, on pages or on threads, so the
+// where head_dim is at most TWO_CHAINS), starting from 0. Nothing of that depends on the other queries, on pages or on threads, so the
 // two give the same bits. Up to ROWS queries (tokens by heads of a group) share the loads of keys and values.
 //
 // Keys lie transposed, [head_dim][keys]: vectors run over keys without horizontal sums. fp32 arithmetic for bf16 storage.
@@ -11,12 +11,18 @@
 namespace {
 
 constexpr int ROWS = 6;
+constexpr i64 TWO_CHAINS = REGISTERS == 32 ? 2 * W : W;
+
+// Vectors that R rows multiply at a time: the sums fit into the registers, and of one row are enough to hide the latency.
+template <int R> constexpr int ACROSS = REGISTERS == 32 ? 4 : R == 1 ? 8 : R == 2 ? 4 : 2;
+constexpr int narrower(int vectors) { return REGISTERS == 32 ? 1 : vectors / 2; }
 
 struct Rule {
   i64 dim, group;
   float scale, softcap;  // softcap 0: none
   i64 window;            // 0: none
   i64 padded() const { return (dim + W - 1) / W * W; }
+  i64 chains() const { return padded() <= TWO_CHAINS ? 2 : 1; }
   i64 first_key(i64 position) const { return window && position >= window ? position - window + 1 : 0; }
 };
 
@@ -33,6 +39,7 @@ struct Ahead {
     if (offset) __builtin_prefetch((const char*)at + offset, 0, 2);
   }
 };
+template <class T> constexpr int LINE = 64 / (W * (int)sizeof(T));  // vectors
 
 template <int R, int V, class T>
 void multiply_keys(const float* q, i64 q_stride, i64 dim, const T* k, i64 k_stride, float* s, i64 s_stride, Ahead ahead) {
@@ -40,7 +47,7 @@ void multiply_keys(const float* q, i64 q_stride, i64 dim, const T* k, i64 k_stri
   for (i64 d = 0; d < dim; d++) {
     vf keys[V];
     for (int v = 0; v < V; v++) keys[v] = load(k + d * k_stride + v * W);
-    for (int v = 0; v < V; v += (int)(4 / sizeof(T))) ahead.fetch(k + d * k_stride + v * W);
+    for (int v = 0; v < V; v += LINE<T>) ahead.fetch(k + d * k_stride + v * W);
     for (int r = 0; r < R; r++) {
       vf one = set1(q[r * q_stride + d]);
       for (int v = 0; v < V; v++) acc[r][v] = fma(one, keys[v], acc[r][v]);
@@ -50,15 +57,20 @@ void multiply_keys(const float* q, i64 q_stride, i64 dim, const T* k, i64 k_stri
     for (int v = 0; v < V; v++) store(s + r * s_stride + v * W, acc[r][v]);
 }
 
+template <int R, int V, class T>
+void scores_across(const float* q, i64 q_stride, i64 dim, const Run<T>& run, i64 begin, i64 end, float* s, i64 s_stride, Ahead ahead) {
+  for (; begin + (V > 1 ? V * W : 1) <= end; begin += V * W)
+    multiply_keys<R, V>(q, q_stride, dim, run.k + begin, run.k_stride, s + begin, s_stride, ahead);
+  if constexpr (V > 1) scores_across<R, narrower(V)>(q, q_stride, dim, run, begin, end, s, s_stride, ahead);
+}
+
 template <int R, class T>
 void scores(int rows, const float* q, i64 q_stride, i64 dim, const Run<T>& run, i64 begin, i64 end, float* s, i64 s_stride,
             Ahead ahead = {}) {
   if constexpr (R > 1) {
     if (rows < R) return scores<R - 1>(rows, q, q_stride, dim, run, begin, end, s, s_stride, ahead);
   }
-  i64 at = begin;
-  for (; at + 4 * W <= end; at += 4 * W) multiply_keys<R, 4>(q, q_stride, dim, run.k + at, run.k_stride, s + at, s_stride, ahead);
-  for (; at < end; at += W) multiply_keys<R, 1>(q, q_stride, dim, run.k + at, run.k_stride, s + at, s_stride, ahead);
+  scores_across<R, ACROSS<R>>(q, q_stride, dim, run, begin, end, s, s_stride, ahead);
 }
 
 // acc[R][V][C] += p v over the run's keys begin .. end - 1, key j to chain j % C
@@ -73,7 +85,7 @@ void multiply_values(const float* p, i64 p_stride, const Run<T>& run, i64 begin,
     constexpr int c = decltype(chain)::value;
     vf values[V];
     for (int v = 0; v < V; v++) values[v] = load(run.v + j * run.v_stride + dim_at + v * W);
-    for (int v = 0; v < V; v += (int)(4 / sizeof(T))) ahead.fetch(run.v + j * run.v_stride + dim_at + v * W);
+    for (int v = 0; v < V; v += LINE<T>) ahead.fetch(run.v + j * run.v_stride + dim_at + v * W);
     for (int r = 0; r < R; r++) {
       vf one = set1(p[r * p_stride + j]);
       for (int v = 0; v < V; v++) a[r][v][c] = fma(one, values[v], a[r][v][c]);
@@ -93,6 +105,13 @@ void multiply_values(const float* p, i64 p_stride, const Run<T>& run, i64 begin,
       for (int c = 0; c < C; c++) store(acc + r * acc_stride + (v * C + c) * W, a[r][v][c]);
 }
 
+template <int R, int V, class T>
+void values_across(const float* p, i64 p_stride, const Run<T>& run, i64 begin, i64 end, i64 d, i64 padded, float* acc, i64 acc_stride,
+                   Ahead ahead) {
+  for (; d + V * W <= padded; d += V * W) multiply_values<R, V, 1>(p, p_stride, run, begin, end, d, acc + d, acc_stride, ahead);
+  if constexpr (V > 1) values_across<R, narrower(V)>(p, p_stride, run, begin, end, d, padded, acc, acc_stride, ahead);
+}
+
 template <int R, class T>
 void values(int rows, const float* p, i64 p_stride, const Run<T>& run, i64 begin, i64 end, i64 padded, float* acc, i64 acc_stride,
             Ahead ahead = {}) {
@@ -100,19 +119,18 @@ void values(int rows, const float* p, i64 p_stride, const Run<T>& run, i64 begin
     if (rows < R) return values<R - 1>(rows, p, p_stride, run, begin, end, padded, acc, acc_stride, ahead);
   }
   if (padded == W) return multiply_values<R, 1, 2>(p, p_stride, run, begin, end, 0, acc, acc_stride, ahead);
-  if (padded == 2 * W) return multiply_values<R, 2, 2>(p, p_stride, run, begin, end, 0, acc, acc_stride, ahead);
-  i64 d = 0;
-  for (; d + 4 * W <= padded; d += 4 * W) multiply_values<R, 4, 1>(p, p_stride, run, begin, end, d, acc + d, acc_stride, ahead);
-  for (; d < padded; d += W) multiply_values<R, 1, 1>(p, p_stride, run, begin, end, d, acc + d, acc_stride, ahead);
+  if constexpr (TWO_CHAINS == 2 * W) {
+    if (padded == 2 * W) return multiply_values<R, 2, 2>(p, p_stride, run, begin, end, 0, acc, acc_stride, ahead);
+  }
+  values_across<R, ACROSS<R>>(p, p_stride, run, begin, end, 0, padded, acc, acc_stride, ahead);
 }
 
-// Scores s[j], j relative to a multiple of 16, of keys first .. last -> exp(score - largest), zeros around up to ``width``.
+// Scores s[j], j relative to a multiple of W, of keys first .. last -> exp(score - largest), zeros around up to ``width``.
 // Returns the sum; ``peak``: the largest score.
 float softmax(float* s, i64 first, i64 last, i64 width, const Rule& rule, float& peak) {
   const i64 begin = first / W * W, end = last / W * W + W;
   const vf none = set1(-INFINITY);
-  vi lane;
-  for (int i = 0; i < W; i++) lane[i] = i;
+  const vi lane = lanes();
   vf top = none;
   for (i64 at = begin; at < end; at += W) {
     vf x = load(s + at) * rule.scale;
@@ -140,7 +158,7 @@ float softmax(float* s, i64 first, i64 last, i64 width, const Rule& rule, float&
 template <class T, class Runs, class Q>
 void attend(const Q* q, i64 q_stride, i64 start, i64 count, const Runs& runs, const Runs* after, i64 size, const Rule& rule, Q* out,
             i64 out_stride, float* lse, i64 lse_stride) {
-  const i64 dim = rule.dim, padded = rule.padded(), chains = padded <= 2 * W ? 2 : 1, acc_stride = padded * chains;
+  const i64 dim = rule.dim, padded = rule.padded(), chains = rule.chains(), acc_stride = padded * chains;
   const i64 s_stride = (start + count + 8 * W) / W * W;
   float* s = scratch(1, ROWS * (s_stride + dim + acc_stride) + 2 * W);
   float *wide = s + ROWS * s_stride, *acc = wide + ROWS * dim;
@@ -148,7 +166,7 @@ void attend(const Q* q, i64 q_stride, i64 start, i64 count, const Runs& runs, co
     const int rows = (int)(count * rule.group - row < ROWS ? count * rule.group - row : ROWS);
     const i64 first = rule.first_key(start + row / rule.group), last = start + (row + rows - 1) / rule.group;
     const bool few = count * rule.group <= ROWS;
-    const i64 base = first / W * W;  // s[0] is this key; runs may write up to 16 scores before it
+    const i64 base = first / W * W;  // s[0] is this key; runs may write up to W scores before it
     float* at_base = s + W;
     for (int r = 0; r < rows; r++) {
       const Q* from = q + (row + r) / rule.group * q_stride + (row + r) % rule.group * dim;
@@ -194,8 +212,7 @@ template <class Q> void transposed(const Q* from, i64 stride, i64 count, i64 dim
   for (i64 at = 0; at < width; at += W)
     for (i64 d = 0; d < dim; d += W) {
       vf block[W];
-      for (int i = 0; i < W; i++) block[i] = at + i < count ? load_upto(from + (at + i) * stride + d, dim - d) : vf{};
-      transpose(block);
+      load_columns(from + at * stride + d, stride, count - at, dim - d, block);
       for (int i = 0; i < W && d + i < dim; i++) store(to + (d + i) * width + at, block[i]);
     }
 }
@@ -249,20 +266,20 @@ void sum_over_rows(int keys, const float* weights, i64 w_stride, const float* ro
 }
 
 void sum_over_rows(i64 keys, const float* weights, i64 w_stride, const float* rows, i64 padded, i64 count, float* gradients) {
-  for (i64 key = 0; key < keys; key += 12) {
-    const int some = (int)(keys - key < 12 ? keys - key : 12);
+  constexpr int SOME = REGISTERS == 32 ? 12 : 6;
+  for (i64 key = 0; key < keys; key += SOME) {
+    const int some = (int)(keys - key < SOME ? keys - key : SOME);
     i64 d = 0;
     for (; d + 2 * W <= padded; d += 2 * W)
-      sum_over_rows<12, 2>(some, weights + key, w_stride, rows + d, padded, count, gradients + key * padded + d);
+      sum_over_rows<SOME, 2>(some, weights + key, w_stride, rows + d, padded, count, gradients + key * padded + d);
     for (; d < padded; d += W)
-      sum_over_rows<12, 1>(some, weights + key, w_stride, rows + d, padded, count, gradients + key * padded + d);
+      sum_over_rows<SOME, 1>(some, weights + key, w_stride, rows + d, padded, count, gradients + key * padded + d);
   }
 }
 
 // Scores s and gradients of probabilities g of keys 0 .. width - 1 -> probabilities and gradients of the scores before scaling.
 void softmax_backward(float* s, float* g, i64 first, i64 last, i64 width, const Rule& rule, float lse, float delta) {
-  vi lane;
-  for (int i = 0; i < W; i++) lane[i] = i;
+  const vi lane = lanes();
   for (i64 at = 0; at < width; at += W) {
     vf x = load(s + at) * rule.scale, slope = set1(rule.scale);
     if (rule.softcap > 0) {
@@ -284,7 +301,7 @@ template <class Q>
 void backward(const Q* q, const Q* k, const Q* v, Strides stride, i64 count, const Rule& rule, const Q* out, const Q* grad,
               const float* lse, i64 heads, i64 kv_heads, Q* grad_q, Q* grad_k, Q* grad_v) {
   const i64 dim = rule.dim, padded = rule.padded(), width = (count + W - 1) / W * W, group = rule.group, wide = heads * dim;
-  const i64 acc_stride = padded * (padded <= 2 * W ? 2 : 1), s_stride = width + 4 * W;
+  const i64 acc_stride = padded * rule.chains(), s_stride = width + 4 * W;
   float* keys = scratch(2, 2 * dim * width + 3 * width * padded);
   float *vals = keys + dim * width, *rows_k = vals + dim * width, *sum_k = rows_k + width * padded, *sum_v = sum_k + width * padded;
   float* s = scratch(1, TILE * (2 * s_stride + 2 * padded + 2) + ROWS * acc_stride);
@@ -423,7 +440,7 @@ void attend_packed_backward(int half, const void* q, i64 q_stride, const void* k
 }
 
 // Writes k and v of each item's tokens into the pages of its row, then attends over them. cache: [2, kv_heads, num_pages,
-// page_elements] of one layer; keys of a page [dim][page_size rounded up to 16], values [page_size][dim rounded up to 16],
+// page_elements] of one layer; keys of a page [dim][page_size rounded up to W], values [page_size][dim rounded up to W],
 // whose padding must be finite. items [num_items][4], see Item; the rows of one call must be different.
 void attend_paged(int half, const void* q, i64 q_stride, const void* k, i64 k_stride, const void* v, i64 v_stride, i64 kv_heads,
                   i64 group, i64 dim, const i64* items, i64 num_items, const int32_t* table, void* cache, i64 num_pages,

@@ -93,16 +93,14 @@ void norm_gradients(const T* x, const float* scales, i64 rows, i64 n, const T* w
     }
     const float mean = sum(along) / (float)n * scale;
     for (i64 at = 0; at < n; at += W)
-      store_upto(out + row * n + at, (weighted(at) - load_upto(from + at, n - at) * mean) * scale, n - at);
+      store_upto(out + row * n + at, fma(load_upto(from + at, n - at), set1(-mean), weighted(at)) * scale, n - at);
   }
 }
 
 // logits beyond n count as minus infinity
 inline vf part_of(const float* logits, i64 at, i64 n) {
   if (at + W <= n) return load(logits + at);
-  vi lane;
-  for (int i = 0; i < W; i++) lane[i] = i;
-  return lane < (int32_t)(n - at) ? load_some(logits + at, (int)(n - at)) : set1(-INFINITY);
+  return lanes() < (int32_t)(n - at) ? load_some(logits + at, (int)(n - at)) : set1(-INFINITY);
 }
 
 float largest_of(const float* logits, i64 n) {
