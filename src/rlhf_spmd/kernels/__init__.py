@@ -10,7 +10,7 @@ Must not know: modules, models, ranks.
 """
 
 from rlhf_spmd.kernels.choice import ATTENTION, choose_ops, suspended
-from rlhf_spmd.kernels.devices import can, model_device, on_device, wait
+from rlhf_spmd.kernels.devices import can, has_amx, model_device, on_device, wait
 from rlhf_spmd.kernels.gradients import differentiable
 from rlhf_spmd.kernels.library import Kernels
 from rlhf_spmd.kernels.ops import Ops
@@ -26,6 +26,7 @@ __all__ = [
     "can",
     "choose_ops",
     "differentiable",
+    "has_amx",
     "model_device",
     "on_device",
     "suspended",

@@ -1,4 +1,4 @@
-"""Compiles the kernels on this machine, once per user, source, compiler and CPU."""
+"""Compiles the kernels on this machine, once per user, source, compiler, target and CPU."""
 
 from __future__ import annotations
 
@@ -17,25 +17,33 @@ import torch
 
 HERE = Path(__file__).parent
 SOURCES = tuple(HERE / name for name in ("dense.cpp", "attention.cpp", "elementwise.cpp", "block.cpp"))
-FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-fopenmp")
+FLAGS = ("-O3", "-std=c++17", "-Wno-psabi", "-shared", "-fPIC", "-fopenmp")
+# what to compile for, as -march names it, and what a processor must have to run it
+TARGETS = {"native": (), "x86-64-v3": ("avx2", "fma"), "x86-64-v4": ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")}
 COMPILERS = ("g++", "c++", "clang++")
 TIMEOUT_S = 300
 
 
-def build() -> Path:
-    """The compiled library. Raises OSError where there is no compiler or it fails.
+def build(target: str = "native") -> Path:
+    """The library compiled for ``target``, one of TARGETS.
+
+    Raises OSError where there is no compiler or it fails, ValueError if the target is not known or does not run on this processor.
 
     Ranks of one machine build it once: the others wait for the lock, which the system drops with the process that holds it.
     """
+    if target not in TARGETS:
+        raise ValueError(f"target {target!r} of the C++ kernels is not known; allowed: {', '.join(TARGETS)}")
+    if missing := set(TARGETS[target]).difference(_cpu_flags().split()):
+        raise ValueError(f"target {target} of the C++ kernels does not run here: this processor has no {', '.join(sorted(missing))}")
     compiler = next((found for name in COMPILERS if (found := shutil.which(name))), None)
     if compiler is None:
         raise OSError(f"no C++ compiler ({', '.join(COMPILERS)}) on PATH")
     directory = cache_directory()
-    library = directory / f"{_key(compiler)}.so"
+    library = directory / f"{_key(compiler, target)}.so"
     if not library.exists():
         with _locked(directory / "lock"):
             if not library.exists():
-                _compile(compiler, library)
+                _compile(compiler, target, library)
     return library
 
 
@@ -50,9 +58,9 @@ def cache_directory() -> Path:
     raise OSError(f"no directory of this user's own for compiled kernels; tried {fallback}")
 
 
-def _key(compiler: str) -> str:
+def _key(compiler: str, target: str) -> str:
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=TIMEOUT_S).stdout
-    digest = hashlib.sha256(repr((FLAGS, compiler, platform.machine(), _cpu_flags(), torch.__version__)).encode() + version)
+    digest = hashlib.sha256(repr((FLAGS, target, compiler, platform.machine(), _cpu_flags(), torch.__version__)).encode() + version)
     for source in (*sorted(HERE.glob("*.h")), *SOURCES):
         digest.update(source.read_bytes())
     return digest.hexdigest()[:24]
@@ -73,11 +81,11 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _compile(compiler: str, library: Path) -> None:
+def _compile(compiler: str, target: str, library: Path) -> None:
     unfinished = library.with_suffix(f".{os.getpid()}.tmp")
     # threads of torch's own OpenMP, where it brings one: two sets of threads that wait spinning take the cores from each other
     threads = map(str, sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*")))
-    command = [compiler, *FLAGS, *map(str, SOURCES), "-Wl,--as-needed", *threads, "-o", str(unfinished)]
+    command = [compiler, *FLAGS, f"-march={target}", *map(str, SOURCES), "-Wl,--as-needed", *threads, "-o", str(unfinished)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
         if done.returncode:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import subprocess
 from collections.abc import Iterator
 from functools import cache
@@ -17,13 +18,14 @@ from rlhf_spmd.kernels.library import Kernels
 from rlhf_spmd.kernels.ops import Ops
 
 ATTENTION = ("auto", "torch", "cpp")
+TARGET = "RLHF_SPMD_TARGET"  # variable of the environment: what the kernels are compiled for, to try another processor's build
 _log = logging.getLogger(__name__)
 
 
 @cache
 def _load() -> Kernels | None:
     try:
-        return Kernels(str(build()))
+        return Kernels(str(build(os.environ.get(TARGET, "native"))))
     except (OSError, AttributeError, subprocess.SubprocessError) as error:
         _log.warning("C++ kernels do not build here, torch computes instead: %s", error)
         return None
@@ -37,7 +39,7 @@ def choose_ops(dtype: torch.dtype, device: torch.device, wanted: str = "auto", w
     """The arithmetic of models of ``dtype`` on ``device``; "meta", memory still to come, is where this process's models are. The C++
     kernels are built at first use. ``wanted``: one of ATTENTION, of which ``where`` is the key.
 
-    Raises ValueError if cpp is wanted where it cannot be.
+    Raises ValueError if cpp is wanted where it cannot be, or the environment names a target that cannot be.
     """
     if wanted not in ATTENTION:
         raise ValueError(f"{where}={wanted!r} is not known; allowed: {', '.join(ATTENTION)}")

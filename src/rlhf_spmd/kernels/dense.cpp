@@ -19,12 +19,19 @@ struct Pairs {
 };
 #endif
 
-// ``count`` words as fp32: where they lie, or widened into this thread's work space
-inline const float* wide(const float* from, i64, i64) { return from; }
-inline const float* wide(const bf16* from, i64 count, i64 at) {
-  float* to = scratch(7, at + count) + at;
-  for (i64 i = 0; i < count; i += W) store_upto(to + i, load_upto(from + i, count - i), count - i);
-  return to;
+// Rows of ``count`` words as contiguous fp32, in this thread's work space; of fp32 as they lie, at the stride that is returned
+inline const float* wide(const float* from, i64& stride, i64, i64) { return from; }
+inline const float* wide(const bf16* from, i64& stride, i64 rows, i64 count) {
+  float* words = scratch(7, rows * count);
+  for (i64 row = 0; row < rows; row++) {
+    const bf16* at = from + row * stride;
+    float* to = words + row * count;
+    i64 i = 0;
+    for (; i + W <= count; i += W) store(to + i, load(at + i));
+    if (i < count) store_some(to + i, load_some(at + i, (int)(count - i)), (int)(count - i));
+  }
+  stride = count;
+  return words;
 }
 
 // to[k][width] = from[row][k] for ``rows`` <= width rows; zeros beyond them
@@ -81,7 +88,8 @@ void panel_times(const T* x, i64 ldx, i64 rows, const T* w, i64 first_out, i64 l
     i64 count = last_out - n < GROUP ? last_out - n : GROUP;
     for (i64 i = 0; i < count; i += A) {
       const int some = (int)(count - i < A ? count - i : A);
-      const float *words = wide(w + (n + i) * k, some * k, 0), *ahead = nullptr;
+      i64 stride = k;
+      const float *words = wide(w + (n + i) * k, stride, some, k), *ahead = nullptr;
       if (sizeof(T) == 4 && n + i + 2 * A <= last_out) ahead = words + A * k;
       outputs<Op, V, A>(words, k, panel, tile + i * V * W, some, ahead);
     }
@@ -110,27 +118,29 @@ void few_times(int rows, const float* x, i64 ldx, const T* w, i64 first_out, i64
   if constexpr (M > 1) {
     if (rows < M) return few_times<Op, M - 1>(rows, x, ldx, w, first_out, last_out, k, bias, out, ldo);
   }
-  constexpr int G = GROUPS<M>;
+  constexpr int G = GROUPS<M>, LINE = 64 / sizeof(T);
   for (i64 n = first_out; n < last_out; n += G * W) {
     vf acc[G][M];
     for (int g = 0; g < G; g++)
       for (int m = 0; m < M; m++) acc[g][m] = vf{};
-    for (i64 at = 0; at < k; at += W) {
-      const int count = k - at < W ? (int)(k - at) : W;
+    for (i64 line = 0; line < k; line += LINE) {  // each is read once: many rows at a stride push each other out of the cache
+#pragma GCC unroll 4
       for (int g = 0; g < G; g++) {
-        const T* from = w + (n + g * W) * k + at;
-        vf r[W];
-        load_columns(from, k, last_out - n - g * W, k - at, r);
-        if (W == 16 || !(at * sizeof(T) & 63))
-          for (int i = 0; i < W; i++) __builtin_prefetch(from + (i + G * W) * k, 0, 3);
-        auto step = [&](int i) {
-          for (int m = 0; m < M; m++) acc[g][m] = Op::multiply_add(set1(x[m * ldx + at + i]), r[i], acc[g][m]);
-        };
-        if (count == W) {
+        const T* from = w + (n + g * W) * k + line;
+        for (int i = 0; W == 16 && i < W; i++) __builtin_prefetch(from + (i + G * W) * k, 0, 3);
+        for (i64 at = line; at < k && at < line + LINE; at += W, from += W) {
+          const int count = k - at < W ? (int)(k - at) : W;
+          vf r[W];
+          load_columns(from, k, last_out - n - g * W, k - at, r);
+          auto step = [&](int i) {
+            for (int m = 0; m < M; m++) acc[g][m] = Op::multiply_add(set1(x[m * ldx + at + i]), r[i], acc[g][m]);
+          };
+          if (count == W) {
 #pragma GCC unroll 16
-          for (int i = 0; i < W; i++) step(i);
-        } else {
-          for (int i = 0; i < count; i++) step(i);
+            for (int i = 0; i < W; i++) step(i);
+          } else {
+            for (int i = 0; i < count; i++) step(i);
+          }
         }
       }
     }
@@ -145,13 +155,6 @@ void few_times(int rows, const float* x, i64 ldx, const T* w, i64 first_out, i64
 constexpr i64 WORTH_A_TEAM = 1 << 21;  // multiply-adds, about 20 microseconds
 
 template <class Op, class T, class Out>
-void few(int rows, const T* x, i64 ldx, const T* w, i64 from, i64 to, i64 k, const float* bias, Out* out, i64 ldo) {
-  const float* words = wide(x, k, 0);
-  for (int row = 1; row < rows && sizeof(T) != 4; row++) words = wide(x + row * ldx, k, row * k) - row * k;
-  few_times<Op, FEW>(rows, words, sizeof(T) == 4 ? ldx : k, w, from, to, k, bias, out, ldo);
-}
-
-template <class Op, class T, class Out>
 void linear(const T* x, i64 ldx, i64 m, const T* w, i64 n, i64 k, const float* bias, Out* out, int threads) {
   const i64 groups = (n + GROUP - 1) / GROUP;
   const int team = (m + W - 1) / W * W * n * k < WORTH_A_TEAM ? 1 : num_threads(threads, groups);
@@ -160,8 +163,11 @@ void linear(const T* x, i64 ldx, i64 m, const T* w, i64 n, i64 k, const float* b
     if (to > n) to = n;
     for (i64 row = 0; row < m; row += 2 * W) {
       i64 rows = m - row < 2 * W ? m - row : 2 * W;
-      if (rows <= FEW) few<Op>((int)rows, x + row * ldx, ldx, w, from, to, k, bias, out + row * n, n);
-      else if (rows > W) panel_times<Op, 2>(x + row * ldx, ldx, rows, w, from, to, k, bias, out + row * n, n);
+      if (rows <= FEW) {
+        i64 stride = ldx;
+        const float* words = wide(x + row * ldx, stride, rows, k);
+        few_times<Op, FEW>((int)rows, words, stride, w, from, to, k, bias, out + row * n, n);
+      } else if (rows > W) panel_times<Op, 2>(x + row * ldx, ldx, rows, w, from, to, k, bias, out + row * n, n);
       else panel_times<Op, 1>(x + row * ldx, ldx, rows, w, from, to, k, bias, out + row * n, n);
     }
   });

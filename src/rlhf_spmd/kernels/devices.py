@@ -54,6 +54,12 @@ def model_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+def has_amx() -> bool:
+    """Whether torch multiplies with AMX here, which the processor must have and ONEDNN_MAX_CPU_ISA, where it is set, must allow."""
+    limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper()
+    return torch.cpu._is_amx_tile_supported() and (limit in ("", "ALL", "DEFAULT") or "AMX" in limit)
+
+
 def on_device(values: NDArray[Any] | Tensor, device: torch.device) -> Tensor:
     """On a GPU by way of pinned memory: from other memory the host would wait for all work that was started before."""
     tensor = values if isinstance(values, Tensor) else torch.from_numpy(values)

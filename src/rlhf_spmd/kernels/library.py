@@ -1,6 +1,6 @@
 """The arithmetic of a model on CPUs by kernels in C++, bound with ctypes.
 
-Where the kernels do not serve (a product without AVX512, an entropy's gradient), the exact arithmetic of torch does.
+Where the kernels do not serve (bfloat16 products where there is AMX, an entropy's gradient), the exact arithmetic of torch does.
 
 Shape legend: T tokens or rows, H KV heads, G query heads per KV head, D head_dim.
 """
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlhf_spmd.kernels.devices import has_amx
 from rlhf_spmd.kernels.exact import ExactOps
 from rlhf_spmd.kernels.gradients import differentiable
 from rlhf_spmd.kernels.ops import Ops
@@ -50,7 +51,7 @@ _SIGNATURES = {
     "block_forward": "s",
 }
 _BLOCK = struct.Struct("12q 3q 3q 10q 2q 7q 3d")  # Block of block.cpp
-_LANES = 16
+_LANES = 16  # of the widest vectors
 
 
 class Kernels(ExactOps):
@@ -65,8 +66,9 @@ class Kernels(ExactOps):
             function.argtypes = [_LETTERS[letter] for letter in letters.replace(" ", "")]
             function.restype = ctypes.c_int if name == "linear_kinds" else None
         self._c = library
-        kinds = library.linear_kinds() & (1 if torch.cpu._is_amx_tile_supported() else 3)
+        kinds = library.linear_kinds() & (1 if has_amx() else 7)
         self._products = {dtype for bit, dtype in ((1, torch.float32), (2, torch.bfloat16)) if kinds & bit}
+        self._widens = kinds & 6 == 2  # the processor has no products of bf16: torch's are several times slower than of fp32
 
     def min_rows(self, numel: int, inner: int) -> int:
         """Our own products need none, and those of bf16 that torch computes are oneDNN's."""
@@ -81,7 +83,7 @@ class Kernels(ExactOps):
         return max(-(-page_size // _LANES) * _LANES * head_dim, page_size * (-(-head_dim // _LANES) * _LANES))
 
     def multiplies(self, x: Tensor, weight: Tensor) -> bool:
-        """Whether :meth:`product` has a product for these: AVX512 for fp32, AVX512_BF16 for bf16, and no AMX, which beats it."""
+        """Whether :meth:`product` has a product for these: for bf16 only where there is no AMX, which beats it."""
         return x.dtype in self._products and x.dtype == weight.dtype and (x.dtype == torch.float32 or x.shape[-1] % 2 == 0)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, recomputed: bool = False) -> Tensor:
@@ -93,7 +95,18 @@ class Kernels(ExactOps):
         def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Sequence[Tensor]]:
             return x.new_empty(len(x), len(weight)) if recomputed else self.product(x, weight, bias), (x, weight)
 
-        return differentiable(forward, _product_backward, x, weight, bias)
+        return differentiable(forward, self._product_backward, x, weight, bias)
+
+    def _product_backward(
+        self, needed: Sequence[bool], grad: Tensor, x: Tensor, weight: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        grad_x = self.gradient_product(grad, weight) if needed[0] else None
+        return grad_x, self.gradient_product(grad.t(), x) if needed[1] else None, grad.sum(0) if needed[2] else None
+
+    def gradient_product(self, left: Tensor, right: Tensor) -> Tensor:
+        if self._widens and left.dtype == torch.bfloat16:
+            return torch.mm(left.float(), right.float()).to(left.dtype)
+        return torch.mm(left, right)
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
         if self.multiplies(hidden, weight):
@@ -288,10 +301,3 @@ def _shapes(q: Tensor, k: Tensor, v: Tensor) -> tuple[int | Tensor, ...]:
 
 def _numbers(rule: AttentionRule) -> tuple[float, float, int]:
     return rule.scale, rule.softcap or 0.0, rule.window or 0
-
-
-def _product_backward(
-    needed: Sequence[bool], grad: Tensor, x: Tensor, weight: Tensor
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    grad_x = torch.mm(grad, weight) if needed[0] else None
-    return grad_x, torch.mm(grad.t(), x) if needed[1] else None, grad.sum(0) if needed[2] else None

@@ -85,7 +85,7 @@ class Ops:
 
     def per_expert(self, x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
         """x [N, in], ``counts[e]`` rows of each expert in turn, times that expert's matrix [blocks, out, in] -> [N, blocks * out]."""
-        return differentiable(partial(self._per_expert, counts), partial(_per_expert_backward, counts), x, weight)
+        return differentiable(partial(self._per_expert, counts), partial(self._per_expert_backward, counts), x, weight)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, allowed: Tensor) -> Tensor:
         """Rows q over keys k and values v [B, H, L, D] -> as q, for generation, without gradients. ``allowed`` (bool, broadcasts to the
@@ -182,6 +182,19 @@ class Ops:
             out[rows] = self.linear(pad_rows(x[rows], enough), matrix)[: rows.stop - rows.start]
         return out, (x, weight)
 
+    def _per_expert_backward(
+        self, counts: Sequence[int], _: object, grad: Tensor, x: Tensor, weight: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        grad_x, grad_weight = torch.empty_like(x), torch.zeros_like(weight, memory_format=torch.contiguous_format)
+        for expert, rows in _ranges(counts):
+            grad_x[rows] = self.gradient_product(grad[rows], weight[expert].flatten(0, 1))
+            grad_weight[expert] = self.gradient_product(grad[rows].t(), x[rows]).view(weight.shape[1:])
+        return grad_x, grad_weight
+
+    def gradient_product(self, left: Tensor, right: Tensor) -> Tensor:
+        """left [n, k] times right [k, m], where bits may depend on the number of rows."""
+        return torch.mm(left, right)
+
     # -- the head and the sampler
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
@@ -233,14 +246,6 @@ class Ops:
         """Token ids int64 [T] from logits [T, V]: the first whose cumulative probability exceeds ``uniforms`` fp64 [T]. None: not
         by one kernel here."""
         return None
-
-
-def _per_expert_backward(counts: Sequence[int], _: object, grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    grad_x, grad_weight = torch.empty_like(x), torch.zeros_like(weight, memory_format=torch.contiguous_format)
-    for expert, rows in _ranges(counts):
-        torch.mm(grad[rows], weight[expert].flatten(0, 1), out=grad_x[rows])
-        grad_weight[expert] = torch.mm(grad[rows].t(), x[rows]).view(weight.shape[1:])
-    return grad_x, grad_weight
 
 
 def _ranges(counts: Sequence[int]) -> Iterator[tuple[int, slice]]:

@@ -5,6 +5,7 @@
 #pragma once
 #include <cstdint>
 #include <cstring>
+#include <initializer_list>
 
 #if defined(__AVX512F__)
 #include <immintrin.h>
@@ -38,7 +39,15 @@ static inline vi lanes() {
 }
 static inline vf load(const float* p) { return *(const vfu*)p; }
 static inline void store(float* p, vf x) { *(vfu*)p = x; }
-static inline vf load(const bf16* p) { return (vf)(__builtin_convertvector(*(const vh*)p, vu) << 16); }
+static inline vf load(const bf16* p) {
+#if defined(ON_AVX2)  // of the conversion below compilers make five instructions
+  return (vf)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16);
+#elif defined(ON_NEON)
+  return (vf)vshll_n_u16(vld1_u16(p), 16);
+#else
+  return (vf)(__builtin_convertvector(*(const vh*)p, vu) << 16);
+#endif
+}
 
 static inline vf fma(vf a, vf b, vf c) {
 #if defined(ON_AVX512)

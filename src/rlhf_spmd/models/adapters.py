@@ -80,7 +80,9 @@ class Adapter(nn.Module):
             return self.ops.linear(x, self._whole(weight), bias)
         base = self.base
         return differentiable(
-            lambda x: (self.ops.linear(x, base.values(), bias), ()), lambda _, grad: (torch.mm(grad, base.values()),), x
+            lambda x: (self.ops.linear(x, base.values(), bias), ()),
+            lambda _, grad: (self.ops.gradient_product(grad, base.values()),),
+            x,
         )
 
     def _forward(
@@ -93,12 +95,13 @@ class Adapter(nn.Module):
     def _backward(
         self, needed: Sequence[bool], grad: Tensor, x: Tensor, a: Tensor, b: Tensor, weight: Tensor | None = None
     ) -> tuple[Tensor | None, ...]:
-        grad_x = torch.mm(grad, self.merged(self._whole(weight), a, b)) if needed[0] else None
+        product = self.ops.gradient_product
+        grad_x = product(grad, self.merged(self._whole(weight), a, b)) if needed[0] else None
         grad_a, grad_b = torch.zeros_like(a), torch.empty_like(b)
         for part in self.parts:
             own = grad[:, part.rows]
-            grad_b[part.b] = torch.mm(own.t(), torch.mm(x, a[part.a].t())).mul_(self.scale)
-            grad_a[part.a] += torch.mm(torch.mm(own, b[part.b]).mul_(self.scale).t(), x)
+            grad_b[part.b] = product(own.t(), product(x, a[part.a].t())).mul_(self.scale)
+            grad_a[part.a] += product(product(own, b[part.b]).mul_(self.scale).t(), x)
         return grad_x, None, None, grad_a, grad_b
 
     def _dropped(self, x: Tensor) -> Tensor:

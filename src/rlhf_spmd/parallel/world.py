@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from rlhf_spmd.kernels import can, model_device
+from rlhf_spmd.kernels import can, has_amx, model_device
 from rlhf_spmd.parallel.collectives import Group
 
 _NUMBERS = count()  # of worlds
@@ -213,7 +213,7 @@ def choose_cpu_matmul() -> str:
 
     "medium" lets oneDNN in. With AMX it would round the inputs to bfloat16, so CPUs that have it keep "highest".
     """
-    mode = "highest" if torch.cpu._is_amx_tile_supported() else "medium"
+    mode = "highest" if has_amx() else "medium"
     torch.set_float32_matmul_precision(mode)
     return mode
 
