@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -144,14 +145,14 @@ def test_attention_against_fp64_and_by_pages(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("heads", "threads"), CASES, ids=str, indirect=["threads"])
-def test_attention_gradients(heads: tuple[int, int, int], dtype: torch.dtype, threads: int) -> None:
+def test_attention_gradients(found: kernels.Kernels, heads: tuple[int, int, int], dtype: torch.dtype, threads: int) -> None:
     for softcap, window in RULES:
         rule = AttentionRule(heads[2] ** -0.5, softcap, window)
         wide = [x.detach().double().requires_grad_() for x in qkv_of(heads, dtype)]
         ours = [x.detach().requires_grad_() for x in qkv_of(heads, dtype)]
         grad = draw(tuple(ours[0].shape), dtype, seed=5)
         reference(*wide, rule).backward(grad.double())
-        out = PackedAttention(LENGTHS, ops=choose_ops(dtype, torch.device("cpu"), "cpp")).attend(0, *ours, rule)
+        out = PackedAttention(LENGTHS, ops=found).attend(0, *ours, rule)
         out.backward(grad)
         for a, b in zip(ours, wide, strict=True):
             error = (a.grad.double() - b.grad).abs().max() / b.grad.abs().max()
@@ -433,7 +434,8 @@ for precision in ("highest", "medium"):
 
 @pytest.mark.parametrize("instructions", [None, "AVX2"])
 def test_products_of_torch_are_called_exact_only_where_they_are(instructions: str | None) -> None:
-    """Those that MKL and oneDNN have for AVX2 are not, nor those in bf16 by AMX; the environment makes this processor one of AVX2."""
+    """Those that MKL and oneDNN have for AVX2 are not, nor those of bfloat16 with AMX; the environment makes this processor one with
+    AVX2 alone."""
     limits = {} if instructions is None else {"MKL_ENABLE_INSTRUCTIONS": instructions, "ONEDNN_MAX_CPU_ISA": instructions}
     done = subprocess.run(
         [sys.executable, "-c", PROBE], env={**os.environ, **limits}, capture_output=True, text=True, check=True
@@ -442,5 +444,46 @@ def test_products_of_torch_are_called_exact_only_where_they_are(instructions: st
     assert len(lines) == 4
     for *_, alike, one, two in lines:
         assert two == "False" and one == alike, done.stdout
-    if instructions is None and torch.backends.cpu.get_cpu_capability() == "AVX512" and not torch.cpu._is_amx_tile_supported():
+    if instructions is None and torch.backends.cpu.get_cpu_capability() == "AVX512" and not kernels.has_amx():
         assert all(line[2] == "True" for line in lines), done.stdout
+
+
+def test_gradients_of_bfloat16_do_not_take_slow_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the processor has no bfloat16 products, torch's take 5 times as long as float32's: none is asked for."""
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    try:
+        ops = kernels.Kernels(str(build.build("x86-64-v3")))
+    except ValueError as error:
+        pytest.skip(str(error))
+    kinds, mm = set(), torch.mm
+    monkeypatch.setattr(torch, "mm", lambda a, b, **more: kinds.add(a.dtype) or mm(a, b, **more))
+    x, weight, bias = (
+        draw((37, 20), torch.bfloat16),
+        draw((11, 20), torch.bfloat16, seed=1),
+        draw((11,), torch.bfloat16, seed=2),
+    )
+    experts = draw((2, 1, 11, 20), torch.bfloat16, seed=3)
+    for operation, inputs in ((ops.linear, (x, weight, bias)), (lambda a, w: ops.per_expert(a, w, [30, 7]), (x, experts))):
+        ours, wide = ([p.to(kind).clone().requires_grad_() for p in inputs] for kind in (torch.bfloat16, torch.float64))
+        grad = draw((37, 11), torch.bfloat16, seed=4)
+        operation(*ours).backward(grad)
+        assert kinds == {torch.float32}
+        operation(*wide).backward(grad.double())
+        kinds.clear()
+        for a, b in zip(ours, wide, strict=True):
+            torch.testing.assert_close(a.grad.double(), b.grad, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ("x86-64-v9", "target 'x86-64-v9' of the C++ kernels is not known; allowed: native, x86-64-v3, x86-64-v4"),
+        ("x86-64-v4", "target x86-64-v4 of the C++ kernels does not run here: this processor has no avx512bw, avx512f"),
+    ],
+)
+def test_a_target_that_cannot_be_is_refused(target: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "_cpu_flags", lambda: "flags : sse4_2 avx2 fma avx512cd avx512dq avx512vl\n")
+    monkeypatch.setenv(choice.TARGET, target)
+    choice._load.cache_clear()
+    with pytest.raises(ValueError, match=re.escape(said)):
+        choose_ops(torch.float32, torch.device("cpu"))

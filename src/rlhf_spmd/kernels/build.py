@@ -34,7 +34,9 @@ def build(target: str = "native") -> Path:
     if target not in TARGETS:
         raise ValueError(f"target {target!r} of the C++ kernels is not known; allowed: {', '.join(TARGETS)}")
     if missing := set(TARGETS[target]).difference(_cpu_flags().split()):
-        raise ValueError(f"target {target} of the C++ kernels does not run here: this processor has no {', '.join(sorted(missing))}")
+        raise ValueError(
+            f"target {target} of the C++ kernels does not run here: this processor has no {', '.join(sorted(missing))}"
+        )
     compiler = next((found for name in COMPILERS if (found := shutil.which(name))), None)
     if compiler is None:
         raise OSError(f"no C++ compiler ({', '.join(COMPILERS)}) on PATH")
@@ -60,7 +62,9 @@ def cache_directory() -> Path:
 
 def _key(compiler: str, target: str) -> str:
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=TIMEOUT_S).stdout
-    digest = hashlib.sha256(repr((FLAGS, target, compiler, platform.machine(), _cpu_flags(), torch.__version__)).encode() + version)
+    digest = hashlib.sha256(
+        repr((FLAGS, target, compiler, platform.machine(), _cpu_flags(), torch.__version__)).encode() + version
+    )
     for source in (*sorted(HERE.glob("*.h")), *SOURCES):
         digest.update(source.read_bytes())
     return digest.hexdigest()[:24]
