@@ -29,7 +29,7 @@ needs_kernels = pytest.mark.skipif(not FOUND, reason="needs the C++ attention")
 
 
 def most_threads(dtype: torch.dtype) -> int:
-    """With torch's products in place of those in C++, as of bfloat16 on processors without AVX512_BF16, one."""
+    """With torch's products in place of those in C++, as of bfloat16 on processors with AMX, one."""
     return 2 if choose_ops(dtype, CPU).is_exact(dtype, 2) else 1
 
 
