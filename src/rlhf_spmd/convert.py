@@ -372,8 +372,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     let_readers_go()
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(__doc__)
-        return 0
+        print(__doc__, file=sys.stdout if arguments else sys.stderr)
+        return 0 if arguments else 2
     try:
         verl = read(Path(arguments[0]), arguments[1:])
         check_is_verl(Path(arguments[0]), verl)

@@ -15,6 +15,8 @@ With ``keep`` a data set in place of these: the best responses, or pairs. A job 
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -95,11 +97,19 @@ def generate(ready: Prepared, world: World, tick: Callable[[], None] = lambda: N
 
     def write(sets: list[list[dict[str, Any]]]) -> None:
         chosen = output_rows(ready, sets[0]) if ready.config.keep == "all" else kept_rows(ready, sets[0], ready.config.keep)
+        keep_earlier(ready.config.out)
         write_rows(ready.config.out, chosen)
 
     said = answer(ready, world, tick, write)
     if said is not None:
         print(said, file=sys.stderr)
+
+
+def keep_earlier(out: str) -> None:
+    """What another job left at ``out`` took hours: it becomes ``<out>.before``, in place of an older one."""
+    with contextlib.suppress(FileNotFoundError):
+        os.replace(out, f"{out}.before")
+        print(f"the earlier {out} is now {out}.before", file=sys.stderr)
 
 
 def output_rows(ready: Prepared, made: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from rlhf_spmd.parallel.arguments import Parser
 from rlhf_spmd.parallel.output import let_readers_go
+from rlhf_spmd.report import check_run
 from rlhf_spmd.telemetry.summary import summarize
 
 
@@ -19,7 +21,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser("summary", __doc__)
     parser.add_argument("run_dir", help="the run.dir of a run, finished or not")
     try:
-        print(summarize(parser.parse_args(argv).run_dir))
+        run_dir = parser.parse_args(argv).run_dir
+        check_run(Path(run_dir))
+        print(summarize(run_dir))
     except ValueError as error:
         print(f"config error: {error}", file=sys.stderr)
         return 2

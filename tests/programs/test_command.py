@@ -72,6 +72,7 @@ def test_it_trains_as_torchrun_does_bit_for_bit(tmp_path: Path) -> None:
         (("plan", "--nproc-per-node", "2"), "config error: --nproc-per-node=2: plan is one process; leave it out"),
         (("plan", "--dry-run"), "config error: --dry-run: plan trains nothing; leave it out"),
         (("summary",), "config error: the following arguments are required: run_dir"),
+        (("summary", "configs"), "config error: configs is no run's directory: it has none of .*"),
         (("reward-server",), "config error: the following arguments are required: --function"),
         (("convert", "none.yaml"), "config error: none.yaml: .*"),
         (("trian",), "unknown program 'trian'; did you mean 'train'\\? available: train, sft, generate, .*"),

@@ -211,6 +211,15 @@ def test_more_ranks_than_gpus_is_said_before_their_memory_is_asked(
         program.prepare(None, given, Launch(rank=1, size=2, local_rank=1, local_size=2))
 
 
+def test_the_file_of_another_job_is_kept(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows, out = write_rows(tmp_path / "in.jsonl", ROWS), tmp_path / "out.jsonl"
+    for length in (3, 5):
+        program.main(arguments(model, rows, out, f"sampling.max_response_length={length}", "sampling.temperature=0"))
+    assert f"the earlier {out} is now {out}.before" in capsys.readouterr().err
+    before, after = (sum(len(row["response_ids"]) for row in read_output(path)) for path in (Path(f"{out}.before"), out))
+    assert 0 < before < after
+
+
 def test_a_model_without_tokenizer_takes_ids(model: Path, tmp_path: Path) -> None:
     bare = tmp_path / "bare"
     write_random_model(bare, CONFIG, seed=3)
