@@ -355,6 +355,8 @@ def test_without_a_compiler_torch_computes(monkeypatch: pytest.MonkeyPatch, capl
 def test_choices(found: kernels.Kernels) -> None:
     cpu = torch.device("cpu")
     assert [choose_ops(dtype, cpu).name for dtype in (*DTYPES, torch.float64)] == ["cpp", "cpp", "torch"]
+    if torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"):
+        assert found.is_exact(torch.float32, 2) and (kernels.has_amx() or found.is_exact(torch.bfloat16, 2))
     assert choose_ops(torch.float32, cpu, "torch").name == "torch"
     with pytest.raises(ValueError, match="attention='flash' is not known; allowed: auto, torch, cpp"):
         choose_ops(torch.float32, cpu, "flash")
@@ -399,6 +401,19 @@ def test_training_with_each_choice(tmp_path: Path, changes: tuple[str, ...], equ
     (row,) = tasks.read_run(tmp_path).raw
     difference = float(row["rollout/log_prob_diff_max"])
     assert difference == 0 if equal else 0 < difference < 1e-4
+
+
+def test_training_is_exact_on_processors_with_avx2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that asks for exact log-probs, of which torch's products for AVX2 have none."""
+    if "avx2" not in build._cpu_flags().split():
+        pytest.skip("this processor has no AVX2")
+    for name, value in ((choice.TARGET, "x86-64-v3"), ("MKL_ENABLE_INSTRUCTIONS", "AVX2"), ("ONEDNN_MAX_CPU_ISA", "AVX2")):
+        monkeypatch.setenv(name, value)
+    settings = tasks.settings(tmp_path, 1, "models.actor.generation.exact=true", "models.actor.dtype=bfloat16")
+    process = tasks.start_program(1, tmp_path, settings)
+    assert tasks.finish(process, tmp_path) == 0, (tmp_path / "output.txt").read_text()
+    (row,) = tasks.read_run(tmp_path).raw
+    assert float(row["rollout/log_prob_diff_max"]) == 0 and "timing_s/compute_log_prob" not in row
 
 
 @pytest.mark.parametrize("precision", ["highest", "medium"])
