@@ -70,9 +70,11 @@ def transformers_model(case: dict[str, Any]) -> Any:
 
     import torch
 
+    from rlhf_spmd.kernels import has_amx
+
     torch.set_num_threads(case["threads"])
     if case["device"] == "cpu":
-        torch.set_float32_matmul_precision("highest" if torch.cpu._is_amx_tile_supported() else "medium")
+        torch.set_float32_matmul_precision("highest" if has_amx() else "medium")
         for option in (-3, -1):  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
             ctypes.CDLL(None).mallopt(option, 2**31 - 1)
     return peer_model(case["path"], case["dtype"], case["device"]).eval()

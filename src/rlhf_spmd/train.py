@@ -30,7 +30,7 @@ from rlhf_spmd.data.stored import load_dataset
 from rlhf_spmd.data.tokenizer import load_tokenizer
 from rlhf_spmd.environments.config import EnvironmentConfig, check_rows, environment_key, named_environments
 from rlhf_spmd.generation.config import SamplingConfig
-from rlhf_spmd.kernels import model_device
+from rlhf_spmd.kernels import model_device, processor_kind
 from rlhf_spmd.parallel.command_line import read_command_line
 from rlhf_spmd.parallel.program import ProgramContext, ProgramSettings, run_program
 from rlhf_spmd.parallel.world import Launch, World, lone_store
@@ -320,8 +320,9 @@ def train(context: ProgramContext[Prepared]) -> None:
     ready, world = context.prepared, context.world
     controller, algorithm = start_controller(context), ready.config.algorithm
     settings = build_settings(ready, controller, world)
-    exact = world.all.all_reduce(torch.tensor([int(settings.exact_rollouts)]), "exact_rollouts", "min")  # processors may differ
-    models = roles.build_models(ready.plans, replace(settings, exact_rollouts=bool(exact)))
+    mine = torch.tensor([int(settings.exact_rollouts), processor_kind(), -processor_kind()])  # hosts may differ
+    exact, least, most = world.all.all_reduce(mine, "exact_rollouts", "min").tolist()
+    models = roles.build_models(ready.plans, replace(settings, exact_rollouts=exact == 1 and least == -most))
     data = build_data(ready, controller)
     session = Session(context, models, data)
     if session.is_first:

@@ -18,7 +18,7 @@ from generators import SMALL, build_generator, num_unequal, ragged_requests, ski
 from places import ROOT
 from rlhf_spmd import kernels
 from rlhf_spmd.generation import SamplingConfig
-from rlhf_spmd.kernels import choose_ops
+from rlhf_spmd.kernels import build, choose_ops
 from rlhf_spmd.runtime.checks import exact_rollouts
 from rlhf_spmd.train import prepare
 from small_models import CONFIGS, make_model
@@ -112,15 +112,29 @@ def test_hosts_with_unlike_processors_agree_on_what_is_exact(tmp_path: Path) -> 
     limited = subprocess.run([sys.executable, "-c", probe], env=tasks.environment() | limits, capture_output=True, text=True)
     if limited.stdout.strip() != "False":
         pytest.skip("the environment does not change this processor's products")
+    compares_log_probs(tmp_path, limits, "models.actor.attention=torch")
+
+
+def test_hosts_with_unlike_vectors_take_no_log_probs_from_each_other(tmp_path: Path) -> None:
+    """All products of the C++ kernels are exact, but rank 1's attention adds in vectors of 8 floats."""
+    try:
+        build.build("x86-64-v3")
+    except ValueError as error:
+        pytest.skip(str(error))
+    compares_log_probs(tmp_path, {"RLHF_SPMD_TARGET": "x86-64-v3", "ATEN_CPU_CAPABILITY": "avx2"}, "models.actor.attention=cpp")
+
+
+def compares_log_probs(tmp_path: Path, changes: dict[str, str], setting: str) -> None:
+    """In a run of two ranks, where the environment of the second has ``changes``."""
     code = f"""
         import os, runpy, sys
         if os.environ["RANK"] == "1":
-            os.environ.update({limits})
+            os.environ.update({changes})
         runpy.run_module("rlhf_spmd.train", run_name="__main__", alter_sys=True)
     """
     script = tmp_path / "unlike.py"
     script.write_text(textwrap.dedent(code))
-    settings = tasks.settings(tmp_path / "run", 1, "models.actor.attention=torch")
+    settings = tasks.settings(tmp_path / "run", 1, setting)
     command = [sys.executable, "-m", "torch.distributed.run", *tasks.one_node(2), str(script)]
     command += ["--config", str(tasks.task() / "ppo.json"), *settings]
     done = subprocess.run(command, env=tasks.environment(), capture_output=True, text=True)

@@ -9,7 +9,7 @@ directory and loaded with ctypes. Everything about a result's bits is in the hea
 Must not know: modules, models, ranks.
 """
 
-from rlhf_spmd.kernels.choice import ATTENTION, choose_ops, suspended
+from rlhf_spmd.kernels.choice import ATTENTION, choose_ops, processor_kind, suspended
 from rlhf_spmd.kernels.devices import can, has_amx, model_device, on_device, wait
 from rlhf_spmd.kernels.gradients import differentiable
 from rlhf_spmd.kernels.library import Kernels
@@ -29,6 +29,7 @@ __all__ = [
     "has_amx",
     "model_device",
     "on_device",
+    "processor_kind",
     "suspended",
     "wait",
 ]

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import subprocess
+import zlib
 from collections.abc import Iterator
 from functools import cache
 
@@ -52,6 +53,11 @@ def choose_ops(dtype: torch.dtype, device: torch.device, wanted: str = "auto", w
             f"{dtype} on {device.type}; set it to auto or torch"
         )
     return found or (_EXACT if exact else _PLAIN)
+
+
+def processor_kind() -> int:
+    """A number that hosts share where their vectors are alike. Elsewhere attention and norms differ in the last bits."""
+    return zlib.crc32(f"{torch.backends.cpu.get_cpu_capability()} {os.environ.get(TARGET, '')}".encode())
 
 
 @contextlib.contextmanager
