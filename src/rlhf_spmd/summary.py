@@ -22,7 +22,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("run_dir", help="the run.dir of a run, finished or not")
     try:
         run_dir = parser.parse_args(argv).run_dir
-        check_run(Path(run_dir))
+        if Path(run_dir).is_dir():
+            check_run(Path(run_dir))
         print(summarize(run_dir))
     except ValueError as error:
         print(f"config error: {error}", file=sys.stderr)

@@ -122,7 +122,7 @@ def test_bad_input_is_one_line_and_exit_code_2_on_each_rank(refused):
     assert ended.ours[0].startswith("config error: data.train_batch_size = 7: dp(2) does not divide it; use 6 or 8 [rank ")
     assert ended.codes == {0: 2, 1: 2}
     assert (ended.status["class"], ended.status["code"]) == ("config", 2)
-    assert ended.seconds < 30
+    assert ended.seconds < 90
 
 
 def test_a_file_that_one_rank_cannot_read_ends_all_ranks(refused):
