@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rlhf_spmd.data.tokenizer import byte_alphabet, token_bytes
-from rlhf_spmd.runtime.openai_forms import Delta, TextOffsets, choice_of, read_form
+from rlhf_spmd.runtime.openai_forms import TextDelta, TextOffsets, choice_of, read_form
 from rlhf_spmd.runtime.sampling_params import Logprob
 
 
@@ -56,7 +56,7 @@ def test_offsets_are_those_of_characters_however_the_tokens_come() -> None:
 
 def test_log_probs_in_openai_s_form() -> None:
     drawn = {5: Logprob(-2.0, None, "x"), 6: Logprob(-0.5, 1, "y"), 7: Logprob(-inf, 2, "z")}
-    its = Delta("ax", [{4: Logprob(nan, None, "a")}, drawn], [0, 1], "length")
+    its = TextDelta("ax", [{4: Logprob(nan, None, "a")}, drawn], [0, 1], "length")
     told = choice_of(3, its, False, lambda token, text: [*text.encode()])
     assert told == {"index": 3, "text": "ax", "finish_reason": "length", "stop_reason": None, "logprobs": told["logprobs"]}
     assert told["logprobs"] == {
@@ -69,8 +69,8 @@ def test_log_probs_in_openai_s_form() -> None:
         5: Logprob(-2.0, None, "y"),
         6: Logprob(-0.5, 1, "y"),
     }  # two tokens with one text: it is seen that 5 was not the likeliest
-    assert choice_of(0, Delta("y", [same], [0]), False, lambda *_: None)["logprobs"]["top_logprobs"] == [{"y": -0.5}]
-    (of_chat,) = choice_of(0, Delta("x", [drawn]), True, lambda token, text: [token], "later")["logprobs"]["content"]
+    assert choice_of(0, TextDelta("y", [same], [0]), False, lambda *_: None)["logprobs"]["top_logprobs"] == [{"y": -0.5}]
+    (of_chat,) = choice_of(0, TextDelta("x", [drawn]), True, lambda token, text: [token], "later")["logprobs"]["content"]
     assert of_chat.pop("top_logprobs") == [
         {"token": "y", "logprob": -0.5, "bytes": [6]},
         {"token": "z", "logprob": -9999.0, "bytes": [7]},

@@ -145,7 +145,7 @@ LOSS_MODES = {
 }
 KEYS = tuple(
     dict.fromkeys(key for mode in LOSS_MODES.values() for key in mode.keys)
-)  # all of them may a loss of one's own read
+)  # a loss of the user's own may read them all
 METRICS = {"clipped": "actor/clip_frac", "dual_clipped": "actor/clip_frac_dual", "ppo_kl": "actor/ppo_kl"}
 
 

@@ -73,7 +73,7 @@ def _kept_reference(*arguments: Any) -> str:
 
 
 def _argument(value: Any) -> str:
-    """Of a resolver, as it is written."""
+    """An argument of a resolver as YAML text would have it."""
     if not isinstance(value, str):
         return "null" if value is None else str(value)
     is_word = re.fullmatch(r"[A-Za-z_]\w*", value) and value.lower() not in ("null", "true", "false", "nan", "inf")

@@ -97,9 +97,9 @@ class PromptEncoder:
     def encode(
         self, prompts: Sequence[Any], wheres: Sequence[str], tools: Sequence[Any] = (), most_characters: int | None = None
     ) -> list[tuple[list[int], str]]:
-        """Token ids and rendered text of each prompt, told of its ``tools`` (schemas, or None); tokenised in batches. Of a prompt that
-        is going to be dropped for its length only the first ids. Longer texts than ``most_characters`` are refused before that:
-        tokenising takes time and memory."""
+        """Token ids and rendered text of each prompt, told of its ``tools`` (schemas, or None); tokenised in batches. A prompt
+        that will be dropped for its length gives only its first ids. Raises DataError, before it tokenises, for a text longer than
+        ``most_characters``: tokenising takes time and memory."""
         rendered = [self.render(*one) for one in zip(prompts, wheres, tools or [None] * len(prompts), strict=True)]
         for (text, _), where in zip(rendered, wheres, strict=True):
             if most_characters is not None and len(text) > most_characters:

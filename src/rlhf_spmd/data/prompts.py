@@ -136,7 +136,7 @@ class PromptDataset(TokenDataset):
         return [self.row(i) for i in sorted({*range(min(len(self), NUM_FIRST)), *first.tolist()})]
 
     def examples_by_path(self) -> list[list[dict[str, Any]]]:
-        """Of each path the first row of every ``data_source``, ``environment`` and set of columns that have a value."""
+        """A list for each path: its first row of every kind, by ``data_source``, ``environment`` and the columns that have a value."""
         path, kind = self.sources.numpy(), cast(Tensor, self.beside["kind"]).numpy()
         _, first = np.unique(np.stack([path, kind]), axis=1, return_index=True)
         return [[self.row(i) for i in first.tolist() if path[i] == number] for number in np.unique(path)]

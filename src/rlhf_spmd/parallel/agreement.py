@@ -166,7 +166,7 @@ def _end_without_key(launch: Launch, messages: Messages, refusal: Refusal, run_d
 
 @cache
 def versions() -> dict[str, str]:
-    """Of what computes, by name."""
+    """What must be alike on all ranks whatever they run: versions of the software and the kind of device, by name."""
     digest, root = hashlib.sha256(), Path(__file__).parents[1]
     for path in sorted(root.rglob("*.py")):
         digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
@@ -244,7 +244,7 @@ def input_exit_code(error_class: str) -> int:
 
 
 def _refusal(launch: Launch, error: BaseException) -> Refusal:
-    """Of an exception in ``prepare``."""
+    """The class, message and traceback of an exception that ``prepare`` raised."""
     error_class = classify(error)
     if error_class == "error" and isinstance(error, OSError):
         error_class = "data"  # a file that is named in the configuration and cannot be read

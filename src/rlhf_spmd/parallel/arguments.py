@@ -13,7 +13,7 @@ RANKS = ("--nproc-per-node", "--nproc_per_node")  # torchrun has both
 
 
 class Parser(argparse.ArgumentParser):
-    """Of the program ``name``. What it cannot read is a ValueError, one line."""
+    """Reads the command line of the program ``name``. Raises ValueError, one line, for what it cannot read."""
 
     def __init__(self, name: str, description: str | None, add_help: bool = True) -> None:
         layout = argparse.RawDescriptionHelpFormatter

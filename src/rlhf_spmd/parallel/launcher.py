@@ -145,7 +145,7 @@ class _Job:
         self._post(Failure(error_class, f"{line}: {places}", number, call, step, place))
 
     def _beats(self) -> dict[int, Beat]:
-        """Of the ranks that have begun, as far as they have sealed them."""
+        """The latest heartbeat of each rank that has sent one with the job's seal."""
         found: dict[int, Beat] = {}
         for number in range(len(self.ranks)):
             with suppress(ForgedMessage):

@@ -83,7 +83,7 @@ class Messages:
 
 
 def given_key(text: str, restart: int = 0) -> bytes:
-    """Of the text in the environment, the launcher's or the user's. Each restart of the ranks has its own messages."""
+    """The key made from the environment's text. Each restart of the ranks has a key of its own, and reads no older messages."""
     return f"{restart} {text}".encode()
 
 

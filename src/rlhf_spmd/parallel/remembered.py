@@ -52,7 +52,7 @@ def remember(program: str, known: ProgramKeys) -> None:
 
 
 def fingerprint() -> str:
-    """Of the package's files: their paths, sizes and times."""
+    """A hash of Python's version and of the paths, sizes and times of the package's files."""
     files = sorted((*PACKAGE.rglob("*.py"), *PACKAGE.rglob("*.yaml")))
     facts = [(str(file), stat.st_size, stat.st_mtime_ns) for file in files for stat in [file.stat()]]
     return hashlib.sha256(repr((sys.version, facts)).encode()).hexdigest()

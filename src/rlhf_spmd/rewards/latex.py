@@ -254,7 +254,7 @@ def _symbols_and_layout(text: str) -> str:
 @functools.lru_cache(4096)  # the responses to a prompt share its answer
 def normalise(text: str) -> str:
     """One way to write an answer: see the module. Commas stay where they may be between entries: in brackets, or before a space.
-    Of a text that is too long for an answer only the white space is taken."""
+    A text too long for an answer only loses its white space."""
     if len(text) > _LONGEST:
         return re.sub(r"\s+", "", text)
     text = _symbols(text)
@@ -278,8 +278,8 @@ def number(text: str) -> Fraction | None:
 
 
 def split(text: str) -> tuple[list[str], str]:
-    """Of a normalised tuple, interval, matrix, set, union or list the entries, and the brackets around them (``\\cup`` of a union,
-    ``\\matrix 2,2`` with the lengths of its rows). Of a text that is none of these itself."""
+    """The entries of a normalised tuple, interval, matrix, set, union or list, and the brackets around them: ``\\cup`` for a union,
+    ``\\matrix 2,2`` with the lengths of its rows for a matrix. Any other text is its only entry."""
     opening = next((mark for mark in _OPENING if text.startswith(mark)), "")
     closing = next((mark for mark in _CLOSING if text.endswith(mark)), "")
     inside = text[len(opening) : len(text) - len(closing)]

@@ -142,7 +142,7 @@ def _watch(process: subprocess.Popen[bytes], directory: str, limits: Limits) -> 
 
 
 def _cpu_seconds(pid: int) -> float:
-    """Of a process, and of its children that it has waited for; 0 where it is gone."""
+    """CPU seconds of a process and of the children that it has waited for; 0 if it is gone."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

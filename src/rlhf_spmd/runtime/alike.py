@@ -20,8 +20,8 @@ OWN = ("path", "val_path", "cache_dir", "dir")  # keys whose values may differ b
 
 
 def run_digests(ready: Any) -> dict[str, str]:
-    """Of a checked training run, by name: each setting, and digests of the rows of each stream of data and of the weights, as far as
-    samples of their files tell."""
+    """What must be alike on all ranks of a checked run, by name: settings, and digests of data, weights and named files. Weights
+    are sampled, not read whole."""
     settings = flatten(to_dict(ready.config, compared))
     found = {key: text for key, text in settings.items() if key.rpartition(".")[2] not in OWN}
     found |= {f"set of rows ({name})": dataset.fingerprint for name, dataset in ready.training.items()}
@@ -36,7 +36,7 @@ def run_digests(ready: Any) -> dict[str, str]:
 
 
 def file_digests(config: Any) -> dict[str, str]:
-    """Of files that settings name, the user's functions and templates: a digest of each by its key."""
+    """Digests, by key, of the files that settings name: the user's functions and templates."""
     found = {}
     for key, text in flatten(to_dict(config)).items():
         if not set(OWN) & set(key.split(".")):
@@ -62,7 +62,7 @@ def _named_files(text: str) -> Iterator[Path]:
 
 
 def text_digest(directory: Path) -> str:
-    """Of what a model's directory has beside weights: how text becomes tokens, and the architecture."""
+    """A digest of a model's tokenizer and configuration files."""
     digest = hashlib.sha256()
     for file in sorted({file for name in READS for file in directory.glob(name)}):
         digest.update(f"{file.name}\0".encode() + file.read_bytes())
@@ -70,7 +70,7 @@ def text_digest(directory: Path) -> str:
 
 
 def weights_digest(directory: Path) -> str:
-    """Of a model's files of weights: their names and sizes, and samples of the first."""
+    """The names and sizes of a model's files of weights, and a digest of samples of the first."""
     files = sorted(directory.glob("*.safetensors"))
     return json.dumps([*([file.name, file.stat().st_size] for file in files), *map(sample_of, files[:1])])
 

@@ -173,7 +173,7 @@ def scored_rows(
     training: Mapping[str, TokenDataset],
     validation: Mapping[str, TokenDataset],
 ) -> tuple[list[str], list[dict[str, Any]]]:
-    """Of the prompts that rewards will see: examples, and where each stands, for messages."""
+    """Where examples of the prompts that rewards will see stand, for messages, and their rows."""
     found: list[tuple[str, dict[str, Any]]] = []
     for name, data in (*training.items(), *validation.items()):
         trains = data is training.get(name) or not isinstance(sections[name], DatasetConfig)

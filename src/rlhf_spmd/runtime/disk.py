@@ -21,8 +21,8 @@ from rlhf_spmd.workers.optimizer import accumulation_dtype
 
 
 def check_disk(ready: Any) -> str | None:
-    """Of a checked run (``Prepared`` of the training program): a line of warning where the file system of ``run.dir`` has room for
-    a checkpoint, but not for all that the run keeps. A checkpoint is written before the oldest one is deleted.
+    """A warning, one line, if the file system of ``run.dir`` has room for a checkpoint but not for all that the run keeps; else None.
+    ``ready``: ``Prepared`` of the training program. A checkpoint is written before the oldest one is deleted.
 
     Raises CheckpointError where it has no room for one, unless all steps are done.
     """
@@ -47,7 +47,7 @@ def check_disk(ready: Any) -> str | None:
 
 
 def saved_bytes(plan: RolePlan, device: torch.device) -> int:
-    """Of a role in a checkpoint: its weights, or what is trained beside them, and what the optimizer keeps, as it is saved."""
+    """Bytes of a role in a checkpoint: its weights, or its adapters and head, and the state of the optimizer."""
     if plan.spec is None:
         return 0
     config, lora, head = plan.config, plan.config.lora, _head(plan)
@@ -68,7 +68,7 @@ def saved_bytes(plan: RolePlan, device: torch.device) -> int:
 
 
 def exported_bytes(plan: RolePlan, device: torch.device) -> int:
-    """Of a role's weights, all of them."""
+    """Bytes of a role's weights in an export."""
     if plan.spec is None:
         return 0
     shards = plan_params(plan.spec, _head(plan), 0, 1, 0, 1).values()

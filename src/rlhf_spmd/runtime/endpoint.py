@@ -288,7 +288,7 @@ def _tell(request: Request, error: Exception) -> Response:
 
 
 def _tell_http(request: Request, error: Exception) -> Response:
-    """Of a path or a method that there is not."""
+    """The answer to a request for an unknown path or method."""
     assert isinstance(error, HTTPException), "registered for it"
     path = request.url.path
     here = f"{path} takes {METHODS[path]}" if path in METHODS else f"there is nothing at {path}; there are {', '.join(METHODS)}"

@@ -143,9 +143,9 @@ def _read(schema: Any, given: Mapping[str, Any]) -> Any:
 
 
 @dataclass(frozen=True)
-class Delta:
-    """A response, or what has come of it since the last part of a stream. ``entries``: of each of its tokens, where they are asked
-    for, NaN where there is none, as of a prompt's first one. ``offsets``: where each token begins in the whole text, of completions.
+class TextDelta:
+    """A whole response, or the part that a stream has not sent yet. ``entries``: log-probs of its tokens if the request asks for them;
+    NaN for a token without one, as a prompt's first. ``offsets``: where each token of a completion begins in the whole text.
     ``finish_reason``: None while the response goes on."""
 
     text: str
@@ -155,7 +155,7 @@ class Delta:
     stop_reason: int | str | None = None
 
 
-def choice_of(index: int, its: Delta, chat: bool, to_bytes: ToBytes, part: str | None = None) -> dict[str, Any]:
+def choice_of(index: int, its: TextDelta, chat: bool, to_bytes: ToBytes, part: str | None = None) -> dict[str, Any]:
     """As OpenAI tells it. ``part`` of a stream: its "first" or a "later" one; None: a whole response."""
     said: dict[str, Any] = {"text": its.text}
     if chat:

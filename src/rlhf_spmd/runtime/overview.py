@@ -81,7 +81,7 @@ def _with_size(role: str, plan: RolePlan) -> str:
 
 
 def _layouts(plans: Mapping[str, RolePlan], size: int) -> Iterator[str]:
-    """Of the roles with a model, those that are split alike together: the axes that are not 1, and the ranks where not all are."""
+    """One text for the roles that share a layout: its axes above 1, and its ranks if they are not all."""
     alike: dict[str, list[str]] = {}
     for role, plan in plans.items():
         if plan.spec is None:
@@ -104,7 +104,7 @@ def _axes(split: Layout | GenerationLayout, copies: int) -> str:
 
 
 def _attention(ready: Any, device: torch.device) -> Iterator[str]:
-    """Of training, and of generation where the exported model generates."""
+    """The name of training's attention; then of generation's, if the exported model generates."""
     exported = ready.config.algorithm.exported
     plan = ready.plans[exported]
     dtype = plan.config.torch_dtype(device)

@@ -96,8 +96,8 @@ def _older(role: str, version: int) -> str:
 
 
 def environment_digests(config: Any) -> dict[str, str]:
-    """Of keys that make it another experiment, those with a value from the environment, which ``config.yaml`` does not have: a digest
-    of it."""
+    """Digests, by key, of values that came from the environment and decide which experiment this is. ``config.yaml`` has only
+    their references."""
     values, shown = flatten(to_dict(config, escaped)), flatten(to_dict(config, written))
     return {key: digest(text) for key, text in values.items() if text != shown[key] and EXPERIMENT.fullmatch(key)}
 

@@ -21,10 +21,10 @@ from rlhf_spmd.generation import CallLimits, Request
 from rlhf_spmd.generation.sequence import NotFinite, Row
 from rlhf_spmd.runtime.llm import Asked, Engine, Prompt, entries_of, prompt_log_probs
 from rlhf_spmd.runtime.openai_forms import (
-    Delta,
     Entry,
     Form,
     Refusal,
+    TextDelta,
     TextOffsets,
     choice_of,
     prompts_of,
@@ -285,7 +285,7 @@ class Service:
         part = "first" if sent.first else "later"
         self._reply(job, [self._choice(job, index, self._delta(job, row, sent, text, entries), part)])
 
-    def _delta(self, job: Job, row: int, sent: Sent, text: str, entries: Sequence[Entry] | None) -> Delta:
+    def _delta(self, job: Job, row: int, sent: Sent, text: str, entries: Sequence[Entry] | None) -> TextDelta:
         """What is new since ``sent``, which is brought up to date: of a response whose whole text is ``text``, and whose ``entries``
         are those of its new tokens."""
         asked, its = job.asked[job.rows[row]], job.ended.get(row)
@@ -301,7 +301,7 @@ class Service:
                 scored = job.scored[job.rows[row]]
                 told, offsets = [*scored, *entries], [*self._prompt_offsets(asked), *offsets]
         sent.text, sent.tokens, sent.first, sent.ended = text, sent.tokens + len(entries or ()), False, its is not None
-        return Delta(new, told, offsets, *((its.finish_reason, its.stop_reason) if its else ()))
+        return TextDelta(new, told, offsets, *((its.finish_reason, its.stop_reason) if its else ()))
 
     def _prompt(self, asked: Asked) -> str:
         return prompt_texts(self.engine.tokenizer, [asked.prompt_ids])[0] if asked.prompt is None else asked.prompt
@@ -318,12 +318,12 @@ class Service:
         return "" if self.engine.tokenizer is None else decode(self.engine.tokenizer, [ids], skips)[0]
 
     def _text(self, asked: Asked, ids: Sequence[int]) -> str:
-        """Of a response under way: without what may be the beginning of a character or of a stop string."""
+        """The text so far of an unfinished response, less what may be the beginning of a character or of a stop string."""
         held = max(map(len, asked.sampling.stop), default=1) - 1
         text = self.engine.text_of(asked, ids, stopped=False)[0].rstrip(UNFINISHED)
         return text[: max(len(text) - held, 0)]
 
-    def _choice(self, job: Job, index: int, its: Delta, part: str | None = None) -> dict[str, Any]:
+    def _choice(self, job: Job, index: int, its: TextDelta, part: str | None = None) -> dict[str, Any]:
         return choice_of(index, its, job.chat, partial(token_bytes, self.engine.tokenizer), part)
 
     def _reply(self, job: Job, choices: list[dict[str, Any]], **more: Any) -> None:
