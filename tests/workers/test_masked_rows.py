@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
+import tasks
+from ranks import run_ranks
 from rlhf_spmd.algorithms.policy import PolicyConfig, clipped_policy
 from rlhf_spmd.algorithms.ppo import Config as PPOConfig
 from rlhf_spmd.algorithms.values import clipped_value
@@ -82,3 +86,27 @@ def test_the_critic_learns_from_the_same_rows() -> None:
     both = joint(clipped_policy(config, SamplingConfig()), clipped_value(config))
     assert both.only == "stopped" and "stopped" in both.inputs and "stopped" not in both.reads
     assert clipped_value(PPOConfig()).only is None
+
+
+LAYOUTS = {"dp": "dp=4", "pp": "pp=2", "tp": "tp=2"}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_ranks_learn_the_same_of_rows_that_were_not_cut(tmp_path: Path, name: str) -> None:
+    """A replica may have cut rows alone in a mini-batch: it must neither wait nor count for less."""
+    masked = ("algorithm.mask_truncated_completions=true", "algorithm.ppo_mini_batch_size=4")
+    roles = "actor", "critic", "reference"
+    wide, layouts = ([f"models.{role}.{what}" for role in roles] for what in ("dtype=float64", f"layout.{LAYOUTS[name]}"))
+    runs = []
+    for ranks, more in ((1, ()), (4, layouts)):
+        run_dir = tmp_path / str(ranks)
+        overrides = tasks.settings(run_dir, 2, *masked, *wide, *more)
+        run_ranks(ranks, tasks.train_here, str(tasks.task() / "ppo.json"), overrides)
+        runs.append(tasks.read_run(run_dir))
+    one, other = runs
+    assert all(0 < row["response_length/clip_ratio"] < 1 for row in one.raw), "some are cut, some not"
+    assert other.responses == one.responses
+    weights, tensor = tasks.worst_tensor(one, other)
+    assert weights < 1e-9, tensor
+    metrics, metric = tasks.worst_metric(one, other, 1e-9)
+    assert metrics < 1e-10, metric
