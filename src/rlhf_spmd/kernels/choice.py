@@ -13,7 +13,7 @@ from functools import cache
 import torch
 
 from rlhf_spmd.kernels.build import build
-from rlhf_spmd.kernels.devices import can, model_device
+from rlhf_spmd.kernels.devices import can, model_device, unavailable
 from rlhf_spmd.kernels.exact import ExactOps
 from rlhf_spmd.kernels.library import Kernels
 from rlhf_spmd.kernels.ops import Ops
@@ -30,6 +30,13 @@ def _load() -> Kernels | None:
     except (OSError, AttributeError, subprocess.SubprocessError) as error:
         _log.warning("C++ kernels do not build here, torch computes instead: %s", error)
         return None
+
+
+@cache
+def _load_gpu() -> Ops:
+    from rlhf_spmd.kernels.gpu import GpuOps  # triton may be missing elsewhere
+
+    return GpuOps()
 
 
 _suspended = False
@@ -52,7 +59,9 @@ def choose_ops(dtype: torch.dtype, device: torch.device, wanted: str = "auto", w
             f"{where}=cpp: the C++ kernels compute float32 and bfloat16 on the CPU where a C++ compiler is installed, here "
             f"{dtype} on {device.type}; set it to auto or torch"
         )
-    return found or (_EXACT if exact else _PLAIN)
+    if exact or wanted == "torch" or unavailable("triton", torch.device("cuda"), dtype) is not None:
+        return found or (_EXACT if exact else _PLAIN)
+    return _load_gpu()
 
 
 def processor_kind() -> int:
