@@ -22,6 +22,7 @@ from torch import Tensor
 
 from rlhf_spmd.generation.scheduler import Work
 from rlhf_spmd.kernels import Kernels, Ops, can, on_device
+from rlhf_spmd.kernels.pinned import host_empty
 from rlhf_spmd.models.attention import Attention
 
 COPIED_BYTES = 4 << 20  # of pages copied at a time: a larger block is fresh memory, on CPUs a page fault per 4 KB
@@ -95,7 +96,7 @@ class KVCache:
         """Give the memory back; what lies in the pages ``used`` waits in host memory, pinned where the cache is on a GPU."""
         index = torch.tensor(used, dtype=torch.int64, device=self.pages.device)
         shape = *self.pages.shape[:3], len(used), self.pages.shape[4]
-        host = torch.empty(shape, dtype=self.pages.dtype, pin_memory=can(self.pages.device).pinned)
+        host = host_empty(shape, self.pages.dtype, self.pages.device)
         for layer, pages in zip(host, self.pages, strict=True):
             layer.copy_(pages.index_select(2, index))
         self._on_host = index, host

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from rlhf_spmd.kernels import can
+from rlhf_spmd.kernels.pinned import host_like
 from rlhf_spmd.parallel.zero import local_part
 
 CHECKPOINTING = ("none", "selective", "full")
@@ -62,8 +62,7 @@ def save_on_host(module: nn.Module, *resident: Tensor) -> saved_tensors_hooks:
         storage = _storage(tensor)
         if not storage or storage in {_storage(other) for other in (*resident, *module.parameters())}:
             return tensor
-        host = torch.empty_like(tensor, device="cpu", pin_memory=can(tensor.device).pinned)
-        return host.copy_(tensor, non_blocking=True), tensor.device
+        return host_like(tensor).copy_(tensor, non_blocking=True), tensor.device
 
     def unpack(saved: Any) -> Tensor:
         return saved if isinstance(saved, Tensor) else saved[0].to(saved[1], non_blocking=True)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from rlhf_spmd.kernels import can, wait
 from rlhf_spmd.kernels.devices import side_stream
+from rlhf_spmd.kernels.pinned import host_zeros
 
 
 class Storages:
@@ -49,8 +50,8 @@ class Storages:
     def offload(self, changed: Iterable[Tensor] | None = None) -> None:
         """Copy to host memory, which is kept for the next time, and give up the storages. ``changed``: of others the copy is good."""
         if not self._host:
-            pin = any(can(storage.device).pinned for storage in self._storages)
-            self._host = [torch.empty(size, dtype=torch.uint8, pin_memory=pin) for size in self._sizes]
+            device = next((storage.device for storage in self._storages), torch.device("cpu"))
+            self._host = host_zeros([((size,), torch.uint8) for size in self._sizes], device)
         copied = self._storages if changed is None else _distinct(changed)
         numbers = {storage._cdata for storage in copied}
         for host, storage in zip(self._host, self._storages, strict=True):

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from rlhf_spmd.config.bounds import check_bounds
-from rlhf_spmd.kernels import can, wait
+from rlhf_spmd.kernels import wait
+from rlhf_spmd.kernels.pinned import host_zeros
 from rlhf_spmd.parallel.collectives import RECORDER
 from rlhf_spmd.parallel.data_parallel import BUCKET_ELEMENTS, buckets
 from rlhf_spmd.workers.eight_bit import EightBit, Kept, States, Tensors
@@ -162,7 +163,7 @@ class Optimizer:
         self._usual, self._eight_bit = AdamW(), EightBit() if config.name == "adamw_8bit" else None
         # (arithmetic, of the head) -> name -> elements in its buckets
         self._groups: dict[tuple[Any, bool], dict[str, int]] = {}
-        self._states: dict[str, dict[str, Tensor]] = {}
+        kept: dict[str, Kept] = {}
         for name, param in params.items():
             arithmetic: Any = self._eight_bit if self._eight_bit is not None and param.dim() > 1 else self._usual
             size = param.numel()
@@ -171,12 +172,17 @@ class Optimizer:
             if size:
                 self._groups.setdefault((arithmetic, name in heads), {})[name] = size
             dtype = accumulation_dtype(param.dtype) if config.master_weights else param.dtype
-            where: dict[str, Any] = {"device": param.device}
-            if config.offload:
-                where = {"device": "cpu", "pin_memory": can(param.device).pinned}
-            kept = arithmetic.kept(param.shape, dtype) | ({"master": (param.shape, dtype)} if dtype != param.dtype else {})
-            self._states[name] = {key: torch.zeros(shape, dtype=its, **where) for key, (shape, its) in kept.items()}
+            kept[name] = arithmetic.kept(param.shape, dtype) | (
+                {"master": (param.shape, dtype)} if dtype != param.dtype else {}
+            )
+        self._states = self._zeros(kept, next((param.device for param in params.values()), torch.device("cpu")))
         self.refresh_masters(params)
+
+    def _zeros(self, kept: Mapping[str, Kept], device: torch.device) -> dict[str, dict[str, Tensor]]:
+        forms = [form for its in kept.values() for form in its.values()]
+        on_host = host_zeros(forms, device) if self.config.offload else None
+        zeros = iter(on_host or [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in forms])
+        return {name: {key: next(zeros) for key in its} for name, its in kept.items()}
 
     @property
     def lr(self) -> float:

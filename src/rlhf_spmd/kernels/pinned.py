@@ -1,0 +1,166 @@
+"""Host memory that copies of a GPU run to and from beside its work: page-locked, and no larger than what was asked for.
+
+torch's own allocator of pinned memory rounds each block up to a power of two: 98 GB of optimizer states become 135. Here one mapping
+(:class:`PinnedSlab`) is registered with the driver and cut into tensors. Where a device has no use for pinned memory, on CPUs, tensors
+are ordinary ones.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import weakref
+from bisect import insort
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf_spmd.kernels.devices import can, wait
+
+ALIGNMENT = 512  # bytes: of every tensor in a slab
+ARENA_SLAB = 256 << 20  # the least that an arena asks the driver for: registering takes a second for a few GB
+PAGE = 2 << 20  # a slab's size is a multiple of it, so that the system may give large pages, which are registered sooner
+
+Form = tuple[Sequence[int], torch.dtype]
+
+
+class PinnedSlab(mmap.mmap):
+    """``nbytes`` of zeros, registered with the CUDA driver. Its tensors hold it: when the last one is gone it is unregistered and
+    given back. Whoever drops them has waited for the copies that read or write them.
+
+    Raises MemoryError where the driver refuses so much.
+    """
+
+    def __new__(cls, nbytes: int) -> PinnedSlab:
+        return super().__new__(cls, -1, max(-(-nbytes // PAGE), 1) * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+    def __init__(self, nbytes: int) -> None:
+        self._registered_by: int | None = None
+        self._driver = torch.cuda.cudart()
+        # a process that is forked must not share these pages: the first write would move one of the two away from the device
+        for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+            if hasattr(mmap, advice):
+                with suppress(OSError):
+                    self.madvise(getattr(mmap, advice))
+        self._address = self.cut(0, (len(self),), torch.uint8).data_ptr()
+        code = int(self._driver.cudaHostRegister(self._address, len(self), 0))
+        if code:
+            raise MemoryError(f"the CUDA driver does not pin {len(self) / 2**30:.1f} GiB of host memory (error {code})")
+        self._registered_by = os.getpid()
+
+    def cut(self, offset: int, shape: Sequence[int], dtype: torch.dtype, holder: Any = None) -> Tensor:
+        """The tensor that begins ``offset`` bytes in. ``holder``: a view of this memory that the tensor keeps in place of the slab."""
+        flat = torch.frombuffer(self if holder is None else holder, dtype=dtype, count=math.prod(shape), offset=offset)
+        return flat.view(tuple(shape))
+
+    def __del__(self) -> None:
+        if self._registered_by == os.getpid():
+            self._driver.cudaHostUnregister(self._address)
+
+
+def host_zeros(forms: Sequence[Form], device: torch.device) -> list[Tensor]:
+    """Zeros in host memory of these shapes and dtypes, each with a storage of its own: in one pinned slab where copies to and from
+    ``device`` want that. They stay until all of them are gone."""
+    if not can(device).pinned:
+        return [torch.zeros(tuple(shape), dtype=dtype) for shape, dtype in forms]
+    sizes = [_rounded(math.prod(shape) * dtype.itemsize) for shape, dtype in forms]
+    slab, offset, made = (PinnedSlab(sum(sizes)) if any(sizes) else None), 0, list[Tensor]()
+    for (shape, dtype), size in zip(forms, sizes, strict=True):
+        made.append(slab.cut(offset, shape, dtype) if slab is not None and size else torch.zeros(tuple(shape), dtype=dtype))
+        offset += size
+    return made
+
+
+class PinnedArena:
+    """Pinned memory for what comes and goes, in slabs. ``device``: whose current stream alone reads and writes it, so memory that is
+    given back while a copy is still to run can be taken again at once: the next copy comes after it.
+
+    A tensor's memory comes back when its storage dies, in whatever thread that is.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._slabs: list[PinnedSlab] = []
+        self._free: list[list[tuple[int, int]]] = []  # of each slab: (offset, size), ascending, no two adjacent
+        self._given_back: deque[tuple[PinnedSlab, int, int]] = deque()  # by finalizers, which may run in the middle of anything
+
+    @property
+    def nbytes(self) -> int:
+        return sum(map(len, self._slabs))
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        size = _rounded(math.prod(shape) * dtype.itemsize)
+        if not size:
+            return torch.empty(tuple(shape), dtype=dtype)
+        self._collect()
+        slab, offset = self._find(size) or self._grow(size)
+        with memoryview(slab) as whole:
+            view = whole[offset : offset + size]
+        tensor = slab.cut(0, shape, dtype, view)
+        weakref.finalize(view, self._given_back.append, (slab, offset, size)).atexit = False
+        return tensor
+
+    def _find(self, size: int) -> tuple[PinnedSlab, int] | None:
+        """The smallest hole that is large enough."""
+        fits = [(room, n, at) for n, holes in enumerate(self._free) for at, room in holes if room >= size]
+        if not fits:
+            return None
+        room, number, offset = min(fits)
+        self._free[number].remove((offset, room))
+        if room > size:
+            insort(self._free[number], (offset + size, room - size))
+        return self._slabs[number], offset
+
+    def _grow(self, size: int) -> tuple[PinnedSlab, int]:
+        """A slab more, in place of those in which nothing lies: they would be held besides."""
+        empty = [number for number, slab in enumerate(self._slabs) if self._free[number] == [(0, len(slab))]]
+        if empty:
+            wait(self._device)  # for copies to memory that was given back
+            for number in reversed(empty):
+                del self._slabs[number], self._free[number]
+        slab = PinnedSlab(max(size, ARENA_SLAB))
+        self._slabs.append(slab)
+        self._free.append([(size, len(slab) - size)] if len(slab) > size else [])
+        return slab, 0
+
+    def _collect(self) -> None:
+        """Take in what finalizers gave back: holes that touch become one."""
+        while self._given_back:
+            slab, offset, size = self._given_back.popleft()
+            number = next(n for n, known in enumerate(self._slabs) if known is slab)
+            holes = self._free[number]
+            for before in [hole for hole in holes if hole[0] + hole[1] == offset or offset + size == hole[0]]:
+                holes.remove(before)
+                offset, size = min(offset, before[0]), size + before[1]
+            insort(holes, (offset, size))
+
+
+@cache
+def _arena(device: torch.device) -> PinnedArena:
+    return PinnedArena(device)
+
+
+def host_like(tensor: Tensor) -> Tensor:
+    """As :func:`host_empty`, of a tensor's shape, dtype and strides."""
+    if not can(tensor.device).pinned:
+        return torch.empty_like(tensor, device="cpu")
+    stride = torch.empty_like(tensor, device="meta").stride()
+    return _arena(tensor.device).empty((tensor.numel(),), tensor.dtype).as_strided(tensor.shape, stride)
+
+
+def host_empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Not filled, in host memory, for a while: from the arena of ``device`` where copies want pinned memory. Only that device's current
+    stream may copy to and from it."""
+    if not can(device).pinned:
+        return torch.empty(tuple(shape), dtype=dtype)
+    return _arena(device).empty(shape, dtype)
+
+
+def _rounded(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
