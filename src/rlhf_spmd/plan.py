@@ -161,7 +161,7 @@ def evaluate(run: Run, machine: Machine, times: planning.Times) -> planning.Plan
         step = step_of(run, machine)
         plans = with_checkpointing(plans, decide_checkpointing(plans, step, machine.memory))
         try:
-            verdict = check_memory(plans, step, machine.memory, machine.local_size)
+            verdict = check_memory(plans, step, machine.memory, machine.local_size, host_memory=machine.host_memory)
         except ValueError as error:
             verdict = str(error)
         file = PlanFile(machine.size, machine.local_size, {}, placed_calls(run.nodes, plans), {})

@@ -26,7 +26,8 @@ from generators import backend as backend  # a fixture, as the next
 from generators import matmul_precision as matmul_precision
 from places import SHARED
 from ranks import run_ranks
-from rlhf_spmd.generation import Generator, Request, SamplingConfig
+from rlhf_spmd.generation import Generator, Request, SamplingConfig, cache_room
+from rlhf_spmd.generation.cache_room import room_on_device, step_bytes
 from rlhf_spmd.generation.kv_cache import KVCache
 from rlhf_spmd.kernels import devices
 from rlhf_spmd.models.weights import write_random_model
@@ -110,13 +111,33 @@ def test_batching_paging_and_preemption_change_no_bit(models: dict[str, str], ch
 
 def test_ranks_of_a_host_share_its_memory(models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Each takes its part of what is available, together ``gpu_memory_utilization`` of it, a container's limit kept."""
-    generator = build_generator(models["llama"], SMALL)
+    generator = build_generator(models["llama"], replace(SMALL, gpu_memory_utilization=0.25))
     whole = generator._affordable_pages()
     generator.local_size = 4
     assert 0.9 * whole < 4 * generator._affordable_pages() < 1.1 * whole
     monkeypatch.setattr(devices, "container_bytes", lambda root: 1 << 30)
     page = KVCache.page_bytes(*generator._cache_shape, SMALL.page_size, torch.float32)
-    assert generator._affordable_pages() == int(SMALL.gpu_memory_utilization * (1 << 30) / 4) // page
+    assert generator._affordable_pages() == (1 << 30) // 16 // page
+    usual = build_generator(models["llama"], SMALL)
+    assert usual._affordable_pages() == (1 << 29) // page
+
+
+def test_a_gpu_s_cache_takes_what_its_share_leaves(models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the whole memory, as vLLM counts, less what this process has there, what a step works with and what is still to come; never
+    more than is free."""
+    assert room_on_device(0.9, 80.0, 16.0, 60.0, 2.0) == 54.0
+    assert room_on_device(0.9, 80.0, 16.0, 30.0, 2.0) == 28.0, "another process is there"
+    assert room_on_device(0.5, 80.0, 50.0, 25.0, 2.0) < 0
+    generator = build_generator(models["llama"], replace(SMALL, gpu_memory_utilization=0.5))
+    monkeypatch.setattr(devices, "_CPU", replace(devices._CPU, streams=True))
+    sizes = {"total_bytes": 1 << 30, "allocated_bytes": 100 << 20, "free_bytes": 900 << 20}
+    for name, size in sizes.items():
+        monkeypatch.setattr(cache_room, name, lambda *_, size=size: size)
+    generator.reserved_bytes = 50 << 20
+    step = step_bytes(generator.config, generator.decoder)
+    assert 4 * SMALL.max_num_batched_tokens * generator.decoder.spec.hidden_size < step < 100 << 20
+    page = KVCache.page_bytes(*generator._cache_shape, SMALL.page_size, torch.float32)
+    assert generator._affordable_pages() == int((512 - 100 - 50) * (1 << 20) - step) // page
 
 
 def test_fp64_draws_the_same_rows_and_bf16_runs(models: dict[str, str]) -> None:

@@ -285,7 +285,7 @@ def test_the_least_cache_is_what_the_generator_takes_of_just_enough_memory(
     """With so much free memory the longest row runs and the rest has room; with a little less either fails."""
     config = GenerationConfig(gpu_memory_utilization=share, num_pages=num_pages)
     most = row * flying if num_pages is None else row * num_pages
-    free = float(others + model.least_cache(others, row, most, config))
+    free = float(others + model.least_cache(others, row, most, config, on_host=True))
 
     def runs(free: float) -> bool:
         cache = most if num_pages is not None else min(share * free, most)
@@ -303,7 +303,29 @@ def test_generation_needs_logits_texts_and_pages() -> None:
     assert row[0] == 32 * 64 * 2 * 28 * 512 * 2 and most[0] == 256 * row[0]
     assert row[1] == row[0] / 4
     assert parts["work"][0] > 2 * 4 * 256 * 152064
-    assert parts["cache"][0] == pytest.approx(max(float(parts["work"][0]), row[0]))
+    assert parts["cache"][0] == row[0]
+    on_host, _, _ = model.generate(SEVEN, WORK, ways, replace(ROLE, on_host=True), config, 0)
+    assert on_host["cache"][0] == pytest.approx(max(float(parts["work"][0]), row[0]))
+
+
+def test_what_is_offloaded_lies_in_host_memory() -> None:
+    """Adam's 12 bytes of a parameter over 8 ranks, 2 of a weight, and what layers keep: nothing of that on the device, and nothing
+    beside the device where that is a CPU."""
+
+    def sizes(parts: model.Parts) -> dict[str, float]:
+        return {name: float(np.max(each)) for name, each in parts.items()}
+
+    ways, nothing = choices([(1, 1, 8)], zero=(3,)), {"weights": 0.0, "optimizer": 0.0}
+    offloaded = replace(ROLE, offload=True, optim_offload=True, activation_offload=True)
+    assert sizes(model.held_by_host(SEVEN, ways, ROLE, 0)) == sizes(model.held(SEVEN, ways, offloaded, 0)) == nothing
+    found = sizes(model.held_by_host(SEVEN, ways, offloaded, 0))
+    assert found == sizes(model.held(SEVEN, ways, ROLE, 0))
+    assert found["optimizer"] == pytest.approx(6 * found["weights"]) == pytest.approx(12 * SEVEN.params / 8, rel=0.01)
+    saved = sizes(model.saved_by_host(SEVEN, WORK, ways, offloaded, 0))["activations"]
+    assert saved == pytest.approx(sizes(model.train(SEVEN, WORK, ways, ROLE, 0))["activations"], rel=0.05)
+    on_cpu = replace(offloaded, on_host=True)
+    assert sizes(model.held_by_host(SEVEN, ways, on_cpu, 0)) == nothing
+    assert sizes(model.saved_by_host(SEVEN, WORK, ways, on_cpu, 0)) == {"activations": 0.0}
 
 
 def test_weights_for_generation() -> None:

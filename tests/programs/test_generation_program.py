@@ -194,7 +194,7 @@ def test_mistakes_are_named(
 def test_a_cache_of_small_pages_is_counted_as_it_lies(model: Path, tmp_path: Path) -> None:
     """Pages of the C++ kernels are wider than their tokens; the others' are not, and no setting says which are meant."""
     file = write_rows(tmp_path / "in.jsonl", [{"prompt_ids": [1]}])
-    room, spec = total_bytes(torch.device("cpu"), 0, 1), read_spec(model)
+    room, spec = total_bytes(torch.device("cpu"), 1), read_spec(model)
     token = 2 * spec.num_hidden_layers * spec.num_key_value_heads * spec.head_dim * 4
     fits = f"generation.num_pages={int(0.8 * room / token)}"
     program.prepare(None, arguments(model, file, tmp_path / "out.jsonl", "generation.page_size=1", fits), Launch())

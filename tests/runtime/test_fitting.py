@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import tasks
-from planner_cases import FITS, GIB, H100, Fit, everyone, overrides
+from planner_cases import FITS, GIB, H100, H200, Fit, everyone, overrides
 from ranks import Program, run_ranks
 from rlhf_spmd import train
 from rlhf_spmd.kernels.devices import container_bytes, total_bytes
@@ -109,6 +109,38 @@ def test_within_the_model_s_error_a_run_is_warned_not_refused(root: Path) -> Non
     assert check_memory(plans, facts, [peak / 2], 8, rank=1) is None  # another rank, which is not in the plan
 
 
+def test_states_that_a_host_cannot_hold_are_refused(root: Path) -> None:
+    """12 bytes of each of 7.6 * 10^9 parameters over all ranks of a host, and 2 GiB beside each of them."""
+    given = ("models.actor.layout.zero=1", "models.actor.optim.offload=true")
+    plans, facts = judged(Fit("sft", "qwen2.5_7b", 8, H100, given, 0.0), root)
+    host = measure(plans, facts).host
+    assert host is not None and host.by_host(8)[0] / GIB == pytest.approx(12 * 7.616e9 / GIB + 16, rel=0.01)
+    assert check_memory(plans, facts, H100, 8, host_memory=102 * GIB) is None
+    warning = check_memory(plans, facts, H100, 8, host_memory=95 * GIB)
+    assert warning is not None and "GiB of host memory" in warning and "that may be too much" in warning
+    for rank in (None, 5):
+        with pytest.raises(
+            ValueError, match=r"^host 0, ranks 0 to 7, would need 101\.\d GiB .* has 80\.0: of rank 0 actor opt"
+        ):
+            check_memory(plans, facts, H100, 8, rank, host_memory=80 * GIB)
+    assert check_memory(plans, facts, H100, 4, host_memory=60 * GIB) is None, "half of it on each of two hosts"
+    resident, facts = judged(Fit("sft", "qwen2.5_7b", 8, H100, given[:1], 0.0), root)
+    assert measure(resident, facts).host is None
+
+
+def test_generation_leaves_its_share_of_a_gpu_free(root: Path) -> None:
+    """As vLLM: weights, cache, what a step works with and what training has left there take no more than that share."""
+    case = Fit("grpo", "llama3.1_8b", 2, H200, ("models.actor.generation.gpu_memory_utilization=0.3",), 0.0)
+    report, name = measure(*judged(case, root)), "actor.generate_sequences"
+    taken = sum(float(each[0]) for each in (*report.held.values(), *report.active[name].values()))
+    assert report.shares == {name: 0.3} and report.peaks[0] == pytest.approx(taken / 0.3)
+    assert f"{name} left free by gpu_memory_utilization" in dict(report.largest(0))
+    usual = measure(*judged(replace(case, more=()), root))
+    assert usual.shares == {name: 0.9} and usual.peaks[0] < report.peaks[0]
+    fixed = measure(*judged(replace(case, more=("models.actor.generation.num_pages=40",)), root))
+    assert fixed.shares == {}, "so many pages as are asked for"
+
+
 def test_a_thousand_ranks_are_a_few_kinds(root: Path) -> None:
     case = Fit("grpo", "llama3.1_70b", 1024, H100, (*everyone("grpo", zero=1, tp=8, pp=4), "models.actor.generation.tp=8"), 0.0)
     case = replace(case, more=(*case.more, "models.actor.generation.pp=4", "algorithm.ppo_mini_batch_size=128"))
@@ -200,7 +232,7 @@ def test_what_a_container_leaves(files: tuple[str, str, str], tmp_path: Path) ->
 @pytest.mark.parametrize("model", ["qwen2.5_7b", "llama3.1_70b"])
 def test_ranks_refuse_a_model_that_is_too_large_for_this_machine(model: str, tmp_path: Path) -> None:
     """In seconds, before anything of it exists: one line, and the exit status of bad input."""
-    room = total_bytes(torch.device("cpu"), 0, 2)
+    room = total_bytes(torch.device("cpu"), 2)
     if room > 25 * GIB:
         pytest.skip(f"each of two ranks has {room / GIB:.0f} GiB here")
     given = overrides(tmp_path, "grpo", model, "models.actor.activation_checkpointing=none")
@@ -241,7 +273,7 @@ def test_auto_takes_the_first_that_fits(root: Path) -> None:
 
 def small_run(world: World, run_dir: str, room: float) -> str:
     """A run of the small task on devices of ``room`` bytes; returns what it begins with."""
-    fitting.total_bytes = lambda *_: room  # type: ignore[assignment]
+    fitting.total_bytes = lambda *_: room
     try:
         ready = train.prepare(SMALL, tasks.settings(Path(run_dir), 2), world.size, launch=world.launch)
     finally:

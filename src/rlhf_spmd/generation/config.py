@@ -44,7 +44,9 @@ class GenerationConfig:
     - num_pages: pages of the cache; null: what the rows that can run at once need, within `gpu_memory_utilization`
     - max_num_seqs: rows in flight per replica
     - max_num_batched_tokens: tokens computed in one step; at least `max_num_seqs`
-    - gpu_memory_utilization: share of the memory that is free when generation begins: of the GPU, or of the rank's part of the host's
+    - gpu_memory_utilization: as in vLLM, the share of a GPU's memory that holds weights, cache and what a step works with; what
+      training leaves there while it generates counts too. On CPUs the share that a cache may take of the rank's part of what the
+      host has free. null: 0.9, on CPUs 0.5
     - enable_prefix_caching: rows of equal prompts share pages
     - enable_chunked_prefill: a long prompt may take several steps; `false`: each row, prompt and response, must fit in
       `max_num_batched_tokens`
@@ -72,7 +74,7 @@ class GenerationConfig:
     num_pages: int | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
-    gpu_memory_utilization: float = 0.5
+    gpu_memory_utilization: float | None = None
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     steps_per_sync: int = 1
@@ -99,6 +101,11 @@ class GenerationConfig:
                 f"{where}.max_num_batched_tokens={self.max_num_batched_tokens} is less than max_num_seqs={self.max_num_seqs}: "
                 "every row in flight computes at least one token in a step; raise the first or lower the second"
             )
+
+    def memory_share(self, on_host: bool) -> float:
+        """``gpu_memory_utilization``, or the usual one of a device; ``on_host``: it is a CPU."""
+        usual = 0.5 if on_host else 0.9
+        return usual if self.gpu_memory_utilization is None else self.gpu_memory_utilization
 
     def check_device(self, where: str) -> None:
         """Raises ValueError for what this process's device cannot; a plan may be for others."""

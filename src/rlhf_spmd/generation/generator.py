@@ -17,6 +17,7 @@ import torch
 from rlhf_spmd.data.tokenizer import Decoding
 from rlhf_spmd.generation.backends import build_backend, choose_backend
 from rlhf_spmd.generation.balancing import RowCounts, exchange, pack, plan_moves, unpack
+from rlhf_spmd.generation.cache_room import cache_room
 from rlhf_spmd.generation.config import GenerationConfig, SamplingConfig
 from rlhf_spmd.generation.episodes import Environments
 from rlhf_spmd.generation.interruption import CallLimits, Interrupts, LimitWatch
@@ -27,7 +28,6 @@ from rlhf_spmd.generation.runner import Call
 from rlhf_spmd.generation.scheduler import GenerationStats
 from rlhf_spmd.generation.sequence import Completion, Request, Row
 from rlhf_spmd.generation.stopping import Ends, build_ends
-from rlhf_spmd.kernels.devices import free_bytes
 from rlhf_spmd.models.decoder import Block, Decoder
 from rlhf_spmd.parallel.mesh import Mesh
 
@@ -254,9 +254,8 @@ class Generator:
 
         Collective over the replica: every rank of it must call, in program order.
         """
-        free = free_bytes(self._device, self.local_size) - self.reserved_bytes
-        page_bytes = KVCache.page_bytes(*self._cache_shape, self.config.page_size, self.decoder.dtype)
-        pages = int(self.config.gpu_memory_utilization * free) // page_bytes
+        room = cache_room(self.config, self.decoder, self._device, self.local_size, self.reserved_bytes)
+        pages = int(room) // KVCache.page_bytes(*self._cache_shape, self.config.page_size, self.decoder.dtype)
         return int(self.mesh.replica.all_reduce(torch.tensor([max(pages, 1)]), "generation:pages", "min"))
 
     @cached_property

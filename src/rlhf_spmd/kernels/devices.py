@@ -91,11 +91,21 @@ def free_bytes(device: torch.device, local_size: int = 1) -> float:
     return min(float(available), container_bytes(Path("/sys/fs/cgroup"))) / local_size
 
 
-def total_bytes(device: torch.device, local_rank: int, local_size: int) -> float:
+def total_bytes(device: torch.device, local_size: int) -> float:
     """What a rank's device has, before there is anything on it: all of a GPU; on CPUs :func:`free_bytes`."""
     if device.type == "cuda":
-        return float(torch.cuda.get_device_properties(local_rank).total_memory)
+        return float(torch.cuda.get_device_properties(device).total_memory)
     return free_bytes(device, local_size)
+
+
+def allocated_bytes(device: torch.device) -> int:
+    """What the tensors of this process take of a GPU."""
+    return torch.cuda.memory_allocated(device)
+
+
+def host_bytes() -> float:
+    """What all processes of a host could still take of its memory together."""
+    return free_bytes(torch.device("cpu"))
 
 
 def container_bytes(root: Path) -> float:

@@ -66,6 +66,7 @@ class ClusterConfig:
     - gpu: `a100`, `a100_40`, `a10`, `l40s`, `h100`, `h200`, `h800`, `b200`, or a file that `plan profile` wrote
     - network_gb_s: gigabytes per second between hosts, for each device, in one direction
     - memory_gb: GiB of a device that are to be used; null: what the table or the profile says
+    - host_memory_gb: GiB of a host's own memory for what its ranks offload; null: enough
     - groups: hosts of several kinds, in order of their ranks, each `{nodes, gpus_per_node, gpu}`; then `cluster.nodes` is not
       read
     """
@@ -75,6 +76,7 @@ class ClusterConfig:
     gpu: str = "h100"
     network_gb_s: float = 50.0
     memory_gb: float | None = None
+    host_memory_gb: float | None = None
     groups: list[HostsConfig] = field(default_factory=list)
 
     @property
@@ -100,6 +102,7 @@ class ClusterConfig:
             raise ValueError(f"{where}.groups: hosts of different numbers of devices; training refuses them, too")
         check_bounds(self, where, "network_gb_s", above=0)
         check_bounds(self, where, "memory_gb", above=DRIVER_GB)
+        check_bounds(self, where, "host_memory_gb", above=0)
 
     def machine(self, measured: Gpu | None = None) -> Machine:
         """``measured``: the device of the profile that ``gpu`` names."""
@@ -109,7 +112,8 @@ class ClusterConfig:
             memory += [min(most, device.memory)] * hosts * each
         rates = ("flops", "bandwidth", "link", "host_link")
         slowest = replace(devices[0], **{name: min(getattr(device, name) for device in devices) for name in rates})
-        return Machine(len(memory), self.hosts[0][1], slowest, tuple(memory), self.network_gb_s * 1e9)
+        beside = math.inf if self.host_memory_gb is None else self.host_memory_gb * GIB
+        return Machine(len(memory), self.hosts[0][1], slowest, tuple(memory), self.network_gb_s * 1e9, beside)
 
 
 def is_file(name: str) -> bool:
@@ -119,10 +123,11 @@ def is_file(name: str) -> bool:
 @dataclass(frozen=True)
 class Machine:
     """``size`` ranks, ``local_size`` on each host. ``device``: of the slowest kind, which all are taken for. ``memory``: bytes of each
-    rank's device. ``network``: bytes/s of a rank to other hosts."""
+    rank's device. ``network``: bytes/s of a rank to other hosts. ``host_memory``: bytes of a host beside its devices."""
 
     size: int
     local_size: int
     device: Gpu
     memory: tuple[float, ...]
     network: float
+    host_memory: float = math.inf

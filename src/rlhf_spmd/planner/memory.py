@@ -111,14 +111,18 @@ class _Slice:
 
 def held(shape: ModelShape, choices: Choices, role: RoleSettings, stage: Stage) -> Parts:
     """Between calls: weights, and of a role that is trained what its optimizer keeps."""
-    part = _Slice(shape, choices, stage)
-    trained = _trained(part, role) / part.shards
-    states = 0 * trained
-    if role.trained and (role.on_host or not role.optim_offload):
-        ends = 0 if role.adapters else part.ends / part.shards
-        states = role.states * trained + (role.masters + 2 * role.moment - role.states) * ends
-    weights = _resting(part, role) + role.itemsize * part.layers * role.adapters / part.shards
-    return {"weights": weights * (role.on_host or not role.offload), "optimizer": states}
+    weights, states = _kept(_Slice(shape, choices, stage), role)
+    return {
+        "weights": weights * (role.on_host or not role.offload),
+        "optimizer": states * (role.on_host or not role.optim_offload),
+    }
+
+
+def held_by_host(shape: ModelShape, choices: Choices, role: RoleSettings, stage: Stage) -> Parts:
+    """Of a rank on a GPU what lies in host memory, pinned, from the first offload on: also while the device has it."""
+    weights, states = _kept(_Slice(shape, choices, stage), role)
+    here = not role.on_host
+    return {"weights": weights * (here and role.offload), "optimizer": states * (here and role.optim_offload)}
 
 
 def train(shape: ModelShape, work: Workload, choices: Choices, role: RoleSettings, stage: Stage) -> Parts:
@@ -128,9 +132,7 @@ def train(shape: ModelShape, work: Workload, choices: Choices, role: RoleSetting
     """
     part, (tokens, number) = _Slice(shape, choices, stage), _micro_batches(work, choices)
     b, a, pp = role.itemsize, role.wide, choices.pp
-    alive = np.minimum(pp - stage, number)
-    if role.vpp > 1:
-        alive = np.minimum(2 * (pp - 1 - stage) + (role.vpp - 1) * pp + 1, number * role.vpp) / role.vpp
+    alive = _alive(choices, role, stage, number)
     kept = part.layers * part.kept(choices.checkpointing)
     if role.activation_offload and not role.on_host:
         kept = part.whole_layer()
@@ -168,6 +170,13 @@ def train(shape: ModelShape, work: Workload, choices: Choices, role: RoleSetting
     return found | {"weights back": _resting(part, role) * role.offload}  # from host memory, for the call
 
 
+def saved_by_host(shape: ModelShape, work: Workload, choices: Choices, role: RoleSettings, stage: Stage) -> Parts:
+    """Of a rank on a GPU what layers save in host memory while it trains."""
+    part, (tokens, number) = _Slice(shape, choices, stage), _micro_batches(work, choices)
+    kept = part.layers * part.kept(choices.checkpointing) * _alive(choices, role, stage, number)
+    return {"activations": role.itemsize * tokens * kept * (role.activation_offload and not role.on_host)}
+
+
 def infer(shape: ModelShape, work: Workload, choices: Choices, role: RoleSettings, stage: Stage) -> Parts:
     """Beside :func:`held`, of a forward pass of all rows."""
     part, (tokens, _) = _Slice(shape, choices, stage), _micro_batches(work, choices)
@@ -183,7 +192,8 @@ def generate(
     """Beside the weights, in the layout of generation: what a call needs whatever it caches, with the least cache that can do it; the
     bytes of a row's keys and values; and what all rows that run at once may need of them.
 
-    A cache takes at most ``gpu_memory_utilization`` of what is free, and the rest must hold the other things.
+    On a GPU all of that, with what is held, takes at most ``gpu_memory_utilization`` of its memory. On CPUs a cache takes at most that
+    share of what is free, and the rest must hold the other things.
     """
     part = _Slice(shape, choices, stage)
     rows = np.ceil(work.rows / choices.dp)
@@ -197,15 +207,17 @@ def generate(
     row = page * np.ceil((work.longest - 1) / config.page_size)
     most = row * flying if config.num_pages is None else page * config.num_pages
     parts = {"work": role.itemsize * batch * _forward(part) + logits + texts}
-    return parts | {"cache": least_cache(total(parts), row, most, config)}, row, most
+    return parts | {"cache": least_cache(total(parts), row, most, config, role.on_host)}, row, most
 
 
-def least_cache(others: Any, row: Any, most: Any, config: GenerationConfig) -> Any:
-    """Of free memory, beside ``others`` that are needed: enough for the longest row, and what the generator takes where the others
-    just have room in the rest."""
-    share = config.gpu_memory_utilization
+def least_cache(others: Any, row: Any, most: Any, config: GenerationConfig, on_host: bool) -> Any:
+    """Beside ``others`` that are needed: enough for the longest row, and on CPUs what the generator takes of free memory where the
+    others just have room in the rest."""
+    share = config.memory_share(on_host)
     if config.num_pages is not None:
         return most
+    if not on_host:
+        return row
     free = np.maximum(row / share, np.minimum(others / max(1 - share, 1e-9), most + others))
     return np.maximum(free - others, row)
 
@@ -241,6 +253,23 @@ def fullest(choices: Choices, parts: Callable[[Stage], tuple[Parts, Parts]]) -> 
     )
     held, active = np.where(last.sum(0) > first.sum(0), last, first)
     return held, active
+
+
+def _kept(part: _Slice, role: RoleSettings) -> tuple[Any, Any]:
+    """Of a role between calls, wherever it lies: weights, and the states of its optimizer."""
+    trained = _trained(part, role) / part.shards
+    states = 0 * trained
+    if role.trained:
+        ends = 0 if role.adapters else part.ends / part.shards
+        states = role.states * trained + (role.masters + 2 * role.moment - role.states) * ends
+    return _resting(part, role) + role.itemsize * part.layers * role.adapters / part.shards, states
+
+
+def _alive(choices: Choices, role: RoleSettings, stage: Stage, number: Any) -> Any:
+    """Micro-batches whose activations a stage holds at a time, of ``number``."""
+    if role.vpp == 1:
+        return np.minimum(choices.pp - stage, number)
+    return np.minimum(2 * (choices.pp - 1 - stage) + (role.vpp - 1) * choices.pp + 1, number * role.vpp) / role.vpp
 
 
 def _micro_batches(work: Workload, choices: Choices) -> tuple[Any, Any]:

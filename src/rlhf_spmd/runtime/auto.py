@@ -35,7 +35,7 @@ def plan_run(
             "profile` writes"
         )
     device = measured.device if measured else known_gpu(torch.cuda.get_device_name(), where)
-    memory = device.memory if device.on_host else total_bytes(model_device(), 0, local_size)  # the same on all ranks
+    memory = device.memory if device.on_host else total_bytes(model_device(), local_size)  # the same on all ranks
     machine = Machine(size, local_size, device, (memory,) * size, ClusterConfig().network_gb_s * 1e9)
     times = Measured(measured, machine) if measured else Formulas(machine)
     nodes = planned_nodes(step.graph, described, work, config.sampling)

@@ -36,7 +36,7 @@ def checked_plan(
     """``search``: see :func:`best_plan`. The planner's model of memory is coarser than training's (a version that is kept, a bucket):
     where training would refuse a plan, the search gets less memory and is asked again; then the plan is not proved to be the best.
     Raises ValueError where no plan is accepted, and with ``proved`` where a search did not end by itself."""
-    ahead, room, least = config.placement.max_staleness, machine, 0.0
+    ahead, room, least, pinned = config.placement.max_staleness, machine, 0.0, 0.0
     for _ in range(ATTEMPTS):
         planned = best_plan(nodes, room, times, step.limits, ahead, **search)
         if proved and not planned.found.optimal:
@@ -46,11 +46,14 @@ def checked_plan(
         budget = next(iter(planned.file.algorithm.values()), step.limits.max_tokens)
         report = measure(plans, replace(step, limits=replace(step.limits, max_tokens=budget)))
         over = [float(report.peaks[k]) - least for k, least in report.judged(machine.memory, None).items()]
-        if max(over) <= 0:
-            found = planned.found if least == 0 else replace(planned.found, optimal=False, lower_bound=0.0)
+        on_hosts = 0.0 if report.host is None else float(report.host.by_host(machine.local_size).max())
+        if max(over) <= 0 and on_hosts <= machine.host_memory:
+            found = planned.found if least == pinned == 0 else replace(planned.found, optimal=False, lower_bound=0.0)
             return replace(planned, found=found)
-        least = max(over) * SLACK
-        room = replace(room, memory=tuple(size - least for size in room.memory))
+        least, pinned = max(*over, 0.0) * SLACK, max(on_hosts - machine.host_memory, 0.0) * SLACK
+        room = replace(room, memory=tuple(size - least for size in room.memory), host_memory=room.host_memory - pinned)
+    if max(over) <= 0:
+        raise ValueError(f"no plan was found that fits: the last one offloads {pinned / 2**30:.1f} GiB more than a host has")
     raise ValueError(f"no plan was found that fits: the last one takes {max(over) / 2**30:.1f} GiB more than a rank has")
 
 

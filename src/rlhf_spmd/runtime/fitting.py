@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from math import ceil
+from math import ceil, inf
 from operator import attrgetter
 from typing import Any
 
 from rlhf_spmd.controller import Graph
-from rlhf_spmd.kernels import can, model_device
-from rlhf_spmd.kernels.devices import total_bytes
+from rlhf_spmd.kernels import can
+from rlhf_spmd.kernels.devices import host_bytes, total_bytes
 from rlhf_spmd.models.activations import CHECKPOINTING
 from rlhf_spmd.parallel.world import Launch, choose_device
 from rlhf_spmd.planner import memory as model
 from rlhf_spmd.planner.machine import GIB
 from rlhf_spmd.runtime.disk import check_disk
-from rlhf_spmd.runtime.memory import StepFacts, measure, step_facts
+from rlhf_spmd.runtime.memory import MemoryReport, StepFacts, measure, step_facts
 from rlhf_spmd.runtime.placing import lay_out
 from rlhf_spmd.runtime.roles import RolePlan
 
@@ -27,13 +27,13 @@ Setting = tuple[str | None, str, Any]  # role, or None: of the algorithm; key; v
 def check_launch(ready: Any, graph: Graph, launch: Launch) -> tuple[str, str, str | None, str | None]:
     """:func:`decide_checkpointing`, what the fullest rank needs, in words, and :func:`check_memory` of a checked run on this rank's
     device; and on rank 0 :func:`check_disk`. Raises ValueError, also where there is no device for it, and CheckpointError."""
-    choose_device(launch)
-    facts = step_facts(ready, graph, model_device())
-    room = total_bytes(facts.device, launch.local_rank, launch.local_size)
+    facts = step_facts(ready, graph, choose_device(launch))
+    room = total_bytes(facts.device, launch.local_size)
     chosen = decide_checkpointing(ready.plans, facts, room, launch.rank)
     plans = with_checkpointing(ready.plans, chosen)
     needs = f"memory: at most {_gib(measure(plans, facts).peaks.max())} GiB of {_gib(room)} on a rank, as estimated"
-    tight = check_memory(plans, facts, room, launch.local_size, launch.rank)  # first: a smaller model may fit on the disk, too
+    # first: a smaller model may fit on the disk, too
+    tight = check_memory(plans, facts, room, launch.local_size, launch.rank, host_bytes())
     return chosen, needs, tight, check_disk(ready) if launch.rank == 0 else None
 
 
@@ -58,14 +58,50 @@ def decide_checkpointing(plans: Plans, step: StepFacts, memory: Sequence[float] 
 
 
 def check_memory(
-    plans: Plans, step: StepFacts, memory: Sequence[float] | float, local_size: int, rank: int | None = None
+    plans: Plans,
+    step: StepFacts,
+    memory: Sequence[float] | float,
+    local_size: int,
+    rank: int | None = None,
+    host_memory: float = inf,
 ) -> str | None:
     """``memory``: bytes of each rank's device, or of all alike. ``rank``: the only one that is judged, by its own device.
+    ``host_memory``: bytes that the ranks of a host may pin there together, where their devices are GPUs.
 
     Returns a line of warning where what is needed exceeds the memory by less than the model's error. Raises ValueError, one line,
     where it exceeds it by more: which rank, what takes most, and the mildest settings by which all would fit.
     """
     report = measure(plans, step)
+    pinned = None if report.host is None else _check_host(report.host, host_memory, local_size, rank)
+    tight = _check_devices(report, plans, step, memory, local_size, rank)
+    return "; ".join(filter(None, (tight, pinned))) or None
+
+
+def _check_host(report: MemoryReport, memory: float, local_size: int, rank: int | None) -> str | None:
+    """As :func:`check_memory`, of what ranks pin in the memory of their hosts."""
+    needs = report.by_host(local_size)
+    host = int(needs.argmax()) if rank is None else rank // local_size
+    if host >= len(needs) or needs[host] <= memory:  # or no role is there
+        return None
+    ranks = range(host * local_size, (host + 1) * local_size)
+    kinds = [kind for kind, of_kind in enumerate(report.ranks) if any(one in ranks for one in of_kind)]
+    fullest = max(kinds, key=lambda kind: float(report.peaks[kind]))
+    parts = ", ".join(f"{name} {_gib(size)}" for name, size in report.largest(fullest) if size)
+    line = (
+        f"host {host}, ranks {ranks[0]} to {ranks[-1]}, would need {_gib(needs[host])} GiB of host memory and has {_gib(memory)}: "
+        f"of rank {report.ranks[fullest][0]} {parts}, reserve {_gib(report.reserve)}"
+    )
+    if needs[host] <= memory * (1 + model.ERROR):
+        return f"{line}; that may be too much"
+    raise ValueError(
+        f"{line}; offload less (offload, optim.offload, activation_offload, generation.buffers and kv_cache), raise layout.zero, or "
+        "use more hosts with fewer ranks on each"
+    )
+
+
+def _check_devices(
+    report: MemoryReport, plans: Plans, step: StepFacts, memory: Sequence[float] | float, local_size: int, rank: int | None
+) -> str | None:
     judged = report.judged(memory, rank)
     if not judged:  # a rank that no role is on
         return None

@@ -11,7 +11,6 @@ from rlhf_spmd.config.schema import counted
 from rlhf_spmd.data.tokenizer import decoding
 from rlhf_spmd.generation import CallLimits, Completion, GenerationConfig, Generator, Request, SamplingConfig
 from rlhf_spmd.generation.backends import choose_backend
-from rlhf_spmd.kernels import model_device
 from rlhf_spmd.kernels.devices import total_bytes
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.sharding import kv_heads_of
@@ -47,12 +46,11 @@ def check_generation(layout: LayoutConfig, generation: GenerationConfig) -> None
 
 def check_cache(spec: ModelSpec, layout: Layout, generation: GenerationConfig, model: ModelConfig, launch: Launch) -> None:
     """Raises ValueError where the least cache that these settings allow is more than the device has, or there is no device."""
-    choose_device(launch)
-    device, pages = model_device(), generation.num_pages or 1
+    device, pages = choose_device(launch), generation.num_pages or 1
     heads, layers = len(kv_heads_of(spec, 0, layout.tp)), -(-spec.num_hidden_layers // layout.pp)
     token = 2 * layers * heads * spec.head_dim * model.torch_dtype(device).itemsize
     needed = pages * generation.page_size * token  # some backends' pages are larger
-    there = total_bytes(device, launch.local_rank, launch.local_size)
+    there = total_bytes(device, launch.local_size)
     if needed > there:
         raise ValueError(
             f"generation.num_pages={generation.num_pages} and page_size={generation.page_size}: a rank needs "

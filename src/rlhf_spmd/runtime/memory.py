@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -25,6 +25,9 @@ from rlhf_spmd.workers import JudgeWorker, ModelWorker
 from rlhf_spmd.workers.config import BatchLimits
 
 HOST_RESERVE = 0.5 * GIB  # of a rank on CPUs: the interpreter, torch, and what it has loaded
+BESIDE_GPU = (
+    2 * GIB
+)  # of host memory, of a rank on a GPU: libraries of CUDA, nccl and gloo; an estimate, measured on no machine
 
 
 @dataclass(frozen=True)
@@ -61,18 +64,34 @@ class StepFacts:
 @dataclass(frozen=True)
 class MemoryReport:
     """Bytes of ranks, those that are alike as one kind. ``ranks``: a kind's, in order. ``held``: ``role part`` -> [kinds], between
-    calls. ``active``: ``role.method`` -> its parts, [kinds] each, beside ``held`` while it runs."""
+    calls. ``active``: ``role.method`` -> its parts, [kinds] each, beside ``held`` while it runs. ``shares``: of the calls that may take
+    a share of the memory only. ``host``: of ranks on GPUs, what is pinned in the memory of their hosts."""
 
     ranks: tuple[np.ndarray, ...]
     held: Mapping[str, np.ndarray]
     active: Mapping[str, Mapping[str, np.ndarray]]
     reserve: float
+    shares: Mapping[str, float] = field(default_factory=dict)
+    host: MemoryReport | None = None
 
     @cached_property
     def peaks(self) -> np.ndarray:
         """[kinds], with the reserve."""
-        calls = [model.total(parts) for parts in self.active.values()]
-        return np.asarray(self.reserve + model.total(self.held) + (np.max(calls, 0) if calls else 0.0))
+        held = np.asarray(model.total(self.held) + np.zeros(len(self.ranks)))
+        return np.max([self.reserve + held, *(self._during(name) for name in self.active)], 0)
+
+    def _during(self, call: str) -> np.ndarray:
+        """[kinds]: so large must a device be that the call has room in its share of it."""
+        active = np.asarray(model.total(self.active[call]))
+        taken = model.total(self.held) + active
+        return np.maximum(self.reserve + taken, np.where(active > 0, taken / self.shares.get(call, 1.0), 0.0))
+
+    def by_host(self, local_size: int) -> np.ndarray:
+        """[hosts]: the sum of their ranks' peaks."""
+        ranks = np.concatenate(self.ranks)
+        needs = np.zeros(-(-(ranks.max() + 1) // local_size) * local_size)
+        needs[ranks] = np.repeat(self.peaks, [len(kind) for kind in self.ranks])
+        return needs.reshape(-1, local_size).sum(1)
 
     def judged(self, memory: Sequence[float] | float, rank: int | None) -> dict[int, float]:
         """Kinds of ranks, or that of ``rank``, with the least bytes that ``memory`` says their devices have."""
@@ -83,8 +102,11 @@ class MemoryReport:
     def largest(self, kind: int, most: int = 4) -> list[tuple[str, float]]:
         """What takes most at the peak of a kind of ranks: (words, bytes)."""
         found = [(name, each[kind]) for name, each in self.held.items()]
-        call = max(self.active, key=lambda name: model.total(self.active[name])[kind], default=None)
-        found += [] if call is None else [(f"{call} {name}", each[kind]) for name, each in self.active[call].items()]
+        call = max(self.active, key=lambda name: self._during(name)[kind], default=None)
+        if call is not None:
+            found += [(f"{call} {name}", each[kind]) for name, each in self.active[call].items()]
+            left = self._during(call)[kind] - self.reserve - sum(size for _, size in found)
+            found += [(f"{call} left free by gpu_memory_utilization", left)] * bool(call in self.shares and left > 0)
         return sorted(found, key=lambda part: -part[1])[:most]
 
 
@@ -127,7 +149,20 @@ def measure(plans: Mapping[str, RolePlan], step: StepFacts) -> MemoryReport:
             if call.role.name == role and name not in active and (parts := home.active(call)):
                 active[name] = parts
     _add_prefetched(homes, kinds, step, active)
-    return MemoryReport(kinds, held, active, step.reserve)
+    shares = {f"{role}.{method}": share for role, home in homes.items() for method, share in home.shares().items()}
+    host = _on_hosts(homes, kinds, step) if can(step.device).streams else None
+    return MemoryReport(kinds, held, active, step.reserve, shares, host)
+
+
+def _on_hosts(homes: Mapping[str, _Home], kinds: tuple[np.ndarray, ...], step: StepFacts) -> MemoryReport | None:
+    """What ranks on GPUs pin in host memory, which stays theirs; None if that is nothing."""
+    held = {name: each for home in homes.values() for name, each in home.held_by_host().items()}
+    active: dict[str, dict[str, np.ndarray]] = {}  # of one arena, which all calls share
+    for call in step.graph.nodes:
+        if call.role.name in homes and (parts := homes[call.role.name].saved_by_host(call)):
+            active[f"{call.role.name}.{call.spec.name}"] = parts
+    pinned = any(each.any() for parts in (held, *active.values()) for each in parts.values())
+    return MemoryReport(kinds, held, active, BESIDE_GPU) if pinned else None
 
 
 def _add_prefetched(
@@ -203,6 +238,35 @@ class _Home:
                 sent = model.held(self.shape, self._choices(layout), self.lent, stage)
                 found |= inside({f"{self.role} as sent to {method}": sent["weights"]})
         return found
+
+    def held_by_host(self) -> dict[str, np.ndarray]:
+        """In the memory of the host beside a GPU."""
+        layout, generation = self.plan.shape.layout, self.config.generation
+        stage, inside = self._at(self.role)
+        found = model.held_by_host(self.shape, self._choices(layout), self.settings, stage)
+        if generation.buffers == "offload" and getattr(self.plan.shape.generating, "consecutive", False):
+            beside = model.held(self.shape, self._choices(layout), self.lent, stage)["weights"]
+            found["training shards while generating"] = beside
+        return {f"{self.role} {name}": each for name, each in inside(found).items()}
+
+    def saved_by_host(self, call: Any) -> dict[str, np.ndarray]:
+        """By one of its calls."""
+        work, layout = self.step.work(call), self.plan.shape.layout
+        stage, inside = self._at(self.role)
+        if call.spec.kind == "train" and self.settings.trained:
+            return inside(model.saved_by_host(self.shape, work, self._choices(layout), self.settings, stage))
+        if call.spec.kind == "generate" and self.config.generation.kv_cache == "offload":
+            return {"pages": self.active(call)["cache"]}
+        return {}
+
+    def shares(self) -> dict[str, float]:
+        """Of a GPU's memory, by the calls that take no more."""
+        generation = self.config.generation
+        calls = {
+            call.spec.name for call in self.step.graph.nodes if call.role.name == self.role and call.spec.kind == "generate"
+        }
+        limited = generation.num_pages is None and not self.settings.on_host
+        return dict.fromkeys(calls, generation.memory_share(False)) if limited else {}
 
     def weights(self) -> np.ndarray:
         """The role's own, as they lie on the device while it computes."""

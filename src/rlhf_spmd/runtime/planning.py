@@ -126,9 +126,11 @@ class Planning:
             if first.home:
                 held, _ = memory.fullest(chosen, partial(_held, first.shape, chosen, role))
             beaten = np.zeros(len(chosen), dtype=bool)
+            if self.fixed is None and first.home:
+                beaten |= self.machine.local_size * self._pinned(first, chosen, role) > self.machine.host_memory
             if self.fixed is None:
                 seconds, active, _ = zip(*estimates, strict=True)
-                beaten = dominated(chosen, np.sum(seconds, axis=0), held, np.max(active, axis=0))
+                beaten |= dominated(chosen, np.sum(seconds, axis=0), held, np.max(active, axis=0))
             for i in np.flatnonzero(~beaten).tolist():
                 one, options = chosen.one(i), []
                 for node, estimate in zip(tied, estimates, strict=True):
@@ -139,6 +141,14 @@ class Planning:
                     )
                 found.append(tuple(options))
         return found
+
+    def _pinned(self, node: PlannedNode, chosen: Choices, role: RoleSettings) -> np.ndarray:
+        """Host memory of a rank for what the role offloads."""
+
+        def parts(stage: Any) -> tuple[memory.Parts, memory.Parts]:
+            return memory.held_by_host(node.shape, chosen, role, stage), NOTHING
+
+        return np.asarray(memory.fullest(chosen, parts)[0])
 
     def _choices(self, node: PlannedNode, given: Sequence[tuple[int, int, int]]) -> Choices:
         more: dict[str, Sequence[int]] = {"micro_tokens": (self.budget,)}
@@ -177,7 +187,8 @@ class Planning:
             cache = memory.generate(shape, work, given, role, config, 0 * given.pp)[2]
             _, needs = memory.fullest(given, needs_of)
             if self.fixed is not None and self.fixed.calls[node.name].gpu_memory_utilization is None:  # the configuration's own
-                cache = np.minimum(cache, config.gpu_memory_utilization * (min(self.machine.memory) - needs))
+                share, most = config.memory_share(device.on_host), min(self.machine.memory)
+                cache = np.minimum(cache, share * (most - needs) if device.on_host else np.maximum(share * most - needs, 0))
             return self.times.generate_seconds(shape, work, given, cache), needs + cache, cache + none
         needs = memory.train if node.kind == "train" else memory.infer
         _, active = memory.fullest(given, lambda stage: (NOTHING, needs(shape, work, given, role, stage)))
@@ -273,7 +284,10 @@ def to_file(planning: Planning, problem: Problem, plan: Plan, schedule: Schedule
         if not (call.home or call.at_home):
             moved = problem.move(call, plan[problem.homes[call.role]], choice)[1]
         held = max(sum(amount for mesh, amount in homes if rank in mesh.ranks) for rank in _edges(choice.mesh, plan))
-        share = way.cache * SPARE / max(min(problem.memory) - held - moved, 1.0)
+        if planning.machine.device.on_host:
+            share = way.cache * SPARE / max(min(problem.memory) - held - moved, 1.0)
+        else:
+            share = (held + moved + option.active + (SPARE - 1) * way.cache) / min(planning.machine.memory)
         generates, chosen = node.kind == "generate", way.chosen
         calls[call.name] = PlannedCall(
             span_of(choice.mesh.ranks),
