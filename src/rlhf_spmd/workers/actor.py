@@ -97,12 +97,16 @@ class ActorWorker(ModelWorker):
         assert generating is not None
         with generating.generation_weights():
             if num_groups is None:
-                options = self._environments(batch), weights, self._portions(batch, requests)
-                completions = self.generator.generate(requests, sampling, sampling.seed, number, generating.tick, *options)
+                environments = self._environments(
+                    batch
+                )  # of a replica its first rank waits for their answers, and ticks meanwhile
+                tick = generating.tick_together if environments is None else generating.tick
+                options = environments, weights, self._portions(batch, requests)
+                completions = self.generator.generate(requests, sampling, sampling.seed, number, tick, *options)
                 report: dict[str, Any] = {}
             else:
                 wanted = num_groups[self.members(MICRO_DP).part_of[self.controller.rank]]
-                completions, groups = self.held.advance(requests, sampling, number, weights, wanted, generating.tick)
+                completions, groups = self.held.advance(requests, sampling, number, weights, wanted, generating.tick_together)
                 report = {"groups": groups}
         if "rollout_versions" not in self.absent:
             stale = sum(int((completion.versions < number).sum()) for completion in completions)

@@ -20,6 +20,7 @@ from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.reshard import HybridWeights, choose_method
 from rlhf_spmd.workers.adapters import merge_adapters, merged_names
 from rlhf_spmd.workers.engine import rank_shards
+from rlhf_spmd.workers.loan import LoanAhead
 from rlhf_spmd.workers.model_worker import ModelWorker
 
 
@@ -48,6 +49,15 @@ class Generating:
         """After each step, and on a replica that waits for others: those may be waiting for this rank's weights."""
         self.hybrid.finish()
         self.worker.controller.tick()
+
+    def tick_together(self) -> None:
+        """As :meth:`tick`, where all ranks of a replica call it equally often: weights that arrive meanwhile are received from here.
+
+        Collective over the replica: every rank of it must call, in program order.
+        """
+        self.tick()
+        if isinstance(self.worker.loan, LoanAhead):
+            self.worker.loan.poll(self.generator.mesh.replica)
 
     def report(self) -> dict[str, Any]:
         """Of the last call of the generator, also into the trace, where idle are waits for other stages and replicas."""

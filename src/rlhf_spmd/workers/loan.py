@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from rlhf_spmd.workers.model_worker import ModelWorker
 
 NOTICE = 1  # the tag of notices, which must not be taken for weights
+POLLED = 8  # steps of generation between two questions of a replica whether a version has set out
 
 
 class Loan:
@@ -122,6 +123,7 @@ class LoanAhead(Loan):
         self.kept: dict[int, dict[str, Tensor]] = {}
         self._arrivals: dict[int, _Arrival] = {}  # by version, in the order in which they come
         self._last: _Arrival | None = None
+        self._polls = 0  # since the newest version was sent
         self._notices: list[tuple[Work | None, Tensor]] = []
         self._base: dict[str, Tensor] = {}
 
@@ -146,7 +148,23 @@ class LoanAhead(Loan):
             self._place(version, to_come)
 
     def give_back(self) -> None:
-        """The twin keeps what it has."""
+        """The twin keeps what it has, and begins to receive what it has not: no other call may, and the home's next update waits for
+        it. The home need not have come so far: for that it needs nothing of what this rank does from here on."""
+        for arrival in self._arrivals.values():
+            arrival.begin()
+
+    def poll(self, replica: Group) -> None:
+        """Begin to receive the next version, if it has set out.
+
+        Collective over ``replica``, ranks of the twin: every rank of it must call, in program order, as often as the others between two
+        calls of :meth:`take`.
+        """
+        waiting = next((arrival for arrival in self._arrivals.values() if arrival.to_begin), None)
+        if waiting is None:
+            return
+        self._polls += 1
+        if self._polls % POLLED == 0 and bool(replica.broadcast(torch.tensor([waiting.has_set_out]), 0, "control")):
+            waiting.begin()
 
     @cached_property
     def stream(self) -> torch.cuda.Stream:
@@ -204,7 +222,7 @@ class LoanAhead(Loan):
         home, group = self.home, self._group
         assert group is not None
         self._get_ready()
-        self.kept[version] = self._room()
+        self.kept[version], self._polls = self._room(), 0
         first = group.ranks.index(home.pool.ranks[0])
         if not home.member:
             self._last = self._arrivals[version] = _Arrival(self, self.kept[version], group, first, self._last)
@@ -227,46 +245,67 @@ class LoanAhead(Loan):
 
 
 class _Arrival:
-    """A version on its way into ``targets``, received by a thread after ``before``: this rank may be generating, or waiting for others.
+    """A version on its way into ``targets``, received after ``before``: this rank may be generating, or waiting for others. A thread
+    waits for the notice that the version has set out, from group index ``first``: on GPUs a kernel that receives would otherwise wait
+    for it beside all of the generation.
 
-    The thread waits for the notice that the version has set out, from group index ``first``: on GPUs a kernel that receives would
-    otherwise wait for it beside all of the generation.
+    Over gloo that thread receives, too. NCCL's kernels are started by the main thread (:meth:`begin`), where all ranks of the replica
+    have agreed to. Threads would start them in another order on each rank, beside those that generate: where the allocator then
+    frees memory, which waits for the device, two ranks would each wait for the other's receive.
     """
 
     def __init__(self, loan: LoanAhead, targets: dict[str, Tensor], group: Group, first: int, before: _Arrival | None) -> None:
         self._loan, self._targets, self._before = loan, targets, before
         notice = torch.zeros(1, dtype=torch.int64)
         self._notice = notice, group.irecv(notice, first, "control", NOTICE)
-        on_stream = can(loan.twin.device).streams
-        self._begun = torch.cuda.current_stream().record_event() if on_stream else None  # ``targets`` are free from then on
+        device = loan.twin.device
+        self._free = (
+            torch.cuda.current_stream().record_event() if can(device).streams else None
+        )  # ``targets`` are, from then on
         self._arrived: torch.cuda.Event | None = None
-        self._thread = RaisingThread(self._receive, "weights", loan._fail)
+        self.to_begin = can(device).nccl
+        self._thread = RaisingThread(self._hear if self.to_begin else self._receive, "weights", loan._fail)
+
+    @property
+    def has_set_out(self) -> bool:
+        return not self._thread.is_alive()
+
+    def begin(self) -> None:
+        """Start all of its transfers and copies, if the thread does not. On GPUs the host waits for none of them, but with ``delta``
+        for the numbers that come first. Collective over both pools: every rank of the replica at the same point of its program."""
+        if not self.to_begin:
+            return
+        self.to_begin, self._before = False, None
+        if self._free is None:
+            self._fill()
+            return
+        stream = self._loan.stream  # no other transfer, which this rank may have begun sooner than its peers, stands before it
+        stream.wait_event(self._free)
+        with torch.cuda.stream(stream):  # only the stream waits for what comes
+            self._fill()
+        self._arrived = stream.record_event()
 
     def wait(self) -> None:
+        self.begin()
         self._thread.wait()
         if self._arrived is not None:
             torch.cuda.current_stream().wait_event(self._arrived)
         self._targets = {}  # the next one holds this one
 
-    def _receive(self) -> None:
+    def _hear(self) -> None:
         wait_all([self._notice[1]])
+
+    def _receive(self) -> None:
+        self._hear()
         if self._before is not None:
             self._before._thread.join()
         self._before = None
-        if self._begun is None:
-            self._fill()
-            return
-        torch.cuda.set_device(self._loan.twin.device)
-        stream = self._loan.stream  # no other transfer, which this rank may have begun sooner than its peers, stands before it
-        stream.wait_event(self._begun)
-        with torch.cuda.stream(stream):  # only the stream waits for what comes
-            self._fill()
-        self._arrived = stream.record_event()
+        self._fill()
 
     @torch.no_grad()
     def _fill(self) -> None:
         came = self._loan.receives(self._targets)
-        self._loan._start({}, came, self._loan.stream if self._begun is not None else None).wait()
+        self._loan._start({}, came, None if self._free is None else self._loan.stream).wait()
         if came is not self._targets:
             for name, tensor in self._targets.items():
                 tensor.copy_(came[name])
