@@ -18,6 +18,7 @@ from rlhf_spmd.config.interpolation import select
 from rlhf_spmd.config.registry import forget_files
 from rlhf_spmd.config.schema import ConfigError, first_line
 from rlhf_spmd.config.written import MOST_DEPTH
+from rlhf_spmd.kernels.cuda_settings import set_up_cuda
 from rlhf_spmd.parallel.program import run_program
 from rlhf_spmd.parallel.world import Launch, choose_matmul, read_launch
 from rlhf_spmd.runtime.notebook_source import importable_name, source_of
@@ -44,6 +45,7 @@ def train(config: Mapping[str, Any]) -> Path:
         )
     forget_files()  # which may have been edited since the run before
     config = write_objects(config)
+    set_up_cuda()
     choose_matmul()
     ready = program.prepare(config, (), 1, launch=Launch())
     try:

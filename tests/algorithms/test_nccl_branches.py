@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +16,7 @@ import tasks
 from gpu_abilities import nccl_branches
 from overrides import FP64, layout
 from ranks import run_ranks
+from rlhf_spmd.parallel.collectives import Group
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.reshard import transfer
 
@@ -71,7 +74,7 @@ def train_ahead(world: World, config: str, given: list[str], nccl: bool) -> list
         threads.append(threading.current_thread().name)
         start(self, *args, **more)  # type: ignore[arg-type]
 
-    transfer.Transfer.__init__ = noted  # type: ignore[method-assign,assignment]
+    transfer.Transfer.__init__ = noted  # type: ignore[method-assign]
     try:
         (gpu_abilities if nccl else tasks).train_here(world, config, given)
     finally:
@@ -84,7 +87,12 @@ def test_weights_that_arrive_meanwhile_are_received_by_the_main_thread(directory
     """By a replica of two slices, which agree when; over gloo by a thread. The same run."""
     config = json.loads((tasks.task() / "ppo.json").read_text())
     config["algorithm"] = {"name": "grpo", "ppo_mini_batch_size": 4, "kl_loss_coef": 0.05}
-    config["models"] = {role: config["models"][role] | {"dtype": "float64"} for role in ("actor", "reference", "reward")}
+    actor, reference = config["models"]["actor"], {"path": str(tasks.task() / "reference")}
+    config["models"] = {
+        "actor": {**actor, "dtype": "float64"},
+        "reference": {**reference, "dtype": "float64"},
+        "reward": {"dtype": "float64"},
+    }
     config["sampling"] = {"n": 3}
     file = directory / "grpo.json"
     file.write_text(json.dumps(config))
@@ -101,6 +109,64 @@ def test_weights_that_arrive_meanwhile_are_received_by_the_main_thread(directory
     assert other.responses == plain.responses
     difference, where = tasks.worst_tensor(plain, other)
     assert difference < 1e-9, where
+
+
+# labels of what lies on the device; all others are small tensors in host memory, which gloo carries on GPUs too
+ON_DEVICE = {
+    "loan",
+    "reshard",
+    "gradients",
+    "grad_norm",
+    "tied_gradients",
+    "zero_parameters",
+    "zero_gradients",
+    "head_grad",
+    "head",
+}
+ON_DEVICE |= {
+    "pipeline_forward",
+    "pipeline_backward",
+    "generation:hidden",
+    "generation:tokens",
+    "generation:log_probs",
+    "tp",
+    "logits",
+}
+
+
+def connections(world: World, config: str, given: list[str]) -> tuple[set[str], list[str]]:
+    """Labels of what this rank sent from its device, and each use of a communicator that was made after the first one was used."""
+    made, labels, late, events = dict[Any, int](), set[str](), list[str](), itertools.count()
+    first: list[int] = []
+    make, note = World._communicator, Group._note
+
+    def noted_making(self: World, ranks: tuple[int, ...], channel: str) -> Any:
+        group = make(self, ranks, channel)
+        made.setdefault(group, next(events))
+        return group
+
+    def noted(self: Group, operation: str, label: str, *sizes: Any, **more: Any) -> None:
+        note(self, operation, label, *sizes, **more)
+        if label in ON_DEVICE and self.size > 1:
+            labels.add(label)
+            first.append(next(events))
+            if made[self.process_group] > first[0]:
+                late.append(f"{operation} {label} on {self.name} {self.ranks}")
+
+    World._communicator, Group._note = noted_making, noted  # type: ignore[method-assign]
+    try:
+        gpu_abilities.train_here(world, config, given)
+    finally:
+        World._communicator, Group._note = make, note  # type: ignore[method-assign]
+    return labels, late
+
+
+@pytest.mark.parametrize("name", ["tp2 -> tp1", "pp2", "zero3", "actor and critic apart", "lent for a call"])
+def test_communicators_are_made_before_the_first_transfer(directory: Path, name: str) -> None:
+    """NCCL's, which are made while others' transfers are open, may wait for these for ever."""
+    given = tasks.settings(directory / f"made_{sorted(LAYOUTS).index(name)}", 2, *FP64, *LAYOUTS[name])
+    for labels, late in run_ranks(2, connections, str(tasks.task() / "ppo.json"), given):
+        assert not late and labels, late
 
 
 def test_the_branches_are_left_behind() -> None:

@@ -206,9 +206,9 @@ def test_more_ranks_than_gpus_is_said_before_their_memory_is_asked(
     file = write_rows(tmp_path / "in.jsonl", [{"prompt_ids": [1]}])
     given = arguments(model, file, tmp_path / "out.jsonl")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(ValueError, match=r"--nproc-per-node=2, but this node has 1 GPUs"):
-        program.prepare(None, given, Launch(rank=1, size=2, local_rank=1, local_size=2))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ValueError, match=r"--nproc-per-node=3, but this node has 2 GPUs"):
+        program.prepare(None, given, Launch(rank=2, size=3, local_rank=2, local_size=3))
 
 
 def test_the_file_of_another_job_is_kept(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -121,6 +121,11 @@ def container_bytes(root: Path) -> float:
     return math.inf
 
 
+def gpu_identity(device: torch.device) -> str:
+    """Of a GPU, the same in every process whatever it sees as its first one."""
+    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+
+
 def peak_bytes(device: torch.device) -> int:
     """The most so far: of the GPU's allocator, on CPUs the resident size of the process."""
     if device.type == "cuda":

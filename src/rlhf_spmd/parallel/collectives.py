@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlhf_spmd.kernels import can
+from rlhf_spmd.kernels import can, wait
 
 
 @dataclass
@@ -97,6 +97,17 @@ class Group:
             _ = self.process_group
             if exchanges is not None and can(exchanges).nccl:
                 self.all_reduce(torch.zeros(1, device=exchanges), "control")
+
+    def connect_early(self, exchanges: torch.device) -> None:
+        """As :meth:`connect`, where NCCL carries what is on ``exchanges``: made while transfers of other communicators are open, a
+        communicator may wait for them, and they for it. So those that a run will need come before its first transfer, one after the
+        other, in an order that is the same on all ranks. Over gloo a group connects in its first collective.
+
+        Collective over the group: every rank of it must call, in program order.
+        """
+        if can(exchanges).nccl:
+            self.connect(exchanges)
+            wait(exchanges)
 
     @property
     def connected(self) -> bool:

@@ -23,11 +23,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from rlhf_spmd.kernels.cuda_settings import usual_settings
 from rlhf_spmd.parallel.board import Failure
 from rlhf_spmd.parallel.ending import announce, forget_status, record_status
 from rlhf_spmd.parallel.messages import ALL_ENDED, DONE, FAILURE, VERDICT, ForgedMessage, Messages, given_key
 from rlhf_spmd.parallel.watch import Beat, group_places
-from rlhf_spmd.parallel.world import JOB_KEY, LAUNCHER, Launch, choose_device, ranks_store
+from rlhf_spmd.parallel.world import JOB_KEY, LAUNCHER, check_gpus, ranks_store
 from rlhf_spmd.telemetry import run_lock
 from rlhf_spmd.telemetry.run_dir import ExitStatus, newest_checkpoint, read_exit_status
 
@@ -52,7 +53,7 @@ def start_ranks(command: Sequence[str], size: int, run_dir: Path | None = None) 
     whatever its exit code, is named in one line and in ``run_dir``/exit_status.json. Ranks that were told to end are killed after
     ``PATIENCE_S``. Raises ValueError for more ranks than there are GPUs.
     """
-    choose_device(Launch(size - 1, size, size - 1, size))
+    check_gpus(size, size - 1)
     key = secrets.token_hex(32)
     store, port = _serve_store()
     if run_dir is not None:
@@ -200,4 +201,5 @@ def rank_environment(rank: int, size: int, port: int, key: str) -> Mapping[str, 
     numbers |= {"MASTER_PORT": port, "TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_MAX_RESTARTS": 0, LAUNCHER: os.getpid()}
     texts = {"MASTER_ADDR": HOST, "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "True", JOB_KEY: key}
     usual = {"OMP_NUM_THREADS": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
+    usual |= usual_settings(os.environ)
     return {**usual, **os.environ, **texts, **{key: str(value) for key, value in numbers.items()}}

@@ -23,6 +23,7 @@ from typing import Any, Generic, NoReturn, TypeVar, cast
 
 import torch.distributed as dist
 
+from rlhf_spmd.kernels.cuda_settings import set_up_cuda
 from rlhf_spmd.parallel.agreement import EarlySignals, agree_on_input, try_input
 from rlhf_spmd.parallel.board import Board
 from rlhf_spmd.parallel.collectives import RECORDER
@@ -76,6 +77,7 @@ def run_program(
     A single process raises SystemExit instead of ending, so that it can be called from another program.
     """
     die_with_torchrun()
+    set_up_cuda()
     choose_matmul()
     launch = read_launch()
     if dry_run is not None:

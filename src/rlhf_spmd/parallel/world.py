@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import hashlib
+import math
 import os
 import resource
 import socket
@@ -25,6 +26,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from rlhf_spmd.kernels import can, has_amx, model_device
+from rlhf_spmd.kernels.cuda_settings import set_up_cuda
+from rlhf_spmd.kernels.devices import gpu_identity
 from rlhf_spmd.parallel.collectives import Group
 
 _NUMBERS = count()  # of worlds
@@ -196,16 +199,48 @@ def backend_of(device: torch.device) -> str:
 
 
 def choose_device(launch: Launch) -> torch.device:
-    """A GPU for each rank, or the CPU for all. Raises ValueError where there are fewer GPUs than ranks."""
+    """A GPU for each rank, or the CPU for all. A rank that sees one GPU takes it, whatever its number: SLURM's ``--gpus-per-task=1``
+    shows each rank its own, and :func:`refuse_shared_gpus` sees whether it is. Raises ValueError where there are fewer GPUs than
+    ranks."""
     if torch.cuda.is_available():
-        found = torch.cuda.device_count()
-        if launch.local_rank >= found:
-            raise ValueError(
-                f"--nproc-per-node={launch.local_size}, but this node has {found} GPUs; start at most as many ranks, "
-                f"or hide the GPUs with CUDA_VISIBLE_DEVICES= to run on CPUs"
-            )
-        return torch.device("cuda", launch.local_rank)
+        only = torch.cuda.device_count() == 1
+        check_gpus(launch.local_size if not only else 1, launch.local_rank if not only else 0)
+        return torch.device("cuda", 0 if only else launch.local_rank)
     return torch.device("cpu")
+
+
+def check_gpus(ranks: int, local_rank: int) -> None:
+    """``ranks``: of this node, which see the same GPUs, if any. Raises ValueError where there is none for the one of this number."""
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if 0 < found <= local_rank:
+        raise ValueError(
+            f"--nproc-per-node={ranks}, but this node has {found} GPUs; start at most as many ranks, "
+            f"or hide the GPUs with CUDA_VISIBLE_DEVICES= to run on CPUs"
+        )
+
+
+def refuse_shared_gpus(launch: Launch, store: dist.Store, gpu: str) -> None:
+    """``gpu``: the identity of this rank's. Raises ValueError where another rank of this host has the same one: both would run, at
+    half the speed in half the memory, until NCCL refuses.
+
+    Collective over the ranks of this host, through the store: every one of them must call.
+    """
+    first = launch.rank - launch.local_rank
+    store.set(f"gpu/{launch.rank}", gpu)
+    same = [rank for rank in range(first, first + launch.local_size) if store.get(f"gpu/{rank}").decode() == gpu]
+    if len(same) > 1:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        shown = "" if visible is None else f" (here CUDA_VISIBLE_DEVICES={visible})"
+        raise ValueError(
+            f"ranks {', '.join(map(str, same))} of this host have the same GPU, {gpu}{shown}; show each rank all GPUs of the host, or "
+            f"one of its own (SLURM: --gpus-per-task=1), and start at most as many ranks as there are GPUs"
+        )
+
+
+def nccl_settings(patience_s: float) -> dict[str, str]:
+    """Of torch's watchdogs, which end a process without a name. ``patience_s``: of collectives. The monitor that ends a process whose
+    watchdog makes no progress waits for 480 s by itself, less than the error board does, which names the culprit. Pure."""
+    return {"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": str(math.ceil(patience_s) + 60)}
 
 
 def choose_cpu_matmul() -> str:
@@ -264,10 +299,15 @@ def init_world(
     device = device or choose_device(launch)
     if launch.local_size == launch.size:
         stay_on_this_machine()
+    patience_s = 2 * timeout_s + 60 if device.type == "cuda" else timeout_s
+    store.set_timeout(timedelta(seconds=patience_s))
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # gloo has a socket for each pair of a group's ranks
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        refuse_shared_gpus(launch, store, gpu_identity(device))
+        for name, value in nccl_settings(patience_s).items():
+            os.environ.setdefault(name, value)
         # cuDNN's attention, which newer torch prefers, compiles a plan for each shape, and ragged rows have a new one each time.
         torch.backends.cuda.enable_cudnn_sdp(False)
     else:
@@ -275,8 +315,6 @@ def init_world(
         choose_cpu_matmul()
         keep_freed_memory()
         forget_old_shapes()
-    patience_s = 2 * timeout_s + 60 if device.type == "cuda" else timeout_s
-    store.set_timeout(timedelta(seconds=patience_s))
     number = next(_NUMBERS) if launch.size > 1 else 0
     if not dist.is_initialized():
         dist.init_process_group(
@@ -303,6 +341,7 @@ def join_world(timeout_s: float = 3600.0) -> World:
 
     Collective over the world, the first time: every rank of it must call.
     """
+    set_up_cuda()
     launch = read_launch()
     return init_world(launch, connect_store(launch), timeout_s, threads=torch.get_num_threads())
 

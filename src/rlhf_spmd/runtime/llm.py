@@ -29,6 +29,7 @@ from rlhf_spmd.data.ends import end_token_ids
 from rlhf_spmd.data.tokenizer import decode, load_tokenizer, longest_token
 from rlhf_spmd.generation import Completion, GenerationConfig, Request, SamplingConfig, StopStrings
 from rlhf_spmd.generation.stopping import Ends, build_ends, special_stops
+from rlhf_spmd.kernels.cuda_settings import set_up_cuda
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import gather_logits, local_logits, log_probs_of
@@ -327,6 +328,7 @@ class LLM:
         knobs = {key: value for key, value in generation.items() if key not in VLLM_ONLY}
         config = Reader(EngineConfig, {}, settings | {"generation": knobs}, interpolated=False).read()
         check_tree(config)
+        set_up_cuda()
         ready = prepare_model(config, read_launch())
         self.engine = Engine(ready, join_world())
 

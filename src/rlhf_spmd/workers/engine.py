@@ -133,6 +133,8 @@ class TrainEngine:
                 load_pretrained(chunk, path, new_head, self._rows_of(chunk.shards))
             if self.lora is not None:
                 init_adapters(chunk, self.lora, seed, self._rows_of(chunk.shards))
+        sums = ("dp", "pool", *(("ends",) if self.chunks[0].tied_ends else ()))
+        mesh.connect_early(device, "tp", *(sums if optim is not None else ("dp",) if self.zero else ()))
         connect_stages(mesh, device)
         self.optimizer = None
         if optim is not None:

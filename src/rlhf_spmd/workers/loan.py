@@ -32,7 +32,7 @@ POLLED = 8  # steps of generation between two questions of a replica whether a v
 
 
 class Loan:
-    """The weights of ``home`` for the calls that ``twin`` serves. Every rank of the world makes one; that communicates nothing."""
+    """The weights of ``home`` for the calls that ``twin`` serves. Collective over both pools; every rank of the world makes one."""
 
     def __init__(self, home: ModelWorker, twin: ModelWorker, method: str) -> None:
         world, spec = home.build.world, home.spec
@@ -46,6 +46,7 @@ class Loan:
         self._delta = Delta() if call is not None and call.delta else None
         self._steps: list[Step] | None = None  # of every transfer; made for the first
         if self._group is not None:
+            self._group.connect_early(home.device)
             here, there = (holdings(at.shape.layout, at.shards(spec), at.pool.ranks) for at in (home, twin))
             self._plan = plan_transfer(here, there, lambda rank: rank // world.launch.local_size, world.rank)
 
