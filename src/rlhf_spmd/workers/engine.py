@@ -104,7 +104,7 @@ class TrainEngine:
         self.spec, self.mesh, self.dtype, self.device = spec, mesh, dtype, device
         self._num_calls, self._seeds = 0, (seed, mesh.pp_rank, mesh.dp_rank)  # calls of forward_backward in this optimizer step
         self.lora = lora if lora is not None and lora.rank else None
-        self.zero = mesh.layout.zero if mesh.layout.dp > 1 else 0
+        self.zero = stage_of_zero(mesh.layout)
         self.ops, self.attention = choose_ops(dtype, device), choose_ops(dtype, device, attention)
         stages, sliced = mesh.layout.pp * mesh.layout.vpp, mesh.layout.sequence_parallel
         self.chunks = [
@@ -375,6 +375,11 @@ def named_by_chunk(parts: Sequence[Mapping[str, T]]) -> dict[str, T]:
     """What there is for each chunk of a rank by its own parameter names, under the engine's: ``chunks.<i>.`` if there are several."""
     prefixes = [f"chunks.{i}." for i in range(len(parts))] if len(parts) > 1 else [""]
     return {prefix + name: x for prefix, part in zip(prefixes, parts, strict=True) for name, x in part.items()}
+
+
+def stage_of_zero(layout: Layout) -> int:
+    """One replica has nobody to share its parameters with."""
+    return layout.zero if layout.dp > 1 else 0
 
 
 def rank_shards(
