@@ -5,6 +5,8 @@
 #   NNODES=2 NODE_RANK=0 MASTER_ADDR=host0 launch/torchrun.sh configs/X.yaml ...         # on host0
 #   NNODES=2 NODE_RANK=1 MASTER_ADDR=host0 launch/torchrun.sh configs/X.yaml ...         # on host1
 #
+# Every rank sees all GPUs of its node and takes the one of its number (LOCAL_RANK).
+#
 # Environment:
 #   NPROC_PER_NODE  ranks on this node                     default: its GPUs, or 1 without any
 #   NNODES          nodes of the job                       default: 1
@@ -15,6 +17,7 @@
 #   PYTHON          the interpreter of the environment     default: python3
 #   SAVE_SECONDS    time for saving after SIGTERM          default: 600; torchrun's own default kills after 30 s
 #   START_SECONDS   time in which node 0 must answer       default: 300; torchrun itself would wait for ever
+#   CUDA_DEVICE_MAX_CONNECTIONS, PYTORCH_ALLOC_CONF, NCCL_GRAPH_REGISTER  for CUDA, see docs/gpus.md; left alone where they are set
 #   RLHF_SPMD_KEY   a secret, the same on all nodes        default: ranks share one through a file of run.dir, if it is given
 set -euo pipefail
 
@@ -39,6 +42,11 @@ PROGRAM=${PROGRAM:-rlhf_spmd.train}
 [[ $PROGRAM == *.py ]] || PROGRAM="-m $PROGRAM"
 
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # results depend on the thread count, and ranks on one host share its cores
+# Before CUDA's first use; the programs set the same for themselves where nothing is set. kernels/cuda_settings.py says why.
+export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS-32} # hardware queues for the streams of a rank
+if [[ -z ${PYTORCH_ALLOC_CONF+set}${PYTORCH_CUDA_ALLOC_CONF+set} ]]; then
+  export PYTORCH_ALLOC_CONF=expandable_segments:True NCCL_GRAPH_REGISTER=${NCCL_GRAPH_REGISTER-0}
+fi
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${SAVE_SECONDS:-600}
 
 # The store of all ranks lies in torchrun on node 0, with two connections to each: more than the usual 1,024 files from 500 ranks on

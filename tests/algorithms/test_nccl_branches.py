@@ -161,7 +161,7 @@ def connections(world: World, config: str, given: list[str]) -> tuple[set[str], 
     return labels, late
 
 
-@pytest.mark.parametrize("name", ["tp2 -> tp1", "pp2", "zero3", "actor and critic apart", "lent for a call"])
+@pytest.mark.parametrize("name", ["tp2 -> tp1", "pp2", "zero3", "lent for a call"])
 def test_communicators_are_made_before_the_first_transfer(directory: Path, name: str) -> None:
     """NCCL's, which are made while others' transfers are open, may wait for these for ever."""
     given = tasks.settings(directory / f"made_{sorted(LAYOUTS).index(name)}", 2, *FP64, *LAYOUTS[name])

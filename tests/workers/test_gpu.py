@@ -17,6 +17,7 @@ from generators import MODELS, alone, ragged_requests, tokens_of
 from places import ROOT
 from rlhf_spmd.generation import GenerationConfig, Generator, SamplingConfig
 from rlhf_spmd.kernels.devices import unavailable
+from rlhf_spmd.kernels.pinned import host_like, host_zeros
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import token_log_probs
@@ -147,6 +148,36 @@ def test_optimizer_states_on_the_host_change_no_bit(dtype: torch.dtype) -> None:
         assert torch.equal(param, others[name])
         for key, state in on_host[name].items():
             assert state.is_pinned() and torch.equal(state, states[name][key].cpu()), f"{key} of {name}"
+
+
+def test_host_memory_is_pinned_in_slabs_and_in_the_arena() -> None:
+    """Also when its memory is taken again while a copy from it is still to run: the stream's order keeps them apart."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    values = torch.randn(3000, 1000, device=device)
+    (host,) = host_zeros([(values.shape, values.dtype)], device)
+    assert host.is_pinned() and not host.any()
+    host.copy_(values, non_blocking=True)
+    assert torch.equal(host.to(device, non_blocking=True), values)
+    found = []
+    for number in range(20):
+        lent = host_like(values)
+        assert lent.is_pinned()
+        lent.copy_(values + number, non_blocking=True)
+        found.append(lent.to(device, non_blocking=True))
+        del lent
+    assert all(torch.equal(each, values + number) for number, each in enumerate(found))
+
+
+def test_segments_of_the_allocator_grow() -> None:
+    """In a process that sets CUDA up as the programs do, after torch was imported and before a GPU was asked for."""
+    script = (
+        "import torch; from rlhf_spmd.kernels.cuda_settings import set_up_cuda; set_up_cuda()\n"
+        "held = torch.zeros(1 << 26, device='cuda')\n"
+        "assert all(segment['is_expandable'] for segment in torch.cuda.memory_snapshot())"
+    )
+    clean = {name: value for name, value in tasks.environment().items() if "ALLOC_CONF" not in name}
+    ended = subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=clean, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr[-2000:]
 
 
 @pytest.fixture(scope="module")

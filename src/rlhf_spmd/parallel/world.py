@@ -183,6 +183,7 @@ class World:
                 ranks.index(self.rank),
                 list(ranks),
                 backend_of(self.device),
+                # without device_id, which would put point-to-point transfers of all groups on one communicator (pytorch#154132)
                 dist.PrefixStore(f"groups/{self.number}", self.store),
                 name,
                 timeout=timedelta(seconds=self.timeout_s),
