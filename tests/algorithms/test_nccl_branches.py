@@ -19,6 +19,7 @@ from ranks import run_ranks
 from rlhf_spmd.parallel.collectives import Group
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.reshard import transfer
+from rlhf_spmd.workers import loan
 
 STEPS = 2
 LAYOUTS: dict[str, tuple[str, ...]] = {
@@ -75,10 +76,12 @@ def train_ahead(world: World, config: str, given: list[str], nccl: bool) -> list
         start(self, *args, **more)  # type: ignore[arg-type]
 
     transfer.Transfer.__init__ = noted  # type: ignore[method-assign]
+    often, loan.POLLED = loan.POLLED, 1
     try:
         (gpu_abilities if nccl else tasks).train_here(world, config, given)
     finally:
         transfer.Transfer.__init__ = start  # type: ignore[method-assign]
+        loan.POLLED = often
     return threads
 
 

@@ -213,6 +213,19 @@ def test_plans_are_those_that_training_accepts(tmp_path: Path, algorithm: str, g
     assert check_memory(plans, plan.step_of(run, machine), machine.memory, machine.local_size) is None
 
 
+def test_a_plan_offloads_no_more_than_a_host_has(tmp_path: Path) -> None:
+    """8B on one GPU, whose optimizer rests in host memory: 12 bytes of each parameter, 90 GiB."""
+    roles = [one for one in large("actor") if one.startswith("models.")]
+    given = ["cluster.nodes=1", "cluster.gpus_per_node=1", f"plan.out={tmp_path / 'plan.yaml'}", *roles]
+    config = str(CONFIGS / "quickstart_grpo.yaml")
+    found = plan.plan(plan.read_run(config, given)).file
+    assert any(call.optim_offload for call in found.calls.values() if call.home)
+    enough = plan.plan(plan.read_run(config, [*given, "cluster.host_memory_gb=128"])).file
+    assert enough.calls.keys() == found.calls.keys()
+    with pytest.raises(ValueError, match=r"no plan fits: .* needs at least [\d.]+ GiB on each of 1 ranks"):
+        plan.plan(plan.read_run(config, [*given, "cluster.host_memory_gb=64"]))
+
+
 def test_a_home_in_rows_is_gathered_for_its_calls(tmp_path: Path) -> None:
     """70B on 32 GPUs: only a home in ZeRO's rows fits, and each call's gathered weights count."""
     sizes = (

@@ -25,7 +25,7 @@ from rlhf_spmd.kernels.devices import can, wait
 
 ALIGNMENT = 512  # bytes: of every tensor in a slab
 ARENA_SLAB = 256 << 20  # the least that an arena asks the driver for: registering takes a second for a few GB
-PAGE = 2 << 20  # a slab's size is a multiple of it, so that the system may give large pages, which are registered sooner
+PAGE = 2 << 20  # a large slab's size is a multiple of it, so that the system may give large pages, which are registered sooner
 
 Form = tuple[Sequence[int], torch.dtype]
 
@@ -38,7 +38,8 @@ class PinnedSlab(mmap.mmap):
     """
 
     def __new__(cls, nbytes: int) -> PinnedSlab:
-        return super().__new__(cls, -1, max(-(-nbytes // PAGE), 1) * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        unit = PAGE if nbytes >= PAGE else mmap.PAGESIZE
+        return super().__new__(cls, -1, max(-(-nbytes // unit), 1) * unit, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
     def __init__(self, nbytes: int) -> None:
         self._registered_by: int | None = None

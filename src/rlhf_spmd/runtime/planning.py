@@ -188,7 +188,8 @@ class Planning:
             _, needs = memory.fullest(given, needs_of)
             if self.fixed is not None and self.fixed.calls[node.name].gpu_memory_utilization is None:  # the configuration's own
                 share, most = config.memory_share(device.on_host), min(self.machine.memory)
-                cache = np.minimum(cache, share * (most - needs) if device.on_host else np.maximum(share * most - needs, 0))
+                room = share * (most - needs) if device.on_host else share * most - needs - self._resident(node, given)
+                cache = np.minimum(cache, np.maximum(room, 0))
             return self.times.generate_seconds(shape, work, given, cache), needs + cache, cache + none
         needs = memory.train if node.kind == "train" else memory.infer
         _, active = memory.fullest(given, lambda stage: (NOTHING, needs(shape, work, given, role, stage)))
@@ -197,6 +198,21 @@ class Planning:
         if node.kind == "train" and role.optim_offload:
             back = back + 2 * role.states * params * work.mini_batches * work.epochs
         return seconds(shape, work, given) + back / device.host_link, active, none
+
+    def _resident(self, node: PlannedNode, given: Choices) -> Any:
+        """Bytes of weights and states on the ranks of a generate call of the plan that is given: those that it generates with, and what
+        other homes hold there, whose own weights become the call's."""
+        assert self.fixed is not None
+        device, mesh = self.machine.device, self.fixed.calls[node.name].mesh
+        found = device.itemsize * node.shape.stage_params(given.pp, given.tp)
+        for home in (one for one in self.nodes if one.home):
+            planned = self.fixed.calls[home.name]
+            if set(mesh.ranks) & set(planned.mesh.ranks):
+                chosen = self._choices(home, [(planned.pp, planned.tp, planned.dp)])
+                options = {"offload": planned.offload or home.role == node.role, "optim_offload": planned.optim_offload}
+                role = role_settings(home.plan, device.itemsize, device.on_host, **options)
+                found = found + memory.fullest(chosen, partial(_held, home.shape, chosen, role))[0]
+        return found
 
 
 NOTHING: memory.Parts = {"nothing": 0.0}
