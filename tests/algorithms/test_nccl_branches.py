@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import gpu_abilities
 import tasks
@@ -138,29 +139,33 @@ ON_DEVICE |= {
 
 
 def connections(world: World, config: str, given: list[str]) -> tuple[set[str], list[str]]:
-    """Labels of what this rank sent from its device, and each use of a communicator that was made after the first one was used."""
-    made, labels, late, events = dict[Any, int](), set[str](), list[str](), itertools.count()
+    """Labels of what this rank sent from its device, and what of it met NCCL for the first time after the first of it: collectives in a
+    group that had not been connected, and messages between two ranks, whose first is sent when they are connected."""
+    met, labels, late, events = dict[Any, int](), set[str](), list[str](), itertools.count()
     first: list[int] = []
-    make, note = World._communicator, Group._note
+    connect, note = Group.connect, Group._note
 
-    def noted_making(self: World, ranks: tuple[int, ...], channel: str) -> Any:
-        group = make(self, ranks, channel)
-        made.setdefault(group, next(events))
-        return group
+    def noted_connecting(self: Group, exchanges: torch.device | None = None) -> None:
+        connect(self, exchanges)
+        if exchanges is not None and self.size > 1:
+            met.setdefault(self.process_group, next(events))
 
     def noted(self: Group, operation: str, label: str, *sizes: Any, **more: Any) -> None:
         note(self, operation, label, *sizes, **more)
-        if label in ON_DEVICE and self.size > 1:
-            labels.add(label)
-            first.append(next(events))
-            if made[self.process_group] > first[0]:
-                late.append(f"{operation} {label} on {self.name} {self.ranks}")
+        if label not in ON_DEVICE or self.size == 1:
+            return
+        labels.add(label)
+        pair, now = operation in ("isend", "irecv"), next(events)
+        at = met.setdefault((self.process_group, operation, more["way"]), now) if pair else met.get(self.process_group, now)
+        first.extend([] if pair or first else [now])
+        if first and at >= first[0]:
+            late.append(f"{operation} {label} on {self.name} {self.ranks}")
 
-    World._communicator, Group._note = noted_making, noted  # type: ignore[method-assign]
+    Group.connect, Group._note = noted_connecting, noted  # type: ignore[method-assign]
     try:
         gpu_abilities.train_here(world, config, given)
     finally:
-        World._communicator, Group._note = make, note  # type: ignore[method-assign]
+        Group.connect, Group._note = connect, note  # type: ignore[method-assign]
     return labels, late
 
 

@@ -75,6 +75,7 @@ class Group:
     ranks: tuple[int, ...]
     rank: int
     communicator: Callable[[], dist.ProcessGroup] | None = None  # makes it, or finds that of an equal group
+    _met_on: set[torch.device] = field(default_factory=set)  # devices on which NCCL has connected the ranks
 
     @property
     def size(self) -> int:
@@ -93,9 +94,10 @@ class Group:
 
         Collective over the group: every rank of it must call, in program order.
         """
-        if self.size > 1 and not self.connected:
-            _ = self.process_group
-            if exchanges is not None and can(exchanges).nccl:
+        if self.size > 1:
+            _ = self.process_group  # of nccl by itself only a description, too
+            if exchanges is not None and can(exchanges).nccl and exchanges not in self._met_on:
+                self._met_on.add(exchanges)
                 self.all_reduce(torch.zeros(1, device=exchanges), "control")
 
     def connect_early(self, exchanges: torch.device) -> None:
