@@ -303,7 +303,9 @@ def to_file(planning: Planning, problem: Problem, plan: Plan, schedule: Schedule
         if planning.machine.device.on_host:
             share = way.cache * SPARE / max(min(problem.memory) - held - moved, 1.0)
         else:
+            # no less than usual: nothing else of this process needs memory meanwhile
             share = (held + moved + option.active + (SPARE - 1) * way.cache) / min(planning.machine.memory)
+            share = max(share, GenerationConfig().memory_share(on_host=False))
         generates, chosen = node.kind == "generate", way.chosen
         calls[call.name] = PlannedCall(
             span_of(choice.mesh.ranks),
