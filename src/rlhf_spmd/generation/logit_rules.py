@@ -36,6 +36,12 @@ class LogitRules:
             i: (row.prompt_length, row.request.processors) for i, row in enumerate(rows) if row.request.processors
         }
 
+    def constants(self) -> tuple[float, ...]:
+        """What a captured :meth:`apply` has fixed: its numbers, and where its tensors lie."""
+        tensors = self.stop_ids, self.bias, self.least, self.prompts
+        numbers = self.repetition, self.frequency, self.presence, self.has_bias, self.has_minimum, len(self.stop_ids)
+        return *numbers, *(tensor.data_ptr() for tensor in tensors)
+
     def apply(self, logits: Tensor, lines: Tensor, lengths: Tensor, tokens: Tensor) -> Tensor:
         """New logits [B, V] for the next token of the rows ``lines`` [B], whose first ``lengths`` [B] tokens lie in ``tokens`` (a line
         per row of the call, as long as the longest of these or longer)."""
