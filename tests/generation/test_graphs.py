@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from generators import MODELS, SMALL, alone, load, ragged_requests, tokens_of
-from rlhf_spmd.generation import CallLimits, Completion, Generator, SamplingConfig, runner
+from rlhf_spmd.generation import CallLimits, Completion, Generator, SamplingConfig, config, runner
 from rlhf_spmd.generation.backends import build_backend
 from rlhf_spmd.generation.graphs import Graphs, padded_size
 from rlhf_spmd.kernels import can
@@ -47,7 +47,8 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         return Frozen(step)
 
     monkeypatch.setattr(Graphs, "_capture", capture)
-    monkeypatch.setattr(runner, "can", lambda device: replace(can(device), graphs=True, streams=True))
+    for module in (runner, config):
+        monkeypatch.setattr(module, "can", lambda device: replace(can(device), graphs=True, streams=True))
     return keys
 
 

@@ -6,6 +6,8 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
+import torch
+
 from rlhf_spmd.config.bounds import SEEDS, check_bounds
 from rlhf_spmd.generation.backends import BACKENDS, FLASH_PAGE, check_backend
 from rlhf_spmd.generation.sequence import Drawing
@@ -107,6 +109,11 @@ class GenerationConfig:
         if self.enforce_eager is False and not can(model_device()).graphs:
             raise ValueError(f"{where}.enforce_eager=false: CUDA graphs need a CUDA device; allowed here are true and null")
 
+    def captures(self, device: torch.device, tp: int, pp: int) -> bool:
+        """Whether steps of rows that decode become CUDA graphs on such a device, if attention and experts allow it."""
+        wanted = self.enforce_eager is False or (self.enforce_eager is None and tp == 1)
+        return wanted and can(device).graphs and pp == 1 and not self.speculative_tokens
+
     def check_row(self, where: str, longest: int, words: str) -> None:
         """Raises ValueError if a row of ``longest`` tokens, prompt and response, could never run; ``words`` say where it comes
         from."""
@@ -184,14 +191,6 @@ class SamplingConfig:
     def drawn_by(self, drawing: Drawing) -> SamplingConfig:
         """That of a row which is drawn so."""
         return replace(self, n=1, **drawing._asdict())
-
-    @property
-    def plain(self) -> bool:
-        """Draws every token by the same steps on tensors of the same shapes, as a CUDA graph needs it; of a row's own settings it
-        knows nothing."""
-        changed = self.logit_bias or self.forbidden_token_ids or self.allowed_token_ids is not None or self.min_response_length
-        penalised = self.repetition_penalty != 1.0 or self.frequency_penalty or self.presence_penalty
-        return self.top_p == 1.0 and not (self.logprobs or changed or penalised)
 
     @property
     def log_prob_temperature(self) -> float:

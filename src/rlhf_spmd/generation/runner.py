@@ -353,7 +353,6 @@ class Runner:
     def _can_capture(self, config: GenerationConfig) -> bool:
         """Experts look at counts on the host, and torch's paged attention takes other memory each time; which rows draw alike changes
         from step to step. Graphs with collectives in them were never tried, so there they have to be asked for."""
-        if config.enforce_eager or not (can(self.device).graphs and self.cache.backend.capturable):
-            return False
+        wanted = config.captures(self.device, self.decoder.tp.size, self.decoder.pp) and self.cache.backend.capturable
         plain = len(self.samplings) == 1 and self.samplings[0].top_p == 1.0 and self.decoder.spec.experts is None
-        return plain and (self.decoder.tp.size == 1 or config.enforce_eager is False)
+        return wanted and plain

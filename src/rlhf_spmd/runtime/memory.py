@@ -176,7 +176,7 @@ class _Home:
             checkpointing=(CHECKPOINTING.index("none" if level == "auto" else level),),  # auto: undecided
             sequence_parallel=(int(layout.sequence_parallel),),
             max_num_seqs=(generation.max_num_seqs,),
-            graphs=(int(not generation.enforce_eager),),
+            graphs=(int(generation.captures(self.step.device, layout.tp, layout.pp)),),
         )
 
     def _at(self, grid: str) -> tuple[np.ndarray, Callable[[Mapping[str, Any]], dict[str, np.ndarray]]]:
