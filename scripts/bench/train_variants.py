@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import median, memory_mib, peak_mib, reset_peak, timed
+from measure import device_kernels, median, memory_mib, peak_mib, reset_peak, timed
 from shapes import config_of, fill, has_weights, is_large, peer_model
 from torch import Tensor
 
@@ -225,6 +225,8 @@ def measure_case(case: dict[str, Any]) -> dict[str, Any] | None:
         "peak_mib": peak,
         "losses": losses[:3],
     }
+    if case["variant"] == "ours" and case["device"] == "cuda":
+        figures["kernels"] = device_kernels(step.run)
     if step.ranks > 1:
         gathered = over_ranks(figures, step)
         if gathered is None:
