@@ -107,19 +107,19 @@ class Runner:
         """The buffers of the call, with a line for each row and more for padding: new ones, or for graphs those of earlier calls."""
         lines, width, most = len(rows) + 1, max(row.limit for row in rows), max(row.request.max_new_tokens for row in rows)
         notes = 1 + any(each.log_prob_temperature != 1.0 for each in self.samplings)
-        take = partial(Arena().take, device=self.device)
-        if self.captures:
-            size, take, notes = self.graphs.arena.size, partial(self.graphs.arena.take, device=self.device), 2
-            lines, width, most = size("lines", lines), size("width", width), size("most", most)
+        arena = self.graphs.arena if self.captures else Arena()
+        take, notes = partial(arena.take, device=self.device), 2 if self.captures else notes
+        num_tokens, num_notes = arena.size("tokens", lines * width), arena.size("notes", lines * most)
         dtype = torch.float64 if self.decoder.dtype == torch.float64 else torch.float32
         self.width, self.most = width, most
-        self.tokens = take("tokens", (lines * width,), torch.int64)
+        self.tokens = take("tokens", (num_tokens,), torch.int64)
+        self.history = self.tokens[: lines * width].view(lines, width)
         filled = fill_lines([row.tokens for row in rows], width, np.int64)
         self.tokens[: filled.size] = torch.from_numpy(filled).view(-1)
         # by line and number in the response: at the sampling temperature, and at 1 where that differs
-        self.log_probs = take("log_probs", (notes, lines * most), dtype).zero_()
-        self.top_ids = take("top_ids", (lines * most, num_top), torch.int64).zero_()
-        self.top_log_probs = take("top_log_probs", (lines * most, num_top), dtype).zero_()
+        self.log_probs = take("log_probs", (notes, num_notes), dtype).zero_()
+        self.top_ids = take("top_ids", (num_notes, num_top), torch.int64).zero_()
+        self.top_log_probs = take("top_log_probs", (num_notes, num_top), dtype).zero_()
 
     def start(self, step: Step, repeats: int = 0) -> Launched:
         """This stage's part of a step. With ``repeats`` its rows that decode draw so many tokens, for which their pages have room, or
@@ -138,7 +138,7 @@ class Runner:
             hidden = self._forward(others)
             some, lengths = self._drawn_by(others, 0)
             if self.decoder.is_last and len(some):
-                history = self.tokens.view(-1, self.width)[:, : int(lengths.max())]
+                history = self.history[:, : int(lengths.max())]
                 draws = None if all(sampling.greedy for sampling in self.samplings) else self._host_draws(some, lengths)
                 self._draw(self._last_tokens(hidden, others), self._state(some, lengths), self._alike(some), history, draws)
         if decoding:
@@ -320,7 +320,7 @@ class Runner:
         width = max(len(row.pages) for row in rows)
         lines = np.array([row.index for row in padded])
         state = self._state(lines, np.array([row.length for row in padded]), num_padding)
-        alike, history = self._alike(lines), self.tokens.view(-1, self.width)
+        alike, history = self._alike(lines), self.history
         if not self.captures:
             table = on_device(fill_lines([row.pages for row in padded], width, np.int32), self.device)
             history = history[:, : max(row.length for row in rows) + repeats]
@@ -334,7 +334,8 @@ class Runner:
         places.copy_(state)
         table.copy_(on_device(fill_lines([row.pages for row in padded], width, np.int32), self.device))
         step = partial(self._decode_once, places, table, alike, history)
-        self.graphs.run(step, repeats, (len(padded), alike[0][0].drawing), self._addresses())
+        key = len(padded), alike[0][0].drawing, 0 if self.rules is None else history.shape
+        self.graphs.run(step, repeats, key, self._addresses())
 
     def _addresses(self) -> tuple[object, ...]:
         """All that a captured step rests on and that is not in the arena."""
