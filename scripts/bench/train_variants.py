@@ -146,8 +146,9 @@ def build_ours(case: dict[str, Any], rows: list[list[int]]) -> Step:
     layout = Layout(**case["layout"])
     mesh = build_mesh(world, range(world.size), layout)
     rank = case["lora"]
+    adapter = adapter_of(Path(case["path"]), rank)
     lora = (
-        LoraConfig(rank, alpha=2.0 * rank, path=str(adapter_of(Path(case["path"]), rank)), bits=case["bits"]) if rank else None
+        LoraConfig(rank, alpha=2.0 * rank, path=str(adapter) if adapter.exists() else None, bits=case["bits"]) if rank else None
     )
     engine = TrainEngine(
         read_spec(case["path"]),
