@@ -23,7 +23,9 @@ def compile_kernel(kernel: Any, warps: int, **sizes: Any) -> None:
     names = kernel.arg_names
     types = {name: "constexpr" if name in sizes else TYPES.get(name, "i32") for name in names}
     constants = {(names.index(name),): value for name, value in sizes.items()}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if types[name].startswith("*") or "stride" in name}
+    aligned = {
+        (i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if types[name].startswith("*") or "stride" in name
+    }
     source = ASTSource(kernel, types, constants, aligned)
     built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={**draw.OPTIONS, "num_warps": warps})
     report = ptxas_report(built.asm["ptx"])
@@ -40,7 +42,7 @@ def ptxas_report(ptx: str) -> tuple[int, int]:
         file.flush()
         command = [triton.knobs.nvidia.ptxas.path, "-v", "--fmad=false", "--gpu-name=sm_90a", file.name, "-o", "/dev/null"]
         told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    registers, = re.findall(r"Used (\d+) registers", told)
+    (registers,) = re.findall(r"Used (\d+) registers", told)
     return int(registers), sum(map(int, re.findall(r"(\d+) bytes spill", told)))
 
 

@@ -43,7 +43,15 @@ class DrawsRows(Protocol):
         """Maxima and sums of exponentials by tiles of the vocabulary, fp64 [5, B, tiles], of a slice of at most ``width`` tokens."""
 
     def draw_from_tiles(
-        self, tiles: Tensor, rank: int, first: int, scores: Tensor, logits: Tensor, drawings: Drawings, keys: Tensor, positions: Tensor
+        self,
+        tiles: Tensor,
+        rank: int,
+        first: int,
+        scores: Tensor,
+        logits: Tensor,
+        drawings: Drawings,
+        keys: Tensor,
+        positions: Tensor,
     ) -> Tensor:
         """Draw by the :meth:`tile_sums` of all ranks [tp, 5, B, tiles], without filters, where the token lies in the slice of ``rank``,
         which begins at ``first``. Returns fp64 [3, B]: token ids and the two log-probs there, zeros for other rows."""

@@ -33,7 +33,15 @@ class GpuOps(Ops):
         return triton_draw.sum_tiles(scores, logits, drawings, width)
 
     def draw_from_tiles(
-        self, tiles: Tensor, rank: int, first: int, scores: Tensor, logits: Tensor, drawings: Drawings, keys: Tensor, positions: Tensor
+        self,
+        tiles: Tensor,
+        rank: int,
+        first: int,
+        scores: Tensor,
+        logits: Tensor,
+        drawings: Drawings,
+        keys: Tensor,
+        positions: Tensor,
     ) -> Tensor:
         out = torch.empty(3, len(scores), dtype=torch.float64, device=scores.device)
         tokens, tempered, at_one = out.unbind()

@@ -8,8 +8,8 @@ from the same sums.
 Order and rounding of a row's sums depend on the vocabulary and TILE alone. Sums are not monotonic to the last bit, so a choice asks for
 a weight above 0 too. Where rounding leaves a goal unreached, the last such choice counts.
 
-Legend: B rows, N tiles of the row (of all ranks). A row's statistics by tile, fp64 [5, B, N]: maximum of the scores and their sum at the
-row's temperature; maximum of the logits, their sum at the row's temperature and at 1.
+Legend: B rows, N tiles of the row (of all ranks). Statistics of a row's tiles, fp64 [5, B, N]: maximum of the scores and their sum at
+the row's temperature; maximum of the logits, their sum at the row's temperature and at 1.
 """
 
 from __future__ import annotations
@@ -121,7 +121,9 @@ def note_log_probs(
 
 
 @triton.jit
-def filters_row(top_p: tl.tensor, min_p: tl.tensor, top_k: tl.tensor, temperature: tl.tensor, vocabulary: tl.tensor) -> tl.tensor:
+def filters_row(
+    top_p: tl.tensor, min_p: tl.tensor, top_k: tl.tensor, temperature: tl.tensor, vocabulary: tl.tensor
+) -> tl.tensor:
     """Whether anything of a row's distribution is cut off."""
     return (temperature > 0.0) & ((top_p < 1.0) | (min_p > 0.0) | ((top_k > 0) & (top_k < vocabulary)))
 

@@ -1,7 +1,7 @@
 """Draws with min_p, top_k and top_p in Triton: a threshold instead of a sort, and no look of the host.
 
-Weights exp((score - maximum) / temperature) lie in [0, 1], so their bits, read as integers, are in their order. All that a row keeps are
-the weights from a threshold on; of those equal to it only the first ones, where top_p cuts between them. Four steps:
+Weights exp((score - maximum) / temperature) lie in [0, 1], so their bits, read as integers, are in their order. A row keeps the weights
+from a threshold on; of those equal to it only the first ones, where top_p cuts between them. Four steps:
 
 1. Count the weights of each row by their eight highest bits (BINS): tiles of the vocabulary side by side.
 2. Gather the candidates of a row, in the order of the vocabulary. The counts give a bin from which on all that stays must lie: that of
@@ -11,7 +11,7 @@ the weights from a threshold on; of those equal to it only the first ones, where
 4. Walk over the candidates and draw.
 
 A row mostly reads its logits three times: for maxima and sums, for the counts, and some tiles for the candidates. A row with too many
-candidates (a flat distribution) reads them up to eleven times more, twenty with top_k that large.
+candidates (a flat distribution) reads them up to eleven times more with top_p, nine more with so large a top_k.
 """
 
 from __future__ import annotations
@@ -62,18 +62,22 @@ def _bits(weights: tl.tensor) -> tl.tensor:
 @triton.jit
 def _count_weights(
     scores: tl.tensor, temperatures: tl.tensor, top_p: tl.tensor, min_p: tl.tensor, top_k: tl.tensor, tiles: tl.tensor,
-    counts: tl.tensor, stride: tl.tensor, vocabulary: tl.tensor, num_tiles: tl.tensor, SIZE: tl.constexpr, TILES: tl.constexpr,
+    counts: tl.tensor, masses: tl.tensor, stride: tl.tensor, vocabulary: tl.tensor, num_tiles: tl.tensor, SIZE: tl.constexpr,
+    TILES: tl.constexpr,
 ) -> None:  # fmt: skip
+    """``counts`` int32 [B, BINS] of zeros; ``masses`` fp64 [B, N]: of each tile what min_p leaves."""
     row = tl.program_id(0).to(tl.int64)
     step = tl.num_programs(0).to(tl.int64) * num_tiles
-    temperature, largest, _, _, _, _, active = _row(
+    temperature, largest, _, _, m, _, active = _row(
         row, temperatures, top_p, min_p, top_k, tiles, vocabulary, num_tiles, step, TILES
     )  # fmt: skip
     if active:
         token = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
         x = tl.load(scores + row * stride + token, mask=token < vocabulary, other=float("-inf"))
-        bins = _bits(weights_of(x, largest, temperature)) >> 22  # what lies outside counts in bin 0, which nobody reads
-        found = tl.histogram(bins, BINS)
+        weights = weights_of(x, largest, temperature)
+        found = tl.histogram(_bits(weights) >> 22, BINS)  # what lies outside counts in bin 0, which nobody reads
+        mass = tl.sum(tl.where(weights >= m, weights, 0.0).to(tl.float64), 0)
+        tl.store(masses + row * num_tiles + tl.program_id(1), mass)
         tl.atomic_add(counts + row * BINS + tl.arange(0, BINS), found, mask=found > 0)
 
 
@@ -178,8 +182,8 @@ def _search(
 @triton.jit
 def _pick_filtered(
     scores: tl.tensor, logits: tl.tensor, temperatures: tl.tensor, top_p: tl.tensor, min_p: tl.tensor, top_k: tl.tensor,
-    keys: tl.tensor, positions: tl.tensor, tiles: tl.tensor, gathered: tl.tensor, ids: tl.tensor, plans: tl.tensor,
-    tokens: tl.tensor, tempered: tl.tensor, plain: tl.tensor, scores_stride: tl.tensor, logits_stride: tl.tensor,
+    keys: tl.tensor, positions: tl.tensor, tiles: tl.tensor, masses: tl.tensor, gathered: tl.tensor, ids: tl.tensor,
+    plans: tl.tensor, tokens: tl.tensor, tempered: tl.tensor, plain: tl.tensor, scores_stride: tl.tensor, logits_stride: tl.tensor,
     vocabulary: tl.tensor, num_tiles: tl.tensor, TILES: tl.constexpr, ROOM: tl.constexpr, SIZE: tl.constexpr,
     TRIES: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -197,12 +201,15 @@ def _pick_filtered(
             at = scores + row * scores_stride
             count = count * 0 + vocabulary
         floor = tl.maximum(_bits(m), 1)
+        tile = tl.arange(0, TILES)
+        left = tl.sum(tl.load(masses + row * num_tiles + tile, mask=tile < num_tiles, other=0.0), 0)
         if least_of_kth > 0:
             kth, _, _ = _search(
                 at, count, largest, temperature, least_of_kth, least_of_kth + (1 << 22), k.to(tl.float64), False, SIZE, TRIES
             )  # fmt: skip
             floor = tl.maximum(floor, kth)
-        left = _lane(_sums_from(at, count, largest, temperature, floor + tl.zeros([TRIES], tl.int32), True, SIZE, TRIES), 0, TRIES)
+            bounds = floor + tl.zeros([TRIES], tl.int32)
+            left = _lane(_sums_from(at, count, largest, temperature, bounds, True, SIZE, TRIES), 0, TRIES)
         last, kept = floor, left
         room = kept * 0.0 + float("inf")  # of those that weigh as much as the last one
         if p < 1.0:
@@ -215,12 +222,8 @@ def _pick_filtered(
             kept = tl.minimum(missed + room * weight, reached)
         goal = uniform_of(tl.load(keys + row), tl.load(positions + row)) * kept
         place = _walk(at, count, largest, temperature, last, room, goal, SIZE)
-        if wide:
-            drawn = place
-        else:
-            drawn = tl.load(ids + row * ROOM + place)
+        drawn = tl.where(wide, place, tl.load(ids + row * ROOM + place, mask=tl.load(plans + row * 3) >= 0, other=0))
         label = tl.load(logits + row * logits_stride + drawn)
-        tile = tl.arange(0, TILES)
         at_own, at_one = note_log_probs(
             tiles, row * num_tiles + tile, tile < num_tiles, step, temperature.to(tl.float64), label, active
         )  # fmt: skip
@@ -265,17 +268,18 @@ def pick_filtered(
         return
     counts = torch.zeros(rows, 256, dtype=torch.int32, device=device)
     gathered = torch.empty(rows, CANDIDATES, dtype=torch.float32, device=device)
+    masses = torch.empty(rows, num_tiles, dtype=torch.float64, device=device)
     ids, plans = torch.empty_like(gathered, dtype=torch.int32), torch.empty(rows, 3, dtype=torch.int32, device=device)
     settings, sizes = drawings[:4], (scores.shape[1], num_tiles)
     padded = triton.next_power_of_2(num_tiles)
     _count_weights[(rows, num_tiles)](
-        scores, *settings, tiles, counts, scores.stride(0), *sizes, TILE, padded, num_warps=4, **OPTIONS
+        scores, *settings, tiles, counts, masses, scores.stride(0), *sizes, TILE, padded, num_warps=4, **OPTIONS
     )  # fmt: skip
     _gather_candidates[(rows,)](
         scores, *settings, tiles, counts, gathered, ids, plans, scores.stride(0), *sizes, TILE, padded, CANDIDATES,
         num_warps=8, **OPTIONS,
     )  # fmt: skip
     _pick_filtered[(rows,)](
-        scores, logits, *settings, keys, positions, tiles, gathered, ids, plans, *out, scores.stride(0),
+        scores, logits, *settings, keys, positions, tiles, masses, gathered, ids, plans, *out, scores.stride(0),
         logits.stride(0), *sizes, padded, CANDIDATES, CHUNK, PIVOTS, num_warps=8, **OPTIONS,
     )  # fmt: skip
