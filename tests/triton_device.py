@@ -39,3 +39,21 @@ if DEVICE.type == "cpu":
 
     interpreter._patch_lang_tensor = patch
     interpreter.InterpreterBuilder.create_dot = dot
+
+    patch_lang, run_grid = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    patched: set[tuple[bool, ...]] = set()
+
+    def patch_once(fn: Any) -> Any:
+        """Triton patches its whole language again at each call of a function inside a kernel, which takes milliseconds."""
+        modules = tuple(lang in fn.__globals__.values() for lang in (tl, tl.core))
+        if modules in patched:
+            return interpreter._LangPatchScope()
+        patched.add(modules)
+        return patch_lang(fn)
+
+    def run(self: Any, *arguments: Any, **options: Any) -> Any:
+        patched.clear()
+        return run_grid(self, *arguments, **options)
+
+    interpreter._patch_lang = patch_once
+    interpreter.GridExecutor.__call__ = run
