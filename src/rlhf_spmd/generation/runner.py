@@ -29,7 +29,7 @@ from rlhf_spmd.generation.graphs import Arena, Graphs, padded_size
 from rlhf_spmd.generation.kv_cache import KVCache
 from rlhf_spmd.generation.logit_rules import build_rules
 from rlhf_spmd.generation.portions import Portions
-from rlhf_spmd.generation.sampler import row_keys, sample, uniform
+from rlhf_spmd.generation.sampler import Alike, Drawings, alike_rows, build_drawings, draw_rows, row_keys
 from rlhf_spmd.generation.scheduler import Step, Work
 from rlhf_spmd.generation.sequence import NotFinite, Row
 from rlhf_spmd.generation.stages import Stages
@@ -37,13 +37,13 @@ from rlhf_spmd.generation.step_pages import fill_lines
 from rlhf_spmd.generation.stopping import Ends
 from rlhf_spmd.kernels import can, on_device
 from rlhf_spmd.kernels.devices import HostCopy
+from rlhf_spmd.kernels.drawings import DrawsRows
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import gather_logits, local_logits, log_probs_of
 from rlhf_spmd.parallel.mesh import Mesh
 
 NOT_FINITE = -1  # sent in place of a drawn token whose log-prob is not finite, so that every rank's host hears of it
 DECODED_PER_LOOK = 8  # tokens of a row between two looks of the host, where steps are captured
-Alike = list[tuple[SamplingConfig, Tensor | None]]  # which of a step's draws follow which settings; None: all of them
 
 
 class Launched(NamedTuple):
@@ -90,6 +90,7 @@ class Runner:
         self._sampling_of = np.array([number[drawing] for drawing in drawings])
         alone = decoder.pp == 1 and not config.speculative_tokens  # else others decide what follows a step
         alone = alone and not (self.rules and self.rules.processors)
+        self._in_one_pass = isinstance(decoder.ops, DrawsRows)
         self.captures = self.splits = self.pads = alone and self._can_capture(config)
         each = config.steps_per_sync or (DECODED_PER_LOOK if self.captures else 1)
         self.max_repeats = each if alone and (each > 1 or self.captures) else 0
@@ -139,8 +140,7 @@ class Runner:
             some, lengths = self._drawn_by(others, 0)
             if self.decoder.is_last and len(some):
                 history = self.history[:, : int(lengths.max())]
-                draws = None if all(sampling.greedy for sampling in self.samplings) else self._host_draws(some, lengths)
-                self._draw(self._last_tokens(hidden, others), self._state(some, lengths), self._alike(some), history, draws)
+                self._draw(self._last_tokens(hidden, others), self._state(some, lengths), *self._settings(some), history)
         if decoding:
             self._decode(decoding, repeats)
         drawn = None
@@ -254,64 +254,34 @@ class Runner:
         state[3, padding] = len(self.row_ids) * self.most - state[4, padding]
         return on_device(state, self.device)
 
-    def _host_draws(self, lines: NDArray[np.int64], lengths: NDArray[np.int64]) -> Tensor:
-        """The numbers that tokens are drawn by, made on the host: on a GPU they are some thirty launches."""
-        prompts, _, keys = self._constants[2:, lines]
-        return on_device(uniform(torch.from_numpy(keys), torch.from_numpy(lengths - prompts)).numpy(), self.device)
-
-    def _alike(self, lines: NDArray[np.int64]) -> Alike:
-        """Rows do not see each other, so those that draw alike are drawn as if they were alone."""
-        kinds = self._sampling_of[lines]
-        if (kinds == kinds[0]).all():
-            return [(self.samplings[kinds[0]], None)]
-        return [(self.samplings[kind], on_device(np.flatnonzero(kinds == kind), self.device)) for kind in np.unique(kinds)]
-
-    def _draw(self, hidden: Tensor, state: Tensor, alike: Alike, history: Tensor, draws: Tensor | None = None) -> None:
-        """Draw and note a token after each of ``hidden`` [B, hidden]. ``history``: as much of the tokens as these rows have. ``draws``:
-        fp64 [B], the numbers to draw by; None: made here.
+    def _draw(self, hidden: Tensor, state: Tensor, drawings: Drawings, alike: Alike, history: Tensor) -> None:
+        """Draw and note a token after each of ``hidden`` [B, hidden]. ``history``: as much of the tokens as these rows have. ``alike``:
+        the rows by their settings, where they are not drawn in one pass.
 
         Collective over tp: every rank of it must call, in program order.
         """
-        logits = local_logits(self.decoder, hidden)
-        scores = whole = gather_logits(self.decoder, logits)
+        lines, lengths, tokens_from, notes_from, prompts, _, keys, _ = state
+        scores = logits = local_logits(self.decoder, hidden)
+        whole = gather_logits(self.decoder, logits) if self.rules is not None or self.top_ids.numel() else logits
         if self.rules is not None:
-            scores = self.rules.apply(whole, state[0], state[1], history)
-        for sampling, chosen in alike:
-            if chosen is None:
-                self._draw_alike(sampling, logits, scores, state, draws)
-            else:
-                some = logits[chosen]
-                some_scores = some if scores is logits else scores[chosen]
-                self._draw_alike(sampling, some, some_scores, state[:, chosen], None if draws is None else draws[chosen])
-        if self.rules is not None and self.rules.processors:  # which may leave nothing to draw
-            bad = ~scores.amax(1).isfinite()
-            self.log_probs[-1].index_fill_(0, (state[3] + state[1])[bad], math.nan)
+            scores = self.rules.apply(whole, lines, lengths, history)
+        ops, numbers = self.decoder.ops, lengths - prompts
+        drawn, log_probs, at_one = draw_rows(ops, scores, logits, drawings, keys, numbers, self.decoder, alike)
+        self.tokens.index_copy_(0, tokens_from + lengths, drawn)
+        places = notes_from + lengths
+        self.log_probs[-1].index_copy_(0, places, at_one)
+        if len(self.log_probs) > 1:
+            self.log_probs[0].index_copy_(0, places, log_probs)
         if self.top_ids.numel():
-            places, top = state[3] + state[1], whole.topk(self.top_ids.shape[1]).indices
+            top = whole.topk(self.top_ids.shape[1]).indices
             self.top_ids.index_copy_(0, places, top)
             self.top_log_probs.index_copy_(0, places, log_probs_of(self.decoder, logits, top))
 
-    def _draw_alike(
-        self, sampling: SamplingConfig, logits: Tensor, scores: Tensor, state: Tensor, draws: Tensor | None
-    ) -> None:
-        """Of rows that share ``sampling``. ``logits``: this rank's slice, from which log-probs come; ``scores``: of all the vocabulary,
-        as the rules left them.
-
-        Collective over tp: every rank of it must call, in program order.
-        """
-        _, lengths, tokens_from, notes_from, prompts, _, keys, _ = state
-        if draws is None:
-            draws = lengths if sampling.greedy else uniform(keys, lengths - prompts)
-        drawn = sample(scores, sampling, draws)
-        if not can(drawn.device).exact:  # cumulative sums may differ between ranks in the last bit, then schedules would
-            self.mesh.tp.broadcast(drawn, 0, "generation:tokens")
-        self.tokens.index_copy_(0, tokens_from + lengths, drawn)
-        places, tempered = notes_from + lengths, sampling.log_prob_temperature != 1.0
-        log_probs = log_probs_of(self.decoder, logits, drawn)
-        for line in self.log_probs[tempered:]:
-            line.index_copy_(0, places, log_probs)
-        if tempered:
-            self.log_probs[0].index_copy_(0, places, log_probs_of(self.decoder, logits, drawn, sampling.log_prob_temperature))
+    def _settings(self, lines: NDArray[np.int64]) -> tuple[Drawings, Alike]:
+        """How these rows are drawn; by settings only where they are not drawn in one pass."""
+        kinds = self._sampling_of[lines]
+        alike = [] if self._in_one_pass else alike_rows(self.samplings, kinds, self.device)
+        return build_drawings(self.samplings, kinds, self.device), alike
 
     def _decode(self, rows: Sequence[Row], repeats: int) -> None:
         """``repeats`` steps of one token of each row."""
@@ -320,21 +290,28 @@ class Runner:
         width = max(len(row.pages) for row in rows)
         lines = np.array([row.index for row in padded])
         state = self._state(lines, np.array([row.length for row in padded]), num_padding)
-        alike, history = self._alike(lines), self.history
+        drawings, alike = self._settings(lines)
+        pages = on_device(fill_lines([row.pages for row in padded], width, np.int32), self.device)
         if not self.captures:
-            table = on_device(fill_lines([row.pages for row in padded], width, np.int32), self.device)
-            history = history[:, : max(row.length for row in rows) + repeats]
+            history = self.history[:, : max(row.length for row in rows) + repeats]
             for _ in range(repeats):
-                self._decode_once(state, table, alike, history)
+                self._decode_once(state, pages, drawings, alike, history)
             return
-        arena, most = self.graphs.arena, self._most_rows
-        width = arena.size("pages", -(-(self.width - 1) // self.cache.page_size))
-        places = arena.take("state", (len(state), most), torch.int64, self.device)[:, : len(padded)]
-        table = arena.take("table", (most, width), torch.int32, self.device)[: len(padded)]
-        places.copy_(state)
-        table.copy_(on_device(fill_lines([row.pages for row in padded], width, np.int32), self.device))
-        step = partial(self._decode_once, places, table, alike, history)
-        key = len(padded), alike[0][0].drawing, 0 if self.rules is None else history.shape
+        n, most, take = len(padded), self._most_rows, partial(self.graphs.arena.take, device=self.device)
+        width = self.graphs.arena.size("pages", -(-(self.width - 1) // self.cache.page_size))
+        held, table = take("state", (len(state), most), torch.int64)[:, :n], take("table", (most, width), torch.int32)[:n]
+        held.copy_(state)
+        table.zero_()
+        table[:, : pages.shape[1]] = pages
+        settings = drawings._replace(
+            temperature=take("temperature", (most,), torch.float32)[:n].copy_(drawings.temperature),
+            top_p=take("top_p", (most,), torch.float32)[:n].copy_(drawings.top_p),
+            min_p=take("min_p", (most,), torch.float32)[:n].copy_(drawings.min_p),
+            top_k=take("top_k", (most,), torch.int32)[:n].copy_(drawings.top_k),
+        )
+        step = partial(self._decode_once, held, table, settings, alike, self.history)
+        flags = drawings.filters, drawings.greedy, drawings.tempered
+        key = n, flags, alike[0][0].drawing if alike else None, None if self.rules is None else self.history.shape
         self.graphs.run(step, repeats, key, self._addresses())
 
     def _addresses(self) -> tuple[object, ...]:
@@ -343,17 +320,17 @@ class Runner:
         weights = tuple(tensor.data_ptr() for tensor in (*self.decoder.parameters(), *self.decoder.buffers()))
         return self.cache.pages.data_ptr(), self.cache.pages.shape, weights, rules
 
-    def _decode_once(self, state: Tensor, table: Tensor, alike: Alike, history: Tensor) -> None:
+    def _decode_once(self, state: Tensor, table: Tensor, drawings: Drawings, alike: Alike, history: Tensor) -> None:
         """The next token of each row. ``state``: its lengths grow; ``table`` int32 [B, P]: pages. On device tensors only."""
         _, lengths, _, _, _, limits, _, tokens_from = state
         inputs = self.tokens.index_select(0, tokens_from + lengths - 1)
         attention = self.cache.backend.decoding(lengths - 1, table, self.cache, self.num_heads)
-        self._draw(self.decoder(inputs, attention), state, alike, history)
+        self._draw(self.decoder(inputs, attention), state, drawings, alike, history)
         lengths += lengths + 1 < limits
 
     def _can_capture(self, config: GenerationConfig) -> bool:
-        """Experts look at counts on the host, and torch's paged attention takes other memory each time; which rows draw alike changes
-        from step to step. Graphs with collectives in them were never tried, so there they have to be asked for."""
+        """Experts look at counts on the host, and torch's paged attention takes other memory each time. Rows that draw in groups do it
+        in other ones from step to step, and such a top_p looks at numbers on the host."""
         wanted = config.captures(self.device, self.decoder.tp.size, self.decoder.pp) and self.cache.backend.capturable
-        plain = len(self.samplings) == 1 and self.samplings[0].top_p == 1.0 and self.decoder.spec.experts is None
-        return wanted and plain
+        plain = self._in_one_pass or (len(self.samplings) == 1 and self.samplings[0].top_p == 1.0)
+        return wanted and plain and self.decoder.spec.experts is None
