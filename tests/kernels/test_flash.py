@@ -23,7 +23,7 @@ from small_models import CONFIGS
 from triton_device import DEVICE
 
 pytest.importorskip("triton")
-from rlhf_spmd.kernels.gpu import GpuOps  # noqa: E402
+from rlhf_spmd.kernels.gpu import GpuOps
 
 CPU = torch.device("cpu")
 RULES = [AttentionRule(0.25), AttentionRule(0.3, window=1), AttentionRule(0.1, window=7), AttentionRule(0.2, window=1000)]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,8 +21,16 @@ from torch import Tensor
 from rlhf_spmd.kernels.gradients import differentiable
 from rlhf_spmd.kernels.packing import AttentionRule, Packing, pad_rows, visible
 
+GPU_CHUNK_LOGITS = 1 << 28  # of GpuOps: 1 GiB; the weight is read, and sums are added to, once for so many
 MIN_ROWS = 4  # fewer rows are multiplied by other kernels, with other rounding
 ONEDNN_MIN_SIZE = 16**3  # torch gives products of at most so many multiplications to MKL even where oneDNN is chosen
+
+
+class LogitShape(NamedTuple):
+    """What becomes of a head's logits: softcap * tanh(logits / softcap), where there is a ``softcap``, divided by ``temperature``."""
+
+    temperature: float = 1.0
+    softcap: float | None = None
 
 
 class Ops:
@@ -237,6 +245,43 @@ class Ops:
             grad *= log_p.add_(entropy[0]).mul_(entropy[1]).add_(grads)
         inside = ((local >= 0) & (local < grad.shape[1]))[:, None]
         return grad.scatter_add_(1, local[:, None].masked_fill(~inside, 0), grads.masked_fill(~inside, 0))
+
+    def shape_logits(self, logits: Tensor, shape: LogitShape) -> Tensor:
+        """``logits``, overwritten with their ``shape``; unless the statistics and gradients of the head make it as they read them."""
+        if shape.softcap is not None:
+            logits = logits.div_(shape.softcap).tanh_().mul_(shape.softcap)
+        return logits if shape.temperature == 1.0 else logits.div_(shape.temperature)
+
+    def head_statistics(self, logits: Tensor, labels: Tensor, first: int, entropy: bool, shape: LogitShape) -> Tensor:
+        """:meth:`logit_statistics` of what :meth:`shape_logits` gave."""
+        return self.logit_statistics(logits, labels, first, entropy)
+
+    def head_gradients(
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        first: int,
+        log_z: Tensor,
+        grads: Tensor,
+        entropy: Sequence[Tensor] | None,
+        shape: LogitShape,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """:meth:`logit_gradients` of what :meth:`shape_logits` gave, as gradients of the head's product, in ``dtype``."""
+        slope = None if shape.softcap is None else 1 - (logits * (shape.temperature / shape.softcap)).square_()
+        grad = self.logit_gradients(logits, labels, first, log_z, grads, entropy)
+        grad = grad if slope is None else grad.mul_(slope)
+        return (grad if shape.temperature == 1.0 else grad.div_(shape.temperature)).to(dtype)
+
+    def sum_product(self, total: Tensor, a: Tensor, b: Tensor, begins: bool) -> None:
+        """``total`` [n, m] += a [n, k] times b [k, m], or where it ``begins``, the product alone. ``total`` may have a wider dtype, to
+        which the product is not rounded on its way."""
+        if begins:
+            total.zero_()
+        if total.dtype == a.dtype:
+            total.addmm_(a, b)
+        else:
+            total += self.wide_product(a, b.t())
 
     def argmax(self, logits: Tensor) -> Tensor:
         """Where the largest of logits [T, V] is, the first of equal ones: int64 [T]."""
