@@ -151,11 +151,12 @@ def test_log_probs_of_a_decoder(
 
 
 def test_launches_and_bytes_of_8192_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hidden 2,048 and 151,936 logits in bf16, with an entropy that is reported.
+    """Hidden 2,048 and 151,936 logits in bf16, with a reported entropy.
 
-    5.0 GB of fp32 logits are written by a product and read once, forward and again backward, 20 GB; 2.5 GB of bf16 gradients are written
-    and read by two products, 7.5 GB. The weight is read 5 + 1 + 1 times, its gradient written once, and the hidden gradient of 67 MB
-    is added to 5 times: 6.6 GB. Less than 27.4 GB would take products of our own, which reduce logits that they do not write."""
+    5.0 GB of fp32 logits are written by a product and read once, forward and again backward, 20 GB; 2.5 GB of bf16 gradients are
+    written and read by two products, 7.5 GB. The weight is read 5 + 1 + 1 times, its gradient written once, and the hidden gradient
+    of 67 MB is added to 5 times: 6.6 GB. Less than 27.4 GB would take products of our own, which reduce logits that they do not
+    write."""
     work = DeviceWork()
     work.watch(monkeypatch, triton_head, ("_statistics", "_gradients"))
     device, config = torch.device("meta"), CONFIGS["llama"] | {"vocab_size": 151936, "hidden_size": 2048, "head_dim": 512}

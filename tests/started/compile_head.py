@@ -1,4 +1,4 @@
-"""Compile the head's kernels for a Hopper GPU, which need not be there, and print of each form its name, registers and spilled bytes."""
+"""Compile the head's kernels for a Hopper GPU, which need not be there. Of each form: name, registers, bytes of stack, wide loads."""
 
 import re
 import subprocess

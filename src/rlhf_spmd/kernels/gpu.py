@@ -7,13 +7,15 @@ kernels are compared with.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from rlhf_spmd.kernels import triton_head
+from rlhf_spmd.kernels import grouped, triton_experts, triton_head
 from rlhf_spmd.kernels.flash import PackedFlash
-from rlhf_spmd.kernels.ops import GPU_CHUNK_LOGITS, LogitShape, Ops
+from rlhf_spmd.kernels.gradients import differentiable
+from rlhf_spmd.kernels.ops import GPU_CHUNK_LOGITS, Groups, LogitShape, Ops
 from rlhf_spmd.kernels.packing import AttentionRule, Packing
 
 
@@ -73,3 +75,32 @@ class GpuOps(Ops):
             torch.mm(a, b, out_dtype=total.dtype, out=total)
         else:
             torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+
+    # -- experts: the host never learns how many rows each has
+
+    def expert_groups(self, experts: Tensor, count: int) -> Groups:
+        numbers = torch.arange(count, device=experts.device)
+        return torch.searchsorted(experts, numbers, right=True, out_int32=True)
+
+    def per_expert(self, x: Tensor, weight: Tensor, groups: Groups) -> Tensor:
+        assert isinstance(groups, Tensor), "rows of experts end where a tensor says"
+        if not grouped.fits(x, weight):
+            return super().per_expert(x, weight, groups.diff(prepend=groups.new_zeros(1)).tolist())
+        return differentiable(partial(grouped.forward, groups), partial(grouped.backward, groups), x, weight)
+
+    def expert_rows(self, x: Tensor, order: Tensor, places: Tensor, per_token: int) -> Tensor:
+        def backward(_: object, grad: Tensor) -> tuple[Tensor]:
+            return (triton_experts.sum_rows(grad.contiguous(), places, per_token),)
+
+        tokens = torch.div(order, per_token, rounding_mode="floor")
+        return differentiable(lambda x: (x.index_select(0, tokens), ()), backward, x)
+
+    def sum_experts(self, rows: Tensor, weights: Tensor, order: Tensor, places: Tensor) -> Tensor:
+        def forward(rows: Tensor, weights: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+            rows = rows.contiguous()
+            return triton_experts.sum_rows(rows, places, weights.shape[1], weights), (rows, weights)
+
+        def backward(_: object, grad: Tensor, rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+            return triton_experts.sum_rows_backward(grad, rows, places, weights)
+
+        return differentiable(forward, backward, rows, weights)

@@ -25,6 +25,8 @@ GPU_CHUNK_LOGITS = 1 << 28  # of GpuOps: 1 GiB; the weight is read, and sums are
 MIN_ROWS = 4  # fewer rows are multiplied by other kernels, with other rounding
 ONEDNN_MIN_SIZE = 16**3  # torch gives products of at most so many multiplications to MKL even where oneDNN is chosen
 
+Groups = Sequence[int] | Tensor  # of rows by expert, see Ops.expert_groups
+
 
 class LogitShape(NamedTuple):
     """What becomes of a head's logits: softcap * tanh(logits / softcap), where there is a ``softcap``, divided by ``temperature``."""
@@ -91,9 +93,31 @@ class Ops:
             return self.turn(x, cos, sin)
         return differentiable(lambda x: (self.turn(x, cos, sin), (cos, sin)), self.turn_backward, x)
 
-    def per_expert(self, x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
-        """x [N, in], ``counts[e]`` rows of each expert in turn, times that expert's matrix [blocks, out, in] -> [N, blocks * out]."""
-        return differentiable(partial(self._per_expert, counts), partial(self._per_expert_backward, counts), x, weight)
+    def expert_groups(self, experts: Tensor, count: int) -> Groups:
+        """What :meth:`per_expert` is told of the rows of ``count`` experts: here how many each has, as numbers on the host. ``experts``
+        [N]: of each row, sorted."""
+        return torch.bincount(experts, minlength=count).tolist()  # type: ignore[no-any-return]
+
+    def per_expert(self, x: Tensor, weight: Tensor, groups: Groups) -> Tensor:
+        """x [N, in], rows of each expert in turn, times that expert's matrix [blocks, out, in] -> [N, blocks * out]. ``groups``:
+        :meth:`expert_groups`."""
+        assert not isinstance(groups, Tensor), "rows of experts are counted on the host here"
+        return differentiable(partial(self._per_expert, groups), partial(self._per_expert_backward, groups), x, weight)
+
+    def expert_rows(self, x: Tensor, order: Tensor, places: Tensor, per_token: int) -> Tensor:
+        """x [T, hidden] -> a row of each token for each of its experts, by expert [T * per_token, hidden]. Row i belongs to the pair
+        ``order[i]`` of token and choice; pair j lies at ``places[j]``."""
+        copies = x[:, None].expand(-1, per_token, -1).reshape(-1, x.shape[1])
+        return copies.index_select(0, order)  # not x[order // per_token]: its backward pass would add in no fixed order on GPUs
+
+    def sum_experts(self, rows: Tensor, weights: Tensor, order: Tensor, places: Tensor) -> Tensor:
+        """Of each token the sum of its rows, which lie as :meth:`expert_rows` has them, times ``weights`` [T, per_token]: [T, hidden],
+        added in the order of the token's own choices."""
+        parts = rows.index_select(0, places).view(*weights.shape, rows.shape[1]) * weights[:, :, None]
+        total, *others = parts.unbind(1)
+        for part in others:
+            total = total + part
+        return total
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, allowed: Tensor) -> Tensor:
         """Rows q over keys k and values v [B, H, L, D] -> as q, for generation, without gradients. ``allowed`` (bool, broadcasts to the
