@@ -186,9 +186,10 @@ class Session:
         return metrics, samples
 
     def _utilisation(self, calls: Sequence[Taken], num_rows: int, num_tokens: float, seconds: float) -> dict[str, float]:
-        """Shares of what all devices could do, by their data sheet where it is known and as measured, by the calls that the step made; an
-        update counts three forward passes in each epoch: one, and backward twice that, of which half are the gradients of weights,
-        which a role with adapters does not make. Of rows in flight a step draws as many tokens as those that it takes have, in the mean."""
+        """Shares of what all devices could do, by their data sheet where it is known and as measured, by the calls that the step made.
+        An update counts three forward passes in each epoch: one, and backward twice that, of which half are the gradients of
+        weights, which a role with adapters does not make. Of rows in flight a step draws as many tokens as those that it takes have,
+        in the mean."""
         prepared, mean = self.context.prepared, num_tokens / num_rows
         flops = 0.0
         for role, kind, rows, epochs in calls:
