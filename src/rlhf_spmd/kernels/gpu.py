@@ -6,16 +6,105 @@ kernels are compared with.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+
 import torch
 from torch import Tensor
 
-from rlhf_spmd.kernels import triton_draw, triton_filter
+from rlhf_spmd.kernels import grouped, triton_draw, triton_experts, triton_filter, triton_head
 from rlhf_spmd.kernels.drawings import Drawings, Drawn
-from rlhf_spmd.kernels.ops import Ops
+from rlhf_spmd.kernels.flash import PackedFlash
+from rlhf_spmd.kernels.gradients import differentiable
+from rlhf_spmd.kernels.ops import GPU_CHUNK_LOGITS, Groups, LogitShape, Ops
+from rlhf_spmd.kernels.packing import AttentionRule, Packing
 
 
 class GpuOps(Ops):
-    """float32, bfloat16 and float16 on CUDA devices that Triton compiles for; in Triton's interpreter also on CPUs."""
+    """float32, bfloat16 and float16 on CUDA devices that Triton compiles for; in Triton's interpreter also on CPUs.
+
+    ``packed``: the flash attention over packed sequences, after which the attention is named; None: torch's own for padded ones.
+    """
+
+    chunk_logits, keeps_logits = GPU_CHUNK_LOGITS, True
+
+    def __init__(self, packed: PackedFlash | None = None) -> None:
+        self._packed = packed
+        self.name = self.name if packed is None else packed.name
+
+    # -- packed sequences
+
+    def attend_packed(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, rule: AttentionRule) -> Tensor:
+        if self._packed is None or not len(q) or not self._packed.fits(q, rule):
+            return super().attend_packed(q, k, v, packing, rule)
+        return self._packed.attend(q, k, v, packing, rule)
+
+    # -- the head
+
+    def shape_logits(self, logits: Tensor, shape: LogitShape) -> Tensor:
+        return logits
+
+    def head_statistics(self, logits: Tensor, labels: Tensor, first: int, entropy: bool, shape: LogitShape) -> Tensor:
+        return triton_head.logit_statistics(logits, labels, first, entropy, shape)
+
+    def logit_statistics(self, logits: Tensor, labels: Tensor, first: int, entropy: bool) -> Tensor:
+        return triton_head.logit_statistics(logits, labels, first, entropy, LogitShape())
+
+    def head_gradients(
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        first: int,
+        log_z: Tensor,
+        grads: Tensor,
+        entropy: Sequence[Tensor] | None,
+        shape: LogitShape,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        return triton_head.logit_gradients(logits, labels, first, log_z, grads, entropy, shape, dtype)
+
+    def logit_gradients(
+        self, logits: Tensor, labels: Tensor, first: int, log_z: Tensor, grads: Tensor, entropy: Sequence[Tensor] | None = None
+    ) -> Tensor:
+        return triton_head.logit_gradients(logits, labels, first, log_z, grads, entropy, LogitShape(), logits.dtype)
+
+    def sum_product(self, total: Tensor, a: Tensor, b: Tensor, begins: bool) -> None:
+        """By the product itself, which adds in fp32: no product of its own in memory."""
+        if total.dtype == a.dtype:
+            torch.addmm(total, a, b, beta=0 if begins else 1, out=total)
+        elif begins:
+            torch.mm(a, b, out_dtype=total.dtype, out=total)
+        else:
+            torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+
+    # -- experts: the host never learns how many rows each has
+
+    def expert_groups(self, experts: Tensor, count: int) -> Groups:
+        numbers = torch.arange(count, device=experts.device)
+        return torch.searchsorted(experts, numbers, right=True, out_int32=True)
+
+    def per_expert(self, x: Tensor, weight: Tensor, groups: Groups) -> Tensor:
+        assert isinstance(groups, Tensor), "rows of experts end where a tensor says"
+        if not grouped.fits(x, weight):
+            return super().per_expert(x, weight, groups.diff(prepend=groups.new_zeros(1)).tolist())
+        return differentiable(partial(grouped.forward, groups), partial(grouped.backward, groups), x, weight)
+
+    def expert_rows(self, x: Tensor, order: Tensor, places: Tensor, per_token: int) -> Tensor:
+        def backward(_: object, grad: Tensor) -> tuple[Tensor]:
+            return (triton_experts.sum_rows(grad.contiguous(), places, per_token),)
+
+        tokens = torch.div(order, per_token, rounding_mode="floor")
+        return differentiable(lambda x: (x.index_select(0, tokens), ()), backward, x)
+
+    def sum_experts(self, rows: Tensor, weights: Tensor, order: Tensor, places: Tensor) -> Tensor:
+        def forward(rows: Tensor, weights: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+            rows = rows.contiguous()
+            return triton_experts.sum_rows(rows, places, weights.shape[1], weights), (rows, weights)
+
+        def backward(_: object, grad: Tensor, rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+            return triton_experts.sum_rows_backward(grad, rows, places, weights)
+
+        return differentiable(forward, backward, rows, weights)
 
     # -- draws, as drawings.DrawsRows describes them
 

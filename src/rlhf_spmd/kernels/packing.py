@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -106,6 +107,12 @@ class Packing:
         self.bounds = torch.tensor([0, *itertools.accumulate(lengths)])
         self._alike: dict[tuple[int, float], list[Alike]] = {}
         self._places: dict[tuple[int, float], Tensor] = {}
+
+    @cached_property
+    def filled(self) -> tuple[Tensor, int]:
+        """Of the sequences that have tokens: where they begin and end, int32 [n + 1] on the device, and the longest's length."""
+        bounds = [0, *itertools.accumulate(n for n in self.lengths if n)]
+        return on_device(torch.tensor(bounds, dtype=torch.int32), self.device), max(self.lengths, default=0)
 
     def context(self, layer_index: int) -> Context:
         """For the kernel that computes a whole layer."""

@@ -13,8 +13,9 @@ import torch
 
 from rlhf_spmd.controller import Graph, ResourcePool
 from rlhf_spmd.data.prompts import PromptDataset, PromptsConfig
-from rlhf_spmd.kernels import Ops, can
+from rlhf_spmd.kernels import can
 from rlhf_spmd.kernels.exact import ExactOps
+from rlhf_spmd.kernels.ops import GPU_CHUNK_LOGITS
 from rlhf_spmd.models.activations import CHECKPOINTING
 from rlhf_spmd.parallel.layout import Grid, Layout
 from rlhf_spmd.planner import memory as model
@@ -161,9 +162,10 @@ class _Home:
         assert plan.spec is not None and issubclass(plan.worker, ModelWorker)
         self.role, self.plan, self.step, self.stages = role, plan, step, stages
         self.shape, self.config, on_host = shape_of(plan.spec, plan.worker.head), plan.config, not can(step.device).streams
-        chunk = (ExactOps if on_host else Ops).chunk_logits
+        chunk = ExactOps.chunk_logits if on_host else GPU_CHUNK_LOGITS
         itemsize = self.config.torch_dtype(step.device).itemsize
-        self.settings = role_settings(plan, itemsize, on_host, vpp=plan.shape.layout.vpp, chunk=chunk)
+        # entropies are made beside a copy of the logits on CPUs alone
+        self.settings = role_settings(plan, itemsize, on_host, vpp=plan.shape.layout.vpp, chunk=chunk, entropy=on_host)
         self.lent = replace(self.settings, trained=False, offload=False)
 
     def _choices(self, grid: Grid) -> Choices:
