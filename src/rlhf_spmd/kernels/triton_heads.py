@@ -164,7 +164,7 @@ def _heads_backward(
         tl.store(to + DIM + HALF, tl.sum(tl.where(is_k[:, None], sum_b, 0.0), 0), mask=real)
 
 
-def _head_blocks(shape: HeadShape, heads: int) -> tuple[int, int]:
+def head_blocks(shape: HeadShape, heads: int) -> tuple[int, int]:
     """Heads of a program, and elements of half a head's block."""
     block_d = triton.next_power_of_2(shape.dim // 2)
     return min(max(TILE // (2 * block_d), 1), triton.next_power_of_2(heads)), block_d
@@ -185,7 +185,7 @@ def heads(
         k, slots, written, stride = qkv.new_empty(tokens, shape.keys, shape.dim), qkv, 0, 0
         v = v if shape.blocks == 1 else torch.empty_like(k)
     needed = count if pages is None and shape.blocks == 1 else count + shape.keys
-    block_h, block_d = _head_blocks(shape, needed)
+    block_h, block_d = head_blocks(shape, needed)
     sizes = needed, shape.queries, shape.keys, shape.dim, shape.blocks, of_q is not None, shape.plus_one, pages is not None
     _heads[(tokens, triton.cdiv(needed, block_h))](
         qkv, qkv if of_q is None else of_q, qkv if of_k is None else of_k, cos, sin, q, k, v, slots, written, stride, shape.eps,
@@ -202,7 +202,7 @@ def heads_backward(
     strides = [stride for grad in grads_of for stride in grad.stride()[:2]]
     qkv, (of_q, of_k) = qkv.contiguous(), norms
     tokens, out, normed = len(qkv), torch.empty_like(qkv), of_q is not None
-    block_h, block_d = _head_blocks(shape, shape.queries + 2 * shape.keys)
+    block_h, block_d = head_blocks(shape, shape.queries + 2 * shape.keys)
     per_program = max(triton.cdiv(tokens, PROGRAMS), 1)
     grid = triton.cdiv(tokens, per_program), triton.cdiv(shape.queries + 2 * shape.keys, block_h)
     parts = qkv.new_empty(grid[0] * grid[1] if normed else 0, 2 * shape.dim, dtype=torch.float32)

@@ -147,7 +147,7 @@ def _gate_backward(
     tl.store(out + place + N, of_up.to(out.dtype.element_ty), mask=inside)
 
 
-def _rows_of(n: int) -> tuple[int, int, int]:
+def rows_of(n: int) -> tuple[int, int, int]:
     """For rows of ``n`` elements: rows of a program, elements of a block, warps."""
     block = triton.next_power_of_2(n)
     return max(TILE // block, 1), block, min(max(block // 512, 4), 16)
@@ -167,7 +167,7 @@ def norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float, plus_one: bool
     other = x if y is None else y.contiguous()
     total, out = x if y is None else torch.empty_like(x), torch.empty_like(x)
     scales = x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
-    block_r, block_n, warps = _rows_of(n)
+    block_r, block_n, warps = rows_of(n)
     sizes = n, y is not None, plus_one, block_r, block_n
     _norm[(triton.cdiv(scales.numel(), block_r),)](
         x, other, weight, total, out, scales, scales.numel(), eps, *sizes, num_warps=warps, **OPTIONS
@@ -181,7 +181,7 @@ def norm_backward(
     """Gradients of what was normed, ``x``, and of the weight: from that of the norm's result, plus ``grad_total`` in x's."""
     n, rows, x, grad = x.shape[-1], scales.numel(), x.contiguous(), grad.contiguous()
     other, out = grad if grad_total is None else grad_total.contiguous(), torch.empty_like(x)
-    block_r, block_n, warps = _rows_of(n)
+    block_r, block_n, warps = rows_of(n)
     per_program = triton.cdiv(triton.cdiv(rows, PROGRAMS), block_r) * block_r
     programs = triton.cdiv(rows, max(per_program, 1))
     parts = x.new_empty(programs, n, dtype=torch.float32)
