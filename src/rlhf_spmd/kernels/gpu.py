@@ -7,6 +7,7 @@ kernels are compared with.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -37,12 +38,12 @@ class GpuOps(Ops):
 
     def heads(self, qkv: Tensor, norms: Norms, cos: Tensor, sin: Tensor, shape: HeadShape) -> tuple[Tensor, Tensor, Tensor]:
         def forward(qkv: Tensor, *norms: Tensor | None) -> tuple[tuple[Tensor, ...], Sequence[Tensor | None]]:
-            return triton_heads.heads(qkv, norms, cos, sin, shape), (qkv, cos, sin, *norms)
+            of_q, of_k = norms
+            return triton_heads.heads(qkv, (of_q, of_k), cos, sin, shape), (qkv, cos, sin, *norms)
 
-        def backward(
-            _: object, q: Tensor, k: Tensor, v: Tensor, qkv: Tensor, cos: Tensor, sin: Tensor, *norms: Tensor | None
-        ) -> tuple[Tensor | None, ...]:
-            return triton_heads.heads_backward((q, k, v), qkv, norms, cos, sin, shape)
+        def backward(_: object, *given: Any) -> tuple[Tensor | None, ...]:
+            q, k, v, qkv, cos, sin, of_q, of_k = given
+            return triton_heads.heads_backward((q, k, v), qkv, (of_q, of_k), cos, sin, shape)
 
         q, k, v = differentiable_several(forward, backward, qkv, *norms)
         return q, k, v
