@@ -25,7 +25,7 @@ from torch import Tensor
 from rlhf_spmd.generation.kv_cache import KVCache
 from rlhf_spmd.generation.scheduler import Work
 from rlhf_spmd.generation.step_pages import locate_tokens
-from rlhf_spmd.kernels import AttentionRule, on_device
+from rlhf_spmd.kernels import AttentionRule, PageTarget, on_device
 
 SPLIT_KEYS = 512  # keys that one program of a single token walks over: a multiple of every block of keys
 BLOCK_BYTES = 1 << 14  # keys of a block, which is loaded as a whole: 64 of 128 bf16, 32 of 128 fp32
@@ -229,12 +229,21 @@ class TritonAttention:
 
     def attend(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
         """q [T, H * G, D], k and v [T, H, D] -> [T, H * G, D]: writes k and v, then attends over the rows' pages."""
+        assert k.stride(2) == v.stride(2) == 1, "the elements of a head must lie together"
+        pages, heads, dim = self.cache.pages[layer_index], self.cache.kv_heads, self.cache.head_dim
+        sizes = *k.stride()[:2], *v.stride()[:2], pages.stride(1), heads, dim, max(triton.next_power_of_2(dim), 16)
+        _write[(len(k), heads)](k, v, pages, self.slots, *sizes)
+        return self.attend_written(layer_index, q, rule)
+
+    def page_target(self, layer_index: int) -> PageTarget:
+        return PageTarget(self.cache.pages[layer_index], self.slots)
+
+    def attend_written(self, layer_index: int, q: Tensor, rule: AttentionRule) -> Tensor:
+        """:meth:`attend` where k and v are in the pages already."""
         cache, dim = self.cache, self.cache.head_dim
-        assert q.stride(2) == k.stride(2) == v.stride(2) == 1, "the elements of a head must lie together"
+        assert q.stride(2) == 1, "the elements of a head must lie together"
         pages, heads = cache.pages[layer_index], cache.kv_heads
         head_elements, block_d = pages.stride(1), max(triton.next_power_of_2(dim), 16)
-        strides = (*k.stride()[:2], *v.stride()[:2])
-        _write[(len(k), heads)](k, v, pages, self.slots, *strides, head_elements, heads, dim, block_d)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         scale, cap = (rule.scale * LOG2_E, 0.0) if rule.softcap is None else (rule.scale / rule.softcap, rule.softcap * LOG2_E)
         block_m, window = tile_rows(self.group_size), rule.window or 0

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlhf_spmd.kernels.gradients import differentiable
-from rlhf_spmd.kernels.packing import AttentionRule, Packing, pad_rows, visible
+from rlhf_spmd.kernels.packing import AttentionRule, HeadShape, Norms, Packing, PageTarget, pad_rows, visible
 
 GPU_CHUNK_LOGITS = 1 << 28  # of GpuOps: 1 GiB; the weight is read, and sums are added to, once for so many
 MIN_ROWS = 4  # fewer rows are multiplied by other kernels, with other rounding
@@ -42,10 +42,11 @@ class Ops:
       since fewer add to gradients too often.
     - small_head: logits so few that the backward pass takes chunks of rows whole; of as many it finds those of the forward pass, where
       ``keeps_logits``: the statistics leave them as they are.
+    - writes_pages: it has :meth:`heads_to_pages`.
     - wide_head: the products of the head's backward pass are in fp32, also where its weight is not.
     """
 
-    name, joins_layers = "torch", False
+    name, joins_layers, writes_pages = "torch", False, False
     chunk_logits, backward_rows = 1 << 26, 1 << 13
     small_head, keeps_logits, wide_head = 1 << 23, False, False
 
@@ -80,6 +81,44 @@ class Ops:
             return out, (x, weight, scale)
 
         return differentiable(forward, partial(self.norm_backward, plus_one), x, weight)
+
+    def add_norm(self, x: Tensor, y: Tensor, weight: Tensor, eps: float, plus_one: bool = False) -> tuple[Tensor, Tensor]:
+        """x + y, and :meth:`rms_norm` of it."""
+        total = x + y
+        return total, self.rms_norm(total, weight, eps, plus_one)
+
+    def heads(self, qkv: Tensor, norms: Norms, cos: Tensor, sin: Tensor, shape: HeadShape) -> tuple[Tensor, Tensor, Tensor]:
+        """qkv [T, (Hq + 2 Hkv) * D] -> q [T, Hq, D], k and v [T, Hkv, D]; q and k normed where there are weights for it in ``norms``,
+        then rotated by cos and sin [T, 1, D / 2]."""
+        queries, keys, dim = shape.queries, shape.keys, shape.dim
+        per_head = qkv.view(qkv.shape[0], queries + 2 * keys, dim)
+        if shape.blocks > 1:
+            blocks = per_head.view(qkv.shape[0], shape.blocks, -1, dim)
+            parts = blocks.split([n // shape.blocks for n in (queries, keys, keys)], 2)
+            per_head = torch.cat([part.flatten(1, 2) for part in parts], 1)
+        of_q, of_k = norms
+        if of_q is None or of_k is None:
+            qk, v = per_head.split([queries + keys, keys], 1)
+            q, k = self.rotate(qk, cos, sin).split([queries, keys], 1)
+            return q, k, v
+        q, k, v = per_head.split([queries, keys, keys], 1)
+        q, k = (
+            self.rotate(self.rms_norm(x, weight, shape.eps, shape.plus_one), cos, sin) for x, weight in ((q, of_q), (k, of_k))
+        )
+        return q, k, v
+
+    def heads_to_pages(
+        self,
+        qkv: Tensor,
+        norms: Norms,
+        cos: Tensor,
+        sin: Tensor,
+        shape: HeadShape,
+        pages: PageTarget,
+    ) -> Tensor:
+        """q of :meth:`heads`, without gradients; k and v of the first tokens, as many as have slots, go to ``pages``. Only where
+        :attr:`writes_pages`."""
+        raise NotImplementedError(f"{type(self).__name__} does not write pages")
 
     def gated(self, gate_up: Tensor, gelu: bool) -> Tensor:
         """[T, 2n] = [gate; up] -> silu(gate) * up [T, n], or gelu(gate) * up, gelu in its tanh form."""

@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,6 +30,30 @@ class AttentionRule:
     scale: float
     softcap: float | None = None
     window: int | None = None
+
+
+Norms = tuple[Tensor | None, Tensor | None]  # weights [D] of the norms of queries and keys
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """How a token's row of the qkv product is divided: ``queries``, ``keys`` and as many values' heads of ``dim`` elements, in
+    ``blocks`` equal parts that each have all three; with ``eps`` and ``plus_one`` of the norms of queries and keys."""
+
+    queries: int
+    keys: int
+    dim: int
+    blocks: int = 1
+    eps: float = 1e-6
+    plus_one: bool = False
+
+
+class PageTarget(NamedTuple):
+    """Where a step's keys and values of a layer go: ``pages`` [2, H, N, page_size * D] and ``slots`` int64 [T], page * page_size +
+    offset of each token."""
+
+    pages: Tensor
+    slots: Tensor
 
 
 def visible(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
