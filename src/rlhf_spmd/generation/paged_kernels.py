@@ -12,8 +12,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-FEW_PAGES = 4  # of a block, whose numbers are loaded one by one; of more pages there is a load for each key
-
 
 @triton.jit(do_not_specialize=["table_stride"])
 def locate_rows(
@@ -65,27 +63,28 @@ def _add(
 
 
 @triton.jit
-def _locate(
-    line: tl.tensor, block: tl.tensor, length: tl.tensor, PAGE: tl.constexpr, BLOCK_N: tl.constexpr
-) -> tl.tensor:  # fmt: skip
-    """Slots of the keys of a block: int64, either one and int32 distances [N] from it, or 0 and int64 [N]."""
-    n = tl.arange(0, BLOCK_N)
-    at = line + block // PAGE
+def _page(line: tl.tensor, block: tl.tensor, length: tl.tensor, PAGE: tl.constexpr, BLOCK_N: tl.constexpr) -> tl.tensor:
+    """The page in which a block of keys lies, if it does not span several. It is carried from block to block: loads whose addresses
+    wait for another load of the same turn are pipelined half as deep."""
+    page = tl.full([], 0, tl.int32)
     if PAGE % BLOCK_N == 0:
-        first = tl.load(at).to(tl.int64) * PAGE + block % PAGE
+        page = tl.load(line + block // PAGE, mask=block < length, other=0)
+    return page
+
+
+@triton.jit
+def _locate(
+    line: tl.tensor, page: tl.tensor, block: tl.tensor, length: tl.tensor, PAGE: tl.constexpr, BLOCK_N: tl.constexpr
+) -> tl.tensor:
+    """Slots of the keys of a block: one as int64 and the distances [N] of the keys from it."""
+    n = tl.arange(0, BLOCK_N)
+    if PAGE % BLOCK_N == 0:
+        first = page.to(tl.int64) * PAGE + block % PAGE
         distance = n
-    elif BLOCK_N % PAGE == 0 and BLOCK_N // PAGE <= FEW_PAGES:
-        page = tl.load(at) + tl.zeros([BLOCK_N], tl.int32)
-        for i in tl.static_range(1, BLOCK_N // PAGE):
-            other = tl.load(at + i, mask=block + i * PAGE < length, other=0)
-            page = tl.where(n // PAGE == i, other, page)
-        first = tl.full([], 0, tl.int64)
-        distance = page.to(tl.int64) * PAGE + n % PAGE
     else:
         key = block + n
-        page = tl.load(line + key // PAGE, mask=key < length, other=0).to(tl.int64)
         first = tl.full([], 0, tl.int64)
-        distance = page * PAGE + key % PAGE
+        distance = tl.load(line + key // PAGE, mask=key < length, other=0).to(tl.int64) * PAGE + key % PAGE
     return first, distance
 
 
@@ -105,8 +104,8 @@ def _load(at: tl.tensor, written: tl.tensor, inside: tl.tensor, MASKED: tl.const
 
 @triton.jit
 def _attend_block(
-    x: tl.tensor, top: tl.tensor, total: tl.tensor, mixed: tl.tensor, block: tl.tensor, keys_at: tl.tensor,
-    values_at: tl.tensor, line: tl.tensor, length: tl.tensor, position: tl.tensor, scale: tl.tensor, cap: tl.tensor,
+    x: tl.tensor, top: tl.tensor, total: tl.tensor, mixed: tl.tensor, block: tl.tensor, page: tl.tensor,
+    keys_at: tl.tensor, values_at: tl.tensor, line: tl.tensor, length: tl.tensor, position: tl.tensor, scale: tl.tensor, cap: tl.tensor,
     MASKED: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
@@ -116,7 +115,7 @@ def _attend_block(
     inside = d < DIM
     key = block + tl.arange(0, BLOCK_N)
     written = key < length
-    first, distance = _locate(line, block, length, PAGE, BLOCK_N)
+    first, distance = _locate(line, page, block, length, PAGE, BLOCK_N)
     keys = keys_at + first * DIM + (distance[None, :] * DIM + d[:, None])
     k = _load(keys, written[None, :], inside[:, None], MASKED, DIM != BLOCK_D)
     scores = tl.dot(x, k, input_precision="ieee") * scale
@@ -141,21 +140,23 @@ def _attend_block(
 @triton.jit
 def _walk(
     x: tl.tensor, top: tl.tensor, total: tl.tensor, mixed: tl.tensor, part_top: tl.tensor, part_total: tl.tensor,
-    part_mixed: tl.tensor, first: tl.tensor, last: tl.tensor, keys_at: tl.tensor, values_at: tl.tensor, line: tl.tensor,
+    part_mixed: tl.tensor, first: tl.tensor, last: tl.tensor, page: tl.tensor, keys_at: tl.tensor, values_at: tl.tensor, line: tl.tensor,
     length: tl.tensor, position: tl.tensor, scale: tl.tensor, cap: tl.tensor, MASKED: tl.constexpr, PAGE: tl.constexpr,
     DIM: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Keys ``first`` .. ``last`` join the part of their split, which joins the sum when the next split begins."""
+    """Keys ``first`` .. ``last``, of which the first lie in ``page``, join the part of their split, which joins the sum when the next split begins."""
     for block in range(first, last, BLOCK_N):
+        next_page = _page(line, block + BLOCK_N, length, PAGE, BLOCK_N)
         if block % SPLIT == 0:
             top, total, mixed = _add(top, total, mixed, part_top, part_total, part_mixed)
             part_top, part_total, part_mixed = _empty(BLOCK_M, BLOCK_D)
         part_top, part_total, part_mixed = _attend_block(
-            x, part_top, part_total, part_mixed, block, keys_at, values_at, line, length, position, scale, cap,
+            x, part_top, part_total, part_mixed, block, page, keys_at, values_at, line, length, position, scale, cap,
             MASKED, PAGE, DIM, WINDOW, CAPPED, BLOCK_N, BLOCK_D,
         )  # fmt: skip
-    return top, total, mixed, part_top, part_total, part_mixed
+        page = next_page
+    return top, total, mixed, part_top, part_total, part_mixed, page
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -186,19 +187,21 @@ def attend_chunks(
     begin = start * 0
     if WINDOW > 0:
         begin = tl.maximum(start - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+    page = _page(line, begin, length, PAGE, BLOCK_N)
+    if WINDOW > 0:
         whole = tl.minimum(tl.cdiv(tl.maximum(length - WINDOW, 0), BLOCK_N) * BLOCK_N, length)
-        top, total, mixed, part_top, part_total, part_mixed = _walk(
-            x, top, total, mixed, part_top, part_total, part_mixed, begin, whole, keys_at, values_at, line, length, position,
+        top, total, mixed, part_top, part_total, part_mixed, page = _walk(
+            x, top, total, mixed, part_top, part_total, part_mixed, begin, whole, page, keys_at, values_at, line, length, position,
             scale, cap, True, PAGE, DIM, WINDOW, CAPPED, SPLIT, BLOCK_M, BLOCK_N, BLOCK_D,
         )  # fmt: skip
         begin = tl.maximum(begin, whole)
     diagonal = tl.maximum((start + 1) // BLOCK_N * BLOCK_N, begin)
-    top, total, mixed, part_top, part_total, part_mixed = _walk(
-        x, top, total, mixed, part_top, part_total, part_mixed, begin, diagonal, keys_at, values_at, line, length, position,
+    top, total, mixed, part_top, part_total, part_mixed, page = _walk(
+        x, top, total, mixed, part_top, part_total, part_mixed, begin, diagonal, page, keys_at, values_at, line, length, position,
         scale, cap, False, PAGE, DIM, WINDOW, CAPPED, SPLIT, BLOCK_M, BLOCK_N, BLOCK_D,
     )  # fmt: skip
-    top, total, mixed, part_top, part_total, part_mixed = _walk(
-        x, top, total, mixed, part_top, part_total, part_mixed, diagonal, length, keys_at, values_at, line, length, position,
+    top, total, mixed, part_top, part_total, part_mixed, page = _walk(
+        x, top, total, mixed, part_top, part_total, part_mixed, diagonal, length, page, keys_at, values_at, line, length, position,
         scale, cap, True, PAGE, DIM, WINDOW, CAPPED, SPLIT, BLOCK_M, BLOCK_N, BLOCK_D,
     )  # fmt: skip
     top, total, mixed = _add(top, total, mixed, part_top, part_total, part_mixed)
@@ -248,11 +251,15 @@ def attend_singles(
     top, total, mixed = _empty(BLOCK_M, BLOCK_D)
     for split in range(first + tl.program_id(2), last, tl.num_programs(2)):
         part_top, part_total, part_mixed = _empty(BLOCK_M, BLOCK_D)
-        for block in range(tl.maximum(split * SPLIT, oldest), tl.minimum((split + 1) * SPLIT, length), BLOCK_N):
+        begin = tl.maximum(split * SPLIT, oldest)
+        page = _page(line, begin, length, PAGE, BLOCK_N)
+        for block in range(begin, tl.minimum((split + 1) * SPLIT, length), BLOCK_N):
+            next_page = _page(line, block + BLOCK_N, length, PAGE, BLOCK_N)
             part_top, part_total, part_mixed = _attend_block(
-                x, part_top, part_total, part_mixed, block, keys_at, values_at, line, length, position, scale, cap,
+                x, part_top, part_total, part_mixed, block, page, keys_at, values_at, line, length, position, scale, cap,
                 True, PAGE, DIM, WINDOW, CAPPED, BLOCK_N, BLOCK_D,
             )  # fmt: skip
+            page = next_page
         if PARTS:
             if sharing > 1:
                 at = part_at + split * (DIM + 2)

@@ -45,20 +45,21 @@ class TileShape(NamedTuple):
     stages: int
 
     @classmethod
-    def of(cls, head_dim: int, itemsize: int, rows: int) -> TileShape:
+    def of(cls, head_dim: int, itemsize: int, page_size: int, rows: int) -> TileShape:
         elements = max(triton.next_power_of_2(head_dim), 16)
         keys = min(max(BLOCK_BYTES // (elements * itemsize), 16), 64)
-        return cls(rows, keys, elements, 8 if rows >= 64 else 4, 2)
+        # two blocks arrive while one is computed; where each waits for the numbers of its pages, these are a step of their own
+        return cls(rows, keys, elements, 8 if rows >= 64 else 4, 5 if page_size % keys else 3)
 
     @classmethod
-    def of_singles(cls, head_dim: int, itemsize: int, group_size: int) -> TileShape:
-        return cls.of(head_dim, itemsize, tile_rows(group_size))
+    def of_singles(cls, head_dim: int, itemsize: int, page_size: int, group_size: int) -> TileShape:
+        return cls.of(head_dim, itemsize, page_size, tile_rows(group_size))
 
     @classmethod
-    def of_chunks(cls, head_dim: int, itemsize: int, group_size: int, chunk_rows: int) -> TileShape:
+    def of_chunks(cls, head_dim: int, itemsize: int, page_size: int, group_size: int, chunk_rows: int) -> TileShape:
         """Half of the rows where the two sums of a tile, of a split and of all, would not fit into registers."""
         most = chunk_rows if head_dim * itemsize <= 256 else min(chunk_rows, 64)
-        return cls.of(head_dim, itemsize, max(most, tile_rows(group_size)))
+        return cls.of(head_dim, itemsize, page_size, max(most, tile_rows(group_size)))
 
     @property
     def options(self) -> dict[str, Any]:
@@ -95,7 +96,7 @@ class TritonAttention:
     def for_step(cls, work: Sequence[Work], cache: KVCache, num_heads: int, chunk_rows: int | None = None) -> TritonAttention:
         """``work`` in the order in which its tokens are packed."""
         step, group_size, device = locate_tokens(work, cache), num_heads // cache.kv_heads, cache.pages.device
-        shape = TileShape.of_chunks(cache.head_dim, cache.pages.itemsize, group_size, chunk_rows or CHUNK_ROWS)
+        shape = TileShape.of_chunks(cache.head_dim, cache.pages.itemsize, cache.page_size, group_size, chunk_rows or CHUNK_ROWS)
         width = shape.rows // group_size
         tiles: list[list[tuple[int, int, int, int]]] = [[], []]
         rows = zip(step.firsts.tolist(), step.starts.tolist(), step.counts.tolist(), strict=True)
@@ -139,7 +140,7 @@ class TritonAttention:
                 q, pages, out, tiles, self.table, *strides, heads, scale, cap, *sizes, *shape[:3], **shape.options
             )
         if len(self.arrived):
-            shape = TileShape.of_singles(dim, q.itemsize, self.group_size)
+            shape = TileShape.of_singles(dim, q.itemsize, cache.page_size, self.group_size)
             tiles = self.positions if self.singles is None else self.singles
             forms = self.singles is not None, self.sharing > 1
             paged_kernels.attend_singles[(len(self.arrived), heads, self.sharing)](
