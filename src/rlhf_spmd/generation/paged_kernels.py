@@ -1,8 +1,8 @@
 """Triton kernels of attention over the pages of a cache. ``triton_attention`` launches them and says how bits come about.
 
-Shape legend: T tokens of the step, H KV heads of this rank, G (``GROUP``) query heads per KV head, D (``DIM``) head_dim, P pages per row,
-M (``BLOCK_M``) matrix rows of a tile: queries x G, N (``BLOCK_N``) keys of a block. ``tiles`` int32 [n, 4]: first token of the step, its
-position, number of queries, line of the table.
+Shape legend: H KV heads of this rank, G (``GROUP``) query heads per KV head, D (``DIM``) head_dim, M (``BLOCK_M``) matrix rows of a
+tile: queries x G, N (``BLOCK_N``) keys of a block. ``tiles`` int32 [n, 4]: first token of the step, its position, number of
+queries, line of the table.
 
 Strides and sizes that change from step to step do not specialise: a wider table compiles nothing anew.
 """
@@ -109,8 +109,8 @@ def _attend_block(
     MASKED: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """The part of the softmax, and the keys of a block. Without ``MASKED`` every query sees all of these keys. ``scale`` and ``cap`` are
-    those of scores in powers of two."""
+    """The part of the softmax, and the keys of a block. Without ``MASKED`` every query sees all of these keys. ``scale`` and ``cap``
+    are those of scores in powers of two."""
     d = tl.arange(0, BLOCK_D)
     inside = d < DIM
     key = block + tl.arange(0, BLOCK_N)
@@ -140,12 +140,12 @@ def _attend_block(
 @triton.jit
 def _walk(
     x: tl.tensor, top: tl.tensor, total: tl.tensor, mixed: tl.tensor, part_top: tl.tensor, part_total: tl.tensor,
-    part_mixed: tl.tensor, first: tl.tensor, last: tl.tensor, page: tl.tensor, keys_at: tl.tensor, values_at: tl.tensor, line: tl.tensor,
-    length: tl.tensor, position: tl.tensor, scale: tl.tensor, cap: tl.tensor, MASKED: tl.constexpr, PAGE: tl.constexpr,
+    part_mixed: tl.tensor, first: tl.tensor, last: tl.tensor, page: tl.tensor, keys_at: tl.tensor, values_at: tl.tensor,
+    line: tl.tensor, length: tl.tensor, position: tl.tensor, scale: tl.tensor, cap: tl.tensor, MASKED: tl.constexpr, PAGE: tl.constexpr,
     DIM: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Keys ``first`` .. ``last``, of which the first lie in ``page``, join the part of their split, which joins the sum when the next split begins."""
+    """Keys ``first`` .. ``last`` join the part of their split, which joins the sum when the next begins. ``page``: of the first."""
     for block in range(first, last, BLOCK_N):
         next_page = _page(line, block + BLOCK_N, length, PAGE, BLOCK_N)
         if block % SPLIT == 0:
@@ -218,9 +218,9 @@ def attend_singles(
     WINDOW: tl.constexpr, CAPPED: tl.constexpr, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:  # fmt: skip
-    """A program computes every S-th split of a row and KV head, grid [rows, H, S]. ``parts`` fp32 [rows, H * G, splits, D + 2] has a part
-    per split where several programs share a row: the last of them to arrive, by the counters ``arrived`` int32 [rows, H], adds
-    them up in their order and clears the counter. Without ``TILED`` a row's token and line are its number."""
+    """A program computes every S-th split of a row and KV head, grid [rows, H, S]. Where several share a row, they store a part per
+    split in ``parts`` fp32 [rows, H * G, splits, D + 2], and count themselves in ``arrived`` int32 [rows, H]; the last adds the
+    parts up in their order and clears the counter. Without ``TILED`` a row's token and line are its number."""
     number = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
     if TILED:
@@ -260,14 +260,14 @@ def attend_singles(
                 True, PAGE, DIM, WINDOW, CAPPED, BLOCK_N, BLOCK_D,
             )  # fmt: skip
             page = next_page
-        if PARTS:
+        if PARTS:  # noqa: SIM102 - known to the compiler, unlike what follows
             if sharing > 1:
                 at = part_at + split * (DIM + 2)
                 tl.store(at[:, None] + d[None, :], part_mixed, mask=inside)
                 tl.store(at + DIM, part_top, mask=real)
                 tl.store(at + DIM + 1, part_total, mask=real)
         top, total, mixed = _add(top, total, mixed, part_top, part_total, part_mixed)
-    if PARTS:
+    if PARTS:  # noqa: SIM102 - as above
         if sharing > 1:
             tl.debug_barrier()  # all threads have stored their parts before one of them counts
             counter = arrived + number * kv_heads + head

@@ -2,12 +2,12 @@
 
 A program computes a tile: queries of one row, with the G query heads of one KV head, as rows of a matrix. Chunks fill CHUNK_ROWS of
 them, so keys are read once for many queries; a single token fills 16 or G.
-Bits of a query depend on that query, its keys and its values alone, by construction: keys come in blocks counted from position 0; blocks
-are added in order within splits of SPLIT_KEYS keys, and splits in order, whether one program walks over all of them or several
-share them and the last to arrive adds them up. Blocks that a query does not see add exactly 0, multiplications and additions
-are not fused by the compiler, and the number of splits follows from the row's own length. So batch, chunks, page size and PROGRAMS
-change nothing where both forms compile to the same arithmetic; Triton's interpreter, in which the tests run, has it so. On a device with
-wgmma the wide tile's products may round otherwise than the narrow tile's; ``chunk_rows=16`` gives chunks the narrow tile.
+Bits of a query depend on that query, its keys and its values alone, by construction: keys come in blocks counted from position 0;
+blocks are added in order within splits of SPLIT_KEYS keys, and splits in order, whether one program walks over all of them or
+several share them and the last to arrive adds them up. Blocks that a query does not see add exactly 0, multiplications and
+additions are not fused by the compiler, and the number of splits follows from the row's own length. So batch, chunks, page size
+and PROGRAMS change nothing where both forms compile to the same arithmetic; Triton's interpreter, in which the tests run, has it so.
+On a device with wgmma the wide tile's products may round otherwise than the narrow tile's; ``chunk_rows=16`` makes them one.
 
 Grids are static for a table's width: programs without keys return at once, and there are at most about PROGRAMS of them.
 """
@@ -29,7 +29,7 @@ from rlhf_spmd.generation.step_pages import locate_tokens
 from rlhf_spmd.kernels import AttentionRule, on_device
 
 SPLIT_KEYS = 512  # keys of a part of the softmax: a multiple of every block of keys
-BLOCK_BYTES = 1 << 14  # keys of a block, which is loaded as a whole: 64 of 128 bf16, 32 of 128 fp32
+BLOCK_BYTES = 1 << 14  # keys of a block, which is loaded as a whole: 64 of 128 bf16
 CHUNK_ROWS = 128  # matrix rows of a chunk's tile, see TileShape
 PROGRAMS = 1 << 12  # of single tokens: an H100 holds some 400 at a time
 LOG2_E = 1.4426950408889634
@@ -46,20 +46,23 @@ class TileShape(NamedTuple):
 
     @classmethod
     def of(cls, head_dim: int, itemsize: int, page_size: int, rows: int) -> TileShape:
+        """Blocks of fp32, whose products are no tensor cores' work, are small: a thread holds whole rows of both factors."""
         elements = max(triton.next_power_of_2(head_dim), 16)
-        keys = min(max(BLOCK_BYTES // (elements * itemsize), 16), 64)
+        keys = min(max(BLOCK_BYTES // (elements * itemsize), 16), 64 if itemsize == 2 else 16)
         # two blocks arrive while one is computed; where each waits for the numbers of its pages, these are a step of their own
-        return cls(rows, keys, elements, 8 if rows >= 64 else 4, 5 if page_size % keys else 3)
+        return cls(rows, keys, elements, 8 if rows >= 32 else 4, 5 if page_size % keys else 3)
 
     @classmethod
     def of_singles(cls, head_dim: int, itemsize: int, page_size: int, group_size: int) -> TileShape:
         return cls.of(head_dim, itemsize, page_size, tile_rows(group_size))
 
     @classmethod
-    def of_chunks(cls, head_dim: int, itemsize: int, page_size: int, group_size: int, chunk_rows: int) -> TileShape:
-        """Half of the rows where the two sums of a tile, of a split and of all, would not fit into registers."""
-        most = chunk_rows if head_dim * itemsize <= 256 else min(chunk_rows, 64)
-        return cls.of(head_dim, itemsize, page_size, max(most, tile_rows(group_size)))
+    def of_chunks(
+        cls, head_dim: int, itemsize: int, page_size: int, group_size: int, chunk_rows: int | None = None
+    ) -> TileShape:
+        """CHUNK_ROWS at most, fewer where a tile's two sums, of a split and of all, would not fit into registers."""
+        most = min(CHUNK_ROWS, 32 if itemsize > 2 else 64 if head_dim > 128 else 128)
+        return cls.of(head_dim, itemsize, page_size, max(chunk_rows or most, tile_rows(group_size)))
 
     @property
     def options(self) -> dict[str, Any]:
@@ -96,7 +99,7 @@ class TritonAttention:
     def for_step(cls, work: Sequence[Work], cache: KVCache, num_heads: int, chunk_rows: int | None = None) -> TritonAttention:
         """``work`` in the order in which its tokens are packed."""
         step, group_size, device = locate_tokens(work, cache), num_heads // cache.kv_heads, cache.pages.device
-        shape = TileShape.of_chunks(cache.head_dim, cache.pages.itemsize, cache.page_size, group_size, chunk_rows or CHUNK_ROWS)
+        shape = TileShape.of_chunks(cache.head_dim, cache.pages.itemsize, cache.page_size, group_size, chunk_rows)
         width = shape.rows // group_size
         tiles: list[list[tuple[int, int, int, int]]] = [[], []]
         rows = zip(step.firsts.tolist(), step.starts.tolist(), step.counts.tolist(), strict=True)
