@@ -220,13 +220,13 @@ def test_a_decoding_step_launches_once_and_twice_a_layer(monkeypatch: pytest.Mon
     cache = KVCache(2, 2, 16, 24, 16, dtype, DEVICE, build_backend("triton", dtype, DEVICE))
     table = torch.arange(24, dtype=torch.int32, device=DEVICE).view(3, 8)
     positions = torch.tensor([3, 66, 127], device=DEVICE)
-    qkv = torch.randn(3, 10, 16, device=DEVICE)
+    q, k, v = torch.randn(3, 10, 16, device=DEVICE).split([6, 2, 2], 1)
     with Launches(monkeypatch) as launches:
         context = TritonAttention.decoding(positions, table, cache, 6)
         assert context.sharing > 1, "rows whose splits several programs share are counted, too"
         assert launches.names == ["locate_rows"]
         for layer in range(2):
-            context.attend(layer, *qkv.split([6, 2, 2], 1), PLAIN)
+            context.attend(layer, q, k, v, PLAIN)
     assert launches.names == ["locate_rows", *["write", "attend_singles"] * 2]
 
 
