@@ -2,6 +2,8 @@
 shared memory, and whether additions were fused with multiplications."""
 
 import re
+import subprocess
+import tempfile
 from typing import Any
 
 import triton
@@ -15,7 +17,7 @@ TYPES = {
     **dict.fromkeys(("scores", "logits", "temperatures", "top_p", "min_p", "gathered", "tempered", "plain"), "*fp32"),
     **dict.fromkeys(("top_k", "counts", "ids", "plans"), "*i32"),
     **dict.fromkeys(("keys", "positions", "tokens"), "*i64"),
-    "tiles": "*fp64",
+    **dict.fromkeys(("tiles", "masses"), "*fp64"),
 }
 
 
@@ -34,9 +36,6 @@ def compile_kernel(kernel: Any, warps: int, **sizes: Any) -> None:
 
 def ptxas_report(ptx: str) -> tuple[int, int]:
     """Registers of a thread, bytes spilled."""
-    import subprocess
-    import tempfile
-
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)
         file.flush()

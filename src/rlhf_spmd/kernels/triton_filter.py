@@ -48,6 +48,7 @@ def _row(
     temperature = tl.load(temperatures + row)
     p, m, k = tl.load(top_p + row), tl.load(min_p + row), tl.load(top_k + row)
     filtered = filters_row(p, m, k, temperature, vocabulary)
+    temperature = tl.where(filtered, temperature, 1.0)
     _, largest, weights = totals_of(tiles, row * num_tiles + tile, tile < num_tiles, step, temperature.to(tl.float64))
     total = tl.sum(weights, 0)
     active = filtered & (total > 0.0) & (total < float("inf"))
