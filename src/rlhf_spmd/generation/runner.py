@@ -248,7 +248,8 @@ class Runner:
         tokens go, where its notes would begin if prompts had some, the prompts' lengths, the limits, the keys of the draws, where a
         row's tokens begin. The last ``num_padding`` columns write to the line of padding."""
         constants = self._constants[:, lines]
-        state = np.concatenate([lines[None], lengths[None], constants, constants[:1]])
+        state = np.empty((8, len(lines)), dtype=np.int64)  # by rows: kernels take each as it lies
+        state[0], state[1], state[2:7], state[7] = lines, lengths, constants, constants[0]
         padding = slice(len(lines) - num_padding, len(lines))
         state[2, padding] = len(self.row_ids) * self.width
         state[3, padding] = len(self.row_ids) * self.most - state[4, padding]
