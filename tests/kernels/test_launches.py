@@ -52,11 +52,7 @@ class Free:
     positions = torch.arange(8)
 
     def attend(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
-        return differentiable(
-            lambda q, k, v: (torch.empty_like(q), (q, k, v)),
-            lambda _, grad, *inputs: tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs),
-            *(q, k, v),
-        )
+        return differentiable(lambda q, k, v: (q.view_as(q), (k, v)), lambda _, grad, k, v: (grad, k, v), q, k, v)
 
 
 @pytest.mark.parametrize(
