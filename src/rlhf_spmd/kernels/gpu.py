@@ -164,6 +164,7 @@ class GpuOps(Ops):
     # -- draws, as drawings.DrawsRows describes them
 
     def draw_rows(self, scores: Tensor, logits: Tensor, drawings: Drawings, keys: Tensor, positions: Tensor) -> Drawn:
+        keys, positions = keys.contiguous(), positions.contiguous()
         rows, at_one = len(scores), torch.empty(len(scores), dtype=torch.float32, device=scores.device)
         tempered = torch.empty_like(at_one) if drawings.tempered else at_one
         out = torch.empty(rows, dtype=torch.int64, device=scores.device), tempered, at_one
@@ -187,6 +188,7 @@ class GpuOps(Ops):
         keys: Tensor,
         positions: Tensor,
     ) -> Tensor:
+        keys, positions = keys.contiguous(), positions.contiguous()
         out = torch.empty(3, len(scores), dtype=torch.float64, device=scores.device)
         tokens, tempered, at_one = out.unbind()
         triton_draw.pick(tiles, rank, first, scores, logits, drawings, keys, positions, (tokens, tempered, at_one))
