@@ -212,7 +212,7 @@ def test_forbidden_tokens_are_never_drawn_and_rules_do_not_enter_log_probs() -> 
 def test_rows_that_are_not_finite_say_so_and_harm_no_other(broken: float) -> None:
     logits = normal(len(OPTIONS), 700)
     whole = drawn(logits, OPTIONS)
-    for options in OPTIONS:
+    for options in (OPTIONS[0], OPTIONS[1], OPTIONS[6]):
         rows = logits[:4].clone()
         rows[1], rows[2] = broken, rows[2].clone()
         rows[2, 600] = broken
@@ -222,7 +222,7 @@ def test_rows_that_are_not_finite_say_so_and_harm_no_other(broken: float) -> Non
         assert [row for row in range(4) if not bool(found[2][row].isfinite())] == bad, options
     scores = logits.clone()
     scores[1] = broken
-    for options in OPTIONS:  # logits may be right where the rules leave nothing
+    for options in (OPTIONS[0], OPTIONS[1], OPTIONS[6]):  # logits may be right where the rules leave nothing
         assert not bool(drawn(logits, options, scores)[2][1].isfinite())
     logits[3] = broken
     for part, before in zip(drawn(logits, OPTIONS), whole, strict=True):
@@ -230,7 +230,7 @@ def test_rows_that_are_not_finite_say_so_and_harm_no_other(broken: float) -> Non
 
 
 def test_a_large_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("TILE", 4096), ("CHUNK", 1024)):
+    for name, value in (("TILE", 4096), ("CHUNK", 512)):
         monkeypatch.setattr(triton_filter, name, value)
     monkeypatch.setattr(triton_draw, "TILE", 4096)
     logits = normal(3, 151_936, 3.0)
@@ -355,4 +355,4 @@ def test_the_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
         "_sum_tiles", "_sum_tiles", "_pick", "_count_weights", "_gather_candidates", "_pick_filtered"
     ]  # fmt: skip
     for name, registers, spills, shared, fused in rows:
-        assert int(registers) <= 200 and int(spills) == 0 and int(shared) <= 32 << 10 and int(fused) == 0, name
+        assert int(registers) <= 128 and int(spills) == 0 and int(shared) <= 32 << 10 and int(fused) == 0, name

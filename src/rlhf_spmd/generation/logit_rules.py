@@ -27,8 +27,9 @@ class LogitRules:
         self.uses_history = self.repetition != 1.0 or self.frequency != 0.0 or self.presence != 0.0
         known = sorted(token for token in stop_ids if token < vocab_size)
         self.stop_ids = torch.tensor(known, dtype=torch.int64, device=device)
-        self.bias = _bias(sampling, vocab_size).to(device)
-        self.has_bias = bool(self.bias.any())
+        bias = _bias(sampling, vocab_size)
+        self.has_bias = bool(bias.any())  # on the host, which need not wait for a device then
+        self.bias = bias.to(device)
         self.has_minimum = any(row.min_new for row in rows)
         self.least = torch.tensor([row.prompt_length + row.min_new for row in rows], device=device)  # tokens before an end
         self.prompts = torch.tensor([row.prompt_length for row in rows], device=device)

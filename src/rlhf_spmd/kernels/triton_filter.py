@@ -35,7 +35,7 @@ from rlhf_spmd.kernels.triton_draw import (
 
 CANDIDATES = 8192  # that a row has room for
 BINS: tl.constexpr = tl.constexpr(256)  # a weight's bits shifted right by 22; 1 is in bin 254
-CHUNK, PIVOTS = 1024, 8  # candidates that are looked at together, thresholds that are tried at once
+CHUNK, PIVOTS = 512, 8  # candidates that are looked at together, thresholds that are tried at once
 
 
 @triton.jit
