@@ -131,14 +131,8 @@ def build_drawings(samplings: Sequence[SamplingConfig], kinds: NDArray[np.int64]
     """Settings of rows, of which row i follows ``samplings[kinds[i]]``."""
     present = [samplings[kind] for kind in np.unique(kinds)]
     floats = [(each.temperature, each.top_p, each.min_p) for each in samplings]
-<<<<<<< HEAD
     columns = on_device(np.ascontiguousarray(np.array(floats, dtype=np.float32).reshape(-1, 3)[kinds].T), device)
     temperature, top_p, min_p = columns.unbind()
-=======
-    temperature, top_p, min_p = on_device(
-        np.ascontiguousarray(np.array(floats, dtype=np.float32).reshape(-1, 3)[kinds].T), device
-    ).unbind()
->>>>>>> draws
     top_k = on_device(np.array([each.top_k for each in samplings], dtype=np.int32)[kinds], device)
     return Drawings(
         temperature,
