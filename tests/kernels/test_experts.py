@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 from device_work import DeviceWork
+from places import ROOT
 from rlhf_spmd.kernels import Ops, grouped, triton_experts
 from rlhf_spmd.kernels.gpu import GpuOps
 from rlhf_spmd.models.experts import mix_experts
@@ -91,3 +96,14 @@ def test_launches_of_a_layer(monkeypatch: pytest.MonkeyPatch, tokens: int, train
         if trains:
             torch.autograd.grad(out, parts, torch.empty_like(out))
     assert not work.waits and work.total <= most, work.launches
+
+
+def test_the_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": "src", "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
+    command = [sys.executable, "tests/started/compile_experts.py"]
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    lines = [line.split() for line in ended.stdout.splitlines()]
+    assert [name for name, *_ in lines] == ["_sum_rows", "_sum_rows", "_sum_rows_backward", "_clear_idle"]
+    for name, registers, stack, loads in lines:
+        assert int(registers) <= 64 and int(stack) == 0 and (int(loads) > 0 or name == "_clear_idle"), ended.stdout
