@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+Row = tuple[Tensor, Tensor, Tensor]  # queries, keys and values of a sequence
+
 
 @dataclass
 class Calls:
@@ -31,17 +33,18 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, left: int, right: int)
     return torch.einsum("hij,jhd->ihd", p, v), p, scores.logsumexp(-1)
 
 
-def gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, p: Tensor, scale: float) -> tuple[Tensor, ...]:
+def gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, p: Tensor, scale: float) -> Row:
     """Of one sequence's queries, keys and values, from that of its output."""
     heads, group = k.shape[1], q.shape[1] // k.shape[1]
     wide_k, wide_v = (x.repeat_interleave(group, 1) for x in (k, v))
     of_p = torch.einsum("ihd,jhd->hij", grad, wide_v)
     of_scores = p * (of_p - (of_p * p).sum(-1, keepdim=True)) * scale
     of_k, of_v = torch.einsum("hij,ihd->jhd", of_scores, q), torch.einsum("hij,ihd->jhd", p, grad)
-    return torch.einsum("hij,jhd->ihd", of_scores, wide_k), *(x.unflatten(1, (heads, group)).sum(2) for x in (of_k, of_v))
+    of_k, of_v = (x.unflatten(1, (heads, group)).sum(2) for x in (of_k, of_v))
+    return torch.einsum("hij,jhd->ihd", of_scores, wide_k), of_k, of_v
 
 
-def _checked(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int) -> list[tuple[Tensor, ...]]:
+def _checked(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int) -> list[Row]:
     """The sequences in fp64."""
     for x in (q, k, v):
         assert x.dtype in (torch.bfloat16, torch.float16) and x.stride(-1) == 1 and x.dim() == 3
@@ -49,7 +52,8 @@ def _checked(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int) -> l
     assert bounds.dtype == torch.int32 and bounds.is_contiguous() and bounds[0] == 0 and bounds[-1] == len(q) == len(k)
     lengths = bounds.diff().tolist()
     assert min(lengths) > 0 and max(lengths) == longest
-    return list(zip(*(x.double().split(lengths) for x in (q, k, v)), strict=True))
+    wide_q, wide_k, wide_v = (x.double().split(lengths) for x in (q, k, v))
+    return list(zip(wide_q, wide_k, wide_v, strict=True))
 
 
 @contextmanager

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 from device_work import DeviceWork
+from places import ROOT
 from rlhf_spmd.kernels import Ops, grouped, triton_experts
 from rlhf_spmd.kernels.gpu import GpuOps
 from rlhf_spmd.models.experts import mix_experts
@@ -39,6 +44,11 @@ def draw(tokens: int, blocks: int, hidden: int = HIDDEN, per_token: int = 2) -> 
     return [x[clear], router, entry, down]
 
 
+def mix(ops: Ops, parts: Sequence[Tensor], experts: Experts, blocks: int = 1) -> Tensor:
+    x, router, entry, down = parts
+    return mix_experts(ops, x, router, entry, down, experts, False, blocks)
+
+
 @pytest.mark.parametrize("tokens", [1, 2, 33])
 @pytest.mark.parametrize(("per_token", "normalise"), [(1, False), (3, True), (4, False)])
 @pytest.mark.parametrize("blocks", [1, 2])
@@ -48,7 +58,7 @@ def test_outputs_and_gradients_equal_float64(blocks: int, per_token: int, normal
     results = []
     for ops, dtype in ((Ops(), torch.float64), (GpuOps(), torch.bfloat16)):
         inputs = [part.to(DEVICE, dtype).requires_grad_() for part in parts]
-        out = mix_experts(ops, *inputs, experts, False, blocks)
+        out = mix(ops, inputs, experts, blocks)
         results.append([out, *torch.autograd.grad(out, inputs, weight.to(DEVICE, dtype))])
     names = ("output", "x", "router", "gate_up", "down")
     for name, want, got in zip(names, *results, strict=True):
@@ -61,7 +71,7 @@ def test_outputs_and_gradients_equal_float64(blocks: int, per_token: int, normal
 @pytest.mark.parametrize(("dtype", "hidden"), [(torch.float32, HIDDEN), (torch.bfloat16, 20)], ids=str)
 def test_what_grouped_products_do_not_take_is_a_loop(dtype: torch.dtype, hidden: int) -> None:
     parts, experts = [part.to(DEVICE, dtype) for part in draw(9, 1, hidden)], Experts(COUNT, 2, WIDTH, True)
-    found, plain = (mix_experts(ops, *parts, experts, False, 1) for ops in (GpuOps(), Ops()))
+    found, plain = (mix(ops, parts, experts) for ops in (GpuOps(), Ops()))
     assert not grouped.fits(parts[0], parts[3].view(COUNT, 1, hidden, -1))
     torch.testing.assert_close(found, plain, atol=2e-2 if dtype == torch.bfloat16 else 1e-6, rtol=1e-2)
 
@@ -82,7 +92,18 @@ def test_launches_of_a_layer(monkeypatch: pytest.MonkeyPatch, tokens: int, train
     shapes = (tokens, hidden), (128, hidden), (128 * 2 * width, hidden), (128 * hidden, width)
     parts = [torch.empty(shape, dtype=torch.bfloat16, device="meta", requires_grad=trains) for shape in shapes]
     with work, torch.set_grad_enabled(trains):
-        out = mix_experts(GpuOps(), *parts, Experts(128, 8, width, True), False, 1)
+        out = mix(GpuOps(), parts, Experts(128, 8, width, True))
         if trains:
             torch.autograd.grad(out, parts, torch.empty_like(out))
     assert not work.waits and work.total <= most, work.launches
+
+
+def test_the_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": "src", "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
+    command = [sys.executable, "tests/started/compile_experts.py"]
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    lines = [line.split() for line in ended.stdout.splitlines()]
+    assert [name for name, *_ in lines] == ["_sum_rows", "_sum_rows", "_sum_rows_backward", "_clear_idle"]
+    for name, registers, stack, loads in lines:
+        assert int(registers) <= 64 and int(stack) == 0 and (int(loads) > 0 or name == "_clear_idle"), ended.stdout

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_definition import Calls, attend, flash_on_cpus
+from flash_definition import Calls, Row, attend, flash_on_cpus
 from rlhf_spmd.kernels import AttentionRule, Ops, Packing, flash
 from rlhf_spmd.kernels.flash import FlashAttn, TorchFlash, choose_packed
 from rlhf_spmd.models.attention import PackedAttention
@@ -42,6 +42,11 @@ def draw(lengths: list[int], dtype: torch.dtype, heads: int = 4, kv: int = 2, di
     return torch.randn(sum(lengths), heads + 2 * kv, dim, generator=generator).to(dtype)
 
 
+def parts_of(qkv: Tensor) -> Row:
+    q, k, v = qkv.split([4, 2, 2], 1)
+    return q, k, v
+
+
 @pytest.mark.parametrize("dtype", flash.DTYPES, ids=str)
 @pytest.mark.parametrize("rule", RULES, ids=str)
 @pytest.mark.parametrize("lengths", CASES, ids=str)
@@ -49,11 +54,11 @@ def test_outputs_and_gradients_equal_float64(calls: Calls, lengths: list[int], r
     """Queries, keys and values are slices of one tensor; the definition of a window is the project's own here."""
     qkv = draw(lengths, dtype).requires_grad_()
     weight = torch.randn(len(qkv), 4, 16, generator=torch.Generator().manual_seed(1)).to(dtype)
-    out = GpuOps(TorchFlash()).attend_packed(*qkv.split([4, 2, 2], 1), Packing(lengths, CPU), rule)
+    out = GpuOps(TorchFlash()).attend_packed(*parts_of(qkv), Packing(lengths, CPU), rule)
     assert out.dtype == dtype and len(calls.forward) == 1
     (grad,) = torch.autograd.grad(out, qkv, weight)
     wide = qkv.detach().double().requires_grad_()
-    rows = [part.split([4, 2, 2], 1) for part in wide.split(lengths)]
+    rows = [parts_of(part) for part in wide.split(lengths)]
     reach = 10**6 if rule.window is None else rule.window - 1
     want = torch.cat([attend(*row, rule.scale, reach, 0)[0] for row in rows if len(row[0])])
     (wanted,) = torch.autograd.grad(want, wide, weight.double())
@@ -66,7 +71,7 @@ def test_outputs_and_gradients_equal_float64(calls: Calls, lengths: list[int], r
 def test_bounds_are_made_once_for_a_packing(calls: Calls) -> None:
     packing, qkv = Packing([3, 0, 2, 0], CPU), draw([3, 2], torch.bfloat16)
     for _ in range(2):
-        GpuOps(TorchFlash()).attend_packed(*qkv.split([4, 2, 2], 1), packing, AttentionRule(0.5, window=2))
+        GpuOps(TorchFlash()).attend_packed(*parts_of(qkv), packing, AttentionRule(0.5, window=2))
     assert packing.filled[0] is packing.filled[0]
     one = {"bounds": [0, 3, 5], "longest": 3, "scale": 0.5, "left": 1, "right": 0, "causal": True}
     assert calls.forward == [one, one]
@@ -84,13 +89,13 @@ def test_bounds_are_made_once_for_a_packing(calls: Calls) -> None:
 )
 def test_what_has_no_kernel_takes_the_plain_path(calls: Calls, dtype: torch.dtype, dim: int, rule: AttentionRule) -> None:
     lengths = [5, 0, 9]
-    parts, packing = draw(lengths, dtype, dim=dim).split([4, 2, 2], 1), Packing(lengths, CPU)
+    parts, packing = parts_of(draw(lengths, dtype, dim=dim)), Packing(lengths, CPU)
     found, plain = (ops.attend_packed(*parts, packing, rule) for ops in (GpuOps(TorchFlash()), Ops()))
     assert torch.equal(found, plain) and not calls.forward
 
 
 def test_no_tokens(calls: Calls) -> None:
-    parts = draw([0, 0], torch.bfloat16).split([4, 2, 2], 1)
+    parts = parts_of(draw([0, 0], torch.bfloat16))
     assert GpuOps(TorchFlash()).attend_packed(*parts, Packing([0, 0], CPU), RULES[0]).shape == (0, 4, 16)
     assert not calls.forward
 
@@ -142,7 +147,7 @@ def test_flash_attn_is_told_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     module: Any = ModuleType("flash_attn")
     module.flash_attn_varlen_func = flash_attn_varlen_func
     monkeypatch.setitem(sys.modules, "flash_attn", module)
-    q, k, v = draw([3, 0, 2], torch.bfloat16, dim=12).split([4, 2, 2], 1)
+    q, k, v = parts_of(draw([3, 0, 2], torch.bfloat16, dim=12))
     ops = GpuOps(FlashAttn())
     ops.attend_packed(q, k, v, Packing([3, 0, 2], CPU), AttentionRule(0.3, 20.0, 5))
     assert ops.name == "flash_attn" and told["q"] is q and told["k"] is k and told["v"] is v
@@ -170,7 +175,7 @@ def test_it_is_chosen_and_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_shapes_and_strides_on_meta(dtype: torch.dtype) -> None:
     device = torch.device("meta")
     qkv = torch.empty(10, 8, 16, dtype=dtype, device=device, requires_grad=True)
-    out = GpuOps(TorchFlash()).attend_packed(*qkv.split([4, 2, 2], 1), Packing([3, 7], device), RULES[2])
+    out = GpuOps(TorchFlash()).attend_packed(*parts_of(qkv), Packing([3, 7], device), RULES[2])
     assert out.shape == (10, 4, 16) and out.dtype == dtype and out.is_contiguous()
     (grad,) = torch.autograd.grad(out, qkv, torch.empty_like(out))
     assert grad.shape == qkv.shape and grad.dtype == dtype

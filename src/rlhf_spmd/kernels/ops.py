@@ -135,7 +135,7 @@ class Ops:
     def expert_groups(self, experts: Tensor, count: int) -> Groups:
         """What :meth:`per_expert` is told of the rows of ``count`` experts: here how many each has, as numbers on the host. ``experts``
         [N]: of each row, sorted."""
-        return torch.bincount(experts, minlength=count).tolist()  # type: ignore[no-any-return]
+        return torch.bincount(experts, minlength=count).tolist()
 
     def per_expert(self, x: Tensor, weight: Tensor, groups: Groups) -> Tensor:
         """x [N, in], rows of each expert in turn, times that expert's matrix [blocks, out, in] -> [N, blocks * out]. ``groups``:
