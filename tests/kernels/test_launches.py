@@ -55,26 +55,22 @@ class Free:
         return differentiable(lambda q, k, v: (q.view_as(q), (k, v)), lambda _, grad, k, v: (grad, k, v), q, k, v)
 
 
-@pytest.mark.parametrize(
-    ("name", "most"), [("qwen3-tied", 11), ("llama", 11), ("phi3", 11), ("mistral", 11), ("gemma3", 13), ("gemma2", 13)]
-)
+@pytest.mark.parametrize(("name", "most"), [("qwen3-tied", 9), ("llama", 9), ("phi3", 9), ("gemma3", 11), ("gemma2", 11)])
 def test_a_decode_step_of_a_layer(name: str, most: int) -> None:
-    """At most 12 of a layer without norms after its parts: norm, qkv, heads and pages, attention (2 for long rows), out, add and norm,
-    gate_up, gate, down, add."""
+    """Beside the attention: norm, qkv, heads, which write the pages, out, add and norm, gate_up, gate, down, add; Gemma norms what its
+    parts give. With the attention 12 at most."""
     decoder, (x, cos, sin) = decoder_of(name)
     block = layer_of(decoder)
     backend = build_backend("triton", x.dtype, DEVICE)
-    for pages, attention in ((1, ["_attend"]), (40, ["_attend", "_add_parts"])):
+    for pages in (1, 40):
         cache = KVCache(1, block.num_kv_heads, block.head_dim, 8 * pages, 16, x.dtype, DEVICE, backend)
         table = torch.arange(8 * pages, dtype=torch.int32, device=DEVICE).view(8, pages)
         context = TritonAttention.decoding(torch.arange(8, device=DEVICE), table, cache, block.num_heads)
         with torch.no_grad(), counted_launches() as launches:
             block(x, cos, sin, context, 8)
-        assert len(launches.names) <= most, launches.names
-        assert [each for each in launches.names if each in ("_write", "_heads", "_attend", "_add_parts")] == [
-            "_heads",
-            *attention,
-        ]
+        own = [each for each in launches.names if "attend" not in each and "parts" not in each]
+        assert len(own) <= most, own
+        assert len(launches.names) <= most + 2, launches.names
 
 
 def train(decoder: Decoder, inputs: tuple[Tensor, Tensor, Tensor], rows: int = 8) -> tuple[Launches, Launches]:
