@@ -29,6 +29,7 @@ from rlhf_spmd.parallel.collectives import Group
 
 _NUMBERS = count()  # of worlds
 LAUNCHER = "RLHF_SPMD_LAUNCHER"  # the process that has started this rank in torchrun's place
+SHARED_GPU = "RLHF_SPMD_SHARED_GPU"  # "1": all ranks of a node on its first GPU; for tests only, since nccl refuses
 JOB_KEY = "RLHF_SPMD_KEY"  # the key that seals the messages of a job's processes: messages.py
 TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # processes that srun or mpirun has started
 
@@ -61,7 +62,7 @@ def read_launch() -> Launch:
     return Launch(
         rank=number("RANK", 0),
         size=number("WORLD_SIZE", 1),
-        local_rank=number("LOCAL_RANK", 0),
+        local_rank=0 if os.environ.get(SHARED_GPU) == "1" else number("LOCAL_RANK", 0),
         local_size=number("LOCAL_WORLD_SIZE", 1),
         restart_count=number("TORCHELASTIC_RESTART_COUNT", 0),
     )
