@@ -150,6 +150,7 @@ def test_log_probs_of_a_decoder(
         )
 
 
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11 cannot count addmm with an out_dtype on meta tensors")
 def test_launches_and_bytes_of_8192_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hidden 2,048 and 151,936 logits in bf16, with a reported entropy.
 

@@ -330,8 +330,8 @@ class Runner:
         lengths += lengths + 1 < limits
 
     def _can_capture(self, config: GenerationConfig) -> bool:
-        """Experts look at counts on the host, and torch's paged attention takes other memory each time. Rows that draw in groups do it
+        """Experts may look at counts on the host; torch's paged attention takes other memory each time. Rows that draw in groups do it
         in other ones from step to step, and such a top_p looks at numbers on the host."""
         wanted = config.captures(self.device, self.decoder.tp.size, self.decoder.pp) and self.cache.backend.capturable
         plain = self._in_one_pass or (len(self.samplings) == 1 and self.samplings[0].top_p == 1.0)
-        return wanted and plain and self.decoder.spec.experts is None
+        return wanted and plain and not self.decoder.waits_for_experts

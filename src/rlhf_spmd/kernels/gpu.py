@@ -138,6 +138,9 @@ class GpuOps(Ops):
         numbers = torch.arange(count, device=experts.device)
         return torch.searchsorted(experts, numbers, right=True, out_int32=True)
 
+    def waits_for_experts(self, weight: Tensor) -> bool:
+        return not grouped.fits(weight[0, 0], weight)
+
     def per_expert(self, x: Tensor, weight: Tensor, groups: Groups) -> Tensor:
         assert isinstance(groups, Tensor), "rows of experts end where a tensor says"
         if not grouped.fits(x, weight):

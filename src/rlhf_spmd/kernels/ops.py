@@ -137,6 +137,10 @@ class Ops:
         [N]: of each row, sorted."""
         return torch.bincount(experts, minlength=count).tolist()
 
+    def waits_for_experts(self, weight: Tensor) -> bool:
+        """Whether :meth:`per_expert` with ``weight`` [E, blocks, out, in] lets the host wait for the device."""
+        return True
+
     def per_expert(self, x: Tensor, weight: Tensor, groups: Groups) -> Tensor:
         """x [N, in], rows of each expert in turn, times that expert's matrix [blocks, out, in] -> [N, blocks * out]. ``groups``:
         :meth:`expert_groups`."""

@@ -275,6 +275,18 @@ class Decoder(nn.Module):
         return round_up(max(num_tokens, self.min_rows), self.slices) // self.slices if self.slices > 1 else num_tokens
 
     @property
+    def waits_for_experts(self) -> bool:
+        """Whether a forward pass lets the host wait for the device, to see which experts were chosen."""
+        for block in self.layers:
+            assert isinstance(block, Block)
+            if block.experts is not None:
+                count, blocks, hidden = block.experts.count, block.gate_up_blocks, self.spec.hidden_size
+                entry = block.gate_up.weight.view(blocks, count, -1, hidden).transpose(0, 1)
+                if any(map(self.ops.waits_for_experts, (entry, block.down.weight.view(count, 1, hidden, -1)))):
+                    return True
+        return False
+
+    @property
     def is_first(self) -> bool:
         return self.stage == 0
 
