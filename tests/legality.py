@@ -69,7 +69,9 @@ class Launch:
 
     def __str__(self) -> str:
         if self.parts:
-            ways = ", ".join(f"{'to' if part.sends else 'from'} {part.peer}: {part.numel} {part.dtype}" for part in self.parts[:4])
+            ways = ", ".join(
+                f"{'to' if part.sends else 'from'} {part.peer}: {part.numel} {part.dtype}" for part in self.parts[:4]
+            )
             return f"{self.kind} {self.label!r} ({ways}) on {self.comm}"
         return f"{self.kind} {self.label!r} ({self.numel} {self.dtype} {self.detail}) on {self.comm}".replace(" )", ")")
 
@@ -269,7 +271,9 @@ def _match_tags(run: _Run, comm: Communicator, launched: Mapping[int, list[Launc
         for one, other in zip_longest(sent[key], received[key]):
             if one is None or other is None:
                 rank, launch = (key[0], one[2]) if one else (key[1], other[2])
-                run.find("pairs", f"{comm}: from rank {key[0]} to {key[1]} under tag {key[2]} without partner: {launch} on {rank}")
+                run.find(
+                    "pairs", f"{comm}: from rank {key[0]} to {key[1]} under tag {key[2]} without partner: {launch} on {rank}"
+                )
                 break
             if (one[1].numel, one[1].dtype) != (other[1].numel, other[1].dtype):
                 run.find("pairs", f"{comm}: rank {key[0]} has {one[2]}, rank {key[1]} {other[2]}")
@@ -299,7 +303,10 @@ def _check_threads(run: _Run) -> None:
                 before, count = last.get(event.comm, (event, 0))
                 if clock.get(before.thread, 0) < count and event.comm not in told:
                     told.add(event.comm)
-                    run.find("threads", f"rank {rank}: {before} in thread {before.thread} and {event.label!r} in {event.thread}, unordered")
+                    run.find(
+                        "threads",
+                        f"rank {rank}: {before} in thread {before.thread} and {event.label!r} in {event.thread}, unordered",
+                    )
                 last[event.comm] = event, clock[event.thread]
 
 
@@ -357,11 +364,11 @@ class _Graph:
                 if not missing[node]:
                     ready.append(node)
         node = next((node for node, count in enumerate(missing) if count), -1)
-        way: list[int] = []
+        way: dict[int, None] = {}
         while node >= 0 and node not in way:
-            way.append(node)
+            way[node] = None
             node = next(each for each in self.before[node] if missing[each])
-        circle = way[way.index(node) :] if node >= 0 else []
+        circle = list(way)[list(way).index(node) :] if way else []
         said = [f"rank {rank} {what} {of}".rstrip() for what, rank, of in map(self.names.__getitem__, circle) if what]
         return list(dict.fromkeys(said))
 

@@ -11,7 +11,6 @@ import functools
 import pickle
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +25,7 @@ ARRIVALS = "arrivals"  # of the threads in which weights come
 # of tensors that are on the host on GPUs too
 HOST_LABELS = ("batch", "control", "checkpoint", "exact_rollouts", "profile", "serve:", "generate:", "score:")
 HOST_LABELS += tuple(f"generation:{what}" for what in ("moves", "environments", "limits", "pages"))
-ON_DEVICE = {"connect", "_checkpointing"}  # functions whose "control" is on the device
+ON_DEVICE = {"_checkpointing"}  # functions whose "control" is on the device
 COLLECTIVES = {
     "allreduce": "all_reduce",
     "broadcast": "broadcast",
@@ -44,6 +43,10 @@ COLLECTIVES = {
     "reduce_scatter": "reduce_scatter",
     "barrier": "barrier",
 }
+
+
+def on_host(label: str) -> bool:
+    return label.startswith(HOST_LABELS)
 
 
 class Recording:
@@ -118,7 +121,7 @@ class Recording:
             callers.add(frame.f_code.co_name)
             assert frame.f_back is not None
             frame = frame.f_back
-        self._local.on_device = not label.startswith(HOST_LABELS) or bool(callers & ON_DEVICE)
+        self._local.on_device = not on_host(label) or bool(callers & ON_DEVICE)
         return original(group, operation, label, *args, **more)
 
     def _communicator(self, group: Any) -> Communicator:
@@ -147,7 +150,9 @@ class Recording:
         self._launch(group, kind, tensor, bool(getattr(options, "asyncOp", True)), detail)
         return self._made(original(group, *args, **more))
 
-    def _launch(self, group: Any, kind: str, tensor: Any, asynchronous: bool, detail: str, parts: tuple[Part, ...] = ()) -> None:
+    def _launch(
+        self, group: Any, kind: str, tensor: Any, asynchronous: bool, detail: str, parts: tuple[Part, ...] = ()
+    ) -> None:
         comm, label = self._communicator(group), getattr(self._local, "label", "")
         numel, dtype = (0, "") if tensor is None or parts else (tensor.numel(), _dtype(tensor))
         self._local.number = number = self._next()
@@ -167,7 +172,7 @@ class Recording:
             return original(group, sends, receives, label)
         ways = [(True, message) for message in sends] + [(False, message) for message in receives]
         parts = tuple(Part(group.ranks[member], way, tensor.numel(), _dtype(tensor)) for way, (member, tensor) in ways)
-        self._local.label, self._local.on_device = label, not label.startswith(HOST_LABELS)
+        self._local.label, self._local.on_device = label, not on_host(label)
         self._launch(group.process_group, "exchange", None, True, "", parts)
         self._local.batch = True
         try:
@@ -258,9 +263,7 @@ def _recorded(world: Any, directory: Path, nccl: bool, fn: Callable[..., Any], *
     return result
 
 
-def record_ranks(
-    size: int, directory: Path, fn: Callable[..., Any], *args: Any, nccl: bool = True
-) -> dict[int, list[Event]]:
+def record_ranks(size: int, directory: Path, fn: Callable[..., Any], *args: Any, nccl: bool = True) -> dict[int, list[Event]]:
     """Of ranks of their own, since communicators of earlier runs would be taken for connected."""
     directory.mkdir(parents=True, exist_ok=True)
     run_ranks(size, _recorded, directory, nccl, fn, *args)
