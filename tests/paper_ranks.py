@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from legality import MAIN, Communicator, Event, Follow, Launch, Part, Wait
+from legality_events import MAIN, Communicator, Event, Follow, Launch, Part, Wait
 from recording import SIDE, on_host
 from rlhf_spmd.parallel.collectives import Group
 from rlhf_spmd.parallel.world import Launch as Start

@@ -17,14 +17,16 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from legality import MAIN, Communicator, Connect, Event, Follow, Fork, Join, Launch, Part, Wait
+from legality_events import MAIN, Communicator, Connect, Event, Follow, Fork, Join, Launch, Part, Wait
 from ranks import close_pool, run_ranks
 
 SIDE = "side"  # the stream of transfers beside a computation
 ARRIVALS = "arrivals"  # of the threads in which weights come
 # of tensors that are on the host on GPUs too
-HOST_LABELS = ("batch", "control", "checkpoint", "exact_rollouts", "profile", "serve:", "generate:", "score:")
-HOST_LABELS += tuple(f"generation:{what}" for what in ("moves", "environments", "limits", "pages"))
+HOST_LABELS = (
+    *("batch", "control", "checkpoint", "exact_rollouts", "profile", "serve:", "generate:", "score:"),
+    *(f"generation:{what}" for what in ("moves", "environments", "limits", "pages")),
+)
 ON_DEVICE = {"_checkpointing"}  # functions whose "control" is on the device
 COLLECTIVES = {
     "allreduce": "all_reduce",
@@ -144,7 +146,7 @@ class Recording:
         tensors = [each for each in tensors if isinstance(each, torch.Tensor)]
         tensor = tensors[-1] if kind in ("all_gather", "reduce_scatter", "all_to_all") and tensors else (tensors or [None])[0]
         options = next((each for each in args if type(each).__name__.endswith("Options")), more.get("opts"))
-        detail = f"from {options.rootRank}" if hasattr(options, "rootRank") else ""
+        detail = f"from {options.rootRank}" if options is not None and hasattr(options, "rootRank") else ""
         if kind in ("all_reduce", "reduce_scatter") and options is not None:
             detail = next(name for name in ("SUM", "MAX", "MIN", "AVG") if options.reduceOp == getattr(dist.ReduceOp, name))
         self._launch(group, kind, tensor, bool(getattr(options, "asyncOp", True)), detail)
