@@ -119,7 +119,7 @@ def _add_rank(
             at.streams[stream] = graph.add("", rank, "", at.streams.get(stream), at.streams.get(event.on))
         elif isinstance(event, Fork):
             at.threads[event.child], at.inherited[event.child] = host, at.streams.get(stream)
-        elif isinstance(event, Join):
+        elif isinstance(event, Join) and event.child in at.threads:  # others were started before the recording
             before.append(at.threads[event.child])
             others = [at.streams.get(each) for each in at.used[event.child] - {stream}]
             at.streams[stream] = graph.add("", rank, "", at.streams.get(stream), *others)

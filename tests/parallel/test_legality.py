@@ -39,12 +39,14 @@ RUNS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "tp2": (2, 1, (*layout("actor", tp=2), *layout("generation", tp=2), *layout("critic", tp=2))),
     "pp2": (2, 1, (*layout("actor", pp=2), *layout("generation", pp=2), *layout("critic", pp=2), *micro_batches(tokens=32))),
     "two chunks of layers per stage": (2, 1, (*layout("actor", pp=2), "models.actor.layout.vpp=2", *micro_batches(rows=3))),
-    "zero1, zero3, sequence parallel": (
+    "pp4": (4, 1, (*layout("actor", pp=4), *layout("generation", pp=4), *layout("critic", tp=2, dp=2))),
+    "zero1, zero3, sequence parallel, muon": (
         4,
         1,
         (
             *layout("actor", tp=2, dp=2, zero=1),
             "models.actor.layout.sequence_parallel=true",
+            "models.actor.optim.name=muon",
             *layout("reference", dp=4, zero=3),
             *layout("critic", dp=4, zero=3),
         ),
@@ -63,7 +65,7 @@ RUNS: dict[str, tuple[int, int, tuple[str, ...]]] = {
         ),
     ),
 }
-WITH_NOTHING_OPEN = ("dp2", "tp2", "zero1, zero3, sequence parallel")  # while a rank computes
+WITH_NOTHING_OPEN = ("dp2", "tp2", "zero1, zero3, sequence parallel, muon")  # while a rank computes
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +109,7 @@ def test_the_branches_that_gpus_take_were_taken(directory: Path) -> None:
     assert {kind for kind, _ in seen} >= {"all_reduce", "all_gather", "reduce_scatter", "broadcast", "exchange", "message"}
     assert {("exchange", "loan"), ("all_gather", "zero_parameters"), ("reduce_scatter", "zero_gradients")} <= seen
     assert {("message", "pipeline_forward"), ("message", "generation:hidden"), ("broadcast", "generation:tokens")} <= seen
+    assert ("exchange", "muon_matrices") in seen
 
 
 def test_a_run_on_gloo_as_it_is(directory: Path) -> None:
