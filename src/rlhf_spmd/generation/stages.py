@@ -9,7 +9,7 @@ is for a smaller (step, stage).
 
 Hidden states take ``Mesh.pp`` and tokens ``Mesh.pp_back``: NCCL runs the transfers of one communicator one after the other, in the
 order of each side. On each of these two, those of a pair of ranks go one way, in the order of the steps. NCCL also holds up the
-host of the first transfer of a pair until both ranks are in it: that is a wait of the same kind.
+host of the first transfer of a pair until both ranks are in it, and may lock if others are under way: :func:`connect_ways` comes first.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import time
 import torch
 from torch import Tensor
 
+from rlhf_spmd.kernels import can
 from rlhf_spmd.parallel.mesh import Mesh
 from rlhf_spmd.parallel.pipeline import Channel
 
@@ -66,3 +67,23 @@ class Stages:
         received = channel.take()
         self.waited += time.perf_counter() - begun
         return received
+
+
+def connect_ways(mesh: Mesh, device: torch.device) -> None:
+    """Let NCCL connect the ranks of all ways, one pair at a time. Collective over ``mesh.pp``: every rank of it must call, in program
+    order."""
+    last = mesh.layout.pp - 1
+    if not last or not can(device).nccl:
+        return
+    stages, token = Stages(mesh), torch.zeros(1, dtype=torch.int64, device=device)
+    if mesh.pp_rank:
+        stages.receive_hidden(token.clone())
+    if mesh.pp_rank < last:
+        stages.hidden.send(token)
+        stages.hidden.finish()
+        stages.expect_tokens(1, device)
+        stages.take_tokens()
+        return
+    for channel in stages.tokens:
+        channel.send(token)
+        channel.finish()

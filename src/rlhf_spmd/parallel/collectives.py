@@ -95,8 +95,17 @@ class Group:
         """
         if self.size > 1 and not self.connected:
             _ = self.process_group
-            if exchanges is not None and can(exchanges).nccl:
-                self.all_reduce(torch.zeros(1, device=exchanges), "control")
+            if exchanges is not None:
+                self.meet(exchanges)
+
+    def meet(self, device: torch.device) -> None:
+        """Let NCCL connect all ranks here, not in their first operation: other transfers may be under way then, in which case two
+        ranks may each wait for the other (nccl#1082).
+
+        Collective over the group: every rank of it must call, in program order.
+        """
+        if self.size > 1 and can(device).nccl:
+            self.all_reduce(torch.zeros(1, device=device), "meet")
 
     @property
     def connected(self) -> bool:
